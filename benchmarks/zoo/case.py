@@ -1,0 +1,29 @@
+"""What the zoo is made of: one training step with everything that is needed to run it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training step as its user would write it, for one device.
+
+    Attributes:
+        name: The key of the case in the registry.
+        step: A pure function `step(state, batch) -> (state, metrics)`; `metrics["loss"]` is a scalar.
+        init: `init(key) -> state`, from a typed key; it can be traced, so `jax.eval_shape(init, key)` costs no memory.
+        batch: `batch(seed) -> pytree` of numpy arrays, the same for the same seed.
+        tolerance: The difference from plain `jax.jit` that reassociating floating-point sums can explain after a
+            few steps, as a fraction of a leaf's largest value.
+    """
+
+    name: str
+    step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+    init: Callable[[jax.Array], PyTree]
+    batch: Callable[[int], PyTree]
+    tolerance: float = 1e-5

@@ -1,0 +1,53 @@
+"""The training step that most cases share: a loss of parameters, minimised by an optax optimiser."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.zoo.case import Case, PyTree
+
+
+class TrainState(NamedTuple):
+    """Parameters, the optimiser's state, and the number of steps taken."""
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+
+
+def momentum() -> optax.GradientTransformation:
+    """The default optimiser: linear in the gradient, so it does not amplify rounding as Adam's division does."""
+    return optax.sgd(0.1, momentum=0.9)
+
+
+def training_case(
+    *,
+    name: str,
+    init_params: Callable[[jax.Array], PyTree],
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    batch: Callable[[int], PyTree],
+    optimizer: optax.GradientTransformation | None = None,
+    tolerance: float = 1e-5,
+) -> Case:
+    """A case that minimises `loss(params, batch)`."""
+    tx = momentum() if optimizer is None else optimizer
+
+    def init(key: jax.Array) -> TrainState:
+        params = init_params(key)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params))
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), {"loss": value}
+
+    return Case(name=name, step=step, init=init, batch=batch, tolerance=tolerance)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross-entropy of integer labels, computed in float32 whatever the logits are."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
