@@ -2,13 +2,58 @@
 
 from collections.abc import Callable
 
+from benchmarks.zoo.bert import bert
+from benchmarks.zoo.bookkeeping import bookkeeping
 from benchmarks.zoo.case import Case
+from benchmarks.zoo.clip import clip
+from benchmarks.zoo.dropout import dropout, dropout_raw_key
+from benchmarks.zoo.encoder_decoder import encoder_decoder
+from benchmarks.zoo.equinox_model import equinox_model
+from benchmarks.zoo.fixed_point import fixed_point
+from benchmarks.zoo.gnn import gnn
 from benchmarks.zoo.gpt import gpt, gpt_bf16, gpt_odd, gpt_remat
 from benchmarks.zoo.gpt_scan import gpt_scan, gpt_scan_remat
+from benchmarks.zoo.haiku_model import haiku_model
+from benchmarks.zoo.loss_scaling import loss_scaling
+from benchmarks.zoo.lstm import lstm
 from benchmarks.zoo.mlp import mlp
+from benchmarks.zoo.moe import moe
+from benchmarks.zoo.nnx_model import nnx_model
+from benchmarks.zoo.optimizers import gpt_adafactor, gpt_adamw, mlp_ema, mlp_multi_steps
+from benchmarks.zoo.resnet import resnet
+from benchmarks.zoo.vit import vit
 
 CASES: dict[str, Callable[..., Case]] = {
-    case.__name__: case for case in (mlp, gpt, gpt_remat, gpt_bf16, gpt_odd, gpt_scan, gpt_scan_remat)
+    case.__name__: case
+    for case in (
+        mlp,
+        mlp_ema,
+        mlp_multi_steps,
+        dropout,
+        dropout_raw_key,
+        bookkeeping,
+        loss_scaling,
+        fixed_point,
+        gpt,
+        gpt_remat,
+        gpt_bf16,
+        gpt_odd,
+        gpt_adamw,
+        gpt_adafactor,
+        gpt_scan,
+        gpt_scan_remat,
+        moe,
+        bert,
+        encoder_decoder,
+        vit,
+        clip,
+        resnet,
+        lstm,
+        gnn,
+        nnx_model,
+        equinox_model,
+        haiku_model,
+    )
 }
 
 __all__ = ["CASES", "Case"]

@@ -68,7 +68,7 @@ def gpt_remat(**sizes) -> Case:
 
 def gpt_bf16(**sizes) -> Case:
     """Compute in bfloat16, master weights and optimiser state in float32."""
-    return gpt(dtype=jnp.bfloat16, name="gpt_bf16", tolerance=2e-2, **sizes)
+    return gpt(dtype=jnp.bfloat16, name="gpt_bf16", tolerance=5e-2, **sizes)
 
 
 def gpt_odd(*, width: int = 12, heads: int = 3, vocabulary: int = 50_257, length: int = 7, batch: int = 6) -> Case:

@@ -1,0 +1,103 @@
+"""Mixture-of-experts language model in plain jax.numpy: top-k routing and dispatch by einsum, as in GShard.
+
+D. Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 2020,
+section 2.2. Left out: the random dispatch of the second expert.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.data import next_token_batch
+from benchmarks.zoo.gpt_scan import attention, rms_norm
+from benchmarks.zoo.training import cross_entropy, training_case
+
+BALANCE_WEIGHT = 0.01
+
+
+def route(gates: jax.Array, *, top_k: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Which token goes to which slot of which expert.
+
+    Args:
+        gates: Probabilities, (group, token, expert); a group is one sequence and fills experts on its own.
+        top_k: Experts per token.
+        capacity: Slots of each expert for each group; tokens that find no slot pass by on the residual.
+
+    Returns:
+        The combining weights, (group, token, expert, slot), and the loss that balances the experts' loads.
+    """
+    experts = gates.shape[-1]
+    remaining, filled, combine = gates, jnp.zeros((gates.shape[0], 1, experts)), 0.0
+    first_choice = jax.nn.one_hot(jnp.argmax(gates, axis=-1), experts)
+    for _ in range(top_k):
+        choice = jax.nn.one_hot(jnp.argmax(remaining, axis=-1), experts)
+        slot = jnp.cumsum(choice, axis=1) - choice + filled
+        placed = choice * (slot < capacity)
+        slots = jax.nn.one_hot(jnp.sum(slot * placed, axis=-1).astype(jnp.int32), capacity)
+        combine += jnp.einsum("gte,gts->gtes", placed * gates, slots)
+        filled += choice.sum(axis=1, keepdims=True)
+        remaining *= 1 - choice
+    balance = experts * jnp.mean(jnp.sum(first_choice.mean(axis=1) * gates.mean(axis=1), axis=-1))
+    return combine, balance
+
+
+def experts_layer(x: jax.Array, params: PyTree, *, top_k: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """(group, token, width) to the same and the balancing loss."""
+    combine, balance = route(jax.nn.softmax(x @ params["router"]), top_k=top_k, capacity=capacity)
+    dispatched = jnp.einsum("gtes,gtw->egsw", (combine > 0).astype(x.dtype), x)
+    hidden = jax.nn.gelu(jnp.einsum("egsw,ewf->egsf", dispatched, params["expert_in"]))
+    outputs = jnp.einsum("egsf,efw->egsw", hidden, params["expert_out"])
+    return jnp.einsum("gtes,egsw->gtw", combine, outputs), balance
+
+
+def moe(
+    *,
+    layers: int = 2,
+    width: int = 32,
+    heads: int = 4,
+    experts: int = 8,
+    top_k: int = 2,
+    capacity_factor: float = 1.25,
+    vocabulary: int = 64,
+    length: int = 16,
+    batch: int = 8,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Case:
+    """Every layer has attention and `experts` feed-forward networks, of which each token visits `top_k`."""
+    capacity = round(capacity_factor * top_k * length / experts)
+
+    def init_params(key: jax.Array) -> PyTree:
+        def normal(key: jax.Array, *shape: int) -> jax.Array:
+            return 0.1 * jax.random.normal(key, shape)
+
+        def init_layer(key: jax.Array) -> PyTree:
+            keys = jax.random.split(key, 5)
+            return {
+                "attention_scale": jnp.ones(width),
+                "qkv": normal(keys[0], width, 3, heads, width // heads),
+                "attention_out": normal(keys[1], heads, width // heads, width),
+                "experts_scale": jnp.ones(width),
+                "router": normal(keys[2], width, experts),
+                "expert_in": normal(keys[3], experts, width, 4 * width),
+                "expert_out": normal(keys[4], experts, 4 * width, width),
+            }
+
+        embedding_key, *layer_keys = jax.random.split(key, layers + 1)
+        return {"embedding": normal(embedding_key, vocabulary, width), "layers": [init_layer(k) for k in layer_keys]}
+
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        x, balance = params["embedding"][batch["tokens"]], 0.0
+        for layer in params["layers"]:
+            x = x + attention(rms_norm(x, layer["attention_scale"]), layer["qkv"], layer["attention_out"])
+            y, layer_balance = experts_layer(rms_norm(x, layer["experts_scale"]), layer, top_k=top_k, capacity=capacity)
+            x, balance = x + y, balance + layer_balance
+        return cross_entropy(x @ params["embedding"].T, batch["targets"]) + BALANCE_WEIGHT * balance
+
+    return training_case(
+        name="moe",
+        init_params=init_params,
+        loss=loss,
+        batch=next_token_batch(batch=batch, length=length, vocabulary=vocabulary),
+        optimizer=optimizer,
+    )
