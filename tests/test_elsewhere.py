@@ -1,0 +1,83 @@
+"""Compiling for TPU slices that are not there."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autopar import elsewhere, hlo
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
+
+
+@pytest.mark.parametrize(
+    ("spec", "generation", "chips", "num_slices"),
+    [
+        ("tpu:v5e:2x4", "v5e", (2, 4), 1),
+        ("tpu:v5p:2x2x2", "v5p", (2, 2, 2), 1),
+        ("tpu:v6e:16x16:2", "v6e", (16, 16), 2),
+        ("tpu:tpu7x:2x2x1", "tpu7x", (2, 2, 1), 1),
+    ],
+)
+def test_specs_read_and_print(spec, generation, chips, num_slices):
+    parsed = elsewhere.parse(spec)
+    assert parsed == elsewhere.TpuSlice(generation=generation, chips=chips, num_slices=num_slices)
+    assert str(parsed) == spec
+
+
+def test_chips_of_all_slices_are_counted():
+    assert elsewhere.parse("tpu:v5e:4x4:3").num_chips == 48
+
+
+@pytest.mark.parametrize("spec", ["v5e:2x4", "tpu:v5e", "tpu:v5e:8", "tpu:v5e:2x4:", "gpu:h100:8", "tpu:v5e:2x2x2x2"])
+def test_other_texts_are_refused_with_an_example(spec):
+    with pytest.raises(ValueError, match="tpu:v5e:2x4"):
+        elsewhere.parse(spec)
+
+
+def test_without_libtpu_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"autopar\[tpu\]"):
+        elsewhere.target_devices("tpu:v5e:2x4")
+
+
+@needs_libtpu
+def test_a_slice_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="no such slice"):
+        elsewhere.target_devices("tpu:v5e:2x3")
+
+
+@needs_libtpu
+def test_axes_must_fill_the_slice():
+    with pytest.raises(ValueError, match="has 8 devices"):
+        elsewhere.target_mesh("tpu:v5e:2x4", (2, 2), ("data", "model"))
+    with pytest.raises(ValueError, match="multiple of 2"):
+        elsewhere.target_mesh("tpu:v5e:2x4:2", (1, 16), ("data", "model"))
+    with pytest.raises(ValueError, match="as many axis names"):
+        elsewhere.target_mesh("tpu:v5e:2x4", (8,), ("data", "model"))
+
+
+@needs_libtpu
+def test_of_several_slices_the_first_axis_crosses_them():
+    mesh = elsewhere.target_mesh("tpu:v5e:2x4:2", (4, 4), ("data", "model"))
+    assert [[d.slice_index for d in row] for row in mesh.devices] == [[0] * 4, [0] * 4, [1] * 4, [1] * 4]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("spec", ["tpu:v5e:2x4", "tpu:v5p:2x2x2"])
+def test_a_program_compiles_for_the_slice_though_jax_has_other_devices(spec):
+    jax.devices()  # the backend of this process is started first, as in a user's session
+    mesh = elsewhere.target_mesh(spec, (2, 4), ("data", "model"))
+    on = lambda *axes: NamedSharding(mesh, P(*axes))
+    step = jax.jit(jnp.matmul, in_shardings=(on("data", "model"), on("model")), out_shardings=on("data"))
+    x, w = jax.ShapeDtypeStruct((512, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    compiled = step.lower(x, w).compile()
+    (reduce,) = hlo.collectives(compiled.as_text())
+    assert (reduce.kind, reduce.result_bytes) == (hlo.Kind.ALL_REDUCE, 256 * 512 * 4)
+    assert hlo.spanned_axes(reduce, mesh.shape) == ("model",)
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    assert stats.argument_size_in_bytes == (256 * 256 + 256 * 512) * 4
