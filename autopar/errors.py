@@ -1,0 +1,117 @@
+"""Everything that autopar raises at its users: one tree, and every message says where, what was expected, what was
+got, and what to do.
+
+A broken promise of autopar to itself is an `assert` instead: it is a bug, to be reported, and no user can mend it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class AutoparError(Exception):
+    """What all errors of autopar have in common; `except autopar.errors.AutoparError` catches them all.
+
+    Attributes:
+        where: The argument, module path, stage, file or source line that the error is about.
+        expected: What would have been right.
+        got: What was there instead.
+        hint: What to do about it.
+    """
+
+    def __init__(self, *, where: str, expected: str, got: str, hint: str) -> None:
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.hint = hint
+        super().__init__(f"{where}: expected {expected}, got {got}\n  hint: {hint}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions pickle their positional arguments by default; ours have names, and cross processes in workers.
+        return _restore, (type(self), str(self), dict(self.__dict__))
+
+
+def _restore(kind: type[AutoparError], message: str, fields: dict[str, Any]) -> AutoparError:
+    error = kind.__new__(kind, message)
+    error.args = (message,)
+    error.__dict__.update(fields)
+    return error
+
+
+class InvalidArgumentError(AutoparError, ValueError):
+    """An argument or an option that autopar cannot make sense of."""
+
+
+class ImpureFunctionError(AutoparError):
+    """The step reads or changes something outside of its arguments, so that it is not one fixed computation."""
+
+
+class BatchMismatchError(AutoparError, ValueError):
+    """The leaves of a batch disagree about the number of examples, or it does not divide as the plan needs."""
+
+
+class NotEnoughDevicesError(AutoparError):
+    """A plan or a cluster names more devices than this program has."""
+
+
+class PlanFormatError(AutoparError, ValueError):
+    """A saved plan cannot be read: another format version, or a damaged file."""
+
+
+class PlanMismatchError(AutoparError):
+    """A plan was made for another step, other shapes or another mesh than those it is used with."""
+
+
+class DonatedStateError(AutoparError):
+    """A state was used again after a step took it over (its buffers now hold the new state)."""
+
+
+class UnsupportedError(AutoparError):
+    """A correct program that autopar cannot parallelise."""
+
+
+class SolverError(AutoparError):
+    """The solver ended without a plan, for another reason than memory."""
+
+
+class MemoryLimitError(AutoparError):
+    """No plan fits into the memory of the devices.
+
+    Attributes:
+        limit_bytes: Memory of one device that the plan may use.
+        needed_bytes: The least that any plan found needs on one device.
+        largest: (name, bytes on one device) of the largest tensors that are alive at the peak, largest first.
+    """
+
+    def __init__(
+        self, *, where: str, limit_bytes: int, needed_bytes: int, largest: Sequence[tuple[str, int]], hint: str
+    ) -> None:
+        assert needed_bytes > limit_bytes, f"{needed_bytes} bytes fit into {limit_bytes}"
+        self.limit_bytes = limit_bytes
+        self.needed_bytes = needed_bytes
+        self.largest = tuple(sorted(largest, key=lambda item: -item[1]))
+        names = ", ".join(f"{name} {_bytes_text(size)}" for name, size in self.largest)
+        super().__init__(
+            where=where,
+            expected=f"at most {_bytes_text(limit_bytes)} per device",
+            got=f"{_bytes_text(needed_bytes)}, {_bytes_text(self.bytes_over)} over"
+            + (f" (largest at the peak: {names})" if names else ""),
+            hint=hint,
+        )
+
+    @property
+    def bytes_over(self) -> int:
+        return self.needed_bytes - self.limit_bytes
+
+
+def _bytes_text(nbytes: int) -> str:
+    """`3.2 GB`, in powers of 1000 as data sheets count; bytes below 1000 as they are."""
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.95:
+            return f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
