@@ -1,0 +1,167 @@
+"""Peak memory of one device, predicted from the operations of a program without compiling it.
+
+A `Program` is what a compiler pass knows of a step after sharding: operations in order, and bytes per device of every
+value. The prediction follows what XLA does with it, in three passes that stand in files of their own:
+
+1. `memory_fusion`: which values are ever written to memory, and which live only inside a fused kernel;
+2. `schedule_order`: the order in which XLA runs the kernels so as to need little memory;
+3. here: from where to where each value is alive, and the most that is alive at once.
+
+Checked against the compilers by `benchmarks/memory_study.py`, whose table says how far off it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autopar import memory_fusion, schedule_order
+from autopar.memory_fusion import Kernel, Step
+
+__all__ = ["LiveRange", "MemoryEstimate", "Program", "Step", "estimate", "live_ranges"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A step as one device runs it.
+
+    Attributes:
+        steps: Operations in program order.
+        nbytes: Bytes per device of every value, by its id.
+        arguments: Values that are there before the first step. All of them take memory until the end: XLA never
+            reuses an argument's memory unless it is donated.
+        results: Values that are there after the last step.
+        donated: For an argument whose memory is given away, the result that takes it over.
+    """
+
+    steps: tuple[Step, ...]
+    nbytes: Mapping[int, int]
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+    donated: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRange:
+    """A value that takes memory from position `start` up to, not including, `stop`."""
+
+    value: int
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes per device.
+
+    Attributes:
+        peak_bytes: The most at any moment, arguments and results included.
+        argument_bytes: All arguments, donated ones too.
+        result_bytes: Results that do not take over an argument's memory.
+        temporary_bytes: The rest of the peak.
+        at_peak: (value id, bytes) of everything that is alive at the peak, largest first.
+    """
+
+    peak_bytes: int
+    argument_bytes: int
+    result_bytes: int
+    temporary_bytes: int
+    at_peak: tuple[tuple[int, int], ...]
+
+
+def estimate(program: Program) -> MemoryEstimate:
+    """The most memory that the program needs at once on one device."""
+    ranges = live_ranges(program)
+    size = program.nbytes
+    change: dict[int, int] = {}
+    for r in ranges:
+        change[r.start] = change.get(r.start, 0) + size[r.value]
+        change[r.stop] = change.get(r.stop, 0) - size[r.value]
+    peak_bytes, live, peak_at = 0, 0, 0
+    for position in sorted(change):
+        live += change[position]
+        if live > peak_bytes:
+            peak_bytes, peak_at = live, position
+    at_peak = sorted(
+        ((r.value, size[r.value]) for r in ranges if r.start <= peak_at < r.stop), key=lambda item: -item[1]
+    )
+    argument_bytes = sum(size[v] for v in program.arguments)
+    taken_over = set(program.donated.values())
+    result_bytes = sum(size[v] for v in set(program.results) - taken_over - set(program.arguments))
+    # XLA sets the memory of results aside from the start, whatever is alive.
+    peak_bytes = max(peak_bytes, argument_bytes + result_bytes)
+    return MemoryEstimate(
+        peak_bytes=peak_bytes,
+        argument_bytes=argument_bytes,
+        result_bytes=result_bytes,
+        temporary_bytes=peak_bytes - argument_bytes - result_bytes,
+        at_peak=tuple(at_peak),
+    )
+
+
+def live_ranges(program: Program) -> tuple[LiveRange, ...]:
+    """Every value that is written to memory, and where it is alive.
+
+    Positions count kernels in the order in which XLA runs them, bodies of loops inside their loop. The bytes of the values alive
+    at a position add up to the memory needed then, so that memory stays linear in the values' bytes. A result that takes
+    over the memory of a donated argument is listed only for as long as both are needed.
+    """
+    kernels = memory_fusion.kernels(program.steps, program.arguments, program.results, program.nbytes)
+    flat = _flatten(kernels, program.nbytes, frozenset(program.arguments) | frozenset(program.results))
+    end = len(flat) + 1
+    start: dict[int, int] = {}
+    stop: dict[int, int] = {}
+    for position, (kernel, opens) in enumerate(flat):
+        for v in kernel.inputs:
+            stop[v] = position + 1
+        if opens:
+            for v in kernel.outputs:
+                start[v] = position
+                stop.setdefault(v, position + 1)
+    last_read = {a: stop.get(a, 0) for a in program.arguments}
+    for v in program.results:
+        stop[v] = end
+    for position, (kernel, opens) in enumerate(flat):
+        if opens and kernel.in_place:
+            _share(kernel, position, start, stop, program)
+    ranges = [LiveRange(value=a, start=0, stop=end) for a in program.arguments]
+    over = {r: a for a, r in program.donated.items()}
+    for v, first in start.items():
+        last = stop[v]
+        if v in over:
+            last = min(last, last_read[over[v]])
+        if first < last and program.nbytes[v]:
+            ranges.append(LiveRange(value=v, start=first, stop=last))
+    return tuple(ranges)
+
+
+def _share(kernel: Kernel, position: int, start: dict[int, int], stop: dict[int, int], program: Program) -> None:
+    """Lets each output of an elementwise kernel take the memory of an input that is read there for the last time."""
+    size = program.nbytes
+    free = [v for v in kernel.inputs if stop.get(v) == position + 1 and start.get(v, position) < position]
+    for out in kernel.outputs:
+        for v in free:
+            if size[v] == size[out]:
+                stop[v] = position
+                free.remove(v)
+                break
+
+
+def _flatten(
+    kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], kept: frozenset[int]
+) -> list[tuple[Kernel, bool]]:
+    """Kernels in XLA's order; a loop stands before its body, where its results are set aside, and after it."""
+    flat: list[tuple[Kernel, bool]] = []
+    for kernel in schedule_order.ordered(kernels, nbytes, kept):
+        flat.append((kernel, True))
+        for block in kernel.blocks:
+            inside = frozenset(v for k in block for v in k.outputs)
+            ending = frozenset(kernel.block_results)
+            flat += _flatten(block, nbytes, ending | _read(block) - inside)
+        if kernel.blocks:
+            flat.append((kernel, False))
+    return flat
+
+
+def _read(kernels: tuple[Kernel, ...]) -> frozenset[int]:
+    return frozenset(v for k in kernels for v in k.inputs)

@@ -1,0 +1,285 @@
+"""How far `autopar.memory` is from XLA's own figure: `python -m benchmarks.memory_study [CASE ...]`.
+
+Every case is compiled by plain `jax.jit` for one CPU device, state donated, at sizes where activations are tens of megabytes, and
+predicted from its jaxpr alone. XLA's figure is what running the program allocates: arguments, results that take no
+argument's memory, and temporaries. `peak_memory_in_bytes` is not that: on CPU it leaves temporaries out.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jax_core
+
+from autopar import jax_compat, memory
+from autopar.memory_fusion import Step
+from benchmarks.zoo import CASES
+
+MEBIBYTE = 1 << 20
+
+# Kinds that XLA neither computes inside their readers nor makes from what they read.
+_UNFUSED = frozenset(
+    {
+        "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul", "sort",
+        "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cumlogsumexp", "fft", "cholesky", "triangular_solve", "lu", "qr", "eigh",
+        "svd", "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
+        "select_and_gather_add", "random_bits", "threefry2x32", "reduce_sum", "reduce_max", "reduce_min", "reduce_and",
+        "reduce_or", "reduce_prod", "reduce_xor", "argmax", "argmin", "concatenate", "pad", "dynamic_update_slice",
+        "while", "scan", "cond", "pure_callback", "custom_call", "random_seed", "random_wrap", "random_unwrap", "random_fold_in",
+    }
+)  # fmt: skip
+
+
+def program_of(closed: Any, donated: Mapping[int, int] | None = None) -> memory.Program:
+    """A closed jaxpr with unsharded sizes as a `Program`.
+
+    Args:
+        closed: The jaxpr. Calls are inlined, `jax.checkpoint` as a barrier before its body; loops and branches nest.
+        donated: For each argument (by position) the result (by position) that takes over its memory.
+    """
+    reader = _Reader()
+    jaxpr = jax_compat.open_jaxpr(closed)
+    arguments = [reader.new(v.aval) for v in jaxpr.invars]
+    steps: list[Step] = []
+    results = reader.inline(closed, arguments, steps)
+    kept = [reader.own(r, arguments, steps) for r in results]
+    return memory.Program(
+        steps=tuple(steps),
+        nbytes=reader.nbytes,
+        arguments=(*arguments, *reader.constants),
+        results=tuple(kept),
+        donated={arguments[a]: kept[r] for a, r in (donated or {}).items()},
+    )
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.nbytes: dict[int, int] = {}
+        self.constants: list[int] = []
+
+    def new(self, aval: Any) -> int:
+        self.nbytes[len(self.nbytes)] = nbytes(aval)
+        return len(self.nbytes) - 1
+
+    def own(self, value: int, arguments: list[int], steps: list[Step]) -> int:
+        """A result that is an argument handed through needs memory of its own."""
+        if value not in arguments:
+            return value
+        self.nbytes[len(self.nbytes)] = self.nbytes[value]
+        steps.append(Step(inputs=(value,), outputs=(len(self.nbytes) - 1,), kind="convert", fusible=True))
+        return len(self.nbytes) - 1
+
+    def inline(self, closed: Any, arguments: list[int], steps: list[Step]) -> list[int]:
+        jaxpr = jax_compat.open_jaxpr(closed)
+        env: dict[Any, int] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for var, const in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=False):
+            env[var] = self.new(var.aval)
+            self.constants.append(env[var])
+
+        def read(atom: Any) -> int:
+            if isinstance(atom, jax_core.Literal):
+                value = self.new(atom.aval)
+                steps.append(Step(inputs=(), outputs=(value,), kind="iota", fusible=True))
+                return value
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in ("scan", "while", "cond"):
+                inputs = [read(a) for a in eqn.invars]
+                outputs = [self.new(v.aval) for v in eqn.outvars]
+                steps.append(getattr(self, name)(eqn, inputs, outputs))
+            elif (key := called(eqn)) is not None:
+                inputs = [read(a) for a in eqn.invars]
+                if name in jax_compat.REMAT_CALLS and eqn.params.get("prevent_cse", True):
+                    passed = [self.new(a.aval) for a in eqn.invars]
+                    steps.append(Step(inputs=tuple(inputs), outputs=tuple(passed), kind="optimization_barrier", fusible=False))
+                    inputs = passed
+                outputs = self.inline(eqn.params[key], inputs, steps)
+            else:
+                inputs = [read(a) for a in eqn.invars if not isinstance(a, jax_core.Literal)]
+                outputs = [self.new(v.aval) for v in eqn.outvars]
+                steps.append(
+                    Step(inputs=tuple(inputs), outputs=tuple(outputs), kind=kind_of(eqn), fusible=name not in _UNFUSED)
+                )
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def body(self, closed: Any) -> tuple[tuple[int, ...], tuple[Step, ...], tuple[int, ...]]:
+        inputs = [self.new(v.aval) for v in jax_compat.open_jaxpr(closed).invars]
+        steps: list[Step] = []
+        outputs = self.inline(closed, inputs, steps)
+        return tuple(inputs), tuple(steps), tuple(outputs)
+
+    def scan(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
+        num_constants, num_carried = jax_compat.scan_counts(eqn.params)
+        inner, steps, results = self.body(eqn.params["jaxpr"])
+        return Step(
+            inputs=tuple(inputs), outputs=tuple(outputs), kind="scan", fusible=False, body=steps, body_inputs=inner,
+            body_outputs=results, num_constants=num_constants, num_carried=num_carried, trips=eqn.params["length"],
+        )  # fmt: skip
+
+    def cond(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
+        branches = []
+        for closed in eqn.params["branches"]:
+            inner, steps, results = self.body(closed)
+            branches.append(
+                Step(
+                    inputs=tuple(inputs[1:]), outputs=tuple(outputs), kind="branch", fusible=False, body=steps,
+                    body_inputs=inner, body_outputs=results,
+                )
+            )  # fmt: skip
+        return Step(inputs=tuple(inputs), outputs=tuple(outputs), kind="cond", fusible=False, body=tuple(branches))
+
+
+    def _while(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
+        skipped, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        inner, steps, results = self.body(eqn.params["body_jaxpr"])
+        return Step(
+            inputs=tuple(inputs[skipped:]), outputs=tuple(outputs), kind="while", fusible=False, body=steps,
+            body_inputs=inner, body_outputs=results, num_constants=constants, num_carried=len(outputs),
+        )  # fmt: skip
+
+
+setattr(_Reader, "while", _Reader._while)
+
+
+def called(eqn: Any) -> str | None:
+    """The parameter that holds the jaxpr of an equation that only calls one."""
+    if eqn.primitive.name in jax_compat.REMAT_CALLS:
+        return "jaxpr"
+    return jax_compat.INLINED_CALLS.get(eqn.primitive.name)
+
+
+def kind_of(eqn: Any) -> str:
+    """The primitive's name; a broadcast that only adds dimensions of size one is a reshape."""
+    name = eqn.primitive.name
+    if name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
+        return "reshape"
+    return name
+
+
+def nbytes(aval: Any) -> int:
+    try:
+        return int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
+    except (AttributeError, TypeError):
+        return 0
+
+
+def allocated_bytes(stats: Any) -> int:
+    """What running a compiled program allocates, from its `memory_analysis()`."""
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+
+
+def plain_mlp(widths: tuple[int, ...], batch: int, activation: Callable) -> tuple[Callable, tuple]:
+    """Stochastic gradient descent on a multilayer perceptron."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = activation(x @ w)
+        return (x**2).mean()
+
+    def step(ws, x):
+        return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws, x), strict=True)], {}
+
+    ws = [jax.ShapeDtypeStruct(s, jnp.float32) for s in zip(widths, widths[1:], strict=False)]
+    return step, (ws, jax.ShapeDtypeStruct((batch, widths[0]), jnp.float32))
+
+
+def zoo(name: str, **sizes: Any) -> tuple[Callable, tuple]:
+    case = CASES[name](**sizes)
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), case.batch(0))
+    return case.step, (state, batch)
+
+
+_GPT = dict(layers=4, width=256, heads=4, vocabulary=1024, length=256, batch=16)
+STUDY: dict[str, Callable[[], tuple[Callable, tuple]]] = {
+    "mlp tanh 8x1024": functools.partial(plain_mlp, (1024,) * 9, 4096, jnp.tanh),
+    "mlp relu 4x2048": functools.partial(plain_mlp, (2048,) * 5, 1024, jax.nn.relu),
+    "mlp gelu wide": functools.partial(plain_mlp, (512, 4096, 512, 4096, 512), 4096, jax.nn.gelu),
+    "mlp": functools.partial(zoo, "mlp", layers=4, width=1024, features=512, classes=128, batch=4096),
+    "mlp_ema": functools.partial(zoo, "mlp_ema", layers=4, width=1024, features=512, classes=128, batch=4096),
+    "dropout": functools.partial(zoo, "dropout", width=1024, features=512, classes=128, batch=4096),
+    "gpt": functools.partial(zoo, "gpt", **_GPT),
+    "gpt_remat": functools.partial(zoo, "gpt_remat", **_GPT),
+    "gpt_bf16": functools.partial(zoo, "gpt_bf16", **_GPT),
+    "gpt_adamw": functools.partial(zoo, "gpt_adamw", **_GPT),
+    "gpt long": functools.partial(zoo, "gpt", **(_GPT | dict(length=512, batch=8, layers=2))),
+    "gpt wide": functools.partial(zoo, "gpt", **(_GPT | dict(width=1024, heads=8, layers=3, batch=4))),
+    "gpt vocabulary": functools.partial(zoo, "gpt", **(_GPT | dict(vocabulary=16384, layers=1, batch=4))),
+    "gpt_scan": functools.partial(zoo, "gpt_scan", **_GPT),
+    "gpt_scan_remat": functools.partial(zoo, "gpt_scan_remat", **_GPT),
+    "moe": functools.partial(zoo, "moe", **(_GPT | dict(layers=2))),
+    "bert": functools.partial(zoo, "bert", **_GPT),
+    "encoder_decoder": functools.partial(
+        zoo, "encoder_decoder", layers=2, width=256, heads=4, vocabulary=1024, source_length=256, target_length=256, batch=8
+    ),
+    "vit": functools.partial(zoo, "vit", layers=4, width=256, heads=4, image=64, patch=4, batch=16),
+    "clip": functools.partial(zoo, "clip", width=256, heads=4, vocabulary=1024, length=256, image=64, batch=32),
+    "resnet": functools.partial(zoo, "resnet", widths=(32, 64), blocks=2, image=64, batch=32),
+    "lstm": functools.partial(zoo, "lstm", width=512, features=256, length=64, batch=128),
+    "gnn": functools.partial(zoo, "gnn"),
+    "nnx_model": functools.partial(zoo, "nnx_model", width=64, image=32, batch=64),
+    "equinox_model": functools.partial(zoo, "equinox_model", width=256, heads=4, vocabulary=1024, length=256, batch=16),
+    "haiku_model": functools.partial(zoo, "haiku_model", width=64, image=32, batch=64),
+}
+
+
+def measured(name: str, step: Callable, args: tuple) -> dict[str, int]:
+    """XLA's figures, remembered between runs."""
+    kept = pathlib.Path(tempfile.gettempdir()) / "autopar_memory_study" / f"{name} {jax.__version__}.json".replace(" ", "_")
+    if not kept.exists():
+        compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
+        stats = compiled.memory_analysis()
+        kept.parent.mkdir(exist_ok=True)
+        kept.with_suffix(".hlo").write_text(compiled.as_text())
+        kept.write_text(
+            json.dumps(
+                dict(
+                    arguments=stats.argument_size_in_bytes,
+                    results=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+                    temporaries=stats.temp_size_in_bytes,
+                    total=allocated_bytes(stats),
+                )
+            )
+        )
+    return json.loads(kept.read_text())
+
+
+def main(names: list[str]) -> None:
+    print(f"jax {jax.__version__}")
+    print(f"{'model':18} {'steps':>6} {'predict s':>9} {'args MiB':>9} {'predicted':>10} {'XLA':>8} {'ratio':>6}")
+    for name in names or STUDY:
+        step, args = STUDY[name]()
+        closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+        size = len(jax.tree.leaves(args[0]))
+        program = program_of(closed, {i: i for i in range(size)})
+        begin = time.perf_counter()
+        predicted = memory.estimate(program)
+        elapsed_s = time.perf_counter() - begin
+        found = measured(name, step, args)
+        print(
+            f"{name:18} {len(program.steps):6} {elapsed_s:9.4f} {found['arguments'] / MEBIBYTE:9.1f} "
+            f"{predicted.peak_bytes / MEBIBYTE:10.1f} {found['total'] / MEBIBYTE:8.1f} {predicted.peak_bytes / found['total']:6.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
