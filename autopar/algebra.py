@@ -1,0 +1,72 @@
+"""Algebraic facts about primitives that no sharding rule tells: which are linear, and in which operands; which sum.
+
+These say where partial (unreduced) values may flow. A primitive that is not listed is treated as not linear: its
+operands are reduced first, which is always right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+# Linear in each set of operands jointly, the other operands held fixed.
+_LINEAR: dict[str, tuple[frozenset[int], ...]] = {
+    **dict.fromkeys(("add", "add_any", "sub"), (frozenset({0, 1}),)),
+    **dict.fromkeys(
+        ("neg", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "reduce_sum", "cumsum", "slice",
+         "copy", "rev", "dynamic_slice", "gather", "div", "reduce_window_sum", "real", "imag"),
+        (frozenset({0}),),
+    ),
+    **dict.fromkeys(("mul", "dot_general", "conv_general_dilated"), (frozenset({0}), frozenset({1}))),
+    "dynamic_update_slice": (frozenset({0, 1}),),
+    "scatter-add": (frozenset({0, 2}),),
+}  # fmt: skip
+
+# Primitives whose reduced factors are sums, so that each device's result is a summand of the whole.
+SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "gather"})
+# Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of
+# what is summed. A gather is not: its indices would have to be masked, which the partitioner does.
+LOCALLY_SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add"})
+# Primitives whose reduced factors combine by an idempotent or associative operation other than a sum.
+COMBINING = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "reduce_prod"})
+
+
+def linear_operands(primitive: str, eqn: Any) -> tuple[frozenset[int], ...]:
+    """The sets of operand positions in which an equation is linear; empty when it is in none."""
+    if primitive == "select_n":
+        return (frozenset(range(1, len(eqn.invars))),)
+    if primitive == "concatenate":
+        return (frozenset(range(len(eqn.invars))),)
+    if primitive == "convert_element_type":
+        source, target = np.dtype(eqn.invars[0].aval.dtype), np.dtype(eqn.outvars[0].aval.dtype)
+        # Narrowing before the sum would round each summand: only equal or wider types keep what is computed.
+        both_inexact = source.kind in "fcV" and target.kind in "fcV"
+        return (frozenset({0}),) if both_inexact and target.itemsize >= source.itemsize else ()
+    if primitive == "integer_pow":
+        return (frozenset({0}),) if eqn.params["y"] == 1 else ()
+    return _LINEAR.get(primitive, ())
+
+
+def is_summing_type(eqn: Any) -> bool:
+    """Whether results may be held as partial sums: floating point, so that sums in any order are accepted."""
+    return all(np.dtype(v.aval.dtype).kind in "fcV" for v in eqn.outvars)
+
+
+def window_dims(eqn: Any) -> tuple[tuple[int, int], ...]:
+    """(operand, dimension) places over which a window slides: splitting them needs the neighbours' edges.
+
+    Shardy's rule of a convolution calls them reduced or permuted, counting on a halo exchange.
+    """
+    if eqn.primitive.name != "conv_general_dilated":
+        return ()
+    numbers = eqn.params["dimension_numbers"]
+    specs = (numbers.lhs_spec, numbers.rhs_spec)
+    return tuple((operand, d) for operand, spec in enumerate(specs) for d in spec[2:])
+
+
+def sums_locally(eqn: Any) -> bool:
+    """Whether an equation with a split reduced factor runs as it is on a device's own part."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return eqn.params["feature_group_count"] == 1 and eqn.params["batch_group_count"] == 1
+    return eqn.primitive.name in LOCALLY_SUMMING

@@ -1,0 +1,67 @@
+"""Time of operations on one device: a roofline of arithmetic and memory traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from autopar.cluster import DeviceKind
+from autopar.graph import FactorKind, Op
+from autopar.strategies import Strategy
+
+# Primitives that XLA fuses into their neighbours: elementwise, and those that only move or make values.
+_NOT_FUSED = frozenset(
+    {
+        "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter-mul", "scatter-min",
+        "scatter-max", "sort", "top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "cholesky",
+        "triangular_solve", "lu", "qr", "eigh", "svd", "reduce_window", "reduce_window_sum", "reduce_window_max",
+        "reduce_window_min", "select_and_scatter_add", "random_bits", "threefry2x32", "reduce_sum", "reduce_max",
+        "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "concatenate", "pad",
+        "dynamic_update_slice",
+    }
+)  # fmt: skip
+# A fused operation makes no memory traffic of its own but shares its kernel's reads and writes. This is an assumption,
+# not a measurement: it only has to make replicated elementwise work cost something, in the order of its real cost.
+FUSED_TRAFFIC_SHARE = 0.5
+
+
+def is_fusible(primitive: str) -> bool:
+    """Whether XLA fuses the primitive into its neighbours, so that its result need not be written to memory."""
+    return primitive not in _NOT_FUSED
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result."""
+
+    flops: float
+    dtype: str
+    operand_bytes: tuple[int, ...]
+    result_bytes: tuple[int, ...]
+    fusible: bool
+
+
+def flops_of(op: Op) -> float:
+    """Arithmetic operations of one run. A matmul counts 2 m n k; elementwise operations one for each element."""
+    assert op.rule is not None, "only equations have a rule"
+    if op.primitive == "dot_general":
+        return 2.0 * math.prod(f.size for f in op.rule.factors)
+    if op.primitive == "conv_general_dilated":
+        out, kernel = op.eqn.outvars[0].aval, op.eqn.invars[1].aval
+        features = kernel.shape[op.eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * out.size * kernel.size / features
+    sizes = [v.aval.size for v in op.eqn.outvars]
+    if any(f.kind in (FactorKind.SUM, FactorKind.EXTREMUM) for f in op.rule.factors):
+        sizes += [v.aval.size for v in op.eqn.invars]
+    return float(max(sizes, default=0))
+
+
+def time_s(work: Work, strategy: Strategy, shard_counts: tuple[tuple[int, ...], tuple[int, ...]], device: DeviceKind) -> float:
+    """Seconds of one run on one device. `shard_counts`: into how many parts each operand and each result is split."""
+    operand_parts, result_parts = shard_counts
+    read = sum(n / parts for n, parts in zip(work.operand_bytes, operand_parts, strict=True))
+    written = sum(n / parts for n, parts in zip(work.result_bytes, result_parts, strict=True))
+    if work.fusible:
+        return FUSED_TRAFFIC_SHARE * written / device.memory_bytes_per_s
+    arithmetic_s = work.flops / strategy.split / device.flops_per_s(work.dtype)
+    return max(arithmetic_s, (read + written) / device.memory_bytes_per_s) + device.launch_overhead_s

@@ -1,0 +1,248 @@
+"""From instructions to a jax function on global arrays, every value pinned to the layout that the plan gives it.
+
+A partial value over axes A is an array with one leading dimension of size |A|, split over A: each device holds its
+summand. Linear operations run on it under `vmap`; reducing is a `shard_map` of `psum` or `psum_scatter`. Everything
+else is left to the partitioner between constraints that leave it nothing to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar import jax_compat
+from autopar.graph import Constant, OpGraph, OpKind
+from autopar.layout import Layout
+from autopar.lowering import Compute, Instruction, Loop, LoweredBlock, Move, Pass, Place
+from autopar.resharding import Step, StepKind
+
+Environment = dict[tuple[int, Place], Any]
+
+
+def partition_spec(layout: Layout, mesh: Mesh) -> PartitionSpec:
+    """The `PartitionSpec` of a layout; a partial one has its leading dimension of summands in front."""
+    dims = [_names(axes, mesh) for axes in layout.dims]
+    if layout.partial:
+        dims = [_names(layout.partial, mesh), *dims]
+    while dims and dims[-1] is None:
+        dims.pop()
+    return PartitionSpec(*dims)
+
+
+def _names(axes: Sequence[int], mesh: Mesh) -> Any:
+    names = tuple(mesh.axis_names[a] for a in axes)
+    return names if len(names) > 1 else names[0] if names else None
+
+
+def sharding(layout: Layout, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(layout, mesh))
+
+
+class Emitter:
+    """Evaluates lowered blocks on tracers."""
+
+    def __init__(self, graph: OpGraph, mesh: Mesh) -> None:
+        self.graph, self.mesh = graph, mesh
+
+    def __call__(self, lowered: LoweredBlock, args: Sequence[Any]) -> list[Any]:
+        """The outputs of the step for its inputs (constants first), both as global arrays."""
+        return self.block(lowered, args, {})
+
+    def block(self, lowered: LoweredBlock, args: Sequence[Any], outer: Environment) -> list[Any]:
+        env = dict(outer)
+        for value, layout, array in zip(lowered.block.inputs, lowered.inputs, args, strict=True):
+            env[value, (layout, None)] = self.pin(array, layout)
+        for instruction in lowered.instructions:
+            self.run(instruction, env)
+        return [
+            self.literal(atom) if place is None else env[self.key(atom, place)]
+            for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True)
+        ]
+
+    def key(self, atom: Any, place: Place) -> tuple[int, Place]:
+        assert isinstance(atom, int), "literals have no place"
+        return atom, place
+
+    def literal(self, atom: Any) -> Any:
+        assert isinstance(atom, Constant), "what has no place is a literal"
+        return atom.literal.val
+
+    def pin(self, array: Any, layout: Layout) -> Any:
+        return jax.lax.with_sharding_constraint(array, sharding(layout, self.mesh))
+
+    def run(self, instruction: Instruction, env: Environment) -> None:
+        if isinstance(instruction, Move):
+            self.move(instruction, env)
+        elif isinstance(instruction, Compute):
+            self.compute(instruction, env)
+        elif isinstance(instruction, Pass):
+            values = [env[self.key(a, p)] for a, p in zip(instruction.op.inputs, instruction.reads, strict=True)]
+            through = jax.lax.optimization_barrier(values)
+            for value, place, array in zip(instruction.op.outputs, instruction.reads, through, strict=True):
+                env[value, (place[0], None)] = self.pin(array, place[0])
+        else:
+            self.loop(instruction, env)
+
+    def operands(self, instruction: Compute | Loop, env: Environment) -> list[Any]:
+        return [
+            self.literal(atom) if place is None else env[self.key(atom, place)]
+            for atom, place in zip(instruction.op.inputs, instruction.reads, strict=True)
+        ]
+
+    # Computing
+
+    def compute(self, instruction: Compute, env: Environment) -> None:
+        op, operands = instruction.op, self.operands(instruction, env)
+        partial_in = [place is not None and bool(place[0].partial) for place in instruction.reads]
+        if any(partial_in):
+            axes = [0 if p else None for p in partial_in]
+            outs = jax.vmap(lambda *xs: jax_compat.bind(op.eqn, xs), in_axes=axes, out_axes=0)(*operands)
+        elif instruction.written_out:
+            outs = self.sum_by_hand(instruction, operands)
+        else:
+            outs = jax_compat.bind(op.eqn, operands)
+        for value, layout, array in zip(op.outputs, instruction.results, outs, strict=True):
+            env[value, (layout, None)] = self.pin(array, layout)
+
+    def sum_by_hand(self, instruction: Compute, operands: list[Any]) -> list[Any]:
+        """Runs a summing operation on each device's part: the result is that device's summand.
+
+        Only the summed axes are manual; along the others the partitioner splits the work as the operands lie.
+        """
+        assert instruction.strategy is not None, "a replicated operation has nothing to sum"
+        op, (result,) = instruction.op, instruction.results
+        axes = set(result.partial)
+        names = frozenset(self.mesh.axis_names[a] for a in axes)
+        touched = [any(axes.intersection(on) for on in layout.dims) for layout in instruction.strategy.operands]
+        in_specs, args = [], []
+        # What the sum does not run over (the array that a scatter adds to) is itself a summand, of one device only.
+        whole = [not t and op.primitive == "scatter-add" and i == 0 for i, t in enumerate(touched)]
+        for array, layout, masked in zip(operands, instruction.strategy.operands, whole, strict=True):
+            kept = Layout(tuple(tuple(a for a in on if a in axes) for on in layout.dims))
+            if masked:
+                array = self.mask(array, layout, Layout(layout.dims, result.partial))
+                kept = Layout(kept.dims, result.partial)
+            in_specs.append(partition_spec(kept, self.mesh))
+            args.append(array)
+
+        def local(*parts: Any) -> Any:
+            parts = tuple(p[0] if masked else p for p, masked in zip(parts, whole, strict=True))
+            (out,) = jax_compat.bind(op.eqn, parts)
+            return out[None]
+
+        out_spec = PartitionSpec(_names(result.partial, self.mesh))
+        run = jax.shard_map(
+            local, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_spec, axis_names=names, check_vma=False
+        )
+        return [run(*args)]
+
+    # Resharding
+
+    def move(self, move: Move, env: Environment) -> None:
+        array = env[move.value, move.source]
+        if move.apart:
+            array = jax.lax.optimization_barrier(array)
+        for step in move.steps:
+            array = self.step(array, step)
+        env[move.value, move.target] = array
+
+    def step(self, array: Any, step: Step) -> Any:
+        if step.kind.reduces:
+            return self.reduce(array, step)
+        if step.kind is StepKind.MASK:
+            array = self.mask(array, step.before, step.after)
+        return self.pin(array, step.after)
+
+    def reduce(self, array: Any, step: Step) -> Any:
+        names = tuple(self.mesh.axis_names[a] for a in step.axes)
+        grown = [d for d, (b, a) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b]
+
+        def local(part: Any) -> Any:
+            summand = part[0]
+            if step.kind is StepKind.ALL_REDUCE:
+                out = jax.lax.psum(summand, names)
+            else:
+                (d,) = grown
+                out = jax.lax.psum_scatter(summand, names, scatter_dimension=d, tiled=True)
+            return out[None] if step.after.partial else out
+
+        specs = (partition_spec(step.before, self.mesh), partition_spec(step.after, self.mesh))
+        reduced = jax.shard_map(local, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(array)
+        return self.pin(reduced, step.after)
+
+    def mask(self, array: Any, before: Layout, after: Layout) -> Any:
+        """A whole value as a sum: the first device along the new axes holds it, the others hold zeros."""
+        sizes = [self.mesh.shape[self.mesh.axis_names[a]] for a in before.partial]
+        rest = array.shape[1:] if before.partial else array.shape
+        array = array.reshape((*sizes, *rest))
+        for position, axis in enumerate(after.partial):
+            if axis not in before.partial:
+                n = self.mesh.shape[self.mesh.axis_names[axis]]
+                array = jnp.expand_dims(array, position)
+                first = jax.lax.broadcasted_iota(jnp.int32, (*array.shape[:position], n, *array.shape[position + 1 :]), position)
+                array = jnp.where(first == 0, array, jnp.zeros((), array.dtype))
+        return self.pin(array.reshape((-1, *rest)), after)
+
+    # Loops
+
+    def loop(self, instruction: Loop, env: Environment) -> None:
+        op, operands = instruction.op, self.operands(instruction, env)
+        runs = [
+            lambda args, lowered=lowered: self.block(lowered, args, env) for lowered in instruction.blocks
+        ]
+        if op.kind is OpKind.SCAN:
+            outs = self.scan(instruction, operands, runs[0])
+        elif op.kind is OpKind.WHILE:
+            outs = self.while_loop(instruction, operands, runs[0], runs[1])
+        else:
+            branches = [lambda *args, run=run: self.settle(run(args), instruction.results) for run in runs]
+            outs = jax.lax.switch(self.index(operands[0]), branches, *operands[1:])
+        for value, layout, array in zip(op.outputs, instruction.results, outs, strict=True):
+            env[value, (layout, None)] = self.pin(array, layout)
+
+    def index(self, predicate: Any) -> Any:
+        return predicate.astype(jnp.int32) if predicate.dtype == jnp.bool_ else predicate
+
+    def settle(self, outs: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
+        return [self.pin(jnp.asarray(out) if isinstance(out, (bool, int, float)) else out, layout) for out, layout in zip(outs, layouts, strict=True)]
+
+    def scan(self, instruction: Loop, operands: list[Any], run: Any) -> Sequence[Any]:
+        op = instruction.op
+        k, c = op.num_consts, op.num_carry
+        consts = operands[:k]
+        carry_avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["jaxpr"]).invars[k : k + c]]
+
+        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = run([*consts, *carry, *slices])
+            return self.like(outs[:c], carry_avals), outs[c:]
+
+        carry, stacked = jax.lax.scan(
+            body,
+            self.like(operands[k : k + c], carry_avals),
+            list(operands[k + c :]),
+            length=op.trips,
+            reverse=op.eqn.params["reverse"],
+            unroll=op.eqn.params["unroll"],
+        )
+        return [*carry, *stacked]
+
+    def while_loop(self, instruction: Loop, operands: list[Any], condition: Any, body: Any) -> Sequence[Any]:
+        op = instruction.op
+        k, n = op.num_condition_consts, op.num_consts
+        avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["body_jaxpr"]).invars[n - k :]]
+        return jax.lax.while_loop(
+            lambda carry: condition([*operands[:k], *carry])[0],
+            lambda carry: self.like(body([*operands[k:n], *carry]), avals),
+            self.like(operands[n:], avals),
+        )
+
+    def like(self, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+        """Carried values with the weak types and dtypes of the traced loop (a literal has neither)."""
+        return [
+            a if hasattr(a, "aval") and a.aval.weak_type == aval.weak_type else jax_compat.with_type(a, aval)
+            for a, aval in zip(arrays, avals, strict=True)
+        ]

@@ -1,0 +1,113 @@
+"""Everything that autopar uses of jax and that differs between versions or is not part of its public face."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jax_core
+from jax.extend import source_info_util
+from jax.extend.mlir import ir, passmanager
+
+Literal = jax_core.Literal
+DropVar = jax_core.DropVar
+JaxprEqn = jax_core.JaxprEqn
+Var = jax_core.Var
+ClosedJaxpr = jax_core.ClosedJaxpr
+
+# Equations that only call another jaxpr; the parameter that holds it.
+INLINED_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_lin": None,
+}
+REMAT_CALLS = frozenset({"remat", "remat2", "checkpoint"})
+OPAQUE_CALLS = frozenset({"shard_map", "custom_partitioning", "xla_pmap"})
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr inside a closed one (one class since jax 0.11)."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def jaxpr_consts(jaxpr: Any) -> list[Any]:
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """(number of constants, number of carried values) of a scan; renamed in jax 0.11."""
+    if "ft_in" in params:
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def name_stack(eqn: Any) -> str:
+    return str(eqn.source_info.name_stack)
+
+
+def source_line(eqn: Any) -> str:
+    """`file:line (function)` of the user's code that made an equation, or an empty string."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation on other arguments."""
+    with _context(eqn):
+        primitive = eqn.primitive
+        extra = primitive.get_bind_params(eqn.params)
+        if isinstance(extra, tuple):
+            functions, params = extra
+            out = primitive.bind(*functions, *args, **params)
+        else:
+            out = primitive.bind(*args, **extra)
+    return list(out) if primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def _context(eqn: Any) -> Iterator[None]:
+    with eqn.ctx.manager:
+        yield
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def itemsize(aval: Any) -> int:
+    """Bytes per element; a typed PRNG key counts as its raw words."""
+    if is_key_dtype(aval.dtype):
+        raw = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype))
+        return int(raw.size) * raw.dtype.itemsize
+    return int(aval.dtype.itemsize)
+
+
+def annotated_module(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """The StableHLO module of a function, each op carrying Shardy's rule in `sdy.sharding_rule`."""
+    module = jax.jit(function).trace(*avals).lower().compiler_ir("stablehlo")
+    with module.context:
+        pipeline = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+        passmanager.PassManager.parse(pipeline).run(module.operation)
+    return module
+
+
+def module_functions(module: Any) -> dict[str, Any]:
+    """The functions of a module by name."""
+    return {ir.StringAttr(f.attributes["sym_name"]).value: f for f in module.body.operations if "sym_name" in f.attributes}
+
+
+def with_type(array: Any, aval: Any) -> Any:
+    """An array or number with the dtype and the weak type of `aval`."""
+    if is_key_dtype(aval.dtype):
+        return array
+    return jax.lax.convert_element_type_p.bind(
+        jax.numpy.asarray(array), new_dtype=aval.dtype, weak_type=bool(aval.weak_type), sharding=None
+    )

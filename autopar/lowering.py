@@ -1,0 +1,304 @@
+"""From decisions to instructions: what each operation reads, and every step of resharding, in program order.
+
+The same instructions are executed (emission), counted (predicted collectives) and measured for memory, so that what is
+predicted is what runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import ChainMap
+from collections.abc import Sequence
+
+from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role
+from autopar.intra_op import ShardingPlan
+from autopar.layout import Layout, replicated
+from autopar.mesh import LogicalMesh
+from autopar.resharding import MeshLinks, Step, StepKind, fits, gather_and_slice, paths
+from autopar.strategies import Strategy
+
+# Which copy of a value: its layout, and the role whose readers share it (None: its home, or a copy for all roles).
+Place = tuple[Layout, Role | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Reshards a value: from one of its places to another, by single collectives.
+
+    `apart` says that the same steps were made before for readers of another role, and are meant to be made again
+    (a gathered parameter is freed in between): the compiler must not merge the two.
+    """
+
+    value: int
+    source: Place
+    target: Place
+    steps: tuple[Step, ...]
+    count: float
+    module: str
+    role: Role
+    apart: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Runs one operation. `reads[i]` is the place of operand i, None for a literal; `strategy` None: replicated.
+
+    `written_out`: results stay partial and are computed on each device's part by hand; otherwise the partitioner
+    runs it, and `reduced` says over which axes it all-reduces the results on the way.
+    """
+
+    op: Op
+    reads: tuple[Place | None, ...]
+    results: tuple[Layout, ...]
+    strategy: Strategy | None
+    written_out: bool
+    reduced: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Operands go through a barrier unchanged."""
+
+    op: Op
+    reads: tuple[Place, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """A scan, while or cond. `results` are the layouts of its results."""
+
+    op: Op
+    reads: tuple[Place | None, ...]
+    blocks: tuple[LoweredBlock, ...]
+    results: tuple[Layout, ...]
+
+
+Instruction = Move | Compute | Pass | Loop
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredBlock:
+    """Instructions of a block; the layouts its inputs come in, and where its outputs (None: literals) are taken from."""
+
+    block: Block
+    inputs: tuple[Layout, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Place | None, ...]
+
+
+def lower(graph: OpGraph, plan: ShardingPlan, links: MeshLinks) -> LoweredBlock:
+    """Instructions of the whole step."""
+    return _Lowering(graph, plan, links).top()
+
+
+class _Scope:
+    """The places in which values lie at a point of the program. Inner scopes see outer ones."""
+
+    def __init__(self, places: ChainMap[int, dict[Place, None]] | None = None) -> None:
+        self.places: ChainMap[int, dict[Place, None]] = places if places is not None else ChainMap()
+        self.instructions: list[Instruction] = []
+
+    def inner(self) -> _Scope:
+        return _Scope(self.places.new_child())
+
+    def has(self, value: int, place: Place) -> bool:
+        return any(place in m.get(value, {}) for m in self.places.maps)
+
+    def add(self, value: int, place: Place) -> None:
+        self.places.maps[0].setdefault(value, {})[place] = None
+
+    def moved_before(self, value: int, layout: Layout) -> bool:
+        return any(place[0] == layout for m in self.places.maps for place in m.get(value, {}))
+
+
+class _Lowering:
+    def __init__(self, graph: OpGraph, plan: ShardingPlan, links: MeshLinks) -> None:
+        self.graph, self.plan, self.links = graph, plan, links
+        self.mesh: LogicalMesh = plan.mesh
+
+    def top(self) -> LoweredBlock:
+        block = self.graph.block
+        scope = _Scope()
+        inputs = tuple(self.enter(scope, v) for v in block.inputs)
+        self.block(scope, block)
+        tied = {target: block.inputs[source] for source, target in self.graph.tied}
+        outputs: list[Place | None] = []
+        for position, atom in enumerate(block.outputs):
+            want = self.home(tied[position]) if position in tied else None
+            outputs.append(self.read(scope, atom, want, Role.UPDATE, "", 1.0))
+        return LoweredBlock(
+            block=block, inputs=inputs, instructions=tuple(scope.instructions), outputs=tuple(outputs)
+        )
+
+    def rank(self, value: int) -> int:
+        return len(self.graph.values[value].shape)
+
+    def home(self, value: int) -> Layout:
+        """Where a value lies as its operation, or the block it enters, leaves it."""
+        return self.plan.raw.get(value) or replicated(self.rank(value))
+
+    def enter(self, scope: _Scope, value: int) -> Layout:
+        layout = self.home(value)
+        scope.add(value, (layout, None))
+        return layout
+
+    # Reading
+
+    def read(
+        self, scope: _Scope, atom: Atom, want: Layout | None, role: Role, module: str, count: float, raw: bool = False
+    ) -> Place | None:
+        """Brings a value to a layout (None: wherever it is whole) and says where it lies then; None for a literal."""
+        if not isinstance(atom, int):
+            return None
+        home = self.home(atom)
+        at: Place = (home, None)
+        if raw:
+            return self.move(scope, atom, at, (want or home, role), role, module, count)
+        placed = self.plan.placed.get(atom, home)
+        at = self.move(scope, atom, at, (placed, None), role, module, count)
+        if want is None or want == placed:
+            return at
+        if all(step.kind is StepKind.SLICE for step in self.steps(atom, placed, want)):
+            return self.move(scope, atom, at, (want, role), role, module, count)
+        for shared in (None, role):
+            copy = self.plan.copies.get((atom, shared))
+            if copy is not None:
+                at = self.move(scope, atom, at, (copy, shared), role, module, count)
+        return self.move(scope, atom, at, (want, role), role, module, count)
+
+    def steps(self, value: int, source: Layout, target: Layout) -> tuple[Step, ...]:
+        shape = self.graph.values[value].shape
+        steps = paths(len(shape), self.links).steps(source, target)
+        return steps if fits(steps, shape, self.mesh) else gather_and_slice(source, target)
+
+    def move(
+        self, scope: _Scope, value: int, source: Place, target: Place, role: Role, module: str, count: float
+    ) -> Place:
+        if source[0] == target[0]:
+            return source
+        if not scope.has(value, target):
+            move = Move(
+                value=value,
+                source=source,
+                target=target,
+                steps=self.steps(value, source[0], target[0]),
+                count=count,
+                module=module,
+                role=role,
+                apart=scope.moved_before(value, target[0]),
+            )
+            scope.instructions.append(move)
+            scope.add(value, target)
+        return target
+
+    # Operations
+
+    def block(self, scope: _Scope, block: Block) -> None:
+        for op in block.ops:
+            if op.kind is OpKind.EQUATION:
+                self.equation(scope, op)
+            elif op.kind is OpKind.BARRIER:
+                self.barrier(scope, op)
+            else:
+                self.loop(scope, op)
+
+    def equation(self, scope: _Scope, op: Op) -> None:
+        strategy = self.plan.strategy.get(op.id)
+        partials = self.plan.partials
+        reads = []
+        for i, atom in enumerate(op.inputs):
+            want = replicated(len(atom.shape)) if not isinstance(atom, int) else replicated(self.rank(atom))
+            if strategy is not None:
+                want = strategy.operands[i]
+            reads.append(self.read(scope, atom, want, op.role, op.module, op.count, partials.reads_raw(op, i)))
+        results = tuple(self.home(v) for v in op.outputs)
+        reduced: tuple[int, ...] = strategy.combined if strategy is not None else ()
+        sums = strategy is not None and any(
+            result.partial for result in strategy.results if not any(o.partial for o in strategy.operands)
+        )
+        written_out = False
+        if sums:
+            (value,) = op.outputs
+            (partial,) = results
+            placed = self.plan.placed.get(value, partial)
+            # A sum that is wanted whole where it is made is left to the partitioner, which all-reduces it in place.
+            written_out = value in partials.kept or placed != partial.reduced
+            if not written_out:
+                reduced, results = partial.partial, (partial.reduced,)
+        scope.instructions.append(
+            Compute(
+                op=op, reads=tuple(reads), results=results, strategy=strategy, written_out=written_out, reduced=reduced
+            )
+        )
+        for value, layout in zip(op.outputs, results, strict=True):
+            scope.add(value, (layout, None))
+
+    def barrier(self, scope: _Scope, op: Op) -> None:
+        reads = []
+        for source, target in zip(op.inputs, op.outputs, strict=True):
+            assert isinstance(source, int), "a barrier passes values only"
+            place = self.read(scope, source, None, op.role, op.module, op.count)
+            assert place is not None, "a value lies somewhere"
+            reads.append(place)
+            scope.add(target, (place[0], None))
+        scope.instructions.append(Pass(op=op, reads=tuple(reads)))
+
+    def loop(self, scope: _Scope, op: Op) -> None:
+        wants, blocks = self.entries(op), []
+        reads = tuple(
+            self.read(scope, atom, want, op.role, op.module, op.count)
+            for atom, want in zip(op.inputs, wants, strict=True)
+        )
+        results = tuple(self.home(v) for v in op.outputs)
+        for index, block in enumerate(op.blocks):
+            inner = scope.inner()
+            inputs = tuple(self.enter(inner, v) for v in block.inputs)
+            self.block(inner, block)
+            outputs = tuple(
+                self.read(inner, atom, want, op.role, op.module, op.count * op.trips, raw)
+                for atom, (want, raw) in zip(block.outputs, self.exits(op, index), strict=True)
+            )
+            blocks.append(
+                LoweredBlock(block=block, inputs=inputs, instructions=tuple(inner.instructions), outputs=outputs)
+            )
+        scope.instructions.append(Loop(op=op, reads=reads, blocks=tuple(blocks), results=results))
+        for value, layout in zip(op.outputs, results, strict=True):
+            scope.add(value, (layout, None))
+
+    def entries(self, op: Op) -> list[Layout | None]:
+        """The layouts in which a loop takes its inputs."""
+        if op.kind is OpKind.SCAN:
+            (body,) = op.blocks
+            whole = op.num_consts + op.num_carry
+            homes = [self.home(v) for v in body.inputs]
+            return [*homes[:whole], *(Layout(((), *layout.dims)) for layout in homes[whole:])]
+        if op.kind is OpKind.WHILE:
+            condition, body = op.blocks
+            k = op.num_condition_consts
+            return [self.home(v) for v in (*condition.inputs[:k], *body.inputs)]
+        return [replicated(0), *(self.home(v) for v in op.blocks[0].inputs)]
+
+    def exits(self, op: Op, index: int) -> list[tuple[Layout, bool]]:
+        """The layouts in which a block must leave its outputs, and whether they may be partial."""
+        kept = self.plan.partials.kept
+        if op.kind is OpKind.WHILE and index == 0:
+            return [(replicated(0), False)]
+        if op.kind in (OpKind.SCAN, OpKind.WHILE):
+            body = op.blocks[-1]
+            first = len(body.inputs) - len(op.outputs) if op.kind is OpKind.WHILE else op.num_consts
+            carried = body.inputs[first : first + op.num_carry]
+            stacked = [Layout(self.home(v).dims[1:]) for v in op.outputs[op.num_carry :]]
+            return [*((self.home(v), v in kept) for v in carried), *((layout, False) for layout in stacked)]
+        return [(self.home(v), False) for v in op.outputs]
+
+
+def moves(block: LoweredBlock) -> Sequence[Move]:
+    """Every resharding of a lowered block, inner blocks included."""
+    out: list[Move] = []
+    for instruction in block.instructions:
+        if isinstance(instruction, Move):
+            out.append(instruction)
+        elif isinstance(instruction, Loop):
+            for inner in instruction.blocks:
+                out += moves(inner)
+    return out

@@ -1,0 +1,70 @@
+"""The logical mesh: named axes over which values are split."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
+
+AXIS_NAMES = ("x", "y", "z")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogicalMesh:
+    """Devices in a grid, row-major: axis 0 is the slowest varying. Axes are named by position (`x`, `y`, `z`).
+
+    A value's layout refers to axes by index. Example: `LogicalMesh(axis_sizes=(2, 4))` puts devices 0-3 in row 0
+    and 4-7 in row 1, so axis 1 (`y`) joins neighbours and axis 0 (`x`) joins devices 4 apart.
+    """
+
+    axis_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert 1 <= len(self.axis_sizes) <= len(AXIS_NAMES), f"a mesh has 1 to 3 axes, got {self.axis_sizes}"
+        assert all(n >= 1 for n in self.axis_sizes), f"axis sizes are positive, got {self.axis_sizes}"
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return AXIS_NAMES[: len(self.axis_sizes)]
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.axis_sizes)
+
+    def size(self, axes: Iterable[int]) -> int:
+        """Number of devices along `axes` together."""
+        return math.prod(self.axis_sizes[a] for a in axes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))
+
+
+def factorisations(num_devices: int, max_axes: int = 3) -> tuple[LogicalMesh, ...]:
+    """Every logical mesh of `num_devices` with at most `max_axes` axes of size 2 or more, up to the order of axes.
+
+    Axis sizes are given with the largest last, so that the axis with most traffic joins neighbouring devices.
+    The order matters only where links differ; `orderings` gives the others.
+    """
+    if num_devices == 1:
+        return (LogicalMesh(axis_sizes=(1,)),)
+    found: list[tuple[int, ...]] = []
+
+    def extend(rest: int, smallest: int, sizes: tuple[int, ...]) -> None:
+        if rest == 1:
+            found.append(sizes)
+            return
+        if len(sizes) == max_axes:
+            return
+        for size in range(smallest, rest + 1):
+            if rest % size == 0:
+                extend(rest // size, size, (*sizes, size))
+
+    extend(num_devices, 2, ())
+    return tuple(LogicalMesh(axis_sizes=sizes) for sizes in sorted(found, key=lambda s: (len(s), s)))
+
+
+def orderings(mesh: LogicalMesh) -> tuple[LogicalMesh, ...]:
+    """The distinct orders of a mesh's axes, the given one first."""
+    orders = dict.fromkeys([mesh.axis_sizes, *itertools.permutations(mesh.axis_sizes)])
+    return tuple(LogicalMesh(axis_sizes=sizes) for sizes in orders)

@@ -1,0 +1,138 @@
+"""Which values are worth keeping partial: those whose sums are added up before they are reduced once.
+
+Two partial gradients of one tied parameter, the input gradients of projections that read one activation, a gradient
+accumulated by a loop: reducing each alone sends the same bytes several times. Everything else is reduced where it is
+made, so that the search does not carry partial states that gain nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.algebra import is_summing_type, linear_operands, sums_locally
+from autopar.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind
+
+_ADDING = frozenset({"add", "add_any", "sub"})
+# Linear operations through which partial values are followed. A product with a whole tensor is linear too, but then
+# each device works on a full-size summand, which costs more than reducing first.
+_CARRYING = _ADDING | {
+    "neg", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "mul", "div", "slice",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Partials:
+    """`kept` are the values that may stay partial. `operands[op.id]` are the operands an operation reads as they are."""
+
+    kept: frozenset[int]
+    operands: dict[int, frozenset[int]]
+
+    def reads_raw(self, op: Op, operand: int) -> bool:
+        return operand in self.operands.get(op.id, ())
+
+    def raw_operands(self, op: Op) -> frozenset[int]:
+        return self.operands.get(op.id, frozenset())
+
+
+def find_partials(graph: OpGraph) -> Partials:
+    """Finds additions of sums with different origins, and what lies between the sums and the additions."""
+    origins: dict[int, frozenset[int]] = {}
+    carriers: dict[int, tuple[Op, frozenset[int]]] = {}
+    wanted: list[int] = []
+    _forward(graph.block, graph, origins, carriers, wanted)
+    kept: set[int] = set()
+    operands: dict[int, frozenset[int]] = {}
+    while wanted:
+        value = wanted.pop()
+        if value in kept:
+            continue
+        kept.add(value)
+        if value in carriers:
+            op, members = carriers[value]
+            operands[op.id] = members
+            wanted += [a for i in members if isinstance(a := op.inputs[i], int)]
+    return Partials(frozenset(kept), operands)
+
+
+def _forward(
+    block: Block,
+    graph: OpGraph,
+    origins: dict[int, frozenset[int]],
+    carriers: dict[int, tuple[Op, frozenset[int]]],
+    wanted: list[int],
+) -> None:
+    """Follows sums forward. `origins[v]` are the summing operations that v is a linear function of."""
+    for op in block.ops:
+        if op.kind is OpKind.SCAN:
+            _accumulators(op, graph, origins, carriers, wanted)
+        for inner in op.blocks:
+            _forward(inner, graph, origins, carriers, wanted)
+        if op.kind is not OpKind.EQUATION or op.rule is None or len(op.outputs) != 1:
+            continue
+        (result,) = op.outputs
+        if any(f.kind is FactorKind.SUM for f in op.rule.factors):
+            if sums_locally(op.eqn) and is_summing_type(op.eqn):
+                origins[result] = frozenset({op.id})
+            continue
+        members = _carried_operands(op, graph, origins)
+        if members is None:
+            continue
+        of_each = [origins[a] for i in sorted(members) if isinstance(a := op.inputs[i], int)]
+        origins[result] = frozenset().union(*of_each)
+        carriers[result] = (op, members)
+        if op.primitive in _ADDING and of_each[0].isdisjoint(of_each[1]):
+            wanted.append(result)
+
+
+def _carried_operands(op: Op, graph: OpGraph, origins: dict[int, frozenset[int]]) -> frozenset[int] | None:
+    """The operands in which an operation is linear and that all come from sums."""
+    if op.primitive not in _CARRYING:
+        return None
+    for members in linear_operands(op.primitive, op.eqn):
+        others = [a for i, a in enumerate(op.inputs) if i not in members]
+        if all(a in origins for i in members if (a := op.inputs[i]) is not None and _is_value(a)) and all(
+            _is_value(op.inputs[i]) for i in members
+        ):
+            if all(_size(a, graph) == 1 for a in others):
+                return members
+    return None
+
+
+def _is_value(atom: Atom) -> bool:
+    return isinstance(atom, int)
+
+
+def _size(atom: Atom, graph: OpGraph) -> int:
+    if isinstance(atom, int):
+        return graph.values[atom].size
+    n = 1
+    for d in atom.shape:
+        n *= d
+    return n
+
+
+def _accumulators(
+    op: Op,
+    graph: OpGraph,
+    origins: dict[int, frozenset[int]],
+    carriers: dict[int, tuple[Op, frozenset[int]]],
+    wanted: list[int],
+) -> None:
+    """Carried values to which a loop's body only adds sums: they may stay partial until the loop ends."""
+    (body,) = op.blocks
+    readers: dict[int, list[Op]] = {}
+    for inner in body.ops:
+        for atom in inner.inputs:
+            if isinstance(atom, int):
+                readers.setdefault(atom, []).append(inner)
+    made_by = {v: inner for inner in body.ops for v in inner.outputs}
+    for position in range(op.num_carry):
+        carried, after = body.inputs[op.num_consts + position], body.outputs[position]
+        if not isinstance(after, int) or after not in made_by or after in readers:
+            continue
+        adding = made_by[after]
+        if adding.primitive not in _ADDING or readers.get(carried) != [adding] or adding.inputs[0] == adding.inputs[1]:
+            continue
+        other = [a for a in adding.inputs if a != carried]
+        if len(other) == 1 and isinstance(other[0], int):
+            origins[carried] = frozenset({-1 - carried})  # an origin of its own: disjoint from every sum in the body

@@ -1,0 +1,250 @@
+"""From one layout of a value to another: the cheapest sequence of collectives, each of them one step.
+
+A step does exactly one collective, so that what is emitted, what is predicted and what the compiled program does are
+the same. Cheapest paths are found once for each (rank, mesh): a path's time is affine in the value's bytes, so two
+tables (constant part, part per byte) serve values of every size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import dijkstra
+
+from autopar.collectives import CollectiveKind, Link, sent_bytes, time_s
+from autopar.layout import Layout
+from autopar.mesh import LogicalMesh
+
+
+class StepKind(enum.Enum):
+    """What one step does. SLICE and MASK stay on the device: each takes its part, or device 0 keeps the summand."""
+
+    ALL_REDUCE = CollectiveKind.ALL_REDUCE
+    REDUCE_SCATTER = CollectiveKind.REDUCE_SCATTER
+    ALL_GATHER = CollectiveKind.ALL_GATHER
+    ALL_TO_ALL = CollectiveKind.ALL_TO_ALL
+    COLLECTIVE_PERMUTE = CollectiveKind.COLLECTIVE_PERMUTE
+    SLICE = "slice"
+    MASK = "mask"
+
+    @property
+    def collective(self) -> CollectiveKind | None:
+        return self.value if isinstance(self.value, CollectiveKind) else None
+
+    @property
+    def reduces(self) -> bool:
+        return self in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a path: `axes` are the mesh axes it communicates over."""
+
+    kind: StepKind
+    axes: tuple[int, ...]
+    before: Layout
+    after: Layout
+
+    def result_fraction(self, mesh: LogicalMesh) -> float:
+        """Size of the collective's result on one device as a fraction of the whole value.
+
+        An all-to-all keeps the local size; its ring formula counts that size.
+        """
+        return 1.0 / self.after.shards(mesh)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeshLinks:
+    """A logical mesh and the link that each of its axes runs on."""
+
+    mesh: LogicalMesh
+    links: tuple[Link, ...]
+
+    def link(self, axes: tuple[int, ...]) -> Link:
+        """The link of a collective over several axes at once: the slowest of theirs."""
+        return max((self.links[a] for a in axes), key=lambda link: 1.0 / link.bytes_per_s)
+
+    def time_s(self, kind: CollectiveKind, result_bytes: float, axes: tuple[int, ...]) -> float:
+        return float(time_s(kind, result_bytes, self.mesh.size(axes), self.link(axes)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Paths:
+    """Cheapest paths between all layouts of one rank. `index` numbers the layouts; row is source, column target.
+
+    Time of a path = `fixed_s` + bytes of the whole value * (`moved_s_per_byte` + f * `reduced_s_per_byte`), where f is
+    how much wider the backend reduces than it stores (1, or 2 where 16-bit sums are promoted to 32 bits).
+    """
+
+    layouts: tuple[Layout, ...]
+    index: dict[Layout, int]
+    fixed_s: np.ndarray
+    moved_s_per_byte: np.ndarray
+    reduced_s_per_byte: np.ndarray
+    _predecessor: np.ndarray
+    _step: dict[tuple[int, int], Step]
+
+    def steps(self, source: Layout, target: Layout) -> tuple[Step, ...]:
+        """The steps of the cheapest path; empty when the layouts are equal."""
+        i, j = self.index[source], self.index[target]
+        found: list[Step] = []
+        while j != i:
+            before = int(self._predecessor[i, j])
+            assert before >= 0, f"no path from {source} to {target}"
+            found.append(self._step[before, j])
+            j = before
+        return tuple(reversed(found))
+
+
+def _subsets(axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [s for n in range(1, len(axes) + 1) for s in itertools.combinations(axes, n)]
+
+
+def _all_layouts(rank: int, axes: tuple[int, ...]) -> list[Layout]:
+    """Every layout of a rank, with every order of axes within a dimension and every set of partial axes."""
+    found: list[Layout] = []
+    for places in itertools.product((None, "partial", *range(rank)), repeat=len(axes)):
+        on = {p: tuple(a for a, q in zip(axes, places, strict=True) if q == p) for p in set(places)}
+        orders = [list(itertools.permutations(on.get(d, ()))) for d in range(rank)]
+        found += [Layout(dims, on.get("partial", ())) for dims in itertools.product(*orders)]
+    return found
+
+
+def _with(layout: Layout, dims: dict[int, tuple[int, ...]], partial: tuple[int, ...] | None = None) -> Layout:
+    new = tuple(dims.get(d, axes) for d, axes in enumerate(layout.dims))
+    return Layout(new, layout.partial if partial is None else tuple(sorted(partial)))
+
+
+def _moves(layout: Layout, axes: tuple[int, ...]) -> list[Step]:
+    """All single steps out of a layout."""
+    moves: list[Step] = []
+
+    def add(kind: StepKind, over: tuple[int, ...], after: Layout) -> None:
+        moves.append(Step(kind=kind, axes=tuple(sorted(over)), before=layout, after=after))
+
+    rank = len(layout.dims)
+    free = tuple(a for a in axes if a not in layout.sharded_axes and a not in layout.partial)
+    for over in _subsets(layout.partial):
+        rest = tuple(a for a in layout.partial if a not in over)
+        add(StepKind.ALL_REDUCE, over, _with(layout, {}, rest))
+        for d in range(rank):
+            add(StepKind.REDUCE_SCATTER, over, _with(layout, {d: (*layout.dims[d], *over)}, rest))
+    for a in free:
+        for d in range(rank):
+            add(StepKind.SLICE, (a,), _with(layout, {d: (*layout.dims[d], a)}))
+        add(StepKind.MASK, (a,), _with(layout, {}, (*layout.partial, a)))
+    for d, on in enumerate(layout.dims):
+        for n in range(1, len(on) + 1):
+            stay, go = on[:-n], on[-n:]
+            add(StepKind.ALL_GATHER, go, _with(layout, {d: stay}))
+            for e in range(rank):
+                if e != d:
+                    add(StepKind.ALL_TO_ALL, go, _with(layout, {d: stay, e: (*layout.dims[e], *go)}))
+        for order in itertools.permutations(on):
+            if order != on:
+                add(StepKind.COLLECTIVE_PERMUTE, on, _with(layout, {d: order}))
+    return moves
+
+
+@functools.cache
+def paths(rank: int, mesh_links: MeshLinks) -> Paths:
+    """Cheapest paths between all layouts of values of `rank` dimensions, for a value of 1 MiB.
+
+    The size only weighs latency against bandwidth in the choice of a path, hardly ever a close call.
+    """
+    mesh = mesh_links.mesh
+    axes = tuple(a for a, n in enumerate(mesh.axis_sizes) if n > 1)
+    layouts = _all_layouts(rank, axes)
+    index = {layout: i for i, layout in enumerate(layouts)}
+    typical_bytes = float(1 << 20)
+    rows, columns, weights = [], [], []
+    step_of: dict[tuple[int, int], Step] = {}
+    cost_of: dict[tuple[int, int], tuple[float, float, float]] = {}
+    for i, layout in enumerate(layouts):
+        for step in _moves(layout, axes):
+            j = index[step.after]
+            fixed_s, per_byte_s = _affine(step, mesh_links)
+            moved, reduced = (0.0, per_byte_s) if step.kind.reduces else (per_byte_s, 0.0)
+            weight = fixed_s + typical_bytes * per_byte_s + 1e-12  # a free step is still a step: fewer are better
+            if (i, j) in step_of:
+                continue
+            step_of[i, j], cost_of[i, j] = step, (fixed_s, moved, reduced)
+            rows.append(i)
+            columns.append(j)
+            weights.append(weight)
+    n = len(layouts)
+    graph = csr_array((weights, (rows, columns)), shape=(n, n))
+    _, predecessor = dijkstra(graph, return_predecessors=True)
+    totals = _path_sums(predecessor, cost_of)
+    return Paths(tuple(layouts), index, *totals, predecessor, step_of)
+
+
+def _affine(step: Step, mesh_links: MeshLinks) -> tuple[float, float]:
+    """(seconds, seconds per byte of the whole value) of one step."""
+    kind = step.kind.collective
+    if kind is None:
+        return 0.0, 0.0
+    at_zero = mesh_links.time_s(kind, 0.0, step.axes)
+    fraction = step.result_fraction(mesh_links.mesh)
+    probe_bytes = float(1 << 30)
+    return at_zero, (mesh_links.time_s(kind, probe_bytes, step.axes) - at_zero) / probe_bytes * fraction
+
+
+def _path_sums(predecessor: np.ndarray, cost_of: dict[tuple[int, int], tuple[float, float, float]]) -> list[np.ndarray]:
+    """Sums of step costs along the shortest-path trees: three (n, n) arrays."""
+    n = predecessor.shape[0]
+    step_cost = np.zeros((3, n, n))
+    for (i, j), cost in cost_of.items():
+        step_cost[:, i, j] = cost
+    totals = np.zeros((3, n, n))
+    source = np.arange(n)[:, None]
+    node = np.broadcast_to(np.arange(n), (n, n)).copy()
+    while True:
+        before = predecessor[source, node]
+        alive = before >= 0
+        if not alive.any():
+            return [np.where(np.isin(predecessor, -9999) & ~np.eye(n, dtype=bool), np.inf, t) for t in totals]
+        safe = np.where(alive, before, node)
+        totals += np.where(alive, step_cost[:, safe, node], 0.0)
+        node = safe
+
+
+def step_sent_bytes(step: Step, nbytes: float, mesh: LogicalMesh, reduce_widening: float = 1.0) -> float:
+    """Bytes that one device sends in a step, for a value of `nbytes` in all, by the ring formulas."""
+    kind = step.kind.collective
+    if kind is None:
+        return 0.0
+    result_bytes = nbytes * step.result_fraction(mesh) * (reduce_widening if step.kind.reduces else 1.0)
+    return float(sent_bytes(kind, result_bytes, mesh.size(step.axes)))
+
+
+def fits(steps: tuple[Step, ...], shape: tuple[int, ...], mesh: LogicalMesh) -> bool:
+    """Whether every layout on the way divides the value's dimensions evenly."""
+    return all(step.after.fits(shape, mesh) for step in steps)
+
+
+def gather_and_slice(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The path that always exists: make the value whole, then let each device take its part."""
+    assert not target.partial, "a partial target is reached by masking, which divides evenly wherever its source does"
+    steps: list[Step] = []
+    at = source
+    if at.partial:
+        after = at.reduced
+        steps.append(Step(kind=StepKind.ALL_REDUCE, axes=at.partial, before=at, after=after))
+        at = after
+    for d, axes in enumerate(at.dims):
+        if axes:
+            after = _with(at, {d: ()})
+            steps.append(Step(kind=StepKind.ALL_GATHER, axes=tuple(sorted(axes)), before=at, after=after))
+            at = after
+    for d, axes in enumerate(target.dims):
+        if axes:
+            after = _with(at, {d: axes})
+            steps.append(Step(kind=StepKind.SLICE, axes=tuple(sorted(axes)), before=at, after=after))
+            at = after
+    return tuple(steps)

@@ -1,0 +1,224 @@
+"""From a Python function to a traced step: the jaxpr, its trees, and which leaves are state, batch and constants."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.errors import ImpureFunctionError, InvalidArgumentError, UnsupportedError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """A function traced to a jaxpr. Leaves are numbered over all dynamic arguments in order.
+
+    `constants` are arrays the function closes over; `tied[i]` is the output leaf that becomes input leaf i in the next
+    step, found for each donated argument; `fingerprint` identifies the jaxpr between processes.
+    """
+
+    name: str
+    jaxpr: Any
+    constants: tuple[Any, ...]
+    in_tree: Any
+    out_tree: Any
+    in_avals: tuple[jax.ShapeDtypeStruct, ...]
+    out_avals: tuple[jax.ShapeDtypeStruct, ...]
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    argument_of: tuple[int, ...]
+    donated: frozenset[int]
+    batch: frozenset[int]
+    tied: dict[int, int]
+    fingerprint: str
+
+
+def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an argument leaf.
+
+    Raises: InvalidArgumentError when the leaf is no array.
+    """
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__"):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    if isinstance(leaf, (bool, int, float, complex)):
+        aval = jax.core.get_aval(leaf)
+        return jax.ShapeDtypeStruct((), aval.dtype, weak_type=True)
+    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufcV":
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    raise InvalidArgumentError(
+        where=path,
+        expected="an array, a number or a jax.ShapeDtypeStruct",
+        got=f"{type(leaf).__name__} ({str(leaf)[:60]})",
+        hint="name the argument in static_argnums, or keep it out of the arguments (close over it)",
+    )
+
+
+def flatten_arguments(args: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], Any, list[str], list[int]]:
+    """(leaves, tree, readable paths, the argument each leaf belongs to)."""
+    leaves, paths, owner = [], [], []
+    for i, (arg, name) in enumerate(zip(args, names, strict=True)):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            leaves.append(leaf)
+            paths.append(name + jax.tree_util.keystr(path))
+            owner.append(i)
+    return leaves, jax.tree.structure(tuple(args)), paths, owner
+
+
+def trace(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    names: Sequence[str],
+    donate: Sequence[int],
+    batch: Sequence[int],
+    check_purity: bool = True,
+) -> TracedStep:
+    """Traces `function` on abstract arguments.
+
+    `names`, `donate` and `batch` are over `args`, static arguments already bound.
+    Raises: InvalidArgumentError, ImpureFunctionError, UnsupportedError.
+    """
+    leaves, in_tree, in_paths, owner = flatten_arguments(args, names)
+    in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
+    out_trees: list[Any] = []
+    out_paths: list[str] = []
+
+    def flat(*flat_args: Any) -> list[Any]:
+        out = function(*jax.tree.unflatten(in_tree, flat_args))
+        with_paths, tree = jax.tree_util.tree_flatten_with_path(out)
+        out_trees.append(tree)
+        out_paths[:] = ["result" + jax.tree_util.keystr(path) for path, _ in with_paths]
+        return [leaf for _, leaf in with_paths]
+
+    name = getattr(function, "__name__", type(function).__name__)
+    closed = jax.make_jaxpr(flat)(*in_avals)
+    fingerprint = jaxpr_fingerprint(closed)
+    _check_effects(closed, name)
+    if check_purity:
+        # A fresh function object, so that jax does not answer from its cache of traces.
+        again = jaxpr_fingerprint(jax.make_jaxpr(lambda *a: flat(*a))(*in_avals))
+        if again != fingerprint:
+            raise ImpureFunctionError(
+                where=name,
+                expected="the same computation each time the function is traced",
+                got="two traces that differ",
+                hint="the function reads or changes something outside of its arguments (a counter, time, "
+                "numpy's random numbers): pass it in as an argument or use jax.random with a key in the state",
+            )
+    jaxpr = jax_compat.open_jaxpr(closed)
+    out_avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
+    donated = frozenset(i for i, o in enumerate(owner) if o in donate)
+    batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
+    return TracedStep(
+        name=name,
+        jaxpr=jaxpr,
+        constants=tuple(jax_compat.jaxpr_consts(closed)),
+        in_tree=in_tree,
+        out_tree=out_trees[0],
+        in_avals=in_avals,
+        out_avals=out_avals,
+        in_paths=tuple(in_paths),
+        out_paths=tuple(out_paths),
+        argument_of=tuple(owner),
+        donated=donated,
+        batch=batch_leaves,
+        tied=tie_state(args, donate, out_trees[0], in_avals, out_avals),
+        fingerprint=fingerprint,
+    )
+
+
+def tie_state(
+    args: Sequence[Any],
+    donate: Sequence[int],
+    out_tree: Any,
+    in_avals: Sequence[jax.ShapeDtypeStruct],
+    out_avals: Sequence[jax.ShapeDtypeStruct],
+) -> dict[int, int]:
+    """Pairs each leaf of a donated argument with the output leaf that replaces it.
+
+    The output itself, or one of its parts at the first level, in order, must have the argument's tree and shapes.
+    """
+    outputs: list[tuple[Any, int]] = [(out_tree, 0)]
+    start = 0
+    for child in out_tree.children() if not jax.tree_util.treedef_is_leaf(out_tree) else ():
+        outputs.append((child, start))
+        start += child.num_leaves
+    tied: dict[int, int] = {}
+    taken: set[int] = set()
+    first = 0
+    for i, arg in enumerate(args):
+        tree = jax.tree.structure(arg)
+        n = tree.num_leaves
+        if i in donate and n:
+            for child, at in outputs:
+                same = child == tree and at not in taken and all(
+                    a.shape == b.shape and a.dtype == b.dtype
+                    for a, b in zip(in_avals[first : first + n], out_avals[at : at + n], strict=True)
+                )
+                if same:
+                    tied.update({first + k: at + k for k in range(n)})
+                    taken.update(range(at, at + n))
+                    break
+        first += n
+    return tied
+
+
+def _check_effects(closed: Any, name: str) -> None:
+    effects = [str(e) for e in closed.effects]
+    if effects:
+        raise UnsupportedError(
+            where=name,
+            expected="a function without side effects",
+            got=f"effects: {', '.join(effects)}",
+            hint="take jax.debug.print, io_callback and the like out of the step, or return what they show",
+        )
+
+
+def jaxpr_fingerprint(closed: Any) -> str:
+    """A hash of a closed jaxpr that is the same in every process: equations, parameters, shapes and constants."""
+    digest = hashlib.sha256()
+    for const in jax_compat.jaxpr_consts(closed):
+        if jax_compat.is_key_dtype(const.dtype):
+            const = jax.random.key_data(const)
+        digest.update(np.asarray(const).tobytes())
+    _hash_jaxpr(jax_compat.open_jaxpr(closed), digest)
+    return digest.hexdigest()[:32]
+
+
+def _hash_jaxpr(jaxpr: Any, digest: Any) -> None:
+    number: dict[Any, int] = {}
+
+    def name(atom: Any) -> str:
+        if isinstance(atom, jax_compat.Literal):
+            return f"{atom.val!r}:{atom.aval.dtype}"
+        return str(number.setdefault(atom, len(number)))
+
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        digest.update(f"{name(var)}:{var.aval.str_short()};".encode())
+    for eqn in jaxpr.eqns:
+        digest.update(f"{eqn.primitive.name}({','.join(map(name, eqn.invars))})".encode())
+        for key in sorted(eqn.params):
+            _hash_param(key, eqn.params[key], digest)
+        digest.update(("->" + ",".join(f"{name(v)}:{v.aval.str_short()}" for v in eqn.outvars)).encode())
+    digest.update(("return " + ",".join(map(name, jaxpr.outvars))).encode())
+
+
+def _hash_param(key: str, value: Any, digest: Any) -> None:
+    digest.update(key.encode())
+    inner = jax_compat.open_jaxpr(value)
+    if hasattr(inner, "eqns"):
+        for const in jax_compat.jaxpr_consts(value):
+            digest.update(np.asarray(const).tobytes())
+        _hash_jaxpr(inner, digest)
+    elif isinstance(value, (tuple, list)) and any(hasattr(jax_compat.open_jaxpr(v), "eqns") for v in value):
+        for v in value:
+            _hash_param("", v, digest)
+    elif callable(value) and not isinstance(value, (type, np.dtype)):
+        digest.update(getattr(value, "__qualname__", type(value).__name__).encode())
+    else:
+        digest.update(repr(value).encode())
