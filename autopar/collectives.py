@@ -1,0 +1,149 @@
+"""What a collective costs: the bytes that each device sends, and the time, in the alpha-beta model.
+
+Time = fixed overhead + steps * latency (alpha) + bytes sent * seconds per byte (1 / beta). The bytes are those of ring
+algorithms, which are the least that any algorithm can send for large arrays (Chan et al., "Collective communication:
+theory, practice and experience", 2007); the steps depend on what joins the devices (`Fabric`).
+
+Not modelled: contention between collectives that run at the same time, and reductions inside a switch (NVLS, SHARP).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autopar.errors import InvalidArgumentError
+
+
+class CollectiveKind(enum.StrEnum):
+    """The collectives that plans use, by their names in HLO."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+    COLLECTIVE_PERMUTE = "collective-permute"
+
+
+class Fabric(enum.StrEnum):
+    """What joins the devices, as far as the number of steps and the way of a byte depend on it.
+
+    SWITCHED: a way of its own between any two devices (NVSwitch, InfiniBand, Ethernet). TORUS: wires between
+    neighbours only (TPU interconnect), so that bytes for a device k hops away load k wires. SHARED_MEMORY: threads of one
+    process that wait for one another and copy (virtual CPU devices).
+    """
+
+    SWITCHED = "switched"
+    TORUS = "torus"
+    SHARED_MEMORY = "shared memory"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What the devices along one mesh axis are joined by.
+
+    Attributes:
+        latency_s: Alpha, seconds for one step of a collective.
+        bytes_per_s: Beta, bytes that one device sends in a second while all devices send.
+        source: Where the constants come from.
+        overhead_s: Seconds that a collective takes before its first step (kernel launch).
+        fabric: What kind of network it is.
+        rings: On a torus, the number of physical axes that the mesh axis spans; else 1.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    source: str
+    overhead_s: float = 0.0
+    fabric: Fabric = Fabric.SWITCHED
+    rings: int = 1
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s > 0 and min(self.latency_s, self.overhead_s) >= 0:
+            return
+        raise InvalidArgumentError(
+            where=f"Link(source={self.source!r})",
+            expected="bytes_per_s above zero, latency_s and overhead_s of zero or more",
+            got=f"bytes_per_s={self.bytes_per_s}, latency_s={self.latency_s}, overhead_s={self.overhead_s}",
+            hint="give seconds and bytes per second, not microseconds or gigabytes",
+        )
+
+
+def sent_bytes(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike) -> NDArray[np.float64]:
+    """Bytes that each of `n` devices sends, for a result of `result_bytes` on each device (both may be arrays).
+
+    All-reduce 2(n-1)/n of the result, all-gather (n-1)/n of the gathered result, all-to-all (n-1)/n of the result,
+    reduce-scatter (n-1) times its result (which is 1/n of what is reduced), permute its result. Source: ring algorithms,
+    nccl-tests doc/PERFORMANCE.md.
+    """
+    size, count = _size_and_count(result_bytes, n)
+    match kind:
+        case CollectiveKind.ALL_REDUCE:
+            return size * (2.0 * (count - 1.0) / count)
+        case CollectiveKind.ALL_GATHER | CollectiveKind.ALL_TO_ALL:
+            return size * ((count - 1.0) / count)
+        case CollectiveKind.REDUCE_SCATTER:
+            return size * (count - 1.0)
+        case CollectiveKind.COLLECTIVE_PERMUTE:
+            return size * np.where(count > 1.0, 1.0, 0.0)
+
+
+def steps(kind: CollectiveKind, n: ArrayLike, fabric: Fabric) -> NDArray[np.float64]:
+    """Latencies that follow one another in a collective over `n` devices.
+
+    SWITCHED: all-gather and reduce-scatter go round a ring, n-1 steps; an all-to-all sends to each of n-1 peers in
+    turn; an all-reduce goes up and down a tree, 2 log2(n) steps (NCCL takes trees for what is bound by latency; measured
+    on GB200, 64 devices: all-gather 91 us, all-reduce 50 us; 16 devices: 29 us and 50 us).
+    TORUS: n-1 hops to the far end of a line, twice for the all-reduce (scaling-book, "Sharded matrices").
+    SHARED_MEMORY: every thread waits for all n-1 others, whatever the collective (measured: 2, 4 and 8 virtual CPU
+    devices take 17, 41 and 116 us for a permute as for an all-reduce of 1 kB).
+    """
+    _, count = _size_and_count(0.0, n)
+    others = count - 1.0
+    match fabric, kind:
+        case Fabric.SHARED_MEMORY, _:
+            return others
+        case _, CollectiveKind.COLLECTIVE_PERMUTE:
+            return np.where(count > 1.0, 1.0, 0.0)
+        case Fabric.SWITCHED, CollectiveKind.ALL_REDUCE:
+            return 2.0 * np.log2(count)
+        case Fabric.TORUS, CollectiveKind.ALL_REDUCE:
+            return 2.0 * others
+        case _:
+            return others
+
+
+def time_s(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike, link: Link) -> NDArray[np.float64]:
+    """Seconds of one collective over `n` devices joined by `link`; `result_bytes` as in `sent_bytes`.
+
+    Zero for one device: XLA drops such a collective.
+    """
+    sent, alphas = sent_bytes(kind, result_bytes, n), steps(kind, n, link.fabric)
+    _, count = _size_and_count(0.0, n)
+    wire_bytes = sent * _hops(kind, count, link.rings) if link.fabric is Fabric.TORUS else sent
+    seconds = link.overhead_s + alphas * link.latency_s + wire_bytes / link.bytes_per_s
+    return np.where(count > 1.0, seconds, 0.0)
+
+
+def _hops(kind: CollectiveKind, count: NDArray[np.float64], rings: int) -> NDArray[np.float64]:
+    """Wires that a byte crosses on a torus, on average over the bytes sent.
+
+    In the ring algorithms each byte sent goes to a neighbour. An all-to-all sends to everyone: the distances in a ring
+    of n devices add up to n^2/4 over n-1 peers, so that its time is (local bytes) n/4 / beta, a quarter of the
+    all-gather of the whole array (scaling-book, "Sharded matrices", all-to-all). An axis over several physical axes, r
+    rings of about n^(1/r) devices, has beta of all of them together and r times the distance of one.
+    """
+    if kind is not CollectiveKind.ALL_TO_ALL:
+        return np.ones_like(count)
+    distance = rings * count ** (1.0 / rings) / 4.0
+    return np.maximum(1.0, distance * count / np.maximum(count - 1.0, 1.0))
+
+
+def _size_and_count(result_bytes: ArrayLike, n: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    size, count = np.asarray(result_bytes, dtype=np.float64), np.asarray(n, dtype=np.float64)
+    assert (count >= 1.0).all(), f"a collective joins 1 device or more, got n={n}"
+    assert (size >= 0.0).all(), f"a result has 0 bytes or more, got {result_bytes}"
+    return size, count

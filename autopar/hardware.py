@@ -1,0 +1,281 @@
+"""Published constants of accelerators and of the links between them, each with its unit and source.
+
+Peak rates are the vendors' (dense, no sparsity). What programs reach of them is a separate factor, measured where a
+measurement was found. Rates per second, sizes in bytes, units of 1000.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.collectives import Fabric, Link
+from autopar.errors import InvalidArgumentError
+
+_TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """One accelerator.
+
+    Attributes:
+        name: As people write it, `H100-SXM5`.
+        peak_flops: (dtype, peak arithmetic operations per second of matrix units). Must name float32.
+        memory_bytes: Memory of one device.
+        peak_memory_bytes_per_s: Peak rate of that memory.
+        launch_overhead_s: Time of a kernel beyond its arithmetic and memory traffic.
+        flops_efficiency: Share of the peak that large matrix products reach.
+        memory_efficiency: Share of the peak that memory-bound kernels reach.
+        source: Where the constants come from.
+    """
+
+    name: str
+    peak_flops: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    peak_memory_bytes_per_s: float
+    launch_overhead_s: float
+    flops_efficiency: float
+    memory_efficiency: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if "float32" in dict(self.peak_flops):
+            return
+        raise InvalidArgumentError(
+            where=f"DeviceKind({self.name!r}).peak_flops",
+            expected="a rate for float32, which stands for all dtypes that are not named",
+            got=", ".join(dtype for dtype, _ in self.peak_flops) or "no rates",
+            hint="add ('float32', operations per second)",
+        )
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Rate that memory-bound kernels reach."""
+        return self.peak_memory_bytes_per_s * self.memory_efficiency
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Peak rate for a dtype by its numpy name; float8 of any layout is `float8`, what is not listed goes as float32."""
+        rates = dict(self.peak_flops)
+        family = "float8" if dtype.startswith("float8") else dtype
+        return rates.get(family, rates["float32"])
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Rate that large matrix products reach."""
+        return self.peak_flops_per_s(dtype) * self.flops_efficiency
+
+
+def _gpu(
+    name: str, *, half: float, single: float, double: float, eight_bit: float | None, memory_gb: float, memory_gb_per_s: float,
+    launch_us: float, flops_efficiency: float, source: str, bfloat16: bool = True,
+) -> DeviceKind:  # fmt: skip
+    """Rates in Tflop/s. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it."""
+    rates = [("float16", half), ("float32", single), ("float64", double)]
+    rates += [("bfloat16", half)] if bfloat16 else []
+    rates += [("float8", eight_bit), ("int8", eight_bit)] if eight_bit else []
+    return DeviceKind(
+        name=name,
+        peak_flops=tuple((dtype, tera * _TERA) for dtype, tera in rates),
+        memory_bytes=int(memory_gb * _GIGA),
+        peak_memory_bytes_per_s=memory_gb_per_s * _GIGA,
+        launch_overhead_s=launch_us * _MICRO,
+        flops_efficiency=flops_efficiency,
+        memory_efficiency=_GPU_MEMORY_EFFICIENCY,
+        source=source,
+    )
+
+
+def _tpu(name: str, *, half: float, int8: float, memory_gb: float, memory_gb_per_s: float) -> DeviceKind:
+    """Rates in Tflop/s. float32 products run as bfloat16 ones: JAX's default precision on TPU is one bfloat16 pass."""
+    return DeviceKind(
+        name=name,
+        peak_flops=(("bfloat16", half * _TERA), ("float32", half * _TERA), ("int8", int8 * _TERA)),
+        memory_bytes=int(memory_gb * _GIGA),
+        peak_memory_bytes_per_s=memory_gb_per_s * _GIGA,
+        launch_overhead_s=_TPU_LAUNCH_US * _MICRO,
+        flops_efficiency=_UNMEASURED_EFFICIENCY,
+        memory_efficiency=_UNMEASURED_EFFICIENCY,
+        source="jax-ml/scaling-book tpus.md and Google Cloud TPU documentation (rates, memory)",
+    )
+
+
+# Share of peak and kernel floor where no measurement of a card was found, and of GPU memory: the constants of
+# meta-pytorch/autoparallel (cost_models/nccl_cost_model.py: compute 0.7, memory 0.7, kernel floor 7 us).
+_UNMEASURED_EFFICIENCY = 0.7
+_GPU_MEMORY_EFFICIENCY = 0.7
+_UNMEASURED_LAUNCH_US = 7.0
+# A fused operation on TPU is a step of one program, not a launch: about 1 us to fill and drain its memory pipeline.
+_TPU_LAUNCH_US = 1.0
+# Least median relative error of overhead + flops / (efficiency * peak) over 375 matrix products, 256 to 4096 a side, of
+# XLA's measured table (openxla/xla, matmul performance table; sm_90 and sm_100, bfloat16): within 5 % in the median.
+_H100_EFFICIENCY, _B200_EFFICIENCY, _MEASURED_LAUNCH_US = 0.79, 0.65, 5.9
+
+_HOPPER = {
+    "half": 989.0, "single": 494.5, "double": 67.0, "eight_bit": 1979.0, "launch_us": _MEASURED_LAUNCH_US,
+    "flops_efficiency": _H100_EFFICIENCY,
+}  # fmt: skip
+_AMPERE = {
+    "half": 312.0, "single": 156.0, "double": 19.5, "eight_bit": None, "launch_us": _UNMEASURED_LAUNCH_US,
+    "flops_efficiency": _UNMEASURED_EFFICIENCY,
+}  # fmt: skip
+
+V100 = _gpu(
+    "V100-SXM2-16GB", half=125.0, single=15.7, double=7.8, eight_bit=None, memory_gb=16, memory_gb_per_s=900.0,
+    launch_us=_UNMEASURED_LAUNCH_US, flops_efficiency=_UNMEASURED_EFFICIENCY, bfloat16=False,
+    source="NVIDIA V100 data sheet",
+)  # fmt: skip
+A100_40GB = _gpu(
+    "A100-SXM4-40GB",
+    memory_gb=40,
+    memory_gb_per_s=1555.0,
+    source="NVIDIA A100 data sheet; openxla a100_sxm_40",
+    **_AMPERE,
+)
+A100_80GB = _gpu(
+    "A100-SXM4-80GB",
+    memory_gb=80,
+    memory_gb_per_s=2039.0,
+    source="NVIDIA A100 data sheet; openxla a100_sxm_80",
+    **_AMPERE,
+)
+H100 = _gpu(
+    "H100-SXM5-80GB", memory_gb=80, memory_gb_per_s=3352.0, source="scaling-book gpus.md; openxla h100_sxm", **_HOPPER
+)
+H200 = _gpu(
+    "H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet; openxla h200", **_HOPPER
+)
+B200 = _gpu(
+    "B200", half=2250.0, single=1125.0, double=37.0, eight_bit=4500.0, memory_gb=180, memory_gb_per_s=7672.0,
+    launch_us=_MEASURED_LAUNCH_US, flops_efficiency=_B200_EFFICIENCY, source="scaling-book gpus.md; openxla b200",
+)  # fmt: skip
+TPU_V4 = _tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0)
+TPU_V5E = _tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0)
+TPU_V5P = _tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0)
+TPU_V6E = _tpu("TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0)
+
+# Prefix of what jax calls a device (`Device.device_kind`) -> kind; the first that matches counts.
+BY_JAX_NAME: tuple[tuple[str, DeviceKind], ...] = (
+    ("Tesla V100", V100),
+    ("NVIDIA A100-SXM4-40GB", A100_40GB),
+    ("NVIDIA A100", A100_80GB),
+    ("NVIDIA H200", H200),
+    ("NVIDIA GH200", H200),
+    ("NVIDIA H100", H100),
+    ("NVIDIA B200", B200),
+    ("NVIDIA GB200", B200),
+    ("TPU v4", TPU_V4),
+    ("TPU v5 lite", TPU_V5E),
+    ("TPU v5e", TPU_V5E),
+    ("TPU v5", TPU_V5P),
+    ("TPU v6", TPU_V6E),
+)
+# The data-centre card of each compute capability, for NVIDIA cards of a name that is not in the table.
+BY_COMPUTE_CAPABILITY: dict[str, DeviceKind] = {"7.0": V100, "8.0": A100_40GB, "9.0": H100, "10.0": B200}
+
+
+def _link(
+    overhead_us: float, latency_us: float, gb_per_s: float, source: str, fabric: Fabric = Fabric.SWITCHED
+) -> Link:
+    return Link(
+        overhead_s=overhead_us * _MICRO,
+        latency_s=latency_us * _MICRO,
+        bytes_per_s=gb_per_s * _GIGA,
+        source=source,
+        fabric=fabric,
+    )
+
+
+# Overhead, latency and rate by least mean relative error over XLA's measured tables of collectives (openxla/xla,
+# collective performance table; all-reduce, all-gather, reduce-scatter, all-to-all of 1 kB to 2 GB over 2 to 8 devices,
+# GB200 to 32 GB over 4 to 72), with the steps of `autopar.collectives`: within 27 % in the mean.
+NVLINK4 = _link(20.1, 2.0, 286.0, "fit to openxla's collective table, sm_90 (line rate 450 GB/s a way)")
+NVLINK5 = _link(29.2, 1.4, 489.0, "fit to openxla's collective table, sm_100 (line rate 900 GB/s a way)")
+NVLINK5_NVL72 = _link(15.7, 1.2, 638.0, "fit to openxla's collective table, GB200 NVL72 (line rate 900 GB/s a way)")
+# NCCL's own tuning constants (ring, Simple protocol: base 8.4 us, NVLink hop 3.4 us, network hop 14 us), as read in
+# meta-pytorch/autoparallel, cost_models/nccl_cost_model.py.
+NVLINK3 = _link(8.4, 3.4, 200.0, "latency: NCCL's tuning table; rate: A100 8-GPU bus bandwidth, NVIDIA/nccl-tests 149")
+NVLINK2 = _link(8.4, 3.4, 110.0, "latency: NCCL's tuning table; rate: openxla's model, 6 lanes x 20 GB/s x 0.92")
+NDR400 = _link(
+    8.4, 14.0, 47.0, "latency: NCCL's tuning table; rate: 46-48 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 290"
+)
+HDR200 = _link(
+    8.4, 14.0, 24.0, "latency: NCCL's tuning table; rate: 96 % of 25 GB/s, one NIC a GPU, NVIDIA/nccl-tests 119"
+)
+ETHERNET_25G = _link(
+    8.4,
+    14.0,
+    3.1 / 8,
+    "latency: NCCL's tuning table; rate: 25 Gbit/s a host shared by 8 GPUs (Alpa, OSDI 2022, section 8)",
+)
+# One wire, one way; `autopar.cluster` knows how many of them an axis has. Latency of one hop: scaling-book, sharding.md.
+TPU_ICI = {
+    TPU_V4.name: _link(0.0, 1.0, 45.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
+    TPU_V5E.name: _link(0.0, 1.0, 45.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
+    TPU_V5P.name: _link(0.0, 1.0, 90.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
+    TPU_V6E.name: _link(0.0, 1.0, 90.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
+}
+# Between slices: 25 GB/s a host of 4 chips (scaling-book tpus.md). Latency of a step: the network hop of NCCL's table,
+# for want of a published figure.
+TPU_DCN = _link(
+    0.0, 14.0, 25.0 / 4, "rate: scaling-book tpus.md, 25 GB/s a host of 4 chips; latency: assumed as NCCL's"
+)
+
+# GPU -> (link inside a host, link between hosts) of the machine that it usually comes in.
+GPU_LINKS: dict[str, tuple[Link, Link]] = {
+    V100.name: (NVLINK2, ETHERNET_25G),
+    A100_40GB.name: (NVLINK3, HDR200),
+    A100_80GB.name: (NVLINK3, HDR200),
+    H100.name: (NVLINK4, NDR400),
+    H200.name: (NVLINK4, NDR400),
+    B200.name: (NVLINK5, NDR400),
+}
+
+# Virtual CPU devices share one host's cores and memory. Measured on 2 cores of an AMD EPYC, jax 0.10.2, medians of loops
+# of 32: float32 products of 256 to 1024 a side; x * c over 16 MB; collectives of 1 kB to 8 MB over 2, 4 and 8 devices.
+_CPU_SOURCE = "measured on 2 cores of an AMD EPYC with 2, 4 and 8 virtual devices, jax 0.10.2"
+_CPU_FLOPS_PER_S_PER_CORE = 105e9
+_CPU_MEMORY_BYTES_PER_S_PER_HOST = 90e9
+_CPU_COLLECTIVE_BYTES_PER_S_PER_HOST = 10e9
+_CPU_LAUNCH_S = 4e-6
+# A collective waits for every thread: 17, 41 and 116 us of 1 kB over 2 of 2, 4 of 4 and 8 of 8 devices; 45 us over 2 of 8.
+_CPU_WAIT_S_PER_DEVICE = 3e-6
+_CPU_WAIT_S_PER_STEP = 14e-6
+
+
+def cpu_device(*, num_devices: int, cores: int, host_bytes: int) -> DeviceKind:
+    """One of `num_devices` virtual devices of a host: its share of the cores and of the memory."""
+    single = _CPU_FLOPS_PER_S_PER_CORE * cores / num_devices
+    return DeviceKind(
+        name="CPU",
+        peak_flops=(("float32", single), ("float64", single / 2)),
+        memory_bytes=host_bytes // num_devices,
+        peak_memory_bytes_per_s=_CPU_MEMORY_BYTES_PER_S_PER_HOST / num_devices,
+        launch_overhead_s=_CPU_LAUNCH_S,
+        flops_efficiency=1.0,
+        memory_efficiency=1.0,
+        source=f"{_CPU_SOURCE}: rates as reached, not peaks; float64 as half of float32 (half as many in a register)",
+    )
+
+
+def cpu_link(num_devices: int) -> Link:
+    """Between the `num_devices` virtual devices of one process."""
+    return Link(
+        overhead_s=_CPU_WAIT_S_PER_DEVICE * num_devices,
+        latency_s=_CPU_WAIT_S_PER_STEP,
+        bytes_per_s=_CPU_COLLECTIVE_BYTES_PER_S_PER_HOST / num_devices,
+        fabric=Fabric.SHARED_MEMORY,
+        source=_CPU_SOURCE,
+    )
+
+
+def cpu_process_link(num_devices: int) -> Link:
+    """Between processes of `num_devices` virtual devices each, by Gloo.
+
+    Measured with two processes on one machine, 2 busy cores: permute of 1 kB 98 us, of 8 MB 10.6 ms; all-reduce of 8 MB
+    15.7 ms. Between machines the network decides, which only a measurement can tell.
+    """
+    return Link(
+        latency_s=100e-6,
+        bytes_per_s=0.7e9 / num_devices,
+        fabric=Fabric.SHARED_MEMORY,
+        source="measured between 2 CPU processes on one machine, Gloo, jax 0.10.2",
+    )

@@ -1,0 +1,130 @@
+"""The devices of this program, as the tables of `autopar.hardware` know them. The one place here that asks jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from autopar import hardware
+from autopar.collectives import Link
+from autopar.errors import InvalidArgumentError, NotEnoughDevicesError
+from autopar.hardware import DeviceKind
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LocalDevices:
+    """What `autopar.Cluster.local` is made of; fields as there."""
+
+    name: str
+    device: DeviceKind
+    num_hosts: int
+    devices_per_host: int
+    inside_host: Link
+    between_hosts: Link
+    torus: tuple[int, ...] = ()
+
+
+def find(num_devices: int | None = None) -> LocalDevices:
+    """The first `num_devices` of `jax.devices()`, or all.
+
+    Raises:
+        InvalidArgumentError: Devices of several kinds, or of one that is not in the tables.
+        NotEnoughDevicesError: Fewer devices than asked for.
+    """
+    import jax  # here, because starting jax's devices is a thing that only those who ask for them should wait for
+
+    devices = jax.devices()
+    if num_devices is not None and not 1 <= num_devices <= len(devices):
+        raise NotEnoughDevicesError(
+            where="Cluster.local",
+            expected=f"1 to {len(devices)} devices, as many as this program has ({devices[0].platform})",
+            got=str(num_devices),
+            hint="plan for other hardware with Cluster.preset(...); virtual CPU devices come from "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8, set before jax starts",
+        )
+    return describe(devices[:num_devices])
+
+
+def describe(devices: Sequence[Any]) -> LocalDevices:
+    """The tables' words for a list of jax devices. Raises as `find`."""
+    kinds = Counter(d.device_kind for d in devices)
+    if len(kinds) > 1:
+        raise InvalidArgumentError(
+            where="Cluster.local",
+            expected="devices of one kind",
+            got=", ".join(f"{count} of {kind!r}" for kind, count in kinds.items()),
+            hint="give the devices of one kind as cluster=Cluster.local(num_devices=...)",
+        )
+    num_hosts, devices_per_host = _hosts(devices)
+    platform = devices[0].platform
+    if platform == "cpu":
+        cores = os.cpu_count() or 1
+        return LocalDevices(
+            name=f"local-cpu-{len(devices)}",
+            device=hardware.cpu_device(num_devices=devices_per_host, cores=cores, host_bytes=_host_memory_bytes()),
+            num_hosts=num_hosts,
+            devices_per_host=devices_per_host,
+            inside_host=hardware.cpu_link(devices_per_host),
+            between_hosts=hardware.cpu_process_link(devices_per_host),
+        )
+    kind = _kind(devices[0])
+    wire = hardware.TPU_ICI.get(kind.name)
+    inside, between = (wire, hardware.TPU_DCN) if wire else hardware.GPU_LINKS[kind.name]
+    return LocalDevices(
+        name=f"local-{kind.name}-{len(devices)}",
+        device=dataclasses.replace(kind, memory_bytes=_memory_bytes(devices[0], kind)),
+        num_hosts=num_hosts,
+        devices_per_host=devices_per_host,
+        inside_host=inside,
+        between_hosts=between,
+        torus=_torus(devices[:devices_per_host]) if wire else (),
+    )
+
+
+def _hosts(devices: Sequence[Any]) -> tuple[int, int]:
+    """(number of hosts, devices of each). jax numbers what fast links join as slices; a process is a host otherwise."""
+    groups = Counter(getattr(d, "slice_index", d.process_index) for d in devices)
+    if len(set(groups.values())) > 1:
+        return len(devices), 1  # uneven hosts: count on nothing but the network between them
+    return len(groups), len(devices) // len(groups)
+
+
+def _kind(device: Any) -> DeviceKind:
+    for prefix, kind in hardware.BY_JAX_NAME:
+        if device.device_kind.startswith(prefix):
+            return kind
+    capability = str(getattr(device, "compute_capability", ""))
+    if capability in hardware.BY_COMPUTE_CAPABILITY:
+        return dataclasses.replace(
+            hardware.BY_COMPUTE_CAPABILITY[capability],
+            source=f"{device.device_kind} taken for the card of compute capability {capability}",
+        )
+    raise InvalidArgumentError(
+        where="Cluster.local",
+        expected=f"one of {', '.join(sorted({prefix for prefix, _ in hardware.BY_JAX_NAME}))}, or CPU",
+        got=repr(device.device_kind),
+        hint="pass a cluster: Cluster.measure() times these devices, or make a Cluster(...) with their constants",
+    )
+
+
+def _memory_bytes(device: Any, kind: DeviceKind) -> int:
+    """What the allocator of this program may give out (jax takes a share of a GPU), or else the table's size."""
+    stats = device.memory_stats() or {}
+    return int(stats.get("bytes_limit", kind.memory_bytes))
+
+
+def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
+    """Extents of the devices' coordinates, without the axes of size one; a line of them if they fill no box."""
+    extents = [max(axis) - min(axis) + 1 for axis in zip(*(d.coords for d in devices), strict=True)]
+    shape = tuple(n for n in extents if n > 1) or (1,)
+    filled = 1
+    for n in shape:
+        filled *= n
+    return shape if filled == len(devices) else (len(devices),)
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
