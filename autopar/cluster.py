@@ -68,8 +68,8 @@ class Cluster:
         """The link that each axis of a logical mesh runs on, the mesh laid row-major over hosts, then devices.
 
         An axis inside a host has the inner link. An axis that joins h hosts with c devices in each shares each host's
-        network with the other groups of the host: c network cards stand open to each group, so that it runs at c times a
-        device's rate, and at most at the rate inside; of its n-1 steps h-1 go over the network.
+        network with the other groups of the host: c network cards stand open to each group, so that it runs at c times
+        a device's rate, and at most at the rate inside; of its n-1 steps h-1 go over the network.
 
         Raises:
             InvalidArgumentError: The mesh has more devices than the cluster, or does not fill whole hosts.
@@ -85,7 +85,7 @@ class Cluster:
         return tuple(self._axis_link(n, stride, link) for n, stride, link in zip(sizes, strides, inner, strict=True))
 
     def _axis_link(self, n: int, stride: int, inside: Link) -> Link:
-        if n * stride <= self.devices_per_host:
+        if n == 1 or n * stride <= self.devices_per_host:
             return inside
         together = max(1, self.devices_per_host // stride)
         hosts = n // together
@@ -108,8 +108,8 @@ class Cluster:
             return
         raise InvalidArgumentError(
             where=f"mesh {'x'.join(map(str, sizes))} on cluster {self.name!r}",
-            expected=f"a mesh of whole hosts, or of a part of one: {self.num_hosts} hosts of {self.devices_per_host} devices"
-            + ("" if links_given else f", with {len(self.axis_override)} axes, one for each link given"),
+            expected=f"whole hosts, or a part of one ({self.num_hosts} hosts of {self.devices_per_host} devices)"
+            + ("" if links_given else f", and {len(self.axis_override)} axes, one for each link given"),
             got=f"{total} devices on {len(sizes)} axes",
             hint="choose axis sizes whose product is the number of devices",
         )
@@ -167,8 +167,8 @@ class Cluster:
     def parse(cls, text: str) -> Cluster:
         """A cluster as the command line names it.
 
-        `local` or `local:4` (devices of this program); `dgx-h100`, `dgx-h100x16` (16 hosts); `tpu-v5e:2x4`, `tpu-v5p:4x4x4*2`
-        (2 slices); anything that ends in .json is a file made by `save`.
+        `local` or `local:4` (devices of this program); `dgx-h100`, `dgx-h100x16` (16 hosts); `tpu-v5e:2x4`,
+        `tpu-v5p:4x4x4*2` (2 slices); anything that ends in .json is a file made by `save`.
 
         Raises:
             InvalidArgumentError: None of these.
@@ -184,7 +184,7 @@ class Cluster:
                 return cls.preset(name, hosts=int(m[1] or 1))
         raise InvalidArgumentError(
             where="cluster",
-            expected=f"local, a .json file, {', '.join(f'{n}x2' for n in _GPU_HOSTS)} or {', '.join(f'{n}:4x4' for n in _TPUS)}",
+            expected=f"local, a .json file, {', '.join(_GPU_HOSTS)} (x16), {', '.join(_TPUS)} (:4x4)",
             got=repr(text),
             hint="the number behind x counts hosts, the shape behind : is the TPU slice's",
         )
@@ -211,7 +211,7 @@ class Cluster:
 
     @classmethod
     def flat(cls, num_devices: int, *, device: DeviceKind = hardware.H100, links: Sequence[Link] = ()) -> Cluster:
-        """One host of devices with the same link between all; or with one link for each mesh axis, whatever its size."""
+        """One host with one link between all devices, or with one link for each mesh axis, whatever its size."""
         inside = links[0] if links else hardware.NVLINK4
         return cls(
             name=f"flat-{num_devices}",

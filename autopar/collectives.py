@@ -32,8 +32,8 @@ class Fabric(enum.StrEnum):
     """What joins the devices, as far as the number of steps and the way of a byte depend on it.
 
     SWITCHED: a way of its own between any two devices (NVSwitch, InfiniBand, Ethernet). TORUS: wires between
-    neighbours only (TPU interconnect), so that bytes for a device k hops away load k wires. SHARED_MEMORY: threads of one
-    process that wait for one another and copy (virtual CPU devices).
+    neighbours only (TPU interconnect), so that bytes for a device k hops away load k wires. SHARED_MEMORY: threads of
+    one process that wait for one another and copy (virtual CPU devices).
     """
 
     SWITCHED = "switched"
@@ -76,8 +76,8 @@ def sent_bytes(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike) -> N
     """Bytes that each of `n` devices sends, for a result of `result_bytes` on each device (both may be arrays).
 
     All-reduce 2(n-1)/n of the result, all-gather (n-1)/n of the gathered result, all-to-all (n-1)/n of the result,
-    reduce-scatter (n-1) times its result (which is 1/n of what is reduced), permute its result. Source: ring algorithms,
-    nccl-tests doc/PERFORMANCE.md.
+    reduce-scatter (n-1) times its result (which is 1/n of what is reduced), permute its result. Source: ring
+    algorithms, nccl-tests doc/PERFORMANCE.md.
     """
     size, count = _size_and_count(result_bytes, n)
     match kind:
@@ -95,8 +95,8 @@ def steps(kind: CollectiveKind, n: ArrayLike, fabric: Fabric) -> NDArray[np.floa
     """Latencies that follow one another in a collective over `n` devices.
 
     SWITCHED: all-gather and reduce-scatter go round a ring, n-1 steps; an all-to-all sends to each of n-1 peers in
-    turn; an all-reduce goes up and down a tree, 2 log2(n) steps (NCCL takes trees for what is bound by latency; measured
-    on GB200, 64 devices: all-gather 91 us, all-reduce 50 us; 16 devices: 29 us and 50 us).
+    turn; an all-reduce goes up and down a tree, 2 log2(n) steps (NCCL takes trees for what is bound by latency;
+    measured on GB200, 64 devices: all-gather 91 us, all-reduce 50 us; 16 devices: 29 us and 50 us).
     TORUS: n-1 hops to the far end of a line, twice for the all-reduce (scaling-book, "Sharded matrices").
     SHARED_MEMORY: every thread waits for all n-1 others, whatever the collective (measured: 2, 4 and 8 virtual CPU
     devices take 17, 41 and 116 us for a permute as for an all-reduce of 1 kB).

@@ -54,7 +54,7 @@ class DeviceKind:
         return self.peak_memory_bytes_per_s * self.memory_efficiency
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Peak rate for a dtype by its numpy name; float8 of any layout is `float8`, what is not listed goes as float32."""
+        """Peak rate for a dtype by its numpy name; all float8 are one, and what is not listed goes as float32."""
         rates = dict(self.peak_flops)
         family = "float8" if dtype.startswith("float8") else dtype
         return rates.get(family, rates["float32"])
@@ -65,8 +65,8 @@ class DeviceKind:
 
 
 def _gpu(
-    name: str, *, half: float, single: float, double: float, eight_bit: float | None, memory_gb: float, memory_gb_per_s: float,
-    launch_us: float, flops_efficiency: float, source: str, bfloat16: bool = True,
+    name: str, *, half: float, single: float, double: float, eight_bit: float | None, memory_gb: float,
+    memory_gb_per_s: float, launch_us: float, flops_efficiency: float, source: str, bfloat16: bool = True,
 ) -> DeviceKind:  # fmt: skip
     """Rates in Tflop/s. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it."""
     rates = [("float16", half), ("float32", single), ("float64", double)]
@@ -109,40 +109,36 @@ _TPU_LAUNCH_US = 1.0
 # XLA's measured table (openxla/xla, matmul performance table; sm_90 and sm_100, bfloat16): within 5 % in the median.
 _H100_EFFICIENCY, _B200_EFFICIENCY, _MEASURED_LAUNCH_US = 0.79, 0.65, 5.9
 
-_HOPPER = {
-    "half": 989.0, "single": 494.5, "double": 67.0, "eight_bit": 1979.0, "launch_us": _MEASURED_LAUNCH_US,
-    "flops_efficiency": _H100_EFFICIENCY,
-}  # fmt: skip
-_AMPERE = {
-    "half": 312.0, "single": 156.0, "double": 19.5, "eight_bit": None, "launch_us": _UNMEASURED_LAUNCH_US,
-    "flops_efficiency": _UNMEASURED_EFFICIENCY,
-}  # fmt: skip
+
+def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
+    return _gpu(
+        name, half=312.0, single=156.0, double=19.5, eight_bit=None, memory_gb=memory_gb,
+        memory_gb_per_s=memory_gb_per_s, launch_us=_UNMEASURED_LAUNCH_US, flops_efficiency=_UNMEASURED_EFFICIENCY,
+        source=source,
+    )  # fmt: skip
+
+
+def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
+    return _gpu(
+        name, half=989.0, single=494.5, double=67.0, eight_bit=1979.0, memory_gb=memory_gb,
+        memory_gb_per_s=memory_gb_per_s, launch_us=_MEASURED_LAUNCH_US, flops_efficiency=_H100_EFFICIENCY,
+        source=source,
+    )  # fmt: skip
+
 
 V100 = _gpu(
     "V100-SXM2-16GB", half=125.0, single=15.7, double=7.8, eight_bit=None, memory_gb=16, memory_gb_per_s=900.0,
     launch_us=_UNMEASURED_LAUNCH_US, flops_efficiency=_UNMEASURED_EFFICIENCY, bfloat16=False,
     source="NVIDIA V100 data sheet",
 )  # fmt: skip
-A100_40GB = _gpu(
-    "A100-SXM4-40GB",
-    memory_gb=40,
-    memory_gb_per_s=1555.0,
-    source="NVIDIA A100 data sheet; openxla a100_sxm_40",
-    **_AMPERE,
+A100_40GB = _ampere(
+    "A100-SXM4-40GB", memory_gb=40, memory_gb_per_s=1555.0, source="NVIDIA A100 data sheet; openxla a100_sxm_40"
 )
-A100_80GB = _gpu(
-    "A100-SXM4-80GB",
-    memory_gb=80,
-    memory_gb_per_s=2039.0,
-    source="NVIDIA A100 data sheet; openxla a100_sxm_80",
-    **_AMPERE,
+A100_80GB = _ampere(
+    "A100-SXM4-80GB", memory_gb=80, memory_gb_per_s=2039.0, source="NVIDIA A100 data sheet; openxla a100_sxm_80"
 )
-H100 = _gpu(
-    "H100-SXM5-80GB", memory_gb=80, memory_gb_per_s=3352.0, source="scaling-book gpus.md; openxla h100_sxm", **_HOPPER
-)
-H200 = _gpu(
-    "H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet; openxla h200", **_HOPPER
-)
+H100 = _hopper("H100-SXM5-80GB", memory_gb=80, memory_gb_per_s=3352.0, source="scaling-book gpus.md; openxla h100_sxm")
+H200 = _hopper("H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet; openxla h200")
 B200 = _gpu(
     "B200", half=2250.0, single=1125.0, double=37.0, eight_bit=4500.0, memory_gb=180, memory_gb_per_s=7672.0,
     launch_us=_MEASURED_LAUNCH_US, flops_efficiency=_B200_EFFICIENCY, source="scaling-book gpus.md; openxla b200",
@@ -191,22 +187,14 @@ NVLINK4 = _link(20.1, 2.0, 286.0, "fit to openxla's collective table, sm_90 (lin
 NVLINK5 = _link(29.2, 1.4, 489.0, "fit to openxla's collective table, sm_100 (line rate 900 GB/s a way)")
 NVLINK5_NVL72 = _link(15.7, 1.2, 638.0, "fit to openxla's collective table, GB200 NVL72 (line rate 900 GB/s a way)")
 # NCCL's own tuning constants (ring, Simple protocol: base 8.4 us, NVLink hop 3.4 us, network hop 14 us), as read in
-# meta-pytorch/autoparallel, cost_models/nccl_cost_model.py.
-NVLINK3 = _link(8.4, 3.4, 200.0, "latency: NCCL's tuning table; rate: A100 8-GPU bus bandwidth, NVIDIA/nccl-tests 149")
-NVLINK2 = _link(8.4, 3.4, 110.0, "latency: NCCL's tuning table; rate: openxla's model, 6 lanes x 20 GB/s x 0.92")
-NDR400 = _link(
-    8.4, 14.0, 47.0, "latency: NCCL's tuning table; rate: 46-48 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 290"
-)
-HDR200 = _link(
-    8.4, 14.0, 24.0, "latency: NCCL's tuning table; rate: 96 % of 25 GB/s, one NIC a GPU, NVIDIA/nccl-tests 119"
-)
-ETHERNET_25G = _link(
-    8.4,
-    14.0,
-    3.1 / 8,
-    "latency: NCCL's tuning table; rate: 25 Gbit/s a host shared by 8 GPUs (Alpa, OSDI 2022, section 8)",
-)
-# One wire, one way; `autopar.cluster` knows how many of them an axis has. Latency of one hop: scaling-book, sharding.md.
+# meta-pytorch/autoparallel, cost_models/nccl_cost_model.py; rates from reports in NVIDIA/nccl-tests.
+_NCCL = "latency: NCCL's tuning table"
+NVLINK3 = _link(8.4, 3.4, 200.0, f"{_NCCL}; rate: bus bandwidth of 8 A100, NVIDIA/nccl-tests 149")
+NVLINK2 = _link(8.4, 3.4, 110.0, f"{_NCCL}; rate: openxla's model, 6 lanes x 20 GB/s x 0.92")
+NDR400 = _link(8.4, 14.0, 47.0, f"{_NCCL}; rate: 46-48 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 290")
+HDR200 = _link(8.4, 14.0, 24.0, f"{_NCCL}; rate: 96 % of 25 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 119")
+ETHERNET_25G = _link(8.4, 14.0, 3.1 / 8, f"{_NCCL}; rate: 25 Gbit/s a host for 8 GPUs (Alpa, OSDI 2022, section 8)")
+# One wire, one way; `autopar.torus` knows how many of them an axis has. Latency of one hop: scaling-book, sharding.md.
 TPU_ICI = {
     TPU_V4.name: _link(0.0, 1.0, 45.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
     TPU_V5E.name: _link(0.0, 1.0, 45.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
@@ -215,9 +203,7 @@ TPU_ICI = {
 }
 # Between slices: 25 GB/s a host of 4 chips (scaling-book tpus.md). Latency of a step: the network hop of NCCL's table,
 # for want of a published figure.
-TPU_DCN = _link(
-    0.0, 14.0, 25.0 / 4, "rate: scaling-book tpus.md, 25 GB/s a host of 4 chips; latency: assumed as NCCL's"
-)
+TPU_DCN = _link(0.0, 14.0, 25.0 / 4, "rate: 25 GB/s a host of 4 chips, scaling-book tpus.md; latency: as NCCL's")
 
 # GPU -> (link inside a host, link between hosts) of the machine that it usually comes in.
 GPU_LINKS: dict[str, tuple[Link, Link]] = {
@@ -229,14 +215,14 @@ GPU_LINKS: dict[str, tuple[Link, Link]] = {
     B200.name: (NVLINK5, NDR400),
 }
 
-# Virtual CPU devices share one host's cores and memory. Measured on 2 cores of an AMD EPYC, jax 0.10.2, medians of loops
-# of 32: float32 products of 256 to 1024 a side; x * c over 16 MB; collectives of 1 kB to 8 MB over 2, 4 and 8 devices.
+# Virtual CPU devices share one host's cores and memory. Measured on 2 cores of an AMD EPYC, jax 0.10.2, medians of
+# loops of 32: float32 products of 256 to 1024 a side; x * c over 16 MB; collectives of 1 kB to 8 MB over 2, 4 and 8 devices.
 _CPU_SOURCE = "measured on 2 cores of an AMD EPYC with 2, 4 and 8 virtual devices, jax 0.10.2"
 _CPU_FLOPS_PER_S_PER_CORE = 105e9
 _CPU_MEMORY_BYTES_PER_S_PER_HOST = 90e9
 _CPU_COLLECTIVE_BYTES_PER_S_PER_HOST = 10e9
 _CPU_LAUNCH_S = 4e-6
-# A collective waits for every thread: 17, 41 and 116 us of 1 kB over 2 of 2, 4 of 4 and 8 of 8 devices; 45 us over 2 of 8.
+# A collective waits for every thread: 1 kB takes 17, 41 and 116 us over 2 of 2, 4 of 4, 8 of 8 devices, 45 over 2 of 8.
 _CPU_WAIT_S_PER_DEVICE = 3e-6
 _CPU_WAIT_S_PER_STEP = 14e-6
 

@@ -12,10 +12,10 @@ from autopar.collectives import Fabric, Link
 def axis_links(shape: Sequence[int], axis_sizes: Sequence[int], wire: Link) -> tuple[Link, ...]:
     """The link of each axis of a logical mesh laid row-major over a torus of `shape`.
 
-    `wire` is one wire, one way. A whole physical axis whose ends are joined gives a ring, with both ways at once: twice the
-    wire's rate. A line, or a part of a ring, has one way towards its ends. An axis made of several physical axes uses all
-    of them at once. Where other axes of the mesh lie in between on the same physical axis, their groups share its wires.
-    Source: scaling-book, tpus.md and sharding.md.
+    `wire` is one wire, one way. A whole physical axis whose ends are joined gives a ring, with both ways at once: twice
+    the wire's rate. A line, or a part of a ring, has one way towards its ends. An axis made of several physical axes
+    uses all of them at once. Where other axes of the mesh lie in between on the same physical axis, their groups share
+    its wires. Source: scaling-book, tpus.md and sharding.md.
 
     What is left of a mesh after the torus is full (several slices) is given the wire itself; `Cluster` knows better.
     """
