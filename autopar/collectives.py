@@ -144,6 +144,6 @@ def _hops(kind: CollectiveKind, count: NDArray[np.float64], rings: int) -> NDArr
 
 def _size_and_count(result_bytes: ArrayLike, n: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     size, count = np.asarray(result_bytes, dtype=np.float64), np.asarray(n, dtype=np.float64)
-    assert (count >= 1.0).all(), f"a collective joins 1 device or more, got n={n}"
-    assert (size >= 0.0).all(), f"a result has 0 bytes or more, got {result_bytes}"
+    assert (count >= 1.0).all(), f"a collective joins 1 device or more, got n={n!r}"
+    assert (size >= 0.0).all(), f"a result has 0 bytes or more, got {result_bytes!r}"
     return size, count

@@ -216,7 +216,7 @@ GPU_LINKS: dict[str, tuple[Link, Link]] = {
 }
 
 # Virtual CPU devices share one host's cores and memory. Measured on 2 cores of an AMD EPYC, jax 0.10.2, medians of
-# loops of 32: float32 products of 256 to 1024 a side; x * c over 16 MB; collectives of 1 kB to 8 MB over 2, 4 and 8 devices.
+# loops of 32: float32 products of 256 to 1024 a side; x * c over 16 MB; collectives of 1 kB to 8 MB over 2, 4, 8.
 _CPU_SOURCE = "measured on 2 cores of an AMD EPYC with 2, 4 and 8 virtual devices, jax 0.10.2"
 _CPU_FLOPS_PER_S_PER_CORE = 105e9
 _CPU_MEMORY_BYTES_PER_S_PER_HOST = 90e9
