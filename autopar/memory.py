@@ -106,8 +106,10 @@ def live_ranges(program: Program) -> tuple[LiveRange, ...]:
     at a position add up to the memory needed then, so that memory stays linear in the values' bytes. A result that takes
     over the memory of a donated argument is listed only for as long as both are needed.
     """
-    kernels = memory_fusion.kernels(program.steps, program.arguments, program.results, program.nbytes)
-    flat = _flatten(kernels, program.nbytes, frozenset(program.arguments) | frozenset(program.results))
+    steps, like = memory_fusion.with_broadcasts(program.steps, program.nbytes)
+    nbytes = {**program.nbytes, **{v: program.nbytes[other] for v, other in like.items()}}
+    kernels = memory_fusion.kernels(steps, program.arguments, program.results, nbytes)
+    flat = _flatten(kernels, nbytes, frozenset(program.arguments) | frozenset(program.results))
     end = len(flat) + 1
     start: dict[int, int] = {}
     stop: dict[int, int] = {}
@@ -123,21 +125,20 @@ def live_ranges(program: Program) -> tuple[LiveRange, ...]:
         stop[v] = end
     for position, (kernel, opens) in enumerate(flat):
         if opens and kernel.in_place:
-            _share(kernel, position, start, stop, program)
+            _share(kernel, position, start, stop, nbytes)
     ranges = [LiveRange(value=a, start=0, stop=end) for a in program.arguments]
     over = {r: a for a, r in program.donated.items()}
     for v, first in start.items():
         last = stop[v]
         if v in over:
             last = min(last, last_read[over[v]])
-        if first < last and program.nbytes[v]:
-            ranges.append(LiveRange(value=v, start=first, stop=last))
+        if first < last and nbytes[v]:
+            ranges.append(LiveRange(value=like.get(v, v), start=first, stop=last))
     return tuple(ranges)
 
 
-def _share(kernel: Kernel, position: int, start: dict[int, int], stop: dict[int, int], program: Program) -> None:
+def _share(kernel: Kernel, position: int, start: dict[int, int], stop: dict[int, int], size: Mapping[int, int]) -> None:
     """Lets each output of an elementwise kernel take the memory of an input that is read there for the last time."""
-    size = program.nbytes
     free = [v for v in kernel.inputs if stop.get(v) == position + 1 and start.get(v, position) < position]
     for out in kernel.outputs:
         for v in free:

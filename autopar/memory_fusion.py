@@ -27,6 +27,10 @@ ALIASES = frozenset({"reshape", "squeeze", "expand_dims", "copy", "bitcast_conve
 BARRIER = "optimization_barrier"
 # Kernels that are not elementwise but compute what they read on the way in.
 ABSORBING = REDUCTIONS | {"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "concatenate", "pad", "stack"}
+# Elementwise operations whose operands jax broadcasts by itself.
+ARITHMETIC = frozenset({"add", "sub", "mul", "div", "max", "min", "add_any", "pow", "rem", "atan2"})
+# An operand this much smaller than the result, and larger than a scalar, has been broadcast (types differ by up to 8).
+BROADCAST_RATIO, SCALAR_BYTES = 16, 16
 SLICE, STACK = "slice_of_stacked", "stack"
 
 
@@ -44,6 +48,7 @@ class Step:
         body_outputs: What the body hands back, one for each of `outputs`: carried values, slices to be stacked.
         num_constants: How many of the inputs are constants of the loop.
         num_carried: How many of the inputs, and of the outputs, are carried from turn to turn.
+        reduces_last: For a reduction, whether it runs over the last dimension.
     """
 
     inputs: tuple[int, ...]
@@ -56,6 +61,7 @@ class Step:
     body_outputs: tuple[int, ...] = ()
     num_constants: int = 0
     num_carried: int = 0
+    reduces_last: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +79,44 @@ class Kernel:
     after: tuple[int, ...] = ()
     blocks: tuple[tuple[Kernel, ...], ...] = ()
     block_results: tuple[int, ...] = ()
+
+
+def with_broadcasts(
+    steps: Sequence[Step], nbytes: Mapping[int, int]
+) -> tuple[tuple[Step, ...], dict[int, int]]:
+    """Spells out the broadcast of each operand that is smaller than the result, once for all operations that need it.
+
+    Returns the steps, and for each new value (ids below zero) the value whose size it has.
+    """
+    like: dict[int, int] = {}
+    return _spelled_out(steps, nbytes, like), like
+
+
+def _spelled_out(steps: Sequence[Step], nbytes: Mapping[int, int], like: dict[int, int]) -> tuple[Step, ...]:
+    done: list[Step] = []
+    known: dict[tuple[int, int], int] = {}
+    alias: dict[int, int] = {}
+    for step in steps:
+        if step.kind in ALIASES:
+            for v, out in zip(step.inputs, step.outputs, strict=False):
+                alias[out] = alias.get(v, v)
+        elif step.body:
+            step = dataclasses.replace(step, body=_spelled_out(step.body, nbytes, like))
+        elif step.kind in ARITHMETIC:
+            (out,) = step.outputs
+            inputs = list(step.inputs)
+            for i, v in enumerate(inputs):
+                if SCALAR_BYTES < nbytes[v] <= nbytes[out] // BROADCAST_RATIO:
+                    key = (alias.get(v, v), nbytes[out])
+                    if key not in known:
+                        known[key] = -1 - len(like)
+                        like[known[key]] = out
+                        done.append(Step(inputs=(v,), outputs=(known[key],), kind="broadcast_in_dim", fusible=True))
+                    inputs[i] = known[key]
+            if inputs != list(step.inputs):
+                step = dataclasses.replace(step, inputs=tuple(inputs))
+        done.append(step)
+    return tuple(done)
 
 
 def kernels(
@@ -161,6 +205,10 @@ def _written(steps: tuple[Step, ...], results: frozenset[int], nbytes: Mapping[i
     # For each value the kernels that read it: None for one that cannot compute it on the way in.
     readers: dict[int, set[int]] = {}
     unfused: set[int] = set()
+    uses: dict[int, int] = {}
+    arithmetic: dict[int, int] = {}
+    into_rows: set[int] = set()  # values that arithmetic carries into a reduction over the last dimension
+    reductions: set[int] = set()
     for index in range(len(steps) - 1, -1, -1):
         step = steps[index]
         out = step.outputs[0] if step.outputs else -1
@@ -171,6 +219,9 @@ def _written(steps: tuple[Step, ...], results: frozenset[int], nbytes: Mapping[i
                 if o in unfused:
                     unfused.add(v)
                 readers.setdefault(v, set()).update(readers.get(o, ()))
+                uses[v] = uses.get(v, 0) + uses.get(o, 0)
+                if o in into_rows:
+                    into_rows.add(v)
             continue
         into = {index}
         if step.fusible and len(step.outputs) == 1:
@@ -178,15 +229,27 @@ def _written(steps: tuple[Step, ...], results: frozenset[int], nbytes: Mapping[i
             keep = out in results or out in unfused or not kernels_of
             if not keep and len(kernels_of) > 1 and step.kind in EXPENSIVE:
                 keep = True
+            if not keep and uses[out] > 1 and not kernels_of.isdisjoint(reductions):
+                keep = True
+            if not keep and step.kind == "broadcast_in_dim" and arithmetic.get(out, 0) > 1 and out in into_rows:
+                keep = True
             if keep:
                 written.add(out)
             else:
                 into = kernels_of
         else:
             written.update(step.outputs)
+            if step.kind in REDUCTIONS:
+                reductions.add(index)
+        rows = step.reduces_last if step.kind in REDUCTIONS else (out in into_rows and step.fusible)
         absorbs = step.fusible or step.kind in ABSORBING
         for v in step.inputs:
             readers.setdefault(v, set()).update(into)
+            uses[v] = uses.get(v, 0) + 1
+            if rows:
+                into_rows.add(v)
+            if step.kind in ARITHMETIC:
+                arithmetic[v] = arithmetic.get(v, 0) + 1
             if not absorbs:
                 unfused.add(v)
     return written

@@ -110,8 +110,11 @@ class _Reader:
                 inputs = [read(a) for a in eqn.invars if not isinstance(a, jax_core.Literal)]
                 outputs = [self.new(v.aval) for v in eqn.outvars]
                 steps.append(
-                    Step(inputs=tuple(inputs), outputs=tuple(outputs), kind=kind_of(eqn), fusible=name not in _UNFUSED)
-                )
+                    Step(
+                        inputs=tuple(inputs), outputs=tuple(outputs), kind=kind_of(eqn), fusible=name not in _UNFUSED,
+                        reduces_last=reduces_last(eqn),
+                    )
+                )  # fmt: skip
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -167,6 +170,11 @@ def kind_of(eqn: Any) -> str:
     if name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
         return "reshape"
     return name
+
+
+def reduces_last(eqn: Any) -> bool:
+    axes = eqn.params.get("axes", ())
+    return not axes or eqn.invars[0].aval.ndim - 1 in axes
 
 
 def nbytes(aval: Any) -> int:
