@@ -16,9 +16,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar import memory_fusion, schedule_order
-from autopar.memory_fusion import Kernel, Step
+from autopar.memory_fusion import ACCELERATOR, CPU, Compiler, Kernel, Step
 
-__all__ = ["LiveRange", "MemoryEstimate", "Program", "Step", "estimate", "live_ranges"]
+__all__ = ["ACCELERATOR", "CPU", "Compiler", "LiveRange", "MemoryEstimate", "Program", "Step", "estimate", "live_ranges"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,9 @@ class MemoryEstimate:
     at_peak: tuple[tuple[int, int], ...]
 
 
-def estimate(program: Program) -> MemoryEstimate:
+def estimate(program: Program, compiler: Compiler = ACCELERATOR) -> MemoryEstimate:
     """The most memory that the program needs at once on one device."""
-    ranges = live_ranges(program)
+    ranges = live_ranges(program, compiler)
     size = program.nbytes
     change: dict[int, int] = {}
     for r in ranges:
@@ -99,17 +99,18 @@ def estimate(program: Program) -> MemoryEstimate:
     )
 
 
-def live_ranges(program: Program) -> tuple[LiveRange, ...]:
+def live_ranges(program: Program, compiler: Compiler = ACCELERATOR) -> tuple[LiveRange, ...]:
     """Every value that is written to memory, and where it is alive.
 
     Positions count kernels in the order in which XLA runs them, bodies of loops inside their loop. The bytes of the values alive
     at a position add up to the memory needed then, so that memory stays linear in the values' bytes. A result that takes
     over the memory of a donated argument is listed only for as long as both are needed.
     """
-    steps, like = memory_fusion.with_broadcasts(program.steps, program.nbytes)
+    steps = program.steps if compiler.keeps_barriers else memory_fusion.without_recomputation(program.steps)
+    steps, like = memory_fusion.with_broadcasts(steps, program.nbytes)
     nbytes = {**program.nbytes, **{v: program.nbytes[other] for v, other in like.items()}}
-    kernels = memory_fusion.kernels(steps, program.arguments, program.results, nbytes)
-    flat = _flatten(kernels, nbytes, frozenset(program.arguments) | frozenset(program.results))
+    kernels = memory_fusion.kernels(steps, program.arguments, program.results, nbytes, compiler)
+    flat = _flatten(kernels, nbytes, compiler, frozenset(program.arguments) | frozenset(program.results))
     end = len(flat) + 1
     start: dict[int, int] = {}
     stop: dict[int, int] = {}
@@ -149,16 +150,20 @@ def _share(kernel: Kernel, position: int, start: dict[int, int], stop: dict[int,
 
 
 def _flatten(
-    kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], kept: frozenset[int]
+    kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], compiler: Compiler, kept: frozenset[int]
 ) -> list[tuple[Kernel, bool]]:
     """Kernels in XLA's order; a loop stands before its body, where its results are set aside, and after it."""
     flat: list[tuple[Kernel, bool]] = []
-    for kernel in schedule_order.ordered(kernels, nbytes, kept):
+    if compiler.breadth_first:
+        order = schedule_order.breadth_first(kernels)
+    else:
+        order = schedule_order.freeing_first(kernels, nbytes, kept)
+    for kernel in order:
         flat.append((kernel, True))
         for block in kernel.blocks:
             inside = frozenset(v for k in block for v in k.outputs)
             ending = frozenset(kernel.block_results)
-            flat += _flatten(block, nbytes, ending | _read(block) - inside)
+            flat += _flatten(block, nbytes, compiler, ending | _read(block) - inside)
         if kernel.blocks:
             flat.append((kernel, False))
     return flat

@@ -9,7 +9,7 @@ the same memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 # Computed once and kept rather than computed again in each kernel that reads it (XLA's InstructionFusion::IsExpensive).
 EXPENSIVE = frozenset(
@@ -35,6 +35,26 @@ SLICE, STACK = "slice_of_stacked", "stack"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """What differs between XLA's compilers.
+
+    Attributes:
+        breadth_first: Runs kernels in the order in which they become ready, whatever memory that needs.
+        keeps_barriers: Recomputes what `jax.checkpoint` says; else finds that it has computed it before, and keeps it.
+        writes_row_operands: Computes a reduction over the last dimension, what is made of its result and what leads to it
+            in one kernel of a library that takes neither broadcasts nor values with other readers from outside: these are written.
+    """
+
+    breadth_first: bool
+    keeps_barriers: bool
+    writes_row_operands: bool
+
+
+CPU = Compiler(breadth_first=True, keeps_barriers=False, writes_row_operands=True)
+ACCELERATOR = Compiler(breadth_first=False, keeps_barriers=True, writes_row_operands=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One operation. Sizes of its values are per device, after sharding; ids are unique in the whole program.
 
@@ -49,6 +69,7 @@ class Step:
         num_constants: How many of the inputs are constants of the loop.
         num_carried: How many of the inputs, and of the outputs, are carried from turn to turn.
         reduces_last: For a reduction, whether it runs over the last dimension.
+        key: Steps with equal keys and equal inputs compute the same. None is equal to nothing.
     """
 
     inputs: tuple[int, ...]
@@ -62,6 +83,7 @@ class Step:
     num_constants: int = 0
     num_carried: int = 0
     reduces_last: bool = True
+    key: Hashable = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +103,7 @@ class Kernel:
     block_results: tuple[int, ...] = ()
 
 
-def with_broadcasts(
-    steps: Sequence[Step], nbytes: Mapping[int, int]
-) -> tuple[tuple[Step, ...], dict[int, int]]:
+def with_broadcasts(steps: Sequence[Step], nbytes: Mapping[int, int]) -> tuple[tuple[Step, ...], dict[int, int]]:
     """Spells out the broadcast of each operand that is smaller than the result, once for all operations that need it.
 
     Returns the steps, and for each new value (ids below zero) the value whose size it has.
@@ -119,18 +139,47 @@ def _spelled_out(steps: Sequence[Step], nbytes: Mapping[int, int], like: dict[in
     return tuple(done)
 
 
+def without_recomputation(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Drops barriers, and steps that compute again what an earlier step has computed."""
+    done: list[Step] = []
+    same: dict[int, int] = {}
+    known: dict[Hashable, tuple[int, ...]] = {}
+    for step in steps:
+        inputs = tuple(same.get(v, v) for v in step.inputs)
+        if step.kind == BARRIER:
+            same.update(zip(step.outputs, inputs, strict=True))
+            continue
+        if step.key is not None:
+            before = known.setdefault((step.key, inputs), step.outputs)
+            if before is not step.outputs:
+                same.update(zip(step.outputs, before, strict=True))
+                continue
+        if step.body:
+            step = dataclasses.replace(step, body=without_recomputation(step.body))
+        done.append(step if inputs == step.inputs else dataclasses.replace(step, inputs=inputs))
+    return tuple(done)
+
+
 def kernels(
-    steps: Sequence[Step], arguments: Sequence[int], results: Sequence[int], nbytes: Mapping[int, int]
+    steps: Sequence[Step],
+    arguments: Sequence[int],
+    results: Sequence[int],
+    nbytes: Mapping[int, int],
+    compiler: Compiler,
 ) -> tuple[Kernel, ...]:
     """The kernels of a program in program order; values are named by the memory they are in."""
-    memory: dict[int, int] = {}
-    return _block(tuple(steps), frozenset(results), nbytes, memory)
+    return _block(tuple(steps), frozenset(results), nbytes, {}, compiler)
 
 
 def _block(
-    steps: tuple[Step, ...], results: frozenset[int], nbytes: Mapping[int, int], memory: dict[int, int]
+    steps: tuple[Step, ...],
+    results: frozenset[int],
+    nbytes: Mapping[int, int],
+    memory: dict[int, int],
+    compiler: Compiler,
 ) -> tuple[Kernel, ...]:
-    written = _written(steps, results, nbytes)
+    """`memory` names for each alias the value whose memory it is."""
+    written = _written(steps, results, nbytes, compiler)
     found: list[Kernel] = []
     reads: dict[int, tuple[int, ...]] = {}  # what a value that is not written is computed from
     behind: dict[int, tuple[int, ...]] = {}  # what must have happened before a value may be computed
@@ -144,7 +193,7 @@ def _block(
                 inputs[memory.get(v, v)] = None
             if v in behind:
                 after.update(dict.fromkeys(behind[v]))
-        if step.kind in ALIASES and not (step.kind != BARRIER and step.outputs[0] in results):
+        if step.kind in ALIASES and (step.kind == BARRIER or step.outputs[0] not in results):
             if step.kind == BARRIER:
                 after.update(inputs)
             for v, out in zip(step.inputs, step.outputs, strict=False):
@@ -160,7 +209,7 @@ def _block(
                 if after:
                     behind[out] = tuple(after)
         else:
-            blocks, block_results = _blocks(step, nbytes, memory)
+            blocks, block_results = _blocks(step, nbytes, memory, compiler)
             found.append(
                 Kernel(
                     inputs=tuple(inputs),
@@ -176,63 +225,65 @@ def _block(
 
 
 def _blocks(
-    step: Step, nbytes: Mapping[int, int], memory: dict[int, int]
+    step: Step, nbytes: Mapping[int, int], memory: dict[int, int], compiler: Compiler
 ) -> tuple[tuple[tuple[Kernel, ...], ...], tuple[int, ...]]:
-    """The kernels of a loop's body or of each branch."""
+    """The kernels of a loop's body or of each branch, and what they hand back."""
     if not step.body:
         return (), ()
     branches = step.body if step.kind == "cond" else (step,)
     blocks = []
     for branch in branches:
-        sliced = branch.num_constants + branch.num_carried if branch.kind != "branch" else len(branch.inputs)
+        is_loop = branch.kind != "branch"
+        first_sliced = branch.num_constants + branch.num_carried if is_loop else len(branch.inputs)
         body: list[Step] = []
         for i, (outer, inner) in enumerate(zip(branch.inputs, branch.body_inputs, strict=True)):
-            if i < branch.num_constants or branch.kind == "branch":
-                memory[inner] = memory.get(outer, outer)
-            elif i >= sliced:
+            if i >= first_sliced:
                 body.append(Step(inputs=(outer,), outputs=(inner,), kind=SLICE, fusible=True))
+            elif i < branch.num_constants or not is_loop:
+                memory[inner] = memory.get(outer, outer)
         body += branch.body
-        stacked = branch.body_outputs[branch.num_carried :] if branch.kind != "branch" else ()
-        body += [Step(inputs=(v,), outputs=(), kind=STACK, fusible=False) for v in stacked]
-        carried = branch.body_outputs[: branch.num_carried] if branch.kind != "branch" else branch.body_outputs
-        blocks.append(_block(tuple(body), frozenset(carried), nbytes, memory))
+        num_kept = branch.num_carried if is_loop else len(branch.body_outputs)
+        body += [Step(inputs=(v,), outputs=(), kind=STACK, fusible=False) for v in branch.body_outputs[num_kept:]]
+        kept = frozenset(branch.body_outputs[:num_kept])
+        blocks.append(_block(tuple(body), kept, nbytes, memory, compiler))
     return tuple(blocks), tuple(v for b in branches for v in b.body_outputs)
 
 
-def _written(steps: tuple[Step, ...], results: frozenset[int], nbytes: Mapping[int, int]) -> set[int]:
+def _written(
+    steps: tuple[Step, ...], results: frozenset[int], nbytes: Mapping[int, int], compiler: Compiler
+) -> set[int]:
     """Values that go to memory, found from the last step to the first."""
     written = set(results)
-    # For each value the kernels that read it: None for one that cannot compute it on the way in.
-    readers: dict[int, set[int]] = {}
-    unfused: set[int] = set()
+    readers: dict[int, set[int]] = {}  # the kernels that a value is read by, as the index of their last step
+    unfused: set[int] = set()  # read by a kernel that cannot compute it on the way in
     uses: dict[int, int] = {}
     arithmetic: dict[int, int] = {}
-    into_rows: set[int] = set()  # values that arithmetic carries into a reduction over the last dimension
     reductions: set[int] = set()
+    row_broadcasts = _row_broadcasts(steps, nbytes) if compiler.writes_row_operands else set()
+    into_rows: set[int] = set()  # values that arithmetic carries into a reduction over the last dimension
     for index in range(len(steps) - 1, -1, -1):
         step = steps[index]
-        out = step.outputs[0] if step.outputs else -1
+        out = step.outputs[0] if step.outputs else None
         if step.kind in ALIASES:
             for v, o in zip(step.inputs, step.outputs, strict=False):
                 if o in results:
                     written.add(v)
                 if o in unfused:
                     unfused.add(v)
-                readers.setdefault(v, set()).update(readers.get(o, ()))
-                uses[v] = uses.get(v, 0) + uses.get(o, 0)
                 if o in into_rows:
                     into_rows.add(v)
+                readers.setdefault(v, set()).update(readers.get(o, ()))
+                uses[v] = uses.get(v, 0) + uses.get(o, 0)
+                arithmetic[v] = arithmetic.get(v, 0) + arithmetic.get(o, 0)
             continue
         into = {index}
-        if step.fusible and len(step.outputs) == 1:
+        if step.fusible and len(step.outputs) == 1 and out is not None:
             kernels_of = readers.get(out, set())
             keep = out in results or out in unfused or not kernels_of
-            if not keep and len(kernels_of) > 1 and step.kind in EXPENSIVE:
-                keep = True
-            if not keep and uses[out] > 1 and not kernels_of.isdisjoint(reductions):
-                keep = True
-            if not keep and step.kind == "broadcast_in_dim" and arithmetic.get(out, 0) > 1 and out in into_rows:
-                keep = True
+            keep = keep or (len(kernels_of) > 1 and step.kind in EXPENSIVE)
+            if not keep and compiler.writes_row_operands:
+                keep = uses[out] > 1 and not kernels_of.isdisjoint(reductions)
+                keep = keep or (step.kind == "broadcast_in_dim" and arithmetic.get(out, 0) > 1 and out in into_rows)
             if keep:
                 written.add(out)
             else:
@@ -241,15 +292,37 @@ def _written(steps: tuple[Step, ...], results: frozenset[int], nbytes: Mapping[i
             written.update(step.outputs)
             if step.kind in REDUCTIONS:
                 reductions.add(index)
-        rows = step.reduces_last if step.kind in REDUCTIONS else (out in into_rows and step.fusible)
         absorbs = step.fusible or step.kind in ABSORBING
+        if step.kind in REDUCTIONS:
+            rows = step.reduces_last
+        else:
+            rows = step.fusible and (out in into_rows or not row_broadcasts.isdisjoint(step.inputs))
         for v in step.inputs:
             readers.setdefault(v, set()).update(into)
             uses[v] = uses.get(v, 0) + 1
-            if rows:
-                into_rows.add(v)
             if step.kind in ARITHMETIC:
                 arithmetic[v] = arithmetic.get(v, 0) + 1
+            if rows:
+                into_rows.add(v)
             if not absorbs:
                 unfused.add(v)
     return written
+
+
+def _row_broadcasts(steps: tuple[Step, ...], nbytes: Mapping[int, int]) -> set[int]:
+    """Broadcasts of what reductions over the last dimension gave."""
+    per_row: set[int] = set()
+    broadcasts: set[int] = set()
+    for step in steps:
+        if not step.outputs:
+            continue
+        out = step.outputs[0]
+        if step.kind in REDUCTIONS:
+            if step.reduces_last and nbytes[out] > SCALAR_BYTES:
+                per_row.add(out)
+        elif (step.fusible or step.kind in ALIASES) and not per_row.isdisjoint(step.inputs):
+            if step.kind == "broadcast_in_dim":
+                broadcasts.add(out)
+            elif all(nbytes[out] <= 2 * nbytes[v] for v in step.inputs if v in per_row):
+                per_row.add(out)
+    return broadcasts

@@ -112,7 +112,7 @@ class _Reader:
                 steps.append(
                     Step(
                         inputs=tuple(inputs), outputs=tuple(outputs), kind=kind_of(eqn), fusible=name not in _UNFUSED,
-                        reduces_last=reduces_last(eqn),
+                        reduces_last=reduces_last(eqn), key=key_of(eqn),
                     )
                 )  # fmt: skip
             env.update(zip(eqn.outvars, outputs, strict=True))
@@ -170,6 +170,14 @@ def kind_of(eqn: Any) -> str:
     if name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
         return "reshape"
     return name
+
+
+def key_of(eqn: Any) -> str | None:
+    """What an equation computes of its inputs, literals among them."""
+    if eqn.effects:
+        return None
+    literals = [(i, str(a.val)) for i, a in enumerate(eqn.invars) if isinstance(a, jax_core.Literal)]
+    return f"{eqn.primitive.name} {literals} {eqn.params} {eqn.outvars[0].aval if eqn.outvars else ''}"
 
 
 def reduces_last(eqn: Any) -> bool:
@@ -279,7 +287,7 @@ def main(names: list[str]) -> None:
         size = len(jax.tree.leaves(args[0]))
         program = program_of(closed, {i: i for i in range(size)})
         begin = time.perf_counter()
-        predicted = memory.estimate(program)
+        predicted = memory.estimate(program, memory.CPU)
         elapsed_s = time.perf_counter() - begin
         found = measured(name, step, args)
         print(
