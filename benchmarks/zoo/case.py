@@ -20,6 +20,9 @@ class Case:
         batch: `batch(seed) -> pytree` of numpy arrays, the same for the same seed.
         tolerance: The difference from plain `jax.jit` that reassociating floating-point sums can explain after a
             few steps, as a fraction of a leaf's largest value.
+        zero_gradient: A regular expression for the paths (`jax.tree_util.keystr`) of state leaves that stay zero but
+            for rounding, so that their relative difference means nothing. Biases of attention keys are such: they
+            move all scores of a query alike, which softmax does not see.
     """
 
     name: str
@@ -27,3 +30,4 @@ class Case:
     init: Callable[[jax.Array], PyTree]
     batch: Callable[[int], PyTree]
     tolerance: float = 1e-5
+    zero_gradient: str | None = None

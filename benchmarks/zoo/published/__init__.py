@@ -1,0 +1,28 @@
+"""Models of other people's packages, run as they are, with random weights; packages are imported by the cases."""
+
+from collections.abc import Callable
+
+from benchmarks.zoo.case import Case
+from benchmarks.zoo.published import (
+    diffrax_ode,
+    equinox_nets,
+    haiku_nets,
+    huggingface,
+    jraph_nets,
+    keras_models,
+)
+
+# By the name under which the package is imported.
+PUBLISHED: dict[str, dict[str, Callable[..., Case]]] = {
+    package: {case.__name__: case for case in module.CASES}
+    for package, module in {
+        "transformers": huggingface,
+        "haiku": haiku_nets,
+        "equinox": equinox_nets,
+        "keras": keras_models,
+        "diffrax": diffrax_ode,
+        "jraph": jraph_nets,
+    }.items()
+}
+
+__all__ = ["PUBLISHED"]
