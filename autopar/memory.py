@@ -114,7 +114,9 @@ def live_ranges(program: Program, compiler: Compiler = ACCELERATOR) -> tuple[Liv
     end = len(flat) + 1
     start: dict[int, int] = {}
     stop: dict[int, int] = {}
+    twice: set[int] = set()
     for position, (kernel, opens) in enumerate(flat):
+        twice.update(kernel.twice)
         for v in kernel.inputs:
             stop[v] = position + 1
         if opens:
@@ -134,7 +136,7 @@ def live_ranges(program: Program, compiler: Compiler = ACCELERATOR) -> tuple[Liv
         if v in over:
             last = min(last, last_read[over[v]])
         if first < last and nbytes[v]:
-            ranges.append(LiveRange(value=like.get(v, v), start=first, stop=last))
+            ranges += [LiveRange(value=like.get(v, v), start=first, stop=last)] * (1 + (v in twice))
     return tuple(ranges)
 
 

@@ -22,6 +22,8 @@ EXPENSIVE = frozenset(
 REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"}
 )
+MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+RANDOM_BITS = frozenset({"random_bits", "threefry2x32"})
 # New names for memory that is already there.
 ALIASES = frozenset({"reshape", "squeeze", "expand_dims", "copy", "bitcast_convert_type", "optimization_barrier"})
 BARRIER = "optimization_barrier"
@@ -43,15 +45,19 @@ class Compiler:
         keeps_barriers: Recomputes what `jax.checkpoint` says; else finds that it has computed it before, and keeps it.
         writes_row_operands: Computes a reduction over the last dimension, what is made of its result and what leads to it
             in one kernel of a library that takes neither broadcasts nor values with other readers from outside: these are written.
+        widens_half_precision: Copies the 16-bit operands of matrix products to 32 bits.
     """
 
     breadth_first: bool
     keeps_barriers: bool
     writes_row_operands: bool
+    widens_half_precision: bool
 
 
-CPU = Compiler(breadth_first=True, keeps_barriers=False, writes_row_operands=True)
-ACCELERATOR = Compiler(breadth_first=False, keeps_barriers=True, writes_row_operands=False)
+CPU = Compiler(breadth_first=True, keeps_barriers=False, writes_row_operands=True, widens_half_precision=True)
+ACCELERATOR = Compiler(
+    breadth_first=False, keeps_barriers=True, writes_row_operands=False, widens_half_precision=False
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,7 @@ class Step:
         num_constants: How many of the inputs are constants of the loop.
         num_carried: How many of the inputs, and of the outputs, are carried from turn to turn.
         reduces_last: For a reduction, whether it runs over the last dimension.
+        half_precision: Its inputs are 16-bit floats, of which a CPU's matrix products need 32-bit copies.
         key: Steps with equal keys and equal inputs compute the same. None is equal to nothing.
     """
 
@@ -83,6 +90,7 @@ class Step:
     num_constants: int = 0
     num_carried: int = 0
     reduces_last: bool = True
+    half_precision: bool = False
     key: Hashable = None
 
 
@@ -91,7 +99,8 @@ class Kernel:
     """Operations that XLA runs as one. It reads and writes only values that are in memory.
 
     `in_place`: an output may take the memory of an input of the same size that dies here. `after`: kernels' outputs
-    that must be there first although they are not read (barriers).
+    that must be there first although they are not read (barriers). `behind_others`: of kernels that become ready together
+    this one runs last. `twice`: inputs or outputs that take their memory twice over.
     """
 
     inputs: tuple[int, ...]
@@ -99,6 +108,8 @@ class Kernel:
     kind: str
     in_place: bool
     after: tuple[int, ...] = ()
+    behind_others: bool = False
+    twice: tuple[int, ...] = ()
     blocks: tuple[tuple[Kernel, ...], ...] = ()
     block_results: tuple[int, ...] = ()
 
@@ -180,6 +191,7 @@ def _block(
 ) -> tuple[Kernel, ...]:
     """`memory` names for each alias the value whose memory it is."""
     written = _written(steps, results, nbytes, compiler)
+    transposed = {step.inputs[0] for step in steps if step.kind == "transpose"}
     found: list[Kernel] = []
     reads: dict[int, tuple[int, ...]] = {}  # what a value that is not written is computed from
     behind: dict[int, tuple[int, ...]] = {}  # what must have happened before a value may be computed
@@ -217,11 +229,23 @@ def _block(
                     kind=step.kind,
                     in_place=step.fusible or bool(step.body) or step.kind in ABSORBING,
                     after=tuple(after),
+                    # Folding the transpose of a weight's gradient into its matrix product makes that one a later instruction.
+                    behind_others=step.kind in MATRIX_PRODUCTS and step.outputs[0] in transposed,
+                    twice=_twice(step, tuple(inputs), compiler),
                     blocks=blocks,
                     block_results=block_results,
                 )
             )
     return tuple(found)
+
+
+def _twice(step: Step, inputs: tuple[int, ...], compiler: Compiler) -> tuple[int, ...]:
+    """What a kernel needs two buffers for where its program names one."""
+    if step.kind in RANDOM_BITS:
+        return step.outputs  # two words of the generator's state, of which each bit is made where it is read
+    if step.kind in MATRIX_PRODUCTS and step.half_precision and compiler.widens_half_precision:
+        return inputs
+    return ()
 
 
 def _blocks(

@@ -22,11 +22,13 @@ def breadth_first(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
     while ready:
         kernel = kernels[ready.popleft()]
         order.append(kernel)
+        late: list[int] = []
         for v in kernel.outputs:
             for j in users.get(v, ()):
                 missing[j] -= 1
                 if missing[j] == 0:
-                    ready.append(j)
+                    (late if kernels[j].behind_others else ready).append(j)
+        ready.extend(late)
     assert len(order) == len(kernels), "the kernels depend on each other in a circle"
     return tuple(order)
 

@@ -113,6 +113,7 @@ class _Reader:
                     Step(
                         inputs=tuple(inputs), outputs=tuple(outputs), kind=kind_of(eqn), fusible=name not in _UNFUSED,
                         reduces_last=reduces_last(eqn), key=key_of(eqn),
+                        half_precision=any(str(a.aval.dtype) in ("bfloat16", "float16") for a in eqn.invars),
                     )
                 )  # fmt: skip
             env.update(zip(eqn.outvars, outputs, strict=True))
