@@ -1,0 +1,74 @@
+"""The tables of constants."""
+
+import pytest
+
+from autopar import hardware
+from autopar.errors import InvalidArgumentError
+from autopar.hardware import DeviceKind
+
+KINDS = sorted({kind.name: kind for _, kind in hardware.BY_JAX_NAME}.values(), key=lambda kind: kind.name)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_constant_has_a_source_and_a_sensible_unit(kind):
+    assert kind.source
+    assert 1e13 < kind.peak_flops_per_s("bfloat16") < 1e16
+    assert 1e10 <= kind.memory_bytes < 1e12
+    assert 5e11 < kind.memory_bytes_per_s <= kind.peak_memory_bytes_per_s < 1e13
+    assert 0 < kind.launch_overhead_s < 1e-4
+    assert 0.5 < kind.flops_efficiency <= 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("bfloat16", 989e12),
+        ("float16", 989e12),
+        ("float32", 494.5e12),
+        ("float64", 67e12),
+        ("float8_e4m3fn", 1979e12),
+        ("int8", 1979e12),
+        ("bool", 494.5e12),  # not in the table: as float32
+    ],
+)
+def test_rates_by_dtype(dtype, expected):
+    assert hardware.H100.peak_flops_per_s(dtype) == pytest.approx(expected)
+    assert hardware.H100.flops_per_s(dtype) == pytest.approx(expected * hardware.H100.flops_efficiency)
+
+
+# openxla's measured matrix products on H100 (bfloat16): 4 x 4096 x 2048 x 4096 at 804.7 Tflop/s, 256^3 in 5.4 us.
+@pytest.mark.parametrize(
+    ("flops", "seconds"), [(2 * 4 * 4096 * 2048 * 4096, 2 * 4 * 4096 * 2048 * 4096 / 804.7e12), (2 * 256**3, 5.4e-6)]
+)
+def test_overhead_and_efficiency_give_measured_times(flops, seconds):
+    predicted = hardware.H100.launch_overhead_s + flops / hardware.H100.flops_per_s("bfloat16")
+    assert predicted == pytest.approx(seconds, rel=0.12)
+
+
+def test_a_device_needs_a_rate_for_float32():
+    with pytest.raises(InvalidArgumentError, match=r"DeviceKind\('x'\).peak_flops: expected a rate for float32"):
+        DeviceKind(
+            name="x",
+            peak_flops=(("bfloat16", 1e12),),
+            memory_bytes=1,
+            peak_memory_bytes_per_s=1.0,
+            launch_overhead_s=0.0,
+            flops_efficiency=1.0,
+            memory_efficiency=1.0,
+            source="test",
+        )
+
+
+def test_every_gpu_has_links():
+    gpus = {kind.name for kind in KINDS if not kind.name.startswith("TPU")}
+    assert set(hardware.GPU_LINKS) == gpus
+    assert set(hardware.TPU_ICI) == {kind.name for kind in KINDS} - gpus
+
+
+def test_virtual_cpu_devices_share_their_host():
+    two, eight = (hardware.cpu_device(num_devices=n, cores=2, host_bytes=16_000_000_000) for n in (2, 8))
+    assert two.flops_per_s("float32") == pytest.approx(4 * eight.flops_per_s("float32"))
+    assert two.memory_bytes_per_s == pytest.approx(4 * eight.memory_bytes_per_s)
+    assert (two.memory_bytes, eight.memory_bytes) == (8_000_000_000, 2_000_000_000)
+    assert hardware.cpu_link(2).bytes_per_s == pytest.approx(4 * hardware.cpu_link(8).bytes_per_s)
+    assert hardware.cpu_process_link(2).bytes_per_s < hardware.cpu_link(2).bytes_per_s

@@ -1,0 +1,101 @@
+"""The project as a package: what is listed is what is there, and what is imported is declared."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = {"autopar": "autopar", "solver": "autopar.solver", "runtime": "autopar.runtime"}
+
+# Import name -> name in package indexes, where they differ.
+DISTRIBUTION_OF = {"google": "protobuf"}
+
+
+def python_files(folder: Path) -> list[Path]:
+    links = {p for p in folder.iterdir() if p.is_symlink()}
+    return sorted(p for p in folder.rglob("*.py") if not links & set(p.parents))
+
+
+def test_every_sub_package_is_listed():
+    there = set()
+    for folder, package in FOLDERS.items():
+        for path in python_files(ROOT / folder):
+            there.add(".".join([package, *path.parent.relative_to(ROOT / folder).parts]))
+    setuptools = PROJECT["tool"]["setuptools"]
+    assert set(setuptools["packages"]) == there
+    assert setuptools["package-dir"] == {package: folder for folder, package in FOLDERS.items()}
+
+
+@pytest.mark.parametrize("name", ["solver", "runtime"])
+def test_links_are_relative(name):
+    link = ROOT / "autopar" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+
+
+def test_every_import_is_declared():
+    declared = {re.split(r"[<>=!~ \[]", d)[0].replace("-", "_") for d in PROJECT["project"]["dependencies"]}
+    optional = {"libtpu"}  # asked for by find_spec, and named in the error that follows
+    imported: dict[str, Path] = {}
+    for folder in FOLDERS:
+        for path in python_files(ROOT / folder):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                    names = [node.module or ""]
+                imported.update({name.split(".")[0]: path for name in names})
+    foreign = set(imported) - set(sys.stdlib_module_names) - {"autopar"}
+    missing = {DISTRIBUTION_OF.get(name, name) for name in foreign} - declared - optional
+    assert not missing, f"not in the dependencies of pyproject.toml: {missing}"
+
+
+def test_no_file_is_called_like_a_module_of_the_standard_library():
+    names = {p.stem for folder in FOLDERS for p in python_files(ROOT / folder)} - {"__init__", "__main__"}
+    assert not names & set(sys.stdlib_module_names)
+
+
+def test_the_scripts_and_the_project_ask_for_the_same_python():
+    version = re.fullmatch(r">=(\d+)\.(\d+)", PROJECT["project"]["requires-python"])
+    script = (ROOT / "scripts" / "environment.sh").read_text()
+    assert version is not None
+    assert f"sys.version_info < ({version[1]}, {version[2]})" in script
+
+
+def test_a_wrong_python_is_refused_with_what_to_do(tmp_path):
+    old = tmp_path / "python"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.1 && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    run = subprocess.run(
+        ["bash", "scripts/test.sh"], cwd=ROOT, env={**os.environ, "PYTHON": str(old)}, capture_output=True, text=True
+    )
+    assert run.returncode != 0
+    assert "Python 3.11 or later, got: Python 3.9.1" in run.stderr
+    assert "PYTHON=python3.12" in run.stderr
+
+
+@pytest.mark.slow
+def test_an_installed_package_works_away_from_the_checkout(tmp_path):
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    target = tmp_path / "site"
+    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--target", target, ROOT], check=True)
+    modules = [
+        ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts]).removesuffix(".__init__")
+        for folder, package in FOLDERS.items()
+        for path in python_files(ROOT / folder)
+        if path.stem != "__main__"
+    ]
+    # -P: without the current folder; -S would lose the dependencies, so the target simply comes first.
+    code = (
+        f"import importlib, sys; sys.path.insert(0, {str(target)!r})\n"
+        f"for name in {modules!r}: assert importlib.import_module(name).__file__.startswith({str(target)!r}), name"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True, timeout=300)
