@@ -25,6 +25,10 @@ from autopar.strategies import Signature, Strategy, enumerate_strategies, follow
 
 Layouts = tuple[Layout, ...]
 
+# The states in which a value can lie, beside the copies for one role (by the role's name): as its operation left it, once
+# its sums are reduced, and as a copy for readers of all roles.
+RAW, PLACED, ALL = "raw", "placed", "all"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Home:
@@ -62,8 +66,8 @@ class Assembly:
     """The nodes and edges of a graph on one mesh, before costs.
 
     `raw[v]` is the home of a value as its operation leaves it (maybe partial); `placed[v]` its home for everybody who
-    cannot read partial values; `copies[v, role]` the home of a copy that readers of one role share, `copies[v, None]`
-    of one that all roles share. Values that cannot be split (scalars, odd
+    cannot read partial values; `copies[v, role.value]` the home of a copy that readers of one role share,
+    `copies[v, ALL]` of one that all roles share. Values that cannot be split (scalars, odd
     sizes) have no home: they are replicated.
     """
 
@@ -72,7 +76,7 @@ class Assembly:
     reshards: tuple[Reshard, ...]
     raw: dict[int, Home]
     placed: dict[int, Home]
-    copies: dict[tuple[int, Role | None], Home]
+    copies: dict[tuple[int, str], Home]
     of_op: dict[int, tuple[int, tuple[Strategy, ...]]]
     partials: Partials
 
@@ -354,21 +358,21 @@ class _Assembler:
         node, layouts = (None, ()) if home is None else (home.node, home.layouts)
         self.read(atom, node, layouts, role, count, raw=raw)
 
-    def edges(self) -> tuple[dict[tuple[int, Role | None], Home], list[Reshard]]:
+    def edges(self) -> tuple[dict[tuple[int, str], Home], list[Reshard]]:
         """Turns reads into edges, through copy nodes where several nodes read a value, by role and over all roles."""
-        copies: dict[tuple[int, Role | None], Home] = {}
+        copies: dict[tuple[int, str], Home] = {}
         reshards = [r for value, r in self.placements.items() if value in self.followed]
         groups: dict[tuple[int, Home], dict[Role, dict[Home, float]]] = {}
         for read in self.reads:
             targets = groups.setdefault((read.value, read.source), {}).setdefault(read.role, {})
             targets[read.target] = max(targets.get(read.target, 0.0), read.count)
 
-        def copy(value: int, role: Role | None, source: Home, counts: dict[Home, float]) -> Home:
+        def copy(value: int, readers: str, source: Home, counts: dict[Home, float]) -> Home:
             if len(counts) < 2 or len(source.layouts) == 1 or _any_partial(source.layouts):
                 return source
             layouts = enumerate_layouts(self.graph.values[value].shape, self.mesh)
-            name = f"{self.nodes[source.node].name} read by {role.value if role else 'all'}"
-            copies[value, role] = made = Home(self.node(len(layouts), "copy", name, layouts), layouts)
+            name = f"{self.nodes[source.node].name} read by {readers}"
+            copies[value, readers] = made = Home(self.node(len(layouts), "copy", name, layouts), layouts)
             reshards.append(Reshard(value=value, source=source, target=made, count=max(counts.values())))
             return made
 
@@ -379,9 +383,9 @@ class _Assembler:
             used = {role: max(targets.values()) for role, targets in elsewhere.items() if targets}
             common = source
             if len(used) > 1:
-                common = copy(value, None, source, {t: n for targets in elsewhere.values() for t, n in targets.items()})
+                common = copy(value, ALL, source, {t: n for targets in elsewhere.values() for t, n in targets.items()})
             for role, targets in by_role.items():
-                shared = copy(value, role, common, elsewhere[role])
+                shared = copy(value, role.value, common, elsewhere[role])
                 for target, count in targets.items():
                     at = shared if target in elsewhere[role] else source
                     reshards.append(Reshard(value=value, source=at, target=target, count=count))

@@ -12,34 +12,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from autopar import jax_compat
+from autopar.assembly import RAW
 from autopar.graph import Constant, OpGraph, OpKind
 from autopar.layout import Layout
 from autopar.lowering import Compute, Instruction, Loop, LoweredBlock, Move, Pass, Place
 from autopar.resharding import Step, StepKind
+from autopar.specs import named_sharding, partition_spec
 
 Environment = dict[tuple[int, Place], Any]
-
-
-def partition_spec(layout: Layout, mesh: Mesh) -> PartitionSpec:
-    """The `PartitionSpec` of a layout; a partial one has its leading dimension of summands in front."""
-    dims = [_names(axes, mesh) for axes in layout.dims]
-    if layout.partial:
-        dims = [_names(layout.partial, mesh), *dims]
-    while dims and dims[-1] is None:
-        dims.pop()
-    return PartitionSpec(*dims)
-
-
-def _names(axes: Sequence[int], mesh: Mesh) -> Any:
-    names = tuple(mesh.axis_names[a] for a in axes)
-    return names if len(names) > 1 else names[0] if names else None
-
-
-def sharding(layout: Layout, mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, partition_spec(layout, mesh))
 
 
 class Emitter:
@@ -55,7 +38,7 @@ class Emitter:
     def block(self, lowered: LoweredBlock, args: Sequence[Any], outer: Environment) -> list[Any]:
         env = dict(outer)
         for value, layout, array in zip(lowered.block.inputs, lowered.inputs, args, strict=True):
-            env[value, (layout, None)] = self.pin(array, layout)
+            env[value, (layout, RAW)] = self.pin(array, layout)
         for instruction in lowered.instructions:
             self.run(instruction, env)
         return [
@@ -72,7 +55,7 @@ class Emitter:
         return atom.literal.val
 
     def pin(self, array: Any, layout: Layout) -> Any:
-        return jax.lax.with_sharding_constraint(array, sharding(layout, self.mesh))
+        return jax.lax.with_sharding_constraint(array, named_sharding(layout, self.mesh))
 
     def run(self, instruction: Instruction, env: Environment) -> None:
         if isinstance(instruction, Move):
@@ -83,7 +66,7 @@ class Emitter:
             values = [env[self.key(a, p)] for a, p in zip(instruction.op.inputs, instruction.reads, strict=True)]
             through = jax.lax.optimization_barrier(values)
             for value, place, array in zip(instruction.op.outputs, instruction.reads, through, strict=True):
-                env[value, (place[0], None)] = self.pin(array, place[0])
+                env[value, (place[0], RAW)] = self.pin(array, place[0])
         else:
             self.loop(instruction, env)
 
@@ -105,8 +88,8 @@ class Emitter:
             outs = self.sum_by_hand(instruction, operands)
         else:
             outs = jax_compat.bind(op.eqn, operands)
-        for value, layout, array in zip(op.outputs, instruction.results, outs, strict=True):
-            env[value, (layout, None)] = self.pin(array, layout)
+        for value, place, array in zip(op.outputs, instruction.places, outs, strict=True):
+            env[value, place] = self.pin(array, place[0])
 
     def sum_by_hand(self, instruction: Compute, operands: list[Any]) -> list[Any]:
         """Runs a summing operation on each device's part: the result is that device's summand.
@@ -126,7 +109,7 @@ class Emitter:
             if masked:
                 array = self.mask(array, layout, Layout(layout.dims, result.partial))
                 kept = Layout(kept.dims, result.partial)
-            in_specs.append(partition_spec(kept, self.mesh))
+            in_specs.append(partition_spec(kept, self.mesh.axis_names))
             args.append(array)
 
         def local(*parts: Any) -> Any:
@@ -134,7 +117,7 @@ class Emitter:
             (out,) = jax_compat.bind(op.eqn, parts)
             return out[None]
 
-        out_spec = PartitionSpec(_names(result.partial, self.mesh))
+        out_spec = partition_spec(Layout((), result.partial), self.mesh.axis_names)
         run = jax.shard_map(
             local, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_spec, axis_names=names, check_vma=False
         )
@@ -170,7 +153,7 @@ class Emitter:
                 out = jax.lax.psum_scatter(summand, names, scatter_dimension=d, tiled=True)
             return out[None] if step.after.partial else out
 
-        specs = (partition_spec(step.before, self.mesh), partition_spec(step.after, self.mesh))
+        specs = (partition_spec(step.before, self.mesh.axis_names), partition_spec(step.after, self.mesh.axis_names))
         reduced = jax.shard_map(local, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(array)
         return self.pin(reduced, step.after)
 
@@ -202,7 +185,7 @@ class Emitter:
             branches = [lambda *args, run=run: self.settle(run(args), instruction.results) for run in runs]
             outs = jax.lax.switch(self.index(operands[0]), branches, *operands[1:])
         for value, layout, array in zip(op.outputs, instruction.results, outs, strict=True):
-            env[value, (layout, None)] = self.pin(array, layout)
+            env[value, (layout, RAW)] = self.pin(array, layout)
 
     def index(self, predicate: Any) -> Any:
         return predicate.astype(jnp.int32) if predicate.dtype == jnp.bool_ else predicate

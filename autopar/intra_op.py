@@ -7,14 +7,15 @@ import dataclasses
 import numpy as np
 
 from autopar import solver
-from autopar.assembly import Assembly, Home, Node, assemble
+from autopar.assembly import PLACED, RAW, Assembly, Home, Node, assemble
 from autopar.cluster import DeviceKind
 from autopar.costs import Work, flops_of, is_fusible, time_s
 from autopar.folding import fold
-from autopar.graph import Atom, Op, OpGraph, Role
-from autopar.layout import Layout
+from autopar.graph import Atom, Op, OpGraph
+from autopar.layout import Layout, local_bytes, replicated
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials
+from autopar.record import SolverReport
 from autopar.resharding import MeshLinks, StepKind, paths
 from autopar.strategies import Strategy
 
@@ -36,19 +37,6 @@ class CostModel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SolverReport:
-    """What the solver says of its answer. Times in seconds; `nodes` before and `classes` after folding."""
-
-    status: str
-    objective_s: float
-    bound_s: float
-    gap: float
-    wall_s: float
-    nodes: int
-    classes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan:
     """The decisions for one graph on one mesh.
 
@@ -61,17 +49,34 @@ class ShardingPlan:
     partials: Partials
     raw: dict[int, Layout]
     placed: dict[int, Layout]
-    copies: dict[tuple[int, Role | None], Layout]
+    copies: dict[tuple[int, str], Layout]
     report: SolverReport
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """A value, in one of its places, that takes memory from `start` up to `stop`."""
+
+    value: int
+    place: tuple[Layout, str]
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    live: tuple[Live, ...]
+    limit_bytes: int
 
 
 class IntraOp:
     """The ILP of one graph and mesh; built once, solved for any memory limit."""
 
-    def __init__(self, graph: OpGraph, mesh: LogicalMesh, model: CostModel) -> None:
-        self.graph, self.model = graph, model
-        self.assembly: Assembly = assemble(graph, mesh)
-        self._costs = _NodeCosts(graph, model)
+    def __init__(self, graph: OpGraph, model: CostModel, fixed: dict[int, Layout] | None = None) -> None:
+        """`fixed` gives values of the step's arguments the one layout they may have."""
+        self.graph, self.model, self.fixed = graph, model, fixed or {}
+        self.assembly: Assembly = assemble(graph, model.links.mesh)
+        self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
         self.problem, self.classes = self._build()
 
@@ -82,6 +87,11 @@ class IntraOp:
             cost, key = self._costs.of_node(node)
             node_cost.append(cost)
             kinds.append(number.setdefault(key, len(number)))
+        for value, layout in self.fixed.items():
+            if (home := assembly.placed.get(value)) is not None:
+                allowed = np.array([at == layout for at in home.layouts])
+                node_cost[home.node] = np.where(allowed, node_cost[home.node], np.inf)
+                kinds[home.node] = number.setdefault(("fixed", value), len(number))
         edges, edge_kinds, matrix_number = [], [], {}
         for reshard in assembly.reshards:
             matrix = self._matrix(reshard.value, reshard.source, reshard.target, reshard.count)
@@ -112,12 +122,68 @@ class IntraOp:
             self._matrices[key] = count * (table.fixed_s[rows, columns] + v.nbytes * per_byte)
         return self._matrices[key]
 
-    def solve(self, *, uses: tuple[solver.Use, ...], limit_bytes: int | None, time_limit_s: float) -> solver.Solution:
+    def solve(self, *, time_limit_s: float, memory: MemoryLimit | None = None) -> solver.Solution:
         """Solves the folded problem; the solution's choice is that of the unfolded one."""
-        problem = dataclasses.replace(self.problem, uses=uses, limit_bytes=limit_bytes)
+        problem = self.problem if memory is None else self._limited(memory)
         tied, undo = solver.tie(problem, self.classes)
         solution = solver.solve(tied, time_limit_s=time_limit_s)
-        return dataclasses.replace(solution, choice=undo(solution.choice) if solution.choice else ())
+        if not solution.choice:
+            return solution
+        sizes = [node.size for node in self.assembly.nodes]
+        # With memory, a copy node has each of its layouts twice: as a name for its source, and as a copy.
+        choice = tuple(s % n for s, n in zip(undo(solution.choice), sizes, strict=True))
+        return dataclasses.replace(solution, choice=choice)
+
+    def _limited(self, memory: MemoryLimit) -> solver.Problem:
+        """Formula (4): the problem with the bytes of what is alive, for each strategy of the node that decides them.
+
+        A copy takes memory only where it differs from its source, which no single node knows: each copy node gets its
+        layouts twice, first as a mere name (allowed where the source has the layout, no bytes), then as a copy.
+        """
+        names = {home.node: key for key, home in self.assembly.copies.items()}
+        fed_by = {r.target.node: r for r in self.assembly.reshards if r.target.node in names}
+        cost = [np.concatenate([c, c]) if n in names else c for n, c in enumerate(self.problem.node_cost)]
+        edges = []
+        doubled: dict[tuple[int, bool, bool, bool], np.ndarray] = {}
+        feeding = {(r.source.node, r.target.node) for r in fed_by.values()}
+        for edge in self.problem.edges:
+            from_copy, to_copy = edge.source in names, edge.target in names
+            feeds = to_copy and (edge.source, edge.target) in feeding
+            key = (id(edge.cost), from_copy, to_copy, feeds)
+            if key not in doubled:
+                matrix = edge.cost
+                if to_copy:
+                    same = matrix
+                    if feeds:
+                        r = fed_by[edge.target]
+                        equal = np.array([[a == b for b in r.target.layouts] for a in r.source.layouts])
+                        same = np.where(equal, matrix, np.inf)
+                    matrix = np.concatenate([same, matrix], axis=1)
+                doubled[key] = np.concatenate([matrix, matrix]) if from_copy else matrix
+            edges.append(dataclasses.replace(edge, cost=doubled[key]))
+        uses = []
+        for live in memory.live:
+            home = self._home(live.value, live.place)
+            if home is None:
+                continue
+            v = self.graph.values[live.value]
+            nbytes = np.array(
+                [local_bytes(v.shape, v.itemsize, layout, self.assembly.mesh) for layout in home.layouts], np.int64
+            )
+            if home.node in names:
+                nbytes = np.concatenate([np.zeros_like(nbytes), nbytes])
+            uses.append(solver.Use(node=home.node, start=live.start, stop=live.stop, bytes=nbytes))
+        return dataclasses.replace(
+            self.problem, node_cost=tuple(cost), edges=tuple(edges), uses=tuple(uses), limit_bytes=memory.limit_bytes
+        )
+
+    def _home(self, value: int, place: tuple[Layout, str]) -> Home | None:
+        """The home that decides the size of a value in a place; None where nothing is to be decided."""
+        if place[1] == RAW:
+            return self.assembly.raw.get(value)
+        if place[1] == PLACED:
+            return self.assembly.placed.get(value)
+        return self.assembly.copies.get((value, place[1]))
 
     def decode(self, solution: solver.Solution) -> ShardingPlan:
         """The decisions that a choice of strategies stands for."""
@@ -143,7 +209,7 @@ class IntraOp:
         )
 
 
-class _NodeCosts:
+class NodeCosts:
     """Seconds of each strategy of a node, cached by what its operations are."""
 
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
@@ -162,6 +228,18 @@ class _NodeCosts:
             total = total + self._known[member]
             key.append((op.primitive, *member))
         return total, tuple(key)
+
+    def compute_s(self, op: Op, strategy: Strategy | None) -> float:
+        """Seconds of an operation in a step, without the collectives it makes; None: every device does all of it."""
+        strategy = strategy or Strategy(
+            tuple(replicated(len(self._shape(a))) for a in op.inputs),
+            tuple(replicated(len(self._shape(v))) for v in op.outputs),
+            split=1,
+        )
+        return op.count * self._strategy_s(op, self._work(op), dataclasses.replace(strategy, combined=()))
+
+    def _shape(self, atom: Atom) -> tuple[int, ...]:
+        return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
 
     def _work(self, op: Op) -> Work:
         return Work(

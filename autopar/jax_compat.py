@@ -111,3 +111,7 @@ def with_type(array: Any, aval: Any) -> Any:
     return jax.lax.convert_element_type_p.bind(
         jax.numpy.asarray(array), new_dtype=aval.dtype, weak_type=bool(aval.weak_type), sharding=None
     )
+
+
+def shape_of(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jax.numpy.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))

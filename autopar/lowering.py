@@ -10,6 +10,7 @@ import dataclasses
 from collections import ChainMap
 from collections.abc import Sequence
 
+from autopar.assembly import ALL, PLACED, RAW
 from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role
 from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, replicated
@@ -17,8 +18,9 @@ from autopar.mesh import LogicalMesh
 from autopar.resharding import MeshLinks, Step, StepKind, fits, gather_and_slice, paths
 from autopar.strategies import Strategy
 
-# Which copy of a value: its layout, and the role whose readers share it (None: its home, or a copy for all roles).
-Place = tuple[Layout, Role | None]
+# Where a value lies: its layout, and as what: RAW as its operation left it, PLACED once its sums are reduced, a copy for
+# ALL readers, or one for the readers of a role (by the role's name).
+Place = tuple[Layout, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,12 @@ class Compute:
     strategy: Strategy | None
     written_out: bool
     reduced: tuple[int, ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where the results lie."""
+        summed = self.strategy is not None and bool(self.reduced) and self.reduced != self.strategy.combined
+        return tuple((layout, PLACED if summed else RAW) for layout in self.results)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +147,7 @@ class _Lowering:
 
     def enter(self, scope: _Scope, value: int) -> Layout:
         layout = self.home(value)
-        scope.add(value, (layout, None))
+        scope.add(value, (layout, RAW))
         return layout
 
     # Reading
@@ -151,20 +159,20 @@ class _Lowering:
         if not isinstance(atom, int):
             return None
         home = self.home(atom)
-        at: Place = (home, None)
+        at: Place = (home, RAW)
         if raw:
-            return self.move(scope, atom, at, (want or home, role), role, module, count)
+            return self.move(scope, atom, at, (want or home, role.value), role, module, count)
         placed = self.plan.placed.get(atom, home)
-        at = self.move(scope, atom, at, (placed, None), role, module, count)
+        at = self.move(scope, atom, at, (placed, PLACED), role, module, count)
         if want is None or want == placed:
             return at
         if all(step.kind is StepKind.SLICE for step in self.steps(atom, placed, want)):
-            return self.move(scope, atom, at, (want, role), role, module, count)
-        for shared in (None, role):
+            return self.move(scope, atom, at, (want, role.value), role, module, count)
+        for shared in (ALL, role.value):
             copy = self.plan.copies.get((atom, shared))
             if copy is not None:
                 at = self.move(scope, atom, at, (copy, shared), role, module, count)
-        return self.move(scope, atom, at, (want, role), role, module, count)
+        return self.move(scope, atom, at, (want, role.value), role, module, count)
 
     def steps(self, value: int, source: Layout, target: Layout) -> tuple[Step, ...]:
         shape = self.graph.values[value].shape
@@ -225,13 +233,12 @@ class _Lowering:
             written_out = value in partials.kept or placed != partial.reduced
             if not written_out:
                 reduced, results = partial.partial, (partial.reduced,)
-        scope.instructions.append(
-            Compute(
-                op=op, reads=tuple(reads), results=results, strategy=strategy, written_out=written_out, reduced=reduced
-            )
+        compute = Compute(
+            op=op, reads=tuple(reads), results=results, strategy=strategy, written_out=written_out, reduced=reduced
         )
-        for value, layout in zip(op.outputs, results, strict=True):
-            scope.add(value, (layout, None))
+        scope.instructions.append(compute)
+        for value, place in zip(op.outputs, compute.places, strict=True):
+            scope.add(value, place)
 
     def barrier(self, scope: _Scope, op: Op) -> None:
         reads = []
@@ -240,7 +247,7 @@ class _Lowering:
             place = self.read(scope, source, None, op.role, op.module, op.count)
             assert place is not None, "a value lies somewhere"
             reads.append(place)
-            scope.add(target, (place[0], None))
+            scope.add(target, (place[0], RAW))
         scope.instructions.append(Pass(op=op, reads=tuple(reads)))
 
     def loop(self, scope: _Scope, op: Op) -> None:
@@ -263,7 +270,7 @@ class _Lowering:
             )
         scope.instructions.append(Loop(op=op, reads=reads, blocks=tuple(blocks), results=results))
         for value, layout in zip(op.outputs, results, strict=True):
-            scope.add(value, (layout, None))
+            scope.add(value, (layout, RAW))
 
     def entries(self, op: Op) -> list[Layout | None]:
         """The layouts in which a loop takes its inputs."""

@@ -16,9 +16,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar import memory_fusion, schedule_order
-from autopar.memory_fusion import ACCELERATOR, CPU, Compiler, Kernel, Step
+from autopar.memory_fusion import CPU, GPU, TPU, Compiler, Kernel, Step
 
-__all__ = ["ACCELERATOR", "CPU", "Compiler", "LiveRange", "MemoryEstimate", "Program", "Step", "estimate", "live_ranges"]
+__all__ = ["CPU", "GPU", "TPU", "Compiler", "LiveRange", "MemoryEstimate", "Program", "Step", "estimate", "live_ranges"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class MemoryEstimate:
     at_peak: tuple[tuple[int, int], ...]
 
 
-def estimate(program: Program, compiler: Compiler = ACCELERATOR) -> MemoryEstimate:
+def estimate(program: Program, compiler: Compiler = GPU) -> MemoryEstimate:
     """The most memory that the program needs at once on one device."""
     ranges = live_ranges(program, compiler)
     size = program.nbytes
@@ -99,7 +99,7 @@ def estimate(program: Program, compiler: Compiler = ACCELERATOR) -> MemoryEstima
     )
 
 
-def live_ranges(program: Program, compiler: Compiler = ACCELERATOR) -> tuple[LiveRange, ...]:
+def live_ranges(program: Program, compiler: Compiler = GPU) -> tuple[LiveRange, ...]:
     """Every value that is written to memory, and where it is alive.
 
     Positions count kernels in the order in which XLA runs them, bodies of loops inside their loop. The bytes of the values alive

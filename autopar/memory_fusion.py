@@ -45,19 +45,32 @@ class Compiler:
         keeps_barriers: Recomputes what `jax.checkpoint` says; else finds that it has computed it before, and keeps it.
         writes_row_operands: Computes a reduction over the last dimension, what is made of its result and what leads to it
             in one kernel of a library that takes neither broadcasts nor values with other readers from outside: these are written.
+        products_absorb: Computes what a matrix product reads on the way in, however expensive, again for each product.
         widens_half_precision: Copies the 16-bit operands of matrix products to 32 bits.
     """
 
     breadth_first: bool
     keeps_barriers: bool
     writes_row_operands: bool
+    products_absorb: bool
     widens_half_precision: bool
 
 
-CPU = Compiler(breadth_first=True, keeps_barriers=False, writes_row_operands=True, widens_half_precision=True)
-ACCELERATOR = Compiler(
-    breadth_first=False, keeps_barriers=True, writes_row_operands=False, widens_half_precision=False
+CPU = Compiler(
+    breadth_first=True,
+    keeps_barriers=False,
+    writes_row_operands=True,
+    products_absorb=False,
+    widens_half_precision=True,
 )
+GPU = Compiler(
+    breadth_first=False,
+    keeps_barriers=True,
+    writes_row_operands=False,
+    products_absorb=False,
+    widens_half_precision=False,
+)
+TPU = dataclasses.replace(GPU, products_absorb=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +291,7 @@ def _written(
 ) -> set[int]:
     """Values that go to memory, found from the last step to the first."""
     written = set(results)
+    absorbing = ABSORBING | MATRIX_PRODUCTS if compiler.products_absorb else ABSORBING
     readers: dict[int, set[int]] = {}  # the kernels that a value is read by, as the index of their last step
     unfused: set[int] = set()  # read by a kernel that cannot compute it on the way in
     uses: dict[int, int] = {}
@@ -304,7 +318,7 @@ def _written(
         if step.fusible and len(step.outputs) == 1 and out is not None:
             kernels_of = readers.get(out, set())
             keep = out in results or out in unfused or not kernels_of
-            keep = keep or (len(kernels_of) > 1 and step.kind in EXPENSIVE)
+            keep = keep or (len(kernels_of) > 1 and step.kind in EXPENSIVE and not compiler.products_absorb)
             if not keep and compiler.writes_row_operands:
                 keep = uses[out] > 1 and not kernels_of.isdisjoint(reductions)
                 keep = keep or (step.kind == "broadcast_in_dim" and arithmetic.get(out, 0) > 1 and out in into_rows)
@@ -316,7 +330,7 @@ def _written(
             written.update(step.outputs)
             if step.kind in REDUCTIONS:
                 reductions.add(index)
-        absorbs = step.fusible or step.kind in ABSORBING
+        absorbs = step.fusible or step.kind in absorbing
         if step.kind in REDUCTIONS:
             rows = step.reduces_last
         else:

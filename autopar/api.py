@@ -1,0 +1,488 @@
+"""The public face: the decorator, planning, compiling, running."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.cache import DiskCache, default_directory, plan_key
+from autopar.cluster import Cluster
+from autopar.compiler import PlanOptions, check_plan, make_function, make_plan
+from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
+from autopar.layout import Layout
+from autopar.mesh import LogicalMesh
+from autopar.plan import Plan, Trees
+from autopar.progress import Progress
+from autopar.rules import RuleBook
+from autopar.specs import concrete_mesh, named_sharding
+from autopar.staging import TracedStep, abstract, flatten_arguments, trace
+
+logger = logging.getLogger("autopar")
+
+DEFAULT_CACHE = "default"  # the user's cache directory
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `parallelize` was asked for; names as in its signature."""
+
+    plan: Plan | None
+    cluster: Cluster | None
+    memory_limit_bytes: int | None
+    batch_argnums: tuple[int, ...]
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    follow: Step | None
+    cache_dir: str | Path | None
+    time_limit_s: float
+    show_progress: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A step compiled under a plan for one set of shapes. `executable` takes the dynamic arguments and constants."""
+
+    plan: Plan
+    traced: TracedStep
+    executable: Any
+    constants: tuple[Any, ...]
+    shardings: tuple[Any, ...]
+    donated: frozenset[int]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.executable(self.constants, *args)
+
+    def as_text(self) -> str:
+        """The optimised program."""
+        return self.executable.as_text()
+
+    def memory_analysis(self) -> Any:
+        return self.executable.memory_analysis()
+
+
+class Step:
+    """A function that runs on every device. Made by `autopar.parallelize`."""
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._options = function, options
+        self._compiled: dict[Any, Compiled] = {}
+        self._plans: dict[Any, tuple[TracedStep, Plan]] = {}
+        self._last: Compiled | None = None
+        self._disk = DiskCache(_cache_directory(options.cache_dir))
+        self._rules: RuleBook | None = None
+        self.last_progress: Progress | None = None
+
+    # Running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; plans and compiles on the first call, and again for new shapes.
+
+        Raises: DonatedStateError when a state is used that an earlier step took over, and what `plan` raises.
+        """
+        last = self._last
+        if last is None or kwargs or self._options.static_argnums:
+            return self._call_slowly(self._bound(args, kwargs))
+        try:
+            return last(*args)
+        except (TypeError, ValueError, RuntimeError):
+            # The executable refuses new shapes, other layouts and deleted arrays: the slow path handles or names them.
+            # What it refuses for any other reason is the user's to see.
+            if not self._differs(args, last):
+                raise
+        return self._call_slowly(args)
+
+    def _call_slowly(self, args: tuple[Any, ...]) -> Any:
+        dynamic = self._dynamic(args)
+        self._refuse_deleted(dynamic, self._names(len(dynamic)))
+        self._last = compiled = self.compile(*args)
+        return compiled(*self._put(dynamic, compiled))
+
+    def _differs(self, args: tuple[Any, ...], compiled: Compiled) -> bool:
+        """Whether arguments are not what an executable was compiled for: shapes, layouts, or deleted arrays."""
+        self._refuse_deleted(args, self._names(len(args)))
+        if self._compiled.get(self._key(args)) is not compiled:
+            return True
+        placed = zip(jax.tree.leaves(args), jax.tree.leaves(compiled.shardings), strict=True)
+        return any(isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(s, x.ndim) for x, s in placed)
+
+    def plan(self, *args: Any) -> Plan:
+        """The plan for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
+        return self._planned(args)[1]
+
+    def compile(self, *args: Any) -> Compiled:
+        """Plans and compiles for arguments of these shapes, ahead of time."""
+        key = self._key(args)
+        if key not in self._compiled:
+            traced, plan = self._planned(args)
+            self._compiled[key] = self._build(traced, plan)
+        return self._compiled[key]
+
+    def init(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs `function(*args)`, which makes the state, so that each device makes only its own part of it.
+
+        Before the step has a plan the state is laid out by itself: every leaf split as evenly as it can be. The first
+        call of the step then moves it to where its plan wants it.
+        """
+        shapes = jax.eval_shape(function, *args)
+        shardings = self._state_shardings(shapes)
+        return jax.jit(function, out_shardings=shardings)(*args)
+
+    def put_batch(self, batch: Any) -> Any:
+        """Puts host data where the plan wants it. Before there is a plan the first call will do it.
+
+        Raises: BatchMismatchError for a batch of another structure than the plan's.
+        """
+        planned = self._latest_plan()
+        if planned is None:
+            return batch
+        shardings = planned.batch_shardings
+        if jax.tree.structure(batch) != jax.tree.structure(shardings):
+            raise BatchMismatchError(
+                where=f"{self.__name__}.put_batch",
+                expected=f"a batch with the structure {jax.tree.structure(shardings)}",
+                got=f"{jax.tree.structure(batch)}",
+                hint="pass what the step takes in batch_argnums, or plan for the new batch first",
+            )
+        planned_shapes = [v.shape for v in planned.record.arguments if v.kind == "batch"]
+        if [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)] != planned_shapes:
+            return batch  # another shape has another plan: the call makes it and puts the batch itself
+        return jax.device_put(batch, shardings)
+
+    # Inside
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Keyword arguments in their places."""
+        if not kwargs:
+            return args
+        bound = inspect.signature(self._function).bind(*args, **kwargs)
+        if bound.kwargs:
+            raise InvalidArgumentError(
+                where=self.__name__,
+                expected="arguments that can be given by position",
+                got=f"keyword-only {', '.join(bound.kwargs)}",
+                hint="make them positional, or bind them with functools.partial",
+            )
+        return bound.args
+
+    def _dynamic(self, args: Sequence[Any]) -> list[Any]:
+        return [a for i, a in enumerate(args) if i not in self._options.static_argnums]
+
+    def _numbers(self, argnums: Sequence[int], num_args: int) -> tuple[int, ...]:
+        """Argument numbers counted over the dynamic arguments only."""
+        dynamic = [i for i in range(num_args) if i not in self._options.static_argnums]
+        return tuple(dynamic.index(i) for i in argnums if i in dynamic)
+
+    def _names(self, num_args: int) -> list[str]:
+        names = [f"argument {i}" for i in range(num_args)]
+        parameters = inspect.signature(self._function).parameters.values()
+        for i, p in enumerate(parameters):
+            if i < num_args and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+                names[i] = p.name
+        return names
+
+    def _key(self, args: Sequence[Any]) -> Any:
+        leaves, tree, paths, _ = flatten_arguments(self._dynamic(args), [""] * len(self._dynamic(args)))
+        avals = [abstract(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        static = tuple(a for i, a in enumerate(args) if i in self._options.static_argnums)
+        return tree, tuple((a.shape, str(a.dtype), a.weak_type) for a in avals), static
+
+    def _check_argnums(self, num_args: int) -> None:
+        for name in ("batch_argnums", "donate_argnums", "static_argnums"):
+            given = getattr(self._options, name)
+            outside = [i for i in given if not 0 <= i < num_args]
+            if outside and given != _DEFAULTS.get(name):
+                raise InvalidArgumentError(
+                    where=f"{self.__name__}, {name}={given}",
+                    expected=f"numbers of its {num_args} arguments, from 0",
+                    got=f"{outside[0]}",
+                    hint="count positional arguments from 0; static ones count too",
+                )
+
+    def _traced(self, args: tuple[Any, ...]) -> tuple[TracedStep, Trees]:
+        self._check_argnums(len(args))
+        options, dynamic = self._options, self._dynamic(args)
+        static = {i: a for i, a in enumerate(args) if i in options.static_argnums}
+
+        def bound(*values: Any) -> Any:
+            rest = iter(values)
+            return self._function(*(static[i] if i in static else next(rest) for i in range(len(args))))
+
+        bound.__name__ = self.__name__
+        all_names = self._names(len(args))
+        names = [n for i, n in enumerate(all_names) if i not in static]
+        donate = self._numbers(options.donate_argnums if options.follow is None else (), len(args))
+        batch = self._numbers(options.batch_argnums, len(args))
+        traced = trace(bound, dynamic, names=names, donate=donate, batch=batch)
+        trees = Trees(
+            arguments=tuple(jax.tree.structure(a) for a in dynamic),
+            names=tuple(names),
+            donated=frozenset(donate),
+            batch=frozenset(batch),
+        )
+        return traced, trees
+
+    def _planned(self, args: tuple[Any, ...]) -> tuple[TracedStep, Plan]:
+        key = self._key(args)
+        if key not in self._plans:
+            if self._plans:
+                logger.warning("%s: arguments of new shapes or types: planning again", self.__name__)
+            progress = Progress(f"autopar {self.__name__}", show=self._options.show_progress)
+            with progress.pass_("trace"):
+                traced, trees = self._traced(args)
+            plan = self._given_plan(traced, trees) or self._search(traced, trees, progress)
+            self._plans[key] = (traced, plan)
+            self.last_progress = progress
+        return self._plans[key]
+
+    def _given_plan(self, traced: TracedStep, trees: Trees) -> Plan | None:
+        plan = self._options.plan
+        if plan is None:
+            return None
+        check_plan(plan, traced)
+        return dataclasses.replace(plan, trees=trees)
+
+    def _search(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
+        options = self._options
+        cluster = options.cluster or Cluster.local()
+        wanted = PlanOptions(memory_limit_bytes=options.memory_limit_bytes, time_limit_s=options.time_limit_s)
+        if options.follow is not None:
+            wanted = _followed(wanted, options.follow, traced, self.__name__)
+        structure = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch), traced.in_paths)
+        key = plan_key((traced.fingerprint, structure, cluster, wanted))
+        with progress.pass_("cache"):
+            known = self._disk.load_plan(key)
+        if known is not None:
+            return Plan(known, trees)
+        plan = make_plan(traced, trees, cluster, wanted, self._rule_book(), progress)
+        self._disk.save_plan(key, plan.record)
+        self._disk.save_rules(self._rule_book())
+        return plan
+
+    def _rule_book(self) -> RuleBook:
+        if self._rules is None:
+            self._rules = self._disk.load_rules()
+        return self._rules
+
+    def _latest_plan(self) -> Plan | None:
+        if self._plans:
+            return next(reversed(self._plans.values()))[1]
+        return None
+
+    def _build(self, traced: TracedStep, plan: Plan) -> Compiled:
+        """Emits, lowers and compiles; arrays that the function closes over are put in place once."""
+        mesh = plan.concrete_mesh()
+        made = make_function(traced, plan, mesh, self._rule_book())
+        self._disk.save_rules(self._rule_book())
+        flat_shardings = [named_sharding(layout, mesh) for layout in made.lowered.inputs]
+        num_constants = len(made.graph.constants)
+        constant_shardings = tuple(flat_shardings[:num_constants])
+        out_shardings = [named_sharding(v.layout, mesh) for v in plan.record.results]
+        argument_shardings = plan.argument_shardings()
+
+        def step(constants: tuple[Any, ...], *args: Any) -> Any:
+            outs = made.function(*constants, *jax.tree.leaves(args))
+            return jax.tree.unflatten(traced.out_tree, outs)
+
+        step.__name__ = self.__name__
+        tied_arguments = {traced.argument_of[i] for i in traced.tied}
+        avals = jax.tree.unflatten(traced.in_tree, traced.in_avals)
+        executable = (
+            jax.jit(
+                step,
+                in_shardings=(constant_shardings, *argument_shardings),
+                out_shardings=jax.tree.unflatten(traced.out_tree, out_shardings),
+                donate_argnums=tuple(i + 1 for i in sorted(tied_arguments)),
+            )
+            .lower(tuple(jax_compat.shape_of(c) for c in made.graph.constants), *avals)
+            .compile()
+        )
+        constants = tuple(jax.device_put(c, s) for c, s in zip(made.graph.constants, constant_shardings, strict=True))
+        return Compiled(
+            plan=plan,
+            traced=traced,
+            executable=executable,
+            constants=constants,
+            shardings=argument_shardings,
+            donated=frozenset(tied_arguments),
+        )
+
+    def _put(self, dynamic: Sequence[Any], compiled: Compiled) -> list[Any]:
+        """Arguments where the plan wants them. A state that is to be donated is moved without keeping two of it."""
+        out = []
+        for i, (arg, shardings) in enumerate(zip(dynamic, compiled.shardings, strict=True)):
+            leaves, tree = jax.tree.flatten(arg)
+            wanted = jax.tree.leaves(shardings)
+            at = [isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(leaves, wanted, strict=True)]
+            if i in compiled.donated and not all(at) and _on_same_devices(leaves, wanted):
+                arg = jax.jit(lambda a: a, out_shardings=shardings, donate_argnums=0)(arg)
+            elif not all(at):
+                arg = jax.tree.unflatten(tree, jax.device_put(leaves, wanted))
+            out.append(arg)
+        return out
+
+    def _refuse_deleted(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
+        leaves, _, paths, _ = flatten_arguments(dynamic, names)
+        for leaf, path in zip(leaves, paths, strict=True):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise DonatedStateError(
+                    where=f"{self.__name__}, {path}",
+                    expected="an array that still holds its data",
+                    got="one that an earlier step took over (it was donated)",
+                    hint=f"use the state that the step returned: state, ... = {self.__name__}(state, ...); or pass "
+                    "donate_argnums=() to keep both",
+                )
+
+    def _state_shardings(self, shapes: Any) -> Any:
+        """The plan's shardings for a state of these shapes, or an even split where there is no plan yet."""
+        leaves, tree = jax.tree.flatten(shapes)
+        for _, plan in reversed(self._plans.values()):
+            planned = [v for v in plan.record.arguments if v.kind == "state"]
+            same = [(v.shape, v.dtype) for v in planned] == [(tuple(x.shape), str(x.dtype)) for x in leaves]
+            if same:
+                mesh = plan.concrete_mesh()
+                return jax.tree.unflatten(tree, [named_sharding(v.layout, mesh) for v in planned])
+        cluster = self._options.plan.cluster if self._options.plan else self._options.cluster or Cluster.local()
+        mesh = LogicalMesh(axis_sizes=(cluster.num_devices,))
+        return jax.tree.map(lambda x: named_sharding(even_layout(tuple(x.shape), mesh), concrete_mesh(mesh)), shapes)
+
+
+def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
+    """Splits the largest dimension that divides by the whole (one-axis) mesh."""
+    n = mesh.num_devices
+    dividing = [d for d, size in enumerate(shape) if size % n == 0 and size >= n > 1]
+    chosen = max(dividing, key=lambda d: shape[d], default=None)
+    return Layout(tuple((0,) if d == chosen else () for d in range(len(shape))))
+
+
+def _on_same_devices(leaves: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Whether one jitted identity can move the arrays: all on the devices of the target, none on the host."""
+    return all(isinstance(x, jax.Array) and x.sharding.device_set == s.device_set for x, s in zip(leaves, wanted, strict=True))
+
+
+def _followed(wanted: PlanOptions, step: Step, traced: TracedStep, name: str) -> PlanOptions:
+    """Options that give the leaves of a followed step's state, found by shape and order, their layouts there."""
+    plan = step._latest_plan()
+    if plan is None:
+        raise InvalidArgumentError(
+            where=f"{name}, follow={step.__name__}",
+            expected=f"{step.__name__} to have a plan",
+            got="none yet",
+            hint=f"call {step.__name__}, or {step.__name__}.plan(state, batch), before {name}",
+        )
+    state = [v for v in plan.record.arguments if v.kind == "state"]
+    avals = traced.in_avals
+    shapes = [(v.shape, v.dtype) for v in state]
+    for first in range(len(avals) - len(state) + 1):
+        window = avals[first : first + len(state)]
+        if [(tuple(a.shape), str(a.dtype)) for a in window] == shapes:
+            fixed = tuple((first + i, v.layout) for i, v in enumerate(state))
+            return dataclasses.replace(wanted, axis_sizes=plan.record.axis_sizes, fixed=fixed)
+    raise InvalidArgumentError(
+        where=f"{name}, follow={step.__name__}",
+        expected=f"an argument with the {len(state)} state leaves of {step.__name__}",
+        got=f"arguments with {len(avals)} leaves of other shapes",
+        hint="pass the same state object to both steps",
+    )
+
+
+_DEFAULTS = {"batch_argnums": (1,), "donate_argnums": (0,), "static_argnums": ()}
+
+
+def _cache_directory(given: str | Path | None) -> Path | None:
+    if given is None:
+        return None
+    return default_directory() if given == DEFAULT_CACHE else Path(given)
+
+
+def _argnums(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def parallelize(
+    fun: Callable[..., Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    cluster: Cluster | None = None,
+    num_microbatches: int | str = "auto",
+    schedule: str = "auto",
+    memory_limit_bytes: int | None = None,
+    batch_argnums: int | Sequence[int] = (1,),
+    donate_argnums: int | Sequence[int] = (0,),
+    static_argnums: int | Sequence[int] = (),
+    follow: Step | None = None,
+    cache_dir: str | Path | None = DEFAULT_CACHE,
+    time_limit_s: float = 60.0,
+    show_progress: bool = True,
+) -> Any:
+    """Makes a pure training step run on every device, in the layout that the search finds best.
+
+    Args:
+        fun: The step, any pure function of arrays in pytrees. Without it, a decorator is returned.
+        plan: A plan to run exactly as it is; None searches.
+        cluster: The hardware to plan for; None takes the devices of this program.
+        num_microbatches: "auto" or 1 (gradient accumulation is not built yet).
+        schedule: "auto" (pipelines are not built yet).
+        memory_limit_bytes: Memory of one device that the step may use; None: what the device has.
+        batch_argnums: The arguments whose leaves carry examples.
+        donate_argnums: The arguments that the step replaces: their memory is reused for the results that replace them.
+        static_argnums: Arguments that are no arrays; each value of them is a step of its own.
+        follow: Another step whose layout of the state this one takes over (an evaluation step).
+        cache_dir: Where plans are kept between runs; None keeps nothing.
+        time_limit_s: Seconds that the solver may take for one logical mesh; then its best plan is taken.
+        show_progress: Whether a progress line is shown on a terminal.
+
+    Raises: InvalidArgumentError, UnsupportedError.
+    """
+    if num_microbatches not in ("auto", 1) or schedule != "auto":
+        raise UnsupportedError(
+            where=f"parallelize(num_microbatches={num_microbatches!r}, schedule={schedule!r})",
+            expected='num_microbatches="auto" or 1, schedule="auto"',
+            got="a pipeline or gradient accumulation, which are not built yet",
+            hint="leave them out",
+        )
+    if plan is not None and not isinstance(plan, Plan):
+        raise InvalidArgumentError(
+            where="parallelize(plan=...)",
+            expected="an autopar.Plan, or None to search",
+            got=type(plan).__name__,
+            hint="load one with autopar.Plan.load(path)",
+        )
+    if memory_limit_bytes is not None and memory_limit_bytes <= 0:
+        raise InvalidArgumentError(
+            where="parallelize(memory_limit_bytes=...)", expected="a positive number of bytes for one device",
+            got=repr(memory_limit_bytes), hint="leave it out to use the device's own memory",
+        )  # fmt: skip
+    options = Options(
+        plan=plan,
+        cluster=cluster,
+        memory_limit_bytes=memory_limit_bytes,
+        batch_argnums=_argnums(batch_argnums),
+        donate_argnums=_argnums(donate_argnums),
+        static_argnums=_argnums(static_argnums),
+        follow=follow,
+        cache_dir=cache_dir,
+        time_limit_s=time_limit_s,
+        show_progress=show_progress,
+    )
+    if fun is None:
+        return lambda function: Step(function, options)
+    return Step(fun, options)
+
+
+def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster, **options: Any) -> Plan:
+    """The plan of a step for hardware that need not be here; nothing is run and nothing is allocated.
+
+    `args` are arrays or `jax.ShapeDtypeStruct`s, `options` those of `parallelize`.
+    """
+    function = fun._function if isinstance(fun, Step) else fun
+    return parallelize(function, cluster=cluster, **options).plan(*args)

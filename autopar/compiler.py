@@ -1,0 +1,284 @@
+"""The compiler, on one page: a traced step and a cluster in, a plan out; a plan and a mesh in, a function out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from autopar import memory
+from autopar.building import build_graph
+from autopar.cluster import Cluster
+from autopar.costs import flops_of
+from autopar.emission import Emitter
+from autopar.errors import MemoryLimitError, PlanMismatchError, SolverError
+from autopar.graph import OpGraph, OpKind
+from autopar.intra_op import CostModel, IntraOp, Live, MemoryLimit, ShardingPlan
+from autopar.layout import Layout
+from autopar.lowering import LoweredBlock, lower
+from autopar.mesh import LogicalMesh, factorisations, orderings
+from autopar.plan import Plan, Trees
+from autopar.prediction import compute_times_s, memory_program, predicted_collectives
+from autopar.progress import Progress
+from autopar.record import FORMAT_VERSION, MeshTrial, PlanRecord
+from autopar.recording import (
+    decisions_of,
+    module_rows,
+    place_names,
+    planned_values,
+    predicted,
+    replicated_notes,
+    sharding_plan_of,
+)
+from autopar.resharding import MeshLinks
+from autopar.rules import RuleBook
+from autopar.solver import Solution
+from autopar.staging import TracedStep
+
+MEMORY_ROUNDS = 6  # how often the limit given to the solver is lowered by what the exact estimate finds over it
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What may be asked of the search.
+
+    `max_mesh_axes` bounds the logical meshes that are tried, `axis_sizes` names the only one. `fixed` gives argument
+    leaves (by number) a layout that they must have.
+    """
+
+    memory_limit_bytes: int | None = None
+    time_limit_s: float = 60.0
+    max_mesh_axes: int = 3
+    axis_sizes: tuple[int, ...] | None = None
+    fixed: tuple[tuple[int, Layout], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The best plan found on one mesh, lowered, with its exact memory and time."""
+
+    model: CostModel
+    sharding: ShardingPlan
+    lowered: LoweredBlock
+    program: memory.Program
+    estimate: memory.MemoryEstimate
+    stands_for: dict[int, tuple[int, Any]]
+    step_time_s: float
+
+
+def make_plan(
+    traced: TracedStep, trees: Trees, cluster: Cluster, options: PlanOptions, rules: RuleBook, progress: Progress
+) -> Plan:
+    """Traced step -> graph -> the best candidate on each logical mesh -> the fastest that fits.
+
+    Raises: MemoryLimitError when nothing fits; UnsupportedError; SolverError.
+    """
+    with progress.pass_("graph"):
+        graph = build_graph(traced, rules)
+    limit_bytes = options.memory_limit_bytes or cluster.device.memory_bytes
+    candidates: list[Candidate] = []
+    for mesh in logical_meshes(cluster, options):
+        with progress.pass_(f"mesh {mesh}"):
+            candidates.append(search(graph, cost_model(cluster, mesh), limit_bytes, options))
+    fitting = [c for c in candidates if c.estimate.peak_bytes <= limit_bytes]
+    if not fitting:
+        raise no_plan_fits(traced, graph, candidates, limit_bytes)
+    best = min(fitting, key=lambda c: c.step_time_s)
+    with progress.pass_("record"):
+        return Plan(record(traced, graph, cluster, limit_bytes, best, candidates), trees)
+
+
+def logical_meshes(cluster: Cluster, options: PlanOptions) -> tuple[LogicalMesh, ...]:
+    """The factorisations of the device count; the orders of their axes too where links differ."""
+    if options.axis_sizes is not None:
+        return (LogicalMesh(axis_sizes=options.axis_sizes),)
+    found: dict[LogicalMesh, None] = {}
+    for mesh in factorisations(cluster.num_devices, options.max_mesh_axes):
+        for ordered in orderings(mesh):
+            if len(set(cluster.axis_links(ordered.axis_sizes))) > 1 or ordered == mesh:
+                found[ordered] = None
+    return tuple(found)
+
+
+def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
+    return CostModel(
+        device=cluster.device,
+        links=MeshLinks(mesh=mesh, links=cluster.axis_links(mesh.axis_sizes)),
+        # XLA's CPU compiler promotes 16-bit floating-point reductions to 32 bits (its AllReducePromotion pass).
+        widens_16_bit_sums=cluster.device.name == "CPU",
+    )
+
+
+def search(graph: OpGraph, model: CostModel, limit_bytes: int, options: PlanOptions) -> Candidate:
+    """The fastest plan on one mesh, within the memory limit where that can be had.
+
+    The ILP is solved without memory first. Where the exact estimate of its plan is over the limit, it is solved again
+    with the live ranges of that plan, and with a limit lowered by what the next plan is still over.
+
+    Raises: SolverError when the time limit passed without any plan.
+    """
+    first_argument = len(graph.constants)
+    intra_op = IntraOp(graph, model, {graph.block.inputs[first_argument + i]: layout for i, layout in options.fixed})
+    time_limit_s = options.time_limit_s
+    best = evaluated(graph, model, intra_op.decode(solved(intra_op, time_limit_s)))
+    target_bytes = limit_bytes
+    for _ in range(MEMORY_ROUNDS):
+        if best.estimate.peak_bytes <= limit_bytes:
+            break
+        limit = MemoryLimit(live=live_values(best), limit_bytes=target_bytes)
+        solution = intra_op.solve(time_limit_s=time_limit_s, memory=limit)
+        if not solution.choice:
+            break
+        candidate = evaluated(graph, model, intra_op.decode(solution))
+        if candidate.estimate.peak_bytes < best.estimate.peak_bytes or candidate.estimate.peak_bytes <= limit_bytes:
+            best = candidate
+        target_bytes -= max(candidate.estimate.peak_bytes - limit_bytes, 0)
+        if target_bytes <= 0:
+            break
+    return best
+
+
+def solved(intra_op: IntraOp, time_limit_s: float) -> Solution:
+    solution = intra_op.solve(time_limit_s=time_limit_s)
+    if not solution.choice:
+        raise SolverError(
+            where=f"mesh {intra_op.assembly.mesh}",
+            expected="a plan",
+            got=f"{solution.status.value} after {solution.wall_s:.1f} s",
+            hint="give the search more time (time_limit_s)",
+        )
+    return solution
+
+
+def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candidate:
+    """Lowers decisions and reads off what they will do."""
+    lowered = lower(graph, sharding, model.links)
+    program, stands_for = memory_program(graph, lowered, model)
+    compute_s = sum(compute_times_s(graph, lowered, model).values())
+    collective_s = sum(use.time_s for use in predicted_collectives(graph, lowered, model))
+    return Candidate(
+        model=model,
+        sharding=sharding,
+        lowered=lowered,
+        program=program,
+        estimate=memory.estimate(program),
+        stands_for=stands_for,
+        step_time_s=compute_s + collective_s,
+    )
+
+
+def live_values(candidate: Candidate) -> tuple[Live, ...]:
+    """When the values of a candidate's plan take memory."""
+    live = []
+    for r in memory.live_ranges(candidate.program):
+        if r.value in candidate.stands_for:
+            value, place = candidate.stands_for[r.value]
+            live.append(Live(value=value, place=place, start=r.start, stop=r.stop))
+    return tuple(live)
+
+
+def record(
+    traced: TracedStep,
+    graph: OpGraph,
+    cluster: Cluster,
+    limit_bytes: int,
+    best: Candidate,
+    candidates: Sequence[Candidate],
+) -> PlanRecord:
+    """Writes down the chosen candidate."""
+    arguments, results = planned_values(traced, graph, best.lowered)
+    names = place_names(graph, best.stands_for, made_by(graph), best.sharding.mesh)
+    flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
+    made = predicted(graph, best.lowered, best.model, best.estimate, names, flops)
+    untied = sorted(i for i in traced.donated if i not in traced.tied)
+    notes = list(replicated_notes(graph))
+    if untied:
+        paths = ", ".join(traced.in_paths[i] for i in untied[:3])
+        notes.append(
+            f"{len(untied)} leaves of the donated arguments come back in no result with the same tree ({paths}, ...): "
+            "their memory is not reused"
+        )
+    return PlanRecord(
+        format_version=FORMAT_VERSION,
+        step=traced.name,
+        fingerprint=traced.fingerprint,
+        cluster=cluster,
+        axis_sizes=best.sharding.mesh.axis_sizes,
+        memory_limit_bytes=limit_bytes,
+        arguments=tuple(arguments),
+        results=tuple(results),
+        decisions=decisions_of(best.sharding),
+        predicted=made,
+        solver=best.sharding.report,
+        modules=module_rows(graph, best.lowered, best.model, made),
+        tried=tuple(trial(c) for c in candidates),
+        notes=tuple(notes),
+    )
+
+
+def trial(candidate: Candidate) -> MeshTrial:
+    return MeshTrial(
+        axis_sizes=candidate.sharding.mesh.axis_sizes,
+        step_time_s=candidate.step_time_s,
+        peak_bytes=candidate.estimate.peak_bytes,
+        status=candidate.sharding.report.status,
+    )
+
+
+def made_by(graph: OpGraph) -> dict[int, str]:
+    """Module and primitive that make each value, for messages."""
+    return {v: f"{op.module}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
+
+
+def no_plan_fits(
+    traced: TracedStep, graph: OpGraph, candidates: Sequence[Candidate], limit_bytes: int
+) -> MemoryLimitError:
+    """The error that says by how much the smallest plan is over, and what holds the memory."""
+    least = min(candidates, key=lambda c: c.estimate.peak_bytes)
+    names = place_names(graph, least.stands_for, made_by(graph), least.sharding.mesh)
+    largest = [(names.get(v, "a temporary value"), n) for v, n in least.estimate.at_peak[:5]]
+    return MemoryLimitError(
+        where=f"{traced.name} on mesh {least.sharding.mesh}",
+        limit_bytes=limit_bytes,
+        needed_bytes=least.estimate.peak_bytes,
+        largest=largest,
+        hint="use more devices, a smaller batch or gradient accumulation, jax.checkpoint around the layers whose "
+        "activations are named here, or a smaller optimiser state (Adafactor, bfloat16 moments)",
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A step under a plan: the flat function (constants first, then arguments), and what it was made from."""
+
+    function: Callable[..., list[Any]]
+    graph: OpGraph
+    lowered: LoweredBlock
+
+
+def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Made:
+    """Traced step and plan -> graph -> instructions -> function on global arrays.
+
+    Raises: PlanMismatchError when the plan was made for another step or other shapes.
+    """
+    check_plan(plan, traced)
+    graph = build_graph(traced, rules)
+    model = cost_model(plan.cluster, plan.mesh)
+    sharding = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)
+    lowered = lower(graph, sharding, model.links)
+    emitter = Emitter(graph, mesh)
+    return Made(function=lambda *args: emitter(lowered, args), graph=graph, lowered=lowered)
+
+
+def check_plan(plan: Plan, traced: TracedStep) -> None:
+    """Raises: PlanMismatchError when a plan was not made for this step."""
+    if plan.record.fingerprint == traced.fingerprint:
+        return
+    raise PlanMismatchError(
+        where=f"plan of {plan.record.step}",
+        expected=f"a plan for {traced.name} as it is traced now (fingerprint {traced.fingerprint[:12]})",
+        got=f"fingerprint {plan.record.fingerprint[:12]}",
+        hint="the step, the shapes of its arguments or its closed-over constants have changed: plan again",
+    )

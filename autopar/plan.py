@@ -1,0 +1,138 @@
+"""The plan: what was chosen for one step on one cluster, as its user sees it: shardings, text, files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from autopar.cluster import Cluster
+from autopar import plan_text
+from autopar.errors import InvalidArgumentError
+from autopar.layout import Layout
+from autopar.mesh import LogicalMesh
+from autopar.record import PlanRecord, Predicted, decode, encode
+from autopar.specs import abstract_mesh, concrete_mesh, partition_spec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trees:
+    """How the flat arguments of a step hang together: one tree for each dynamic argument, and their names."""
+
+    arguments: tuple[Any, ...]
+    names: tuple[str, ...]
+    donated: frozenset[int]
+    batch: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan for one step. `record` is what is saved; `trees` is known when the plan comes from a step.
+
+    A plan that was loaded from a file has no trees until a step takes it: then shardings are dictionaries by path.
+    """
+
+    record: PlanRecord
+    trees: Trees | None = None
+
+    @property
+    def predicted(self) -> Predicted:
+        return self.record.predicted
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.record.cluster
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        return LogicalMesh(axis_sizes=self.record.axis_sizes)
+
+    def jax_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh over this program's devices, or an abstract one where there are too few."""
+        enough = len(jax.devices()) >= self.mesh.num_devices
+        return concrete_mesh(self.mesh) if enough else abstract_mesh(self.mesh)
+
+    def concrete_mesh(self) -> Mesh:
+        """The mesh over this program's devices.
+
+        Raises: NotEnoughDevicesError.
+        """
+        return concrete_mesh(self.mesh)
+
+    # Shardings
+
+    def sharding(self, path: str) -> NamedSharding:
+        """The sharding of an argument or result, by its path as the plan prints it (`state['params']['w']`).
+
+        Raises: InvalidArgumentError when there is no such path.
+        """
+        for value in (*self.record.arguments, *self.record.results):
+            if value.path == path:
+                return self._sharding(value.layout)
+        known = [v.path for v in self.record.arguments]
+        raise InvalidArgumentError(
+            where=f"plan.sharding({path!r})",
+            expected=f"one of the {len(known)} argument paths, such as {', '.join(known[:3])}",
+            got=repr(path),
+            hint="print the plan, or list plan.record.arguments",
+        )
+
+    @property
+    def state_shardings(self) -> Any:
+        """Shardings of the donated argument, in its structure (a tuple of them where several are donated)."""
+        return self._argument_shardings("state", self.trees.donated if self.trees else frozenset())
+
+    @property
+    def batch_shardings(self) -> Any:
+        """Shardings of the batch argument, in its structure (a tuple of them where there are several)."""
+        return self._argument_shardings("batch", self.trees.batch if self.trees else frozenset())
+
+    def argument_shardings(self) -> tuple[Any, ...]:
+        """Shardings of all dynamic arguments, in their structures."""
+        assert self.trees is not None, "only a plan bound to a step knows its arguments"
+        shardings = [self._sharding(v.layout) for v in self.record.arguments if v.kind != "constant"]
+        out, first = [], 0
+        for tree in self.trees.arguments:
+            out.append(jax.tree.unflatten(tree, shardings[first : first + tree.num_leaves]))
+            first += tree.num_leaves
+        return tuple(out)
+
+    def _argument_shardings(self, kind: str, which: frozenset[int]) -> Any:
+        if self.trees is None:
+            return {v.path: self._sharding(v.layout) for v in self.record.arguments if v.kind == kind}
+        chosen = [s for i, s in enumerate(self.argument_shardings()) if i in which]
+        return chosen[0] if len(chosen) == 1 else tuple(chosen)
+
+    def _sharding(self, layout: Layout) -> NamedSharding:
+        return NamedSharding(self.jax_mesh(), partition_spec(layout, self.mesh.axis_names))
+
+    # Files and text
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON that `load` reads."""
+        Path(path).write_bytes(encode(self.record))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises: PlanFormatError for another format version or a damaged file.
+        """
+        return cls(decode(Path(path).read_bytes(), str(path)))
+
+    def explain(self, what: str) -> str:
+        """Why a module or an argument is split as it is: its layouts, collectives and their cost, as text."""
+        return plan_text.explain(self.record, what)
+
+    def diff(self, other: Plan) -> str:
+        """What differs between two plans of a step: meshes, arguments, collectives and predictions, as text."""
+        return plan_text.diff(self.record, other.record)
+
+    def __str__(self) -> str:
+        return plan_text.table(self.record)
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.record.step} on {self.cluster.name}, mesh {self.mesh}>"

@@ -1,0 +1,202 @@
+"""A plan as text: tables that a person reads."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.layout import Layout
+from autopar.mesh import LogicalMesh
+from autopar.record import ModuleRow, PlannedValue, PlanRecord
+
+WIDTH = 140  # columns of the printed plan
+_NUMBER = re.compile(r"\d+")
+
+
+def table(record: PlanRecord) -> str:
+    """The whole plan: mesh, state and batch, modules with what they send and why, memory, time."""
+    mesh = LogicalMesh(axis_sizes=record.axis_sizes)
+    out = _Text()
+    made = record.predicted
+    out.line(f"Plan of {record.step} on {record.cluster.name}: {mesh.num_devices} device(s), mesh {mesh}")
+    out.line(
+        f"step {_seconds(made.step_time_s)} predicted: compute {_seconds(made.compute_time_s)}, "
+        f"collectives {_seconds(made.collective_time_s)}; {made.flops / 1e9:.3g} GFLOP, MFU {made.mfu:.1%}; "
+        f"peak {_bytes(made.peak_bytes[0])} a device"
+        + (f" of {_bytes(record.memory_limit_bytes)}" if record.memory_limit_bytes else "")
+    )
+    out.line(
+        f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
+        f"{record.solver.classes}, {_seconds(record.solver.wall_s)}"
+    )
+    out.table(_values_table(record, mesh))
+    out.table(_modules_table(record))
+    out.table(_collectives_table(record))
+    if len(record.tried) > 1:
+        trials = ", ".join(
+            f"{'x'.join(map(str, t.axis_sizes))} "
+            + (f"{_seconds(t.step_time_s)}" if t.step_time_s is not None else t.status)
+            for t in record.tried
+        )
+        out.line(f"meshes tried: {trials}")
+    for note in record.notes:
+        out.line(f"note: {note}")
+    return out.text()
+
+
+def explain(record: PlanRecord, what: str) -> str:
+    """Everything about the modules and values whose path contains `what`."""
+    mesh = LogicalMesh(axis_sizes=record.axis_sizes)
+    out = _Text()
+    for value in (*record.arguments, *record.results):
+        if what in value.path:
+            out.line(f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {describe(value.layout, mesh)}")
+    for row in record.modules:
+        if what in row.module:
+            _explain_module(out, row)
+    if not out.text():
+        known = sorted({row.module for row in record.modules if row.module})[:10]
+        return f"nothing in this plan is called {what!r}; modules are, for example: {', '.join(known)}"
+    return out.text()
+
+
+def _explain_module(out: _Text, row: ModuleRow) -> None:
+    out.line(f"{row.module or '(no module)'}: {row.operations} operations, computes {_seconds(row.compute_time_s)}")
+    for split in row.splits:
+        out.line(f"  matrix product {split}")
+    for c in row.collectives:
+        out.line(
+            f"  sends: {c.count:g} {c.kind} over {'*'.join(c.axes)}, {_bytes(c.sent_bytes)} a device, {_seconds(c.time_s)}"
+        )
+    if not row.collectives:
+        out.line("  sends nothing: what it reads already lies as it is read")
+
+
+def diff(one: PlanRecord, other: PlanRecord) -> str:
+    """What differs between two plans."""
+    out = _Text()
+    a_mesh, b_mesh = LogicalMesh(axis_sizes=one.axis_sizes), LogicalMesh(axis_sizes=other.axis_sizes)
+    rows = [
+        ("mesh", str(a_mesh), str(b_mesh)),
+        ("step time", _seconds(one.predicted.step_time_s), _seconds(other.predicted.step_time_s)),
+        ("peak memory", _bytes(one.predicted.peak_bytes[0]), _bytes(other.predicted.peak_bytes[0])),
+        ("sent per device", _bytes(one.predicted.sent_bytes), _bytes(other.predicted.sent_bytes)),
+    ]
+    a_kinds, b_kinds = one.predicted.by_kind(), other.predicted.by_kind()
+    for kind in dict.fromkeys((*a_kinds, *b_kinds)):
+        a, b = a_kinds.get(kind, (0.0, 0.0)), b_kinds.get(kind, (0.0, 0.0))
+        rows.append((kind, f"{a[0]:g}, {_bytes(a[1])}", f"{b[0]:g}, {_bytes(b[1])}"))
+    b_values = {v.path: v for v in (*other.arguments, *other.results)}
+    for v in (*one.arguments, *one.results):
+        w = b_values.get(v.path)
+        theirs = w.layout.text(b_mesh) if w is not None else "absent"
+        if theirs != v.layout.text(a_mesh):
+            rows.append((v.path, v.layout.text(a_mesh), theirs))
+    differing = [row for row in rows if row[1] != row[2]]
+    if not differing:
+        return "the plans are the same"
+    shown = Table("what", "this plan", "other plan")
+    for row in differing:
+        shown.add_row(*row)
+    out.table(shown)
+    return out.text()
+
+
+def describe(layout: Layout, mesh: LogicalMesh) -> str:
+    """A layout in words."""
+    if layout.is_replicated:
+        return "whole on every device"
+    parts = [
+        f"dimension {d} split over {'*'.join(mesh.axis_names[a] for a in axes)} ({mesh.size(axes)} ways)"
+        for d, axes in enumerate(layout.dims)
+        if axes
+    ]
+    return ", ".join(parts)
+
+
+class _Text:
+    """Collects lines and tables as plain text."""
+
+    def __init__(self) -> None:
+        self._buffer = io.StringIO()
+        self._console = Console(file=self._buffer, width=WIDTH, no_color=True, highlight=False)
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def table(self, shown: Table) -> None:
+        self._console.print(shown)
+
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self._buffer.getvalue().splitlines())
+
+
+def _pattern(path: str) -> str:
+    """A path with its numbers taken out, so that repeated layers share a row."""
+    return _NUMBER.sub("*", path)
+
+
+def _values_table(record: PlanRecord, mesh: LogicalMesh) -> Table:
+    shown = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
+    groups: dict[tuple, list[PlannedValue]] = {}
+    for v in record.arguments:
+        groups.setdefault((_pattern(v.path), v.kind, v.shape, v.layout), []).append(v)
+    for (_, kind, shape, layout), values in groups.items():
+        name = values[0].path if len(values) == 1 else _pattern(values[0].path)
+        local = sum(v.nbytes for v in values) // layout.shards(mesh)
+        shape_text = "x".join(map(str, shape)) or "scalar"
+        shown.add_row(name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", layout.text(mesh), _bytes(local))
+    return shown
+
+
+def _modules_table(record: PlanRecord) -> Table:
+    shown = Table("module", "matrix products: operands -> result", "sends (per device and step)", "compute", "send")
+    groups: dict[tuple, list[ModuleRow]] = {}
+    for row in record.modules:
+        if row.collectives or row.splits:
+            groups.setdefault((_pattern(row.module), row.splits), []).append(row)
+    for (pattern, splits), rows in groups.items():
+        sent: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+        for c in (c for row in rows for c in row.collectives):
+            total = sent.setdefault((c.kind, c.axes), [0.0, 0.0])
+            total[0] += c.count
+            total[1] += c.sent_bytes
+        lines = [f"{n:g} {kind} {'*'.join(axes)} {_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
+        name = (rows[0].module if len(rows) == 1 else f"{pattern} ({len(rows)}x)") or "(no module)"
+        shown.add_row(
+            name,
+            "\n".join(splits) or "-",
+            "\n".join(lines) or "nothing",
+            _seconds(sum(row.compute_time_s for row in rows)),
+            _seconds(sum(c.time_s for row in rows for c in row.collectives)),
+        )
+    return shown
+
+
+def _collectives_table(record: PlanRecord) -> Table:
+    shown = Table("collective", "over", "per step", "sent per device", "time")
+    totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    for c in record.predicted.collectives:
+        total = totals.setdefault((c.kind, c.axes), [0.0, 0.0, 0.0])
+        for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
+            total[i] += x
+    for (kind, axes), (count, sent, seconds) in totals.items():
+        shown.add_row(kind, "*".join(axes), f"{count:g}", _bytes(sent), _seconds(seconds))
+    return shown
+
+
+def _seconds(t: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(t) >= scale:
+            return f"{t / scale:.3g} {unit}"
+    return "0 s" if t == 0 else f"{t * 1e6:.2g} us"
+
+
+def _bytes(n: float) -> str:
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(n) >= scale:
+            return f"{n / scale:.3g} {unit}"
+    return f"{n:.0f} B"

@@ -1,0 +1,261 @@
+"""What a lowered step will do: its collectives, its time, its memory. Read off the instructions that will run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar import memory
+from autopar.assembly import RAW
+from autopar.collectives import CollectiveKind, sent_bytes
+from autopar.costs import is_fusible
+from autopar.graph import Op, OpGraph, OpKind, Value
+from autopar.intra_op import CostModel, NodeCosts
+from autopar.layout import Layout, local_bytes
+from autopar.lowering import Compute, Instruction, Loop, LoweredBlock, Move, Pass, Place
+from autopar.memory_fusion import Step as MemoryStep
+from autopar.resharding import Step, StepKind, step_sent_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveUse:
+    """One collective of the step: `sent_bytes` by each device in one run, `count` runs a step, `module` its cause."""
+
+    kind: CollectiveKind
+    axes: tuple[int, ...]
+    sent_bytes: float
+    count: float
+    time_s: float
+    module: str
+    value: str
+
+    @property
+    def total_bytes(self) -> float:
+        return self.sent_bytes * self.count
+
+
+def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> tuple[CollectiveUse, ...]:
+    """Every collective of a lowered step, in program order. Of a branch, the alternative that sends most."""
+    found: list[CollectiveUse] = []
+    for instruction in lowered.instructions:
+        if isinstance(instruction, Move):
+            value = graph.values[instruction.value]
+            for step in instruction.steps:
+                use = _of_step(value, step, instruction, model)
+                if use is not None:
+                    found.append(use)
+        elif isinstance(instruction, Compute) and instruction.reduced:
+            found += _of_reduction(graph, instruction, model)
+        elif isinstance(instruction, Loop):
+            inner = [predicted_collectives(graph, block, model) for block in instruction.blocks]
+            if instruction.op.kind is OpKind.COND:
+                found += max(inner, key=lambda uses: sum(u.total_bytes for u in uses))
+            else:
+                found += [use for uses in inner for use in uses]
+    return tuple(found)
+
+
+def _of_step(value: Value, step: Step, move: Move, model: CostModel) -> CollectiveUse | None:
+    kind = step.kind.collective
+    if kind is None:
+        return None
+    mesh = model.links.mesh
+    widening = model.widening(value.dtype) if step.kind.reduces else 1.0
+    result_bytes = value.nbytes * step.result_fraction(mesh) * widening
+    return CollectiveUse(
+        kind=kind,
+        axes=step.axes,
+        sent_bytes=step_sent_bytes(step, value.nbytes, mesh, widening),
+        count=move.count,
+        time_s=model.links.time_s(kind, result_bytes, step.axes) * move.count,
+        module=move.module,
+        value=value.name or f"{value.dtype}{list(value.shape)}",
+    )
+
+
+def _of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> list[CollectiveUse]:
+    """The all-reduces that the partitioner makes of an operation with a split reduced factor."""
+    mesh, op = model.links.mesh, compute.op
+    out = []
+    for v, layout in zip(op.outputs, compute.results, strict=True):
+        value = graph.values[v]
+        nbytes = local_bytes(value.shape, value.itemsize, layout, mesh) * model.widening(value.dtype)
+        out.append(
+            CollectiveUse(
+                kind=CollectiveKind.ALL_REDUCE,
+                axes=compute.reduced,
+                sent_bytes=float(sent_bytes(CollectiveKind.ALL_REDUCE, nbytes, mesh.size(compute.reduced))),
+                count=op.count,
+                time_s=model.links.time_s(CollectiveKind.ALL_REDUCE, nbytes, compute.reduced) * op.count,
+                module=op.module,
+                value=value.name or f"{value.dtype}{list(value.shape)}",
+            )
+        )
+    return out
+
+
+def compute_times_s(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> dict[int, float]:
+    """Seconds that one device computes each operation (by its number) in a step, collectives left out.
+
+    Of a branch, the alternative that takes longest.
+    """
+    costs = NodeCosts(graph, model)
+
+    def of_block(block: LoweredBlock) -> dict[int, float]:
+        out: dict[int, float] = {}
+        for instruction in block.instructions:
+            if isinstance(instruction, Compute):
+                out[instruction.op.id] = costs.compute_s(instruction.op, instruction.strategy)
+            elif isinstance(instruction, Loop):
+                inner = [of_block(b) for b in instruction.blocks]
+                if instruction.op.kind is OpKind.COND:
+                    inner = [max(inner, key=lambda seconds: sum(seconds.values()))]
+                for seconds in inner:
+                    out.update(seconds)
+        return out
+
+    return of_block(lowered)
+
+
+def memory_program(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> tuple[memory.Program, dict[int, tuple[int, Place]]]:
+    """The step as `autopar.memory` wants it, and which value in which place each of its numbers stands for."""
+    writer = _MemoryWriter(graph, model)
+    steps: list[MemoryStep] = []
+    env: dict[tuple[int, Place], int] = {}
+    arguments = [writer.define(v, (layout, RAW), env) for v, layout in zip(lowered.block.inputs, lowered.inputs, strict=True)]
+    writer.block(lowered, env, steps)
+    results = []
+    for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True):
+        source = env[atom, place] if isinstance(atom, int) and place is not None else writer.literal(steps)
+        results.append(writer.own(source, {*arguments, *results}, steps))
+    tied = {arguments[i]: results[o] for i, o in graph.tied}
+    program = memory.Program(
+        steps=tuple(steps), nbytes=writer.nbytes, arguments=tuple(arguments), results=tuple(results), donated=tied
+    )
+    return program, writer.stands_for
+
+
+class _MemoryWriter:
+    def __init__(self, graph: OpGraph, model: CostModel) -> None:
+        self.graph, self.mesh = graph, model.links.mesh
+        self.nbytes: dict[int, int] = {}
+        self.stands_for: dict[int, tuple[int, Place]] = {}
+
+    def new(self, nbytes: int) -> int:
+        self.nbytes[len(self.nbytes)] = nbytes
+        return len(self.nbytes) - 1
+
+    def local(self, value: int, layout: Layout) -> int:
+        v = self.graph.values[value]
+        return local_bytes(v.shape, v.itemsize, layout, self.mesh)
+
+    def define(self, value: int, place: Place, env: dict[tuple[int, Place], int]) -> int:
+        number = env[value, place] = self.new(self.local(value, place[0]))
+        self.stands_for[number] = (value, place)
+        return number
+
+    def literal(self, steps: list[MemoryStep]) -> int:
+        number = self.new(4)  # a scalar: its few bytes decide nothing
+        steps.append(MemoryStep(inputs=(), outputs=(number,), kind="iota", fusible=True))
+        return number
+
+    def own(self, value: int, taken: set[int], steps: list[MemoryStep]) -> int:
+        """A result that is an argument, or another result, handed through needs memory of its own."""
+        if value not in taken:
+            return value
+        copy = self.new(self.nbytes[value])
+        steps.append(MemoryStep(inputs=(value,), outputs=(copy,), kind="convert", fusible=True))
+        return copy
+
+    def block(self, lowered: LoweredBlock, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
+        for instruction in lowered.instructions:
+            self.instruction(instruction, env, steps)
+
+    def instruction(
+        self, instruction: Instruction, env: dict[tuple[int, Place], int], steps: list[MemoryStep]
+    ) -> None:
+        if isinstance(instruction, Move):
+            self.move(instruction, env, steps)
+        elif isinstance(instruction, Compute):
+            op = instruction.op
+            outputs = tuple(
+                self.define(v, place, env) for v, place in zip(op.outputs, instruction.places, strict=True)
+            )
+            steps.append(
+                MemoryStep(
+                    inputs=self.read(op, instruction.reads, env), outputs=outputs, kind=op.primitive,
+                    fusible=is_fusible(op.primitive),
+                )  # fmt: skip
+            )
+        elif isinstance(instruction, Pass):
+            op = instruction.op
+            inputs = self.read(op, instruction.reads, env)
+            outputs = tuple(
+                self.define(v, (p[0], RAW), env) for v, p in zip(op.outputs, instruction.reads, strict=True)
+            )
+            steps.append(MemoryStep(inputs=inputs, outputs=outputs, kind="optimization_barrier", fusible=False))
+        else:
+            self.loop(instruction, env, steps)
+
+    def read(self, op: Op, reads: tuple[Place | None, ...], env: dict[tuple[int, Place], int]) -> tuple[int, ...]:
+        return tuple(
+            env[atom, place]
+            for atom, place in zip(op.inputs, reads, strict=True)
+            if isinstance(atom, int) and place is not None
+        )
+
+    def move(self, move: Move, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
+        at = env[move.value, move.source]
+        for step in move.steps:
+            last = step is move.steps[-1]
+            after = (
+                self.define(move.value, move.target, env) if last else self.new(self.local(move.value, step.after))
+            )
+            local = step.kind in (StepKind.SLICE, StepKind.MASK)
+            kind = "slice" if local else step.kind.name.lower()
+            steps.append(MemoryStep(inputs=(at,), outputs=(after,), kind=kind, fusible=local))
+            at = after
+
+    def loop(self, loop: Loop, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
+        op = loop.op
+        inputs = tuple(
+            self.literal(steps) if place is None or not isinstance(atom, int) else env[atom, place]
+            for atom, place in zip(op.inputs, loop.reads, strict=True)
+        )
+        bodies = [self.body(block, env) for block in loop.blocks]
+        outputs = tuple(
+            self.define(v, (layout, RAW), env) for v, layout in zip(op.outputs, loop.results, strict=True)
+        )
+        if op.kind is OpKind.COND:
+            branches = tuple(
+                MemoryStep(
+                    inputs=inputs[1:], outputs=outputs, kind="branch", fusible=False, body=body, body_inputs=inner,
+                    body_outputs=out,
+                )  # fmt: skip
+                for inner, body, out in bodies
+            )
+            steps.append(MemoryStep(inputs=inputs, outputs=outputs, kind="cond", fusible=False, body=branches))
+            return
+        inner, body, out = bodies[-1]
+        skipped = op.num_condition_consts if op.kind is OpKind.WHILE else 0
+        steps.append(
+            MemoryStep(
+                inputs=inputs[skipped:], outputs=outputs, kind=op.kind.value, fusible=False, body=body,
+                body_inputs=inner, body_outputs=out, num_constants=op.num_consts - skipped,
+                num_carried=op.num_carry, trips=op.trips,
+            )  # fmt: skip
+        )
+
+    def body(
+        self, lowered: LoweredBlock, outer: dict[tuple[int, Place], int]
+    ) -> tuple[tuple[int, ...], tuple[MemoryStep, ...], tuple[int, ...]]:
+        env, steps = dict(outer), []
+        inner = tuple(
+            self.define(v, (layout, RAW), env)
+            for v, layout in zip(lowered.block.inputs, lowered.inputs, strict=True)
+        )
+        self.block(lowered, env, steps)
+        out = tuple(
+            self.literal(steps) if place is None or not isinstance(atom, int) else env[atom, place]
+            for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True)
+        )
+        return inner, tuple(steps), out

@@ -1,0 +1,177 @@
+"""What a plan records: values with their layouts, decisions, predictions. Plain data, saved as versioned JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from autopar.cluster import Cluster
+from autopar.errors import PlanFormatError
+from autopar.layout import Layout
+
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedValue:
+    """An argument or a result of the step. `kind` is state, batch, constant, other or result."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    kind: str
+    layout: Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStrategy:
+    """A strategy, its layouts as indices into `Decisions.layouts`."""
+
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    split: int
+    combined: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """Every choice, by the numbers of operations and values in the graph.
+
+    Layouts and strategies are tables; `of_op` maps an operation to its strategy; `raw`, `placed` map a value to its
+    layout, `copies` holds (value, readers, layout).
+    """
+
+    layouts: tuple[Layout, ...]
+    strategies: tuple[PlannedStrategy, ...]
+    of_op: dict[int, int]
+    raw: dict[int, int]
+    placed: dict[int, int]
+    copies: tuple[tuple[int, str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedCollective:
+    """Collectives of one kind over the same axes that one module causes. `sent_bytes` by each device in a step."""
+
+    kind: str
+    axes: tuple[str, ...]
+    module: str
+    count: float
+    sent_bytes: float
+    time_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a step is predicted to take. `peak_bytes` per device, one number a stage; `flops` of all devices."""
+
+    step_time_s: float
+    compute_time_s: float
+    collective_time_s: float
+    peak_bytes: tuple[int, ...]
+    flops: float
+    mfu: float
+    bubble_fraction: float
+    collectives: tuple[PredictedCollective, ...]
+    at_peak: tuple[tuple[str, int], ...]
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each device sends in a step."""
+        return sum(c.sent_bytes for c in self.collectives)
+
+    def by_kind(self) -> dict[str, tuple[float, float]]:
+        """Kind of collective -> (count, bytes sent by each device), per step."""
+        out: dict[str, tuple[float, float]] = {}
+        for c in self.collectives:
+            count, sent = out.get(c.kind, (0.0, 0.0))
+            out[c.kind] = (count + c.count, sent + c.sent_bytes)
+        return out
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """What the solver says of its answer. Seconds; `nodes` before and `classes` after folding."""
+
+    status: str
+    objective_s: float
+    bound_s: float
+    gap: float
+    wall_s: float
+    nodes: int
+    classes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeshTrial:
+    """One logical mesh that was tried. Without a plan that fits, the time is None and `status` says why."""
+
+    axis_sizes: tuple[int, ...]
+    step_time_s: float | None
+    peak_bytes: int | None
+    status: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRow:
+    """What a module does under the plan.
+
+    `splits`: how the results of its matrix products (or its largest results) lie. Times per step on one device.
+    """
+
+    module: str
+    operations: int
+    splits: tuple[str, ...]
+    compute_time_s: float
+    collectives: tuple[PredictedCollective, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """Everything of a plan that is saved."""
+
+    format_version: int
+    step: str
+    fingerprint: str
+    cluster: Cluster
+    axis_sizes: tuple[int, ...]
+    memory_limit_bytes: int | None
+    arguments: tuple[PlannedValue, ...]
+    results: tuple[PlannedValue, ...]
+    decisions: Decisions
+    predicted: Predicted
+    solver: SolverReport
+    modules: tuple[ModuleRow, ...]
+    tried: tuple[MeshTrial, ...]
+    notes: tuple[str, ...]
+
+
+def encode(record: PlanRecord) -> bytes:
+    return msgspec.json.encode(record) + b"\n"
+
+
+def decode(data: bytes, where: str) -> PlanRecord:
+    """Raises: PlanFormatError."""
+    hint = "make the plan anew (step.plan(...).save(path)); plans are cheap to find and are cached on disk"
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).format_version
+    except msgspec.DecodeError as error:
+        raise PlanFormatError(
+            where=where, expected="a plan saved by autopar", got=f"no plan ({error})", hint=hint
+        ) from error
+    if version != FORMAT_VERSION:
+        raise PlanFormatError(
+            where=where, expected=f"format version {FORMAT_VERSION}", got=f"format version {version}", hint=hint
+        )
+    try:
+        return msgspec.json.decode(data, type=PlanRecord)
+    except (msgspec.DecodeError, AssertionError) as error:
+        raise PlanFormatError(
+            where=where, expected="a whole plan", got=f"a damaged one ({error})", hint=hint
+        ) from error
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int

@@ -1,0 +1,217 @@
+"""Between the compiler's decisions and what a plan records of them, in both directions."""
+
+from __future__ import annotations
+
+from autopar.graph import Op, OpGraph
+from autopar.intra_op import CostModel, ShardingPlan
+from autopar.layout import Layout, local_bytes, replicated
+from autopar.lowering import Compute, Loop, LoweredBlock
+from autopar.memory import MemoryEstimate
+from autopar.mesh import LogicalMesh
+from autopar.partials import find_partials
+from autopar.prediction import CollectiveUse, compute_times_s, predicted_collectives
+from autopar.record import (
+    Decisions,
+    ModuleRow,
+    PlannedStrategy,
+    PlannedValue,
+    Predicted,
+    PredictedCollective,
+    SolverReport,
+)
+from autopar.staging import TracedStep
+from autopar.strategies import Strategy
+
+MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+def decisions_of(plan: ShardingPlan) -> Decisions:
+    """The decisions as tables of numbers; `sharding_plan_of` is the inverse."""
+    layouts: dict[Layout, int] = {}
+    strategies: dict[PlannedStrategy, int] = {}
+
+    def number(layout: Layout) -> int:
+        return layouts.setdefault(layout, len(layouts))
+
+    def strategy(s: Strategy) -> int:
+        planned = PlannedStrategy(
+            operands=tuple(map(number, s.operands)),
+            results=tuple(map(number, s.results)),
+            split=s.split,
+            combined=s.combined,
+        )
+        return strategies.setdefault(planned, len(strategies))
+
+    of_op = {op: strategy(s) for op, s in plan.strategy.items()}
+    raw = {v: number(layout) for v, layout in plan.raw.items()}
+    placed = {v: number(layout) for v, layout in plan.placed.items()}
+    copies = tuple((v, readers, number(layout)) for (v, readers), layout in plan.copies.items())
+    return Decisions(
+        layouts=tuple(layouts), strategies=tuple(strategies), of_op=of_op, raw=raw, placed=placed, copies=copies
+    )
+
+
+def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMesh, graph: OpGraph) -> ShardingPlan:
+    """The inverse of `decisions_of`."""
+    layouts = decisions.layouts
+    strategies = [
+        Strategy(
+            tuple(layouts[i] for i in s.operands), tuple(layouts[i] for i in s.results), s.split, tuple(s.combined)
+        )
+        for s in decisions.strategies
+    ]
+    return ShardingPlan(
+        mesh=mesh,
+        strategy={op: strategies[i] for op, i in decisions.of_op.items()},
+        partials=find_partials(graph),
+        raw={v: layouts[i] for v, i in decisions.raw.items()},
+        placed={v: layouts[i] for v, i in decisions.placed.items()},
+        copies={(v, readers): layouts[i] for v, readers, i in decisions.copies},
+        report=report,
+    )
+
+
+def planned_values(traced: TracedStep, graph: OpGraph, lowered: LoweredBlock) -> tuple[list[PlannedValue], list[PlannedValue]]:
+    """(arguments, constants first; results) with their layouts."""
+    num_constants = len(lowered.inputs) - len(traced.in_avals)
+    arguments = []
+    for position, (v, layout) in enumerate(zip(lowered.block.inputs, lowered.inputs, strict=True)):
+        value = graph.values[v]
+        kind = "other"
+        if position < num_constants:
+            kind = "constant"
+        elif position in graph.donated:
+            kind = "state"
+        elif position in graph.batch:
+            kind = "batch"
+        arguments.append(
+            PlannedValue(
+                path=value.name, shape=value.shape, dtype=value.dtype, nbytes=value.nbytes, kind=kind, layout=layout
+            )
+        )
+    results = []
+    for path, aval, place in zip(traced.out_paths, traced.out_avals, lowered.outputs, strict=True):
+        layout = place[0] if place is not None else replicated(len(aval.shape))
+        results.append(
+            PlannedValue(
+                path=path, shape=tuple(aval.shape), dtype=str(aval.dtype), nbytes=0, kind="result", layout=layout
+            )
+        )
+    return arguments, results
+
+
+def predicted(
+    graph: OpGraph, lowered: LoweredBlock, model: CostModel, estimate: MemoryEstimate, names: dict[int, str], flops: float
+) -> Predicted:
+    """What a lowered step is predicted to take."""
+    uses = predicted_collectives(graph, lowered, model)
+    compute_s = sum(compute_times_s(graph, lowered, model).values())
+    collective_s = sum(use.time_s for use in uses)
+    step_s = compute_s + collective_s
+    peak_flops_per_s = model.device.peak_flops_per_s(main_dtype(graph)) * model.links.mesh.num_devices
+    return Predicted(
+        step_time_s=step_s,
+        compute_time_s=compute_s,
+        collective_time_s=collective_s,
+        peak_bytes=(estimate.peak_bytes,),
+        flops=flops,
+        mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,
+        bubble_fraction=0.0,
+        collectives=grouped(uses, model.links.mesh),
+        at_peak=tuple((names.get(v, "temporary"), n) for v, n in estimate.at_peak[:20]),
+    )
+
+
+def main_dtype(graph: OpGraph) -> str:
+    """The type of the operands of the largest matrix product: what peak arithmetic is counted in."""
+    products = [op for op in graph.ops() if op.primitive in MATRIX_PRODUCTS]
+    if not products:
+        return "float32"
+    largest = max(products, key=lambda op: max(v.aval.size for v in (*op.eqn.invars, *op.eqn.outvars)))
+    return str(largest.eqn.invars[0].aval.dtype)
+
+
+def grouped(uses: tuple[CollectiveUse, ...], mesh: LogicalMesh) -> tuple[PredictedCollective, ...]:
+    """Collectives added up by kind, axes and module, in order of appearance."""
+    rows: dict[tuple[str, tuple[int, ...], str], list[float]] = {}
+    for use in uses:
+        row = rows.setdefault((use.kind.value, use.axes, use.module), [0.0, 0.0, 0.0])
+        row[0] += use.count
+        row[1] += use.total_bytes
+        row[2] += use.time_s
+    return tuple(
+        PredictedCollective(
+            kind=kind, axes=tuple(mesh.axis_names[a] for a in axes), module=module, count=count, sent_bytes=sent, time_s=t
+        )
+        for (kind, axes, module), (count, sent, t) in rows.items()
+    )
+
+
+def module_rows(graph: OpGraph, lowered: LoweredBlock, model: CostModel, made: Predicted) -> tuple[ModuleRow, ...]:
+    """One row for each module path: how its matrix products are split, what it computes and what it sends."""
+    seconds = compute_times_s(graph, lowered, model)
+    splits: dict[str, dict[str, None]] = {}
+    count: dict[str, int] = {}
+    time: dict[str, float] = {}
+    for op, compute in _computes(lowered):
+        count[op.module] = count.get(op.module, 0) + 1
+        time[op.module] = time.get(op.module, 0.0) + seconds.get(op.id, 0.0)
+        here = splits.setdefault(op.module, {})
+        if op.primitive in MATRIX_PRODUCTS:
+            layouts = compute.strategy.operands if compute.strategy is not None else ()
+            reads = " @ ".join(layout.text(model.links.mesh) for layout in layouts)
+            result = compute.strategy.results[0] if compute.strategy is not None else compute.results[0]
+            here[f"{op.role.value}: {reads} -> {result.text(model.links.mesh)}"] = None
+    by_module: dict[str, list[PredictedCollective]] = {}
+    for c in made.collectives:
+        by_module.setdefault(c.module, []).append(c)
+    modules = dict.fromkeys((*count, *by_module))
+    return tuple(
+        ModuleRow(
+            module=m,
+            operations=count.get(m, 0),
+            splits=tuple(splits.get(m, ())),
+            compute_time_s=time.get(m, 0.0),
+            collectives=tuple(by_module.get(m, ())),
+        )
+        for m in modules
+    )
+
+
+def _computes(lowered: LoweredBlock) -> list[tuple[Op, Compute]]:
+    out: list[tuple[Op, Compute]] = []
+    for instruction in lowered.instructions:
+        if isinstance(instruction, Compute):
+            out.append((instruction.op, instruction))
+        elif isinstance(instruction, Loop):
+            for block in instruction.blocks:
+                out += _computes(block)
+    return out
+
+
+def place_names(graph: OpGraph, stands_for: dict[int, tuple[int, tuple[Layout, str]]], made_by: dict[int, str], mesh: LogicalMesh) -> dict[int, str]:
+    """What to call the values of a memory program in messages."""
+    out = {}
+    for number, (v, place) in stands_for.items():
+        value = graph.values[v]
+        what = value.name or f"{made_by.get(v, 'value')} {value.dtype}{list(value.shape)}"
+        nbytes = local_bytes(value.shape, value.itemsize, place[0], mesh)
+        copy = "" if place[1] in ("raw", "placed") else f", copy for {place[1]}"
+        out[number] = f"{what} {place[0].text(mesh)}{copy} ({nbytes / 1e6:.2f} MB)"
+    return out
+
+
+def replicated_notes(graph: OpGraph) -> tuple[str, ...]:
+    """The operations that no rule allows to split, said once for each primitive and reason."""
+    found: dict[tuple[str, str], int] = {}
+    largest: dict[tuple[str, str], int] = {}
+    for op in graph.ops():
+        if op.rule is not None and op.rule.note:
+            key = (op.primitive, op.rule.note)
+            found[key] = found.get(key, 0) + 1
+            sizes = [graph.values[v].nbytes for v in op.outputs]
+            largest[key] = max(largest.get(key, 0), *sizes) if sizes else largest.get(key, 0)
+    return tuple(
+        f"{primitive} is replicated ({n} of them, the largest makes {largest[primitive, note] / 1e6:.2f} MB): {note}"
+        for (primitive, note), n in found.items()
+    )

@@ -1,0 +1,55 @@
+"""Layouts as jax writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.errors import NotEnoughDevicesError
+from autopar.layout import Layout
+from autopar.mesh import LogicalMesh
+
+
+def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_sizes))
+
+
+def concrete_mesh(mesh: LogicalMesh) -> Mesh:
+    """The mesh over this program's first devices.
+
+    Raises: NotEnoughDevicesError.
+    """
+    devices = jax.devices()
+    if len(devices) < mesh.num_devices:
+        raise NotEnoughDevicesError(
+            where=f"mesh {mesh}",
+            expected=f"{mesh.num_devices} devices",
+            got=f"{len(devices)} {jax.default_backend()} device(s)",
+            hint="plan for the devices at hand (cluster=None), or run where there are as many; for a trial on CPU set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices}",
+        )
+    grid = np.array(devices[: mesh.num_devices]).reshape(mesh.axis_sizes)
+    return Mesh(grid, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_sizes))
+
+
+def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
+    """The `PartitionSpec` of a layout; a partial one has its leading dimension of summands in front."""
+
+    def names(axes: Sequence[int]) -> Any:
+        found = tuple(axis_names[a] for a in axes)
+        return found if len(found) > 1 else found[0] if found else None
+
+    dims = [names(axes) for axes in layout.dims]
+    if layout.partial:
+        dims = [names(layout.partial), *dims]
+    while dims and dims[-1] is None:
+        dims.pop()
+    return PartitionSpec(*dims)
+
+
+def named_sharding(layout: Layout, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(layout, mesh.axis_names))
