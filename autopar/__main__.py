@@ -1,7 +1,11 @@
-"""The command line: `autopar plan FILE:FUNCTION --cluster dgx-h100x16`, `autopar explain PLAN WHAT`, `autopar diff A B`.
+"""The command line.
 
-FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. It is traced, not run, so
-that it may make a state that no memory here would hold.
+    autopar plan FILE:FUNCTION --cluster dgx-h100x16 --save plan.json
+    autopar explain plan.json WHAT
+    autopar diff plan.json other.json
+
+FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. It is traced, not run,
+so that it may make a state that no memory here would hold.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="plan a step for a cluster, here or not, and print the plan")
     plan.add_argument("function", metavar="FILE:FUNCTION", help="a function that returns (step, *arguments)")
-    plan.add_argument("--cluster", default="local", help="local, dgx-h100x16, tpu-v5e:2x4 or a .json file (%(default)s)")
+    plan.add_argument(
+        "--cluster", default="local", help="local, dgx-h100x16, tpu-v5e:2x4 or a .json file (%(default)s)"
+    )
     plan.add_argument("--memory-limit-bytes", type=int, help="memory of one device that the step may use")
     plan.add_argument("--save", metavar="PATH", help="write the plan as JSON")
     plan.set_defaults(command=_plan)
@@ -84,7 +90,10 @@ def step_and_arguments(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     path, _, function_name = name.rpartition(":")
     if not Path(path).is_file():
         raise InvalidArgumentError(
-            where=name, expected="FILE:FUNCTION with a Python file", got=f"no file {path!r}", hint="name it as examples/a.py:f"
+            where=name,
+            expected="FILE:FUNCTION with a Python file",
+            got=f"no file {path!r}",
+            hint="name it as examples/a.py:f",
         )
     function = getattr(_module(Path(path)), function_name, None)
     if not callable(function):

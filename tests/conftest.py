@@ -1,6 +1,10 @@
-"""Tests run on 8 virtual CPU devices, which jax makes only if it is told before it starts."""
+"""Before jax and autopar are imported: 8 virtual CPU devices, and a cache of this run's own."""
 
 import os
+import shutil
+import tempfile
+
+import pytest
 
 NUM_DEVICES = 8
 
@@ -8,3 +12,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 if _DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICE_FLAG}={NUM_DEVICES}".strip()
+
+# A plan that an older version of the code left in the user's cache would pass for one of this version.
+_CACHE = tempfile.mkdtemp(prefix="autopar-tests-")
+os.environ["AUTOPAR_CACHE_DIR"] = _CACHE
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(_CACHE, ignore_errors=True)

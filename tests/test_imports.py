@@ -46,6 +46,7 @@ LAYER_OF = {
     "strategies": "strategies and costs",
     "runtime": "solver | runtime",
     "solver": "solver | runtime",
+    "cache": "compiler",
     "compiler": "compiler",
     "elsewhere": "compiler",
     "emission": "compiler",
@@ -53,6 +54,8 @@ LAYER_OF = {
     "lowering": "compiler",
     "prediction": "compiler",
     "recording": "compiler",
+    "__init__": "face",
+    "__main__": "face",
     "api": "face",
 }
 

@@ -1,0 +1,91 @@
+"""`python -m autopar`: planning for hardware that is not here, and reading saved plans."""
+
+import json
+
+import pytest
+
+from autopar.__main__ import main
+
+JOB = """
+import jax
+import jax.numpy as jnp
+
+from sizes import WIDTH  # a neighbour of this file
+
+
+def create(key):
+    return {"w": jax.random.normal(key, (WIDTH, WIDTH))}
+
+
+def train_step(state, batch):
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch["x"] @ p["w"]) ** 2))(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": loss}
+
+
+def job():
+    return train_step, create(jax.random.key(0)), {"x": jnp.zeros((64, WIDTH))}
+
+
+def wrong():
+    return train_step
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "job.py").write_text(JOB)
+    # 100,000 squared in float32 are 40 GB: a function that ran, instead of being traced, would not come back.
+    (tmp_path / "sizes.py").write_text("WIDTH = 100_000")
+    return tmp_path / "job.py"
+
+
+def test_a_state_that_would_fit_nowhere_here_is_planned_for_other_hardware(job, tmp_path, capsys):
+    saved = tmp_path / "plan.json"
+    assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--save", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "Plan of train_step on dgx-h100" in out
+    assert json.loads(saved.read_bytes())["cluster"]["name"] == "dgx-h100"
+
+    assert main(["explain", str(saved), "state"]) == 0
+    assert "state['w']" in capsys.readouterr().out
+    assert main(["diff", str(saved), str(saved)]) == 0
+
+
+def test_what_does_not_fit_is_an_error_with_words(job, capsys):
+    assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--memory-limit-bytes", "1000000"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("autopar: train_step on mesh")
+    assert "expected at most 1.0 MB per device" in error
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("nowhere.py:job", "got no file 'nowhere.py'"),
+        ("job.py", "expected FILE:FUNCTION"),
+        ("job.py:other", "expected a function 'other', got none of that name"),
+        ("job.py:number", "expected a function 'number'"),
+        ("job.py:wrong", "expected a tuple of a step and its arguments, got function"),
+    ],
+)
+def test_wrong_functions_say_what_is_expected(job, monkeypatch, capsys, function, message):
+    monkeypatch.chdir(job.parent)
+    assert main(["plan", function, "--cluster", "dgx-h100"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_wrong_clusters_and_plans_say_what_is_expected(job, capsys):
+    assert main(["plan", f"{job}:job", "--cluster", "dgx-1"]) == 1
+    assert "cluster: expected local" in capsys.readouterr().err
+    assert main(["explain", "nowhere.json", "state"]) == 1
+    assert "nowhere.json: expected a plan in a file, got no such file" in capsys.readouterr().err
+
+
+def test_no_command_prints_the_usage(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "usage: autopar" in capsys.readouterr().err
