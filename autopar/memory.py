@@ -16,9 +16,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar import memory_fusion, schedule_order
-from autopar.memory_fusion import CPU, GPU, TPU, Compiler, Kernel, Step
+from autopar.memory_fusion import CPU, GPU, MATRIX_PRODUCTS, TPU, Compiler, Kernel, Step, compiler_for
 
-__all__ = ["CPU", "GPU", "TPU", "Compiler", "LiveRange", "MemoryEstimate", "Program", "Step", "estimate", "live_ranges"]
+__all__ = ["CPU", "GPU", "TPU", "Compiler", "LiveRange", "MemoryEstimate", "Program", "Step", "compiler_for", "estimate", "live_ranges"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +43,12 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRange:
-    """A value that takes memory from position `start` up to, not including, `stop`."""
+    """A value that takes memory from position `start` up to, not including, `stop`; `share` of its bytes (1/2, 1 or 2)."""
 
     value: int
     start: int
     stop: int
+    share: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +76,15 @@ def estimate(program: Program, compiler: Compiler = GPU) -> MemoryEstimate:
     size = program.nbytes
     change: dict[int, int] = {}
     for r in ranges:
-        change[r.start] = change.get(r.start, 0) + size[r.value]
-        change[r.stop] = change.get(r.stop, 0) - size[r.value]
+        change[r.start] = change.get(r.start, 0) + _bytes(r, size)
+        change[r.stop] = change.get(r.stop, 0) - _bytes(r, size)
     peak_bytes, live, peak_at = 0, 0, 0
     for position in sorted(change):
         live += change[position]
         if live > peak_bytes:
             peak_bytes, peak_at = live, position
     at_peak = sorted(
-        ((r.value, size[r.value]) for r in ranges if r.start <= peak_at < r.stop), key=lambda item: -item[1]
+        ((r.value, _bytes(r, size)) for r in ranges if r.start <= peak_at < r.stop), key=lambda item: -item[1]
     )
     argument_bytes = sum(size[v] for v in program.arguments)
     taken_over = set(program.donated.values())
@@ -97,6 +98,10 @@ def estimate(program: Program, compiler: Compiler = GPU) -> MemoryEstimate:
         temporary_bytes=peak_bytes - argument_bytes - result_bytes,
         at_peak=tuple(at_peak),
     )
+
+
+def _bytes(live: LiveRange, size: Mapping[int, int]) -> int:
+    return int(live.share * size[live.value])
 
 
 def live_ranges(program: Program, compiler: Compiler = GPU) -> tuple[LiveRange, ...]:
@@ -114,9 +119,10 @@ def live_ranges(program: Program, compiler: Compiler = GPU) -> tuple[LiveRange, 
     end = len(flat) + 1
     start: dict[int, int] = {}
     stop: dict[int, int] = {}
-    twice: set[int] = set()
+    twice = {v for kernel, _ in flat for v in kernel.twice}
+    halves = {v for kernel, opens in flat if opens and kernel.kind in MATRIX_PRODUCTS for v in kernel.outputs}
     for position, (kernel, opens) in enumerate(flat):
-        twice.update(kernel.twice)
+        halves.difference_update(v for v in kernel.inputs if v not in kernel.halves)
         for v in kernel.inputs:
             stop[v] = position + 1
         if opens:
@@ -126,6 +132,7 @@ def live_ranges(program: Program, compiler: Compiler = GPU) -> tuple[LiveRange, 
     last_read = {a: stop.get(a, 0) for a in program.arguments}
     for v in program.results:
         stop[v] = end
+        halves.discard(v)
     for position, (kernel, opens) in enumerate(flat):
         if opens and kernel.in_place:
             _share(kernel, position, start, stop, nbytes)
@@ -136,7 +143,8 @@ def live_ranges(program: Program, compiler: Compiler = GPU) -> tuple[LiveRange, 
         if v in over:
             last = min(last, last_read[over[v]])
         if first < last and nbytes[v]:
-            ranges += [LiveRange(value=like.get(v, v), start=first, stop=last)] * (1 + (v in twice))
+            share = 2.0 if v in twice else 0.5 if v in halves else 1.0
+            ranges.append(LiveRange(value=like.get(v, v), start=first, stop=last, share=share))
     return tuple(ranges)
 
 

@@ -46,6 +46,7 @@ class Compiler:
         writes_row_operands: Computes a reduction over the last dimension, what is made of its result and what leads to it
             in one kernel of a library that takes neither broadcasts nor values with other readers from outside: these are written.
         products_absorb: Computes what a matrix product reads on the way in, however expensive, again for each product.
+        products_round: Keeps what only matrix products read, and made, in 16 bits: all that their default precision looks at.
         widens_half_precision: Copies the 16-bit operands of matrix products to 32 bits.
     """
 
@@ -53,14 +54,16 @@ class Compiler:
     keeps_barriers: bool
     writes_row_operands: bool
     products_absorb: bool
+    products_round: bool
     widens_half_precision: bool
 
 
 CPU = Compiler(
     breadth_first=True,
-    keeps_barriers=False,
+    keeps_barriers=True,
     writes_row_operands=True,
     products_absorb=False,
+    products_round=False,
     widens_half_precision=True,
 )
 GPU = Compiler(
@@ -68,9 +71,28 @@ GPU = Compiler(
     keeps_barriers=True,
     writes_row_operands=False,
     products_absorb=False,
+    products_round=False,
     widens_half_precision=False,
 )
-TPU = dataclasses.replace(GPU, products_absorb=True)
+TPU = dataclasses.replace(GPU, products_absorb=True, products_round=True)
+
+
+def compiler_for(platform: str, jax_version: tuple[int, ...]) -> Compiler:
+    """XLA's compiler for a platform as jax names it: `cpu`, `gpu` (`cuda`, `rocm`) or `tpu`.
+
+    Raises:
+        ValueError: Another platform.
+    """
+    match platform:
+        case "cpu":
+            # Up to jax 0.10 the CPU compiler undoes rematerialisation.
+            return CPU if jax_version >= (0, 11) else dataclasses.replace(CPU, keeps_barriers=False)
+        case "gpu" | "cuda" | "rocm":
+            return GPU
+        case "tpu":
+            return TPU
+        case _:
+            raise ValueError(f"expected the platform cpu, gpu, cuda, rocm or tpu, got {platform!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +135,8 @@ class Kernel:
 
     `in_place`: an output may take the memory of an input of the same size that dies here. `after`: kernels' outputs
     that must be there first although they are not read (barriers). `behind_others`: of kernels that become ready together
-    this one runs last. `twice`: inputs or outputs that take their memory twice over.
+    this one runs last. `twice`: inputs or outputs that take their memory twice over. `halves`: inputs that could be kept in
+    half their memory as far as this kernel cares.
     """
 
     inputs: tuple[int, ...]
@@ -123,6 +146,7 @@ class Kernel:
     after: tuple[int, ...] = ()
     behind_others: bool = False
     twice: tuple[int, ...] = ()
+    halves: tuple[int, ...] = ()
     blocks: tuple[tuple[Kernel, ...], ...] = ()
     block_results: tuple[int, ...] = ()
 
@@ -245,11 +269,21 @@ def _block(
                     # Folding the transpose of a weight's gradient into its matrix product makes that one a later instruction.
                     behind_others=step.kind in MATRIX_PRODUCTS and step.outputs[0] in transposed,
                     twice=_twice(step, tuple(inputs), compiler),
+                    halves=_halves(step, reads, memory, compiler),
                     blocks=blocks,
                     block_results=block_results,
                 )
             )
     return tuple(found)
+
+
+def _halves(
+    step: Step, reads: Mapping[int, tuple[int, ...]], memory: Mapping[int, int], compiler: Compiler
+) -> tuple[int, ...]:
+    """Inputs of a matrix product that it reads as they are, where 16 bits of each element would do."""
+    if step.kind not in MATRIX_PRODUCTS or step.half_precision or not compiler.products_round:
+        return ()
+    return tuple(memory.get(v, v) for v in step.inputs if v not in reads)
 
 
 def _twice(step: Step, inputs: tuple[int, ...], compiler: Compiler) -> tuple[int, ...]:
@@ -306,7 +340,7 @@ def _written(
             for v, o in zip(step.inputs, step.outputs, strict=False):
                 if o in results:
                     written.add(v)
-                if o in unfused:
+                if o in unfused or step.kind == BARRIER:
                     unfused.add(v)
                 if o in into_rows:
                     into_rows.add(v)

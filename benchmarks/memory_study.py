@@ -288,7 +288,7 @@ def main(names: list[str]) -> None:
         size = len(jax.tree.leaves(args[0]))
         program = program_of(closed, {i: i for i in range(size)})
         begin = time.perf_counter()
-        predicted = memory.estimate(program, memory.CPU)
+        predicted = memory.estimate(program, memory.compiler_for("cpu", jax.__version_info__))
         elapsed_s = time.perf_counter() - begin
         found = measured(name, step, args)
         print(
