@@ -151,7 +151,7 @@ class Cluster:
                 where=f"Cluster.preset({name!r}, topology={topology!r})",
                 expected=f"one of {', '.join((*_GPU_HOSTS, *_TPUS))}" + (" (topology on TPU only)" if topology else ""),
                 got=repr(name) + (f" with topology {topology!r}" if topology else ""),
-                hint="for other hardware make a Cluster(...) with its constants, or Cluster.measure() on it",
+                hint="for other hardware make a Cluster(...) with its constants",
             )
         device, devices_per_host, inside, between = _GPU_HOSTS[name]
         return cls(

@@ -106,7 +106,7 @@ def _kind(device: Any) -> DeviceKind:
         where="Cluster.local",
         expected=f"one of {', '.join(sorted({prefix for prefix, _ in hardware.BY_JAX_NAME}))}, or CPU",
         got=repr(device.device_kind),
-        hint="pass a cluster: Cluster.measure() times these devices, or make a Cluster(...) with their constants",
+        hint="pass a cluster: make a Cluster(...) with the constants of these devices",
     )
 
 
