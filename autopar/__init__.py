@@ -4,5 +4,6 @@ from autopar import errors
 from autopar.api import Compiled, Step, parallelize, plan
 from autopar.cluster import Cluster
 from autopar.plan import Plan
+from autopar.verification import Verification, verify
 
-__all__ = ["Cluster", "Compiled", "Plan", "Step", "errors", "parallelize", "plan"]
+__all__ = ["Cluster", "Compiled", "Plan", "Step", "Verification", "errors", "parallelize", "plan", "verify"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from autopar import jax_compat
 from autopar.cache import DiskCache, default_directory, plan_key
@@ -55,11 +56,16 @@ class Compiled:
     traced: TracedStep
     executable: Any
     constants: tuple[Any, ...]
+    constant_shardings: tuple[Any, ...]
     shardings: tuple[Any, ...]
     donated: frozenset[int]
 
     def __call__(self, *args: Any) -> Any:
         return self.executable(self.constants, *args)
+
+    def ready(self) -> Compiled:
+        """The same with its constants on the devices."""
+        return dataclasses.replace(self, constants=jax.device_put(self.constants, self.constant_shardings))
 
     def as_text(self) -> str:
         """The optimised program."""
@@ -112,8 +118,7 @@ class Step:
         self._refuse_deleted(args, self._names(len(args)))
         if self._compiled.get(self._key(args)) is not compiled:
             return True
-        placed = zip(jax.tree.leaves(args), jax.tree.leaves(compiled.shardings), strict=True)
-        return any(isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(s, x.ndim) for x, s in placed)
+        return not all(map(_lies_as, args, compiled.shardings))
 
     def plan(self, *args: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
@@ -124,7 +129,7 @@ class Step:
         key = self._key(args)
         if key not in self._compiled:
             traced, plan = self._planned(args)
-            self._compiled[key] = self._build(traced, plan)
+            self._compiled[key] = self._build(traced, plan).ready()
         return self._compiled[key]
 
     def init(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -157,6 +162,10 @@ class Step:
         if [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)] != planned_shapes:
             return batch  # another shape has another plan: the call makes it and puts the batch itself
         return jax.device_put(batch, shardings)
+
+    def plain(self, *args: Any) -> Any:
+        """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing."""
+        return jax.jit(self._function, static_argnums=self._options.static_argnums)(*args)
 
     # Inside
 
@@ -279,56 +288,16 @@ class Step:
         return None
 
     def _build(self, traced: TracedStep, plan: Plan) -> Compiled:
-        """Emits, lowers and compiles; arrays that the function closes over are put in place once."""
-        mesh = plan.concrete_mesh()
-        made = make_function(traced, plan, mesh, self._rule_book())
+        compiled = build(traced, plan, plan.concrete_mesh(), self._rule_book())
         self._disk.save_rules(self._rule_book())
-        flat_shardings = [named_sharding(layout, mesh) for layout in made.lowered.inputs]
-        num_constants = len(made.graph.constants)
-        constant_shardings = tuple(flat_shardings[:num_constants])
-        out_shardings = [named_sharding(v.layout, mesh) for v in plan.record.results]
-        argument_shardings = plan.argument_shardings()
-
-        def step(constants: tuple[Any, ...], *args: Any) -> Any:
-            outs = made.function(*constants, *jax.tree.leaves(args))
-            return jax.tree.unflatten(traced.out_tree, outs)
-
-        step.__name__ = self.__name__
-        tied_arguments = {traced.argument_of[i] for i in traced.tied}
-        avals = jax.tree.unflatten(traced.in_tree, traced.in_avals)
-        executable = (
-            jax.jit(
-                step,
-                in_shardings=(constant_shardings, *argument_shardings),
-                out_shardings=jax.tree.unflatten(traced.out_tree, out_shardings),
-                donate_argnums=tuple(i + 1 for i in sorted(tied_arguments)),
-            )
-            .lower(tuple(jax_compat.shape_of(c) for c in made.graph.constants), *avals)
-            .compile()
-        )
-        constants = tuple(jax.device_put(c, s) for c, s in zip(made.graph.constants, constant_shardings, strict=True))
-        return Compiled(
-            plan=plan,
-            traced=traced,
-            executable=executable,
-            constants=constants,
-            shardings=argument_shardings,
-            donated=frozenset(tied_arguments),
-        )
+        return compiled
 
     def _put(self, dynamic: Sequence[Any], compiled: Compiled) -> list[Any]:
-        """Arguments where the plan wants them. A state that is to be donated is moved without keeping two of it."""
-        out = []
-        for i, (arg, shardings) in enumerate(zip(dynamic, compiled.shardings, strict=True)):
-            leaves, tree = jax.tree.flatten(arg)
-            wanted = jax.tree.leaves(shardings)
-            at = [isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(leaves, wanted, strict=True)]
-            if i in compiled.donated and not all(at) and _on_same_devices(leaves, wanted):
-                arg = jax.jit(lambda a: a, out_shardings=shardings, donate_argnums=0)(arg)
-            elif not all(at):
-                arg = jax.tree.unflatten(tree, jax.device_put(leaves, wanted))
-            out.append(arg)
-        return out
+        """Arguments where the plan wants them."""
+        return [
+            arg if _lies_as(arg, shardings) else jax.device_put(arg, shardings)
+            for arg, shardings in zip(dynamic, compiled.shardings, strict=True)
+        ]
 
     def _refuse_deleted(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
         leaves, _, paths, _ = flatten_arguments(dynamic, names)
@@ -356,6 +325,49 @@ class Step:
         return jax.tree.map(lambda x: named_sharding(even_layout(tuple(x.shape), mesh), concrete_mesh(mesh)), shapes)
 
 
+def build(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
+    """Emits, lowers and compiles a step under a plan for the devices of a mesh."""
+    made = make_function(traced, plan, mesh, rules)
+    inputs = [named_sharding(layout, mesh) for layout in made.lowered.inputs]
+    results = [named_sharding(v.layout, mesh) for v in plan.record.results]
+    constants = tuple(inputs[: len(made.graph.constants)])
+    arguments = jax.tree.unflatten(traced.in_tree, inputs[len(constants) :])
+
+    def step(constants: tuple[Any, ...], *args: Any) -> Any:
+        return jax.tree.unflatten(traced.out_tree, made.function(*constants, *jax.tree.leaves(args)))
+
+    step.__name__ = traced.name
+    replaced = frozenset(traced.argument_of[i] for i in traced.tied)
+    jitted = jax.jit(
+        step,
+        in_shardings=(constants, *arguments),
+        out_shardings=jax.tree.unflatten(traced.out_tree, results),
+        donate_argnums=tuple(i + 1 for i in sorted(replaced)),
+    )
+    shapes = tuple(jax_compat.shape_of(c) for c in made.graph.constants)
+    executable = jitted.lower(shapes, *jax.tree.unflatten(traced.in_tree, traced.in_avals)).compile()
+    return Compiled(
+        plan=plan,
+        traced=traced,
+        executable=executable,
+        constants=made.graph.constants,
+        constant_shardings=constants,
+        shardings=arguments,
+        donated=replaced,
+    )
+
+
+def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
+    """Compiles a step for the devices of a mesh that need not be here; what comes back cannot be run."""
+    traced, plan = step._planned(args)
+    return build(traced, plan, mesh, step._rule_book())
+
+
+def copy_of(args: Sequence[Any]) -> list[Any]:
+    """Arguments whose arrays are copies, so that donating them leaves the originals."""
+    return [jax.tree.map(lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x, a) for a in args]
+
+
 def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
     """Splits the largest dimension that divides by the whole (one-axis) mesh."""
     n = mesh.num_devices
@@ -364,9 +376,10 @@ def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
     return Layout(tuple((0,) if d == chosen else () for d in range(len(shape))))
 
 
-def _on_same_devices(leaves: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    """Whether one jitted identity can move the arrays: all on the devices of the target, none on the host."""
-    return all(isinstance(x, jax.Array) and x.sharding.device_set == s.device_set for x, s in zip(leaves, wanted, strict=True))
+def _lies_as(arg: Any, shardings: Any) -> bool:
+    """Whether all leaves of an argument are arrays that lie as they should."""
+    pairs = zip(jax.tree.leaves(arg), jax.tree.leaves(shardings), strict=True)
+    return all(isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs)
 
 
 def _followed(wanted: PlanOptions, step: Step, traced: TracedStep, name: str) -> PlanOptions:

@@ -6,6 +6,7 @@ import io
 import re
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from autopar.layout import Layout
@@ -100,7 +101,7 @@ def diff(one: PlanRecord, other: PlanRecord) -> str:
         return "the plans are the same"
     shown = Table("what", "this plan", "other plan")
     for row in differing:
-        shown.add_row(*row)
+        shown.add_row(*map(escape, row))
     out.table(shown)
     return out.text()
 
@@ -148,7 +149,8 @@ def _values_table(record: PlanRecord, mesh: LogicalMesh) -> Table:
         name = values[0].path if len(values) == 1 else _pattern(values[0].path)
         local = sum(v.nbytes for v in values) // layout.shards(mesh)
         shape_text = "x".join(map(str, shape)) or "scalar"
-        shown.add_row(name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", layout.text(mesh), _bytes(local))
+        row = (name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", layout.text(mesh), _bytes(local))
+        shown.add_row(*map(escape, row))
     return shown
 
 
@@ -166,13 +168,14 @@ def _modules_table(record: PlanRecord) -> Table:
             total[1] += c.sent_bytes
         lines = [f"{n:g} {kind} {'*'.join(axes)} {_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
         name = (rows[0].module if len(rows) == 1 else f"{pattern} ({len(rows)}x)") or "(no module)"
-        shown.add_row(
+        cells = (
             name,
             "\n".join(splits) or "-",
             "\n".join(lines) or "nothing",
             _seconds(sum(row.compute_time_s for row in rows)),
             _seconds(sum(c.time_s for row in rows for c in row.collectives)),
         )
+        shown.add_row(*map(escape, cells))
     return shown
 
 

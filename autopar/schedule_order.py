@@ -1,7 +1,7 @@
 """The order in which XLA runs kernels.
 
-On TPU and GPU XLA schedules so as to need little memory: here kernels keep their program order, except that one which frees at
-least as much as it takes runs as soon as it can, as the update of a parameter does once its gradient is there.
+On TPU and GPU XLA schedules so as to need little memory: here kernels keep their program order, except that one which
+frees at least as much as it takes runs as soon as it can, as the update of a parameter does once its gradient is there.
 On CPU it runs breadth first, whatever is ready in the order in which it became ready, to keep many threads busy.
 """
 

@@ -1,0 +1,197 @@
+"""The operations of a program as the prediction of memory sees them, and what differs between XLA's compilers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+
+# Computed once and kept rather than computed again in each kernel that reads it (XLA's InstructionFusion::IsExpensive).
+EXPENSIVE = frozenset(
+    {
+        "exp", "exp2", "expm1", "log", "log1p", "tanh", "sinh", "cosh", "tan", "sin", "cos", "asin", "acos", "atan",
+        "asinh", "acosh", "atanh", "atan2", "logistic", "erf", "erfc", "erf_inv", "pow", "sqrt", "rsqrt", "cbrt", "rem",
+        "lgamma", "digamma", "igamma", "random_bits", "threefry2x32", "random_gamma",
+    }
+)  # fmt: skip
+REDUCTIONS = frozenset(
+    {
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_and",
+        "reduce_or",
+        "reduce_xor",
+        "argmax",
+        "argmin",
+    }
+)
+MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+RANDOM_BITS = frozenset({"random_bits", "threefry2x32"})
+# New names for memory that is already there.
+ALIASES = frozenset({"reshape", "squeeze", "expand_dims", "copy", "bitcast_convert_type", "optimization_barrier"})
+BARRIER = "optimization_barrier"
+# Kernels that are not elementwise but compute what they read on the way in.
+ABSORBING = REDUCTIONS | {
+    "dynamic_update_slice",
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+    "concatenate",
+    "pad",
+    "stack",
+}
+# Elementwise operations whose operands jax broadcasts by itself.
+ARITHMETIC = frozenset({"add", "sub", "mul", "div", "max", "min", "add_any", "pow", "rem", "atan2"})
+# An operand this much smaller than the result, and larger than a scalar, has been broadcast (types differ by up to 8).
+BROADCAST_RATIO, SCALAR_BYTES = 16, 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """What differs between XLA's compilers.
+
+    Attributes:
+        breadth_first: Runs kernels in the order in which they become ready, whatever memory that needs.
+        keeps_barriers: Recomputes what `jax.checkpoint` says; else finds that it has computed it before, and keeps it.
+        writes_row_operands: Computes a reduction over the last dimension, what is made of its result and what leads to
+            it in one kernel of a library, for which broadcasts, and values that others read too, are written first.
+        products_absorb: Computes what a matrix product reads on the way in, however expensive, again for each product.
+        products_round: Keeps what only matrix products read, and made, in the 16 bits that their precision looks at.
+        widens_half_precision: Copies the 16-bit operands of matrix products to 32 bits.
+    """
+
+    breadth_first: bool
+    keeps_barriers: bool
+    writes_row_operands: bool
+    products_absorb: bool
+    products_round: bool
+    widens_half_precision: bool
+
+
+CPU = Compiler(
+    breadth_first=True,
+    keeps_barriers=True,
+    writes_row_operands=True,
+    products_absorb=False,
+    products_round=False,
+    widens_half_precision=True,
+)
+GPU = Compiler(
+    breadth_first=False,
+    keeps_barriers=True,
+    writes_row_operands=False,
+    products_absorb=False,
+    products_round=False,
+    widens_half_precision=False,
+)
+TPU = dataclasses.replace(GPU, products_absorb=True, products_round=True)
+
+
+def compiler_for(platform: str, jax_version: tuple[int, ...]) -> Compiler:
+    """XLA's compiler for a platform as jax names it: `cpu`, `gpu` (`cuda`, `rocm`) or `tpu`.
+
+    Raises:
+        ValueError: Another platform.
+    """
+    match platform:
+        case "cpu":
+            # Up to jax 0.10 the CPU compiler undoes rematerialisation.
+            return CPU if jax_version >= (0, 11) else dataclasses.replace(CPU, keeps_barriers=False)
+        case "gpu" | "cuda" | "rocm":
+            return GPU
+        case "tpu":
+            return TPU
+        case _:
+            raise ValueError(f"expected the platform cpu, gpu, cuda, rocm or tpu, got {platform!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One operation. Sizes of its values are per device, after sharding; ids are unique in the whole program.
+
+    Attributes:
+        kind: Name of the jax primitive.
+        fusible: Elementwise, or moving or making values: XLA can compute it inside the kernels that read it.
+        body: For a loop its body. For a `cond` one step of kind `branch` for each branch, with a body of its own.
+        trips: How often the body runs.
+        body_inputs: Names of the inputs inside of the body, one for each of `inputs`, in jax's order: constants,
+            carried values, stacked values of which each turn reads one slice.
+        body_outputs: What the body hands back, one for each of `outputs`: carried values, slices to be stacked.
+        num_constants: How many of the inputs are constants of the loop.
+        num_carried: How many of the inputs, and of the outputs, are carried from turn to turn.
+        reduces_last: For a reduction, whether it runs over the last dimension.
+        half_precision: Its inputs are 16-bit floats, of which a CPU's matrix products need 32-bit copies.
+        key: Steps with equal keys and equal inputs compute the same. None is equal to nothing.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kind: str
+    fusible: bool
+    body: tuple[Step, ...] = ()
+    trips: int = 1
+    body_inputs: tuple[int, ...] = ()
+    body_outputs: tuple[int, ...] = ()
+    num_constants: int = 0
+    num_carried: int = 0
+    reduces_last: bool = True
+    half_precision: bool = False
+    key: Hashable = None
+
+
+def with_broadcasts(steps: Sequence[Step], nbytes: Mapping[int, int]) -> tuple[tuple[Step, ...], dict[int, int]]:
+    """Spells out the broadcast of each operand that is smaller than the result, once for all operations that need it.
+
+    Returns the steps, and for each new value (ids below zero) the value whose size it has.
+    """
+    like: dict[int, int] = {}
+    return _spelled_out(steps, nbytes, like), like
+
+
+def _spelled_out(steps: Sequence[Step], nbytes: Mapping[int, int], like: dict[int, int]) -> tuple[Step, ...]:
+    done: list[Step] = []
+    known: dict[tuple[int, int], int] = {}
+    alias: dict[int, int] = {}
+    for step in steps:
+        if step.kind in ALIASES:
+            for v, out in zip(step.inputs, step.outputs, strict=False):
+                alias[out] = alias.get(v, v)
+        elif step.body:
+            step = dataclasses.replace(step, body=_spelled_out(step.body, nbytes, like))
+        elif step.kind in ARITHMETIC:
+            (out,) = step.outputs
+            inputs = list(step.inputs)
+            for i, v in enumerate(inputs):
+                if SCALAR_BYTES < nbytes[v] <= nbytes[out] // BROADCAST_RATIO:
+                    key = (alias.get(v, v), nbytes[out])
+                    if key not in known:
+                        known[key] = -1 - len(like)
+                        like[known[key]] = out
+                        done.append(Step(inputs=(v,), outputs=(known[key],), kind="broadcast_in_dim", fusible=True))
+                    inputs[i] = known[key]
+            if inputs != list(step.inputs):
+                step = dataclasses.replace(step, inputs=tuple(inputs))
+        done.append(step)
+    return tuple(done)
+
+
+def without_recomputation(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Drops barriers, and steps that compute again what an earlier step has computed."""
+    done: list[Step] = []
+    same: dict[int, int] = {}
+    known: dict[Hashable, tuple[int, ...]] = {}
+    for step in steps:
+        inputs = tuple(same.get(v, v) for v in step.inputs)
+        if step.kind == BARRIER:
+            same.update(zip(step.outputs, inputs, strict=True))
+            continue
+        if step.key is not None:
+            before = known.setdefault((step.key, inputs), step.outputs)
+            if before is not step.outputs:
+                same.update(zip(step.outputs, before, strict=True))
+                continue
+        if step.body:
+            step = dataclasses.replace(step, body=without_recomputation(step.body))
+        done.append(step if inputs == step.inputs else dataclasses.replace(step, inputs=inputs))
+    return tuple(done)

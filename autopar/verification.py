@@ -1,0 +1,166 @@
+"""Holding a plan against the truth: the program XLA compiled, and the numbers of plain `jax.jit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from autopar import elsewhere, hlo, jax_compat
+from autopar.api import Compiled, Step, compile_on, copy_of
+from autopar.errors import InvalidArgumentError
+from autopar.record import Predicted
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One quantity, predicted and as compiled."""
+
+    name: str
+    predicted: float
+    compiled: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over compiled; 1 where both are zero."""
+        if self.compiled == 0:
+            return 1.0 if self.predicted == 0 else float("inf")
+        return self.predicted / self.compiled
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """A plan beside its compiled program.
+
+    `collectives`: bytes that each device sends in a step, by kind, and their sum (`total`); `counts` how many run.
+    `peak`: bytes of one device. `difference`: the largest difference of a result leaf from plain `jax.jit`, divided by
+    that leaf's largest value, with the leaf's path; None where the numbers could not be compared (shapes only, or
+    compiled for other hardware).
+    """
+
+    target: str
+    collectives: tuple[Compared, ...]
+    counts: tuple[Compared, ...]
+    peak: Compared
+    difference: float | None
+    worst_leaf: str
+
+    @property
+    def total(self) -> Compared:
+        return self.collectives[-1]
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=100, no_color=True, highlight=False)
+        shown = Table(f"verified on {self.target}", "predicted", "compiled", "ratio")
+        for row in self.collectives:
+            shown.add_row(f"{row.name}, bytes", f"{row.predicted:,.0f}", f"{row.compiled:,.0f}", f"{row.ratio:.4f}")
+        for row in self.counts:
+            shown.add_row(f"{row.name}, count", f"{row.predicted:g}", f"{row.compiled:g}", f"{row.ratio:.3f}")
+        peak = self.peak
+        shown.add_row("peak memory, bytes", f"{peak.predicted:,.0f}", f"{peak.compiled:,.0f}", f"{peak.ratio:.3f}")
+        console.print(shown)
+        if self.difference is not None:
+            console.print(
+                f"numbers: at most {self.difference:.2e} of a leaf's largest value from plain jax.jit ({self.worst_leaf})",
+                markup=False,
+            )
+        return buffer.getvalue().rstrip()
+
+
+def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verification:
+    """Compiles a step and holds its plan against the compiled program, and its numbers against plain `jax.jit`.
+
+    Args:
+        step: What `autopar.parallelize` made.
+        args: Its arguments, arrays or `jax.ShapeDtypeStruct`s (then no numbers are compared). Nothing is donated.
+        compile_for: Hardware that need not be here, such as "tpu:v5e:2x4" (needs the extra `autopar[tpu]`).
+
+    Raises: what planning and compiling raise.
+    """
+    if not isinstance(step, Step):
+        raise InvalidArgumentError(
+            where="autopar.verify",
+            expected="a step made by autopar.parallelize",
+            got=type(step).__name__,
+            hint="decorate the function first: verify(autopar.parallelize(fun), ...)",
+        )
+    if compile_for is None:
+        compiled, target = step.compile(*args), f"{jax.default_backend()} x {step.plan(*args).mesh.num_devices}"
+    else:
+        plan = step.plan(*args)
+        mesh = elsewhere.target_mesh(compile_for, plan.mesh.axis_sizes, plan.mesh.axis_names)
+        compiled, target = compile_on(step, mesh, *args), compile_for
+    collectives, counts = compare_collectives(compiled.plan.predicted, compiled.as_text())
+    difference, worst = None, ""
+    arrays = all(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
+    if compile_for is None and arrays:
+        difference, worst = compare_numbers(step, compiled, args)
+    return Verification(
+        target=target,
+        collectives=collectives,
+        counts=counts,
+        peak=Compared(
+            name="peak",
+            predicted=float(compiled.plan.predicted.peak_bytes[0]),
+            compiled=float(jax_compat.peak_bytes(compiled.memory_analysis())),
+        ),
+        difference=difference,
+        worst_leaf=worst,
+    )
+
+
+def compare_collectives(predicted: Predicted, text: str) -> tuple[tuple[Compared, ...], tuple[Compared, ...]]:
+    """(bytes by kind and in all, counts by kind): predicted beside those of an optimised HLO module."""
+    expected = predicted.by_kind()
+    found = hlo.traffic(hlo.collectives(text))
+    kinds = dict.fromkeys((*expected, *(k.value for k in found.count)))
+    sent = {k.value: b for k, b in found.bytes.items()}
+    count = {k.value: n for k, n in found.count.items()}
+    collectives = [
+        Compared(name=k, predicted=expected.get(k, (0.0, 0.0))[1], compiled=sent.get(k, 0.0)) for k in kinds
+    ]
+    collectives.append(Compared(name="total", predicted=predicted.sent_bytes, compiled=found.total_bytes))
+    counts = [Compared(name=k, predicted=expected.get(k, (0.0, 0.0))[0], compiled=count.get(k, 0)) for k in kinds]
+    return tuple(collectives), tuple(counts)
+
+
+def compare_numbers(step: Step, compiled: Compiled, args: Sequence[Any]) -> tuple[float, str]:
+    """(largest relative difference of a result leaf from plain `jax.jit`, its path). The arguments survive."""
+    expected = step.plain(*args)
+    got = step(*copy_of(args))
+    worst, where = 0.0, ""
+    paths = compiled.traced.out_paths
+    for path, a, b in zip(paths, jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        difference = leaf_difference(a, b)
+        if difference > worst or not where:
+            worst, where = difference, path
+    return worst, where
+
+
+def leaf_difference(expected: Any, got: Any) -> float:
+    """Largest absolute difference of two arrays over the largest finite value of the expected one; 0 for equal ones.
+
+    Values that are not finite must stand in the same places, else the difference is infinite.
+    """
+    if jax_compat.is_key_dtype(expected.dtype):
+        expected, got = jax.random.key_data(expected), jax.random.key_data(got)
+    a, b = np.asarray(expected), np.asarray(got)
+    if a.dtype.kind in "biu":
+        a, b = a.astype(np.float64), b.astype(np.float64)
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    finite = np.isfinite(a)
+    if not np.array_equal(finite, np.isfinite(b)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    scale = float(np.abs(a[finite]).max())
+    difference = float(np.abs(a[finite] - b[finite]).max())
+    return difference / scale if scale else difference
