@@ -1,0 +1,217 @@
+"""Every case of the zoo in parallel against plain `jax.jit`, from the same state and batches.
+
+    python -m benchmarks.correctness                             all cases on 1, 2, 4 and 8 devices
+    python -m benchmarks.correctness gpt mlp --devices 8
+    python -m benchmarks.correctness --published --hardware local
+
+Each case runs in a process of its own, so that one that crashes or hangs is a row of the table and not the end of it.
+The table of a full run is kept in benchmarks/results/correctness.md.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import autopar
+from benchmarks.zoo import CASES, Case
+from benchmarks.zoo.comparison import worst_difference
+from benchmarks.zoo.published import PUBLISHED
+
+RESULTS = Path(__file__).parent / "results" / "correctness.md"
+DEVICES = (1, 2, 4, 8)
+STEPS = 3
+TIMEOUT_S = 900.0  # of one case on one number of devices
+
+ALL_CASES: dict[str, Callable[..., Case]] = CASES | {
+    name: case for cases in PUBLISHED.values() for name, case in cases.items()
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One case on one number of devices. `failure` is the last line of what a run that died said."""
+
+    case: str
+    devices: int
+    mesh: str = ""
+    split: str = ""
+    loss: float | None = None
+    state: float | None = None
+    worst_leaf: str = ""
+    tolerance: float | None = None
+    seconds: float | None = None
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure and max(self.loss, self.state) <= self.tolerance
+
+
+def cluster_of(hardware: str, num_devices: int) -> autopar.Cluster:
+    """The devices of this program as they are ("local"), or with next to no speed ("slow").
+
+    Sending costs more than computing such small cases, so that the best plan for real devices computes everything
+    everywhere. On slow devices the best plan splits all that can be split.
+    """
+    cluster = autopar.Cluster.local(num_devices=num_devices)
+    if hardware == "local":
+        return cluster
+    rates = tuple((dtype, rate * 1e-6) for dtype, rate in cluster.device.peak_flops)
+    memory_rate = cluster.device.peak_memory_bytes_per_s * 1e-6
+    device = dataclasses.replace(cluster.device, peak_flops=rates, peak_memory_bytes_per_s=memory_rate)
+    return dataclasses.replace(cluster, device=device)
+
+
+def run_case(case: Case, hardware: str, num_devices: int) -> Row:
+    """Trains `STEPS` steps both ways and compares losses (and all other metrics) and the last states."""
+    start_s = time.perf_counter()
+    initial = jax.jit(case.init)(jax.random.key(0))
+    plain = jax.jit(case.step)
+    parallel = autopar.parallelize(
+        case.step, cluster=cluster_of(hardware, num_devices), cache_dir=None, show_progress=False
+    )
+    expected, state = initial, jax.tree.map(lambda leaf: leaf.copy(), initial)  # the parallel step donates its state
+    loss = 0.0
+    for seed in range(STEPS):
+        expected, expected_metrics = plain(expected, case.batch(seed))
+        state, metrics = parallel(state, parallel.put_batch(case.batch(seed)))
+        loss = max(loss, worst_difference(case, expected_metrics, metrics).relative)
+    worst = worst_difference(case, expected, state)
+    plan = parallel.plan(state, case.batch(0))
+    shardings = jax.tree.leaves((plan.state_shardings, plan.batch_shardings))
+    split = sum(not sharding.is_fully_replicated for sharding in shardings)
+    return Row(
+        case=case.name,
+        devices=num_devices,
+        mesh="x".join(map(str, plan.record.axis_sizes)),
+        split=f"{split}/{len(shardings)}",
+        loss=loss,
+        state=worst.relative,
+        worst_leaf=worst.path if worst.relative > 0 else "",
+        tolerance=case.tolerance,
+        seconds=time.perf_counter() - start_s,
+    )
+
+
+def work(name: str, hardware: str, devices: list[int]) -> None:
+    """Prints a row in JSON for each number of devices."""
+    jax.config.update("jax_num_cpu_devices", max(DEVICES))
+    for num_devices in devices:
+        row = run_case(ALL_CASES[name](), hardware, num_devices)
+        print(json.dumps(dataclasses.asdict(row)), flush=True)
+
+
+def rows_of(name: str, hardware: str, devices: list[int]) -> Iterator[Row]:
+    """Runs `work` in a process, and in another one for the devices that are left where it dies."""
+    remaining = list(devices)
+    while remaining:
+        command = [sys.executable, "-m", "benchmarks.correctness", "--worker", name, "--hardware", hardware]
+        command += ["--devices", *map(str, remaining)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S * len(remaining))
+            output, failure = done.stdout, last_line(done.stderr) if done.returncode else ""
+        except subprocess.TimeoutExpired as expired:
+            output = (expired.stdout or b"").decode()
+            failure = f"no result after {TIMEOUT_S * len(remaining):.0f} s"
+        rows = [Row(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
+        yield from rows
+        remaining = remaining[len(rows) :]
+        if remaining:
+            yield Row(case=name, devices=remaining.pop(0), failure=failure)
+
+
+def last_line(text: str) -> str:
+    """The last line of a traceback that says something; jax's notes on hidden frames follow it."""
+    lines = [line for line in text.splitlines() if line and line[0] not in " -" and not line.startswith("For simpl")]
+    return lines[-1] if lines else "died without a word"
+
+
+HEADINGS = ("case", "devices", "mesh", "split leaves", "metrics", "state", "tolerance", "s", "")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    if row.failure:
+        return (row.case, str(row.devices), *[""] * 6, "FAILED")
+    numbers = (f"{row.loss:.1e}", f"{row.state:.1e}", f"{row.tolerance:.0e}", f"{row.seconds:.0f}")
+    return (row.case, str(row.devices), row.mesh, row.split, *numbers, "" if row.passed else "WRONG")
+
+
+def notes_of(rows: list[Row]) -> list[str]:
+    """What there is to say of the rows that did not pass."""
+    return [
+        f"{row.case} on {row.devices}: {row.failure or f'differs most in {row.worst_leaf}'}"
+        for row in rows
+        if not row.passed
+    ]
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table(title="Three steps in parallel against plain jax.jit")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "case" else "right")
+    for row in rows:
+        table.add_row(*cells(row), style="" if row.passed else "red")
+    return table
+
+
+def markdown_of(rows: list[Row], hardware: str) -> str:
+    good = sum(row.passed for row in rows)
+    lines = [
+        "# The zoo in parallel against plain jax.jit",
+        "",
+        f"`python -m benchmarks.correctness`, jax {jax.__version__}, {STEPS} steps from the same state and batches, "
+        f"devices: {hardware}. Differences are max |difference| / max |leaf|, of the worst leaf. "
+        f"{good} of {len(rows)} within tolerance.",
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "|" + "---|" * len(HEADINGS),
+        *("| " + " | ".join(cells(row)) + " |" for row in rows),
+        "",
+        *(f"- {note}" for note in notes_of(rows)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(ALL_CASES)}")
+    parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES), choices=DEVICES)
+    parser.add_argument("--published", action="store_true", help="other people's models too")
+    parser.add_argument("--hardware", choices=("slow", "local"), default="slow", help="see cluster_of")
+    parser.add_argument(
+        "--output", type=Path, help=f"where to keep the table (default, for a full run: {RESULTS.name})"
+    )
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if unknown := [name for name in args.cases if name not in ALL_CASES]:
+        parser.error(f"no case is called {unknown[0]!r}; the cases are {', '.join(ALL_CASES)}")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.worker:
+        work(args.worker, args.hardware, args.devices)
+        return 0
+    names = args.cases or list(ALL_CASES if args.published else CASES)
+    rows = [row for name in track(names, "cases") for row in rows_of(name, args.hardware, args.devices)]
+    Console().print(table_of(rows), *notes_of(rows), sep="\n")
+    full = not args.cases and args.devices == list(DEVICES)
+    if output := args.output or (RESULTS if full else None):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(markdown_of(rows, args.hardware))
+    return 0 if all(row.passed for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
