@@ -1,20 +1,24 @@
-"""The integer program, formulas (1), (2), (4) and (5) of DESIGN section 4 ((3) is in tying.py), built in bulk and solved by OR-tools.
-
-Strategies and pairs of infinite cost are left out, not priced. Edge variables are continuous: given 0-1 node variables, the row and
-column sums of (2) leave only 0 and 1.
-"""
+"""The integer program solved by OR-tools, memory rows brought in as they are broken."""
 
 from __future__ import annotations
 
 import datetime
 import enum
 import math
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .livespans import Row
+from .flat import Flat
+from .livespans import Row, can_bind, row_at, shares, used, worst_rows
 from .problem import Problem
+from .program import Program, build
+
+THREADS = 2
+ROWS_AT_ONCE = 40  # rows added where the last answer broke them: few rounds, and few rows that never bind
+WHOLE = 64  # a problem with no more rows than this gets all of them at once
 
 
 class Backend(enum.Enum):
@@ -26,20 +30,6 @@ class Backend(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """Columns, rows and coefficients; the first columns are x[g, s], node after node, then y[e, s, t] of the pairs allowed."""
-
-    objective: np.ndarray
-    row_lower: np.ndarray
-    row_upper: np.ndarray
-    entry_row: np.ndarray
-    entry_column: np.ndarray
-    entry_value: np.ndarray
-    first: np.ndarray  # of node g: the column of x[g, 0]
-    strategies: int  # columns below this are node variables
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """What a backend found: choice None when there is none; proven says that the search ended by itself."""
 
@@ -48,104 +38,50 @@ class Answer:
     proven: bool
 
 
-class _Rows:
-    """Rows as they are added, in arrays."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How to solve: deadline on the clock of time.perf_counter, gap at which an answer is good enough, seed of the backend."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.lower: list[np.ndarray] = []
-        self.upper: list[np.ndarray] = []
-        self.row: list[np.ndarray] = []
-        self.column: list[np.ndarray] = []
-        self.value: list[np.ndarray] = []
-
-    def add(self, lower: np.ndarray, upper: np.ndarray, row: np.ndarray, column: np.ndarray, value: np.ndarray) -> None:
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.row.append(row + self.count)
-        self.column.append(column)
-        self.value.append(value)
-        self.count += len(lower)
+    backend: Backend
+    deadline: float
+    relative_gap: float
+    seed: int
 
 
-def build(problem: Problem, memory: tuple[Row, ...]) -> Program:
-    """The whole program; the problem must have no parallel edges and no edge from a node to itself."""
-    sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
-    first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    rows = _Rows()
-    one_strategy_per_node(rows, sizes)
-    edge_cost = edge_variables(rows, problem, first)
-    memory_limit(rows, memory, first)
-    return Program(
-        objective=total_cost(problem, edge_cost),
-        row_lower=np.concatenate(rows.lower),
-        row_upper=np.concatenate(rows.upper),
-        entry_row=np.concatenate(rows.row),
-        entry_column=np.concatenate(rows.column),
-        entry_value=np.concatenate(rows.value),
-        first=first,
-        strategies=int(first[-1]),
-    )
+def solve_lazily(problem: Problem, flat: Flat, settings: Settings, *, rows: Sequence[int] = ()) -> Answer:
+    """The program with the rows given, then with those its answer breaks, until it breaks none.
+
+    flat: the arrays of the problem; its memory may count more than the problem's own uses. The linear relaxation finds most of
+    the rows that matter. A choice is returned only if it fits; the bound holds for all of the rows, being of fewer.
+    """
+    binding = can_bind(flat)
+    taken = set(binding.tolist()) if len(binding) <= WHOLE else set(rows)
+    relaxed = len(binding) > WHOLE and not taken
+    bound = -math.inf
+    while True:
+        program = build(problem, [row_at(flat, row) for row in sorted(taken)])
+        values, answer = run(program, settings, integers=not relaxed)
+        bound = max(bound, answer.bound)
+        if values is None:
+            return Answer(choice=None, bound=bound, proven=answer.proven)
+        share = values[: program.strategies] if relaxed else shares(flat, answer.choice or ())
+        over = used(flat, share) - flat.room
+        over[sorted(taken)] = 0.0  # within the solver's tolerance, or exactly checked by the caller
+        fresh = worst_rows(np.where(over > 1e-6 * np.maximum(flat.room, 1), over, 0.0), most=ROWS_AT_ONCE)
+        if not fresh and not relaxed:
+            fits = not len(flat.room) or bool((used(flat, share) <= flat.room).all())
+            return Answer(choice=answer.choice if fits else None, bound=bound, proven=answer.proven and fits)
+        if time.perf_counter() > settings.deadline:
+            return Answer(choice=None, bound=bound, proven=False)
+        relaxed = relaxed and bool(fresh)
+        taken.update(fresh)
 
 
-def one_strategy_per_node(rows: _Rows, sizes: np.ndarray) -> None:
-    """(1) sum over s of x[g, s] = 1."""
-    ones = np.ones(len(sizes))
-    total = int(sizes.sum())
-    rows.add(ones, ones, np.repeat(np.arange(len(sizes)), sizes), np.arange(total), np.ones(total))
+def run(program: Program, settings: Settings, *, integers: bool = True) -> tuple[np.ndarray | None, Answer]:
+    """Run a backend; the values of all columns (None when it found none) and the answer. A relaxation's choice is None.
 
-
-def edge_variables(rows: _Rows, problem: Problem, first: np.ndarray) -> list[np.ndarray]:
-    """(2) sum over t of y[e, s, t] = x[g, s] and sum over s of y[e, s, t] = x[h, t], over the pairs allowed; returns their costs."""
-    costs: list[np.ndarray] = []
-    column = int(first[-1])
-    for edge in problem.edges:
-        s, t = np.nonzero(np.isfinite(edge.cost))
-        costs.append(edge.cost[s, t])
-        pairs = np.arange(column, column + len(s))
-        column += len(s)
-        for node, own, count in ((edge.source, s, edge.cost.shape[0]), (edge.target, t, edge.cost.shape[1])):
-            zero = np.zeros(count)
-            mine = np.arange(count)
-            rows.add(
-                zero,
-                zero,
-                np.concatenate([own, mine]),
-                np.concatenate([pairs, first[node] + mine]),
-                np.concatenate([np.ones(len(s)), np.full(count, -1.0)]),
-            )
-    return costs
-
-
-def memory_limit(rows: _Rows, memory: tuple[Row, ...], first: np.ndarray) -> None:
-    """(4) at each time that can bind: sum over live nodes and s of bytes[g, s] x[g, s] <= what the constant part leaves."""
-    for row in memory:
-        scale = float(max(1, row.room))  # bytes reach 1e11: solvers' tolerances are absolute
-        columns = np.concatenate(
-            [first[node] + np.arange(len(size)) for node, size in zip(row.nodes, row.bytes, strict=True)]
-        )
-        sizes = np.concatenate(row.bytes) / scale
-        used = sizes > 0
-        upper = np.array([row.room / scale])
-        rows.add(np.array([-math.inf]), upper, np.zeros(int(used.sum()), dtype=np.int64), columns[used], sizes[used])
-
-
-def total_cost(problem: Problem, edge_cost: list[np.ndarray]) -> np.ndarray:
-    """(5) sum over x of node cost + sum over y of edge cost."""
-    return np.concatenate([*problem.node_cost, *edge_cost])
-
-
-def solve_program(
-    program: Program,
-    *,
-    backend: Backend,
-    time_limit_s: float,
-    relative_gap: float,
-    seed: int,
-    threads: int,
-    hint: tuple[int, ...] | None = None,
-) -> Answer:
-    """Run a backend on the program; costs are scaled to a largest absolute value of 1e6 before, for its tolerances."""
+    Costs are scaled to a largest absolute value of 1e6 before, for the solvers' absolute tolerances.
+    """
     from ortools.math_opt import model_pb2
     from ortools.math_opt.python import mathopt
 
@@ -154,8 +90,8 @@ def solve_program(
     proto = model_pb2.ModelProto()
     proto.variables.ids.extend(range(columns))
     proto.variables.lower_bounds.extend(np.zeros(columns).tolist())
-    proto.variables.upper_bounds.extend(np.ones(columns).tolist())
-    proto.variables.integers.extend((np.arange(columns) < program.strategies).tolist())
+    proto.variables.upper_bounds.extend(program.column_upper.tolist())
+    proto.variables.integers.extend((integers & (np.arange(columns) < program.strategies)).tolist())
     priced = np.flatnonzero(program.objective)
     proto.objective.linear_coefficients.ids.extend(priced.tolist())
     proto.objective.linear_coefficients.values.extend((program.objective[priced] * scale).tolist())
@@ -173,28 +109,26 @@ def solve_program(
         Backend.CP_SAT: mathopt.SolverType.CP_SAT,
         Backend.SCIP: mathopt.SolverType.GSCIP,
     }
-    settings = mathopt.SolveParameters(
-        time_limit=datetime.timedelta(seconds=max(time_limit_s, 0.01)),
-        relative_gap_tolerance=relative_gap,
-        absolute_gap_tolerance=0.0,
-        random_seed=seed,
-        threads=threads if backend is Backend.CP_SAT else None,  # MathOpt does not pass it on to the others
+    backend = settings.backend if integers else Backend.HIGHS  # the others have no relaxation to give
+    parameters = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=max(settings.deadline - time.perf_counter(), 0.01)),
+        relative_gap_tolerance=settings.relative_gap if integers else None,
+        absolute_gap_tolerance=0.0 if integers else None,
+        random_seed=settings.seed,
+        threads=THREADS if backend is Backend.CP_SAT else None,  # MathOpt does not pass it on to the others
     )
-    hints = []
-    if hint is not None:
-        chosen = set((program.first[:-1] + np.asarray(hint)).tolist())
-        values = {model.get_variable(i): float(i in chosen) for i in range(program.strategies)}
-        hints.append(mathopt.SolutionHint(variable_values=values))
-    result = mathopt.solve(
-        model, kinds[backend], params=settings, model_params=mathopt.ModelSolveParameters(solution_hints=hints)
-    )
+    result = mathopt.solve(model, kinds[backend], params=parameters)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
-        return Answer(choice=None, bound=math.inf, proven=True)
+        return None, Answer(choice=None, bound=math.inf, proven=True)
     bound = result.dual_bound() / scale
     if not result.has_primal_feasible_solution():
-        return Answer(choice=None, bound=bound, proven=False)
-    values = result.variable_values()
-    taken = np.array([values[model.get_variable(i)] for i in range(program.strategies)])
+        return None, Answer(choice=None, bound=bound, proven=False)
+    stored = result.variable_values()
+    values = np.array([stored[variable] for variable in model.variables()])
+    proven = reason is mathopt.TerminationReason.OPTIMAL
+    if not integers:
+        return values, Answer(choice=None, bound=bound if proven else -math.inf, proven=proven)
+    taken = values[: program.strategies]
     choice = tuple(int(taken[a:b].argmax()) for a, b in zip(program.first[:-1], program.first[1:], strict=True))
-    return Answer(choice=choice, bound=bound, proven=reason is mathopt.TerminationReason.OPTIMAL)
+    return values, Answer(choice=choice, bound=bound, proven=proven)

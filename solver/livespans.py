@@ -1,12 +1,14 @@
-"""Memory over time, reduced to the rows that can bind: formula (4) needs no others."""
+"""Memory rows of formula (4): which times need one, what they hold, and why a problem may not fit at all."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .flat import Flat
 from .problem import Infeasibility, Problem
 
 
@@ -20,69 +22,74 @@ class Row:
     room: int  # the limit less the least that every live node holds; negative = cannot fit
 
 
-def binding_rows(problem: Problem) -> tuple[Row, ...]:
-    """The rows of formula (4) that some choice can break, without those that the row before or after them implies.
-
-    A row implies another when it has all of its live nodes and no less constant memory: what is left are the maximal cliques
-    of the interval graph, but for those that the largest choices cannot break.
-    """
-    if problem.limit_bytes is None:
-        return ()
-    starts: dict[int, list[int]] = defaultdict(list)
-    stops: dict[int, list[int]] = defaultdict(list)
-    least = [int(use.bytes.min()) for use in problem.uses]
-    most = [int(use.bytes.max()) for use in problem.uses]
-    for number, use in enumerate(problem.uses):
-        if use.start < use.stop:
-            starts[use.start].append(number)
-            stops[use.stop].append(number)
-    live: set[int] = set()  # uses that depend on a choice
-    base = peak = 0
-    rows: list[Row] = []
-    held: tuple[int, int, frozenset[int]] | None = None  # time, constant part and live uses of the last row
-    gained = lost = 0  # uses live now and not in the last row; in the last row and not live now
-    for when in sorted(starts.keys() | stops.keys()):
-        for number in stops[when]:
-            base -= least[number]
-            peak -= most[number]
-            if most[number] > least[number]:
-                live.discard(number)
-                if held is not None:
-                    inside = number in held[2]
-                    lost, gained = lost + inside, gained - (not inside)
-        for number in starts[when]:
-            base += least[number]
-            peak += most[number]
-            if most[number] > least[number]:
-                live.add(number)
-                gained += 1
-        if peak <= problem.limit_bytes:
-            continue
-        if held is not None:
-            if gained == 0 and base <= held[1]:
-                continue
-            if lost > 0 or base < held[1]:
-                rows.extend(_row(problem, held[2], least, held[0], held[1]))
-        held = (when, base, frozenset(live))
-        gained = lost = 0
-    if held is not None:
-        rows.extend(_row(problem, held[2], least, held[0], held[1]))
-    return tuple(rows)
+def row_at(flat: Flat, number: int) -> Row:
+    """The row of a number of the flat problem's rows."""
+    spans = np.flatnonzero((flat.low <= number) & (flat.high > number))
+    owners = np.searchsorted(flat.span_first, spans, side="right") - 1
+    widths = np.diff(flat.first)[owners]
+    return Row(
+        time=int(flat.times[number]),
+        nodes=tuple(owners.tolist()),
+        bytes=tuple(
+            flat.bytes[at : at + width]
+            for at, width in zip(flat.span_bytes[spans].tolist(), widths.tolist(), strict=True)
+        ),
+        room=int(flat.room[number]),
+    )
 
 
-def _row(problem: Problem, live: frozenset[int], least: list[int], time: int, base: int) -> list[Row]:
-    limit = problem.limit_bytes
-    assert limit is not None, "rows are made only where there is a limit"
-    extra: dict[int, np.ndarray] = {}
-    for number in sorted(live):
-        use = problem.uses[number]
-        size = use.bytes - least[number]
-        extra[use.node] = extra[use.node] + size if use.node in extra else size
-    room = limit - base
-    assert extra or room >= 0, "the constant memory alone is over the limit: cannot_fit comes first"
-    if sum(int(size.max()) for size in extra.values()) <= room:
-        return []
-    return [Row(time=time, nodes=tuple(extra), bytes=tuple(extra.values()), room=room)]
+def used(flat: Flat, share: np.ndarray) -> np.ndarray:
+    """Bytes beyond the least in every row, (R,), for shares of strategies (strategies,)."""
+    if not len(flat.low):
+        return np.zeros(len(flat.room))
+    owners = np.repeat(np.arange(flat.nodes), np.diff(flat.span_first))
+    width = np.diff(flat.first)[owners]
+    begin = np.concatenate([[0], np.cumsum(width)[:-1]])
+    entry = np.arange(int(width.sum())) - np.repeat(begin, width)
+    held = np.add.reduceat(
+        flat.bytes[np.repeat(flat.span_bytes, width) + entry] * share[np.repeat(flat.first[owners], width) + entry],
+        begin,
+    )
+    change = np.zeros(len(flat.room) + 1)
+    np.add.at(change, flat.low, held)
+    np.add.at(change, flat.high, -held)
+    return change.cumsum()[:-1]
+
+
+def shares(flat: Flat, choice: Sequence[int]) -> np.ndarray:
+    """A choice as a one for each strategy taken."""
+    share = np.zeros(int(flat.first[-1]))
+    share[flat.first[:-1] + np.asarray(choice, dtype=np.int64)] = 1.0
+    return share
+
+
+def can_bind(flat: Flat) -> np.ndarray:
+    """The rows that the largest choices would break, as numbers."""
+    if not len(flat.room):
+        return np.zeros(0, dtype=np.int64)
+    width = np.diff(flat.first)[np.repeat(np.arange(flat.nodes), np.diff(flat.span_first))]
+    change = np.zeros(len(flat.room) + 1, dtype=np.int64)
+    if len(flat.low):
+        begin = np.concatenate([[0], np.cumsum(width)[:-1]])
+        entry = np.arange(int(width.sum())) - np.repeat(begin, width)
+        most = np.maximum.reduceat(flat.bytes[np.repeat(flat.span_bytes, width) + entry], begin)
+        np.add.at(change, flat.low, most)
+        np.add.at(change, flat.high, -most)
+    return np.flatnonzero(change.cumsum()[:-1] > flat.room)
+
+
+def worst_rows(over: np.ndarray, *, most: int) -> list[int]:
+    """The rows most over, at most one of each stretch of time; over: (R,) positive = over."""
+    over = over.copy()
+    width = max(1, len(over) // 400)
+    found: list[int] = []
+    while len(found) < most and len(over):
+        row = int(over.argmax())
+        if over[row] <= 0:
+            break
+        found.append(row)
+        over[max(0, row - width) : row + width + 1] = 0
+    return found
 
 
 def cannot_fit(problem: Problem) -> Infeasibility | None:
@@ -92,10 +99,12 @@ def cannot_fit(problem: Problem) -> Infeasibility | None:
     changes: dict[int, int] = defaultdict(int)
     for use in problem.uses:
         if use.start < use.stop:
-            changes[use.start] += int(use.bytes.min())
-            changes[use.stop] -= int(use.bytes.min())
-    level, worst, worst_time = 0, 0, 0
+            least = int(use.bytes.min())
+            changes[use.start] += least
+            changes[use.stop] -= least
+    level = 0
     times: list[int] = []
+    worst, worst_time = 0, 0
     for when in sorted(changes):
         level += changes[when]
         if level > problem.limit_bytes:
@@ -104,13 +113,18 @@ def cannot_fit(problem: Problem) -> Infeasibility | None:
                 worst, worst_time = level, when
     if not times:
         return None
-    live: dict[int, int] = defaultdict(int)
-    for use in problem.uses:
-        if use.start <= worst_time < use.stop:
-            live[use.node] += int(use.bytes.min())
     return Infeasibility(
         times=tuple(times),
-        nodes=tuple(sorted((n for n in live if live[n] > 0), key=lambda n: -live[n])),
+        nodes=holders(problem, worst_time),
         bytes_over=worst - problem.limit_bytes,
         reason="even the smallest strategies of the nodes live at these times pass the limit",
     )
+
+
+def holders(problem: Problem, when: int) -> tuple[int, ...]:
+    """The nodes that hold memory at a time whatever they choose or may choose, the largest least first."""
+    live: dict[int, int] = defaultdict(int)
+    for use in problem.uses:
+        if use.start <= when < use.stop and use.bytes.any():
+            live[use.node] += int(use.bytes.min())
+    return tuple(sorted(live, key=lambda node: -live[node]))

@@ -4,6 +4,7 @@
     merge_parallel   edges of the same two nodes add up; a node's edge to itself is a node cost
     drop_dominated   strategies that another one always beats (dead-end elimination; Desmet et al. 1992, Goldstein 1994)
     fold_forced      a node with one strategy: its edges become costs of its neighbours
+    merge_followers  nodes that a neighbour settles (in followers.py)
     eliminate        nodes of few neighbours, by min-plus (Bertele and Brioschi 1972; R1 and R2 of Scholz and Eckstein 2002)
 
 Uses are respected throughout: a node that holds memory, where that depends on its choice, is not eliminated, and a strategy is
@@ -13,35 +14,17 @@ dominated only by one that holds no more at any time. Callers that may ignore me
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from .followers import merge_followers
 from .problem import Edge, Infeasibility, Problem, Use
-
-Choice = tuple[int, ...]
-Undo = Callable[[Sequence[int]], Choice]
+from .reduction import Choice, ConflictError, Reduction, chain, size
 
 DOMINANCE_WORK = 40_000_000  # comparisons that one pass of drop_dominated may cost: about a tenth of a second
 TABLE_ENTRIES = 4_000_000  # the largest min-plus table that elimination forms: 32 MB
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reduction:
-    """A smaller problem, the choice for the larger one that belongs to a choice of it, and the cost left out of it."""
-
-    problem: Problem
-    undo: Undo
-    offset: float = 0.0
-
-
-class ConflictError(Exception):
-    """No choice is allowed whatever the memory; carries the reason."""
-
-    def __init__(self, why: Infeasibility):
-        super().__init__(why.reason)
-        self.why = why
 
 
 def reduce_all(problem: Problem) -> Reduction:
@@ -51,24 +34,11 @@ def reduce_all(problem: Problem) -> Reduction:
     """
     total = Reduction(problem=problem, undo=tuple)
     while True:
-        before = _size(total.problem)
-        for step in (merge_parallel, drop_forbidden, fold_forced, eliminate, drop_dominated):
+        before = size(total.problem)
+        for step in (merge_parallel, drop_forbidden, fold_forced, merge_followers, eliminate, drop_dominated):
             total = chain(total, step(total.problem))
-        if _size(total.problem) == before:
+        if size(total.problem) == before:
             return total
-
-
-def chain(first: Reduction, second: Reduction) -> Reduction:
-    """One reduction after another."""
-    return Reduction(
-        problem=second.problem,
-        undo=lambda choice: first.undo(second.undo(choice)),
-        offset=first.offset + second.offset,
-    )
-
-
-def _size(problem: Problem) -> tuple[int, int, int]:
-    return len(problem.node_cost), len(problem.edges), sum(len(cost) for cost in problem.node_cost)
 
 
 def merge_parallel(problem: Problem) -> Reduction:

@@ -1,23 +1,34 @@
 """The solver's one door: reduce, solve what is left, undo, and say what is proven.
 
-Memory mostly does not bind: the problem is first solved without it, exactly and by elimination as far as that goes. Only when the
-answer is over the limit, or when time runs out, do the rows of formula (4) come in.
+Memory mostly does not bind: a problem is first solved without it, exactly and by elimination as far as that goes. If the answer
+passes the limit it is reduced with its memory, and solved by the program of DESIGN section 4 when that is small, by the anytime core
+when it is not; strategies that the core's bound rules out are dropped until the program can finish the proof.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
+
+import numpy as np
 
 from . import checking
 from .checking import relative_gap as gap_of
-from .ilp import Answer, Backend, build, solve_program
-from .livespans import Row, binding_rows, cannot_fit
-from .presolve import ConflictError, Reduction, chain, components, fold_forced, reduce_all
+from .flat import Flat, flatten
+from .ilp import Answer, Backend, Settings, solve_lazily
+from .livespans import can_bind, cannot_fit
+from .presolve import components, reduce_all
 from .problem import Infeasibility, Problem, Solution, Status, validate
+from .reasons import explain
+from .reduction import ConflictError, Reduction
 
-THREADS = 2
+EXACT_ENTRIES = (
+    60_000  # edge variables that the program is given at once: some seconds, see benchmarks/results/solvers.md
+)
+PROOF_ENTRIES = 60_000  # ... and after fixing, to finish a proof
+EXACT_NODES = 5_000  # nodes up to which a problem is tried without its memory first
 
 
 def solve(
@@ -27,100 +38,237 @@ def solve(
     seed: int = 0,
     relative_gap: float = 0.0,
     backend: Backend = Backend.HIGHS,
+    rounds: int | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Solution:
     """The cheapest choice that fits, or the best found by the time limit with its bound and gap.
+
+    rounds: stop the anytime core after this many rounds: with a time limit that is not reached, the answer is the same each time.
+    log: called with a line of progress now and then.
 
     Raises: ValueError when shapes or values of the problem are wrong.
     """
     validate(problem)
-    begun = time.perf_counter()
-    deadline = begun + time_limit_s
+    run = _Run(problem, time_limit_s, seed, relative_gap, backend, rounds, log)
     why = cannot_fit(problem)
     if why is not None:
-        return checking.infeasible(why, time.perf_counter() - begun)
+        return checking.infeasible(why, run.seconds())
     try:
-        free = reduce_all(replace(problem, uses=(), limit_bytes=None))
-        choice, bound = _solve_parts(free, (), deadline, seed, relative_gap, backend)
-        incumbents: list[tuple[float, float]] = []
-        if choice is not None:
-            _, peak = checking.evaluate(problem, choice)
-            if problem.limit_bytes is not None and peak > problem.limit_bytes:
-                choice = None
-        if choice is None and binding_rows(problem):
-            tight = reduce_all(problem)
-            why = cannot_fit(tight.problem)
-            if why is not None:
-                raise ConflictError(why)
-            choice, tight_bound = _solve_parts(
-                tight, binding_rows(tight.problem), deadline, seed, relative_gap, backend
-            )
-            bound = max(bound, tight_bound)
+        if problem.limit_bytes is None or len(problem.node_cost) <= EXACT_NODES:
+            free = _solve_free(run)
+            if free is not None:
+                return run.solution(free)
+        return run.solution(_solve_limited(run))
     except ConflictError as conflict:
-        return checking.infeasible(conflict.why, time.perf_counter() - begun)
-    wall_s = time.perf_counter() - begun
-    if choice is None:
-        if bound == math.inf:
-            why = Infeasibility(times=(), nodes=(), bytes_over=0, reason="the search proved that no choice fits")
-            return checking.infeasible(why, wall_s)
-        return Solution(
-            choice=(), status=Status.UNKNOWN, objective=math.inf, bound=bound, gap=math.inf, wall_s=wall_s, peak_bytes=0
+        return checking.infeasible(conflict.why, run.seconds())
+
+
+class _Run:
+    """One call's settings, clock and incumbents."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        time_limit_s: float,
+        seed: int,
+        relative_gap: float,
+        backend: Backend,
+        rounds: int | None,
+        log: Callable[[str], None] | None,
+    ):
+        self.problem = problem
+        self.begun = time.perf_counter()
+        self.settings = Settings(
+            backend=backend, deadline=self.begun + time_limit_s, relative_gap=relative_gap, seed=seed
         )
-    cost, peak = checking.evaluate(problem, choice)
-    assert cost < math.inf, "the solver chose what is not allowed"
-    assert problem.limit_bytes is None or peak <= problem.limit_bytes, "the solver chose what does not fit"
-    bound = min(bound, cost)
-    gap = gap_of(cost, bound)
-    tolerance = max(relative_gap, 1e-9)  # below this, sums of floats in another order differ
-    return Solution(
-        choice=choice,
-        status=Status.OPTIMAL if gap <= tolerance else Status.FEASIBLE,
-        objective=cost,
-        bound=cost if gap <= 1e-9 else bound,
-        gap=0.0 if gap <= 1e-9 else gap,
-        wall_s=wall_s,
-        peak_bytes=peak,
-        incumbents=(*incumbents, (wall_s, cost)),
+        self.rounds = rounds
+        self.log = log if log is not None else _silent
+        self.incumbents: list[tuple[float, float]] = []
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begun
+
+    def offer(self, cost: float) -> None:
+        if not self.incumbents or cost < self.incumbents[-1][1]:
+            self.incumbents.append((self.seconds(), cost))
+
+    def solution(self, answer: Answer) -> Solution:
+        """The answer in the problem's own terms, checked by `evaluate`."""
+        if answer.choice is None:
+            return Solution(
+                choice=(),
+                status=Status.UNKNOWN,
+                objective=math.inf,
+                bound=answer.bound,
+                gap=math.inf,
+                wall_s=self.seconds(),
+                peak_bytes=0,
+            )
+        cost, peak = checking.evaluate(self.problem, answer.choice)
+        assert cost < math.inf, "the solver chose what is not allowed"
+        limit = self.problem.limit_bytes
+        assert limit is None or peak <= limit, f"the solver chose {peak} bytes, {limit} fit"
+        self.offer(cost)
+        gap = gap_of(cost, min(answer.bound, cost))
+        closed = gap <= 1e-8  # sums of floats in another order, and the core's safety margin, differ by less
+        return Solution(
+            choice=answer.choice,
+            status=Status.OPTIMAL if closed or gap <= self.settings.relative_gap else Status.FEASIBLE,
+            objective=cost,
+            bound=cost if closed else answer.bound,
+            gap=0.0 if closed else gap,
+            wall_s=self.seconds(),
+            peak_bytes=peak,
+            incumbents=tuple(self.incumbents),
+        )
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _solve_free(run: _Run) -> Answer | None:
+    """The answer without the limit, when it fits all the same; None otherwise, or when what is left is large.
+
+    Raises: ConflictError when the strategies exclude each other.
+    """
+    reduced = reduce_all(replace(run.problem, uses=(), limit_bytes=None))
+    limited = run.problem.limit_bytes is not None and len(can_bind(flatten(run.problem))) > 0
+    if limited and _entries(reduced.problem) > EXACT_ENTRIES:
+        return None
+    answer = _solve_reduced(run, reduced)
+    if answer.choice is None:
+        return None if limited else answer
+    limit = run.problem.limit_bytes
+    return answer if limit is None or checking.peak_bytes(run.problem, answer.choice) <= limit else None
+
+
+def _solve_limited(run: _Run) -> Answer:
+    """The answer under the limit.
+
+    Raises: ConflictError with the reason when nothing fits.
+    """
+    reduced = reduce_all(run.problem)
+    run.log(
+        f"{run.seconds():.1f} s: reduced to {len(reduced.problem.node_cost)} nodes, {_entries(reduced.problem)} pairs"
+    )
+    why = cannot_fit(reduced.problem)
+    if why is not None:
+        why = replace(why, nodes=())
+        raise ConflictError(why)
+    return _solve_reduced(run, reduced)
+
+
+def _entries(problem: Problem) -> int:
+    return sum(edge.cost.size for edge in problem.edges)
+
+
+def _solve_reduced(run: _Run, reduced: Reduction) -> Answer:
+    """Each component of a reduced problem; components joined by a memory row are one."""
+    whole = reduced.problem
+    flat = flatten(whole)
+    if len(can_bind(flat)):
+        answer = _solve_part(run, whole, flat, reduced.offset)
+    else:
+        full = [0] * len(whole.node_cost)
+        bound, found, proven = 0.0, True, True
+        for part, members in components(replace(whole, uses=(), limit_bytes=None)):
+            piece = _solve_part(run, part, flatten(part), None)
+            bound, proven = bound + piece.bound, proven and piece.proven
+            found = found and piece.choice is not None
+            for node, strategy in zip(members, piece.choice or (), strict=piece.choice is not None):
+                full[node] = strategy
+        answer = Answer(choice=tuple(full) if found else None, bound=bound, proven=proven)
+    return Answer(
+        choice=reduced.undo(answer.choice) if answer.choice is not None else None,
+        bound=answer.bound + reduced.offset,
+        proven=answer.proven,
     )
 
 
-def _solve_parts(
-    reduced: Reduction, rows: tuple[Row, ...], deadline: float, seed: int, relative_gap: float, backend: Backend
-) -> tuple[tuple[int, ...] | None, float]:
-    """Solve each component of a reduced problem; the choice for the whole (None when one has none) and the bound."""
-    full = [0] * len(reduced.problem.node_cost)
-    bound = reduced.offset
-    found = True
-    for part, members in components(reduced.problem, joined=[row.nodes for row in rows]):
-        place = {node: at for at, node in enumerate(members)}
-        memory = tuple(
-            replace(row, nodes=tuple(place[node] for node in row.nodes)) for row in rows if row.nodes[0] in place
-        )
-        answer = _solve_part(part, memory, deadline, seed, relative_gap, backend)
-        bound += answer.bound
-        if answer.choice is None:
-            found = False
-            continue
-        for node, strategy in zip(members, answer.choice, strict=True):
-            full[node] = strategy
-    return (reduced.undo(full) if found else None), bound
-
-
-def _solve_part(
-    part: Problem, memory: tuple[Row, ...], deadline: float, seed: int, relative_gap: float, backend: Backend
-) -> Answer:
-    if len(part.node_cost) == 1 and not memory:
+def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None) -> Answer:
+    """The program when it is small, the anytime core when not. offset: of costs reported as incumbents; None = report none."""
+    if len(part.node_cost) == 1 and not len(can_bind(flat)):
         best = int(part.node_cost[0].argmin())
         return Answer(choice=(best,), bound=float(part.node_cost[0][best]), proven=True)
-    folded = chain(Reduction(problem=part, undo=tuple), fold_forced(part))
-    answer = solve_program(
-        build(folded.problem, memory),
-        backend=backend,
-        time_limit_s=deadline - time.perf_counter(),
-        relative_gap=relative_gap,
-        seed=seed,
-        threads=THREADS,
-    )
+    if _entries(part) > EXACT_ENTRIES:
+        return _solve_anytime(run, part, flat, offset)
+    answer = solve_lazily(part, flat, run.settings)
+    if answer.bound == math.inf:
+        raise ConflictError(explain(part, flat, run.settings))
+    return _exactly(part, answer, run.settings.relative_gap)
+
+
+def _exactly(part: Problem, answer: Answer, relative_gap: float) -> Answer:
+    """The bound in the sums of `evaluate`, where the solver's own tolerance is all that parts it from the cost."""
     if answer.choice is None:
         return answer
     cost, _ = checking.evaluate(part, answer.choice)
     return replace(answer, bound=cost if answer.proven and relative_gap == 0.0 else min(answer.bound, cost))
+
+
+def _solve_anytime(run: _Run, part: Problem, flat: Flat, offset: float | None) -> Answer:
+    """The anytime core, then the program on what its bound leaves, and the core again while there is time."""
+    from .anytime import Best, improve  # compiled: only large problems pay for it
+    from .fixing import drop_costly
+
+    settings = run.settings
+
+    def report(_: np.ndarray, cost: float) -> None:
+        if offset is not None:
+            run.offer(cost + offset)
+
+    def proof(best: Best) -> Answer | None:
+        """The cheapest choice at all, when fixing leaves little enough to search; None when it does not."""
+        assert best.choice is not None, "fixing needs a cost to beat"
+        ours = Answer(choice=tuple(best.choice.tolist()), bound=best.cost, proven=True)
+        try:
+            smaller = drop_costly(part, flat, best)
+        except ConflictError:
+            return ours
+        if smaller is None:
+            return ours
+        left = _entries(smaller.problem)
+        run.log(f"{run.seconds():.1f} s: fixing leaves {len(smaller.problem.node_cost)} nodes, {left} pairs")
+        if left > PROOF_ENTRIES:
+            return None
+        small_flat = flatten(smaller.problem)
+        times = flat.times[best.price > 0]
+        rows = np.flatnonzero(np.isin(small_flat.times, times)).tolist()
+        answer = solve_lazily(smaller.problem, small_flat, settings, rows=rows)
+        bound = answer.bound + smaller.offset
+        if answer.choice is not None:
+            choice = smaller.undo(answer.choice)
+            cost, _ = checking.evaluate(part, choice)
+            report(np.array(choice), cost)
+            if cost < best.cost:
+                return Answer(
+                    choice=choice, bound=min(cost, bound) if not answer.proven else cost, proven=answer.proven
+                )
+        return replace(
+            ours, bound=best.cost if answer.proven else max(best.bound, min(bound, best.cost)), proven=answer.proven
+        )
+
+    found: list[Answer] = []
+
+    def settle(best: Best) -> bool:
+        answer = proof(best)
+        if answer is not None:
+            found.append(answer)
+        return answer is not None
+
+    best = improve(
+        flat,
+        deadline=settings.deadline,
+        rounds=run.rounds,
+        seed=settings.seed,
+        relative_gap=settings.relative_gap,
+        report=report,
+        settle=settle,
+        log=run.log,
+    )
+    if found:
+        return found[-1]
+    if best.choice is None:
+        return Answer(choice=None, bound=best.bound, proven=False)
+    return Answer(choice=tuple(best.choice.tolist()), bound=best.bound, proven=False)

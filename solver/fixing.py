@@ -1,0 +1,35 @@
+"""Strategies that no choice cheaper than the one at hand can take: reduced-cost fixing by the messages' own bound."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .anytime import SAFETY, Best, Loops
+from .flat import Flat
+from .presolve import keep_strategies, reduce_all
+from .problem import Problem
+from .reduction import Reduction, chain
+
+
+def drop_costly(problem: Problem, flat: Flat, best: Best) -> Reduction | None:
+    """Keep the strategies with which the bound stays below the cost at hand, then reduce; None when some node keeps none.
+
+    None proves that no choice is cheaper. What is left has every choice that is cheaper, if there is any.
+
+    Raises: ConflictError when the strategies left exclude each other, which proves the same.
+    """
+    loops = Loops(flat)
+    loops.set_price(best.price)
+    messages = best.messages.copy()
+    rise = loops.extra(messages)
+    room = best.cost - best.bound + SAFETY * abs(best.cost)
+    kept = [np.flatnonzero(rise[a:b] <= room) for a, b in zip(flat.first[:-1], flat.first[1:], strict=True)]
+    if any(len(keep) == 0 for keep in kept):
+        return None
+    smaller = keep_strategies(problem, kept)
+    return chain(smaller, reduce_all(smaller.problem))
+
+
+def entries(problem: Problem) -> int:
+    """The edge variables that formula (2) would have."""
+    return sum(edge.cost.size for edge in problem.edges)
