@@ -3,15 +3,17 @@
     autopar plan FILE:FUNCTION --cluster dgx-h100x16 --save plan.json
     autopar explain plan.json WHAT
     autopar diff plan.json other.json
+    autopar verify FILE:FUNCTION --cluster tpu-v5e:2x4
 
-FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. It is traced, not run,
-so that it may make a state that no memory here would hold.
+FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. For hardware that is not
+here it is traced, not run, so that it may make a state that no memory here would hold.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,16 +63,40 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("one", metavar="PLAN.json")
     diff.add_argument("other", metavar="OTHER.json")
     diff.set_defaults(command=lambda parsed: _load(parsed.one).diff(_load(parsed.other)))
+
+    verify = commands.add_parser("verify", help="hold a step's plan against the program that XLA makes of it")
+    verify.add_argument(
+        "function", metavar="FILE:FUNCTION", help="as for plan; run for real where the cluster is local"
+    )
+    verify.add_argument("--cluster", default="local", help="local, or tpu-v5e:2x4 to compile for it (%(default)s)")
+    verify.set_defaults(command=_verify)
     return parser
 
 
 def _plan(parsed: argparse.Namespace) -> Plan:
     cluster = Cluster.parse(parsed.cluster)
-    step, arguments = step_and_arguments(parsed.function)
+    step, arguments = shapes_only(parsed.function)
     plan = autopar.plan(step, *arguments, cluster=cluster, memory_limit_bytes=parsed.memory_limit_bytes)
     if parsed.save:
         plan.save(parsed.save)
     return plan
+
+
+def _verify(parsed: argparse.Namespace) -> autopar.Verification:
+    cluster = Cluster.parse(parsed.cluster)
+    if not parsed.cluster.startswith(("local", "tpu-")):
+        raise InvalidArgumentError(
+            where="--cluster",
+            expected="local, or a TPU slice such as tpu-v5e:2x4",
+            got=parsed.cluster,
+            hint="only for TPU is there a compiler that needs no device; verify where the hardware is",
+        )
+    is_local = parsed.cluster.startswith("local")
+    step, arguments = returned_by(parsed.function) if is_local else shapes_only(parsed.function)
+    function = inspect.unwrap(step, stop=lambda f: not isinstance(f, autopar.Step))
+    parallel = autopar.parallelize(function, cluster=cluster)
+    compile_for = None if is_local else parsed.cluster.replace("tpu-", "tpu:", 1)
+    return autopar.verify(parallel, *arguments, compile_for=compile_for)
 
 
 def _load(path: str) -> Plan:
@@ -81,8 +107,25 @@ def _load(path: str) -> Plan:
     return Plan.load(path)
 
 
-def step_and_arguments(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step that `FILE:FUNCTION` returns, and the shapes of its arguments.
+def shapes_only(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step that `FILE:FUNCTION` returns, and the shapes of its arguments: what the function makes takes no memory.
+
+    Raises:
+        InvalidArgumentError: As `returned_by`.
+    """
+    steps = []
+
+    def arguments() -> tuple[Any, ...]:
+        step, made = returned_by(name)
+        steps.append(step)
+        return made
+
+    shapes = jax.eval_shape(arguments)
+    return steps[0], shapes
+
+
+def returned_by(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step that `FILE:FUNCTION` returns, and its arguments.
 
     Raises:
         InvalidArgumentError: No such file or function, or one that returns something else.
@@ -103,22 +146,15 @@ def step_and_arguments(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             got="none of that name",
             hint="it takes no arguments and returns (step, *arguments)",
         )
-    steps: list[Any] = []
-
-    def arguments() -> tuple[Any, ...]:
-        returned = function()
-        if not (isinstance(returned, tuple) and len(returned) > 1 and callable(returned[0])):
-            raise InvalidArgumentError(
-                where=name,
-                expected="a tuple of a step and its arguments",
-                got=type(returned).__name__,
-                hint="return train_step, state, batch",
-            )
-        steps.append(returned[0])
-        return returned[1:]
-
-    shapes = jax.eval_shape(arguments)  # traces: what the function makes takes no memory
-    return steps[0], shapes
+    returned = function()
+    if not (isinstance(returned, tuple) and len(returned) > 1 and callable(returned[0])):
+        raise InvalidArgumentError(
+            where=name,
+            expected="a tuple of a step and its arguments",
+            got=type(returned).__name__,
+            hint="return train_step, state, batch",
+        )
+    return returned[0], returned[1:]
 
 
 def _module(path: Path) -> ModuleType:

@@ -168,7 +168,7 @@ class Cluster:
         """A cluster as the command line names it.
 
         `local` or `local:4` (devices of this program); `dgx-h100`, `dgx-h100x16` (16 hosts); `tpu-v5e:2x4`,
-        `tpu-v5p:4x4x4*2` (2 slices); anything that ends in .json is a file made by `save`.
+        `tpu-v5p:4x4x4:2` (2 slices); anything that ends in .json is a file made by `save`.
 
         Raises:
             InvalidArgumentError: None of these.
@@ -177,7 +177,7 @@ class Cluster:
             return cls.load(text)
         if m := re.fullmatch(r"local(?::(\d+))?", text):
             return cls.local(int(m[1]) if m[1] else None)
-        if m := re.fullmatch(r"(tpu-\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", text):
+        if m := re.fullmatch(r"(tpu-\w+):(\d+(?:x\d+)*)(?::(\d+))?", text):
             return cls.preset(m[1], topology=m[2], hosts=int(m[3] or 1))
         for name in _GPU_HOSTS:
             if m := re.fullmatch(rf"{re.escape(name)}(?:x(\d+))?", text):

@@ -66,7 +66,7 @@ def test_names_on_the_command_line(text, devices):
 
 
 def test_tpu_names_on_the_command_line():
-    cluster = Cluster.parse("tpu-v5p:4x4x4*2")
+    cluster = Cluster.parse("tpu-v5p:4x4x4:2")
     assert cluster == Cluster.preset("tpu-v5p", topology="4x4x4", hosts=2)
 
 
@@ -204,7 +204,9 @@ def test_the_devices_of_this_program():
 
 @pytest.mark.parametrize("wrong", [0, 9])
 def test_more_devices_than_there_are(wrong):
-    with pytest.raises(NotEnoughDevicesError, match=r"(?s)expected 1 to 8 devices.*xla_force_host_platform_device_count"):
+    with pytest.raises(
+        NotEnoughDevicesError, match=r"(?s)expected 1 to 8 devices.*xla_force_host_platform_device_count"
+    ):
         Cluster.local(wrong)
 
 

@@ -55,6 +55,21 @@ def test_a_state_that_would_fit_nowhere_here_is_planned_for_other_hardware(job, 
     assert main(["diff", str(saved), str(saved)]) == 0
 
 
+def test_a_step_that_runs_here_is_verified(job, capsys):
+    (job.parent / "small.py").write_text(
+        JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64")
+    )
+    assert main(["verify", f"{job.parent / 'small.py'}:job"]) == 0
+    out = capsys.readouterr().out
+    assert "verified on cpu x 8" in out
+    assert "from plain jax.jit" in out
+
+
+def test_only_tpus_are_verified_from_afar(job, capsys):
+    assert main(["verify", f"{job}:job", "--cluster", "dgx-h100"]) == 1
+    assert "--cluster: expected local, or a TPU slice such as tpu-v5e:2x4, got dgx-h100" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_an_error_with_words(job, capsys):
     assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--memory-limit-bytes", "1000000"]) == 1
     error = capsys.readouterr().err

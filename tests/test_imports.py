@@ -41,6 +41,7 @@ LAYER_OF = {
     "folding": "strategies and costs",
     "memory": "strategies and costs",
     "memory_fusion": "strategies and costs",
+    "memory_steps": "strategies and costs",
     "resharding": "strategies and costs",
     "schedule_order": "strategies and costs",
     "strategies": "strategies and costs",
@@ -57,6 +58,7 @@ LAYER_OF = {
     "__init__": "face",
     "__main__": "face",
     "api": "face",
+    "verification": "face",
 }
 
 # Parts of jax that are private or differ between versions, and the files that may use them.

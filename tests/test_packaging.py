@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -85,8 +86,10 @@ def test_a_wrong_python_is_refused_with_what_to_do(tmp_path):
 @pytest.mark.slow
 def test_an_installed_package_works_away_from_the_checkout(tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    target = tmp_path / "site"
-    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--target", target, ROOT], check=True)
+    source, target = tmp_path / "source", tmp_path / "site"
+    # From a copy, since setuptools leaves its build folder where it builds.
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--target", target, source], check=True)
     modules = [
         ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts]).removesuffix(".__init__")
         for folder, package in FOLDERS.items()
