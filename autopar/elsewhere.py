@@ -4,9 +4,9 @@ libtpu holds the TPU compiler and describes slices without having one, on any Li
 `pip install "autopar[tpu]"`. A program lowered for a mesh of `target_mesh` compiles to the HLO, collectives and memory
 that the slice itself would get; it cannot be run.
 
-When libtpu starts it asks the cloud which slice it is part of. The variables of `_NO_SLICE` answer for it. They must be
-in the environment before libtpu is loaded, which jax does when it is first asked for a TPU topology, or for its devices with
-`JAX_PLATFORMS` unset: importing this module early is not needed.
+When libtpu starts it asks the cloud which slice it is part of. The variables of `_NO_SLICE` answer for it. They must
+be in the environment before libtpu is loaded, which jax does when it is first asked for a TPU topology, or for its
+devices with `JAX_PLATFORMS` unset: importing this module early is not needed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
+from autopar.errors import AutoparError, InvalidArgumentError
+
 _SPEC = re.compile(r"^tpu:([a-z]*\d+[a-z]*):(\d+(?:x\d+){1,2})(?::(\d+))?$")
 
 # The accelerator type needs to be one that libtpu knows; the slice that is compiled for need not be of it.
@@ -34,6 +36,10 @@ _NO_SLICE = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+
+
+class MissingLibtpuError(AutoparError, ImportError):
+    """The TPU compiler is not installed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +72,15 @@ def parse(spec: str) -> TpuSlice:
     """Reads `tpu:GENERATION:CHIPS` or `tpu:GENERATION:CHIPS:SLICES`, as in `tpu:v5e:2x4` or `tpu:v5p:2x2x2:4`.
 
     Raises:
-        ValueError: The text is not of that form.
+        InvalidArgumentError: The text is not of that form.
     """
     m = _SPEC.match(spec)
     if m is None:
-        raise ValueError(
-            f"compile_for: expected tpu:GENERATION:CHIPS[:SLICES] such as 'tpu:v5e:2x4' or 'tpu:v5p:2x2x2:4', got {spec!r}"
+        raise InvalidArgumentError(
+            where="compile_for",
+            expected="tpu:GENERATION:CHIPS or tpu:GENERATION:CHIPS:SLICES",
+            got=repr(spec),
+            hint="name slices as 'tpu:v5e:2x4', or 'tpu:v5p:2x2x2:4' for four of them",
         )
     chips = tuple(int(n) for n in m.group(2).split("x"))
     return TpuSlice(generation=m.group(1), chips=chips, num_slices=int(m.group(3) or 1))
@@ -83,15 +92,16 @@ def target_devices(spec: str | TpuSlice) -> tuple[Any, ...]:
     There are two devices a chip where jax sees two cores (`v4`, `tpu7x`).
 
     Raises:
-        ValueError: A malformed spec, or one libtpu knows no such slice for.
-        ModuleNotFoundError: libtpu is not installed.
+        InvalidArgumentError: A malformed spec, or one for which libtpu knows no slice.
+        MissingLibtpuError: libtpu is not installed.
     """
     slices = parse(spec) if isinstance(spec, str) else spec
     if importlib.util.find_spec("libtpu") is None:
-        raise ModuleNotFoundError(
-            f'compile_for={str(slices)!r} needs libtpu, which is not installed: pip install "autopar[tpu]". '
-            f"It has to be the libtpu of jax {jax.__version__}.",
-            name="libtpu",
+        raise MissingLibtpuError(
+            where=f"compile_for={str(slices)!r}",
+            expected=f"the libtpu of jax {jax.__version__}, which holds the TPU compiler",
+            got="no module libtpu",
+            hint='pip install "autopar[tpu]", and set JAX_PLATFORMS=cpu for runs on CPU: it makes jax look for a TPU',
         )
     if not _has_tpu():
         for name, value in _NO_SLICE.items():
@@ -100,11 +110,13 @@ def target_devices(spec: str | TpuSlice) -> tuple[Any, ...]:
     try:
         description = topologies.get_topology_desc(platform="tpu", topology_name=slices.topology_name, **options)
     except jax.errors.JaxRuntimeError as error:
-        settings = ", ".join(f"{name}={value}" for name, value in _NO_SLICE.items())
-        raise ValueError(
-            f"compile_for={str(slices)!r}: libtpu describes no such slice: {error}. Hosts of v5e and v6e hold 2x2 chips, "
-            "those of v4 and v5p 2x2x1, so that '2x2', '2x4', '4x4' or '2x2x2' are slices. If the slice exists, libtpu may "
-            f"have been loaded before autopar could set it up: start Python with {settings} and JAX_PLATFORMS=cpu."
+        settings = " ".join(f"{name}={value}" for name, value in _NO_SLICE.items())
+        raise InvalidArgumentError(
+            where=f"compile_for={str(slices)!r}",
+            expected="a slice that libtpu can describe, such as v5e:2x2, v5e:2x4, v6e:4x4, v5p:2x2x2 or tpu7x:2x2x1",
+            got=f"{slices.topology_name}: {error}",
+            hint=f"if there are such slices, libtpu was loaded before it was told that it has none of its own: "
+            f"start Python with {settings} JAX_PLATFORMS=cpu",
         ) from error
     return tuple(description.devices)
 
@@ -120,22 +132,31 @@ def target_mesh(spec: str | TpuSlice, axis_sizes: Sequence[int], axis_names: Seq
         axis_names: As many names.
 
     Raises:
-        ValueError: The axes do not fit the slices, or as for `target_devices`.
-        ModuleNotFoundError: libtpu is not installed.
+        InvalidArgumentError: The axes do not fit the slices, or as for `target_devices`.
+        MissingLibtpuError: libtpu is not installed.
     """
     slices = parse(spec) if isinstance(spec, str) else spec
     if len(axis_sizes) != len(axis_names):
-        raise ValueError(f"expected as many axis names as sizes, got {tuple(axis_names)} for {tuple(axis_sizes)}")
+        raise InvalidArgumentError(
+            where="axis_names",
+            expected=f"one name for each of the sizes {tuple(axis_sizes)}",
+            got=str(tuple(axis_names)),
+            hint="give as many names as sizes",
+        )
     devices = target_devices(slices)
     if math.prod(axis_sizes) != len(devices):
-        raise ValueError(
-            f"compile_for={str(slices)!r} has {len(devices)} devices, but a mesh of {' x '.join(map(str, axis_sizes))} "
-            f"needs {math.prod(axis_sizes)}: choose axis sizes whose product is {len(devices)}"
+        raise InvalidArgumentError(
+            where=f"compile_for={str(slices)!r}",
+            expected=f"a mesh of its {len(devices)} devices",
+            got=f"{' x '.join(map(str, axis_sizes))}, which is {math.prod(axis_sizes)}",
+            hint=f"choose axis sizes whose product is {len(devices)}, or another slice",
         )
     if axis_sizes[0] % slices.num_slices:
-        raise ValueError(
-            f"compile_for={str(slices)!r}: the first mesh axis crosses the {slices.num_slices} slices, so its size must be "
-            f"a multiple of {slices.num_slices}, got {axis_sizes[0]}"
+        raise InvalidArgumentError(
+            where=f"compile_for={str(slices)!r}",
+            expected=f"a first mesh axis that crosses the slices: a multiple of {slices.num_slices}",
+            got=str(axis_sizes[0]),
+            hint="put the axis with least traffic first, with a size that the number of slices divides",
         )
     within = (axis_sizes[0] // slices.num_slices, *axis_sizes[1:])
     size = len(devices) // slices.num_slices

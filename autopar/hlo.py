@@ -89,7 +89,7 @@ def collectives(text: str, *, as_written: bool = False) -> tuple[Collective, ...
     as the all-reduce that its text says.
 
     Raises:
-        ValueError: The text is no HLO module.
+        InvalidArgumentError: The text is no HLO module.
     """
     reader = _Reader(module=hlo_text.parse(text), as_written=as_written, known={})
     return reader.computation(reader.module.entry)

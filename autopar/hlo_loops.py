@@ -1,8 +1,8 @@
 """How often a `while` of a compiled XLA program turns.
 
-XLA notes the number in the instruction's backend configuration where it knows it. Elsewhere (TPU) it is worked out from the
-text: a carried integer starts at a constant, is compared with a constant in the condition, and has a constant added
-to it in the body.
+XLA notes the number in the instruction's backend configuration where it knows it. Elsewhere (TPU) it is worked out
+from the text: a carried integer starts at a constant, is compared with a constant in the condition, and has a constant
+added to it in the body.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ import re
 
 import numpy as np
 
+from autopar.errors import InvalidArgumentError
+
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\S.*?) ([a-z][\w\-]*)\((.*)$")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -115,7 +117,7 @@ def parse(text: str) -> Module:
     """The module that `text` spells.
 
     Raises:
-        ValueError: The text has no entry computation, so it is no HLO module.
+        InvalidArgumentError: The text has no entry computation, so it is no HLO module.
     """
     computations: dict[str, Computation] = {}
     entry, current = "", None
@@ -137,9 +139,11 @@ def parse(text: str) -> Module:
                 name=name, opcode=opcode, shape_text=shape_text, rest=rest, is_root=root is not None
             )
     if not entry:
-        raise ValueError(
-            "expected the text of a compiled XLA program (compiled.as_text()) with an ENTRY computation, "
-            f"got {len(text)} characters that begin with {text[:60]!r}"
+        raise InvalidArgumentError(
+            where="the text of a compiled program",
+            expected="an HLO module with an ENTRY computation",
+            got=f"{len(text)} characters that begin with {text[:60]!r}",
+            hint="pass compiled.as_text() of step.lower(...).compile(); lowered.as_text() is StableHLO",
         )
     return Module(computations=computations, entry=entry, num_devices=num_devices)
 
@@ -246,7 +250,7 @@ def _bits(dtype: str) -> int:
     """Width of an element; XLA spells it in the name (`bf16`, `f8e4m3fn`, `s4`), except for `pred`.
 
     Raises:
-        ValueError: A type whose name holds no width.
+        InvalidArgumentError: A type whose name holds no width.
     """
     if dtype == "pred":
         return 8
@@ -254,7 +258,12 @@ def _bits(dtype: str) -> int:
         return 0
     m = _BITS_IN_NAME.match(dtype)
     if m is None:
-        raise ValueError(f"expected an XLA element type such as f32, bf16 or s4, got {dtype!r}")
+        raise InvalidArgumentError(
+            where="the text of a compiled program",
+            expected="element types such as f32, bf16 or s4",
+            got=repr(dtype),
+            hint="this is a type that autopar does not know yet: please report it",
+        )
     return int(m.group(1))
 
 

@@ -7,8 +7,8 @@ value. The prediction follows what XLA does with it, in three passes, whose voca
 2. `schedule_order`: the order in which XLA runs the kernels so as to need little memory;
 3. here: from where to where each value is alive, and the most that is alive at once.
 
-`benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 10 % of it for all of its 26 models, jax 0.10
-and 0.12. For TPU v5p it was 8 to 31 % above on 10 of them: XLA fuses more there than is modelled. For GPU it is untried.
+`benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 10 % for all of its 26 models, jax 0.10 and
+0.12. For TPU v5p it was 8 to 31 % above on 10 of them: XLA fuses more there than is modelled. For GPU it is untried.
 Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), and space lost between buffers.
 """
 
@@ -59,7 +59,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRange:
-    """A value that takes memory from position `start` up to, not including, `stop`: `share` (1/2, 1, 2) of its bytes."""
+    """A value that takes `share` (1/2, 1 or 2) of its bytes from position `start` up to, not including, `stop`."""
 
     value: int
     start: int
@@ -104,7 +104,7 @@ def estimate(program: Program, compiler: Compiler = GPU) -> MemoryEstimate:
     )
     argument_bytes = sum(size[v] for v in program.arguments)
     taken_over = set(program.donated.values())
-    result_bytes = sum(size[v] for v in set(program.results) - taken_over - set(program.arguments))
+    result_bytes = sum(size[v] for v in set(program.results) - taken_over)
     # XLA sets the memory of results aside from the start, whatever is alive.
     peak_bytes = max(peak_bytes, argument_bytes + result_bytes)
     return MemoryEstimate(
@@ -146,53 +146,84 @@ def live_ranges(program: Program, compiler: Compiler = GPU) -> tuple[LiveRange, 
     kernels = memory_fusion.kernels(steps, program.arguments, program.results, nbytes, compiler)
     flat = _flatten(kernels, nbytes, compiler, frozenset(program.arguments) | frozenset(program.results))
     end = len(flat) + 1
-    start: dict[int, int] = {}
-    stop: dict[int, int] = {}
-    twice = {v for kernel, _ in flat for v in kernel.twice}
-    halves = {v for kernel, opens in flat if opens and kernel.kind in MATRIX_PRODUCTS for v in kernel.outputs}
-    for position, (kernel, opens) in enumerate(flat):
-        halves.difference_update(v for v in kernel.inputs if v not in kernel.halves)
-        for v in kernel.inputs:
-            stop[v] = position + 1
-        if opens:
-            for v in kernel.outputs:
-                start[v] = position
-                stop.setdefault(v, position + 1)
+    start, stop = _first_and_last(flat)
     last_read = {a: stop.get(a, 0) for a in program.arguments}
-    for v in program.results:
-        stop[v] = end
-        halves.discard(v)
-    for position, (kernel, opens) in enumerate(flat):
-        if opens and kernel.in_place:
-            _share(kernel, position, start, stop, nbytes)
+    stop.update(dict.fromkeys(program.results, end))
+    taken = _take_over(flat, start, stop, nbytes)
+    twice = {v for kernel, _ in flat for v in kernel.twice}
+    halves = _halves(flat, frozenset(program.results)) if compiler.products_round else frozenset()
     ranges = [LiveRange(value=a, start=0, stop=end) for a in program.arguments]
-    over = {r: a for a, r in program.donated.items()}
+    handed_through = set(program.arguments).intersection(program.results) - set(program.donated)
+    ranges += [LiveRange(value=v, start=end - 1, stop=end) for v in sorted(handed_through)]  # copied at the end
+    donor = {r: a for a, r in program.donated.items()}
     for v, first in start.items():
         last = stop[v]
-        if v in over:
-            last = min(last, last_read[over[v]])
-        if first < last and nbytes[v]:
+        if v in donor:
+            last = min(last, last_read[donor[v]])
+            if last == first + 1 and flat[first][0].in_place:
+                continue  # an elementwise update of the argument's own memory
+        if first < last and nbytes[v] and v not in taken:
             share = 2.0 if v in twice else 0.5 if v in halves else 1.0
             ranges.append(LiveRange(value=like.get(v, v), start=first, stop=last, share=share))
     return tuple(ranges)
 
 
-def _share(kernel: Kernel, position: int, start: dict[int, int], stop: dict[int, int], size: Mapping[int, int]) -> None:
-    """Lets each output of an elementwise kernel take the memory of an input that is read there for the last time."""
-    free = [v for v in kernel.inputs if stop.get(v) == position + 1 and start.get(v, position) < position]
-    for out in kernel.outputs:
-        for v in free:
-            if size[v] == size[out]:
-                stop[v] = position
-                free.remove(v)
-                break
+_Flat = list[tuple[Kernel, bool]]  # kernels in order, and whether the kernel begins there: a loop ends elsewhere
 
 
-def _flatten(
-    kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], compiler: Compiler, kept: frozenset[int]
-) -> list[tuple[Kernel, bool]]:
+def _first_and_last(flat: _Flat) -> tuple[dict[int, int], dict[int, int]]:
+    """Where each value is made, and the position after the last one that needs it."""
+    start: dict[int, int] = {}
+    stop: dict[int, int] = {}
+    for position, (kernel, begins) in enumerate(flat):
+        for v in kernel.inputs:
+            stop[v] = position + 1
+        if begins:
+            for v in kernel.outputs:
+                start[v] = position
+                stop.setdefault(v, position + 1)
+        else:
+            for v in kernel.block_results:
+                if v in start:
+                    stop[v] = max(stop[v], position)
+    return start, stop
+
+
+def _take_over(flat: _Flat, start: Mapping[int, int], stop: dict[int, int], size: Mapping[int, int]) -> frozenset[int]:
+    """Lets outputs of elementwise kernels take the memory of inputs of their size that are read there for the last
+    time.
+
+    Such an input stops one position earlier. Returns the values that take the memory of a value carried by the loop
+    around them, which belongs to the loop.
+    """
+    carried = frozenset(v for kernel, _ in flat for v in kernel.block_carried)
+    taken: set[int] = set()
+    for position, (kernel, begins) in enumerate(flat):
+        if not (begins and kernel.in_place):
+            continue
+        free = [v for v in kernel.inputs if stop.get(v) == position + 1 and (v in carried or v in start)]
+        for out in kernel.outputs:
+            for v in free:
+                if size[v] == size[out] and start.get(v, -1) < position:
+                    free.remove(v)
+                    stop[v] = position
+                    if v in carried or v in taken:
+                        taken.add(out)
+                    break
+    return frozenset(taken)
+
+
+def _halves(flat: _Flat, results: frozenset[int]) -> frozenset[int]:
+    """What matrix products make and only matrix products read."""
+    made = {v for kernel, _ in flat if kernel.kind in MATRIX_PRODUCTS for v in kernel.outputs}
+    elsewhere = {v for kernel, _ in flat for v in kernel.inputs if v not in kernel.halves}
+    handed_back = {v for kernel, _ in flat for v in kernel.block_results}
+    return frozenset(made - elsewhere - handed_back - results)
+
+
+def _flatten(kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], compiler: Compiler, kept: frozenset[int]) -> _Flat:
     """Kernels in XLA's order; a loop stands before its body, where its results are set aside, and after it."""
-    flat: list[tuple[Kernel, bool]] = []
+    flat: _Flat = []
     if compiler.breadth_first:
         order = schedule_order.breadth_first(kernels)
     else:

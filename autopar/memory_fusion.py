@@ -41,7 +41,8 @@ class Kernel:
         twice: Inputs or outputs that take their memory twice over.
         halves: Inputs that could be kept in half their memory as far as this kernel cares.
         blocks: The kernels of a loop's body, or of each branch.
-        block_results: What the blocks hand back.
+        block_results: What a loop's body hands on to the next turn.
+        block_carried: The loop's carried values, as the body calls them at its start.
     """
 
     inputs: tuple[int, ...]
@@ -54,6 +55,7 @@ class Kernel:
     halves: tuple[int, ...] = ()
     blocks: tuple[tuple[Kernel, ...], ...] = ()
     block_results: tuple[int, ...] = ()
+    block_carried: tuple[int, ...] = ()
 
 
 def kernels(
@@ -110,7 +112,7 @@ def _block(
                 if after:
                     behind[out] = tuple(after)
         else:
-            blocks, block_results = _blocks(step, nbytes, memory, compiler)
+            blocks, block_results, block_carried = _blocks(step, nbytes, memory, compiler)
             found.append(
                 Kernel(
                     inputs=tuple(inputs),
@@ -118,12 +120,13 @@ def _block(
                     kind=step.kind,
                     in_place=step.fusible or bool(step.body) or step.kind in ABSORBING,
                     after=tuple(after),
-                    # XLA folds the transpose of a weight's gradient into its matrix product, which is made anew by that.
+                    # XLA folds the transpose of a weight's gradient into its product, which is made anew by that.
                     behind_others=step.kind in MATRIX_PRODUCTS and step.outputs[0] in transposed,
                     twice=_twice(step, tuple(inputs), compiler),
                     halves=_halves(step, reads, memory, compiler),
                     blocks=blocks,
                     block_results=block_results,
+                    block_carried=block_carried,
                 )
             )
     return tuple(found)
@@ -149,12 +152,12 @@ def _twice(step: Step, inputs: tuple[int, ...], compiler: Compiler) -> tuple[int
 
 def _blocks(
     step: Step, nbytes: Mapping[int, int], memory: dict[int, int], compiler: Compiler
-) -> tuple[tuple[tuple[Kernel, ...], ...], tuple[int, ...]]:
-    """The kernels of a loop's body or of each branch, and what they hand back."""
+) -> tuple[tuple[tuple[Kernel, ...], ...], tuple[int, ...], tuple[int, ...]]:
+    """The kernels of a loop's body or of each branch, what they hand back, and what a loop carries."""
     if not step.body:
-        return (), ()
+        return (), (), ()
     branches = step.body if step.kind == "cond" else (step,)
-    blocks = []
+    blocks, handed_back, carried = [], [], []
     for branch in branches:
         is_loop = branch.kind != "branch"
         first_sliced = branch.num_constants + branch.num_carried if is_loop else len(branch.inputs)
@@ -162,14 +165,18 @@ def _blocks(
         for i, (outer, inner) in enumerate(zip(branch.inputs, branch.body_inputs, strict=True)):
             if i >= first_sliced:
                 body.append(Step(inputs=(outer,), outputs=(inner,), kind=SLICE, fusible=True))
-            elif i < branch.num_constants or not is_loop:
+            elif is_loop and i >= branch.num_constants:
+                carried.append(inner)
+            else:
                 memory[inner] = memory.get(outer, outer)
         body += branch.body
         num_kept = branch.num_carried if is_loop else len(branch.body_outputs)
         body += [Step(inputs=(v,), outputs=(), kind=STACK, fusible=False) for v in branch.body_outputs[num_kept:]]
-        kept = frozenset(branch.body_outputs[:num_kept])
-        blocks.append(_block(tuple(body), kept, nbytes, memory, compiler))
-    return tuple(blocks), tuple(v for b in branches for v in b.body_outputs)
+        kept = branch.body_outputs[:num_kept]
+        blocks.append(_block(tuple(body), frozenset(kept), nbytes, memory, compiler))
+        if is_loop:
+            handed_back += [memory.get(v, v) for v in kept]
+    return tuple(blocks), tuple(handed_back), tuple(carried)
 
 
 def _written(

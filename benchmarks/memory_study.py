@@ -1,13 +1,13 @@
 """How far `autopar.memory` is from XLA's own figure: `python -m benchmarks.memory_study [CASE ...]`.
 
-Every case is compiled by plain `jax.jit` for one CPU device, state donated, at sizes where activations are tens of megabytes, and
-predicted from its jaxpr alone. XLA's figure is what running the program allocates: arguments, results that take no
-argument's memory, and temporaries. `peak_memory_in_bytes` is not that: on CPU it leaves temporaries out.
+Every case is compiled by plain `jax.jit` for one CPU device, state donated, at sizes where activations are tens of
+megabytes, and predicted from its jaxpr alone. XLA's figure is `memory.allocated_bytes`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import pathlib
 import sys
@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core as jax_core
 
 from autopar import jax_compat, memory
-from autopar.memory_fusion import Step
+from autopar.memory_steps import Step
 from benchmarks.zoo import CASES
 
 MEBIBYTE = 1 << 20
@@ -30,12 +30,14 @@ MEBIBYTE = 1 << 20
 # Kinds that XLA neither computes inside their readers nor makes from what they read.
 _UNFUSED = frozenset(
     {
-        "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul", "sort",
-        "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cumlogsumexp", "fft", "cholesky", "triangular_solve", "lu", "qr", "eigh",
-        "svd", "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
-        "select_and_gather_add", "random_bits", "threefry2x32", "reduce_sum", "reduce_max", "reduce_min", "reduce_and",
-        "reduce_or", "reduce_prod", "reduce_xor", "argmax", "argmin", "concatenate", "pad", "dynamic_update_slice",
-        "while", "scan", "cond", "pure_callback", "custom_call", "random_seed", "random_wrap", "random_unwrap", "random_fold_in",
+        "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul",
+        "sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cumlogsumexp", "fft", "cholesky",
+        "triangular_solve", "lu", "qr", "eigh", "svd", "reduce_window", "reduce_window_sum",
+        "reduce_window_max", "reduce_window_min", "select_and_scatter_add", "select_and_gather_add",
+        "random_bits", "threefry2x32", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or",
+        "reduce_prod", "reduce_xor", "argmax", "argmin", "concatenate", "pad", "dynamic_update_slice", "while",
+        "scan", "cond", "pure_callback", "custom_call", "random_seed", "random_wrap", "random_unwrap",
+        "random_fold_in",
     }
 )  # fmt: skip
 
@@ -82,7 +84,7 @@ class _Reader:
     def inline(self, closed: Any, arguments: list[int], steps: list[Step]) -> list[int]:
         jaxpr = jax_compat.open_jaxpr(closed)
         env: dict[Any, int] = dict(zip(jaxpr.invars, arguments, strict=True))
-        for var, const in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=False):
+        for var in jaxpr.constvars:
             env[var] = self.new(var.aval)
             self.constants.append(env[var])
 
@@ -98,12 +100,14 @@ class _Reader:
             if name in ("scan", "while", "cond"):
                 inputs = [read(a) for a in eqn.invars]
                 outputs = [self.new(v.aval) for v in eqn.outvars]
-                steps.append(getattr(self, name)(eqn, inputs, outputs))
+                steps.append(self.nested(eqn, inputs, outputs))
             elif (key := called(eqn)) is not None:
                 inputs = [read(a) for a in eqn.invars]
                 if name in jax_compat.REMAT_CALLS and eqn.params.get("prevent_cse", True):
                     passed = [self.new(a.aval) for a in eqn.invars]
-                    steps.append(Step(inputs=tuple(inputs), outputs=tuple(passed), kind="optimization_barrier", fusible=False))
+                    steps.append(
+                        Step(inputs=tuple(inputs), outputs=tuple(passed), kind="optimization_barrier", fusible=False)
+                    )
                     inputs = passed
                 outputs = self.inline(eqn.params[key], inputs, steps)
             else:
@@ -125,6 +129,15 @@ class _Reader:
         outputs = self.inline(closed, inputs, steps)
         return tuple(inputs), tuple(steps), tuple(outputs)
 
+    def nested(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
+        match eqn.primitive.name:
+            case "scan":
+                return self.scan(eqn, inputs, outputs)
+            case "while":
+                return self.loop(eqn, inputs, outputs)
+            case _:
+                return self.cond(eqn, inputs, outputs)
+
     def scan(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
         num_constants, num_carried = jax_compat.scan_counts(eqn.params)
         inner, steps, results = self.body(eqn.params["jaxpr"])
@@ -145,17 +158,13 @@ class _Reader:
             )  # fmt: skip
         return Step(inputs=tuple(inputs), outputs=tuple(outputs), kind="cond", fusible=False, body=tuple(branches))
 
-
-    def _while(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
+    def loop(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
         skipped, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         inner, steps, results = self.body(eqn.params["body_jaxpr"])
         return Step(
             inputs=tuple(inputs[skipped:]), outputs=tuple(outputs), kind="while", fusible=False, body=steps,
             body_inputs=inner, body_outputs=results, num_constants=constants, num_carried=len(outputs),
         )  # fmt: skip
-
-
-setattr(_Reader, "while", _Reader._while)
 
 
 def called(eqn: Any) -> str | None:
@@ -193,16 +202,6 @@ def nbytes(aval: Any) -> int:
         return 0
 
 
-def allocated_bytes(stats: Any) -> int:
-    """What running a compiled program allocates, from its `memory_analysis()`."""
-    return (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )
-
-
 def plain_mlp(widths: tuple[int, ...], batch: int, activation: Callable) -> tuple[Callable, tuple]:
     """Stochastic gradient descent on a multilayer perceptron."""
 
@@ -214,7 +213,7 @@ def plain_mlp(widths: tuple[int, ...], batch: int, activation: Callable) -> tupl
     def step(ws, x):
         return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws, x), strict=True)], {}
 
-    ws = [jax.ShapeDtypeStruct(s, jnp.float32) for s in zip(widths, widths[1:], strict=False)]
+    ws = [jax.ShapeDtypeStruct(s, jnp.float32) for s in itertools.pairwise(widths)]
     return step, (ws, jax.ShapeDtypeStruct((batch, widths[0]), jnp.float32))
 
 
@@ -245,7 +244,15 @@ STUDY: dict[str, Callable[[], tuple[Callable, tuple]]] = {
     "moe": functools.partial(zoo, "moe", **(_GPT | dict(layers=2))),
     "bert": functools.partial(zoo, "bert", **_GPT),
     "encoder_decoder": functools.partial(
-        zoo, "encoder_decoder", layers=2, width=256, heads=4, vocabulary=1024, source_length=256, target_length=256, batch=8
+        zoo,
+        "encoder_decoder",
+        layers=2,
+        width=256,
+        heads=4,
+        vocabulary=1024,
+        source_length=256,
+        target_length=256,
+        batch=8,
     ),
     "vit": functools.partial(zoo, "vit", layers=4, width=256, heads=4, image=64, patch=4, batch=16),
     "clip": functools.partial(zoo, "clip", width=256, heads=4, vocabulary=1024, length=256, image=64, batch=32),
@@ -260,19 +267,25 @@ STUDY: dict[str, Callable[[], tuple[Callable, tuple]]] = {
 
 def measured(name: str, step: Callable, args: tuple) -> dict[str, int]:
     """XLA's figures, remembered between runs."""
-    kept = pathlib.Path(tempfile.gettempdir()) / "autopar_memory_study" / f"{name} {jax.__version__}.json".replace(" ", "_")
+    kept = (
+        pathlib.Path(tempfile.gettempdir())
+        / "autopar_memory_study"
+        / f"{name} {jax.__version__}.json".replace(" ", "_")
+    )
     if not kept.exists():
         compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
-        stats = compiled.memory_analysis()
+        stats, text = compiled.memory_analysis(), compiled.as_text()
+        assert stats is not None, "XLA's CPU compiler says what it allocates"
+        assert text is not None, "XLA's CPU compiler gives its program"
         kept.parent.mkdir(exist_ok=True)
-        kept.with_suffix(".hlo").write_text(compiled.as_text())
+        kept.with_suffix(".hlo").write_text(text)
         kept.write_text(
             json.dumps(
                 dict(
                     arguments=stats.argument_size_in_bytes,
                     results=stats.output_size_in_bytes - stats.alias_size_in_bytes,
                     temporaries=stats.temp_size_in_bytes,
-                    total=allocated_bytes(stats),
+                    total=memory.allocated_bytes(stats),
                 )
             )
         )
@@ -284,7 +297,7 @@ def main(names: list[str]) -> None:
     print(f"{'model':18} {'steps':>6} {'predict s':>9} {'args MiB':>9} {'predicted':>10} {'XLA':>8} {'ratio':>6}")
     for name in names or STUDY:
         step, args = STUDY[name]()
-        closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+        closed = jax.make_jaxpr(step)(*args)
         size = len(jax.tree.leaves(args[0]))
         program = program_of(closed, {i: i for i in range(size)})
         begin = time.perf_counter()
@@ -293,7 +306,8 @@ def main(names: list[str]) -> None:
         found = measured(name, step, args)
         print(
             f"{name:18} {len(program.steps):6} {elapsed_s:9.4f} {found['arguments'] / MEBIBYTE:9.1f} "
-            f"{predicted.peak_bytes / MEBIBYTE:10.1f} {found['total'] / MEBIBYTE:8.1f} {predicted.peak_bytes / found['total']:6.2f}",
+            f"{predicted.peak_bytes / MEBIBYTE:10.1f} {found['total'] / MEBIBYTE:8.1f} "
+            f"{predicted.peak_bytes / found['total']:6.2f}",
             flush=True,
         )
 

@@ -15,7 +15,8 @@ from autopar.hlo import Kind
 
 
 def program(body: str, *, computations: str = "", header: str = "num_partitions=8") -> str:
-    return f"HloModule m, is_scheduled=true, {header}\n\n{computations}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n{body}\n}}\n"
+    entry = f"ENTRY %main (p: f32[4]) -> f32[4] {{\n{body}\n}}\n"
+    return f"HloModule m, is_scheduled=true, {header}\n\n{computations}\n\n{entry}"
 
 
 def only(text: str, **options: bool) -> hlo.Collective:
