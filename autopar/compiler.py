@@ -105,7 +105,11 @@ def logical_meshes(cluster: Cluster, options: PlanOptions) -> tuple[LogicalMesh,
 def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
     return CostModel(
         device=cluster.device,
-        links=MeshLinks(mesh=mesh, links=cluster.axis_links(mesh.axis_sizes)),
+        links=MeshLinks(
+            mesh=mesh,
+            links=cluster.axis_links(mesh.axis_sizes),
+            scatters_by_all_reduce=cluster.device.name.startswith("TPU"),
+        ),
         # XLA's CPU compiler promotes 16-bit floating-point reductions to 32 bits (its AllReducePromotion pass).
         widens_16_bit_sums=cluster.device.name == "CPU",
     )

@@ -13,7 +13,7 @@ from autopar.intra_op import CostModel, NodeCosts
 from autopar.layout import Layout, local_bytes
 from autopar.lowering import Compute, Instruction, Loop, LoweredBlock, Move, Pass, Place
 from autopar.memory_fusion import Step as MemoryStep
-from autopar.resharding import Step, StepKind, step_sent_bytes
+from autopar.resharding import Step, StepKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +55,18 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
 
 
 def _of_step(value: Value, step: Step, move: Move, model: CostModel) -> CollectiveUse | None:
-    kind = step.kind.collective
-    if kind is None:
-        return None
-    mesh = model.links.mesh
+    links = model.links
     widening = model.widening(value.dtype) if step.kind.reduces else 1.0
-    result_bytes = value.nbytes * step.result_fraction(mesh) * widening
+    collective = links.as_compiled(step, value.nbytes * widening)
+    if collective is None:
+        return None
+    kind, result_bytes = collective
     return CollectiveUse(
         kind=kind,
         axes=step.axes,
-        sent_bytes=step_sent_bytes(step, value.nbytes, mesh, widening),
+        sent_bytes=float(sent_bytes(kind, result_bytes, links.mesh.size(step.axes))),
         count=move.count,
-        time_s=model.links.time_s(kind, result_bytes, step.axes) * move.count,
+        time_s=links.time_s(kind, result_bytes, step.axes) * move.count,
         module=move.module,
         value=value.name or f"{value.dtype}{list(value.shape)}",
     )

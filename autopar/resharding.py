@@ -16,7 +16,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import dijkstra
 
-from autopar.collectives import CollectiveKind, Link, sent_bytes, time_s
+from autopar.collectives import CollectiveKind, Link, time_s
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
 
@@ -50,20 +50,19 @@ class Step:
     before: Layout
     after: Layout
 
-    def result_fraction(self, mesh: LogicalMesh) -> float:
-        """Size of the collective's result on one device as a fraction of the whole value.
-
-        An all-to-all keeps the local size; its ring formula counts that size.
-        """
-        return 1.0 / self.after.shards(mesh)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeshLinks:
-    """A logical mesh and the link that each of its axes runs on."""
+    """A logical mesh and the link that each of its axes runs on.
+
+    `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter, as XLA does for
+    TPU (seen in programs compiled for v5p slices: over all chips as such, over fewer as an all-reduce-scatter fusion).
+    """
 
     mesh: LogicalMesh
     links: tuple[Link, ...]
+    scatters_by_all_reduce: bool = False
 
     def link(self, axes: tuple[int, ...]) -> Link:
         """The link of a collective over several axes at once: the slowest of theirs."""
@@ -71,6 +70,19 @@ class MeshLinks:
 
     def time_s(self, kind: CollectiveKind, result_bytes: float, axes: tuple[int, ...]) -> float:
         return float(time_s(kind, result_bytes, self.mesh.size(axes), self.link(axes)))
+
+    def as_compiled(self, step: Step, nbytes: float) -> tuple[CollectiveKind, float] | None:
+        """(kind, bytes of the result on one device) of a step's collective, for a value of `nbytes` in all.
+
+        None for a step that stays on the device. An all-to-all keeps the local size; its ring formula counts that.
+        """
+        kind = step.kind.collective
+        if kind is None:
+            return None
+        result_bytes = nbytes / step.after.shards(self.mesh)
+        if kind is CollectiveKind.REDUCE_SCATTER and self.scatters_by_all_reduce:
+            return CollectiveKind.ALL_REDUCE, result_bytes * self.mesh.size(step.axes)
+        return kind, result_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -186,13 +198,13 @@ def paths(rank: int, mesh_links: MeshLinks) -> Paths:
 
 def _affine(step: Step, mesh_links: MeshLinks) -> tuple[float, float]:
     """(seconds, seconds per byte of the whole value) of one step."""
-    kind = step.kind.collective
-    if kind is None:
-        return 0.0, 0.0
-    at_zero = mesh_links.time_s(kind, 0.0, step.axes)
-    fraction = step.result_fraction(mesh_links.mesh)
     probe_bytes = float(1 << 30)
-    return at_zero, (mesh_links.time_s(kind, probe_bytes, step.axes) - at_zero) / probe_bytes * fraction
+    collective = mesh_links.as_compiled(step, probe_bytes)
+    if collective is None:
+        return 0.0, 0.0
+    kind, result_bytes = collective
+    at_zero = mesh_links.time_s(kind, 0.0, step.axes)
+    return at_zero, (mesh_links.time_s(kind, result_bytes, step.axes) - at_zero) / probe_bytes
 
 
 def _path_sums(predecessor: np.ndarray, cost_of: dict[tuple[int, int], tuple[float, float, float]]) -> list[np.ndarray]:
@@ -212,15 +224,6 @@ def _path_sums(predecessor: np.ndarray, cost_of: dict[tuple[int, int], tuple[flo
         safe = np.where(alive, before, node)
         totals += np.where(alive, step_cost[:, safe, node], 0.0)
         node = safe
-
-
-def step_sent_bytes(step: Step, nbytes: float, mesh: LogicalMesh, reduce_widening: float = 1.0) -> float:
-    """Bytes that one device sends in a step, for a value of `nbytes` in all, by the ring formulas."""
-    kind = step.kind.collective
-    if kind is None:
-        return 0.0
-    result_bytes = nbytes * step.result_fraction(mesh) * (reduce_widening if step.kind.reduces else 1.0)
-    return float(sent_bytes(kind, result_bytes, mesh.size(step.axes)))
 
 
 def fits(steps: tuple[Step, ...], shape: tuple[int, ...], mesh: LogicalMesh) -> bool:

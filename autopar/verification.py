@@ -94,9 +94,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
     if compile_for is None:
         compiled, target = step.compile(*args), f"{jax.default_backend()} x {step.plan(*args).mesh.num_devices}"
     else:
-        plan = step.plan(*args)
-        mesh = elsewhere.target_mesh(compile_for, plan.mesh.axis_sizes, plan.mesh.axis_names)
-        compiled, target = compile_on(step, mesh, *args), compile_for
+        compiled, target = compiled_elsewhere(step, compile_for, *args), compile_for
     collectives, counts = compare_collectives(compiled.plan.predicted, compiled.as_text())
     difference, worst = None, ""
     arrays = all(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
@@ -114,6 +112,15 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         difference=difference,
         worst_leaf=worst,
     )
+
+
+def compiled_elsewhere(step: Step, target: str, *args: Any) -> Compiled:
+    """A step compiled under its plan for hardware that need not be here: its text and memory, nothing to run.
+
+    Raises: what `autopar.elsewhere.target_mesh` raises, and what planning raises.
+    """
+    plan = step.plan(*args)
+    return compile_on(step, elsewhere.target_mesh(target, plan.mesh.axis_sizes, plan.mesh.axis_names), *args)
 
 
 def compare_collectives(predicted: Predicted, text: str) -> tuple[tuple[Compared, ...], tuple[Compared, ...]]:
