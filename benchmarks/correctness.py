@@ -39,16 +39,29 @@ ALL_CASES: dict[str, Callable[..., Case]] = CASES | {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One case on one number of devices. `failure` is the last line of what a run that died said."""
+    """One case on one number of devices.
+
+    Attributes:
+        mesh: Sizes of the logical mesh's axes.
+        split_leaves: How many of the `leaves` of state and batch are not replicated.
+        loss: Difference of the metrics, the loss among them.
+        state: Difference of the state after the last step.
+        sent: Bytes that a device sends in a step, predicted and compiled.
+        peak: Bytes of a device's memory at its fullest, predicted and compiled.
+        failure: The last line of what a run that died said.
+    """
 
     case: str
     devices: int
     mesh: str = ""
-    split: str = ""
+    split_leaves: int = 0
+    leaves: int = 0
     loss: float | None = None
     state: float | None = None
     worst_leaf: str = ""
     tolerance: float | None = None
+    sent: tuple[float, float] = (0.0, 0.0)
+    peak: tuple[float, float] = (0.0, 0.0)
     seconds: float | None = None
     failure: str = ""
 
@@ -87,18 +100,22 @@ def run_case(case: Case, hardware: str, num_devices: int) -> Row:
         state, metrics = parallel(state, parallel.put_batch(case.batch(seed)))
         loss = max(loss, worst_difference(case, expected_metrics, metrics).relative)
     worst = worst_difference(case, expected, state)
-    plan = parallel.plan(state, case.batch(0))
+    shapes = jax.eval_shape(lambda *args: args, initial, case.batch(0))
+    verification = autopar.verify(parallel, *shapes)
+    plan = parallel.plan(*shapes)
     shardings = jax.tree.leaves((plan.state_shardings, plan.batch_shardings))
-    split = sum(not sharding.is_fully_replicated for sharding in shardings)
     return Row(
         case=case.name,
         devices=num_devices,
         mesh="x".join(map(str, plan.record.axis_sizes)),
-        split=f"{split}/{len(shardings)}",
+        split_leaves=sum(not sharding.is_fully_replicated for sharding in shardings),
+        leaves=len(shardings),
         loss=loss,
         state=worst.relative,
         worst_leaf=worst.path if worst.relative > 0 else "",
         tolerance=case.tolerance,
+        sent=(verification.total.predicted, verification.total.compiled),
+        peak=(verification.peak.predicted, verification.peak.compiled),
         seconds=time.perf_counter() - start_s,
     )
 
@@ -136,14 +153,17 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else "died without a word"
 
 
-HEADINGS = ("case", "devices", "mesh", "split leaves", "metrics", "state", "tolerance", "s", "")
+HEADINGS = ("case", "devices", "mesh", "split", "metrics", "state", "aim", "sent, kB", "peak, kB", "s", "")
 
 
 def cells(row: Row) -> tuple[str, ...]:
     if row.failure:
-        return (row.case, str(row.devices), *[""] * 6, "FAILED")
-    numbers = (f"{row.loss:.1e}", f"{row.state:.1e}", f"{row.tolerance:.0e}", f"{row.seconds:.0f}")
-    return (row.case, str(row.devices), row.mesh, row.split, *numbers, "" if row.passed else "WRONG")
+        return (row.case, str(row.devices), *[""] * (len(HEADINGS) - 3), "FAILED")
+    differences = (f"{row.loss:.0e}", f"{row.state:.0e}", f"{row.tolerance:.0e}")
+    kilobytes = (f"{predicted / 1e3:.1f}/{compiled / 1e3:.1f}" for predicted, compiled in (row.sent, row.peak))
+    split, seconds = f"{row.split_leaves}/{row.leaves}", f"{row.seconds:.0f}"
+    verdict = "" if row.passed else "WRONG"
+    return (row.case, str(row.devices), row.mesh, split, *differences, *kilobytes, seconds, verdict)
 
 
 def notes_of(rows: list[Row]) -> list[str]:
@@ -170,7 +190,8 @@ def markdown_of(rows: list[Row], hardware: str) -> str:
         "# The zoo in parallel against plain jax.jit",
         "",
         f"`python -m benchmarks.correctness`, jax {jax.__version__}, {STEPS} steps from the same state and batches, "
-        f"devices: {hardware}. Differences are max |difference| / max |leaf|, of the worst leaf. "
+        f"devices: {hardware}. Differences are max |difference| / max |leaf|, of the worst leaf; what a "
+        "device sends in a step and its peak memory are predicted/compiled. "
         f"{good} of {len(rows)} within tolerance.",
         "",
         "| " + " | ".join(HEADINGS) + " |",
@@ -205,7 +226,8 @@ def main() -> int:
         return 0
     names = args.cases or list(ALL_CASES if args.published else CASES)
     rows = [row for name in track(names, "cases") for row in rows_of(name, args.hardware, args.devices)]
-    Console().print(table_of(rows), *notes_of(rows), sep="\n")
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    console.print(table_of(rows), *notes_of(rows), sep="\n")
     full = not args.cases and args.devices == list(DEVICES)
     if output := args.output or (RESULTS if full else None):
         output.parent.mkdir(parents=True, exist_ok=True)
