@@ -79,10 +79,10 @@ class Cluster:
         if self.axis_override:
             return self.axis_override * len(sizes) if len(self.axis_override) == 1 else self.axis_override
         strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-        inner = (
-            torus.axis_links(self.torus, sizes, self.inside_host) if self.torus else (self.inside_host,) * len(sizes)
-        )
-        return tuple(self._axis_link(n, stride, link) for n, stride, link in zip(sizes, strides, inner, strict=True))
+        inside = (self.inside_host,) * len(sizes)
+        if self.torus:
+            inside = torus.axis_links(self.torus, sizes, self.inside_host)
+        return tuple(self._axis_link(n, stride, link) for n, stride, link in zip(sizes, strides, inside, strict=True))
 
     def _axis_link(self, n: int, stride: int, inside: Link) -> Link:
         if n == 1 or n * stride <= self.devices_per_host:
