@@ -107,7 +107,7 @@ _GPU_MEMORY_EFFICIENCY = 0.7
 _UNMEASURED_LAUNCH_US = 7.0
 # What libtpu's compiler (0.0.42.1) estimates, in cycles of 1.5 GHz on v5e and 1.75 GHz on v5p (the clocks that their
 # peaks imply): bfloat16 products of 2048 to 8192 a side reach 0.88 to 0.97 of the peak on v5e, 0.87 to 0.96 on v5p;
-# x * 2 + 1 over 64 MB reaches 0.80 and 0.71 of the memory's; the smallest product takes 2.7 us, the smallest sum 1.3 us.
+# x * 2 + 1 over 64 MB reaches 0.80 and 0.71 of the memory's; the least product takes 2.7 us, the least sum 1.3 us.
 _TPU_EFFICIENCY, _TPU_MEMORY_EFFICIENCY, _TPU_LAUNCH_US = 0.9, 0.75, 2.0
 # Least median relative error of overhead + flops / (efficiency * peak) over 375 matrix products, 256 to 4096 a side, of
 # XLA's measured table (openxla/xla, matmul performance table; sm_90 and sm_100, bfloat16): within 5 % in the median.
