@@ -7,7 +7,7 @@ value. The prediction follows what XLA does with it, in three passes, whose voca
 2. `schedule_order`: the order in which XLA runs the kernels so as to need little memory;
 3. here: from where to where each value is alive, and the most that is alive at once.
 
-`benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 10 % for all of its 26 models, jax 0.10 and
+`benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 12 % for all of its 37 models, jax 0.10 and
 0.12. For TPU v5p it was 8 to 31 % above on 10 of them: XLA fuses more there than is modelled. For GPU it is untried.
 Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), and space lost between buffers.
 """

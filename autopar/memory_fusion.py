@@ -146,7 +146,7 @@ def _twice(step: Step, inputs: tuple[int, ...], compiler: Compiler) -> tuple[int
     if step.kind in RANDOM_BITS:
         return step.outputs  # two words of the generator's state, of which each bit is made where it is read
     if step.kind in MATRIX_PRODUCTS and step.half_precision and compiler.widens_half_precision:
-        return inputs
+        return inputs + step.outputs
     return ()
 
 

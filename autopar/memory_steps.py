@@ -58,7 +58,7 @@ class Compiler:
             it in one kernel of a library, for which broadcasts, and values that others read too, are written first.
         products_absorb: Computes what a matrix product reads on the way in, however expensive, again for each product.
         products_round: Keeps what only matrix products read, and made, in the 16 bits that their precision looks at.
-        widens_half_precision: Copies the 16-bit operands of matrix products to 32 bits.
+        widens_half_precision: Keeps the 16-bit operands and results of matrix products in 32 bits.
     """
 
     breadth_first: bool
@@ -121,7 +121,7 @@ class Step:
         num_constants: How many of the inputs are constants of the loop.
         num_carried: How many of the inputs, and of the outputs, are carried from turn to turn.
         reduces_last: For a reduction, whether it runs over the last dimension.
-        half_precision: Its inputs are 16-bit floats, of which a CPU's matrix products need 32-bit copies.
+        half_precision: Its inputs and outputs are 16-bit floats, which a CPU's matrix products read and write in 32.
         key: Steps with equal keys and equal inputs compute the same. None is equal to nothing.
     """
 

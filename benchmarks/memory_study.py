@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.extend import core as jax_core
 
 from autopar import jax_compat, memory
@@ -117,7 +118,9 @@ class _Reader:
                     Step(
                         inputs=tuple(inputs), outputs=tuple(outputs), kind=kind_of(eqn), fusible=name not in _UNFUSED,
                         reduces_last=reduces_last(eqn), key=key_of(eqn),
-                        half_precision=any(str(a.aval.dtype) in ("bfloat16", "float16") for a in eqn.invars),
+                        half_precision=all(
+                            str(a.aval.dtype) in ("bfloat16", "float16") for a in (*eqn.invars, *eqn.outvars)
+                        ),
                     )
                 )  # fmt: skip
             env.update(zip(eqn.outvars, outputs, strict=True))
@@ -224,13 +227,14 @@ def zoo(name: str, **sizes: Any) -> tuple[Callable, tuple]:
     return case.step, (state, batch)
 
 
+_MLP = dict(layers=4, width=1024, features=512, classes=128, batch=4096)
 _GPT = dict(layers=4, width=256, heads=4, vocabulary=1024, length=256, batch=16)
 STUDY: dict[str, Callable[[], tuple[Callable, tuple]]] = {
     "mlp tanh 8x1024": functools.partial(plain_mlp, (1024,) * 9, 4096, jnp.tanh),
     "mlp relu 4x2048": functools.partial(plain_mlp, (2048,) * 5, 1024, jax.nn.relu),
     "mlp gelu wide": functools.partial(plain_mlp, (512, 4096, 512, 4096, 512), 4096, jax.nn.gelu),
-    "mlp": functools.partial(zoo, "mlp", layers=4, width=1024, features=512, classes=128, batch=4096),
-    "mlp_ema": functools.partial(zoo, "mlp_ema", layers=4, width=1024, features=512, classes=128, batch=4096),
+    "mlp": functools.partial(zoo, "mlp", **_MLP),
+    "mlp_ema": functools.partial(zoo, "mlp_ema", **_MLP),
     "dropout": functools.partial(zoo, "dropout", width=1024, features=512, classes=128, batch=4096),
     "gpt": functools.partial(zoo, "gpt", **_GPT),
     "gpt_remat": functools.partial(zoo, "gpt_remat", **_GPT),
@@ -262,6 +266,24 @@ STUDY: dict[str, Callable[[], tuple[Callable, tuple]]] = {
     "nnx_model": functools.partial(zoo, "nnx_model", width=64, image=32, batch=64),
     "equinox_model": functools.partial(zoo, "equinox_model", width=256, heads=4, vocabulary=1024, length=256, batch=16),
     "haiku_model": functools.partial(zoo, "haiku_model", width=64, image=32, batch=64),
+    "loss_scaling": functools.partial(zoo, "loss_scaling", **_MLP),
+    # Below: models on which nothing was adjusted.
+    "gpt short": functools.partial(zoo, "gpt", layers=8, width=384, heads=6, vocabulary=2048, length=64, batch=64),
+    "gpt parameters": functools.partial(zoo, "gpt", layers=6, width=512, heads=8, vocabulary=8192, length=128, batch=2),
+    "gpt clipped": functools.partial(
+        zoo, "gpt", **(_GPT | dict(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))))
+    ),
+    "gpt_adafactor": functools.partial(
+        zoo, "gpt_adafactor", width=512, vocabulary=4096, layers=2, length=128, batch=16
+    ),
+    "gpt_scan 12": functools.partial(
+        zoo, "gpt_scan", layers=12, width=512, heads=8, vocabulary=2048, length=128, batch=8
+    ),
+    "gpt_scan_remat 12": functools.partial(zoo, "gpt_scan_remat", **(_GPT | dict(layers=12, vocabulary=512))),
+    "mlp_multi_steps": functools.partial(zoo, "mlp_multi_steps", **_MLP),
+    "fixed_point": functools.partial(zoo, "fixed_point", width=1024, features=512, classes=128, batch=4096),
+    "bookkeeping": functools.partial(zoo, "bookkeeping", **_MLP),
+    "resnet deep": functools.partial(zoo, "resnet", widths=(16, 32, 64), blocks=3, image=64, batch=16),
 }
 
 
