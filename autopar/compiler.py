@@ -15,7 +15,7 @@ from autopar.costs import flops_of
 from autopar.emission import Emitter
 from autopar.errors import MemoryLimitError, PlanMismatchError, SolverError
 from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import CostModel, IntraOp, Live, MemoryLimit, ShardingPlan
+from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan
 from autopar.layout import Layout
 from autopar.lowering import LoweredBlock, lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
@@ -34,10 +34,10 @@ from autopar.recording import (
 )
 from autopar.resharding import MeshLinks
 from autopar.rules import RuleBook
-from autopar.solver import Solution
+from autopar.solver import Solution, Status
 from autopar.staging import TracedStep
 
-MEMORY_ROUNDS = 6  # how often the limit given to the solver is lowered by what the exact estimate finds over it
+MEMORY_ROUNDS = 10  # how many prices of memory are tried where it is short
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,36 +116,75 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
 
 
 def search(graph: OpGraph, model: CostModel, limit_bytes: int, options: PlanOptions) -> Candidate:
-    """The fastest plan on one mesh, within the memory limit where that can be had.
+    """The fastest plan on one mesh, within the memory limit where that can be had, else the smallest found.
 
-    The ILP is solved without memory first. Where the exact estimate of its plan is over the limit, it is solved again
-    with the live ranges of that plan, and with a limit lowered by what the next plan is still over.
+    The ILP is solved without memory first. Where the exact estimate of its plan is over the limit, bytes get a price:
+    those of the values that are alive where memory is short in any plan seen. The price rises until a plan fits, and is
+    then halved towards the cheapest plan that fits (the Lagrangian relaxation of formula (4)). The first solution's
+    bound holds for all of them.
 
     Raises: SolverError when the time limit passed without any plan.
     """
     first_argument = len(graph.constants)
-    intra_op = IntraOp(graph, model, {graph.block.inputs[first_argument + i]: layout for i, layout in options.fixed})
-    time_limit_s = options.time_limit_s
-    best = evaluated(graph, model, intra_op.decode(solved(intra_op, time_limit_s)))
-    target_bytes = limit_bytes
+    fixed = {graph.block.inputs[first_argument + i]: layout for i, layout in options.fixed}
+    intra_op = IntraOp(graph, model, fixed)
+    free = solved(intra_op, options.time_limit_s)
+    best = evaluated(graph, model, intra_op.decode(free))
+    if best.estimate.peak_bytes <= limit_bytes:
+        return best
+    crowding = crowded(best, limit_bytes)
+    s_per_byte, too_low, fits_at = best.step_time_s / best.estimate.peak_bytes / 16, 0.0, None
     for _ in range(MEMORY_ROUNDS):
-        if best.estimate.peak_bytes <= limit_bytes:
-            break
-        limit = MemoryLimit(live=live_values(best), limit_bytes=target_bytes)
-        solution = intra_op.solve(time_limit_s=time_limit_s, memory=limit)
-        if not solution.choice:
-            break
-        candidate = evaluated(graph, model, intra_op.decode(solution))
-        if candidate.estimate.peak_bytes < best.estimate.peak_bytes or candidate.estimate.peak_bytes <= limit_bytes:
+        prices = MemoryPrices(s_per_byte=s_per_byte, values=crowding)
+        solution = solved(intra_op, options.time_limit_s, prices)
+        cost = intra_op.cost(solution.choice)
+        told = dataclasses.replace(
+            solution, status=Status.FEASIBLE, objective=cost, bound=free.bound, gap=(cost - free.bound) / cost
+        )
+        candidate = evaluated(graph, model, intra_op.decode(told))
+        fits = candidate.estimate.peak_bytes <= limit_bytes
+        if (not fits, rank(candidate, fits)) < (fits_at is None, rank(best, fits_at is not None)):
             best = candidate
-        target_bytes -= max(candidate.estimate.peak_bytes - limit_bytes, 0)
-        if target_bytes <= 0:
+        if fits:
+            fits_at = s_per_byte
+        else:
+            too_low = s_per_byte
+            crowding |= crowded(candidate, limit_bytes)
+        s_per_byte = s_per_byte * 4 if fits_at is None else (fits_at * max(too_low, fits_at / 16)) ** 0.5
+        if fits_at is not None and s_per_byte > 0.8 * fits_at:
             break
     return best
 
 
-def solved(intra_op: IntraOp, time_limit_s: float) -> Solution:
-    solution = intra_op.solve(time_limit_s=time_limit_s)
+def rank(candidate: Candidate, fits: bool) -> float:
+    """What is better when smaller: time among plans that fit, memory among those that do not."""
+    return candidate.step_time_s if fits else float(candidate.estimate.peak_bytes)
+
+
+def crowded(candidate: Candidate, limit_bytes: int) -> frozenset[tuple[int, str]]:
+    """The values, with their states, that are alive while the memory is over the limit."""
+    ranges = memory.live_ranges(candidate.program)
+    nbytes = candidate.program.nbytes
+    change: dict[int, int] = {}
+    for r in ranges:
+        change[r.start] = change.get(r.start, 0) + nbytes[r.value]
+        change[r.stop] = change.get(r.stop, 0) - nbytes[r.value]
+    positions = sorted(change)
+    over, live = [], 0
+    for position, after in zip(positions, [*positions[1:], positions[-1] + 1], strict=True):
+        live += change[position]
+        if live > limit_bytes:
+            over.append((position, after))
+    found = set()
+    for r in ranges:
+        if r.value in candidate.stands_for and any(r.start < stop and start < r.stop for start, stop in over):
+            value, (_, state) = candidate.stands_for[r.value]
+            found.add((value, state))
+    return frozenset(found)
+
+
+def solved(intra_op: IntraOp, time_limit_s: float, prices: MemoryPrices | None = None) -> Solution:
+    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices)
     if not solution.choice:
         raise SolverError(
             where=f"mesh {intra_op.assembly.mesh}",
@@ -171,16 +210,6 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
         stands_for=stands_for,
         step_time_s=compute_s + collective_s,
     )
-
-
-def live_values(candidate: Candidate) -> tuple[Live, ...]:
-    """When the values of a candidate's plan take memory."""
-    live = []
-    for r in memory.live_ranges(candidate.program):
-        if r.value in candidate.stands_for:
-            value, place = candidate.stands_for[r.value]
-            live.append(Live(value=value, place=place, start=r.start, stop=r.stop))
-    return tuple(live)
 
 
 def record(

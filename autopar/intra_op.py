@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from autopar import solver
-from autopar.assembly import PLACED, RAW, Assembly, Home, Node, assemble
+from autopar.assembly import PLACED, RAW, Assembly, Home, Node, Reshard, assemble
 from autopar.cluster import DeviceKind
 from autopar.costs import Work, flops_of, is_fusible, time_s
 from autopar.folding import fold
 from autopar.graph import Atom, Op, OpGraph
-from autopar.layout import Layout, local_bytes, replicated
+from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials
 from autopar.record import SolverReport
@@ -54,19 +55,11 @@ class ShardingPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
-    """A value, in one of its places, that takes memory from `start` up to `stop`."""
+class MemoryPrices:
+    """What a byte on one device costs, in seconds, for the values (with their states) that crowd the memory."""
 
-    value: int
-    place: tuple[Layout, str]
-    start: int
-    stop: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLimit:
-    live: tuple[Live, ...]
-    limit_bytes: int
+    s_per_byte: float
+    values: frozenset[tuple[int, str]]
 
 
 class IntraOp:
@@ -78,6 +71,7 @@ class IntraOp:
         self.assembly: Assembly = assemble(graph, model.links.mesh)
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
+        self._feeding: dict[int, Reshard] = {}  # by the position of its edge: the reshard that fills a copy node
         self.problem, self.classes = self._build()
 
     def _build(self) -> tuple[solver.Problem, tuple[int, ...]]:
@@ -100,6 +94,8 @@ class IntraOp:
                 node = reshard.source.node
                 node_cost[node] = node_cost[node] + np.diagonal(matrix)
             else:
+                if assembly.nodes[reshard.target.node].kind == "copy":
+                    self._feeding.setdefault(len(edges), reshard)
                 edges.append(solver.Edge(source=reshard.source.node, target=reshard.target.node, cost=matrix))
         problem = solver.Problem(
             node_cost=tuple(node_cost),
@@ -122,68 +118,66 @@ class IntraOp:
             self._matrices[key] = count * (table.fixed_s[rows, columns] + v.nbytes * per_byte)
         return self._matrices[key]
 
-    def solve(self, *, time_limit_s: float, memory: MemoryLimit | None = None) -> solver.Solution:
-        """Solves the folded problem; the solution's choice is that of the unfolded one."""
-        problem = self.problem if memory is None else self._limited(memory)
+    def solve(self, *, time_limit_s: float, prices: MemoryPrices | None = None) -> solver.Solution:
+        """Solves the folded problem; the solution's choice is that of the unfolded one.
+
+        With prices, the objective holds the priced memory too.
+        """
+        problem = self.problem if prices is None else self._priced(prices)
         tied, undo = solver.tie(problem, self.classes)
         solution = solver.solve(tied, time_limit_s=time_limit_s)
-        if not solution.choice:
-            return solution
-        sizes = [node.size for node in self.assembly.nodes]
-        # With memory, a copy node has each of its layouts twice: as a name for its source, and as a copy.
-        choice = tuple(s % n for s, n in zip(undo(solution.choice), sizes, strict=True))
-        return dataclasses.replace(solution, choice=choice)
+        return dataclasses.replace(solution, choice=undo(solution.choice) if solution.choice else ())
 
-    def _limited(self, memory: MemoryLimit) -> solver.Problem:
-        """Formula (4): the problem with the bytes of what is alive, for each strategy of the node that decides them.
+    def cost(self, choice: Sequence[int]) -> float:
+        """Seconds of a choice, without prices."""
+        return solver.evaluate(self.problem, choice)[0]
 
-        A copy takes memory only where it differs from its source, which no single node knows: each copy node gets its
-        layouts twice, first as a mere name (allowed where the source has the layout, no bytes), then as a copy.
+    def _priced(self, prices: MemoryPrices) -> solver.Problem:
+        """The problem with the bytes of `prices.values` added to its costs.
+
+        A value in its home costs its bytes under each strategy of the node; a copy costs only where it differs from
+        its source, so its price goes to the edge between the two. Nodes of one class share their price as they share
+        their decision.
         """
-        names = {home.node: key for key, home in self.assembly.copies.items()}
-        fed_by = {r.target.node: r for r in self.assembly.reshards if r.target.node in names}
-        cost = [np.concatenate([c, c]) if n in names else c for n, c in enumerate(self.problem.node_cost)]
-        edges = []
-        doubled: dict[tuple[int, bool, bool, bool], np.ndarray] = {}
-        feeding = {(r.source.node, r.target.node) for r in fed_by.values()}
-        for edge in self.problem.edges:
-            from_copy, to_copy = edge.source in names, edge.target in names
-            feeds = to_copy and (edge.source, edge.target) in feeding
-            key = (id(edge.cost), from_copy, to_copy, feeds)
-            if key not in doubled:
-                matrix = edge.cost
-                if to_copy:
-                    same = matrix
-                    if feeds:
-                        r = fed_by[edge.target]
-                        equal = np.array([[a == b for b in r.target.layouts] for a in r.source.layouts])
-                        same = np.where(equal, matrix, np.inf)
-                    matrix = np.concatenate([same, matrix], axis=1)
-                doubled[key] = np.concatenate([matrix, matrix]) if from_copy else matrix
-            edges.append(dataclasses.replace(edge, cost=doubled[key]))
-        uses = []
-        for live in memory.live:
-            home = self._home(live.value, live.place)
+        homes: dict[Home, int] = {}
+        copies: dict[int, int] = {}
+        for value, state in prices.values:
+            nbytes = self.graph.values[value].nbytes
+            home = self._home(value, state)
             if home is None:
                 continue
-            v = self.graph.values[live.value]
-            nbytes = np.array(
-                [local_bytes(v.shape, v.itemsize, layout, self.assembly.mesh) for layout in home.layouts], np.int64
-            )
-            if home.node in names:
-                nbytes = np.concatenate([np.zeros_like(nbytes), nbytes])
-            uses.append(solver.Use(node=home.node, start=live.start, stop=live.stop, bytes=nbytes))
-        return dataclasses.replace(
-            self.problem, node_cost=tuple(cost), edges=tuple(edges), uses=tuple(uses), limit_bytes=memory.limit_bytes
-        )
+            if state in (RAW, PLACED):
+                homes[home] = homes.get(home, 0) + nbytes
+            else:
+                copies[home.node] = copies.get(home.node, 0) + nbytes
+        shards = self._shards
+        node_cost = list(self.problem.node_cost)
+        for home, nbytes in homes.items():
+            node_cost[home.node] = node_cost[home.node] + prices.s_per_byte * nbytes / shards(home.layouts)
+        edges = list(self.problem.edges)
+        for position, reshard in self._feeding.items():
+            nbytes = copies.get(reshard.target.node, 0)
+            if nbytes:
+                matrix = prices.s_per_byte * nbytes * self._copied_share(reshard)
+                edges.append(dataclasses.replace(edges[position], cost=matrix))
+        return dataclasses.replace(self.problem, node_cost=tuple(node_cost), edges=tuple(edges))
 
-    def _home(self, value: int, place: tuple[Layout, str]) -> Home | None:
-        """The home that decides the size of a value in a place; None where nothing is to be decided."""
-        if place[1] == RAW:
+    def _shards(self, layouts: tuple[Layout, ...]) -> np.ndarray:
+        return np.array([layout.shards(self.assembly.mesh) for layout in layouts], np.float64)
+
+    def _copied_share(self, reshard: Reshard) -> np.ndarray:
+        """Which part of a value a copy holds on each device: nothing where it is its source under another name."""
+        source, target = reshard.source.layouts, reshard.target.layouts
+        differs = np.array([[a != b for b in target] for a in source], np.float64)
+        return differs / self._shards(target)[None, :]
+
+    def _home(self, value: int, state: str) -> Home | None:
+        """The home that decides the size of a value in a state; None where nothing is to be decided."""
+        if state == RAW:
             return self.assembly.raw.get(value)
-        if place[1] == PLACED:
+        if state == PLACED:
             return self.assembly.placed.get(value)
-        return self.assembly.copies.get((value, place[1]))
+        return self.assembly.copies.get((value, state))
 
     def decode(self, solution: solver.Solution) -> ShardingPlan:
         """The decisions that a choice of strategies stands for."""

@@ -56,8 +56,8 @@ class Step:
 class MeshLinks:
     """A logical mesh and the link that each of its axes runs on.
 
-    `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter, as XLA does for
-    TPU (seen in programs compiled for v5p slices: over all chips as such, over fewer as an all-reduce-scatter fusion).
+    `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter over all devices,
+    as XLA does for TPU (seen in programs compiled for v5p slices; over a part of the devices it stays what it is).
     """
 
     mesh: LogicalMesh
@@ -80,7 +80,8 @@ class MeshLinks:
         if kind is None:
             return None
         result_bytes = nbytes / step.after.shards(self.mesh)
-        if kind is CollectiveKind.REDUCE_SCATTER and self.scatters_by_all_reduce:
+        over_all = self.mesh.size(step.axes) == self.mesh.num_devices
+        if kind is CollectiveKind.REDUCE_SCATTER and self.scatters_by_all_reduce and over_all:
             return CollectiveKind.ALL_REDUCE, result_bytes * self.mesh.size(step.axes)
         return kind, result_bytes
 
