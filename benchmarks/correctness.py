@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
 import autopar
@@ -225,8 +225,13 @@ def main() -> int:
         work(args.worker, args.hardware, args.devices)
         return 0
     names = args.cases or list(ALL_CASES if args.published else CASES)
-    rows = [row for name in track(names, "cases") for row in rows_of(name, args.hardware, args.devices)]
     console = Console(width=None if sys.stdout.isatty() else 132)
+    rows: list[Row] = []
+    with Progress(console=console) as progress:
+        for name in progress.track(names, description="cases"):
+            for row in rows_of(name, args.hardware, args.devices):
+                rows.append(row)
+                progress.console.print(*filter(None, cells(row)))
     console.print(table_of(rows), *notes_of(rows), sep="\n")
     full = not args.cases and args.devices == list(DEVICES)
     if output := args.output or (RESULTS if full else None):
