@@ -7,7 +7,7 @@ value. The prediction follows what XLA does with it, in three passes, whose voca
 2. `schedule_order`: the order in which XLA runs the kernels so as to need little memory;
 3. here: from where to where each value is alive, and the most that is alive at once.
 
-`benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 12 % for all of its 37 models, jax 0.10 and
+`benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 10 % for all of its 37 models, jax 0.10 and
 0.12. For TPU v5p it was 8 to 31 % above on 10 of them: XLA fuses more there than is modelled. For GPU it is untried.
 Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), and space lost between buffers.
 """
@@ -140,7 +140,7 @@ def live_ranges(program: Program, compiler: Compiler = GPU) -> tuple[LiveRange, 
     result that takes over the memory of a donated argument is listed only for as long as both are needed. A value can
     be listed more than once: a broadcast that is written has the size of a value that is computed from it.
     """
-    steps = program.steps if compiler.keeps_barriers else memory_steps.without_recomputation(program.steps)
+    steps = memory_steps.without_recomputation(program.steps, program.results, compiler)
     steps, like = memory_steps.with_broadcasts(steps, program.nbytes)
     nbytes = {**program.nbytes, **{v: program.nbytes[other] for v, other in like.items()}}
     kernels = memory_fusion.kernels(steps, program.arguments, program.results, nbytes, compiler)

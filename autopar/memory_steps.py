@@ -176,22 +176,26 @@ def _spelled_out(steps: Sequence[Step], nbytes: Mapping[int, int], like: dict[in
     return tuple(done)
 
 
-def without_recomputation(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Drops barriers, and steps that compute again what an earlier step has computed."""
+def without_recomputation(steps: Sequence[Step], results: Sequence[int], compiler: Compiler) -> tuple[Step, ...]:
+    """Drops steps that compute again what an earlier step has computed, unless a kept barrier hides that.
+
+    Steps that make `results` stay.
+    """
+    kept = frozenset(results)
     done: list[Step] = []
     same: dict[int, int] = {}
     known: dict[Hashable, tuple[int, ...]] = {}
     for step in steps:
         inputs = tuple(same.get(v, v) for v in step.inputs)
-        if step.kind == BARRIER:
+        if step.kind == BARRIER and not compiler.keeps_barriers:
             same.update(zip(step.outputs, inputs, strict=True))
             continue
         if step.key is not None:
             before = known.setdefault((step.key, inputs), step.outputs)
-            if before is not step.outputs:
+            if before is not step.outputs and kept.isdisjoint(step.outputs):
                 same.update(zip(step.outputs, before, strict=True))
                 continue
         if step.body:
-            step = dataclasses.replace(step, body=without_recomputation(step.body))
+            step = dataclasses.replace(step, body=without_recomputation(step.body, step.body_outputs, compiler))
         done.append(step if inputs == step.inputs else dataclasses.replace(step, inputs=inputs))
     return tuple(done)

@@ -157,6 +157,15 @@ def test_a_barrier_keeps_recomputation_late():
     assert peak(rematerialised(Builder(), with_barrier=True), undone) == 2 * BIG + SMALL
 
 
+def test_the_same_computation_is_done_once_but_each_result_has_memory_of_its_own():
+    op = Builder()
+    x, w = op.value(SMALL), op.value(SMALL)
+    twice = [op("dot_general", x, w, key="same") for _ in range(2)]
+    assert peak(op.program([x, w], twice)) == 2 * BIG
+    late = [op("dot_general", v, w, nbytes=SMALL) for v in twice]
+    assert peak(op.program([x, w], late)) == BIG + 2 * SMALL
+
+
 def scanned(trips: int, stacked: bool) -> Program:
     op = Builder()
     w, start, xs = op.value(SMALL), op.value(BIG), op.value(trips * SMALL)
