@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"autopar": "autopar", "solver": "autopar.solver", "runtime": "autopar.runtime"}
 
 # Import name -> name in package indexes, where they differ.
-DISTRIBUTION_OF = {"google": "protobuf"}
+DISTRIBUTION_OF = {"haiku": "dm_haiku", "sklearn": "scikit_learn"}
 
 
 def python_files(folder: Path) -> list[Path]:
@@ -41,22 +41,37 @@ def test_links_are_relative(name):
     assert os.readlink(link) == f"../{name}"
 
 
-def test_every_import_is_declared():
-    declared = {re.split(r"[<>=!~ \[]", d)[0].replace("-", "_") for d in PROJECT["project"]["dependencies"]}
-    optional = {"libtpu"}  # asked for by find_spec, and named in the error that follows
-    imported: dict[str, Path] = {}
-    for folder in FOLDERS:
-        for path in python_files(ROOT / folder):
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = []
-                if isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                    names = [node.module or ""]
-                imported.update({name.split(".")[0]: path for name in names})
-    foreign = set(imported) - set(sys.stdlib_module_names) - {"autopar"}
-    missing = {DISTRIBUTION_OF.get(name, name) for name in foreign} - declared - optional
+def distributions(requirements: list[str]) -> set[str]:
+    """Names without versions and extras: `jax` of `jax[tpu]>=0.10`."""
+    return {re.split(r"[<>=!~ \[]", text)[0].replace("-", "_") for text in requirements}
+
+
+def foreign_imports(folders: list[str]) -> set[str]:
+    """Distributions that the files of some folders import, without our own and those of the standard library."""
+    imported: set[str] = set()
+    for path in (path for folder in folders for path in python_files(ROOT / folder)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                imported.add(node.module.split(".")[0])
+    own = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    return {DISTRIBUTION_OF.get(name, name) for name in imported - own - set(sys.stdlib_module_names)}
+
+
+def test_what_the_package_imports_is_a_dependency():
+    missing = foreign_imports(list(FOLDERS)) - distributions(PROJECT["project"]["dependencies"])
     assert not missing, f"not in the dependencies of pyproject.toml: {missing}"
+
+
+@pytest.mark.parametrize(
+    ("folders", "extras"), [(["examples"], ["examples"]), (["benchmarks", "tests"], ["dev", "published", "tpu"])]
+)
+def test_what_the_rest_imports_is_in_the_extras(folders, extras):
+    project = PROJECT["project"]
+    declared = distributions(project["dependencies"] + [r for e in extras for r in project["optional-dependencies"][e]])
+    missing = foreign_imports(folders) - declared
+    assert not missing, f"not in the dependencies or the extras {extras} of pyproject.toml: {missing}"
 
 
 def test_no_file_is_called_like_a_module_of_the_standard_library():
