@@ -15,10 +15,11 @@ MOST_COLUMNS = 240  # more make the master slower than they improve it; the dear
 class Columns:
     """Choices seen, by cost and bytes at every row, and the rows that the master prices."""
 
-    def __init__(self, room: np.ndarray):
+    def __init__(self, room: np.ndarray, dearest: float):
+        """room: (R,) bytes. dearest: no choice costs more; it stands for the choice that fits until one is found."""
         self.room = np.maximum(room.astype(np.float64), 1.0)
-        self.cost: list[float] = []
-        self.used: list[np.ndarray] = []  # float32 would do for the master, but not for the bound's proof
+        self.cost: list[float] = [dearest]
+        self.used: list[np.ndarray] = [np.zeros(len(room))]
         self.rows: list[int] = []
 
     def add(self, cost: float, used: np.ndarray) -> None:
@@ -51,7 +52,7 @@ class Columns:
         return min(c + float(rates @ (u[rows] - room)) for c, u in zip(self.cost, self.used, strict=True))
 
     def prices(self) -> tuple[np.ndarray, float]:
-        """The master's prices, (R,) cost a byte, and its value. Some choice added must fit."""
+        """The master's prices, (R,) cost a byte, and its value."""
         from ortools.math_opt import model_pb2
         from ortools.math_opt.python import mathopt
 
@@ -80,7 +81,7 @@ class Columns:
         proto.linear_constraint_matrix.coefficients.extend(block[row, column].tolist())
         model = mathopt.Model.from_model_proto(proto)
         result = mathopt.solve(model, mathopt.SolverType.GLOP)
-        assert result.has_dual_feasible_solution(), "the master has a choice that fits, so it has an optimum"
+        assert result.has_dual_feasible_solution(), "its first column fits, so the master has an optimum"
         duals = result.dual_values()
         for number, at in enumerate(self.rows):
             price[at] = max(0.0, -duals[model.get_linear_constraint(number)]) * scale / self.room[at]

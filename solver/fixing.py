@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from .anytime import SAFETY, Best, Loops
+from .anytime import Best
 from .flat import Flat
+from .loops import SAFETY, Loops
 from .presolve import keep_strategies, reduce_all
 from .problem import Problem
 from .reduction import Reduction, chain
@@ -30,6 +33,13 @@ def drop_costly(problem: Problem, flat: Flat, best: Best) -> Reduction | None:
     return chain(smaller, reduce_all(smaller.problem))
 
 
-def entries(problem: Problem) -> int:
-    """The edge variables that formula (2) would have."""
-    return sum(edge.cost.size for edge in problem.edges)
+def combine(problem: Problem, choices: Sequence[np.ndarray]) -> Reduction:
+    """Keep the strategies that some of the choices take, then reduce: where they agree, nothing is left to choose.
+
+    After relaxation induced neighbourhoods (Danna, Rothberg and Le Pape, Mathematical Programming 2005), with the Lagrangian's
+    minimisers in place of the linear program's.
+    """
+    taken = np.array(choices)
+    kept = [np.unique(taken[:, node]) for node in range(taken.shape[1])]
+    smaller = keep_strategies(problem, kept)
+    return chain(smaller, reduce_all(smaller.problem))

@@ -104,4 +104,4 @@ def merge_followers(problem: Problem) -> Reduction:
     def undo(choice: Sequence[int]) -> Choice:
         return tuple(int(follow[node][choice[number[lead[node]]]]) for node in range(count))
 
-    return Reduction(problem=smaller, undo=undo)
+    return Reduction(problem=smaller, undo=undo, origin=tuple(stays))

@@ -24,11 +24,12 @@ from .problem import Edge, Infeasibility, Problem, Use
 from .reduction import Choice, ConflictError, Reduction, chain, size
 
 DOMINANCE_WORK = 40_000_000  # comparisons that one pass of drop_dominated may cost: about a tenth of a second
+SETTLED = 0.97  # of the strategies left by a turn of all reductions: another turn would cost more than it saves
 TABLE_ENTRIES = 4_000_000  # the largest min-plus table that elimination forms: 32 MB
 
 
 def reduce_all(problem: Problem) -> Reduction:
-    """Every reduction in turn until none changes anything.
+    """Every reduction in turn until a turn changes nothing, or only a few strategies of a large problem.
 
     Raises: ConflictError when the strategies left exclude each other.
     """
@@ -36,9 +37,20 @@ def reduce_all(problem: Problem) -> Reduction:
     while True:
         before = size(total.problem)
         for step in (merge_parallel, drop_forbidden, fold_forced, merge_followers, eliminate, drop_dominated):
-            total = chain(total, step(total.problem))
-        if size(total.problem) == before:
+            try:
+                total = chain(total, step(total.problem))
+            except ConflictError as conflict:
+                raise _translated(conflict, total) from None
+        after = size(total.problem)
+        if after[:2] == before[:2] and after[2] > SETTLED * before[2] - 1:
             return total
+
+
+def _translated(conflict: ConflictError, total: Reduction) -> ConflictError:
+    """The same conflict by the numbers of the nodes that the reductions began with."""
+    if total.origin is None:
+        return conflict
+    return ConflictError(replace(conflict.why, nodes=tuple(total.origin[node] for node in conflict.why.nodes)))
 
 
 def merge_parallel(problem: Problem) -> Reduction:
@@ -64,9 +76,19 @@ def drop_forbidden(problem: Problem) -> Reduction:
     Raises: ConflictError naming a node that keeps no strategy, and its neighbours.
     """
     allowed = [np.isfinite(cost) for cost in problem.node_cost]
-    finite = {id(edge.cost): np.isfinite(edge.cost) for edge in problem.edges}
+    finite: dict[int, np.ndarray] = {}
+    complete: dict[int, bool] = {}  # every strategy has a partner
+    for edge in problem.edges:
+        if id(edge.cost) not in finite:
+            pairs = finite[id(edge.cost)] = np.isfinite(edge.cost)
+            complete[id(edge.cost)] = bool(pairs.any(axis=1).all() and pairs.any(axis=0).all())
     near = _neighbours(problem)
-    pending = list(range(len(problem.edges)))
+    whole = [bool(mask.all()) for mask in allowed]
+    pending = [
+        number
+        for number, edge in enumerate(problem.edges)
+        if not (complete[id(edge.cost)] and whole[edge.source] and whole[edge.target])
+    ]
     waiting = set(pending)
     while pending:
         number = pending.pop()
@@ -255,7 +277,7 @@ def eliminate(problem: Problem) -> Reduction:
             full[node] = int(best[tuple(full[other] for other in around)])
         return tuple(full)
 
-    return Reduction(problem=smaller, undo=undo, offset=offset)
+    return Reduction(problem=smaller, undo=undo, offset=offset, origin=tuple(stays))
 
 
 def components(problem: Problem, *, joined: Sequence[Sequence[int]] = ()) -> Iterator[tuple[Problem, list[int]]]:

@@ -18,16 +18,17 @@ from . import checking
 from .checking import relative_gap as gap_of
 from .flat import Flat, flatten
 from .ilp import Answer, Backend, Settings, solve_lazily
-from .livespans import can_bind, cannot_fit
+from .livespans import can_bind, cannot_fit, holders, least_memory
 from .presolve import components, reduce_all
 from .problem import Infeasibility, Problem, Solution, Status, validate
-from .reasons import explain
+from .reasons import fit
 from .reduction import ConflictError, Reduction
+from .tables import solve_by_tables
 
 EXACT_ENTRIES = (
     60_000  # edge variables that the program is given at once: some seconds, see benchmarks/results/solvers.md
 )
-PROOF_ENTRIES = 60_000  # ... and after fixing, to finish a proof
+EXACT_PART = 0.3  # of the time left that the program may take before the anytime core does better
 EXACT_NODES = 5_000  # nodes up to which a problem is tried without its memory first
 
 
@@ -152,15 +153,14 @@ def _solve_limited(run: _Run) -> Answer:
     run.log(
         f"{run.seconds():.1f} s: reduced to {len(reduced.problem.node_cost)} nodes, {_entries(reduced.problem)} pairs"
     )
-    why = cannot_fit(reduced.problem)
-    if why is not None:
-        why = replace(why, nodes=())
-        raise ConflictError(why)
-    return _solve_reduced(run, reduced)
-
-
-def _entries(problem: Problem) -> int:
-    return sum(edge.cost.size for edge in problem.edges)
+    try:
+        why = cannot_fit(reduced.problem)
+        if why is not None:
+            raise ConflictError(why)
+        return _solve_reduced(run, reduced)
+    except ConflictError as conflict:  # times are the problem's own; nodes of the reduced problem may stand for many
+        nodes = holders(run.problem, conflict.why.times[0]) if conflict.why.times else ()
+        raise ConflictError(replace(conflict.why, nodes=nodes)) from None
 
 
 def _solve_reduced(run: _Run, reduced: Reduction) -> Answer:
@@ -187,30 +187,50 @@ def _solve_reduced(run: _Run, reduced: Reduction) -> Answer:
 
 
 def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None) -> Answer:
-    """The program when it is small, the anytime core when not. offset: of costs reported as incumbents; None = report none."""
-    if len(part.node_cost) == 1 and not len(can_bind(flat)):
-        best = int(part.node_cost[0].argmin())
-        return Answer(choice=(best,), bound=float(part.node_cost[0][best]), proven=True)
-    if _entries(part) > EXACT_ENTRIES:
-        return _solve_anytime(run, part, flat, offset)
-    answer = solve_lazily(part, flat, run.settings)
-    if answer.bound == math.inf:
-        raise ConflictError(explain(part, flat, run.settings))
-    return _exactly(part, answer, run.settings.relative_gap)
+    """Tables or the program when they can do it, the anytime core when not.
+
+    offset: of costs reported as incumbents; None = report none.
+
+    Raises: ConflictError with the reason when nothing fits.
+    """
+    limited = len(can_bind(flat)) > 0
+    choice = None if limited else solve_by_tables(part)
+    if choice is not None:
+        return Answer(choice=choice, bound=checking.evaluate(part, choice)[0], proven=True)
+    start = least_memory(flat)
+    if not _fits(part, start):
+        found = fit(part, flat, run.settings)
+        if isinstance(found, Infeasibility):
+            raise ConflictError(found)
+        start = np.array(found, dtype=np.int64) if found is not None else start
+    if offset is not None and _fits(part, start):
+        run.offer(checking.evaluate(part, start.tolist())[0] + offset)
+    bound = -math.inf
+    if _entries(part) <= EXACT_ENTRIES:
+        now = time.perf_counter()
+        settings = replace(run.settings, deadline=now + EXACT_PART * (run.settings.deadline - now))
+        answer = solve_lazily(part, flat, settings)
+        bound = answer.bound
+        if answer.choice is not None:
+            cost, _ = checking.evaluate(part, answer.choice)
+            exact = answer.proven and run.settings.relative_gap == 0.0
+            if answer.proven:
+                return replace(answer, bound=cost if exact else min(bound, cost))
+            start = np.array(answer.choice, dtype=np.int64)
+    return _solve_anytime(run, part, flat, offset, start, bound)
 
 
-def _exactly(part: Problem, answer: Answer, relative_gap: float) -> Answer:
-    """The bound in the sums of `evaluate`, where the solver's own tolerance is all that parts it from the cost."""
-    if answer.choice is None:
-        return answer
-    cost, _ = checking.evaluate(part, answer.choice)
-    return replace(answer, bound=cost if answer.proven and relative_gap == 0.0 else min(answer.bound, cost))
+def _fits(part: Problem, choice: np.ndarray) -> bool:
+    cost, peak = checking.evaluate(part, choice.tolist())
+    return cost < math.inf and (part.limit_bytes is None or peak <= part.limit_bytes)
 
 
-def _solve_anytime(run: _Run, part: Problem, flat: Flat, offset: float | None) -> Answer:
-    """The anytime core, then the program on what its bound leaves, and the core again while there is time."""
-    from .anytime import Best, improve  # compiled: only large problems pay for it
-    from .fixing import drop_costly
+def _solve_anytime(
+    run: _Run, part: Problem, flat: Flat, offset: float | None, start: np.ndarray, bound: float
+) -> Answer:
+    """The anytime core, with the exact program on what its bound and its choices leave; bound: known before."""
+    from .anytime import improve  # compiled: only large problems pay for it
+    from .finishing import Finish
 
     settings = run.settings
 
@@ -218,57 +238,21 @@ def _solve_anytime(run: _Run, part: Problem, flat: Flat, offset: float | None) -
         if offset is not None:
             run.offer(cost + offset)
 
-    def proof(best: Best) -> Answer | None:
-        """The cheapest choice at all, when fixing leaves little enough to search; None when it does not."""
-        assert best.choice is not None, "fixing needs a cost to beat"
-        ours = Answer(choice=tuple(best.choice.tolist()), bound=best.cost, proven=True)
-        try:
-            smaller = drop_costly(part, flat, best)
-        except ConflictError:
-            return ours
-        if smaller is None:
-            return ours
-        left = _entries(smaller.problem)
-        run.log(f"{run.seconds():.1f} s: fixing leaves {len(smaller.problem.node_cost)} nodes, {left} pairs")
-        if left > PROOF_ENTRIES:
-            return None
-        small_flat = flatten(smaller.problem)
-        times = flat.times[best.price > 0]
-        rows = np.flatnonzero(np.isin(small_flat.times, times)).tolist()
-        answer = solve_lazily(smaller.problem, small_flat, settings, rows=rows)
-        bound = answer.bound + smaller.offset
-        if answer.choice is not None:
-            choice = smaller.undo(answer.choice)
-            cost, _ = checking.evaluate(part, choice)
-            report(np.array(choice), cost)
-            if cost < best.cost:
-                return Answer(
-                    choice=choice, bound=min(cost, bound) if not answer.proven else cost, proven=answer.proven
-                )
-        return replace(
-            ours, bound=best.cost if answer.proven else max(best.bound, min(bound, best.cost)), proven=answer.proven
-        )
-
-    found: list[Answer] = []
-
-    def settle(best: Best) -> bool:
-        answer = proof(best)
-        if answer is not None:
-            found.append(answer)
-        return answer is not None
-
+    finish = Finish(part, flat, settings, run.log)
     best = improve(
         flat,
+        start=start,
         deadline=settings.deadline,
         rounds=run.rounds,
         seed=settings.seed,
         relative_gap=settings.relative_gap,
         report=report,
-        settle=settle,
-        log=run.log,
+        settle=finish.settle,
+        log=lambda line: run.log(f"{run.seconds():.1f} s: {line}"),
     )
-    if found:
-        return found[-1]
-    if best.choice is None:
-        return Answer(choice=None, bound=best.bound, proven=False)
-    return Answer(choice=tuple(best.choice.tolist()), bound=best.bound, proven=False)
+    choice = tuple(best.choice.tolist()) if best.choice is not None else None
+    return Answer(choice=choice, bound=max(best.bound, bound, min(finish.bound, best.cost)), proven=False)
+
+
+def _entries(problem: Problem) -> int:
+    return sum(edge.cost.size for edge in problem.edges)

@@ -1,0 +1,154 @@
+"""The anytime core on problems small enough to check: bounds hold, choices fit, rounds repeat themselves."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.solver import Problem, Status, brute_force, evaluate, solve, solving
+from autopar.solver.anytime import Best, Settled, improve
+from autopar.solver.fixing import combine, drop_costly
+from autopar.solver.flat import flatten
+from autopar.solver.livespans import least_memory, shares, used
+from autopar.solver.loops import Loops
+from autopar.solver.presolve import reduce_all
+from autopar.solver.reduction import ConflictError
+from tests.solver.cases import layered_problem, random_problem
+
+
+def run(problem: Problem, *, rounds: int, seed: int = 0) -> Best:
+    flat = flatten(problem)
+    return improve(
+        flat,
+        start=least_memory(flat),
+        deadline=time.perf_counter() + 60,
+        rounds=rounds,
+        seed=seed,
+        relative_gap=0.0,
+        report=lambda choice, cost: None,
+        settle=lambda best: Settled(choice=None, finished=False),
+        log=lambda line: None,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), limited=st.booleans())
+def test_bounds_never_exceed_costs(seed: int, limited: bool) -> None:
+    problem = random_problem(seed, limited=limited, nodes=7, forbidden=0.0)
+    try:
+        reduced = reduce_all(problem)
+    except ConflictError:
+        return
+    expected = brute_force(reduced.problem)
+    best = run(reduced.problem, rounds=6) if reduced.problem.node_cost else None
+    if best is None or expected.status is Status.INFEASIBLE:
+        assert best is None or best.choice is None
+        return
+    assert best.bound <= expected.objective + 1e-9
+    assert best.cost >= expected.objective - 1e-9
+    if best.choice is not None:
+        cost, peak = evaluate(reduced.problem, best.choice.tolist())
+        assert cost == pytest.approx(best.cost)
+        assert problem.limit_bytes is None or peak <= problem.limit_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_fixing_keeps_every_cheaper_choice(seed: int) -> None:
+    try:
+        problem = reduce_all(random_problem(seed, limited=True, nodes=7, forbidden=0.0)).problem
+    except ConflictError:
+        return
+    expected = brute_force(problem)
+    if not problem.node_cost or expected.status is Status.INFEASIBLE:
+        return
+    best = run(problem, rounds=3)
+    if best.choice is None:
+        return
+    try:
+        smaller = drop_costly(problem, flatten(problem), best)
+    except ConflictError:
+        smaller = None
+    if smaller is None:
+        assert best.cost == pytest.approx(expected.objective)
+        return
+    left = brute_force(smaller.problem)
+    assert min(best.cost, left.objective + smaller.offset) == pytest.approx(expected.objective)
+
+
+@pytest.mark.parametrize("tight", [None, 1.3, 1.1])
+def test_a_whole_solve_through_the_core_is_proven(monkeypatch: pytest.MonkeyPatch, tight: float | None) -> None:
+    problem = layered_problem(6, width=4, strategies=5, seed=3, tight=tight)
+    expected = solve(problem)
+    assert expected.status is Status.OPTIMAL
+    monkeypatch.setattr(solving, "EXACT_ENTRIES", -1)
+    monkeypatch.setattr(solving, "EXACT_NODES", -1)
+    found = solve(problem, time_limit_s=30, rounds=200)
+    assert found.objective == pytest.approx(expected.objective)
+    assert found.bound <= found.objective
+    assert found.incumbents[-1][1] == found.objective
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_infeasible_and_forbidden_through_the_core(seed: int) -> None:
+    problem = random_problem(seed, limited=True, nodes=6)
+    expected = brute_force(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solving, "EXACT_ENTRIES", -1)
+        patch.setattr(solving, "EXACT_NODES", -1)
+        found = solve(problem, time_limit_s=30, rounds=15)
+    if expected.status is Status.INFEASIBLE:
+        assert found.status is Status.INFEASIBLE
+        return
+    assert found.status in (Status.OPTIMAL, Status.FEASIBLE)
+    assert found.bound <= expected.objective + 1e-9
+    assert found.objective >= expected.objective - 1e-9
+
+
+def test_rounds_repeat_themselves() -> None:
+    problem = reduce_all(layered_problem(15, width=4, strategies=6, seed=5, tight=1.15)).problem
+    first, second = run(problem, rounds=12, seed=4), run(problem, rounds=12, seed=4)
+    assert first.choice is not None
+    assert second.choice is not None
+    assert first.choice.tolist() == second.choice.tolist()
+    assert (first.cost, first.bound) == (second.cost, second.bound)
+
+
+def test_the_time_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solving, "EXACT_ENTRIES", -1)
+    problem = layered_problem(120, width=5, strategies=16, seed=2, tight=1.1)
+    begun = time.perf_counter()
+    found = solve(problem, time_limit_s=4.0)
+    assert time.perf_counter() - begun < 6.0
+    assert found.status in (Status.FEASIBLE, Status.OPTIMAL)
+    assert math.isfinite(found.gap)
+
+
+def test_combining_choices_keeps_each_of_them() -> None:
+    problem = layered_problem(5, width=3, strategies=4, seed=1, tight=1.5)
+    rng = np.random.default_rng(0)
+    choices = [rng.integers(0, 4, len(problem.node_cost)) for _ in range(2)]
+    best = brute_force(combine(problem, choices).problem) if len(problem.node_cost) < 10 else None
+    smaller = combine(problem, choices)
+    assert best is None or best.status is Status.OPTIMAL
+    assert sum(len(cost) for cost in smaller.problem.node_cost) <= 2 * len(problem.node_cost)
+
+
+def test_the_compiled_memory_agrees_with_evaluate() -> None:
+    problem = layered_problem(8, width=4, strategies=5, seed=9, tight=2.0)
+    flat = flatten(problem)
+    loops = Loops(flat)
+    rng = np.random.default_rng(1)
+    assert problem.limit_bytes is not None
+    for _ in range(20):
+        choice = rng.integers(0, 5, len(problem.node_cost))
+        cost, peak = evaluate(problem, choice.tolist())
+        assert loops.cost(choice) == pytest.approx(cost)
+        assert problem.limit_bytes - int(loops.left(choice).min()) == peak
+        assert np.allclose(loops.used(choice), used(flat, shares(flat, choice)))

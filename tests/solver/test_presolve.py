@@ -1,0 +1,73 @@
+"""Each reduction keeps the best cost, and its inverse gives a choice of that cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.solver import Edge, Problem, Status, Use, brute_force, evaluate
+from autopar.solver.followers import merge_followers
+from autopar.solver.presolve import (
+    drop_dominated,
+    drop_forbidden,
+    eliminate,
+    fold_forced,
+    merge_parallel,
+    reduce_all,
+)
+from autopar.solver.reduction import ConflictError, Reduction, chain
+from tests.solver.cases import random_problem
+
+STEPS = [merge_parallel, drop_forbidden, fold_forced, merge_followers, eliminate, drop_dominated, reduce_all]
+
+
+@pytest.mark.parametrize("reduce", STEPS, ids=lambda step: step.__name__)
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), limited=st.booleans())
+def test_the_best_cost_is_kept(reduce: Callable[[Problem], Reduction], seed: int, limited: bool) -> None:
+    problem = random_problem(seed, limited=limited, nodes=5)
+    expected = brute_force(problem)
+    try:
+        start = drop_forbidden(merge_parallel(problem).problem)
+        smaller = chain(start, reduce(start.problem))
+    except ConflictError:
+        assert expected.status is Status.INFEASIBLE
+        return
+    found = brute_force(smaller.problem)
+    assert found.status is expected.status
+    if expected.status is Status.OPTIMAL:
+        assert found.objective + smaller.offset == pytest.approx(expected.objective)
+        cost, peak = evaluate(problem, smaller.undo(found.choice))
+        assert cost == pytest.approx(expected.objective)
+        assert problem.limit_bytes is None or peak <= problem.limit_bytes
+
+
+def test_a_follower_takes_its_memory_along() -> None:
+    follows = np.array([[math.inf, 2.0], [1.0, math.inf]])
+    problem = Problem(
+        node_cost=(np.array([0.0, 0.0]), np.array([5.0, 7.0])),
+        edges=(Edge(source=0, target=1, cost=follows),),
+        uses=(Use(node=1, start=0, stop=1, bytes=np.array([3, 4])),),
+    )
+    merged = merge_followers(problem)
+    (cost,) = merged.problem.node_cost
+    assert cost.tolist() == [9.0, 6.0]
+    assert merged.problem.uses[0].bytes.tolist() == [4, 3]
+    assert merged.undo((0,)) == (0, 1)
+
+
+def test_a_chain_is_eliminated_whole() -> None:
+    swap = np.array([[0.0, 9.0], [9.0, 0.0]])
+    problem = Problem(
+        node_cost=(np.array([0.0, 4.0]), np.array([3.0, 0.0]), np.array([1.0, 2.0])),
+        edges=(Edge(source=0, target=1, cost=swap), Edge(source=1, target=2, cost=swap)),
+    )
+    reduced = eliminate(problem)
+    assert reduced.problem.node_cost == ()
+    assert reduced.offset == 4.0
+    assert reduced.undo(()) == (0, 0, 0)
