@@ -16,8 +16,10 @@ from autopar.emission import Emitter
 from autopar.errors import MemoryLimitError, PlanMismatchError, SolverError
 from autopar.graph import OpGraph, OpKind
 from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan
+from autopar.jax_compat import jax_version
 from autopar.layout import Layout
 from autopar.lowering import LoweredBlock, lower
+from autopar.memory_steps import compiler_for
 from autopar.mesh import LogicalMesh, factorisations, orderings
 from autopar.plan import Plan, Trees
 from autopar.prediction import compute_times_s, memory_program, predicted_collectives
@@ -103,15 +105,16 @@ def logical_meshes(cluster: Cluster, options: PlanOptions) -> tuple[LogicalMesh,
 
 
 def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
+    name = cluster.device.name
+    platform = "cpu" if name == "CPU" else "tpu" if name.startswith("TPU") else "gpu"
     return CostModel(
         device=cluster.device,
         links=MeshLinks(
             mesh=mesh,
             links=cluster.axis_links(mesh.axis_sizes),
-            scatters_by_all_reduce=cluster.device.name.startswith("TPU"),
+            scatters_by_all_reduce=platform == "tpu",
         ),
-        # XLA's CPU compiler promotes 16-bit floating-point reductions to 32 bits (its AllReducePromotion pass).
-        widens_16_bit_sums=cluster.device.name == "CPU",
+        compiler=compiler_for(platform, jax_version()),
     )
 
 
@@ -163,12 +166,13 @@ def rank(candidate: Candidate, fits: bool) -> float:
 
 def crowded(candidate: Candidate, limit_bytes: int) -> frozenset[tuple[int, str]]:
     """The values, with their states, that are alive while the memory is over the limit."""
-    ranges = memory.live_ranges(candidate.program)
+    ranges = memory.live_ranges(candidate.program, candidate.model.compiler)
     nbytes = candidate.program.nbytes
     change: dict[int, int] = {}
     for r in ranges:
-        change[r.start] = change.get(r.start, 0) + nbytes[r.value]
-        change[r.stop] = change.get(r.stop, 0) - nbytes[r.value]
+        size = int(r.share * nbytes[r.value])
+        change[r.start] = change.get(r.start, 0) + size
+        change[r.stop] = change.get(r.stop, 0) - size
     positions = sorted(change)
     over, live = [], 0
     for position, after in zip(positions, [*positions[1:], positions[-1] + 1], strict=True):
@@ -206,7 +210,7 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
         sharding=sharding,
         lowered=lowered,
         program=program,
-        estimate=memory.estimate(program),
+        estimate=memory.estimate(program, model.compiler),
         stands_for=stands_for,
         step_time_s=compute_s + collective_s,
     )

@@ -97,7 +97,8 @@ Atom = int | Constant
 class Op:
     """One operation.
 
-    `count` is how often it runs in a step (trip counts of the loops around it, multiplied). For loops: `blocks` are
+    `key` tells what an equation computes of its operands (primitive, parameters, literals, shapes): equations with
+    equal keys and operands compute the same. `count` is how often it runs in a step (trip counts of the loops around it, multiplied). For loops: `blocks` are
     (body,) of a scan, (condition, body) of a while, the branches of a cond; `num_consts` and `num_carry` divide a
     loop's inputs as jax does (for a while, `num_consts` counts both condition's and body's constants and
     `num_condition_consts` the first of them).
@@ -113,6 +114,7 @@ class Op:
     role: Role
     module: str
     count: float
+    key: str = ""
     blocks: tuple[Block, ...] = ()
     num_consts: int = 0
     num_carry: int = 0

@@ -14,6 +14,7 @@ from autopar.costs import Work, flops_of, is_fusible, time_s
 from autopar.folding import fold
 from autopar.graph import Atom, Op, OpGraph
 from autopar.layout import Layout, replicated
+from autopar.memory_steps import Compiler
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials
 from autopar.record import SolverReport
@@ -23,18 +24,18 @@ from autopar.strategies import Strategy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """What times are computed from: the device, the mesh with its links, and how wide 16-bit sums are sent."""
+    """What times and bytes are computed from: the device, the mesh with its links, and what XLA's compiler does."""
 
     device: DeviceKind
     links: MeshLinks
-    widens_16_bit_sums: bool
+    compiler: Compiler
 
     def widening(self, dtype: str) -> float:
         """Bytes sent for each byte stored when a value of this type is reduced.
 
         XLA's CPU compiler promotes 16-bit floating-point reductions to 32 bits (its AllReducePromotion pass).
         """
-        return 2.0 if self.widens_16_bit_sums and dtype in ("bfloat16", "float16") else 1.0
+        return 2.0 if self.device.widens_16_bit_sums and dtype in ("bfloat16", "float16") else 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,5 @@ def shape_of(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jax.numpy.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))
 
 
-def peak_bytes(analysis: Any) -> int:
-    """Peak bytes of one device in a compiled program: arguments, results that alias none of them, temporaries."""
-    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return int(analysis.argument_size_in_bytes + outputs + analysis.temp_size_in_bytes)
+def jax_version() -> tuple[int, ...]:
+    return jax.__version_info__

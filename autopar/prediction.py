@@ -12,7 +12,7 @@ from autopar.graph import Op, OpGraph, OpKind, Value
 from autopar.intra_op import CostModel, NodeCosts
 from autopar.layout import Layout, local_bytes
 from autopar.lowering import Compute, Instruction, Loop, LoweredBlock, Move, Pass, Place
-from autopar.memory_fusion import Step as MemoryStep
+from autopar.memory_steps import Step as MemoryStep
 from autopar.resharding import Step, StepKind
 
 
@@ -134,6 +134,19 @@ def memory_program(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> t
     return program, writer.stands_for
 
 
+def kind_of(op: Op) -> str:
+    """The primitive's name; a broadcast that only adds dimensions of size one is a reshape."""
+    if op.primitive == "broadcast_in_dim" and op.eqn.outvars[0].aval.size == op.eqn.invars[0].aval.size:
+        return "reshape"
+    return op.primitive
+
+
+def reduces_last(op: Op) -> bool:
+    """Whether a reduction runs over its operand's last dimension."""
+    axes = op.eqn.params.get("axes", ())
+    return not axes or len(op.eqn.invars[0].aval.shape) - 1 in axes
+
+
 class _MemoryWriter:
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.graph, self.mesh = graph, model.links.mesh
@@ -182,8 +195,10 @@ class _MemoryWriter:
             )
             steps.append(
                 MemoryStep(
-                    inputs=self.read(op, instruction.reads, env), outputs=outputs, kind=op.primitive,
-                    fusible=is_fusible(op.primitive),
+                    inputs=self.read(op, instruction.reads, env), outputs=outputs, kind=kind_of(op),
+                    fusible=is_fusible(op.primitive), reduces_last=reduces_last(op),
+                    half_precision=all(v.aval.dtype.itemsize == 2 for v in (*op.eqn.invars, *op.eqn.outvars)),
+                    key=(op.key, instruction.results),
                 )  # fmt: skip
             )
         elif isinstance(instruction, Pass):
@@ -212,7 +227,7 @@ class _MemoryWriter:
             )
             local = step.kind in (StepKind.SLICE, StepKind.MASK)
             kind = "slice" if local else step.kind.name.lower()
-            steps.append(MemoryStep(inputs=(at,), outputs=(after,), kind=kind, fusible=local))
+            steps.append(MemoryStep(inputs=(at,), outputs=(after,), kind=kind, fusible=local, key=(step.kind, step.before, step.after)))
             at = after
 
     def loop(self, loop: Loop, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:

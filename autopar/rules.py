@@ -27,7 +27,7 @@ Dims = tuple[tuple[int, ...], ...]
 
 
 def equation_key(eqn: Any) -> str:
-    """What the rule of an equation depends on, as text that is stable between processes."""
+    """What an equation computes of its operands, as text that is the same in every process."""
     params = ",".join(
         f"{k}={v!r}" for k, v in sorted(eqn.params.items()) if not callable(v) and not hasattr(v, "eqns")
     )
@@ -37,8 +37,8 @@ def equation_key(eqn: Any) -> str:
 
 
 def _aval_key(var: Any) -> str:
-    # The value of a literal can decide how an equation is lowered, but not which dimensions belong together.
-    return f"{var.aval.dtype}{list(var.aval.shape)}" + ("L" if isinstance(var, jax_compat.Literal) else "")
+    literal = f"={var.val!r}" if isinstance(var, jax_compat.Literal) else ""
+    return f"{var.aval.dtype}{list(var.aval.shape)}{literal}"
 
 
 class RuleBook:
@@ -52,11 +52,10 @@ class RuleBook:
     def known(self) -> dict[str, Rule]:
         return dict(self._known)
 
-    def learn(self, eqns: Iterable[Any]) -> None:
-        """Finds the rules of all equations that are not known yet, many in one lowering."""
+    def learn(self, equations: Iterable[tuple[str, Any]]) -> None:
+        """Finds the rules of all equations (with their keys) that are not known yet, many in one lowering."""
         new: dict[str, Any] = {}
-        for eqn in eqns:
-            key = equation_key(eqn)
+        for key, eqn in equations:
             if key not in self._known:
                 new.setdefault(key, eqn)
         self.asked += len(new)
@@ -80,10 +79,8 @@ class RuleBook:
         for (key, _), rule in zip(items, _read_rules(module, [eqn for _, eqn in items]), strict=True):
             self._known[key] = rule
 
-    def rule(self, eqn: Any) -> Rule:
-        key = equation_key(eqn)
-        if key not in self._known:
-            self.learn([eqn])
+    def rule(self, key: str) -> Rule:
+        """The rule of an equation that was learned."""
         return self._known[key]
 
 

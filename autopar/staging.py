@@ -46,7 +46,7 @@ def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__"):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
     if isinstance(leaf, (bool, int, float, complex)):
-        aval = jax.core.get_aval(leaf)
+        aval = jax.typeof(jax.numpy.asarray(leaf))
         return jax.ShapeDtypeStruct((), aval.dtype, weak_type=True)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufcV":
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

@@ -15,6 +15,7 @@ from rich.table import Table
 from autopar import elsewhere, hlo, jax_compat
 from autopar.api import Compiled, Step, compile_on, copy_of
 from autopar.errors import InvalidArgumentError
+from autopar.memory import allocated_bytes
 from autopar.record import Predicted
 
 
@@ -107,7 +108,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         peak=Compared(
             name="peak",
             predicted=float(compiled.plan.predicted.peak_bytes[0]),
-            compiled=float(jax_compat.peak_bytes(compiled.memory_analysis())),
+            compiled=float(allocated_bytes(compiled.memory_analysis())),
         ),
         difference=difference,
         worst_leaf=worst,
