@@ -30,12 +30,22 @@ Layouts = tuple[Layout, ...]
 RAW, PLACED, ALL = "raw", "placed", "all"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Home:
-    """Where a value lies: under strategy s of `node` its layout is `layouts[s]`."""
+    """Where a value lies: under strategy s of `node` its layout is `layouts[s]`.
+
+    Equal lists of layouts are one object in an assembly, so that homes compare and hash by identity of their lists:
+    they are looked up tens of thousands of times.
+    """
 
     node: int
     layouts: Layouts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Home) and self.node == other.node and self.layouts is other.layouts
+
+    def __hash__(self) -> int:
+        return hash((self.node, id(self.layouts)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +121,10 @@ class _Assembler:
         self.state_nodes: set[int] = set()
         self.partials = find_partials(graph)
         self.whole: int | None = None
+        self._lists: dict[Layouts, Layouts] = {}
+        self._lists_of: dict[tuple[int, str, int], Layouts] = {}
+        self._enumerated: dict[tuple, tuple[Strategy, ...]] = {}
+        self._followed: dict[tuple, tuple[Strategy, ...] | None] = {}
 
     def run(self) -> Assembly:
         block = self.graph.block
@@ -130,6 +144,38 @@ class _Assembler:
             copies=copies, of_op=self.of_op, partials=self.partials,
         )  # fmt: skip
 
+    # Lists of layouts, one object for equal ones
+
+    def one(self, layouts: Layouts) -> Layouts:
+        return self._lists.setdefault(layouts, layouts)
+
+    def operand_layouts(self, strategies: tuple[Strategy, ...], i: int) -> Layouts:
+        key = (id(strategies), "operand", i)
+        if key not in self._lists_of:
+            self._lists_of[key] = self.one(tuple(s.operands[i] for s in strategies))
+        return self._lists_of[key]
+
+    def result_layouts(self, strategies: tuple[Strategy, ...], i: int) -> Layouts:
+        key = (id(strategies), "result", i)
+        if key not in self._lists_of:
+            self._lists_of[key] = self.one(tuple(s.results[i] for s in strategies))
+        return self._lists_of[key]
+
+    def every_layout(self, value: int) -> Layouts:
+        return self.one(enumerate_layouts(self.graph.values[value].shape, self.mesh))
+
+    def strategies(self, op: Op, signature: Signature) -> tuple[Strategy, ...]:
+        key = (op.key, signature.linear)
+        if key not in self._enumerated:
+            self._enumerated[key] = enumerate_strategies(signature, self.mesh)
+        return self._enumerated[key]
+
+    def following(self, op: Op, signature: Signature, i: int, layouts: Layouts) -> tuple[Strategy, ...] | None:
+        key = (op.key, signature.linear, i, id(layouts))
+        if key not in self._followed:
+            self._followed[key] = following(signature, i, layouts, self.mesh)
+        return self._followed[key]
+
     # Nodes
 
     def node(self, size: int, kind: str, name: str, layouts: Layouts = ()) -> int:
@@ -139,7 +185,7 @@ class _Assembler:
     def layout_node(self, value: int, kind: str, name: str, partial_too: bool = False) -> int | None:
         """A node that chooses among all layouts of a value, and makes it the value's home; None if there is one only."""
         enumerate_all = enumerate_with_partial if partial_too else enumerate_layouts
-        layouts = enumerate_all(self.graph.values[value].shape, self.mesh)
+        layouts = self.one(enumerate_all(self.graph.values[value].shape, self.mesh))
         if len(layouts) == 1:
             return None
         node = self.node(len(layouts), kind, name, layouts)
@@ -176,7 +222,7 @@ class _Assembler:
         if leader is not None:
             position, node, strategies = leader
         else:
-            strategies = enumerate_strategies(signature, self.mesh)
+            strategies = self.strategies(op, signature)
             if len(strategies) == 1:
                 for i, atom in enumerate(op.inputs):
                     self.read(atom, None, (), op.role, op.count, raw=self.partials.reads_raw(op, i))
@@ -186,12 +232,12 @@ class _Assembler:
         self.of_op[op.id] = (node, strategies)
         for i, atom in enumerate(op.inputs):
             if i != position:
-                layouts = tuple(s.operands[i] for s in strategies)
+                layouts = self.operand_layouts(strategies, i)
                 self.read(atom, node, layouts, op.role, op.count, raw=self.partials.reads_raw(op, i))
         for i, value in enumerate(op.outputs):
-            layouts = tuple(s.results[i] for s in strategies)
+            layouts = self.result_layouts(strategies, i)
             partial = _any_partial(layouts)
-            if len(enumerate_layouts(self.graph.values[value].shape, self.mesh)) == 1 and not partial:
+            if len(self.every_layout(value)) == 1 and not partial:
                 continue
             self.raw[value] = self.placed[value] = Home(node, layouts)
             self.order[value] = len(self.order)
@@ -200,7 +246,7 @@ class _Assembler:
 
     def place(self, value: int, name: str, count: float) -> None:
         """Gives a value that may be partial a second home, where it is whole."""
-        layouts = enumerate_layouts(self.graph.values[value].shape, self.mesh)
+        layouts = self.every_layout(value)
         self.placed[value] = Home(self.node(len(layouts), "placement", name, layouts), layouts)
         self.placements[value] = Reshard(
             value=value, source=self.raw[value], target=self.placed[value], count=count
@@ -240,7 +286,7 @@ class _Assembler:
             return is_state, self.shape(atom) in result_shapes, self.order[atom]
 
         for i in sorted(homes, key=preference, reverse=True):
-            strategies = following(signature, i, homes[i].layouts, self.mesh)
+            strategies = self.following(op, signature, i, homes[i].layouts)
             if strategies is not None:
                 atom = op.inputs[i]
                 if isinstance(atom, int) and not self.partials.reads_raw(op, i):
@@ -255,7 +301,7 @@ class _Assembler:
         node = self.layout_node(inner, "boundary", name)
         layouts: Layouts = ()
         if node is not None:
-            layouts = tuple(Layout(((),) * dropped + layout.dims) for layout in self.placed[inner].layouts)
+            layouts = self.one(tuple(Layout(((),) * dropped + at.dims) for at in self.placed[inner].layouts))
         self.read(outer, node, layouts, role, count)
 
     def scan(self, op: Op) -> None:
@@ -294,14 +340,13 @@ class _Assembler:
 
     def stacked(self, inner: Atom, outer: int, name: str, role: Role, count: float) -> None:
         """A scan's output: each iteration's slice lies as the stacked array does."""
-        every = enumerate_layouts(self.graph.values[outer].shape, self.mesh)
-        layouts = tuple(layout for layout in every if not layout.dims[0])
+        layouts = self.one(tuple(layout for layout in self.every_layout(outer) if not layout.dims[0]))
         node = None
         if len(layouts) > 1:
             node = self.node(len(layouts), "boundary", name, layouts)
             self.raw[outer] = self.placed[outer] = Home(node, layouts)
             self.order[outer] = len(self.order)
-        self.read(inner, node, tuple(Layout(layout.dims[1:]) for layout in layouts), role, count)
+        self.read(inner, node, self.one(tuple(Layout(layout.dims[1:]) for layout in layouts)), role, count)
 
     def while_loop(self, op: Op) -> None:
         condition, body = op.blocks
@@ -347,7 +392,7 @@ class _Assembler:
         if node is None:
             if self.whole is None:
                 self.whole = self.node(1, "whole", "replicated")
-            node, layouts = self.whole, (replicated(len(self.graph.values[atom].shape)),)
+            node, layouts = self.whole, self.one((replicated(len(self.graph.values[atom].shape)),))
         source = self.raw[atom] if raw else self.placed[atom]
         if not raw:
             self.followed.add(atom)
@@ -370,7 +415,7 @@ class _Assembler:
         def copy(value: int, readers: str, source: Home, counts: dict[Home, float]) -> Home:
             if len(counts) < 2 or len(source.layouts) == 1 or _any_partial(source.layouts):
                 return source
-            layouts = enumerate_layouts(self.graph.values[value].shape, self.mesh)
+            layouts = self.every_layout(value)
             name = f"{self.nodes[source.node].name} read by {readers}"
             copies[value, readers] = made = Home(self.node(len(layouts), "copy", name, layouts), layouts)
             reshards.append(Reshard(value=value, source=source, target=made, count=max(counts.values())))

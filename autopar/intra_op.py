@@ -72,6 +72,7 @@ class IntraOp:
         self.assembly: Assembly = assemble(graph, model.links.mesh)
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
+        self._numbers: dict[int, np.ndarray] = {}
         self._feeding: dict[int, Reshard] = {}  # by the position of its edge: the reshard that fills a copy node
         self.problem, self.classes = self._build()
 
@@ -110,14 +111,20 @@ class IntraOp:
         """Seconds of resharding for every pair of strategies; the same object for the same costs."""
         v = self.graph.values[value]
         widening = self.model.widening(v.dtype)
-        key = (source.layouts, target.layouts, len(v.shape), v.nbytes, widening, count)
+        key = (id(source.layouts), id(target.layouts), len(v.shape), v.nbytes, widening, count)
         if key not in self._matrices:
             table = paths(len(v.shape), self.model.links)
-            rows = np.array([table.index[layout] for layout in source.layouts])[:, None]
-            columns = np.array([table.index[layout] for layout in target.layouts])[None, :]
+            rows, columns = self._indices(source.layouts)[:, None], self._indices(target.layouts)[None, :]
             per_byte = table.moved_s_per_byte[rows, columns] + widening * table.reduced_s_per_byte[rows, columns]
             self._matrices[key] = count * (table.fixed_s[rows, columns] + v.nbytes * per_byte)
         return self._matrices[key]
+
+    def _indices(self, layouts: tuple[Layout, ...]) -> np.ndarray:
+        """The numbers of layouts in the table of paths of their rank."""
+        if id(layouts) not in self._numbers:
+            table = paths(len(layouts[0].dims), self.model.links)
+            self._numbers[id(layouts)] = np.array([table.index[layout] for layout in layouts])
+        return self._numbers[id(layouts)]
 
     def solve(self, *, time_limit_s: float, prices: MemoryPrices | None = None) -> solver.Solution:
         """Solves the folded problem; the solution's choice is that of the unfolded one.
