@@ -1,0 +1,99 @@
+"""Steps, shapes and a cluster that make the search split small models; for the tests of the public face."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from autopar import hardware
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 300.0  # of a child process, which is killed then
+
+
+def slow_cluster(num_devices: int = 8) -> autopar.Cluster:
+    """Devices so slow beside their links that even tiny products are worth splitting."""
+    device = dataclasses.replace(
+        hardware.V100,
+        name="slow",
+        peak_flops=tuple((dtype, rate / 1e4) for dtype, rate in hardware.V100.peak_flops),
+        peak_memory_bytes_per_s=hardware.V100.peak_memory_bytes_per_s / 1e4,
+    )
+    return autopar.Cluster.flat(num_devices, device=device, links=(hardware.NVLINK2,))
+
+
+def mlp_state(key: jax.Array) -> dict[str, jax.Array]:
+    first, second = jax.random.split(key)
+    return {
+        "bias": jnp.zeros(64),
+        "first": jax.random.normal(first, (32, 64)) / 8,
+        "second": jax.random.normal(second, (64, 16)) / 8,
+    }
+
+
+def mlp_loss(state, batch):
+    hidden = jnp.tanh(batch["x"] @ state["first"] + state["bias"])
+    return jnp.mean((hidden @ state["second"] - batch["y"]) ** 2)
+
+
+def mlp_step(state, batch):
+    loss, grads = jax.value_and_grad(mlp_loss)(state, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": loss}
+
+
+def mlp_batch(examples: int = 16, seed: int = 0) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {
+        "x": random.normal(size=(examples, 32)).astype(np.float32),
+        "y": random.normal(size=(examples, 16)).astype(np.float32),
+    }
+
+
+def shapes(tree):
+    """The same tree with `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
+
+
+MLP_STATE = jax.eval_shape(mlp_state, jax.random.key(0))
+MLP_BATCH = shapes(mlp_batch())
+
+
+def new_mlp_state() -> dict[str, jax.Array]:
+    return mlp_state(jax.random.key(0))
+
+
+def assert_close(got, expected, tolerance: float = 1e-5) -> None:
+    """Leaf by leaf, in units of the leaf's largest value."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=tolerance * (np.abs(b).max() + 1e-30))
+
+
+def python(code: str, *, cache: Path | None = None, devices: int = 8) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own, which is killed when it takes too long."""
+    with start_python(code, cache=cache, devices=devices) as child:
+        try:
+            out, err = child.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise
+    return subprocess.CompletedProcess(child.args, child.returncode, out, err)
+
+
+def start_python(code: str, *, cache: Path | None = None, devices: int = 8) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(ROOT),
+    }
+    if cache is not None:
+        environment["AUTOPAR_CACHE_DIR"] = str(cache)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
