@@ -78,6 +78,8 @@ class Compiled:
 class Step:
     """A function that runs on every device. Made by `autopar.parallelize`."""
 
+    __name__: str
+
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, function)
         self._function, self._options = function, options
@@ -151,7 +153,7 @@ class Step:
         if planned is None:
             return batch
         shardings = planned.batch_shardings
-        if jax.tree.structure(batch) != jax.tree.structure(shardings):
+        if not _same_tree(batch, shardings):
             raise BatchMismatchError(
                 where=f"{self.__name__}.put_batch",
                 expected=f"a batch with the structure {jax.tree.structure(shardings)}",
@@ -321,8 +323,9 @@ class Step:
                 mesh = plan.concrete_mesh()
                 return jax.tree.unflatten(tree, [named_sharding(v.layout, mesh) for v in planned])
         cluster = self._options.plan.cluster if self._options.plan else self._options.cluster or Cluster.local()
-        mesh = LogicalMesh(axis_sizes=(cluster.num_devices,))
-        return jax.tree.map(lambda x: named_sharding(even_layout(tuple(x.shape), mesh), concrete_mesh(mesh)), shapes)
+        line = LogicalMesh(axis_sizes=(cluster.num_devices,))
+        devices = concrete_mesh(line)
+        return jax.tree.map(lambda x: named_sharding(even_layout(tuple(x.shape), line), devices), shapes)
 
 
 def build(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
@@ -374,6 +377,11 @@ def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
     dividing = [d for d, size in enumerate(shape) if size % n == 0 and size >= n > 1]
     chosen = max(dividing, key=lambda d: shape[d], default=None)
     return Layout(tuple((0,) if d == chosen else () for d in range(len(shape))))
+
+
+def _same_tree(one: Any, other: Any) -> bool:
+    a: Any = jax.tree.structure(one)
+    return bool(a == jax.tree.structure(other))
 
 
 def _lies_as(arg: Any, shardings: Any) -> bool:

@@ -25,8 +25,8 @@ from autopar.strategies import Signature, Strategy, enumerate_strategies, follow
 
 Layouts = tuple[Layout, ...]
 
-# The states in which a value can lie, beside the copies for one role (by the role's name): as its operation left it, once
-# its sums are reduced, and as a copy for readers of all roles.
+# The states in which a value can lie, beside the copies for one role (by the role's name): as its operation left it,
+# once its sums are reduced, and as a copy for readers of all roles.
 RAW, PLACED, ALL = "raw", "placed", "all"
 
 
@@ -183,7 +183,7 @@ class _Assembler:
         return len(self.nodes) - 1
 
     def layout_node(self, value: int, kind: str, name: str, partial_too: bool = False) -> int | None:
-        """A node that chooses among all layouts of a value, and makes it the value's home; None if there is one only."""
+        """A node that chooses among all layouts of a value and is its home; None if there is one layout only."""
         enumerate_all = enumerate_with_partial if partial_too else enumerate_layouts
         layouts = self.one(enumerate_all(self.graph.values[value].shape, self.mesh))
         if len(layouts) == 1:
@@ -248,9 +248,7 @@ class _Assembler:
         """Gives a value that may be partial a second home, where it is whole."""
         layouts = self.every_layout(value)
         self.placed[value] = Home(self.node(len(layouts), "placement", name, layouts), layouts)
-        self.placements[value] = Reshard(
-            value=value, source=self.raw[value], target=self.placed[value], count=count
-        )
+        self.placements[value] = Reshard(value=value, source=self.raw[value], target=self.placed[value], count=count)
 
     def signature(self, op: Op) -> Signature:
         assert op.rule is not None, "equations have rules"
@@ -316,8 +314,8 @@ class _Assembler:
             self.boundary(outer, inner, f"{name} slice", op.role, op.count, dropped=1)
         self.block(body)
         self.close_loop(op, body.outputs[:c], body.inputs[k : k + c], inner_count)
-        for inner, outer in zip(body.outputs[c:], op.outputs[c:], strict=True):
-            self.stacked(inner, outer, f"{name} stacked", op.role, inner_count)
+        for piece, stack in zip(body.outputs[c:], op.outputs[c:], strict=True):
+            self.stacked(piece, stack, f"{name} stacked", op.role, inner_count)
 
     def carried(self, op: Op, outers: Sequence[Atom], inners: Sequence[int], name: str) -> None:
         for outer, inner in zip(outers, inners, strict=True):

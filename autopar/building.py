@@ -142,6 +142,7 @@ class _Builder:
     def _loop(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> tuple[int, ...]:
         kind, params = _LOOPS[eqn.primitive.name], eqn.params
         more: dict[str, Any]
+        blocks: tuple[Block, ...]
         if kind is OpKind.SCAN:
             num_consts, num_carry = jax_compat.scan_counts(params)
             trips = int(params["length"])
@@ -163,7 +164,7 @@ class _Builder:
 
 def _body_parameter(eqn: Any) -> str:
     wanted = jax_compat.INLINED_CALLS[eqn.primitive.name]
-    found = [k for k in (wanted, "jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params]
+    found = [k for k in (wanted, "jaxpr", "call_jaxpr", "fun_jaxpr") if k is not None and k in eqn.params]
     assert found, f"{eqn.primitive.name} holds no jaxpr under a known name: {sorted(eqn.params)}"
     return found[0]
 

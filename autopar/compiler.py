@@ -36,9 +36,11 @@ from autopar.recording import (
 )
 from autopar.resharding import MeshLinks
 from autopar.rules import RuleBook
-from autopar.solver import Solution, Status
+from autopar.solver import Status
 from autopar.staging import TracedStep
 
+# Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
+NEARLY_EQUAL = 0.005
 MEMORY_ROUNDS = 10  # how many prices of memory are tried where it is short
 
 
@@ -81,15 +83,37 @@ def make_plan(
         graph = build_graph(traced, rules)
     limit_bytes = options.memory_limit_bytes or cluster.device.memory_bytes
     candidates: list[Candidate] = []
+    trials: list[MeshTrial] = []
     for mesh in logical_meshes(cluster, options):
         with progress.pass_(f"mesh {mesh}"):
-            candidates.append(search(graph, cost_model(cluster, mesh), limit_bytes, options))
+            found = search(graph, cost_model(cluster, mesh), limit_bytes, options)
+        trials.append(trial(found))
+        if isinstance(found, Candidate):
+            candidates.append(found)
+    best = choose(traced, graph, candidates, trials, limit_bytes)
+    with progress.pass_("record"):
+        return Plan(record(traced, graph, cluster, limit_bytes, best, trials), trees)
+
+
+def choose(
+    traced: TracedStep, graph: OpGraph, candidates: Sequence[Candidate], trials: Sequence[MeshTrial], limit_bytes: int
+) -> Candidate:
+    """The fastest candidate that fits; of nearly equal ones that on the mesh with the fewest axes.
+
+    Raises: MemoryLimitError when none fits; SolverError when there is none.
+    """
+    if not candidates:
+        raise SolverError(
+            where=traced.name,
+            expected="a plan on one of the logical meshes",
+            got=", ".join(f"{'x'.join(map(str, t.axis_sizes))}: {t.status}" for t in trials),
+            hint="give the search more time (time_limit_s)",
+        )
     fitting = [c for c in candidates if c.estimate.peak_bytes <= limit_bytes]
     if not fitting:
         raise no_plan_fits(traced, graph, candidates, limit_bytes)
-    best = min(fitting, key=lambda c: c.step_time_s)
-    with progress.pass_("record"):
-        return Plan(record(traced, graph, cluster, limit_bytes, best, candidates), trees)
+    fastest_s = min(c.step_time_s for c in fitting)
+    return next(c for c in fitting if c.step_time_s <= fastest_s * (1 + NEARLY_EQUAL))
 
 
 def logical_meshes(cluster: Cluster, options: PlanOptions) -> tuple[LogicalMesh, ...]:
@@ -118,7 +142,7 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
     )
 
 
-def search(graph: OpGraph, model: CostModel, limit_bytes: int, options: PlanOptions) -> Candidate:
+def search(graph: OpGraph, model: CostModel, limit_bytes: int, options: PlanOptions) -> Candidate | MeshTrial:
     """The fastest plan on one mesh, within the memory limit where that can be had, else the smallest found.
 
     The ILP is solved without memory first. Where the exact estimate of its plan is over the limit, bytes get a price:
@@ -126,12 +150,15 @@ def search(graph: OpGraph, model: CostModel, limit_bytes: int, options: PlanOpti
     then halved towards the cheapest plan that fits (the Lagrangian relaxation of formula (4)). The first solution's
     bound holds for all of them.
 
-    Raises: SolverError when the time limit passed without any plan.
+    Returns the reason, as a trial, when the time limit passed without any plan.
     """
     first_argument = len(graph.constants)
     fixed = {graph.block.inputs[first_argument + i]: layout for i, layout in options.fixed}
     intra_op = IntraOp(graph, model, fixed)
-    free = solved(intra_op, options.time_limit_s)
+    free = intra_op.solve(time_limit_s=options.time_limit_s)
+    if not free.choice:
+        status = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
+        return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
     best = evaluated(graph, model, intra_op.decode(free))
     if best.estimate.peak_bytes <= limit_bytes:
         return best
@@ -139,7 +166,9 @@ def search(graph: OpGraph, model: CostModel, limit_bytes: int, options: PlanOpti
     s_per_byte, too_low, fits_at = best.step_time_s / best.estimate.peak_bytes / 16, 0.0, None
     for _ in range(MEMORY_ROUNDS):
         prices = MemoryPrices(s_per_byte=s_per_byte, values=crowding)
-        solution = solved(intra_op, options.time_limit_s, prices)
+        solution = intra_op.solve(time_limit_s=options.time_limit_s, prices=prices)
+        if not solution.choice:
+            break
         cost = intra_op.cost(solution.choice)
         told = dataclasses.replace(
             solution, status=Status.FEASIBLE, objective=cost, bound=free.bound, gap=(cost - free.bound) / cost
@@ -187,18 +216,6 @@ def crowded(candidate: Candidate, limit_bytes: int) -> frozenset[tuple[int, str]
     return frozenset(found)
 
 
-def solved(intra_op: IntraOp, time_limit_s: float, prices: MemoryPrices | None = None) -> Solution:
-    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices)
-    if not solution.choice:
-        raise SolverError(
-            where=f"mesh {intra_op.assembly.mesh}",
-            expected="a plan",
-            got=f"{solution.status.value} after {solution.wall_s:.1f} s",
-            hint="give the search more time (time_limit_s)",
-        )
-    return solution
-
-
 def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candidate:
     """Lowers decisions and reads off what they will do."""
     lowered = lower(graph, sharding, model.links)
@@ -222,7 +239,7 @@ def record(
     cluster: Cluster,
     limit_bytes: int,
     best: Candidate,
-    candidates: Sequence[Candidate],
+    trials: Sequence[MeshTrial],
 ) -> PlanRecord:
     """Writes down the chosen candidate."""
     arguments, results = planned_values(traced, graph, best.lowered)
@@ -250,12 +267,14 @@ def record(
         predicted=made,
         solver=best.sharding.report,
         modules=module_rows(graph, best.lowered, best.model, made),
-        tried=tuple(trial(c) for c in candidates),
+        tried=tuple(trials),
         notes=tuple(notes),
     )
 
 
-def trial(candidate: Candidate) -> MeshTrial:
+def trial(candidate: Candidate | MeshTrial) -> MeshTrial:
+    if isinstance(candidate, MeshTrial):
+        return candidate
     return MeshTrial(
         axis_sizes=candidate.sharding.mesh.axis_sizes,
         step_time_s=candidate.step_time_s,

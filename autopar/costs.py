@@ -56,7 +56,9 @@ def flops_of(op: Op) -> float:
     return float(max(sizes, default=0))
 
 
-def time_s(work: Work, strategy: Strategy, shard_counts: tuple[tuple[int, ...], tuple[int, ...]], device: DeviceKind) -> float:
+def time_s(
+    work: Work, strategy: Strategy, shard_counts: tuple[tuple[int, ...], tuple[int, ...]], device: DeviceKind
+) -> float:
     """Seconds of one run on one device. `shard_counts`: into how many parts each operand and each result is split."""
     operand_parts, result_parts = shard_counts
     read = sum(n / parts for n, parts in zip(work.operand_bytes, operand_parts, strict=True))

@@ -166,7 +166,9 @@ class Emitter:
             if axis not in before.partial:
                 n = self.mesh.shape[self.mesh.axis_names[axis]]
                 array = jnp.expand_dims(array, position)
-                first = jax.lax.broadcasted_iota(jnp.int32, (*array.shape[:position], n, *array.shape[position + 1 :]), position)
+                first = jax.lax.broadcasted_iota(
+                    jnp.int32, (*array.shape[:position], n, *array.shape[position + 1 :]), position
+                )
                 array = jnp.where(first == 0, array, jnp.zeros((), array.dtype))
         return self.pin(array.reshape((-1, *rest)), after)
 
@@ -174,9 +176,7 @@ class Emitter:
 
     def loop(self, instruction: Loop, env: Environment) -> None:
         op, operands = instruction.op, self.operands(instruction, env)
-        runs = [
-            lambda args, lowered=lowered: self.block(lowered, args, env) for lowered in instruction.blocks
-        ]
+        runs = [lambda args, lowered=lowered: self.block(lowered, args, env) for lowered in instruction.blocks]
         if op.kind is OpKind.SCAN:
             outs = self.scan(instruction, operands, runs[0])
         elif op.kind is OpKind.WHILE:
@@ -191,7 +191,10 @@ class Emitter:
         return predicate.astype(jnp.int32) if predicate.dtype == jnp.bool_ else predicate
 
     def settle(self, outs: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
-        return [self.pin(jnp.asarray(out) if isinstance(out, (bool, int, float)) else out, layout) for out, layout in zip(outs, layouts, strict=True)]
+        return [
+            self.pin(jnp.asarray(out) if isinstance(out, (bool, int, float)) else out, layout)
+            for out, layout in zip(outs, layouts, strict=True)
+        ]
 
     def scan(self, instruction: Loop, operands: list[Any], run: Any) -> Sequence[Any]:
         op = instruction.op

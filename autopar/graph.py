@@ -98,10 +98,10 @@ class Op:
     """One operation.
 
     `key` tells what an equation computes of its operands (primitive, parameters, literals, shapes): equations with
-    equal keys and operands compute the same. `count` is how often it runs in a step (trip counts of the loops around it, multiplied). For loops: `blocks` are
-    (body,) of a scan, (condition, body) of a while, the branches of a cond; `num_consts` and `num_carry` divide a
-    loop's inputs as jax does (for a while, `num_consts` counts both condition's and body's constants and
-    `num_condition_consts` the first of them).
+    equal keys and operands compute the same. `count` is how often it runs in a step (trip counts of the loops around
+    it, multiplied). For loops: `blocks` are (body,) of a scan, (condition, body) of a while, the branches of a cond;
+    `num_consts` and `num_carry` divide a loop's inputs as jax does (for a while, `num_consts` counts both condition's
+    and body's constants and `num_condition_consts` the first of them).
     """
 
     id: int

@@ -188,13 +188,14 @@ class _Reader:
                 names = instruction.called("called_computations")
             case _:
                 return ()
-        inside = (c for name in names for c in self.computation(name))
+        inside = tuple(c for name in names for c in self.computation(name))
         return tuple(c if c.op_name else dataclasses.replace(c, op_name=instruction.op_name) for c in inside)
 
     def _collective(self, instruction: hlo_text.Instruction, kind: Kind, body: hlo_text.Computation) -> Collective:
         arrays = hlo_text.arrays_of(_result_text(instruction, kind))
         result_bytes = sum(a.nbytes for a in arrays)
         attributes = instruction.attributes
+        groups: tuple[tuple[int, ...], ...] | None
         if kind is Kind.COLLECTIVE_PERMUTE:
             groups, group_size = hlo_text.source_target_pairs(attributes), 2
         else:

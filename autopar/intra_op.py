@@ -78,7 +78,9 @@ class IntraOp:
 
     def _build(self) -> tuple[solver.Problem, tuple[int, ...]]:
         assembly = self.assembly
-        node_cost, kinds, number = [], [], {}
+        node_cost: list[np.ndarray] = []
+        kinds: list[int] = []
+        number: dict[tuple, int] = {}
         for node in assembly.nodes:
             cost, key = self._costs.of_node(node)
             node_cost.append(cost)
@@ -88,13 +90,22 @@ class IntraOp:
                 allowed = np.array([at == layout for at in home.layouts])
                 node_cost[home.node] = np.where(allowed, node_cost[home.node], np.inf)
                 kinds[home.node] = number.setdefault(("fixed", value), len(number))
-        edges, edge_kinds, matrix_number = [], [], {}
+        for position in self.graph.batch:
+            # Each device takes its part of the batch in at least once: a whole batch everywhere is not for nothing.
+            value = self.graph.block.inputs[position]
+            if (home := assembly.placed.get(value)) is not None:
+                nbytes = self.graph.values[value].nbytes / self._shards(home.layouts)
+                node_cost[home.node] = node_cost[home.node] + nbytes / self.model.device.memory_bytes_per_s
+                kinds[home.node] = number.setdefault(("batch", kinds[home.node], value), len(number))
+        edges: list[solver.Edge] = []
+        edge_kinds: list[int] = []
+        matrix_number: dict[int, int] = {}
         for reshard in assembly.reshards:
             matrix = self._matrix(reshard.value, reshard.source, reshard.target, reshard.count)
             edge_kinds.append(matrix_number.setdefault(id(matrix), len(matrix_number)))
             if reshard.source.node == reshard.target.node:
-                node = reshard.source.node
-                node_cost[node] = node_cost[node] + np.diagonal(matrix)
+                own = reshard.source.node
+                node_cost[own] = node_cost[own] + np.diagonal(matrix)
             else:
                 if assembly.nodes[reshard.target.node].kind == "copy":
                     self._feeding.setdefault(len(edges), reshard)

@@ -101,7 +101,9 @@ def annotated_module(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
 
 def module_functions(module: Any) -> dict[str, Any]:
     """The functions of a module by name."""
-    return {ir.StringAttr(f.attributes["sym_name"]).value: f for f in module.body.operations if "sym_name" in f.attributes}
+    return {
+        ir.StringAttr(f.attributes["sym_name"]).value: f for f in module.body.operations if "sym_name" in f.attributes
+    }
 
 
 def with_type(array: Any, aval: Any) -> Any:

@@ -80,7 +80,10 @@ def _enumerate(shape: tuple[int, ...], mesh: LogicalMesh, choices: tuple[int | N
     axes = [a for a, n in enumerate(mesh.axis_sizes) if n > 1]
     found = []
     for places in itertools.product(choices, repeat=len(axes)):
-        on = [tuple(a for a, place in zip(axes, places, strict=True) if place == d) for d in (*range(len(shape)), _PARTIAL)]
+        on = [
+            tuple(a for a, place in zip(axes, places, strict=True) if place == d)
+            for d in (*range(len(shape)), _PARTIAL)
+        ]
         layout = Layout(tuple(on[:-1]), on[-1])
         if layout.fits(shape, mesh):
             found.append(layout)

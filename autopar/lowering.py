@@ -18,8 +18,8 @@ from autopar.mesh import LogicalMesh
 from autopar.resharding import MeshLinks, Step, StepKind, fits, gather_and_slice, paths
 from autopar.strategies import Strategy
 
-# Where a value lies: its layout, and as what: RAW as its operation left it, PLACED once its sums are reduced, a copy for
-# ALL readers, or one for the readers of a role (by the role's name).
+# Where a value lies: its layout, and as what: RAW as its operation left it, PLACED once its sums are reduced, a copy
+# for ALL readers, or one for the readers of a role (by the role's name).
 Place = tuple[Layout, str]
 
 
@@ -86,7 +86,7 @@ Instruction = Move | Compute | Pass | Loop
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredBlock:
-    """Instructions of a block; the layouts its inputs come in, and where its outputs (None: literals) are taken from."""
+    """Instructions of a block, the layouts its inputs come in, and where its outputs lie (None: literals)."""
 
     block: Block
     inputs: tuple[Layout, ...]
@@ -134,9 +134,7 @@ class _Lowering:
         for position, atom in enumerate(block.outputs):
             want = self.home(tied[position]) if position in tied else None
             outputs.append(self.read(scope, atom, want, Role.UPDATE, "", 1.0))
-        return LoweredBlock(
-            block=block, inputs=inputs, instructions=tuple(scope.instructions), outputs=tuple(outputs)
-        )
+        return LoweredBlock(block=block, inputs=inputs, instructions=tuple(scope.instructions), outputs=tuple(outputs))
 
     def rank(self, value: int) -> int:
         return len(self.graph.values[value].shape)

@@ -22,7 +22,7 @@ _CARRYING = _ADDING | {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partials:
-    """`kept` are the values that may stay partial. `operands[op.id]` are the operands an operation reads as they are."""
+    """`kept`: values that may stay partial. `operands[op.id]`: the operands that an operation reads as they are."""
 
     kept: frozenset[int]
     operands: dict[int, frozenset[int]]
@@ -89,17 +89,11 @@ def _carried_operands(op: Op, graph: OpGraph, origins: dict[int, frozenset[int]]
     if op.primitive not in _CARRYING:
         return None
     for members in linear_operands(op.primitive, op.eqn):
-        others = [a for i, a in enumerate(op.inputs) if i not in members]
-        if all(a in origins for i in members if (a := op.inputs[i]) is not None and _is_value(a)) and all(
-            _is_value(op.inputs[i]) for i in members
-        ):
-            if all(_size(a, graph) == 1 for a in others):
-                return members
+        sums = all(isinstance(a := op.inputs[i], int) and a in origins for i in members)
+        scalars = all(_size(a, graph) == 1 for i, a in enumerate(op.inputs) if i not in members)
+        if sums and scalars:
+            return members
     return None
-
-
-def _is_value(atom: Atom) -> bool:
-    return isinstance(atom, int)
 
 
 def _size(atom: Atom, graph: OpGraph) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from autopar.cluster import Cluster
 from autopar import plan_text
+from autopar.cluster import Cluster
 from autopar.errors import InvalidArgumentError
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh

@@ -54,7 +54,9 @@ def explain(record: PlanRecord, what: str) -> str:
     out = _Text()
     for value in (*record.arguments, *record.results):
         if what in value.path:
-            out.line(f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {describe(value.layout, mesh)}")
+            out.line(
+                f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {describe(value.layout, mesh)}"
+            )
     for row in record.modules:
         if what in row.module:
             _explain_module(out, row)
@@ -70,7 +72,8 @@ def _explain_module(out: _Text, row: ModuleRow) -> None:
         out.line(f"  matrix product {split}")
     for c in row.collectives:
         out.line(
-            f"  sends: {c.count:g} {c.kind} over {'*'.join(c.axes)}, {_bytes(c.sent_bytes)} a device, {_seconds(c.time_s)}"
+            f"  sends: {c.count:g} {c.kind} over {'*'.join(c.axes)}, "
+            f"{_bytes(c.sent_bytes)} a device, {_seconds(c.time_s)}"
         )
     if not row.collectives:
         out.line("  sends nothing: what it reads already lies as it is read")

@@ -116,14 +116,18 @@ def compute_times_s(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> 
     return of_block(lowered)
 
 
-def memory_program(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> tuple[memory.Program, dict[int, tuple[int, Place]]]:
+def memory_program(
+    graph: OpGraph, lowered: LoweredBlock, model: CostModel
+) -> tuple[memory.Program, dict[int, tuple[int, Place]]]:
     """The step as `autopar.memory` wants it, and which value in which place each of its numbers stands for."""
     writer = _MemoryWriter(graph, model)
     steps: list[MemoryStep] = []
     env: dict[tuple[int, Place], int] = {}
-    arguments = [writer.define(v, (layout, RAW), env) for v, layout in zip(lowered.block.inputs, lowered.inputs, strict=True)]
+    arguments = [
+        writer.define(v, (layout, RAW), env) for v, layout in zip(lowered.block.inputs, lowered.inputs, strict=True)
+    ]
     writer.block(lowered, env, steps)
-    results = []
+    results: list[int] = []
     for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True):
         source = env[atom, place] if isinstance(atom, int) and place is not None else writer.literal(steps)
         results.append(writer.own(source, {*arguments, *results}, steps))
@@ -139,6 +143,11 @@ def kind_of(op: Op) -> str:
     if op.primitive == "broadcast_in_dim" and op.eqn.outvars[0].aval.size == op.eqn.invars[0].aval.size:
         return "reshape"
     return op.primitive
+
+
+def is_half_precision(op: Op) -> bool:
+    """Whether all operands and results are 16-bit floats."""
+    return all(str(v.aval.dtype) in ("bfloat16", "float16") for v in (*op.eqn.invars, *op.eqn.outvars))
 
 
 def reduces_last(op: Op) -> bool:
@@ -183,23 +192,22 @@ class _MemoryWriter:
         for instruction in lowered.instructions:
             self.instruction(instruction, env, steps)
 
-    def instruction(
-        self, instruction: Instruction, env: dict[tuple[int, Place], int], steps: list[MemoryStep]
-    ) -> None:
+    def instruction(self, instruction: Instruction, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
         if isinstance(instruction, Move):
             self.move(instruction, env, steps)
         elif isinstance(instruction, Compute):
             op = instruction.op
-            outputs = tuple(
-                self.define(v, place, env) for v, place in zip(op.outputs, instruction.places, strict=True)
-            )
+            outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, instruction.places, strict=True))
             steps.append(
                 MemoryStep(
-                    inputs=self.read(op, instruction.reads, env), outputs=outputs, kind=kind_of(op),
-                    fusible=is_fusible(op.primitive), reduces_last=reduces_last(op),
-                    half_precision=all(v.aval.dtype.itemsize == 2 for v in (*op.eqn.invars, *op.eqn.outvars)),
+                    inputs=self.read(op, instruction.reads, env),
+                    outputs=outputs,
+                    kind=kind_of(op),
+                    fusible=is_fusible(op.primitive),
+                    reduces_last=reduces_last(op),
+                    half_precision=is_half_precision(op),
                     key=(op.key, instruction.results),
-                )  # fmt: skip
+                )
             )
         elif isinstance(instruction, Pass):
             op = instruction.op
@@ -222,12 +230,14 @@ class _MemoryWriter:
         at = env[move.value, move.source]
         for step in move.steps:
             last = step is move.steps[-1]
-            after = (
-                self.define(move.value, move.target, env) if last else self.new(self.local(move.value, step.after))
-            )
+            after = self.define(move.value, move.target, env) if last else self.new(self.local(move.value, step.after))
             local = step.kind in (StepKind.SLICE, StepKind.MASK)
             kind = "slice" if local else step.kind.name.lower()
-            steps.append(MemoryStep(inputs=(at,), outputs=(after,), kind=kind, fusible=local, key=(step.kind, step.before, step.after)))
+            steps.append(
+                MemoryStep(
+                    inputs=(at,), outputs=(after,), kind=kind, fusible=local, key=(step.kind, step.before, step.after)
+                )
+            )
             at = after
 
     def loop(self, loop: Loop, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
@@ -237,15 +247,18 @@ class _MemoryWriter:
             for atom, place in zip(op.inputs, loop.reads, strict=True)
         )
         bodies = [self.body(block, env) for block in loop.blocks]
-        outputs = tuple(
-            self.define(v, (layout, RAW), env) for v, layout in zip(op.outputs, loop.results, strict=True)
-        )
+        outputs = tuple(self.define(v, (layout, RAW), env) for v, layout in zip(op.outputs, loop.results, strict=True))
         if op.kind is OpKind.COND:
             branches = tuple(
                 MemoryStep(
-                    inputs=inputs[1:], outputs=outputs, kind="branch", fusible=False, body=body, body_inputs=inner,
+                    inputs=inputs[1:],
+                    outputs=outputs,
+                    kind="branch",
+                    fusible=False,
+                    body=body,
+                    body_inputs=inner,
                     body_outputs=out,
-                )  # fmt: skip
+                )
                 for inner, body, out in bodies
             )
             steps.append(MemoryStep(inputs=inputs, outputs=outputs, kind="cond", fusible=False, body=branches))
@@ -254,19 +267,26 @@ class _MemoryWriter:
         skipped = op.num_condition_consts if op.kind is OpKind.WHILE else 0
         steps.append(
             MemoryStep(
-                inputs=inputs[skipped:], outputs=outputs, kind=op.kind.value, fusible=False, body=body,
-                body_inputs=inner, body_outputs=out, num_constants=op.num_consts - skipped,
-                num_carried=op.num_carry, trips=op.trips,
-            )  # fmt: skip
+                inputs=inputs[skipped:],
+                outputs=outputs,
+                kind=op.kind.value,
+                fusible=False,
+                body=body,
+                body_inputs=inner,
+                body_outputs=out,
+                num_constants=op.num_consts - skipped,
+                num_carried=op.num_carry,
+                trips=op.trips,
+            )
         )
 
     def body(
         self, lowered: LoweredBlock, outer: dict[tuple[int, Place], int]
     ) -> tuple[tuple[int, ...], tuple[MemoryStep, ...], tuple[int, ...]]:
-        env, steps = dict(outer), []
+        env = dict(outer)
+        steps: list[MemoryStep] = []
         inner = tuple(
-            self.define(v, (layout, RAW), env)
-            for v, layout in zip(lowered.block.inputs, lowered.inputs, strict=True)
+            self.define(v, (layout, RAW), env) for v, layout in zip(lowered.block.inputs, lowered.inputs, strict=True)
         )
         self.block(lowered, env, steps)
         out = tuple(

@@ -71,7 +71,9 @@ def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMe
     )
 
 
-def planned_values(traced: TracedStep, graph: OpGraph, lowered: LoweredBlock) -> tuple[list[PlannedValue], list[PlannedValue]]:
+def planned_values(
+    traced: TracedStep, graph: OpGraph, lowered: LoweredBlock
+) -> tuple[list[PlannedValue], list[PlannedValue]]:
     """(arguments, constants first; results) with their layouts."""
     num_constants = len(lowered.inputs) - len(traced.in_avals)
     arguments = []
@@ -101,7 +103,12 @@ def planned_values(traced: TracedStep, graph: OpGraph, lowered: LoweredBlock) ->
 
 
 def predicted(
-    graph: OpGraph, lowered: LoweredBlock, model: CostModel, estimate: MemoryEstimate, names: dict[int, str], flops: float
+    graph: OpGraph,
+    lowered: LoweredBlock,
+    model: CostModel,
+    estimate: MemoryEstimate,
+    names: dict[int, str],
+    flops: float,
 ) -> Predicted:
     """What a lowered step is predicted to take."""
     uses = predicted_collectives(graph, lowered, model)
@@ -141,7 +148,12 @@ def grouped(uses: tuple[CollectiveUse, ...], mesh: LogicalMesh) -> tuple[Predict
         row[2] += use.time_s
     return tuple(
         PredictedCollective(
-            kind=kind, axes=tuple(mesh.axis_names[a] for a in axes), module=module, count=count, sent_bytes=sent, time_s=t
+            kind=kind,
+            axes=tuple(mesh.axis_names[a] for a in axes),
+            module=module,
+            count=count,
+            sent_bytes=sent,
+            time_s=t,
         )
         for (kind, axes, module), (count, sent, t) in rows.items()
     )
@@ -189,7 +201,9 @@ def _computes(lowered: LoweredBlock) -> list[tuple[Op, Compute]]:
     return out
 
 
-def place_names(graph: OpGraph, stands_for: dict[int, tuple[int, tuple[Layout, str]]], made_by: dict[int, str], mesh: LogicalMesh) -> dict[int, str]:
+def place_names(
+    graph: OpGraph, stands_for: dict[int, tuple[int, tuple[Layout, str]]], made_by: dict[int, str], mesh: LogicalMesh
+) -> dict[int, str]:
     """What to call the values of a memory program in messages."""
     out = {}
     for number, (v, place) in stands_for.items():

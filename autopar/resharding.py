@@ -51,13 +51,12 @@ class Step:
     after: Layout
 
 
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeshLinks:
     """A logical mesh and the link that each of its axes runs on.
 
-    `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter over all devices,
-    as XLA does for TPU (seen in programs compiled for v5p slices; over a part of the devices it stays what it is).
+    `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter over all
+    devices, as XLA does for TPU (seen in programs compiled for v5p slices; over a part of the devices it stays what it is).
     """
 
     mesh: LogicalMesh
@@ -194,7 +193,7 @@ def paths(rank: int, mesh_links: MeshLinks) -> Paths:
     graph = csr_array((weights, (rows, columns)), shape=(n, n))
     _, predecessor = dijkstra(graph, return_predecessors=True)
     totals = _path_sums(predecessor, cost_of)
-    return Paths(tuple(layouts), index, *totals, predecessor, step_of)
+    return Paths(tuple(layouts), index, totals[0], totals[1], totals[2], predecessor, step_of)
 
 
 def _affine(step: Step, mesh_links: MeshLinks) -> tuple[float, float]:

@@ -28,9 +28,7 @@ Dims = tuple[tuple[int, ...], ...]
 
 def equation_key(eqn: Any) -> str:
     """What an equation computes of its operands, as text that is the same in every process."""
-    params = ",".join(
-        f"{k}={v!r}" for k, v in sorted(eqn.params.items()) if not callable(v) and not hasattr(v, "eqns")
-    )
+    params = ",".join(f"{k}={v!r}" for k, v in sorted(eqn.params.items()) if not callable(v) and not hasattr(v, "eqns"))
     avals = ",".join(_aval_key(v) for v in eqn.invars)
     outs = ",".join(_aval_key(v) for v in eqn.outvars)
     return f"{eqn.primitive.name}[{params}]({avals})->({outs})"
@@ -92,7 +90,7 @@ def replicated_rule(eqn: Any, note: str) -> Rule:
     factors: list[Factor] = []
 
     def dims(var: Any) -> Dims:
-        out = []
+        out: list[tuple[int, ...]] = []
         for n in var.aval.shape:
             if n == 1:
                 out.append(())
@@ -134,7 +132,7 @@ def _read_rules(module: Any, eqns: Sequence[Any]) -> list[Rule]:
     for eqn in eqns:
         # A typed PRNG key has its words as dimensions behind its own: only its own count.
         ins = [None if isinstance(v, jax_compat.Literal) else next(rest)[: len(v.aval.shape)] for v in eqn.invars]
-        outs = [t[: len(v.aval.shape)] for t, v in zip(results, eqn.outvars)]
+        outs = [t[: len(v.aval.shape)] for t, v in zip(results, eqn.outvars, strict=False)]
         results = results[len(eqn.outvars) :]
         rules.append(join.rule(eqn, ins, outs))
     return rules
@@ -267,8 +265,8 @@ class _Join:
         usable = any(f.kind is not FactorKind.FIXED for f in factors)
         splittable = any(self._class[f].size > 1 for f in in_results | in_operands)
         note = "" if usable or not splittable else "no factor of it may be split"
-        for tensor, var in zip((*operands, *results), (*eqn.invars, *eqn.outvars), strict=True):
-            for n, dim in zip(var.aval.shape, tensor, strict=True):
+        for described, var in zip((*operands, *results), (*eqn.invars, *eqn.outvars), strict=True):
+            for n, dim in zip(var.aval.shape, described, strict=True):
                 if dim and math.prod(factors[f].size for f in dim) != n:
                     return replicated_rule(eqn, "factors do not multiply to its dimensions")
         return Rule(tuple(factors), operands, results, note)

@@ -46,8 +46,7 @@ def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__"):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
     if isinstance(leaf, (bool, int, float, complex)):
-        aval = jax.typeof(jax.numpy.asarray(leaf))
-        return jax.ShapeDtypeStruct((), aval.dtype, weak_type=True)
+        return jax.ShapeDtypeStruct((), jax.numpy.asarray(leaf).dtype, weak_type=True)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufcV":
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     raise InvalidArgumentError(
@@ -152,13 +151,17 @@ def tie_state(
     taken: set[int] = set()
     first = 0
     for i, arg in enumerate(args):
-        tree = jax.tree.structure(arg)
+        tree: Any = jax.tree.structure(arg)
         n = tree.num_leaves
         if i in donate and n:
             for child, at in outputs:
-                same = child == tree and at not in taken and all(
-                    a.shape == b.shape and a.dtype == b.dtype
-                    for a, b in zip(in_avals[first : first + n], out_avals[at : at + n], strict=True)
+                same = (
+                    child == tree
+                    and at not in taken
+                    and all(
+                        a.shape == b.shape and a.dtype == b.dtype
+                        for a, b in zip(in_avals[first : first + n], out_avals[at : at + n], strict=True)
+                    )
                 )
                 if same:
                     tied.update({first + k: at + k for k in range(n)})
@@ -195,7 +198,7 @@ def _hash_jaxpr(jaxpr: Any, digest: Any) -> None:
 
     def name(atom: Any) -> str:
         if isinstance(atom, jax_compat.Literal):
-            return f"{atom.val!r}:{atom.aval.dtype}"
+            return f"{atom.val!r}:{atom.aval.str_short()}"
         return str(number.setdefault(atom, len(number)))
 
     for var in (*jaxpr.constvars, *jaxpr.invars):

@@ -69,7 +69,7 @@ class Verification:
         console.print(shown)
         if self.difference is not None:
             console.print(
-                f"numbers: at most {self.difference:.2e} of a leaf's largest value from plain jax.jit ({self.worst_leaf})",
+                f"numbers: within {self.difference:.2e} of a leaf's largest value from plain jax.jit ({self.worst_leaf})",
                 markup=False,
             )
         return buffer.getvalue().rstrip()
@@ -131,9 +131,7 @@ def compare_collectives(predicted: Predicted, text: str) -> tuple[tuple[Compared
     kinds = dict.fromkeys((*expected, *(k.value for k in found.count)))
     sent = {k.value: b for k, b in found.bytes.items()}
     count = {k.value: n for k, n in found.count.items()}
-    collectives = [
-        Compared(name=k, predicted=expected.get(k, (0.0, 0.0))[1], compiled=sent.get(k, 0.0)) for k in kinds
-    ]
+    collectives = [Compared(name=k, predicted=expected.get(k, (0.0, 0.0))[1], compiled=sent.get(k, 0.0)) for k in kinds]
     collectives.append(Compared(name="total", predicted=predicted.sent_bytes, compiled=found.total_bytes))
     counts = [Compared(name=k, predicted=expected.get(k, (0.0, 0.0))[0], compiled=count.get(k, 0)) for k in kinds]
     return tuple(collectives), tuple(counts)
