@@ -100,6 +100,9 @@ class Step:
         last = self._last
         if last is None or kwargs or self._options.static_argnums:
             return self._call_slowly(self._bound(args, kwargs))
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(args)):
+            # jaxlib 0.10 ends the whole process when it is given a deleted array on several CPU devices.
+            self._refuse_deleted(args, self._names(len(args)))
         try:
             return last(*args)
         except (TypeError, ValueError, RuntimeError):

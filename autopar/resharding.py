@@ -56,7 +56,7 @@ class MeshLinks:
     """A logical mesh and the link that each of its axes runs on.
 
     `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter over all
-    devices, as XLA does for TPU (seen in programs compiled for v5p slices; over a part of the devices it stays what it is).
+    devices, as XLA does for TPU (seen in programs compiled for v5p slices; over a part of them it stays what it is).
     """
 
     mesh: LogicalMesh

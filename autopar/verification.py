@@ -69,7 +69,8 @@ class Verification:
         console.print(shown)
         if self.difference is not None:
             console.print(
-                f"numbers: within {self.difference:.2e} of a leaf's largest value from plain jax.jit ({self.worst_leaf})",
+                f"numbers: {self.difference:.2e} of a leaf's largest value from plain jax.jit, at most "
+                f"({self.worst_leaf})",
                 markup=False,
             )
         return buffer.getvalue().rstrip()
