@@ -77,6 +77,8 @@ class Finish:
 
     def _solve(self, smaller: Reduction, best: Best, settings: Settings) -> tuple[Answer, np.ndarray | None]:
         """The program on a smaller problem, begun with the rows that have a price."""
+        if not smaller.problem.node_cost:
+            return Answer(choice=(), bound=0.0, proven=True), np.array(smaller.undo(()), dtype=np.int64)
         flat = flatten(smaller.problem)
         rows = np.flatnonzero(np.isin(flat.times, self.flat.times[best.price > 0])).tolist()
         answer = solve_lazily(smaller.problem, flat, settings, rows=rows)
