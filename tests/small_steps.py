@@ -4,7 +4,9 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,4 +98,70 @@ def start_python(code: str, *, cache: Path | None = None, devices: int = 8) -> s
         environment["AUTOPAR_CACHE_DIR"] = str(cache)
     return subprocess.Popen(
         [sys.executable, "-c", code], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step with the shapes of its state, a function that makes the state, and a batch."""
+
+    step: Callable[[Any, Any], Any]
+    shapes: Any
+    create: Callable[[jax.Array], Any]
+    batch: Any
+
+
+def transformer(layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 64) -> Case:
+    """A decoder in plain JAX, its modules named with `jax.named_scope`."""
+    length, examples = 8, 16
+
+    def create(key):
+        keys = iter(jax.random.split(key, 1 + 4 * layers))
+
+        def normal(*shape):
+            return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
+
+        blocks = [
+            {
+                "qkv": normal(width, 3, heads, width // heads),
+                "out": normal(width, width),
+                "up": normal(width, 4 * width),
+                "down": normal(4 * width, width),
+            }
+            for _ in range(layers)
+        ]
+        return {"embedding": normal(vocabulary, width), "blocks": blocks}
+
+    def attention(p, x):
+        q, k, v = jnp.moveaxis(jnp.einsum("bld,dthe->btlhe", x, p["qkv"]), 1, 0)
+        scores = jnp.einsum("blhe,bmhe->bhlm", q, k) / (width // heads) ** 0.5
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
+        mixed = jnp.einsum("bhlm,bmhe->blhe", jax.nn.softmax(scores), v)
+        return mixed.reshape(*mixed.shape[:2], width) @ p["out"]
+
+    def normalised(x):
+        return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+    def loss_fn(params, batch):
+        x = params["embedding"][batch["tokens"]]
+        for i, p in enumerate(params["blocks"]):
+            with jax.named_scope(f"layer{i}"):
+                with jax.named_scope("attention"):
+                    x = x + attention(p, normalised(x))
+                with jax.named_scope("mlp"):
+                    x = x + jax.nn.gelu(normalised(x) @ p["up"]) @ p["down"]
+        logits = normalised(x) @ params["embedding"].T
+        logits = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(logits, batch["targets"][..., None], -1).mean()
+
+    def transformer_step(params, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
+
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (examples, length + 1)).astype(np.int32)
+    return Case(
+        step=transformer_step,
+        shapes=jax.eval_shape(create, jax.random.key(0)),
+        create=create,
+        batch={"tokens": tokens[:, :-1], "targets": tokens[:, 1:]},
     )
