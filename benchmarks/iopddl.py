@@ -1,7 +1,7 @@
 """Solve instances of the ASPLOS / EuroSys 2025 contest: python -m benchmarks.iopddl FILE... --seconds N --out DIR
 
-FILE: .json or .json.gz in the contest's format. Each is solved within N seconds, reading included, and DIR/NAME.json (the list of
-strategy indices) and DIR/NAME.svg (cost over time) are written.
+FILE: .json or .json.gz in the contest's format. Each is solved within N seconds, reading included, and DIR/NAME.json
+(the list of strategy indices) and DIR/NAME.svg (cost over time) are written.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def _print_summary(name: str, solution: Solution, score: float | None, wall_s: f
         first_s = solution.incumbents[0][0] if solution.incumbents else math.nan
         print(f"  cost {solution.objective:,.0f}   bound {solution.bound:,.0f}   gap {solution.gap:.6%}")
         print(
-            f"  first choice that fits after {first_s:.1f} s, {len(solution.incumbents)} improvements, all in {wall_s:.1f} s"
+            f"  first choice that fits after {first_s:.1f} s, {len(solution.incumbents)} improvements, "
+            f"all in {wall_s:.1f} s"
         )
         print(f"  {solution.peak_bytes:,} bytes used by the choice at its peak")
     elif solution.status is Status.INFEASIBLE and solution.infeasibility is not None:
@@ -110,7 +111,8 @@ def plot(name: str, solution: Solution, seconds: float) -> str:
     width, height, edge = 720, 360, 56
     points = [(s, c) for s, c in solution.incumbents if math.isfinite(c)]
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="12">'
         f'<rect width="100%" height="100%" fill="white"/><text x="{edge}" y="20">{name}: cost above the bound</text>'
     )
     if not points or not math.isfinite(solution.bound):

@@ -1,4 +1,4 @@
-"""Choose one strategy a node at the least cost within the memory limit: the ILP of DESIGN section 4, exact where it finishes."""
+"""One strategy a node at the least cost within the memory limit: the ILP of DESIGN section 4."""
 
 from .checking import brute_force, evaluate
 from .ilp import Backend

@@ -1,9 +1,10 @@
 """The anytime core: prices on memory, message passing for the bound and a first choice, tree moves for a better one.
 
-A round, at one set of prices: sweeps of messages (the bound), a choice decoded from them and last round's choice, both improved
-by tree moves that ignore the limit but pay the prices (the Lagrangian's minimiser, nearly), the better one repaired to fit and
-polished (the incumbent), and the master of `columns` for the next prices. Both cores work: the two searches, and the sweeps beside
-the polishing. Rounds depend on the seed and on each other, never on time, so that a number of rounds gives the same answer again.
+A round, at one set of prices: sweeps of messages (the bound), a choice decoded from them and last round's choice, both
+improved by tree moves that ignore the limit but pay the prices (the Lagrangian's minimiser, nearly), the better one
+repaired to fit and polished (the incumbent), and the master of `columns` for the next prices. Both cores work: the two
+searches, and the sweeps beside the polishing. Rounds depend on the seed and on each other, never on time, so that a
+number of rounds gives the same answer again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .loops import SAFETY, Loops
 MIX = 0.6  # of the best prices in those tried, Wentges' weight
 WARM_SWEEPS = 200  # at most, before prices come in: messages that have settled without prices follow prices quickly
 FEW_SWEEPS, MANY_SWEEPS = 5, 80  # a round, while prices move; once they have settled
-RECENT = 8  # choices kept for `settle` to combine
+RECENT = 32  # choices kept for `settle` to combine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,7 @@ class Core:
         self.price = self.centre = self.best_price = np.zeros(len(flat.room))
         self.bound = self.best_bound = -np.inf
         self.best_messages = self.messages
+        self.centre_used = np.zeros(len(flat.room))
         self.pairs, self.weight = FEW_SWEEPS, MIX
         self.done = 0
         self.settled = False
@@ -151,18 +153,36 @@ class Core:
         fresh = self.columns.watch(used)
         master, value = self.columns.prices()
         if self.columns.value(self.price) >= self.columns.value(self.centre):
-            self.centre = self.price
+            self.centre, self.centre_used = self.price, used
         known = reach - float(self.price @ self.flat.room)
         self.settled = value - known <= 1e-4 * abs(value) and fresh == 0
         self.pairs = min(self.pairs * 2, MANY_SWEEPS) if self.settled else FEW_SWEEPS
         self.weight = self.weight / 2 if self.settled else MIX
         self.price = self.weight * self.centre + (1 - self.weight) * master
+        if self.done % 2 and not self.settled and np.isfinite(self.cost):
+            self.price = self._step_uphill()
         if self.settled:
             self.price = self.price * np.exp(self.rng.normal(0.0, 0.02, len(self.price)))
         return (
             f"round {self.done}: bound {self.bound:.7g} (best {self.best_bound:.9g}), master {value:.7g}, "
             f"{len(self.columns.rows)} rows, {self.pairs} sweeps next, cost {self.cost:.10g}"
         )
+
+    def _step_uphill(self) -> np.ndarray:
+        """A subgradient step from the best prices, as long as the gap allows (Polyak 1969).
+
+        With many rows that bind apart from each other the master needs a column for each of them, and this does not.
+        """
+        rows = self.columns.rows
+        slope = self.centre_used[rows] / self.columns.room[rows] - 1.0
+        slope[(self.centre[rows] <= 0) & (slope < 0)] = 0.0
+        steep = float(slope @ slope)
+        if steep == 0.0:
+            return self.centre
+        price = self.centre.copy()
+        length = 0.5 * max(0.0, self.cost - self.columns.value(self.centre)) / steep
+        price[rows] = np.maximum(0.0, price[rows] + length * slope / self.columns.room[rows])
+        return price
 
     def best(self) -> Best:
         """What is known now."""
@@ -195,9 +215,9 @@ def improve(
 ) -> Best:
     """Improve choice and bound until the deadline, the number of rounds, or the gap.
 
-    start: a choice to begin from, which need not fit. deadline: on the clock of time.perf_counter. report: called at each better
-    choice. settle: called now and then once prices have settled, to search among the best choices and to end the search where the
-    exact program can take over. log: called each round.
+    start: a choice to begin from, which need not fit. deadline: on the clock of time.perf_counter. report: called at
+    each better choice. settle: called now and then once prices have settled, to search among the best choices and to
+    end the search where the exact program can take over. log: called each round.
     """
     core = Core(flat, start, seed, report)
     core.warm_up(deadline)

@@ -1,4 +1,4 @@
-"""What a choice costs and holds, and the best of all choices by trying them: written apart from the solving code, to check it."""
+"""What a choice costs and holds, and the best of all by trying them: apart from the solving code, to check it."""
 
 from __future__ import annotations
 

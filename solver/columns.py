@@ -1,8 +1,9 @@
 """The master program of the Lagrangian: the prices at which the choices seen so far cannot be mixed to fit any cheaper.
 
-Column generation (Dantzig and Wolfe 1960) over whole choices: min sum of m[k] cost[k] subject to sum of m[k] bytes[k, r] <= room[r]
-at the rows seen, sum of m[k] = 1; its duals are the rows' prices. Prices tried lie between these and the best known ones
-(Wentges, "Weighted Dantzig-Wolfe decomposition", 1997), or the first ones would swing from nothing to everything.
+Column generation (Dantzig and Wolfe 1960) over whole choices: min sum of m[k] cost[k] subject to sum of m[k] bytes[k,
+r] <= room[r] at the rows seen, sum of m[k] = 1; its duals are the rows' prices. Prices tried lie between these and the
+best known ones (Wentges, "Weighted Dantzig-Wolfe decomposition", 1997), or the first ones would swing from nothing to
+everything.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Columns:
         self.used.append(used)
 
     def watch(self, used: np.ndarray, *, most: int = 10) -> int:
-        """Start to price the rows that a choice breaks the worst, one of each stretch of time; returns how many are new."""
+        """Start to price the rows that a choice breaks the worst, one of each stretch of time; returns how many."""
         over = used / self.room - 1.0
         width = max(2, len(over) // 400)
         for row in self.rows:

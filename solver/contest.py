@@ -1,7 +1,8 @@
 """The JSON of the ASPLOS / EuroSys 2025 contest on intra-operator parallelism: problems read, solutions written.
 
-Format: github.com/google/iopddl. Interval i, costs i and usages i belong to node i; edge costs are row by row, the first node's
-strategy choosing the row. Costs of 10^18 and more mean "not allowed". Nodes of an empty interval hold no memory.
+Format: github.com/google/iopddl. Interval i, costs i and usages i belong to node i; edge costs are row by row, the
+first node's strategy choosing the row. Costs of 10^18 and more mean "not allowed". Nodes of an empty interval hold no
+memory.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ def read_contest(path: str | Path) -> Problem:
     Raises: ValueError when the file does not follow the contest's format.
     """
     path = Path(path)
-    raw = gzip.open(path, "rb").read() if path.suffix == ".gz" else path.read_bytes()
+    raw = path.read_bytes()
     try:
-        stored = json.loads(raw)["problem"]
+        stored = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["problem"]
         intervals, costs, usages = (stored["nodes"][key] for key in ("intervals", "costs", "usages"))
         pairs, matrices = stored["edges"]["nodes"], stored["edges"]["costs"]
         limit = stored.get("usage_limit")

@@ -1,4 +1,4 @@
-"""What the exact program does for the anytime core: it searches among the best choices, and ends the proof once little is left."""
+"""What the exact program does for the anytime core: search among the best choices, and end the proof."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Finish:
         self.longest_s = 0.0
 
     def settle(self, best: Best) -> Settled:
-        """Finish the proof if fixing leaves little; otherwise look for a better choice among the strategies of recent ones."""
+        """Finish the proof if fixing leaves little; if not, look for a better choice in what recent ones take."""
         begun = time.perf_counter()
         if self.settings.deadline - begun < 2 * self.longest_s + 1:
             return Settled(choice=None, finished=False)
@@ -65,11 +65,14 @@ class Finish:
 
     def _search_recent(self, best: Best) -> np.ndarray | None:
         assert best.choice is not None, "prices are only settled around a choice that fits"
-        smaller = combine(self.problem, (best.choice, *best.recent))
-        left = _entries(smaller.problem)
-        self.log(f"recent choices leave {len(smaller.problem.node_cost)} nodes, {left} pairs")
-        if left > COMBINE_ENTRIES:
-            return None
+        recent = list({choice.tobytes(): choice for choice in best.recent}.values())
+        while True:
+            smaller = combine(self.problem, (best.choice, *recent))
+            left = _entries(smaller.problem)
+            self.log(f"{len(recent)} recent choices leave {len(smaller.problem.node_cost)} nodes, {left} pairs")
+            if left <= COMBINE_ENTRIES:
+                break
+            recent = recent[len(recent) // 2 + 1 :]
         now = time.perf_counter()
         deadline = now + COMBINE_PART * (self.settings.deadline - now)
         _, choice = self._solve(smaller, best, replace(self.settings, deadline=deadline))

@@ -15,7 +15,8 @@ from .reduction import Reduction, chain
 
 
 def drop_costly(problem: Problem, flat: Flat, best: Best) -> Reduction | None:
-    """Keep the strategies with which the bound stays below the cost at hand, then reduce; None when some node keeps none.
+    """Keep the strategies with which the bound stays below the cost at hand, then reduce; None when some node keeps
+    none.
 
     None proves that no choice is cheaper. What is left has every choice that is cheaper, if there is any.
 
@@ -36,8 +37,8 @@ def drop_costly(problem: Problem, flat: Flat, best: Best) -> Reduction | None:
 def combine(problem: Problem, choices: Sequence[np.ndarray]) -> Reduction:
     """Keep the strategies that some of the choices take, then reduce: where they agree, nothing is left to choose.
 
-    After relaxation induced neighbourhoods (Danna, Rothberg and Le Pape, Mathematical Programming 2005), with the Lagrangian's
-    minimisers in place of the linear program's.
+    After relaxation induced neighbourhoods (Danna, Rothberg and Le Pape, Mathematical Programming 2005), with the
+    Lagrangian's minimisers in place of the linear program's.
     """
     taken = np.array(choices)
     kept = [np.unique(taken[:, node]) for node in range(taken.shape[1])]

@@ -1,7 +1,7 @@
 """A problem as flat arrays, for the compiled loops; memory as ranges of rows, one list of disjoint ranges a node.
 
-Rows are the times that can bind: a time is kept when something starts there and something stops before the next start. Every
-other time holds part of what a kept time holds.
+Rows are the times that can bind: a time is kept when something starts there and something stops before the next start.
+Every other time holds part of what a kept time holds.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .problem import Problem
 class Flat:
     """Nodes n, edges m, rows R; strategies of node v are the numbers first[v] to first[v+1] of a joint list.
 
-    cost: (strategies,) float64. matrix: all edges' costs, row by row, edge e's from start[e]; equal matrices are stored once.
-    near_first, near: edges of each node in one list. span_first: spans of each node; a span holds bytes[span_bytes[k] + s] in
-    rows low[k] to high[k], not counting the least any strategy holds, which is off room.
+    cost: (strategies,) float64. matrix: all edges' costs, row by row, edge e's from start[e]; equal matrices are
+    stored once. near_first, near: edges of each node in one list. span_first: spans of each node; a span holds
+    bytes[span_bytes[k] + s] in rows low[k] to high[k], not counting the least any strategy holds, which is off room.
     """
 
     first: np.ndarray

@@ -1,7 +1,8 @@
 """Merging of followers: nodes whose strategy is settled by a neighbour's become part of it, memory and all.
 
-Elementwise and layout operations mostly allow one strategy for each of their operand's: every row of the edge's matrix has one
-finite entry. Merging them is exact with or without a memory limit, and leaves 4 of 5 nodes out of the contest's graphs.
+Elementwise and layout operations mostly allow one strategy for each of their operand's: every row of the edge's matrix
+has one finite entry. Merging them is exact with or without a memory limit, and leaves 4 of 5 nodes out of the
+contest's graphs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .flat import Flat
-from .livespans import Row, can_bind, row_at, shares, used, worst_rows
+from .livespans import can_bind, row_at, shares, used, worst_rows
 from .problem import Problem
 from .program import Program, build
 
@@ -40,7 +40,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How to solve: deadline on the clock of time.perf_counter, gap at which an answer is good enough, seed of the backend."""
+    """How to solve. deadline: on the clock of time.perf_counter; relative_gap: at which an answer is good enough."""
 
     backend: Backend
     deadline: float
@@ -51,8 +51,9 @@ class Settings:
 def solve_lazily(problem: Problem, flat: Flat, settings: Settings, *, rows: Sequence[int] = ()) -> Answer:
     """The program with the rows given, then with those its answer breaks, until it breaks none.
 
-    flat: the arrays of the problem; its memory may count more than the problem's own uses. The linear relaxation finds most of
-    the rows that matter. A choice is returned only if it fits; the bound holds for all of the rows, being of fewer.
+    flat: the arrays of the problem; its memory may count more than the problem's own uses. The linear relaxation finds
+    most of the rows that matter. A choice is returned only if it fits; the bound holds for all of the rows, being of
+    fewer.
     """
     binding = can_bind(flat)
     taken = set(binding.tolist()) if len(binding) <= WHOLE else set(rows)

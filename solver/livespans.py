@@ -93,7 +93,7 @@ def worst_rows(over: np.ndarray, *, most: int) -> list[int]:
 
 
 def least_memory(flat: Flat) -> np.ndarray:
-    """The choice of the least bytes times rows at every node, the cheapest of several: mostly fits where anything does."""
+    """The choice of the least bytes times rows at every node, the cheapest of several: fits where most do."""
     choice = np.zeros(flat.nodes, dtype=np.int64)
     for node in range(flat.nodes):
         costs = flat.cost[flat.first[node] : flat.first[node + 1]]

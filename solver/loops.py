@@ -1,4 +1,4 @@
-"""The compiled loops bound to one problem's arrays. Importing this module does not compile anything; making Loops does."""
+"""The compiled loops bound to one problem's arrays. Importing this compiles nothing; making Loops does."""
 
 from __future__ import annotations
 

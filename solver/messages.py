@@ -142,7 +142,8 @@ def bound(first, theta, source, target, start, matrix, near_first, near, head, t
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def decode(first, theta, source, target, start, matrix, near_first, near, head, tail, messages, forward, work, choice):
-    """Choose node after node (or back): settled neighbours count by their edge, the others by their messages; choice is filled.
+    """Choose node after node (or back): settled neighbours count by their edge, the others by their messages; choice
+    is filled.
 
     Read after a sweep the other way. Kolmogorov 2006, section 4.
     """

@@ -5,10 +5,12 @@
     drop_dominated   strategies that another one always beats (dead-end elimination; Desmet et al. 1992, Goldstein 1994)
     fold_forced      a node with one strategy: its edges become costs of its neighbours
     merge_followers  nodes that a neighbour settles (in followers.py)
-    eliminate        nodes of few neighbours, by min-plus (Bertele and Brioschi 1972; R1 and R2 of Scholz and Eckstein 2002)
+    eliminate        nodes of few neighbours, by min-plus (Bertele and Brioschi 1972; R1 and R2 of Scholz and Eckstein
+    2002)
 
-Uses are respected throughout: a node that holds memory, where that depends on its choice, is not eliminated, and a strategy is
-dominated only by one that holds no more at any time. Callers that may ignore memory pass a problem without uses.
+Uses are respected throughout: a node that holds memory, where that depends on its choice, is not eliminated, and a
+strategy is dominated only by one that holds no more at any time. Callers that may ignore memory pass a problem without
+uses.
 """
 
 from __future__ import annotations
@@ -138,8 +140,9 @@ def keep_strategies(problem: Problem, kept: Sequence[np.ndarray]) -> Reduction:
 def drop_dominated(problem: Problem) -> Reduction:
     """Remove strategies that another of the same node beats whatever its neighbours choose, with no more memory.
 
-    Goldstein's criterion: c[t] - c[s] + sum over edges of max over u of (e[t, u] - e[s, u]) <= 0. One node at a time, so that
-    two equal strategies do not remove each other; nodes are passed over once the work would pass DOMINANCE_WORK.
+    Goldstein's criterion: c[t] - c[s] + sum over edges of max over u of (e[t, u] - e[s, u]) <= 0. One node at a time,
+    so that two equal strategies do not remove each other; nodes are passed over once the work would pass
+    DOMINANCE_WORK.
     """
     near = _neighbours(problem)
     kept = [np.arange(len(cost)) for cost in problem.node_cost]
@@ -166,8 +169,8 @@ def drop_dominated(problem: Problem) -> Reduction:
                 ] = -np.inf  # s is not allowed there: t is no worse
                 worst = worst + over.max(axis=2)
         beats = worst <= 0
-        for size in uses[node]:
-            beats &= size[:, None] <= size[None, :]
+        for held in uses[node]:
+            beats &= held[:, None] <= held[None, :]
         alive = np.ones(count, dtype=bool)
         for s in range(count):
             beaten = beats[:, s] & alive
@@ -183,7 +186,7 @@ def _side(edge: Edge, node: int, kept: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def fold_forced(problem: Problem) -> Reduction:
-    """Turn the edges of nodes with one strategy into costs of their neighbours; the nodes stay, alone, for their memory."""
+    """Turn the edges of nodes with one strategy into costs of their neighbours; the nodes stay, for their memory."""
     single = [len(cost) == 1 for cost in problem.node_cost]
     node_cost = list(problem.node_cost)
     edges: list[Edge] = []
@@ -200,9 +203,9 @@ def fold_forced(problem: Problem) -> Reduction:
 def eliminate(problem: Problem) -> Reduction:
     """Remove nodes of at most two neighbours, whose memory does not depend on their choice, by min-plus.
 
-    A node v with neighbours a and b leaves the edge min over s of (c[s] + e_a[s, t] + e_b[s, u]) between them; the way back
-    looks up its best strategy for the strategies they chose. Constant memory of eliminated nodes is moved to a node kept, or
-    keeps a node of one strategy alive for it.
+    A node v with neighbours a and b leaves the edge min over s of (c[s] + e_a[s, t] + e_b[s, u]) between them; the way
+    back looks up its best strategy for the strategies they chose. Constant memory of eliminated nodes is moved to a
+    node kept, or keeps a node of one strategy alive for it.
     """
     bound = {use.node for use in problem.uses if use.start < use.stop and (use.bytes != use.bytes[0]).any()}
     resident = {use.node for use in problem.uses if use.start < use.stop}
@@ -220,7 +223,8 @@ def eliminate(problem: Problem) -> Reduction:
     while queue:
         node = queue.pop()
         around = tuple(table[node])
-        if node in gone or node in bound or len(around) > 2 or len(cost[node]) == 1 and node in resident and not around:
+        settled = len(cost[node]) == 1 and node in resident and not around
+        if node in gone or node in bound or len(around) > 2 or settled:
             continue
         if len(cost[node]) * int(np.prod([table[node][other].shape[1] for other in around], initial=1)) > TABLE_ENTRIES:
             continue

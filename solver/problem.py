@@ -1,7 +1,7 @@
 """The problem the planner hands over and the answer it gets back.
 
-Each node chooses one strategy. Cost is the sum of node costs and of pairwise edge costs; memory at a time is the sum of the
-bytes of the uses live then, and may not pass the limit at any time. Nothing here solves anything.
+Each node chooses one strategy. Cost is the sum of node costs and of pairwise edge costs; memory at a time is the sum
+of the bytes of the uses live then, and may not pass the limit at any time. Nothing here solves anything.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class Solution:
     """A choice of strategies and what is known about it.
 
     choice: a strategy a node; empty when INFEASIBLE or UNKNOWN. objective: its cost, inf when there is none.
-    bound: no choice that fits costs less. gap: (objective - bound) / |objective|, 0 when proven, inf when there is no choice.
+    bound: no choice that fits costs less. gap: (objective - bound) / |objective|, 0 when proven, inf when there is no
+    choice.
     incumbents: (seconds since the start, cost) of each improvement.
     """
 

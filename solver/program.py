@@ -1,7 +1,8 @@
-"""The integer program in arrays: formulas (1), (2), (4) and (5) of DESIGN section 4 ((3) is in tying.py), built in bulk.
+"""The integer program in arrays: formulas (1), (2), (4) and (5) of DESIGN section 4 ((3) is in tying.py), built in
+bulk.
 
-Strategies and pairs of infinite cost are left out, not priced. Edge variables are continuous: given 0-1 node variables, the row and
-column sums of (2) leave only 0 and 1.
+Strategies and pairs of infinite cost are left out, not priced. Edge variables are continuous: given 0-1 node
+variables, the row and column sums of (2) leave only 0 and 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .problem import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """Columns, rows and coefficients; the first columns are x[g, s], node after node, then y[e, s, t] of the pairs allowed."""
+    """Columns, rows and coefficients; the first columns are x[g, s], node after node, then y[e, s, t]."""
 
     objective: np.ndarray
     column_upper: np.ndarray
@@ -54,7 +55,8 @@ class _Rows:
 def build(problem: Problem, memory: Sequence[Row], *, spare: bool = False) -> Program:
     """The whole program; the problem must have no edge from a node to itself.
 
-    spare: add one last column, the bytes by which rows may be passed as a part of the largest room, and minimise it too.
+    spare: add one last column, the bytes by which rows may be passed as a part of the largest room, and minimise it
+    too.
     """
     sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -90,7 +92,7 @@ def one_strategy_per_node(rows: _Rows, sizes: np.ndarray) -> None:
 
 
 def edge_variables(rows: _Rows, problem: Problem, first: np.ndarray) -> list[np.ndarray]:
-    """(2) sum over t of y[e, s, t] = x[g, s] and sum over s of y[e, s, t] = x[h, t], over the pairs allowed; returns their costs."""
+    """(2) sum over t of y[e, s, t] = x[g, s] and sum over s = x[h, t], over the pairs allowed; returns their costs."""
     costs: list[np.ndarray] = []
     column = int(first[-1])
     for edge in problem.edges:
@@ -112,13 +114,14 @@ def edge_variables(rows: _Rows, problem: Problem, first: np.ndarray) -> list[np.
 
 
 def memory_limit(rows: _Rows, memory: Sequence[Row], first: np.ndarray, spare: int | None) -> None:
-    """(4) at each time that can bind: sum over live nodes and s of bytes[g, s] x[g, s] <= what the constant part leaves."""
+    """(4) at each time that can bind: sum over live nodes and s of bytes[g, s] x[g, s] <= the row's room."""
     largest = max((abs(row.room) for row in memory), default=1)
     for row in memory:
         scale = float(max(1, abs(row.room) if spare is None else largest))  # bytes reach 1e11, tolerances are absolute
         begins = first[np.asarray(row.nodes, dtype=np.int64)]
-        columns = np.concatenate([at + np.arange(len(held)) for at, held in zip(begins, row.bytes, strict=True)])
-        sizes = np.concatenate(row.bytes) / scale
+        spans = [at + np.arange(len(held)) for at, held in zip(begins, row.bytes, strict=True)]
+        columns = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
+        sizes = np.concatenate([np.zeros(0), *row.bytes]) / scale
         used = sizes > 0
         columns, sizes = columns[used], sizes[used]
         if spare is not None:

@@ -1,4 +1,4 @@
-"""A choice that fits, costs set aside, or the reason why there is none: the least excess, by formula (4) with room to spare."""
+"""A choice that fits, costs set aside, or why there is none: the least excess, by formula (4) with room to spare."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .program import build
 def fit(problem: Problem, flat: Flat, settings: Settings) -> tuple[int, ...] | Infeasibility | None:
     """A choice that fits, or why there is none; None when time ran out.
 
-    Every row may pass its room by a shared z, and z is minimised; edges that allow every pair are left out. Rows are brought in
-    as they are broken: an excess over some rows is one over all.
+    Every row may pass its room by a shared z, and z is minimised; edges that allow every pair are left out. Rows are
+    brought in as they are broken: an excess over some rows is one over all.
     """
     free = replace(
         problem,

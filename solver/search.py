@@ -1,8 +1,10 @@
-"""Local search by tree moves: a random induced tree of nodes is chosen anew, exactly, with everything else held. Compiled.
+"""Local search by tree moves: a random induced tree of nodes is chosen anew, exactly, with everything else held.
+Compiled.
 
-With the rest fixed, the best choice of an induced tree is a dynamic program (subtree moves of Hamze and de Freitas, UAI 2004, made
-minimising). Memory enters by prices on rows: where a result passes the limit, the worst row's price is set to where the last result
-that fits and this one cost the same (the cutting-plane step of Lagrangian duality in one variable), and the tree is solved again.
+With the rest fixed, the best choice of an induced tree is a dynamic program (subtree moves of Hamze and de Freitas,
+UAI 2004, made minimising). Memory enters by prices on rows: where a result passes the limit, the worst row's price is
+set to where the last result that fits and this one cost the same (the cutting-plane step of Lagrangian duality in one
+variable), and the tree is solved again.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ import numpy as np
 from numba import njit
 
 FLAGS = {"nnan", "nsz", "arcp", "contract"}
-TRIES = 12  # priced solutions of one tree: the price of a row is found to a few bits, which is all that a discrete choice needs
+TRIES = 12  # priced solutions of one tree: a row's price to a few bits is all that a discrete choice needs
 
 
 @njit(cache=True, nogil=True)
 def grow(
     first, source, target, near_first, near, root, most, mode, stamp, touched, count, mark, tree, parent, link, queue
 ):
-    """Grow an induced tree from root to at most `most` nodes; returns their number. mode: 0 breadth first, 1 depth first, 2 random."""
+    """Grow an induced tree from root to at most `most` nodes; returns how many. mode: 0 wide, 1 deep, 2 random."""
     size = 0
     front = 1
     begin = 0
@@ -71,7 +73,7 @@ def grow(
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def solve_tree(first, source, start, matrix, size, tree, parent, link, at, own, rate, value, back, pick):
-    """The cheapest choice of a tree whose nodes cost own + rate; pick: (size,) filled. at: where node k's costs begin."""
+    """The cheapest choice of a tree whose nodes cost own + rate; pick: (size,) filled. at: where costs begin."""
     for k in range(size):
         for s in range(at[k + 1] - at[k]):
             value[at[k] + s] = own[at[k] + s] + rate[at[k] + s]
@@ -133,10 +135,11 @@ def search(
     first, cost, source, target, start, matrix, near_first, near, span_first, low, high, span_bytes, size_of, price,
     choice, left, seed, moves, largest, pull,
 ):  # fmt: skip
-    """Make `moves` tree moves from a choice; choice and left (bytes still free a row) are updated. Returns the change of cost.
+    """Make `moves` tree moves from a choice; choice and left (bytes still free a row) are updated. Returns the change
+    of cost.
 
-    price: (R,) cost a byte, the dual's; a move starts from `pull` times it and is kept when cost + pull * price * bytes falls.
-    While some row is over its limit, moves that lower the bytes over are kept first.
+    price: (R,) cost a byte, the dual's; a move starts from `pull` times it and is kept when cost + pull * price *
+    bytes falls. While some row is over its limit, moves that lower the bytes over are kept first.
     """
     np.random.seed(seed)
     n = len(first) - 1
@@ -224,7 +227,6 @@ def search(
         best_over = over_before
         best_score = before + toll_before
         found = False
-        anchor = before  # cost of the last result that fits at the row priced
         for attempt in range(TRIES):
             solve_tree(first, source, start, matrix, size, tree, parent, link, at, own, rate, value, back, pick)
             same = True
@@ -266,7 +268,8 @@ def search(
                         kept[k] = pick[k]
             if worst < 0:
                 break
-            # The row's price at which this result and the present choice would cost the same, a little more to leave the tie.
+            # The row's price at which this result and the present choice would cost the same, a little more to leave
+            # the tie.
             held_now, held_before = 0.0, 0.0
             for k in range(size):
                 held_now += rate[at[k] + pick[k]]

@@ -1,8 +1,9 @@
 """The solver's one door: reduce, solve what is left, undo, and say what is proven.
 
-Memory mostly does not bind: a problem is first solved without it, exactly and by elimination as far as that goes. If the answer
-passes the limit it is reduced with its memory, and solved by the program of DESIGN section 4 when that is small, by the anytime core
-when it is not; strategies that the core's bound rules out are dropped until the program can finish the proof.
+Memory mostly does not bind: a problem is first solved without it, exactly and by elimination as far as that goes. If
+the answer passes the limit it is reduced with its memory, and solved by the program of DESIGN section 4 when that is
+small, by the anytime core when it is not; strategies that the core's bound rules out are dropped until the program can
+finish the proof.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def solve(
 ) -> Solution:
     """The cheapest choice that fits, or the best found by the time limit with its bound and gap.
 
-    rounds: stop the anytime core after this many rounds: with a time limit that is not reached, the answer is the same each time.
+    rounds: stop the anytime core after this many rounds: with a time limit that is not reached, the answer is the same
+    each time.
     log: called with a line of progress now and then.
 
     Raises: ValueError when shapes or values of the problem are wrong.

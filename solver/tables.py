@@ -1,8 +1,9 @@
-"""Exact elimination of every node, by tables over its neighbours: for graphs of small width, however many nodes they have.
+"""Exact elimination of every node, by tables over its neighbours: for graphs of small width, however many nodes they
+have.
 
-Bucket elimination (Dechter, Artificial Intelligence 1999), the node of the smallest table first. The planner's graphs mostly are a
-residual path with short branches, and need tables over three to five nodes; integer programming takes seconds where this takes
-milliseconds. Memory plays no part here.
+Bucket elimination (Dechter, Artificial Intelligence 1999), the node of the smallest table first. The planner's graphs
+mostly are a residual path with short branches, and need tables over three to five nodes; integer programming takes
+seconds where this takes milliseconds. Memory plays no part here.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ Undo = Callable[[Sequence[int]], tuple[int, ...]]
 def tie(problem: Problem, classes: Sequence[int]) -> tuple[Problem, Undo]:
     """Formula (3): give the nodes of a class one shared choice; undo(choice) spreads a choice back to the nodes.
 
-    classes: a number a node; the new nodes are the classes in rising order. Node costs add, uses follow their node, edges of
-    the same two classes add up, and edges inside a class become node cost by their diagonal.
+    classes: a number a node; the new nodes are the classes in rising order. Node costs add, uses follow their node,
+    edges of the same two classes add up, and edges inside a class become node cost by their diagonal.
 
     Raises: ValueError when the nodes of a class differ in their number of strategies.
     """

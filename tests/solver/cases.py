@@ -10,7 +10,7 @@ from autopar.solver import Edge, Problem, Use
 
 
 def random_problem(seed: int, *, limited: bool, nodes: int = 6, most: int = 4, forbidden: float = 0.15) -> Problem:
-    """A problem of up to `nodes` nodes with forbidden strategies and pairs, parallel edges, self edges, several uses a node."""
+    """A problem of up to `nodes` nodes with forbidden pairs, parallel edges, self edges, several uses a node."""
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, nodes + 1))
     sizes = rng.integers(1, most + 1, count)
@@ -51,7 +51,11 @@ def relabelled(problem: Problem, seed: int) -> Problem:
     place = np.argsort(order)
     turns = [rng.permutation(len(cost)) for cost in problem.node_cost]
     edges = [
-        Edge(source=int(place[e.source]), target=int(place[e.target]), cost=e.cost[np.ix_(turns[e.source], turns[e.target])])
+        Edge(
+            source=int(place[e.source]),
+            target=int(place[e.target]),
+            cost=e.cost[np.ix_(turns[e.source], turns[e.target])],
+        )
         for e in problem.edges
     ]
     rng.shuffle(edges)
@@ -66,11 +70,11 @@ def relabelled(problem: Problem, seed: int) -> Problem:
 
 
 def layered_problem(layers: int, *, width: int, strategies: int, seed: int, tight: float | None = None) -> Problem:
-    """Layers of operations with a residual path, each edge paying where its ends differ; tight: limit by the least peak."""
+    """Layers of operations with a residual path, edges that pay where ends differ; tight: limit by the least peak."""
     rng = np.random.default_rng(seed)
     count = layers * width
     node_cost = [rng.integers(1, 100, strategies).astype(np.float64) for _ in range(count)]
-    pairs = [(v - 1, v) for v in range(1, count)] + [(v - width, v) for v in range(width, count)]
+    pairs = [(v - 1, v) for v in range(1, count)] + [(v - width, v) for v in range(width, count, width)]
     reshard = rng.integers(1, 60, (strategies, strategies)).astype(np.float64)
     np.fill_diagonal(reshard, 0.0)
     edges = tuple(Edge(source=a, target=b, cost=reshard * float(rng.integers(1, 4))) for a, b in pairs)

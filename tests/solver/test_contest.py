@@ -48,7 +48,11 @@ def test_example_is_read_and_solved(tmp_path: Path) -> None:
 
 def test_huge_costs_are_forbidden_and_equal_matrices_shared(tmp_path: Path) -> None:
     stored = {
-        "nodes": {"intervals": [[0, 0], [5, 2], [0, 9]], "costs": [[1, 10**18], [0, 2**64 - 1], [3, 4]], "usages": [[9, 9], [9, 9], [0, 7]]},
+        "nodes": {
+            "intervals": [[0, 0], [5, 2], [0, 9]],
+            "costs": [[1, 10**18], [0, 2**64 - 1], [3, 4]],
+            "usages": [[9, 9], [9, 9], [0, 7]],
+        },
         "edges": {"nodes": [[0, 1], [1, 2]], "costs": [[0, 10**18, 3, 4], [0, 10**18, 3, 4]]},
     }
     file = tmp_path / "huge.json.gz"
@@ -75,9 +79,10 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"problem": {"nodes": {}}}')
     with pytest.raises(ValueError, match=r"x\.json: not a contest problem"):
         read_contest(tmp_path / "x.json")
+    problem = layered_problem(2, width=2, strategies=2, seed=0)
+    double = replace(problem, uses=(*problem.uses, problem.uses[0]))
     with pytest.raises(ValueError, match="one use a node"):
-        problem = layered_problem(2, width=2, strategies=2, seed=0)
-        write_contest(replace(problem, uses=(*problem.uses, problem.uses[0])), tmp_path / "y.json", name="y")
+        write_contest(double, tmp_path / "y.json", name="y")
 
 
 def test_save_and_load_keep_everything(tmp_path: Path) -> None:
