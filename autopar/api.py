@@ -445,7 +445,7 @@ def parallelize(
     static_argnums: int | Sequence[int] = (),
     follow: Step | None = None,
     cache_dir: str | Path | None = DEFAULT_CACHE,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 20.0,
     show_progress: bool = True,
 ) -> Any:
     """Makes a pure training step run on every device, in the layout that the search finds best.
@@ -462,7 +462,7 @@ def parallelize(
         static_argnums: Arguments that are no arrays; each value of them is a step of its own.
         follow: Another step whose layout of the state this one takes over (an evaluation step).
         cache_dir: Where plans are kept between runs; None keeps nothing.
-        time_limit_s: Seconds that the solver may take for one logical mesh; then its best plan is taken.
+        time_limit_s: Seconds that the search may take for one logical mesh; then its best plan is taken.
         show_progress: Whether a progress line is shown on a terminal.
 
     Raises: InvalidArgumentError, UnsupportedError.

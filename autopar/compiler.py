@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +55,7 @@ class PlanOptions:
     """
 
     memory_limit_bytes: int | None = None
-    time_limit_s: float = 60.0
+    time_limit_s: float = 20.0
     max_mesh_axes: int = 3
     axis_sizes: tuple[int, ...] | None = None
     fixed: tuple[tuple[int, Layout], ...] = ()
@@ -86,7 +88,8 @@ def make_plan(
     trials: list[MeshTrial] = []
     for mesh in logical_meshes(cluster, options):
         with progress.pass_(f"mesh {mesh}"):
-            found = search(graph, cost_model(cluster, mesh), limit_bytes, options)
+            fitting_s = [c.step_time_s for c in candidates if c.estimate.peak_bytes <= limit_bytes]
+            found = search(graph, cost_model(cluster, mesh), limit_bytes, options, min(fitting_s, default=math.inf))
         trials.append(trial(found))
         if isinstance(found, Candidate):
             candidates.append(found)
@@ -142,16 +145,20 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
     )
 
 
-def search(graph: OpGraph, model: CostModel, limit_bytes: int, options: PlanOptions) -> Candidate | MeshTrial:
+def search(
+    graph: OpGraph, model: CostModel, limit_bytes: int, options: PlanOptions, to_beat_s: float = math.inf
+) -> Candidate | MeshTrial:
     """The fastest plan on one mesh, within the memory limit where that can be had, else the smallest found.
 
     The ILP is solved without memory first. Where the exact estimate of its plan is over the limit, bytes get a price:
     those of the values that are alive where memory is short in any plan seen. The price rises until a plan fits, and is
     then halved towards the cheapest plan that fits (the Lagrangian relaxation of formula (4)). The first solution's
-    bound holds for all of them.
+    bound holds for all of them, and where it is not below `to_beat_s`, the time of a plan that fits on another mesh, no
+    price is tried. The whole search takes `options.time_limit_s` at most, but for its last solution.
 
     Returns the reason, as a trial, when the time limit passed without any plan.
     """
+    deadline = time.perf_counter() + options.time_limit_s
     first_argument = len(graph.constants)
     fixed = {graph.block.inputs[first_argument + i]: layout for i, layout in options.fixed}
     intra_op = IntraOp(graph, model, fixed)
@@ -160,13 +167,15 @@ def search(graph: OpGraph, model: CostModel, limit_bytes: int, options: PlanOpti
         status = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
         return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
     best = evaluated(graph, model, intra_op.decode(free))
-    if best.estimate.peak_bytes <= limit_bytes:
+    if best.estimate.peak_bytes <= limit_bytes or best.step_time_s >= to_beat_s:
         return best
     crowding = crowded(best, limit_bytes)
     s_per_byte, too_low, fits_at = best.step_time_s / best.estimate.peak_bytes / 16, 0.0, None
     for _ in range(MEMORY_ROUNDS):
+        if time.perf_counter() > deadline:
+            break
         prices = MemoryPrices(s_per_byte=s_per_byte, values=crowding)
-        solution = intra_op.solve(time_limit_s=options.time_limit_s, prices=prices)
+        solution = intra_op.solve(time_limit_s=max(deadline - time.perf_counter(), 1.0), prices=prices)
         if not solution.choice:
             break
         cost = intra_op.cost(solution.choice)

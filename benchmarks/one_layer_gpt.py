@@ -1,6 +1,6 @@
 """One-layer GPT on a TPU v5p 2x2x2 slice that need not be here: what our plan sends, its peak memory, the time to decide.
 
-    python -m benchmarks.one_layer_gpt [--topology 2x2x2] [--limit-mb 292]
+    python -m benchmarks.one_layer_gpt [--topology 2x2x2] [--links equal|torus] [--limit-mb 292]
 
 Vocabulary 8192, width 1024, 16 heads, sequence 512, batch 16, float32, tied embedding, Adam. Needs the extra
 `autopar[tpu]`. For comparison, measured in the same way: the best hand-written plan (data 4 x tensor 2) sends 142 MB a
@@ -69,12 +69,21 @@ def train_step(params: dict, opt: dict, batch: tuple) -> tuple[dict, dict, jax.A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="2x2x2")
+    parser.add_argument(
+        "--links",
+        choices=("equal", "torus"),
+        default="equal",
+        help="equal: every mesh axis has the same link, so that plans rank by what they send; torus: by wires",
+    )
     parser.add_argument("--limit-mb", type=float, default=292.0, help="memory of one device that the plan may use")
     parser.add_argument("--save", help="where to keep the compiled program's text")
     args = parser.parse_args()
+    cluster = autopar.Cluster.preset("tpu-v5p", topology=args.topology)
+    if args.links == "equal":
+        cluster = autopar.Cluster.flat(cluster.num_devices, device=cluster.device, links=(cluster.inside_host,))
     step = autopar.parallelize(
         train_step,
-        cluster=autopar.Cluster.preset("tpu-v5p", topology=args.topology),
+        cluster=cluster,
         donate_argnums=(0, 1),
         batch_argnums=(2,),
         memory_limit_bytes=int(args.limit_mb * 1e6),
