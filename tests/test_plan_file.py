@@ -22,7 +22,7 @@ def replicated() -> autopar.Plan:
 @pytest.fixture(scope="module")
 def transformer_plan() -> autopar.Plan:
     case = transformer()
-    return autopar.parallelize(case.step, cluster=slow_cluster()).plan(case.shapes, shapes(case.batch))
+    return autopar.parallelize(case.step, cluster=slow_cluster(4)).plan(case.shapes, shapes(case.batch))
 
 
 @pytest.fixture(params=["plan", "replicated", "transformer_plan"])

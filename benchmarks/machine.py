@@ -1,0 +1,35 @@
+"""What every kept table says of itself: the machine, the versions, the date."""
+
+import datetime
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("jax", "jaxlib", "numpy", "ortools")
+
+
+def description() -> str:
+    """One line: processor, cores, load, system, versions, date."""
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    return (
+        f"{processor()}, {os.cpu_count()} cores (load {load}), {platform.system()}; "
+        f"Python {platform.python_version()}, {versions}; {datetime.date.today().isoformat()}."
+    )
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; rows may be short."""
+    lines = [columns, ["---"] * len(columns), *([*row, *[""] * (len(columns) - len(row))] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
