@@ -9,7 +9,19 @@ from benchmarks.zoo import CASES
 from benchmarks.zoo.comparison import worst_difference
 
 # One of each kind that is quick to plan and to compile.
-QUICK = {"mlp", "mlp_multi_steps", "dropout", "bookkeeping", "loss_scaling", "fixed_point", "lstm", "gnn", "nnx_model"}
+QUICK = {
+    "mlp",
+    "mlp_multi_steps",
+    "dropout",
+    "bookkeeping",
+    "loss_scaling",
+    "fixed_point",
+    "gpt_scan",
+    "resnet",
+    "lstm",
+    "gnn",
+    "nnx_model",
+}
 
 
 def quick_or_slow(names: list[str]) -> list:
