@@ -100,9 +100,8 @@ class Step:
         last = self._last
         if last is None or kwargs or self._options.static_argnums:
             return self._call_slowly(self._bound(args, kwargs))
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(args)):
-            # jaxlib 0.10 ends the whole process when it is given a deleted array on several CPU devices.
-            self._refuse_deleted(args, self._names(len(args)))
+        if not _can_be_run(args):
+            return self._call_slowly(args)
         try:
             return last(*args)
         except (TypeError, ValueError, RuntimeError):
@@ -114,13 +113,12 @@ class Step:
 
     def _call_slowly(self, args: tuple[Any, ...]) -> Any:
         dynamic = self._dynamic(args)
-        self._refuse_deleted(dynamic, self._names(len(dynamic)))
+        self._refuse_unusable(dynamic, self._names(len(dynamic)))
         self._last = compiled = self.compile(*args)
-        return compiled(*self._put(dynamic, compiled))
+        return compiled(*self._put(_without_twins(dynamic), compiled))
 
     def _differs(self, args: tuple[Any, ...], compiled: Compiled) -> bool:
         """Whether arguments are not what an executable was compiled for: shapes, layouts, or deleted arrays."""
-        self._refuse_deleted(args, self._names(len(args)))
         if self._compiled.get(self._key(args)) is not compiled:
             return True
         return not all(map(_lies_as, args, compiled.shardings))
@@ -163,6 +161,8 @@ class Step:
                 got=f"{jax.tree.structure(batch)}",
                 hint="pass what the step takes in batch_argnums, or plan for the new batch first",
             )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+            abstract(leaf, f"batch{jax.tree_util.keystr(path)}")
         planned_shapes = [v.shape for v in planned.record.arguments if v.kind == "batch"]
         if [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)] != planned_shapes:
             return batch  # another shape has another plan: the call makes it and puts the batch itself
@@ -205,9 +205,12 @@ class Step:
         return names
 
     def _key(self, args: Sequence[Any]) -> Any:
-        leaves, tree, paths, _ = flatten_arguments(self._dynamic(args), [""] * len(self._dynamic(args)))
+        names = self._names(len(args))
+        static_argnums = self._options.static_argnums
+        dynamic_names = [name for i, name in enumerate(names) if i not in static_argnums]
+        leaves, tree, paths, _ = flatten_arguments(self._dynamic(args), dynamic_names)
         avals = [abstract(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-        static = tuple(a for i, a in enumerate(args) if i in self._options.static_argnums)
+        static = tuple(_hashable(a, names[i]) for i, a in enumerate(args) if i in static_argnums)
         return tree, tuple((a.shape, str(a.dtype), a.weak_type) for a in avals), static
 
     def _check_argnums(self, num_args: int) -> None:
@@ -304,9 +307,17 @@ class Step:
             for arg, shardings in zip(dynamic, compiled.shardings, strict=True)
         ]
 
-    def _refuse_deleted(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
+    def _refuse_unusable(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
+        """Raises: DonatedStateError for deleted arrays, UnsupportedError inside of another transformation."""
         leaves, _, paths, _ = flatten_arguments(dynamic, names)
         for leaf, path in zip(leaves, paths, strict=True):
+            if isinstance(leaf, jax.core.Tracer):
+                raise UnsupportedError(
+                    where=f"{self.__name__}, {path}",
+                    expected="an array",
+                    got="a traced value: the step is called inside of jax.jit, jax.grad or another transformation",
+                    hint="transform the plain function and decorate the result",
+                )
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise DonatedStateError(
                     where=f"{self.__name__}, {path}",
@@ -380,6 +391,44 @@ def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
     dividing = [d for d, size in enumerate(shape) if size % n == 0 and size >= n > 1]
     chosen = max(dividing, key=lambda d: shape[d], default=None)
     return Layout(tuple((0,) if d == chosen else () for d in range(len(shape))))
+
+
+def _can_be_run(args: Sequence[Any]) -> bool:
+    """Whether all arrays hold data, each in one place.
+
+    jaxlib 0.10 ends the whole process when a program over several CPU devices gets a deleted array, or one array twice
+    where it is donated.
+    """
+    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    if len(set(map(id, arrays))) != len(arrays):
+        return False
+    return not any(isinstance(x, jax.core.Tracer) or x.is_deleted() for x in arrays)
+
+
+def _without_twins(args: Sequence[Any]) -> list[Any]:
+    """Arguments in which each array stands once: further places get copies."""
+    seen: set[int] = set()
+
+    def once(x: Any) -> Any:
+        if isinstance(x, jax.Array) and id(x) in seen:
+            return x.copy()
+        seen.add(id(x))
+        return x
+
+    return [jax.tree.map(once, a) for a in args]
+
+
+def _hashable(value: Any, name: str) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        raise InvalidArgumentError(
+            where=name,
+            expected="a static argument that can be hashed: each value of it is a step of its own",
+            got=type(value).__name__,
+            hint="pass a tuple or a frozen dataclass, or take it out of static_argnums",
+        ) from None
+    return value
 
 
 def _same_tree(one: Any, other: Any) -> bool:
@@ -474,13 +523,24 @@ def parallelize(
             got="a pipeline or gradient accumulation, which are not built yet",
             hint="leave them out",
         )
-    if plan is not None and not isinstance(plan, Plan):
+    if fun is not None and not callable(fun):
         raise InvalidArgumentError(
-            where="parallelize(plan=...)",
-            expected="an autopar.Plan, or None to search",
-            got=type(plan).__name__,
-            hint="load one with autopar.Plan.load(path)",
+            where="parallelize(fun)", expected="a function", got=type(fun).__name__, hint="decorate the training step"
         )
+    kinds: tuple[tuple[str, Any, type, str], ...] = (
+        ("plan", plan, Plan, "load one with autopar.Plan.load(path)"),
+        ("cluster", cluster, Cluster, "make one with autopar.Cluster.local(), .preset(...) or .parse(text)"),
+        ("follow", follow, Step, "name a step that parallelize made"),
+        ("memory_limit_bytes", memory_limit_bytes, int, "give a number of bytes for one device"),
+    )
+    for option, value, kind, hint in kinds:
+        if value is not None and not isinstance(value, kind):
+            raise InvalidArgumentError(
+                where=f"parallelize({option}=...)",
+                expected=f"{kind.__name__}, or None",
+                got=f"{type(value).__name__} ({value!r:.40})",
+                hint=hint,
+            )
     if memory_limit_bytes is not None and memory_limit_bytes <= 0:
         raise InvalidArgumentError(
             where="parallelize(memory_limit_bytes=...)", expected="a positive number of bytes for one device",

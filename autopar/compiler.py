@@ -43,7 +43,9 @@ from autopar.staging import TracedStep
 
 # Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
 NEARLY_EQUAL = 0.005
-MEMORY_ROUNDS = 10  # how many prices of memory are tried where it is short
+# Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
+# peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
+MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,20 +165,20 @@ def search(
     fixed = {graph.block.inputs[first_argument + i]: layout for i, layout in options.fixed}
     intra_op = IntraOp(graph, model, fixed)
     free = intra_op.solve(time_limit_s=options.time_limit_s)
-    if not free.choice:
+    if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
         status = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
         return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
     best = evaluated(graph, model, intra_op.decode(free))
     if best.estimate.peak_bytes <= limit_bytes or best.step_time_s >= to_beat_s:
         return best
     crowding = crowded(best, limit_bytes)
-    s_per_byte, too_low, fits_at = best.step_time_s / best.estimate.peak_bytes / 16, 0.0, None
+    s_per_byte, too_low, fits_at = best.step_time_s / best.estimate.peak_bytes * FIRST_PRICE, 0.0, None
     for _ in range(MEMORY_ROUNDS):
         if time.perf_counter() > deadline:
             break
         prices = MemoryPrices(s_per_byte=s_per_byte, values=crowding)
         solution = intra_op.solve(time_limit_s=max(deadline - time.perf_counter(), 1.0), prices=prices)
-        if not solution.choice:
+        if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
             break
         cost = intra_op.cost(solution.choice)
         told = dataclasses.replace(
@@ -191,7 +193,9 @@ def search(
         else:
             too_low = s_per_byte
             crowding |= crowded(candidate, limit_bytes)
-        s_per_byte = s_per_byte * 4 if fits_at is None else (fits_at * max(too_low, fits_at / 16)) ** 0.5
+        s_per_byte = (
+            s_per_byte * PRICE_RISE if fits_at is None else (fits_at * max(too_low, fits_at / PRICE_RISE)) ** 0.5
+        )
         if fits_at is not None and s_per_byte > 0.8 * fits_at:
             break
     return best

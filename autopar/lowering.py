@@ -228,7 +228,8 @@ class _Lowering:
             (partial,) = results
             placed = self.plan.placed.get(value, partial)
             # A sum that is wanted whole where it is made is left to the partitioner, which all-reduces it in place.
-            written_out = value in partials.kept or placed != partial.reduced
+            in_place = placed == partial.reduced and len(self.steps(value, partial, placed)) == 1
+            written_out = value in partials.kept or not in_place
             if not written_out:
                 reduced, results = partial.partial, (partial.reduced,)
         compute = Compute(

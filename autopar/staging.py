@@ -38,8 +38,11 @@ class TracedStep:
     fingerprint: str
 
 
-def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an argument leaf.
+NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
+
+
+def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf of the arguments or results.
 
     Raises: InvalidArgumentError when the leaf is no array.
     """
@@ -47,13 +50,14 @@ def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
     if isinstance(leaf, (bool, int, float, complex)):
         return jax.ShapeDtypeStruct((), jax.numpy.asarray(leaf).dtype, weak_type=True)
-    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufcV":
+    numbers = (np.number, np.bool_)
+    if isinstance(leaf, (np.ndarray, np.generic)) and any(jax.dtypes.issubdtype(leaf.dtype, n) for n in numbers):
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     raise InvalidArgumentError(
         where=path,
         expected="an array, a number or a jax.ShapeDtypeStruct",
         got=f"{type(leaf).__name__} ({str(leaf)[:60]})",
-        hint="name the argument in static_argnums, or keep it out of the arguments (close over it)",
+        hint=hint,
     )
 
 
@@ -84,6 +88,7 @@ def trace(
     """
     leaves, in_tree, in_paths, owner = flatten_arguments(args, names)
     in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
+    name = getattr(function, "__name__", type(function).__name__)
     out_trees: list[Any] = []
     out_paths: list[str] = []
 
@@ -92,9 +97,12 @@ def trace(
         with_paths, tree = jax.tree_util.tree_flatten_with_path(out)
         out_trees.append(tree)
         out_paths[:] = ["result" + jax.tree_util.keystr(path) for path, _ in with_paths]
+        for path, (_, leaf) in zip(out_paths, with_paths, strict=True):
+            abstract(
+                leaf, f"{name}, {path}", "return arrays and numbers only; keep names and the like outside of the step"
+            )
         return [leaf for _, leaf in with_paths]
 
-    name = getattr(function, "__name__", type(function).__name__)
     closed = jax.make_jaxpr(flat)(*in_avals)
     fingerprint = jaxpr_fingerprint(closed)
     _check_effects(closed, name)

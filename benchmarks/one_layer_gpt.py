@@ -1,4 +1,4 @@
-"""One-layer GPT on a TPU v5p 2x2x2 slice that need not be here: what our plan sends, its peak memory, the time to decide.
+"""One-layer GPT on a TPU v5p 2x2x2 slice that need not be here: what our plan sends, its peak memory, time to decide.
 
     python -m benchmarks.one_layer_gpt [--topology 2x2x2] [--links equal|torus] [--limit-mb 292]
 
