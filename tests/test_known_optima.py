@@ -4,8 +4,12 @@ Computing is slow beside sending in these clusters, so that splitting the work p
 what. Bytes are those that each device sends: 2(n-1)/n of an all-reduced array, (n-1)/n of a gathered one.
 """
 
+import contextlib
 import dataclasses
+import io
 import itertools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -403,3 +407,17 @@ def test_compiled_programs_send_the_bytes_that_were_predicted(widths, rows):
     assert found.total.predicted > 0
     assert [row.predicted for row in found.collectives] == [row.compiled for row in found.collectives]
     assert found.difference <= 1e-5
+
+
+def test_the_page_on_how_a_plan_is_chosen_shows_what_its_snippets_print():
+    page = Path(__file__).parents[1] / "docs" / "how-a-plan-is-chosen.md"
+    names, printed, compared = {}, io.StringIO(), 0
+    for language, block in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        if language == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(block, names)
+        else:
+            assert block == printed.getvalue()
+            compared += 1
+    assert compared >= 7
