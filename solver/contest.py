@@ -63,7 +63,7 @@ def write_contest(problem: Problem, path: str | Path, *, name: str) -> None:
         raise ValueError("the contest's format has one use a node")
     spans = [(use_of[v].start, use_of[v].stop) if v in use_of else (0, 0) for v in range(len(problem.node_cost))]
     sizes = [use_of[v].bytes.tolist() if v in use_of else [0] * len(c) for v, c in enumerate(problem.node_cost)]
-    stored = {
+    stored: dict[str, object] = {
         "name": name,
         "nodes": {"intervals": spans, "costs": [_whole(cost) for cost in problem.node_cost], "usages": sizes},
         "edges": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .flat import Flat
@@ -17,7 +19,8 @@ class Loops:
         from . import messages, search
 
         self.flat = flat
-        self._messages, self._search = messages, search
+        self._messages: Any = messages  # numba's types do not know the arguments of what it compiles
+        self._search: Any = search
         sizes = np.diff(flat.first)
         lengths = sizes[flat.source] + sizes[flat.target]
         self.head = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)

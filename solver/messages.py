@@ -14,7 +14,21 @@ FLAGS = {"nnan", "nsz", "arcp", "contract"}  # reorder freely, but infinities ar
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def sweep(first, theta, source, target, start, matrix, near_first, near, head, tail, messages, forward, work):
+def sweep(
+    first: np.ndarray,
+    theta: np.ndarray,
+    source: np.ndarray,
+    target: np.ndarray,
+    start: np.ndarray,
+    matrix: np.ndarray,
+    near_first: np.ndarray,
+    near: np.ndarray,
+    head: np.ndarray,
+    tail: np.ndarray,
+    messages: np.ndarray,
+    forward: bool,
+    work: np.ndarray,
+) -> None:
     """One pass over the nodes in order (or back), sending messages to the nodes after (before); order = node number."""
     n = len(first) - 1
     for k in range(n):
@@ -74,7 +88,21 @@ def sweep(first, theta, source, target, start, matrix, near_first, near, head, t
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def bound(first, theta, source, target, start, matrix, near_first, near, head, tail, messages, part, belief):
+def bound(
+    first: np.ndarray,
+    theta: np.ndarray,
+    source: np.ndarray,
+    target: np.ndarray,
+    start: np.ndarray,
+    matrix: np.ndarray,
+    near_first: np.ndarray,
+    near: np.ndarray,
+    head: np.ndarray,
+    tail: np.ndarray,
+    messages: np.ndarray,
+    part: np.ndarray,
+    belief: np.ndarray,
+) -> float:
     """The bound that the messages prove without the memory's constant, and the shares of strategies that attain it.
 
     part: (strategies,) filled with how much of each strategy the minimisers of the parts take: a subgradient by theta.
@@ -103,12 +131,12 @@ def bound(first, theta, source, target, start, matrix, near_first, near, head, t
             share[i] = 1.0 / max(ahead, behind)
         left = 1.0 - ahead * share[i]
         if left > 1e-12:
-            best = 0
+            low_at = 0
             for s in range(size):
-                if belief[a + s] < belief[a + best]:
-                    best = s
-            part[a + best] += left
-            total += left * belief[a + best]
+                if belief[a + s] < belief[a + low_at]:
+                    low_at = s
+            part[a + low_at] += left
+            total += left * belief[a + low_at]
     for e in range(len(source)):
         i, j = source[e], target[e]
         a, b = first[i], first[j]
@@ -141,7 +169,22 @@ def bound(first, theta, source, target, start, matrix, near_first, near, head, t
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def decode(first, theta, source, target, start, matrix, near_first, near, head, tail, messages, forward, work, choice):
+def decode(
+    first: np.ndarray,
+    theta: np.ndarray,
+    source: np.ndarray,
+    target: np.ndarray,
+    start: np.ndarray,
+    matrix: np.ndarray,
+    near_first: np.ndarray,
+    near: np.ndarray,
+    head: np.ndarray,
+    tail: np.ndarray,
+    messages: np.ndarray,
+    forward: bool,
+    work: np.ndarray,
+    choice: np.ndarray,
+) -> None:
     """Choose node after node (or back): settled neighbours count by their edge, the others by their messages; choice
     is filled.
 
@@ -176,7 +219,20 @@ def decode(first, theta, source, target, start, matrix, near_first, near, head, 
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def marginals(first, theta, source, target, start, matrix, near_first, near, head, tail, messages, extra):
+def marginals(
+    first: np.ndarray,
+    theta: np.ndarray,
+    source: np.ndarray,
+    target: np.ndarray,
+    start: np.ndarray,
+    matrix: np.ndarray,
+    near_first: np.ndarray,
+    near: np.ndarray,
+    head: np.ndarray,
+    tail: np.ndarray,
+    messages: np.ndarray,
+    extra: np.ndarray,
+) -> None:
     """extra: (strategies,) filled with how much the bound would rise at least, were the strategy chosen.
 
     Each part of `bound` that has the node is minimised anew with its strategy held.
@@ -237,7 +293,17 @@ def marginals(first, theta, source, target, start, matrix, near_first, near, hea
 
 
 @njit(cache=True, nogil=True)
-def priced(first, cost, span_first, low, high, span_bytes, size, price, theta):
+def priced(
+    first: np.ndarray,
+    cost: np.ndarray,
+    span_first: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    span_bytes: np.ndarray,
+    size: np.ndarray,
+    price: np.ndarray,
+    theta: np.ndarray,
+) -> None:
     """theta = cost + the price of every byte held in every row; price: (R,) cost a byte."""
     n = len(first) - 1
     sums = np.zeros(len(price) + 1)
@@ -255,7 +321,16 @@ def priced(first, cost, span_first, low, high, span_bytes, size, price, theta):
 
 
 @njit(cache=True, nogil=True)
-def usage(first, span_first, low, high, span_bytes, size, part, rows):
+def usage(
+    first: np.ndarray,
+    span_first: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    span_bytes: np.ndarray,
+    size: np.ndarray,
+    part: np.ndarray,
+    rows: int,
+) -> np.ndarray:
     """Bytes beyond the least in every row, for shares (or a choice as zeros and ones) of strategies."""
     change = np.zeros(rows + 1)
     for i in range(len(first) - 1):

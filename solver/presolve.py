@@ -160,8 +160,8 @@ def drop_dominated(problem: Problem) -> Reduction:
         if work > DOMINANCE_WORK:
             break
         cost = problem.node_cost[node]
-        worst = cost[:, None] - cost[None, :]  # [t, s]: how much dearer t can be than s, at worst
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore"):  # where both are infinite: not a number, and not below zero either
+            worst = cost[:, None] - cost[None, :]  # [t, s]: how much dearer t can be than s, at worst
             for side in sides:
                 over = side[:, None, :] - side[None, :, :]
                 over[

@@ -18,8 +18,23 @@ TRIES = 12  # priced solutions of one tree: a row's price to a few bits is all t
 
 @njit(cache=True, nogil=True)
 def grow(
-    first, source, target, near_first, near, root, most, mode, stamp, touched, count, mark, tree, parent, link, queue
-):
+    first: np.ndarray,
+    source: np.ndarray,
+    target: np.ndarray,
+    near_first: np.ndarray,
+    near: np.ndarray,
+    root: int,
+    most: int,
+    mode: int,
+    stamp: np.ndarray,
+    touched: np.ndarray,
+    count: np.ndarray,
+    mark: int,
+    tree: np.ndarray,
+    parent: np.ndarray,
+    link: np.ndarray,
+    queue: np.ndarray,
+) -> int:
     """Grow an induced tree from root to at most `most` nodes; returns how many. mode: 0 wide, 1 deep, 2 random."""
     size = 0
     front = 1
@@ -28,7 +43,6 @@ def grow(
     touched[root] = mark
     count[root] = 1
     parent[0] = -1
-    up = np.int64(-1)
     while begin < front and size < most:
         if mode == 0:
             v = queue[begin]
@@ -72,7 +86,22 @@ def grow(
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def solve_tree(first, source, start, matrix, size, tree, parent, link, at, own, rate, value, back, pick):
+def solve_tree(
+    first: np.ndarray,
+    source: np.ndarray,
+    start: np.ndarray,
+    matrix: np.ndarray,
+    size: int,
+    tree: np.ndarray,
+    parent: np.ndarray,
+    link: np.ndarray,
+    at: np.ndarray,
+    own: np.ndarray,
+    rate: np.ndarray,
+    value: np.ndarray,
+    back: np.ndarray,
+    pick: np.ndarray,
+) -> None:
     """The cheapest choice of a tree whose nodes cost own + rate; pick: (size,) filled. at: where costs begin."""
     for k in range(size):
         for s in range(at[k + 1] - at[k]):
@@ -116,7 +145,18 @@ def solve_tree(first, source, start, matrix, size, tree, parent, link, at, own, 
 
 
 @njit(cache=True, nogil=True)
-def tree_cost(source, start, matrix, size, tree, parent, link, at, own, pick):
+def tree_cost(
+    source: np.ndarray,
+    start: np.ndarray,
+    matrix: np.ndarray,
+    size: int,
+    tree: np.ndarray,
+    parent: np.ndarray,
+    link: np.ndarray,
+    at: np.ndarray,
+    own: np.ndarray,
+    pick: np.ndarray,
+) -> float:
     """The true cost of a choice of the tree, with its edges to the rest."""
     total = 0.0
     for k in range(size):
@@ -131,178 +171,244 @@ def tree_cost(source, start, matrix, size, tree, parent, link, at, own, pick):
 
 
 @njit(cache=True, nogil=True)
+def prepare(
+    first: np.ndarray,
+    cost: np.ndarray,
+    source: np.ndarray,
+    target: np.ndarray,
+    start: np.ndarray,
+    matrix: np.ndarray,
+    near_first: np.ndarray,
+    near: np.ndarray,
+    choice: np.ndarray,
+    size: int,
+    tree: np.ndarray,
+    stamp: np.ndarray,
+    at: np.ndarray,
+    own: np.ndarray,
+    kept: np.ndarray,
+) -> None:
+    """Fill at, own (costs of the tree's nodes with their edges to the rest) and kept (their present choice)."""
+    for k in range(size):
+        stamp[tree[k]] = k
+    for k in range(size):
+        v = tree[k]
+        width = first[v + 1] - first[v]
+        at[k + 1] = at[k] + width
+        for s in range(width):
+            own[at[k] + s] = cost[first[v] + s]
+        for q in range(near_first[v], near_first[v + 1]):
+            e = near[q]
+            w = target[e] if source[e] == v else source[e]
+            if stamp[w] >= 0:
+                continue
+            if source[e] == v:
+                step = first[w + 1] - first[w]
+                for s in range(width):
+                    own[at[k] + s] += matrix[start[e] + s * step + choice[w]]
+            else:
+                row = start[e] + choice[w] * width
+                for s in range(width):
+                    own[at[k] + s] += matrix[row + s]
+        kept[k] = choice[v]
+    for k in range(size):
+        stamp[tree[k]] = -1
+
+
+@njit(cache=True, nogil=True)
+def charge(
+    span_first: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    span_bytes: np.ndarray,
+    bytes_of: np.ndarray,
+    sums: np.ndarray,
+    size: int,
+    tree: np.ndarray,
+    at: np.ndarray,
+    rate: np.ndarray,
+) -> tuple[int, int]:
+    """Fill rate with the price of the bytes of every strategy; returns the first and last row held, plus one."""
+    begin, end = len(sums) - 1, 0
+    for k in range(size):
+        v, width = tree[k], at[k + 1] - at[k]
+        for s in range(width):
+            rate[at[k] + s] = 0.0
+        for x in range(span_first[v], span_first[v + 1]):
+            begin = min(begin, low[x])
+            end = max(end, high[x])
+            price = sums[high[x]] - sums[low[x]]
+            if price > 0.0:
+                for s in range(width):
+                    rate[at[k] + s] += price * bytes_of[span_bytes[x] + s]
+    return begin, end
+
+
+@njit(cache=True, nogil=True)
+def raise_price(
+    span_first: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    span_bytes: np.ndarray,
+    bytes_of: np.ndarray,
+    row: int,
+    rise: float,
+    size: int,
+    tree: np.ndarray,
+    at: np.ndarray,
+    rate: np.ndarray,
+) -> None:
+    """Add a rise of one row's price to the rates."""
+    for k in range(size):
+        v = tree[k]
+        for x in range(span_first[v], span_first[v + 1]):
+            if low[x] <= row < high[x]:
+                for s in range(at[k + 1] - at[k]):
+                    rate[at[k] + s] += rise * bytes_of[span_bytes[x] + s]
+
+
+@njit(cache=True, nogil=True)
+def shift(
+    span_first: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    span_bytes: np.ndarray,
+    bytes_of: np.ndarray,
+    choice: np.ndarray,
+    size: int,
+    tree: np.ndarray,
+    pick: np.ndarray,
+    change: np.ndarray,
+) -> bool:
+    """Add to change, the bytes that pick holds more than choice; False when they agree."""
+    differs = False
+    for k in range(size):
+        v = tree[k]
+        if pick[k] != choice[v]:
+            differs = True
+            for x in range(span_first[v], span_first[v + 1]):
+                more = bytes_of[span_bytes[x] + pick[k]] - bytes_of[span_bytes[x] + choice[v]]
+                change[low[x]] += more
+                change[high[x]] -= more
+    return differs
+
+
+@njit(cache=True, nogil=True)
+def assess(left: np.ndarray, begin: int, end: int, change: np.ndarray) -> tuple[int, int, int]:
+    """Bytes over after the change, the row that it passes the most (-1 = none) and its rise; change is cleared."""
+    over, worst, excess = 0, -1, 0
+    level = worst_level = 0
+    for r in range(begin, end):
+        level += change[r]
+        change[r] = 0
+        if level > left[r]:
+            over += level - left[r]
+            if level > 0 and level - left[r] > excess:
+                worst, worst_level, excess = r, level, level - left[r]
+    change[end] = 0
+    return over, worst, worst_level
+
+
+@njit(cache=True, nogil=True)
+def total(size: int, at: np.ndarray, rate: np.ndarray, pick: np.ndarray) -> float:
+    """The price of what a choice of the tree holds."""
+    held = 0.0
+    for k in range(size):
+        held += rate[at[k] + pick[k]]
+    return held
+
+
+@njit(cache=True, nogil=True)
 def search(
-    first, cost, source, target, start, matrix, near_first, near, span_first, low, high, span_bytes, size_of, price,
-    choice, left, seed, moves, largest, pull,
-):  # fmt: skip
-    """Make `moves` tree moves from a choice; choice and left (bytes still free a row) are updated. Returns the change
-    of cost.
+    first: np.ndarray,
+    cost: np.ndarray,
+    source: np.ndarray,
+    target: np.ndarray,
+    start: np.ndarray,
+    matrix: np.ndarray,
+    near_first: np.ndarray,
+    near: np.ndarray,
+    span_first: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    span_bytes: np.ndarray,
+    bytes_of: np.ndarray,
+    price: np.ndarray,
+    choice: np.ndarray,
+    left: np.ndarray,
+    seed: int,
+    moves: int,
+    largest: int,
+    pull: float,
+) -> None:
+    """Make `moves` tree moves from a choice; choice and left (bytes still free a row) are updated.
 
     price: (R,) cost a byte, the dual's; a move starts from `pull` times it and is kept when cost + pull * price *
     bytes falls. While some row is over its limit, moves that lower the bytes over are kept first.
     """
     np.random.seed(seed)
     n = len(first) - 1
-    rows = len(left)
-    widest = 0
-    for v in range(n):
-        widest = max(widest, first[v + 1] - first[v])
-    stamp = np.full(n, -1)
-    touched = np.full(n, -1)
-    count = np.zeros(n, dtype=np.int64)
-    tree = np.zeros(n, dtype=np.int64)
-    parent = np.zeros(n, dtype=np.int64)
-    link = np.zeros(n, dtype=np.int64)
-    queue = np.zeros(n, dtype=np.int64)
-    at = np.zeros(n + 1, dtype=np.int64)
-    own = np.zeros(first[n])
-    rate = np.zeros(first[n])
-    value = np.zeros(first[n])
-    back = np.zeros((largest + 1, widest), dtype=np.int32)
-    pick = np.zeros(n, dtype=np.int64)
-    kept = np.zeros(n, dtype=np.int64)
-    change = np.zeros(rows + 1, dtype=np.int64)
-    sums = np.zeros(rows + 1)
-    for r in range(rows):
+    free = np.flatnonzero(first[1:] - first[:-1] > 1)
+    if len(free) == 0:
+        return
+    stamp, touched = np.full(n, -1), np.full(n, -1)
+    count, tree, parent, link = (
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+    )
+    queue, pick, kept = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
+    at = np.zeros(n + 1, np.int64)
+    own, rate, value, toll = np.zeros(first[n]), np.zeros(first[n]), np.zeros(first[n]), np.zeros(first[n])
+    back = np.zeros((largest + 1, np.max(first[1:] - first[:-1])), np.int32)
+    change = np.zeros(len(left) + 1, np.int64)
+    sums = np.zeros(len(left) + 1)
+    for r in range(len(left)):
         sums[r + 1] = sums[r] + price[r] * pull
-    free = np.zeros(n, dtype=np.int64)
-    many = 0
-    for v in range(n):
-        if first[v + 1] - first[v] > 1:
-            free[many] = v
-            many += 1
-    gained = 0.0
-    if many == 0:
-        return gained
     for move in range(moves):
         most = int(2.0 * (largest / 2.0) ** np.random.random())
-        root = free[np.random.randint(0, many)]
+        root = free[np.random.randint(0, len(free))]
         size = grow(
             first, source, target, near_first, near, root, most, np.random.randint(0, 3), stamp, touched, count, move,
             tree, parent, link, queue,
         )  # fmt: skip
-        if size == 0:
-            continue
-        for k in range(size):
-            stamp[tree[k]] = k
-        begin, end = rows, 0
-        for k in range(size):
-            v = tree[k]
-            at[k + 1] = at[k] + first[v + 1] - first[v]
-            width = first[v + 1] - first[v]
-            for s in range(width):
-                own[at[k] + s] = cost[first[v] + s]
-                rate[at[k] + s] = 0.0
-            for q in range(near_first[v], near_first[v + 1]):
-                e = near[q]
-                w = target[e] if source[e] == v else source[e]
-                if stamp[w] >= 0:
-                    continue
-                if source[e] == v:
-                    step = first[w + 1] - first[w]
-                    for s in range(width):
-                        own[at[k] + s] += matrix[start[e] + s * step + choice[w]]
-                else:
-                    row = start[e] + choice[w] * width
-                    for s in range(width):
-                        own[at[k] + s] += matrix[row + s]
-            for x in range(span_first[v], span_first[v + 1]):
-                begin = min(begin, low[x])
-                end = max(end, high[x])
-                charge = sums[high[x]] - sums[low[x]]
-                if charge > 0.0:
-                    for s in range(width):
-                        rate[at[k] + s] += charge * size_of[span_bytes[x] + s]
-            kept[k] = choice[v]
-        for k in range(size):
-            stamp[tree[k]] = -1
+        prepare(first, cost, source, target, start, matrix, near_first, near, choice, size, tree, stamp, at, own, kept)
+        begin, end = charge(span_first, low, high, span_bytes, bytes_of, sums, size, tree, at, toll)
+        rate[: at[size]] = toll[: at[size]]
         before = tree_cost(source, start, matrix, size, tree, parent, link, at, own, kept)
-        toll_before = 0.0
-        for k in range(size):
-            toll_before += rate[at[k] + kept[k]]
-        over_before = 0
-        for r in range(begin, end):
-            if left[r] < 0:
-                over_before -= left[r]
-        best_over = over_before
-        best_score = before + toll_before
+        toll_before = total(size, at, toll, kept)
+        best_over, best_score = assess(left, begin, end, change)[0], before + toll_before
         found = False
         for attempt in range(TRIES):
             solve_tree(first, source, start, matrix, size, tree, parent, link, at, own, rate, value, back, pick)
-            same = True
-            for k in range(size):
-                v = tree[k]
-                if pick[k] != choice[v]:
-                    same = False
-                for x in range(span_first[v], span_first[v + 1]):
-                    more = size_of[span_bytes[x] + pick[k]] - size_of[span_bytes[x] + choice[v]]
-                    change[low[x]] += more
-                    change[high[x]] -= more
-            if same:
+            if not shift(span_first, low, high, span_bytes, bytes_of, choice, size, tree, pick, change):
                 break
-            over, worst, excess = 0, -1, 0
+            over, worst, level = assess(left, begin, end, change)
+            now = tree_cost(source, start, matrix, size, tree, parent, link, at, own, pick)
+            score = now + total(size, at, toll, pick)
+            least = best_score - 1e-9 * abs(best_score) if best_score < np.inf else np.inf
+            if over < best_over or (over == best_over and score < least):
+                best_over, best_score, found = over, score, True
+                kept[:size] = pick[:size]
+            if worst < 0:
+                break
+            # Where this result and the present choice would cost the same, and a little more to leave the tie.
+            held = 0.0
+            for k in range(size):
+                held += rate[at[k] + choice[tree[k]]] - rate[at[k] + pick[k]]
+            rise = max((before + held) - now, 1e-9 * abs(before)) / level
+            raise_price(
+                span_first, low, high, span_bytes, bytes_of, worst, rise * (1.05 if attempt < 5 else 2.1), size, tree,
+                at, rate,
+            )  # fmt: skip
+        if found:
+            shift(span_first, low, high, span_bytes, bytes_of, choice, size, tree, kept, change)
             level = 0
-            worst_level = 0
             for r in range(begin, end):
                 level += change[r]
                 change[r] = 0
-                if level > left[r]:
-                    over += level - left[r]
-                    if level > 0 and level - left[r] > excess:
-                        excess = level - left[r]
-                        worst = r
-                        worst_level = level
+                left[r] -= level
             change[end] = 0
-            now = tree_cost(source, start, matrix, size, tree, parent, link, at, own, pick)
-            if over <= best_over:
-                toll = 0.0
-                for k in range(size):
-                    v = tree[k]
-                    for x in range(span_first[v], span_first[v + 1]):
-                        toll += (sums[high[x]] - sums[low[x]]) * size_of[span_bytes[x] + pick[k]]
-                score = now + toll
-                if over < best_over or score < best_score - 1e-9 * abs(best_score):
-                    best_over, best_score = over, score
-                    found = True
-                    for k in range(size):
-                        kept[k] = pick[k]
-            if worst < 0:
-                break
-            # The row's price at which this result and the present choice would cost the same, a little more to leave
-            # the tie.
-            held_now, held_before = 0.0, 0.0
             for k in range(size):
-                held_now += rate[at[k] + pick[k]]
-                held_before += rate[at[k] + choice[tree[k]]]
-            rise = max(0.0, (before + held_before) - (now + held_now)) / worst_level
-            rise = rise * 1.05 + 1e-12
-            if attempt > 4:
-                rise *= 2.0
-            for k in range(size):
-                v = tree[k]
-                for x in range(span_first[v], span_first[v + 1]):
-                    if low[x] <= worst < high[x]:
-                        for s in range(at[k + 1] - at[k]):
-                            rate[at[k] + s] += rise * size_of[span_bytes[x] + s]
-        for k in range(size):  # a result equal to the present choice leaves changes behind
-            v = tree[k]
-            for x in range(span_first[v], span_first[v + 1]):
-                change[low[x]] = 0
-                change[high[x]] = 0
-        if not found:
-            continue
-        gained += tree_cost(source, start, matrix, size, tree, parent, link, at, own, kept) - before
-        for k in range(size):
-            v = tree[k]
-            for x in range(span_first[v], span_first[v + 1]):
-                more = size_of[span_bytes[x] + kept[k]] - size_of[span_bytes[x] + choice[v]]
-                change[low[x]] += more
-                change[high[x]] -= more
-            choice[v] = kept[k]
-        level = 0
-        for r in range(begin, end):
-            level += change[r]
-            change[r] = 0
-            left[r] -= level
-        change[end] = 0
-    return gained
+                choice[tree[k]] = kept[k]

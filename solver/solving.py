@@ -30,6 +30,7 @@ EXACT_ENTRIES = (
     60_000  # edge variables that the program is given at once: some seconds, see benchmarks/results/solvers.md
 )
 EXACT_PART = 0.3  # of the time left that the program may take before the anytime core does better
+FIT_PART = 0.25  # of the time left that finding any choice that fits, or why there is none, may take
 EXACT_NODES = 5_000  # nodes up to which a problem is tried without its memory first
 
 
@@ -201,7 +202,8 @@ def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None) -> A
         return Answer(choice=choice, bound=checking.evaluate(part, choice)[0], proven=True)
     start = least_memory(flat)
     if not _fits(part, start):
-        found = fit(part, flat, run.settings)
+        now = time.perf_counter()
+        found = fit(part, flat, replace(run.settings, deadline=now + FIT_PART * (run.settings.deadline - now)))
         if isinstance(found, Infeasibility):
             raise ConflictError(found)
         start = np.array(found, dtype=np.int64) if found is not None else start
