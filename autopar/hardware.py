@@ -27,7 +27,7 @@ class DeviceKind:
         flops_efficiency: Share of the peak that large matrix products reach.
         memory_efficiency: Share of the peak that memory-bound kernels reach.
         source: Where the constants come from.
-        widens_16_bit_sums: Whether XLA's backend for it sends sums of 16-bit floats as 32 bits (its CPU backend does).
+        widens_bfloat16: Whether XLA's backend for it sends bfloat16 arrays as 32 bits (its CPU backend does).
     """
 
     name: str
@@ -38,7 +38,7 @@ class DeviceKind:
     flops_efficiency: float
     memory_efficiency: float
     source: str
-    widens_16_bit_sums: bool = False
+    widens_bfloat16: bool = False
 
     def __post_init__(self) -> None:
         if "float32" in dict(self.peak_flops):
@@ -242,7 +242,7 @@ def cpu_device(*, num_devices: int, cores: int, host_bytes: int) -> DeviceKind:
         launch_overhead_s=_CPU_LAUNCH_S,
         flops_efficiency=1.0,
         memory_efficiency=1.0,
-        widens_16_bit_sums=True,
+        widens_bfloat16=True,
         source=f"{_CPU_SOURCE}: rates as reached, not peaks; float64 as half of float32 (half as many in a register)",
     )
 

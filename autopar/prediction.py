@@ -56,8 +56,7 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
 
 def _of_step(value: Value, step: Step, move: Move, model: CostModel) -> CollectiveUse | None:
     links = model.links
-    widening = model.widening(value.dtype) if step.kind.reduces else 1.0
-    collective = links.as_compiled(step, value.nbytes * widening)
+    collective = links.as_compiled(step, value.nbytes * model.widening(value.dtype))
     if collective is None:
         return None
     kind, result_bytes = collective

@@ -89,15 +89,13 @@ class MeshLinks:
 class Paths:
     """Cheapest paths between all layouts of one rank. `index` numbers the layouts; row is source, column target.
 
-    Time of a path = `fixed_s` + bytes of the whole value * (`moved_s_per_byte` + f * `reduced_s_per_byte`), where f is
-    how much wider the backend reduces than it stores (1, or 2 where 16-bit sums are promoted to 32 bits).
+    Time of a path = `fixed_s` + bytes of the whole value * `s_per_byte`.
     """
 
     layouts: tuple[Layout, ...]
     index: dict[Layout, int]
     fixed_s: np.ndarray
-    moved_s_per_byte: np.ndarray
-    reduced_s_per_byte: np.ndarray
+    s_per_byte: np.ndarray
     _predecessor: np.ndarray
     _step: dict[tuple[int, int], Step]
 
@@ -176,16 +174,19 @@ def paths(rank: int, mesh_links: MeshLinks) -> Paths:
     typical_bytes = float(1 << 20)
     rows, columns, weights = [], [], []
     step_of: dict[tuple[int, int], Step] = {}
-    cost_of: dict[tuple[int, int], tuple[float, float, float]] = {}
+    cost_of: dict[tuple[int, int], tuple[float, float]] = {}
+    known: dict[tuple[StepKind, tuple[int, ...], int], tuple[float, float]] = {}
     for i, layout in enumerate(layouts):
         for step in _moves(layout, axes):
             j = index[step.after]
-            fixed_s, per_byte_s = _affine(step, mesh_links)
-            moved, reduced = (0.0, per_byte_s) if step.kind.reduces else (per_byte_s, 0.0)
-            weight = fixed_s + typical_bytes * per_byte_s + 1e-12  # a free step is still a step: fewer are better
             if (i, j) in step_of:
                 continue
-            step_of[i, j], cost_of[i, j] = step, (fixed_s, moved, reduced)
+            key = (step.kind, step.axes, step.after.shards(mesh))
+            if key not in known:
+                known[key] = _affine(step, mesh_links)
+            fixed_s, s_per_byte = known[key]
+            weight = fixed_s + typical_bytes * s_per_byte + 1e-12  # a free step is still a step: fewer are better
+            step_of[i, j], cost_of[i, j] = step, known[key]
             rows.append(i)
             columns.append(j)
             weights.append(weight)
@@ -193,7 +194,7 @@ def paths(rank: int, mesh_links: MeshLinks) -> Paths:
     graph = csr_array((weights, (rows, columns)), shape=(n, n))
     _, predecessor = dijkstra(graph, return_predecessors=True)
     totals = _path_sums(predecessor, cost_of)
-    return Paths(tuple(layouts), index, totals[0], totals[1], totals[2], predecessor, step_of)
+    return Paths(tuple(layouts), index, totals[0], totals[1], predecessor, step_of)
 
 
 def _affine(step: Step, mesh_links: MeshLinks) -> tuple[float, float]:
@@ -207,13 +208,13 @@ def _affine(step: Step, mesh_links: MeshLinks) -> tuple[float, float]:
     return at_zero, (mesh_links.time_s(kind, result_bytes, step.axes) - at_zero) / probe_bytes
 
 
-def _path_sums(predecessor: np.ndarray, cost_of: dict[tuple[int, int], tuple[float, float, float]]) -> list[np.ndarray]:
-    """Sums of step costs along the shortest-path trees: three (n, n) arrays."""
+def _path_sums(predecessor: np.ndarray, cost_of: dict[tuple[int, int], tuple[float, float]]) -> list[np.ndarray]:
+    """Sums of step costs along the shortest-path trees: two (n, n) arrays."""
     n = predecessor.shape[0]
-    step_cost = np.zeros((3, n, n))
+    step_cost = np.zeros((2, n, n))
     for (i, j), cost in cost_of.items():
         step_cost[:, i, j] = cost
-    totals = np.zeros((3, n, n))
+    totals = np.zeros((2, n, n))
     source = np.arange(n)[:, None]
     node = np.broadcast_to(np.arange(n), (n, n)).copy()
     while True:

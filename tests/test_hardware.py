@@ -78,13 +78,13 @@ def test_virtual_cpu_devices_share_their_host():
     assert hardware.cpu_process_link(2).bytes_per_s < hardware.cpu_link(2).bytes_per_s
 
 
-def test_the_cpu_backend_sends_sums_of_16_bit_floats_as_32_bits():
-    """What `widens_16_bit_sums` says of CPU devices, in the program that XLA makes."""
+def test_the_cpu_backend_sends_bfloat16_as_32_bits():
+    """What `widens_bfloat16` says of CPU devices, in the program that XLA makes."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",), axis_types=(AxisType.Auto,))
     step = jax.shard_map(
         lambda x: jax.lax.psum(x, "d"), mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec()
     )
     text = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)).compile().as_text()
     (found,) = hlo.collectives(text)
-    assert hardware.cpu_device(num_devices=2, cores=2, host_bytes=2).widens_16_bit_sums
+    assert hardware.cpu_device(num_devices=2, cores=2, host_bytes=2).widens_bfloat16
     assert (found.dtype, found.result_bytes) == ("f32", 32 * 32 * 4)
