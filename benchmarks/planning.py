@@ -5,9 +5,9 @@
     python -m benchmarks.planning --layers 12 --devices 8 --profile
     python -m benchmarks.planning --keep                         also keeps the table in results/planning.md
 
-Each plan is made in a fresh process with an empty cache directory, and then again in another one with the directory that
-the first has filled. Imports are timed by themselves. Nothing is run and no device is needed. `--profile` prints the
-functions of autopar that take the most time instead.
+Each plan is made in a fresh process with an empty cache directory, and then again in another one with the directory
+that the first has filled. Imports are timed by themselves. Nothing is run and no device is needed. `--profile` prints
+the functions of autopar that take the most time instead.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def plan_once(layers: int, cluster: str, devices: int, profile: bool) -> Run:
     state = jax.eval_shape(case.init, jax.random.key(0))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0))
     step = autopar.parallelize(case.step, cluster=make_cluster(cluster, devices), show_progress=False)
-    profiler = cProfile.Profile()
+    profiler = cProfile.Profile(time.process_time)
     if profile:
         profiler.enable()
     started, cpu_started = time.perf_counter(), time.process_time()
@@ -107,7 +107,9 @@ def show_hottest(profiler: cProfile.Profile, number: int = 15) -> None:
         if file.startswith((str(ROOT / "autopar"), str(ROOT / "solver")))
     ]
     for title, column in (("own time", 2), ("time with what it calls", 3)):
-        table = Table("function", "calls", "own, s", "in all, s", title=f"hottest by {title} (under cProfile)")
+        table = Table(
+            "function", "calls", "own, s", "in all, s", title=f"hottest by {title} (processor time, under cProfile)"
+        )
         for name, calls, own, total in sorted(rows, key=lambda row: -row[column])[:number]:
             table.add_row(name, f"{calls:,}", f"{own:.2f}", f"{total:.2f}")
         Console(width=140).print(table)
@@ -200,7 +202,7 @@ def keep(rows: list[list[str]]) -> None:
     sizes = ", ".join(f"{name} {size:,}" for name, size in SIZES.items())
     RESULTS.write_text(
         "# Planning time\n\n"
-        f"GPT with unrolled layers ({sizes}), seconds. `python -m benchmarks.planning --keep`: the first run plans with "
+        f"GPT with unrolled layers ({sizes}), seconds. `python -m benchmarks.planning --keep`: the first run has "
         "an empty cache; `from the cache` is a fresh process that finds the plan on disk. Imports are not counted. "
         "`cpu` is the processor's time, which other work on the machine does not lengthen much.\n\n"
         f"{description()}\n\n{markdown(COLUMNS, rows)}\n"

@@ -76,7 +76,7 @@ def test_the_table_shows_it_all(verified):
     for row in verification.counts:
         assert f"{row.name}, count" in text
     assert "peak memory, bytes" in text
-    assert f"numbers: at most {verification.difference:.2e} of a leaf's largest value" in text
+    assert f"{verification.difference:.2e} of a leaf's largest value" in text
     assert verification.worst_leaf in text
 
 
