@@ -69,8 +69,13 @@ def test_a_reshape_that_splits_a_dimension():
     assert rule_text(lambda x: x.reshape(2, 3, 4), shape(6, 4)) == "[a*b, c] -> [a, b, c]; a=2 b=3 c=4"
 
 
-def test_a_reshape_across_boundaries_passes_only_what_both_sides_have_whole():
-    assert rule_text(lambda x: x.reshape(4, 3), shape(6, 2)) == "[a*b, c] -> [a*d, e]; a=2 b=3! c=2! d=2 e=3"
+def test_a_reshape_across_boundaries_may_not_be_split():
+    rule = rule_of(equation(lambda x: x.reshape(4, 3), shape(3, 4)))
+    assert {rule.factors[f].kind for dim in rule.operands[0] for f in dim} == {FactorKind.FIXED}
+
+
+def test_a_reshape_that_regroups_keeps_what_both_sides_have():
+    assert rule_text(lambda x: x.reshape(8, 3), shape(4, 6)) == "[a, b*c] -> [a*b, c]; a=4 b=2 c=3"
 
 
 def test_dimensions_of_size_one_have_no_factor():
