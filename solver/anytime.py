@@ -23,7 +23,7 @@ from .loops import SAFETY, Loops
 MIX = 0.6  # of the best prices in those tried, Wentges' weight
 WARM_SWEEPS = 200  # at most, before prices come in: messages that have settled without prices follow prices quickly
 FEW_SWEEPS, MANY_SWEEPS = 5, 80  # a round, while prices move; once they have settled
-RECENT = 96  # choices kept for `settle` to combine
+RECENT = 32  # choices kept for `settle` to combine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
