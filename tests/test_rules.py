@@ -113,9 +113,7 @@ def test_argmax_and_top_k_keep_the_searched_dimension_whole():
 
 def test_a_convolution_splits_batch_and_channels_but_not_the_image():
     def convolve(images, kernel):
-        return jax.lax.conv_general_dilated(
-            images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     text = rule_text(convolve, shape(2, 8, 8, 3), shape(3, 3, 3, 4))
     assert text == "[a, b, c, d], [e, f, d, g] -> [a, b, c, g]; a=2 b=8! c=8! d=3+ e=3! f=3! g=4"
