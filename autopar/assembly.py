@@ -254,7 +254,7 @@ class _Assembler:
         assert op.rule is not None, "equations have rules"
         sums = any(f.kind is FactorKind.SUM for f in op.rule.factors)
         members = self.partials.raw_operands(op)
-        passes = members and all(self.may_be_partial(op.inputs[i]) for i in members)
+        passes = any(self.may_be_partial(op.inputs[i]) for i in members)
         return Signature(
             rule=op.rule,
             operand_shapes=tuple(self.shape(a) for a in op.inputs),

@@ -62,6 +62,7 @@ def _forward(
     wanted: list[int],
 ) -> None:
     """Follows sums forward. `origins[v]` are the summing operations that v is a linear function of."""
+    readers = _readers(block)
     for op in block.ops:
         if op.kind is OpKind.SCAN:
             _accumulators(op, graph, origins, carriers, wanted)
@@ -74,18 +75,37 @@ def _forward(
             if sums_locally(op.eqn) and is_summing_type(op.eqn):
                 origins[result] = frozenset({op.id})
             continue
-        members = _carried_operands(op, graph, origins)
+        members = _carried_operands(op, graph, origins, readers)
         if members is None:
             continue
-        of_each = [origins[a] for i in sorted(members) if isinstance(a := op.inputs[i], int)]
+        of_each = [origins.get(a, frozenset()) for i in sorted(members) if isinstance(a := op.inputs[i], int)]
         origins[result] = frozenset().union(*of_each)
         carriers[result] = (op, members)
-        if op.primitive in _ADDING and of_each[0].isdisjoint(of_each[1]):
+        if op.primitive in _ADDING and all(of_each) and of_each[0].isdisjoint(of_each[1]):
             wanted.append(result)
 
 
-def _carried_operands(op: Op, graph: OpGraph, origins: dict[int, frozenset[int]]) -> frozenset[int] | None:
-    """The operands in which an operation is linear and that all come from sums."""
+def _readers(block: Block) -> dict[int, list[Op | None]]:
+    """Who reads each value in a block; None for the block's own results."""
+    readers: dict[int, list[Op | None]] = {}
+    for op in block.ops:
+        for atom in op.inputs:
+            if isinstance(atom, int):
+                readers.setdefault(atom, []).append(op)
+    for atom in block.outputs:
+        if isinstance(atom, int):
+            readers.setdefault(atom, []).append(None)
+    return readers
+
+
+def _carried_operands(
+    op: Op, graph: OpGraph, origins: dict[int, frozenset[int]], readers: dict[int, list[Op | None]]
+) -> frozenset[int] | None:
+    """The operands in which an operation is linear and that all come from sums.
+
+    A whole value may join a chain of additions too (one device holds it, the others zeros), where the result goes
+    straight into the next addition: a gradient that bypasses a layer, added to those of its projections.
+    """
     if op.primitive not in _CARRYING:
         return None
     for members in linear_operands(op.primitive, op.eqn):
@@ -93,6 +113,12 @@ def _carried_operands(op: Op, graph: OpGraph, origins: dict[int, frozenset[int]]
         scalars = all(_size(a, graph) == 1 for i, a in enumerate(op.inputs) if i not in members)
         if sums and scalars:
             return members
+    if op.primitive in _ADDING and all(isinstance(a, int) for a in op.inputs):
+        next_ones = readers.get(op.outputs[0], [])
+        chained = len(next_ones) == 1 and next_ones[0] is not None and next_ones[0].primitive in _ADDING
+        same_shape = len({graph.values[a].shape for a in op.inputs if isinstance(a, int)}) == 1
+        if chained and same_shape and any(a in origins for a in op.inputs):
+            return frozenset({0, 1})
     return None
 
 
@@ -114,15 +140,11 @@ def _accumulators(
 ) -> None:
     """Carried values to which a loop's body only adds sums: they may stay partial until the loop ends."""
     (body,) = op.blocks
-    readers: dict[int, list[Op]] = {}
-    for inner in body.ops:
-        for atom in inner.inputs:
-            if isinstance(atom, int):
-                readers.setdefault(atom, []).append(inner)
+    readers = _readers(body)
     made_by = {v: inner for inner in body.ops for v in inner.outputs}
     for position in range(op.num_carry):
         carried, after = body.inputs[op.num_consts + position], body.outputs[position]
-        if not isinstance(after, int) or after not in made_by or after in readers:
+        if not isinstance(after, int) or after not in made_by or readers[after] != [None]:
             continue
         adding = made_by[after]
         if adding.primitive not in _ADDING or readers.get(carried) != [adding] or adding.inputs[0] == adding.inputs[1]:

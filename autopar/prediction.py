@@ -227,6 +227,10 @@ class _MemoryWriter:
 
     def move(self, move: Move, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
         at = env[move.value, move.source]
+        if move.apart:
+            behind = self.new(self.nbytes[at])
+            steps.append(MemoryStep(inputs=(at,), outputs=(behind,), kind="optimization_barrier", fusible=False))
+            at = behind
         for step in move.steps:
             last = step is move.steps[-1]
             after = self.define(move.value, move.target, env) if last else self.new(self.local(move.value, step.after))
