@@ -58,11 +58,11 @@ def train_step(state: nnx.State, batch: dict[str, jax.Array]) -> tuple[nnx.State
     return nnx.state((network, optimizer)), {"loss": loss}
 
 
-@jax.jit
-def correct(state: nnx.State, images: jax.Array, labels: jax.Array) -> jax.Array:
+@autopar.parallelize(follow=train_step)  # the state stays where training has it
+def accuracy_of(state: nnx.State, batch: dict[str, jax.Array]) -> jax.Array:
     network, _ = nnx.merge(graph, state)
     network.eval()
-    return jnp.mean(jnp.argmax(network(images), axis=-1) == labels)
+    return jnp.mean(jnp.argmax(network(batch["images"]), axis=-1) == batch["labels"])
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def main() -> None:
             batch = {"images": images[chosen], "labels": labels[chosen]}
             state, metrics = train_step(state, train_step.put_batch(batch))
         if (epoch + 1) % 5 == 0:
-            accuracy = correct(state, test_images, test_labels)
+            accuracy = accuracy_of(state, {"images": test_images, "labels": test_labels})
             print(f"epoch {epoch + 1:2}  loss {metrics['loss']:.4f}  test accuracy {accuracy:.1%}")
     print(train_step.plan(state, batch))
 

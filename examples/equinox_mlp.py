@@ -56,9 +56,9 @@ def train_step(state: tuple, batch: dict[str, jax.Array]) -> tuple[tuple, dict[s
     return (eqx.apply_updates(params, updates), opt_state), {"loss": loss}
 
 
-@jax.jit
-def accuracy_of(state: tuple, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-    return jnp.mean((logits_of(state[0], inputs) > 0) == (labels > 0))
+@autopar.parallelize(follow=train_step)  # the state stays where training has it
+def accuracy_of(state: tuple, batch: dict[str, jax.Array]) -> jax.Array:
+    return jnp.mean((logits_of(state[0], batch["inputs"]) > 0) == (batch["labels"] > 0))
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
             batch = {"inputs": inputs[chosen], "labels": labels[chosen]}
             state, metrics = train_step(state, train_step.put_batch(batch))
         if (epoch + 1) % 10 == 0:
-            accuracy = accuracy_of(state, test_inputs, test_labels)
+            accuracy = accuracy_of(state, {"inputs": test_inputs, "labels": test_labels})
             print(f"epoch {epoch + 1:2}  loss {metrics['loss']:.4f}  test accuracy {accuracy:.1%}")
     print(train_step.plan(state, batch))
 

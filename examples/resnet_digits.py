@@ -66,10 +66,11 @@ def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainSta
     return state.apply_gradients(grads=grads, batch_stats=batch_stats), {"loss": loss}
 
 
-@jax.jit
-def accuracy_of(state: TrainState, images: jax.Array, labels: jax.Array) -> jax.Array:
+@autopar.parallelize(follow=train_step)  # the state stays where training has it
+def accuracy_of(state: TrainState, batch: dict[str, jax.Array]) -> jax.Array:
     variables = {"params": state.params, "batch_stats": state.batch_stats}
-    return jnp.mean(jnp.argmax(state.apply_fn(variables, images, train=False), axis=-1) == labels)
+    logits = state.apply_fn(variables, batch["images"], train=False)
+    return jnp.mean(jnp.argmax(logits, axis=-1) == batch["labels"])
 
 
 def main() -> None:
@@ -85,7 +86,7 @@ def main() -> None:
             chosen = order[start : start + BATCH]
             batch = {"images": images[chosen], "labels": labels[chosen]}
             state, metrics = train_step(state, train_step.put_batch(batch))
-        accuracy = accuracy_of(state, test_images, test_labels)
+        accuracy = accuracy_of(state, {"images": test_images, "labels": test_labels})
         print(f"epoch {epoch + 1}  loss {metrics['loss']:.4f}  test accuracy {accuracy:.1%}")
     print(train_step.plan(state, batch))
 
