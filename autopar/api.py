@@ -25,7 +25,7 @@ from autopar.plan import Plan, Trees
 from autopar.progress import Progress
 from autopar.rules import RuleBook
 from autopar.specs import concrete_mesh, named_sharding
-from autopar.staging import TracedStep, abstract, flatten_arguments, trace
+from autopar.staging import TracedStep, abstract, check_purity, flatten_arguments, name_of, trace
 
 logger = logging.getLogger("autopar")
 
@@ -82,6 +82,7 @@ class Step:
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, function)
+        self.__name__ = name_of(function)
         self._function, self._options = function, options
         self._compiled: dict[Any, Compiled] = {}
         self._plans: dict[Any, tuple[TracedStep, Plan]] = {}
@@ -100,7 +101,7 @@ class Step:
         last = self._last
         if last is None or kwargs or self._options.static_argnums:
             return self._call_slowly(self._bound(args, kwargs))
-        if not _can_be_run(args):
+        if not _can_be_run([args[i] for i in last.donated]):
             return self._call_slowly(args)
         try:
             return last(*args)
@@ -115,7 +116,8 @@ class Step:
         dynamic = self._dynamic(args)
         self._refuse_unusable(dynamic, self._names(len(dynamic)))
         self._last = compiled = self.compile(*args)
-        return compiled(*self._put(_without_twins(dynamic), compiled))
+        donated = [i in compiled.donated for i in range(len(dynamic))]
+        return compiled(*self._put(_without_twins(dynamic, donated), compiled))
 
     def _differs(self, args: tuple[Any, ...], compiled: Compiled) -> bool:
         """Whether arguments are not what an executable was compiled for: shapes, layouts, or deleted arrays."""
@@ -270,16 +272,20 @@ class Step:
 
     def _search(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
         options = self._options
-        cluster = options.cluster or Cluster.local()
+        followed = options.follow._latest_plan() if options.follow is not None else None
+        cluster = options.cluster or (followed.cluster if followed is not None else Cluster.local())
         wanted = PlanOptions(memory_limit_bytes=options.memory_limit_bytes, time_limit_s=options.time_limit_s)
         if options.follow is not None:
             wanted = _followed(wanted, options.follow, traced, self.__name__)
-        structure = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch), traced.in_paths)
-        key = plan_key((traced.fingerprint, structure, cluster, wanted))
+        leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
+        names = (traced.name, traced.in_paths, traced.out_paths)
+        key = plan_key((traced.fingerprint, leaves, names, cluster, wanted))
         with progress.pass_("cache"):
             known = self._disk.load_plan(key)
         if known is not None:
-            return Plan(known, trees)
+            return Plan(known, trees)  # and the step was traced to the same jaxpr before, in another process
+        with progress.pass_("purity"):
+            check_purity(traced)
         plan = make_plan(traced, trees, cluster, wanted, self._rule_book(), progress)
         self._disk.save_plan(key, plan.record)
         self._disk.save_rules(self._rule_book())
@@ -394,7 +400,7 @@ def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
 
 
 def _can_be_run(args: Sequence[Any]) -> bool:
-    """Whether all arrays hold data, each in one place.
+    """Whether the arrays that a step takes over hold data, each in one place.
 
     jaxlib 0.10 ends the whole process when a program over several CPU devices gets a deleted array, or one array twice
     where it is donated.
@@ -405,8 +411,8 @@ def _can_be_run(args: Sequence[Any]) -> bool:
     return not any(isinstance(x, jax.core.Tracer) or x.is_deleted() for x in arrays)
 
 
-def _without_twins(args: Sequence[Any]) -> list[Any]:
-    """Arguments in which each array stands once: further places get copies."""
+def _without_twins(args: Sequence[Any], donated: Sequence[bool]) -> list[Any]:
+    """Arguments in which each array that is taken over stands once: further places get copies."""
     seen: set[int] = set()
 
     def once(x: Any) -> Any:
@@ -415,7 +421,7 @@ def _without_twins(args: Sequence[Any]) -> list[Any]:
         seen.add(id(x))
         return x
 
-    return [jax.tree.map(once, a) for a in args]
+    return [jax.tree.map(once, a) if given else a for a, given in zip(args, donated, strict=True)]
 
 
 def _hashable(value: Any, name: str) -> Any:

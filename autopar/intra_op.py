@@ -228,6 +228,8 @@ class NodeCosts:
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.graph, self.model = graph, model
         self._known: dict[tuple, np.ndarray] = {}
+        self._works: dict[str, Work] = {}
+        self._seconds: dict[tuple[str, float, int], float] = {}
 
     def of_node(self, node: Node) -> tuple[np.ndarray, tuple]:
         """(cost of each strategy, key): nodes with equal keys have equal strategies and costs."""
@@ -235,7 +237,7 @@ class NodeCosts:
         key: list[tuple] = [(node.kind, node.size, node.layouts)]
         for op, strategies in node.members:
             work = self._work(op)
-            member = (work, id(strategies), op.count)
+            member = (id(work), id(strategies), op.count)
             if member not in self._known:
                 self._known[member] = op.count * np.array([self._strategy_s(op, work, s) for s in strategies])
             total = total + self._known[member]
@@ -244,17 +246,26 @@ class NodeCosts:
 
     def compute_s(self, op: Op, strategy: Strategy | None) -> float:
         """Seconds of an operation in a step, without the collectives it makes; None: every device does all of it."""
-        strategy = strategy or Strategy(
-            tuple(replicated(len(self._shape(a))) for a in op.inputs),
-            tuple(replicated(len(self._shape(v))) for v in op.outputs),
-            split=1,
-        )
-        return op.count * self._strategy_s(op, self._work(op), dataclasses.replace(strategy, combined=()))
+        key = (op.key, op.count, id(strategy))
+        if strategy is None or key not in self._seconds:
+            strategy = strategy or Strategy(
+                tuple(replicated(len(self._shape(a))) for a in op.inputs),
+                tuple(replicated(len(self._shape(v))) for v in op.outputs),
+                split=1,
+            )
+            seconds = self._strategy_s(op, self._work(op), dataclasses.replace(strategy, combined=()))
+            self._seconds[key] = op.count * seconds
+        return self._seconds[key]
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
         return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
 
     def _work(self, op: Op) -> Work:
+        if op.key not in self._works:
+            self._works[op.key] = self._new_work(op)
+        return self._works[op.key]
+
+    def _new_work(self, op: Op) -> Work:
         return Work(
             flops=flops_of(op),
             dtype=self.graph.values[op.outputs[0]].dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import msgspec
 
@@ -149,29 +150,42 @@ class PlanRecord:
 
 
 def encode(record: PlanRecord) -> bytes:
-    return msgspec.json.encode(record) + b"\n"
+    """JSON with the format's version and a checksum, so that a damaged plan is never run as another one."""
+    body = msgspec.json.encode(record)
+    return msgspec.json.encode(_File(format_version=FORMAT_VERSION, checksum=_checksum(body), plan=msgspec.Raw(body)))
 
 
 def decode(data: bytes, where: str) -> PlanRecord:
     """Raises: PlanFormatError."""
     hint = "make the plan anew (step.plan(...).save(path)); plans are cheap to find and are cached on disk"
     try:
-        version = msgspec.json.decode(data, type=_Versioned).format_version
-    except msgspec.DecodeError as error:
+        file = msgspec.json.decode(data, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PlanFormatError(
             where=where, expected="a plan saved by autopar", got=f"no plan ({error})", hint=hint
         ) from error
-    if version != FORMAT_VERSION:
+    if file.format_version != FORMAT_VERSION:
         raise PlanFormatError(
-            where=where, expected=f"format version {FORMAT_VERSION}", got=f"format version {version}", hint=hint
+            where=where,
+            expected=f"format version {FORMAT_VERSION}",
+            got=f"format version {file.format_version}",
+            hint=hint,
         )
+    if _checksum(bytes(file.plan)) != file.checksum:
+        raise PlanFormatError(where=where, expected="a plan as it was saved", got="a changed one (checksum)", hint=hint)
     try:
-        return msgspec.json.decode(data, type=PlanRecord)
-    except (msgspec.DecodeError, AssertionError) as error:
+        return msgspec.json.decode(file.plan, type=PlanRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
         raise PlanFormatError(
             where=where, expected="a whole plan", got=f"a damaged one ({error})", hint=hint
         ) from error
 
 
-class _Versioned(msgspec.Struct):
+class _File(msgspec.Struct):
     format_version: int
+    checksum: str = ""
+    plan: msgspec.Raw = msgspec.Raw(b"")
+
+
+def _checksum(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()

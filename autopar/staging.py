@@ -19,7 +19,8 @@ class TracedStep:
     """A function traced to a jaxpr. Leaves are numbered over all dynamic arguments in order.
 
     `constants` are arrays the function closes over; `tied[i]` is the output leaf that becomes input leaf i in the next
-    step, found for each donated argument; `fingerprint` identifies the jaxpr between processes.
+    step, found for each donated argument; `fingerprint` identifies the jaxpr between processes; `retrace` traces the
+    function once more.
     """
 
     name: str
@@ -36,6 +37,7 @@ class TracedStep:
     batch: frozenset[int]
     tied: dict[int, int]
     fingerprint: str
+    retrace: Callable[[], Any]
 
 
 NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
@@ -79,7 +81,6 @@ def trace(
     names: Sequence[str],
     donate: Sequence[int],
     batch: Sequence[int],
-    check_purity: bool = True,
 ) -> TracedStep:
     """Traces `function` on abstract arguments.
 
@@ -88,7 +89,7 @@ def trace(
     """
     leaves, in_tree, in_paths, owner = flatten_arguments(args, names)
     in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
-    name = getattr(function, "__name__", type(function).__name__)
+    name = name_of(function)
     out_trees: list[Any] = []
     out_paths: list[str] = []
 
@@ -106,17 +107,6 @@ def trace(
     closed = jax.make_jaxpr(flat)(*in_avals)
     fingerprint = jaxpr_fingerprint(closed)
     _check_effects(closed, name)
-    if check_purity:
-        # A fresh function object, so that jax does not answer from its cache of traces.
-        again = jaxpr_fingerprint(jax.make_jaxpr(lambda *a: flat(*a))(*in_avals))
-        if again != fingerprint:
-            raise ImpureFunctionError(
-                where=name,
-                expected="the same computation each time the function is traced",
-                got="two traces that differ",
-                hint="the function reads or changes something outside of its arguments (a counter, time, "
-                "numpy's random numbers): pass it in as an argument or use jax.random with a key in the state",
-            )
     jaxpr = jax_compat.open_jaxpr(closed)
     out_avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
@@ -136,7 +126,31 @@ def trace(
         batch=batch_leaves,
         tied=tie_state(args, donate, out_trees[0], in_avals, out_avals),
         fingerprint=fingerprint,
+        # A fresh function object, so that jax does not answer from its cache of traces.
+        retrace=lambda: jax.make_jaxpr(lambda *a: flat(*a))(*in_avals),
     )
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, of what a `functools.partial` binds, or of a callable object's class."""
+    while not hasattr(function, "__name__") and hasattr(function, "func"):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def check_purity(traced: TracedStep) -> None:
+    """Traces the function a second time.
+
+    Raises: ImpureFunctionError when that gives another computation.
+    """
+    if jaxpr_fingerprint(traced.retrace()) != traced.fingerprint:
+        raise ImpureFunctionError(
+            where=traced.name,
+            expected="the same computation each time the function is traced",
+            got="two traces that differ",
+            hint="the function reads or changes something outside of its arguments (a counter, time, numpy's random "
+            "numbers): pass it in as an argument or use jax.random with a key in the state",
+        )
 
 
 def tie_state(

@@ -69,7 +69,7 @@ class Verification:
         console.print(shown)
         if self.difference is not None:
             console.print(
-                f"numbers: {self.difference:.2e} of a leaf's largest value from plain jax.jit, at most "
+                f"numbers: at most {self.difference:.2e} of a leaf's largest value from plain jax.jit "
                 f"({self.worst_leaf})",
                 markup=False,
             )

@@ -78,13 +78,11 @@ def test_the_step_looks_like_its_function():
     assert (train.__name__, train.__doc__) == ("train", "Trains.")
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="a function without a __name__ has no name for messages")
 def test_a_partial_can_be_parallelized():
     step = autopar.parallelize(functools.partial(mlp_step), cluster=slow_cluster())
     assert_close(step(new_mlp_state(), mlp_batch()), mlp_step(new_mlp_state(), mlp_batch()))
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="an object without a __name__ has no name for messages")
 def test_an_object_that_is_called_can_be_parallelized():
     class Trainer:
         def __call__(self, state, batch):
@@ -413,7 +411,6 @@ def test_follow_takes_over_the_layout_of_the_state():
     assert not any(x.is_deleted() for x in state.values())
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="follow= takes the local cluster, with the other's mesh")
 def test_follow_uses_the_cluster_of_the_step_it_follows():
     train = split_mlp(cluster=slow_cluster(4))
     evaluate = autopar.parallelize(eval_step, follow=train)

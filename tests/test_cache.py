@@ -106,7 +106,6 @@ def test_a_damaged_file_is_planned_anew(damage, tmp_path):
     assert autopar.Plan.load(tmp_path / name).record == plan.record
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="a byte that is no UTF-8 inside of a string")
 def test_a_file_with_a_damaged_byte_is_planned_anew(tmp_path):
     step_with(tmp_path).plan(MLP_STATE, MLP_BATCH)
     (name,) = cached(tmp_path)
@@ -175,7 +174,6 @@ def test_another_constant_has_a_plan_of_its_own(tmp_path):
     assert len(cached(tmp_path)) == 2
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the key leaves out names and result paths")
 def test_a_plan_of_the_cache_bears_the_names_of_its_own_step(tmp_path):
     def other(state, batch):
         new, metrics = mlp_step(state, batch)

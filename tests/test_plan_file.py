@@ -42,8 +42,8 @@ def test_the_file_is_versioned_json(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
     assert content["format_version"] == FORMAT_VERSION
-    assert content["step"] == "mlp_step"
-    assert content["axis_sizes"] == list(plan.mesh.axis_sizes)
+    assert content["plan"]["step"] == "mlp_step"
+    assert content["plan"]["axis_sizes"] == list(plan.mesh.axis_sizes)
 
 
 def test_the_text_has_mesh_arguments_collectives_memory_and_time(plan):
