@@ -43,6 +43,7 @@ from autopar.staging import TracedStep
 
 # Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
 NEARLY_EQUAL = 0.005
+GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be tried
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
@@ -89,6 +90,10 @@ def make_plan(
     candidates: list[Candidate] = []
     trials: list[MeshTrial] = []
     for mesh in logical_meshes(cluster, options):
+        if not worth_trying(mesh, candidates, limit_bytes):
+            status = f"not tried: the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}"
+            trials.append(MeshTrial(axis_sizes=mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status))
+            continue
         with progress.pass_(f"mesh {mesh}"):
             fitting_s = [c.step_time_s for c in candidates if c.estimate.peak_bytes <= limit_bytes]
             found = search(graph, cost_model(cluster, mesh), limit_bytes, options, min(fitting_s, default=math.inf))
@@ -98,6 +103,23 @@ def make_plan(
     best = choose(traced, graph, candidates, trials, limit_bytes)
     with progress.pass_("record"):
         return Plan(record(traced, graph, cluster, limit_bytes, best, trials), trees)
+
+
+def worth_trying(mesh: LogicalMesh, candidates: Sequence[Candidate], limit_bytes: int) -> bool:
+    """Whether a mesh of three axes may pay: where two axes gained next to nothing over one, a third is not tried.
+
+    The search on it costs more than all others together. Where no plan fits yet, everything is tried.
+    """
+    num_axes = len(mesh.axis_sizes)
+    if num_axes < 3:
+        return True
+
+    def fastest_s(axes: int) -> float:
+        fitting = [c for c in candidates if c.estimate.peak_bytes <= limit_bytes]
+        return min((c.step_time_s for c in fitting if len(c.model.links.mesh.axis_sizes) == axes), default=math.inf)
+
+    before, last = fastest_s(num_axes - 2), fastest_s(num_axes - 1)
+    return math.isinf(before) or math.isinf(last) or last < before * (1 - GAIN_OF_AN_AXIS)
 
 
 def choose(

@@ -24,12 +24,14 @@ from rich.table import Table
 
 import autopar
 from benchmarks.zoo import CASES, Case
+from benchmarks.zoo.case import PyTree
 from benchmarks.zoo.comparison import worst_difference
 from benchmarks.zoo.published import PUBLISHED
 
 RESULTS = Path(__file__).parent / "results" / "correctness.md"
 DEVICES = (1, 2, 4, 8)
 STEPS = 3
+SLOWNESS = 1e-6
 TIMEOUT_S = 900.0  # of one case on one number of devices
 
 ALL_CASES: dict[str, Callable[..., Case]] = CASES | {
@@ -71,36 +73,60 @@ class Row:
 
 
 def cluster_of(hardware: str, num_devices: int) -> autopar.Cluster:
-    """The devices of this program as they are ("local"), or with next to no speed ("slow").
+    """The devices of this program as they are, or as they are not, for the sake of the plans that follow.
 
-    Sending costs more than computing such small cases, so that the best plan for real devices computes everything
-    everywhere. On slow devices the best plan splits all that can be split.
+    Sending costs more than computing such small cases, so that the best plan for real devices ("local") computes
+    everything everywhere. On devices with next to no speed ("slow") the best plan splits all that can be split; where
+    every two of them are a host with a slower link to the others ("hosts"), it treats mesh axes differently.
     """
     cluster = autopar.Cluster.local(num_devices=num_devices)
     if hardware == "local":
         return cluster
-    rates = tuple((dtype, rate * 1e-6) for dtype, rate in cluster.device.peak_flops)
-    memory_rate = cluster.device.peak_memory_bytes_per_s * 1e-6
+    rates = tuple((dtype, rate * SLOWNESS) for dtype, rate in cluster.device.peak_flops)
+    memory_rate = cluster.device.peak_memory_bytes_per_s * SLOWNESS
     device = dataclasses.replace(cluster.device, peak_flops=rates, peak_memory_bytes_per_s=memory_rate)
-    return dataclasses.replace(cluster, device=device)
+    cluster = dataclasses.replace(cluster, device=device)
+    if hardware == "slow" or num_devices <= 2:
+        return cluster
+    inside = dataclasses.replace(cluster.inside_host, bytes_per_s=cluster.inside_host.bytes_per_s * SLOWNESS)
+    between = dataclasses.replace(inside, bytes_per_s=inside.bytes_per_s / 10)
+    return dataclasses.replace(
+        cluster, num_hosts=num_devices // 2, devices_per_host=2, inside_host=inside, between_hosts=between
+    )
 
 
-def run_case(case: Case, hardware: str, num_devices: int) -> Row:
-    """Trains `STEPS` steps both ways and compares losses (and all other metrics) and the last states."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What plain `jax.jit` makes of a case: the first state, the metrics of each step, and the last state."""
+
+    initial: PyTree
+    metrics: list[PyTree]
+    state: PyTree
+
+
+def plain_run(case: Case) -> Reference:
+    initial = state = jax.jit(case.init)(jax.random.key(0))
+    step = jax.jit(case.step)
+    metrics = []
+    for seed in range(STEPS):
+        state, step_metrics = step(state, case.batch(seed))
+        metrics.append(step_metrics)
+    return Reference(initial=initial, metrics=metrics, state=state)
+
+
+def run_case(case: Case, reference: Reference, hardware: str, num_devices: int) -> Row:
+    """Trains `STEPS` steps in parallel and compares the metrics, the loss among them, and the last state."""
     start_s = time.perf_counter()
-    initial = jax.jit(case.init)(jax.random.key(0))
-    plain = jax.jit(case.step)
     parallel = autopar.parallelize(
         case.step, cluster=cluster_of(hardware, num_devices), cache_dir=None, show_progress=False
     )
-    expected, state = initial, jax.tree.map(lambda leaf: leaf.copy(), initial)  # the parallel step donates its state
+    state = jax.tree.map(lambda leaf: leaf.copy(), reference.initial)  # the parallel step donates its state
     loss = 0.0
-    for seed in range(STEPS):
-        expected, expected_metrics = plain(expected, case.batch(seed))
+    for seed, expected in enumerate(reference.metrics):
         state, metrics = parallel(state, parallel.put_batch(case.batch(seed)))
-        loss = max(loss, worst_difference(case, expected_metrics, metrics).relative)
-    worst = worst_difference(case, expected, state)
-    shapes = jax.eval_shape(lambda *args: args, initial, case.batch(0))
+        loss = max(loss, worst_difference(case, expected, metrics).relative)
+    worst = worst_difference(case, reference.state, state)
+    shapes = jax.eval_shape(lambda *args: args, reference.initial, case.batch(0))
     verification = autopar.verify(parallel, *shapes)
     plan = parallel.plan(*shapes)
     shardings = jax.tree.leaves((plan.state_shardings, plan.batch_shardings))
@@ -123,8 +149,10 @@ def run_case(case: Case, hardware: str, num_devices: int) -> Row:
 def work(name: str, hardware: str, devices: list[int]) -> None:
     """Prints a row in JSON for each number of devices."""
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
+    case = ALL_CASES[name]()
+    reference = plain_run(case)
     for num_devices in devices:
-        row = run_case(ALL_CASES[name](), hardware, num_devices)
+        row = run_case(case, reference, hardware, num_devices)
         print(json.dumps(dataclasses.asdict(row)), flush=True)
 
 
@@ -208,7 +236,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(ALL_CASES)}")
     parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES), choices=DEVICES)
     parser.add_argument("--published", action="store_true", help="other people's models too")
-    parser.add_argument("--hardware", choices=("slow", "local"), default="slow", help="see cluster_of")
+    parser.add_argument("--hardware", choices=("slow", "hosts", "local"), default="hosts", help="see cluster_of")
     parser.add_argument(
         "--output", type=Path, help=f"where to keep the table (default, for a full run: {RESULTS.name})"
     )
