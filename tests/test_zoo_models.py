@@ -17,6 +17,7 @@ QUICK = {
     "loss_scaling",
     "fixed_point",
     "gpt_scan",
+    "moe",
     "resnet",
     "lstm",
     "gnn",

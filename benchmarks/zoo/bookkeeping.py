@@ -61,7 +61,7 @@ def bookkeeping(*, layers: int = 2, width: int = 64, features: int = 32, classes
             "loss": loss,
             "worst_loss": losses.max(),
             "example_losses": losses,
-            "gradient_norm": optax.global_norm(grads),
+            "gradient_norm": optax.tree.norm(grads),
             "confusion": labels.T @ predictions,
             "top_classes": jax.lax.top_k(logits, 3),
         }
