@@ -317,7 +317,7 @@ class Step:
         """Raises: DonatedStateError for deleted arrays, UnsupportedError inside of another transformation."""
         leaves, _, paths, _ = flatten_arguments(dynamic, names)
         for leaf, path in zip(leaves, paths, strict=True):
-            if isinstance(leaf, jax.core.Tracer):
+            if jax_compat.is_tracer(leaf):
                 raise UnsupportedError(
                     where=f"{self.__name__}, {path}",
                     expected="an array",
@@ -408,7 +408,7 @@ def _can_be_run(args: Sequence[Any]) -> bool:
     arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
     if len(set(map(id, arrays))) != len(arrays):
         return False
-    return not any(isinstance(x, jax.core.Tracer) or x.is_deleted() for x in arrays)
+    return not any(jax_compat.is_tracer(x) or x.is_deleted() for x in arrays)
 
 
 def _without_twins(args: Sequence[Any], donated: Sequence[bool]) -> list[Any]:

@@ -121,3 +121,7 @@ def shape_of(array: Any) -> jax.ShapeDtypeStruct:
 
 def jax_version() -> tuple[int, ...]:
     return jax.__version_info__
+
+
+def is_tracer(array: Any) -> bool:
+    return isinstance(array, jax.core.Tracer)

@@ -48,7 +48,7 @@ def test_a_state_that_would_fit_nowhere_here_is_planned_for_other_hardware(job, 
     assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--save", str(saved)]) == 0
     out = capsys.readouterr().out
     assert "Plan of train_step on dgx-h100" in out
-    assert json.loads(saved.read_bytes())["cluster"]["name"] == "dgx-h100"
+    assert json.loads(saved.read_bytes())["plan"]["cluster"]["name"] == "dgx-h100"
 
     assert main(["explain", str(saved), "state"]) == 0
     assert "state['w']" in capsys.readouterr().out
