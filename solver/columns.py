@@ -37,7 +37,7 @@ class Columns:
             over[near] = np.where(over[near] < 0.05 + max(0.0, over[row]), -1.0, over[near])
         fresh = 0
         while fresh < most and len(over):
-            row = int(over.argmax())
+            row = int(np.argmax(over))
             if over[row] <= 1e-9:
                 break
             self.rows.append(row)

@@ -131,5 +131,5 @@ def run(program: Program, settings: Settings, *, integers: bool = True) -> tuple
     if not integers:
         return values, Answer(choice=None, bound=bound if proven else -math.inf, proven=proven)
     taken = values[: program.strategies]
-    choice = tuple(int(taken[a:b].argmax()) for a, b in zip(program.first[:-1], program.first[1:], strict=True))
+    choice = tuple(int(np.argmax(taken[a:b])) for a, b in zip(program.first[:-1], program.first[1:], strict=True))
     return values, Answer(choice=choice, bound=bound, proven=proven)

@@ -53,7 +53,7 @@ def used(flat: Flat, share: np.ndarray) -> np.ndarray:
     change = np.zeros(len(flat.room) + 1)
     np.add.at(change, flat.low, held)
     np.add.at(change, flat.high, -held)
-    return change.cumsum()[:-1]
+    return np.cumsum(change)[:-1]
 
 
 def shares(flat: Flat, choice: Sequence[int]) -> np.ndarray:
@@ -84,7 +84,7 @@ def worst_rows(over: np.ndarray, *, most: int) -> list[int]:
     width = max(1, len(over) // 400)
     found: list[int] = []
     while len(found) < most and len(over):
-        row = int(over.argmax())
+        row = int(np.argmax(over))
         if over[row] <= 0:
             break
         found.append(row)
