@@ -1,4 +1,4 @@
-"""What runs a plan: schedules as lists of tasks, the program of each process, its execution and its simulation.
+"""Where pipelines over several stages will be run: schedules, programs, simulation. Empty so far.
 
-Imported as `autopar.runtime`. It knows nothing of the solver.
+Imported as `autopar.runtime`; knows nothing of the solver.
 """

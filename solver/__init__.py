@@ -1,4 +1,4 @@
-"""One strategy a node at the least cost within the memory limit: the ILP of DESIGN section 4."""
+"""One strategy a node at the least cost within the memory limit."""
 
 from .checking import brute_force, evaluate
 from .ilp import Backend

@@ -1,4 +1,4 @@
-"""The integer program in arrays: formulas (1), (2), (4) and (5) of DESIGN section 4 ((3) is in tying.py), built in
+"""The integer program in arrays: formulas (1), (2), (4) and (5) ((3) is in tying.py), built in
 bulk.
 
 Strategies and pairs of infinite cost are left out, not priced. Edge variables are continuous: given 0-1 node

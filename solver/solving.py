@@ -1,7 +1,7 @@
 """The solver's one door: reduce, solve what is left, undo, and say what is proven.
 
 Memory mostly does not bind: a problem is first solved without it, exactly and by elimination as far as that goes. If
-the answer passes the limit it is reduced with its memory, and solved by the program of DESIGN section 4 when that is
+the answer passes the limit it is reduced with its memory, and solved by the integer program when that is
 small, by the anytime core when it is not; strategies that the core's bound rules out are dropped until the program can
 finish the proof.
 """
