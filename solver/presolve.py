@@ -38,7 +38,10 @@ def reduce_all(problem: Problem) -> Reduction:
     total = Reduction(problem=problem, undo=tuple)
     while True:
         before = size(total.problem)
-        for step in (merge_parallel, drop_forbidden, fold_forced, merge_followers, eliminate, drop_dominated):
+        # Merging followers can close a circle of rules that excludes strategies, or all of them: what is forbidden is
+        # dropped again before elimination, which takes for granted that every strategy left is allowed.
+        merging = (merge_followers, merge_parallel, drop_forbidden)
+        for step in (merge_parallel, drop_forbidden, fold_forced, *merging, eliminate, drop_dominated):
             try:
                 total = chain(total, step(total.problem))
             except ConflictError as conflict:

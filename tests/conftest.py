@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 
+import hypothesis
 import pytest
 
 NUM_DEVICES = 8
@@ -16,6 +17,10 @@ if _DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
 # A plan that an older version of the code left in the user's cache would pass for one of this version.
 _CACHE = tempfile.mkdtemp(prefix="autopar-tests-")
 os.environ["AUTOPAR_CACHE_DIR"] = _CACHE
+
+# The same examples in every run: what a run shows is the change's doing. Sweeps with other examples are made by hand.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

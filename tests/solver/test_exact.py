@@ -118,3 +118,18 @@ def test_users_mistakes_are_named() -> None:
         solve(Problem(node_cost=(np.array([math.nan]),)))
     with pytest.raises(ValueError, match="use 0: bytes"):
         solve(Problem(node_cost=(np.zeros(1),), uses=(Use(node=0, start=0, stop=1, bytes=np.array([0.5])),)))
+
+
+def test_rules_in_a_circle_can_exclude_everything() -> None:
+    same = np.array([[0.0, np.inf], [np.inf, 0.0]])
+    other = np.array([[np.inf, 0.0], [0.0, np.inf]])
+    problem = Problem(
+        node_cost=(np.zeros(2), np.ones(2), np.zeros(2), np.array([1.0, 2.0])),
+        edges=(
+            Edge(source=0, target=1, cost=other),
+            Edge(source=1, target=2, cost=same),
+            Edge(source=0, target=2, cost=same),
+            Edge(source=2, target=3, cost=np.ones((2, 2))),
+        ),
+    )
+    assert solve(problem).status is Status.INFEASIBLE
