@@ -14,7 +14,7 @@ between a home and a reader is an edge.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.algebra import is_summing_type, sums_locally
 from autopar.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind, Role
@@ -91,9 +91,12 @@ class Assembly:
     partials: Partials
 
 
-def assemble(graph: OpGraph, mesh: LogicalMesh) -> Assembly:
-    """Nodes and edges of a graph. The order is the program's, so it is the same in every process."""
-    return _Assembler(graph, mesh).run()
+def assemble(graph: OpGraph, mesh: LogicalMesh, wires: Mapping[int, Layout] | None = None) -> Assembly:
+    """Nodes and edges of a graph. The order is the program's, so it is the same in every process.
+
+    `wires[op.id]` is the layout in which a SEND operation wants its operand.
+    """
+    return _Assembler(graph, mesh, wires or {}).run()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +111,9 @@ class _Read:
 
 
 class _Assembler:
-    def __init__(self, graph: OpGraph, mesh: LogicalMesh) -> None:
-        self.graph, self.mesh = graph, mesh
+    def __init__(self, graph: OpGraph, mesh: LogicalMesh, wires: Mapping[int, Layout]) -> None:
+        self.graph, self.mesh, self.wires = graph, mesh, wires
+        self.once = graph.once() if graph.num_microbatches > 1 else frozenset()
         self.nodes: list[Node] = []
         self.raw: dict[int, Home] = {}
         self.placed: dict[int, Home] = {}
@@ -204,8 +208,31 @@ class _Assembler:
                 self.scan(op)
             elif op.kind is OpKind.WHILE:
                 self.while_loop(op)
-            else:
+            elif op.kind is OpKind.COND:
                 self.branches(op)
+            elif op.kind is OpKind.SPLIT:
+                self.boundary(op.inputs[0], op.outputs[0], f"{op.module or 'batch'} split", op.role, op.count)
+            elif op.kind is OpKind.ACCUMULATE:
+                self.accumulate(op)
+            elif op.kind is OpKind.STACK:
+                self.alias(op.inputs[0], op.outputs[0])
+            else:
+                layouts = self.one((self.wires[op.id],))
+                self.read(op.inputs[0], self.node(1, "wire", "sent", layouts), layouts, op.role, op.count)
+
+    def accumulate(self, op: Op) -> None:
+        """The sum over micro-batches lies as each summand does, partial or whole, and is reduced once."""
+        (source,), (target,) = op.inputs, op.outputs
+        if not isinstance(source, int) or source not in self.raw:
+            return
+        if not self.partials.reads_raw(op, 0):
+            self.alias(source, target)
+            return
+        home = self.raw[source]
+        self.raw[target] = self.placed[target] = home
+        self.order[target] = len(self.order)
+        if _any_partial(home.layouts):
+            self.place(target, f"{op.module or 'sum'} accumulated", 1.0)
 
     def alias(self, source: Atom, target: int) -> None:
         """The target lies as the source does."""
@@ -413,10 +440,12 @@ class _Assembler:
         def copy(value: int, readers: str, source: Home, counts: dict[Home, float]) -> Home:
             if len(counts) < 2 or len(source.layouts) == 1 or _any_partial(source.layouts):
                 return source
+            # A copy for all of what no micro-batch changes is made once, before the first one, and kept.
+            count = 1.0 if readers == ALL and value in self.once else max(counts.values())
             layouts = self.every_layout(value)
             name = f"{self.nodes[source.node].name} read by {readers}"
             copies[value, readers] = made = Home(self.node(len(layouts), "copy", name, layouts), layouts)
-            reshards.append(Reshard(value=value, source=source, target=made, count=max(counts.values())))
+            reshards.append(Reshard(value=value, source=source, target=made, count=count))
             return made
 
         for (value, source), by_role in groups.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError
-from autopar.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
+from autopar.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, free_values, walk
 from autopar.rules import RuleBook, equation_key
 from autopar.staging import TracedStep
 
@@ -208,19 +208,10 @@ def remove_dead(block: Block) -> Block:
             continue
         if op.blocks:
             op = dataclasses.replace(op, blocks=tuple(remove_dead(b) for b in op.blocks))
-            live |= {i for inner in op.blocks for i in _free_values(inner)}
+            live |= {i for inner in op.blocks for i in free_values(inner)}
         live |= {a for a in op.inputs if isinstance(a, int)}
         kept.append(op)
     return dataclasses.replace(block, ops=tuple(reversed(kept)))
-
-
-def _free_values(block: Block) -> set[int]:
-    """Values that a block reads from around it."""
-    made = {*block.inputs, *(o for op in walk(block) for o in op.outputs)}
-    made |= {i for op in walk(block) for inner in op.blocks for i in inner.inputs}
-    read = [a for op in walk(block) for a in op.inputs] + list(block.outputs)
-    read += [a for op in walk(block) for inner in op.blocks for a in inner.outputs]
-    return {a for a in read if isinstance(a, int)} - made
 
 
 def _with_rules(block: Block, rules: RuleBook) -> Block:

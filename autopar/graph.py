@@ -26,6 +26,28 @@ class OpKind(enum.Enum):
     SCAN = "scan"
     WHILE = "while"
     COND = "cond"
+    # What enters and leaves the loop over micro-batches, one operand and one result each:
+    SPLIT = "split"  # a value with examples of the whole batch; the result holds those of one micro-batch
+    ACCUMULATE = "accumulate"  # a summand that each micro-batch makes; the result is their sum
+    STACK = "stack"  # what each micro-batch makes of its examples; the result holds the whole batch
+    # A value that another stage reads leaves its stage here; no results.
+    SEND = "send"
+
+
+class Section(enum.Enum):
+    """When an operation runs in a step that is cut into micro-batches, in order."""
+
+    WHOLE = "whole"  # the step is not cut
+    BEFORE = "before"  # once, before the first micro-batch
+    FORWARD = "forward"  # once a micro-batch
+    BACKWARD = "backward"  # once a micro-batch, after its forward section
+    WEIGHT = "weight"  # the part of the backward section that no other stage waits for
+    AFTER = "after"  # once, after the last micro-batch
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it runs once for each micro-batch."""
+        return self in (Section.FORWARD, Section.BACKWARD, Section.WEIGHT)
 
 
 class FactorKind(enum.Enum):
@@ -99,9 +121,10 @@ class Op:
 
     `key` tells what an equation computes of its operands (primitive, parameters, literals, shapes): equations with
     equal keys and operands compute the same. `count` is how often it runs in a step (trip counts of the loops around
-    it, multiplied). For loops: `blocks` are (body,) of a scan, (condition, body) of a while, the branches of a cond;
-    `num_consts` and `num_carry` divide a loop's inputs as jax does (for a while, `num_consts` counts both condition's
-    and body's constants and `num_condition_consts` the first of them).
+    it, and micro-batches, multiplied). `dim` is where a SPLIT cuts and a STACK joins. For loops: `blocks` are (body,)
+    of a scan, (condition, body) of a while, the branches of a cond; `num_consts` and `num_carry` divide a loop's
+    inputs as jax does (for a while, `num_consts` counts both condition's and body's constants and
+    `num_condition_consts` the first of them).
     """
 
     id: int
@@ -120,6 +143,8 @@ class Op:
     num_carry: int = 0
     num_condition_consts: int = 0
     trips: int = 1
+    section: Section = Section.WHOLE
+    dim: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +159,9 @@ class OpGraph:
     """The whole step. The top block's inputs are the hoisted constants, then the flat arguments.
 
     `tied` pairs a position in the inputs with the position in the outputs that must have the same layout; `donated`
-    are the inputs whose memory the step may reuse; `batch` the inputs that carry examples.
+    are the inputs whose memory the step may reuse; `batch` the inputs that carry examples. Where the step is cut into
+    `num_microbatches`, the top block's operations stand in the order of their sections, and `repeating` are the inputs
+    that arrive once for each micro-batch (from another stage).
     """
 
     values: tuple[Value, ...]
@@ -143,6 +170,19 @@ class OpGraph:
     tied: tuple[tuple[int, int], ...]
     donated: frozenset[int]
     batch: frozenset[int]
+    num_microbatches: int = 1
+    repeating: frozenset[int] = frozenset()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the step is cut into sections."""
+        return any(op.section is not Section.WHOLE for op in self.block.ops)
+
+    def once(self) -> frozenset[int]:
+        """The values of the top block that are the same for every micro-batch and known before the first one."""
+        found = {v for i, v in enumerate(self.block.inputs) if i not in self.repeating}
+        before = (op for op in self.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
+        return frozenset(found | {v for op in before for v in op.outputs})
 
     def ops(self) -> Iterator[Op]:
         """Every operation, bodies of loops after their loop."""
@@ -154,3 +194,18 @@ def walk(block: Block) -> Iterator[Op]:
         yield op
         for inner in op.blocks:
             yield from walk(inner)
+
+
+def free_values(block: Block) -> set[int]:
+    """Values that a block reads from around it."""
+    made = {*block.inputs, *(o for op in walk(block) for o in op.outputs)}
+    made |= {i for op in walk(block) for inner in op.blocks for i in inner.inputs}
+    read = [a for op in walk(block) for a in op.inputs] + list(block.outputs)
+    read += [a for op in walk(block) for inner in op.blocks for a in inner.outputs]
+    return {a for a in read if isinstance(a, int)} - made
+
+
+def read_by(op: Op) -> tuple[int, ...]:
+    """The values that an operation reads: its operands, then what its blocks read from around them."""
+    own = [a for a in op.inputs if isinstance(a, int)]
+    return tuple(dict.fromkeys([*own, *(v for block in op.blocks for v in sorted(free_values(block)))]))

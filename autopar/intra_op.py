@@ -43,7 +43,8 @@ class ShardingPlan:
     """The decisions for one graph on one mesh.
 
     `strategy[op.id]` of every operation that has a choice (the others are replicated); `raw`, `placed` and `copies` are
-    layouts of values as in `Assembly`; a value that is in none of them is replicated.
+    layouts of values as in `Assembly`; a value that is in none of them is replicated. `wires[op.id]` is the layout in
+    which a value leaves for another stage.
     """
 
     mesh: LogicalMesh
@@ -53,6 +54,7 @@ class ShardingPlan:
     placed: dict[int, Layout]
     copies: dict[tuple[int, str], Layout]
     report: SolverReport
+    wires: dict[int, Layout] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +68,16 @@ class MemoryPrices:
 class IntraOp:
     """The ILP of one graph and mesh; built once, solved for any memory limit."""
 
-    def __init__(self, graph: OpGraph, model: CostModel, fixed: dict[int, Layout] | None = None) -> None:
-        """`fixed` gives values of the step's arguments the one layout they may have."""
-        self.graph, self.model, self.fixed = graph, model, fixed or {}
-        self.assembly: Assembly = assemble(graph, model.links.mesh)
+    def __init__(
+        self,
+        graph: OpGraph,
+        model: CostModel,
+        fixed: dict[int, Layout] | None = None,
+        wires: dict[int, Layout] | None = None,
+    ) -> None:
+        """`fixed` gives arguments the one layout they may have, `wires` SEND operations that of their operand."""
+        self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
+        self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires)
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
         self._numbers: dict[int, np.ndarray] = {}
@@ -219,6 +227,7 @@ class IntraOp:
             placed={v: at(home) for v, home in assembly.placed.items()},
             copies={key: at(home) for key, home in assembly.copies.items()},
             report=report,
+            wires=self.wires,
         )
 
 

@@ -11,7 +11,7 @@ from collections import ChainMap
 from collections.abc import Sequence
 
 from autopar.assembly import ALL, PLACED, RAW
-from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role
+from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section
 from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh
@@ -39,6 +39,7 @@ class Move:
     module: str
     role: Role
     apart: bool = False
+    section: Section = Section.WHOLE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,47 @@ class Loop:
     results: tuple[Layout, ...]
 
 
-Instruction = Move | Compute | Pass | Loop
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Cuts a value into those of the micro-batches, which lie as it does."""
+
+    op: Op
+    read: Place | None
+    result: Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulate:
+    """Adds a summand to the sum over micro-batches (`sum_` lies as the summand; it starts from zeros)."""
+
+    op: Op
+    read: Place | None
+    sum_: Place
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Joins what the micro-batches made; the result lies as they do."""
+
+    op: Op
+    read: Place | None
+    result: Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """A value is in the layout in which another stage takes it."""
+
+    op: Op
+    read: Place | None
+
+
+Instruction = Move | Compute | Pass | Loop | Split | Accumulate | Stack | Leave
+
+
+def section_of(instruction: Instruction) -> Section:
+    """The section in which an instruction of the top block runs."""
+    return instruction.section if isinstance(instruction, Move) else instruction.op.section
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,20 +141,49 @@ def lower(graph: OpGraph, plan: ShardingPlan, links: MeshLinks) -> LoweredBlock:
 
 
 class _Scope:
-    """The places in which values lie at a point of the program. Inner scopes see outer ones."""
+    """The places in which values lie at a point of the program. Inner scopes see outer ones.
 
-    def __init__(self, places: ChainMap[int, dict[Place, None]] | None = None) -> None:
-        self.places: ChainMap[int, dict[Place, None]] = places if places is not None else ChainMap()
-        self.instructions: list[Instruction] = []
+    Instructions are kept by the section in which they run; a scope inside of a loop has one section only. `once` are
+    the values that all micro-batches share.
+    """
 
-    def inner(self) -> _Scope:
-        return _Scope(self.places.new_child())
+    def __init__(
+        self,
+        once: frozenset[int] = frozenset(),
+        places: ChainMap[int, dict[Place, Section]] | None = None,
+        section: Section = Section.WHOLE,
+    ) -> None:
+        self.once, self.section = once, section
+        self.is_inner = places is not None
+        self.places: ChainMap[int, dict[Place, Section]] = places if places is not None else ChainMap()
+        self.by_section: dict[Section, list[Instruction]] = {section: [] for section in Section}
 
-    def has(self, value: int, place: Place) -> bool:
-        return any(place in m.get(value, {}) for m in self.places.maps)
+    def inner(self, section: Section) -> _Scope:
+        return _Scope(self.once, self.places.new_child(), section)
 
-    def add(self, value: int, place: Place) -> None:
-        self.places.maps[0].setdefault(value, {})[place] = None
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        return tuple(i for section in Section for i in self.by_section[section])
+
+    def append(self, instruction: Instruction, section: Section) -> None:
+        self.by_section[section].append(instruction)
+
+    def has(self, value: int, place: Place, section: Section) -> bool:
+        return any(place in m.get(value, {}) and self.sees(value, m[value][place], section) for m in self.places.maps)
+
+    def sees(self, value: int, made: Section, section: Section) -> bool:
+        """Whether what was made in one section can be read in another. What no micro-batch changes is moved anew in
+        each section rather than kept for every micro-batch."""
+        if made is section or made in (Section.WHOLE, Section.BEFORE):
+            return True
+        return made.repeats and section.repeats and value not in self.once
+
+    def add(self, value: int, place: Place, section: Section) -> None:
+        self.places.maps[0].setdefault(value, {})[place] = section
+
+    def made_in(self, value: int) -> Section:
+        """The section whose operation makes a value."""
+        return next(iter(next(m[value] for m in self.places.maps if value in m).values()))
 
     def moved_before(self, value: int, layout: Layout) -> bool:
         return any(place[0] == layout for m in self.places.maps for place in m.get(value, {}))
@@ -126,15 +196,17 @@ class _Lowering:
 
     def top(self) -> LoweredBlock:
         block = self.graph.block
-        scope = _Scope()
-        inputs = tuple(self.enter(scope, v) for v in block.inputs)
+        scope = _Scope(self.graph.once() if self.graph.num_microbatches > 1 else frozenset())
+        repeating = {v for i, v in enumerate(block.inputs) if i in self.graph.repeating}
+        inputs = tuple(self.enter(scope, v, Section.FORWARD if v in repeating else Section.WHOLE) for v in block.inputs)
         self.block(scope, block)
         tied = {target: block.inputs[source] for source, target in self.graph.tied}
+        scope.section = Section.AFTER if self.graph.is_cut else Section.WHOLE
         outputs: list[Place | None] = []
         for position, atom in enumerate(block.outputs):
             want = self.home(tied[position]) if position in tied else None
             outputs.append(self.read(scope, atom, want, Role.UPDATE, "", 1.0))
-        return LoweredBlock(block=block, inputs=inputs, instructions=tuple(scope.instructions), outputs=tuple(outputs))
+        return LoweredBlock(block=block, inputs=inputs, instructions=scope.instructions, outputs=tuple(outputs))
 
     def rank(self, value: int) -> int:
         return len(self.graph.values[value].shape)
@@ -143,9 +215,9 @@ class _Lowering:
         """Where a value lies as its operation, or the block it enters, leaves it."""
         return self.plan.raw.get(value) or replicated(self.rank(value))
 
-    def enter(self, scope: _Scope, value: int) -> Layout:
+    def enter(self, scope: _Scope, value: int, section: Section) -> Layout:
         layout = self.home(value)
-        scope.add(value, (layout, RAW))
+        scope.add(value, (layout, RAW), section)
         return layout
 
     # Reading
@@ -182,7 +254,10 @@ class _Lowering:
     ) -> Place:
         if source[0] == target[0]:
             return source
-        if not scope.has(value, target):
+        section = scope.section
+        if value in scope.once and section.repeats and target[1] in (ALL, PLACED) and not scope.is_inner:
+            section, count = Section.BEFORE, 1.0  # what no micro-batch changes and all read alike is moved once
+        if not scope.has(value, target, section):
             move = Move(
                 value=value,
                 source=source,
@@ -192,21 +267,51 @@ class _Lowering:
                 module=module,
                 role=role,
                 apart=scope.moved_before(value, target[0]),
+                section=section,
             )
-            scope.instructions.append(move)
-            scope.add(value, target)
+            scope.append(move, section)
+            scope.add(value, target, section)
         return target
 
     # Operations
 
     def block(self, scope: _Scope, block: Block) -> None:
         for op in block.ops:
+            if not scope.is_inner:
+                scope.section = op.section
             if op.kind is OpKind.EQUATION:
                 self.equation(scope, op)
             elif op.kind is OpKind.BARRIER:
                 self.barrier(scope, op)
-            else:
+            elif op.kind in (OpKind.SCAN, OpKind.WHILE, OpKind.COND):
                 self.loop(scope, op)
+            else:
+                self.crossing(scope, op)
+
+    def crossing(self, scope: _Scope, op: Op) -> None:
+        """A value enters or leaves the loop over micro-batches, or the stage."""
+        (atom,) = op.inputs
+        if op.kind is OpKind.SPLIT:
+            (target,) = op.outputs
+            place = self.read(scope, atom, self.home(target), op.role, op.module, op.count)
+            scope.append(Split(op=op, read=place, result=self.home(target)), op.section)
+            scope.add(target, (self.home(target), RAW), Section.FORWARD)
+        elif op.kind is OpKind.ACCUMULATE:
+            (target,) = op.outputs
+            home = self.home(target)
+            raw = self.plan.partials.reads_raw(op, 0)
+            place = self.read(scope, atom, home, op.role, op.module, op.count, raw)
+            scope.append(Accumulate(op=op, read=place, sum_=(home, RAW)), op.section)
+            scope.add(target, (home, RAW), Section.AFTER)
+        elif op.kind is OpKind.STACK:
+            (target,) = op.outputs
+            scope.section = scope.made_in(atom) if isinstance(atom, int) else op.section
+            place = self.read(scope, atom, self.home(target), op.role, op.module, op.count)
+            scope.append(Stack(op=op, read=place, result=self.home(target)), op.section)
+            scope.add(target, (self.home(target), RAW), op.section)
+        else:
+            place = self.read(scope, atom, self.plan.wires[op.id], op.role, op.module, op.count)
+            scope.append(Leave(op=op, read=place), op.section)
 
     def equation(self, scope: _Scope, op: Op) -> None:
         strategy = self.plan.strategy.get(op.id)
@@ -235,9 +340,9 @@ class _Lowering:
         compute = Compute(
             op=op, reads=tuple(reads), results=results, strategy=strategy, written_out=written_out, reduced=reduced
         )
-        scope.instructions.append(compute)
+        scope.append(compute, scope.section)
         for value, place in zip(op.outputs, compute.places, strict=True):
-            scope.add(value, place)
+            scope.add(value, place, scope.section)
 
     def barrier(self, scope: _Scope, op: Op) -> None:
         reads = []
@@ -246,8 +351,8 @@ class _Lowering:
             place = self.read(scope, source, None, op.role, op.module, op.count)
             assert place is not None, "a value lies somewhere"
             reads.append(place)
-            scope.add(target, (place[0], RAW))
-        scope.instructions.append(Pass(op=op, reads=tuple(reads)))
+            scope.add(target, (place[0], RAW), scope.section)
+        scope.append(Pass(op=op, reads=tuple(reads)), scope.section)
 
     def loop(self, scope: _Scope, op: Op) -> None:
         wants, blocks = self.entries(op), []
@@ -257,19 +362,17 @@ class _Lowering:
         )
         results = tuple(self.home(v) for v in op.outputs)
         for index, block in enumerate(op.blocks):
-            inner = scope.inner()
-            inputs = tuple(self.enter(inner, v) for v in block.inputs)
+            inner = scope.inner(scope.section)
+            inputs = tuple(self.enter(inner, v, scope.section) for v in block.inputs)
             self.block(inner, block)
             outputs = tuple(
                 self.read(inner, atom, want, op.role, op.module, op.count * op.trips, raw)
                 for atom, (want, raw) in zip(block.outputs, self.exits(op, index), strict=True)
             )
-            blocks.append(
-                LoweredBlock(block=block, inputs=inputs, instructions=tuple(inner.instructions), outputs=outputs)
-            )
-        scope.instructions.append(Loop(op=op, reads=reads, blocks=tuple(blocks), results=results))
+            blocks.append(LoweredBlock(block=block, inputs=inputs, instructions=inner.instructions, outputs=outputs))
+        scope.append(Loop(op=op, reads=reads, blocks=tuple(blocks), results=results), scope.section)
         for value, layout in zip(op.outputs, results, strict=True):
-            scope.add(value, (layout, RAW))
+            scope.add(value, (layout, RAW), scope.section)
 
     def entries(self, op: Op) -> list[Layout | None]:
         """The layouts in which a loop takes its inputs."""

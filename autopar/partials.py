@@ -1,8 +1,8 @@
 """Which values are worth keeping partial: those whose sums are added up before they are reduced once.
 
 Two partial gradients of one tied parameter, the input gradients of projections that read one activation, a gradient
-accumulated by a loop: reducing each alone sends the same bytes several times. Everything else is reduced where it is
-made, so that the search does not carry partial states that gain nothing.
+accumulated by a loop or over micro-batches: reducing each alone sends the same bytes several times. Everything else is
+reduced where it is made, so that the search does not carry partial states that gain nothing.
 """
 
 from __future__ import annotations
@@ -68,6 +68,18 @@ def _forward(
             _accumulators(op, graph, origins, carriers, wanted)
         for inner in op.blocks:
             _forward(inner, graph, origins, carriers, wanted)
+        if op.kind is OpKind.SCAN:
+            (body,) = op.blocks
+            carried = body.inputs[op.num_consts : op.num_consts + op.num_carry]
+            for inner_value, after, result in zip(carried, body.outputs, op.outputs, strict=False):
+                if inner_value in origins and after in origins:
+                    origins[result] = frozenset({op.id})
+        if op.kind is OpKind.ACCUMULATE and op.inputs[0] in origins:
+            # Summands of all micro-batches are added up before they are reduced, once a step.
+            (summand,), (result,) = op.inputs, op.outputs
+            origins[result] = origins[summand]
+            carriers[result] = (op, frozenset({0}))
+            wanted.append(result)
         if op.kind is not OpKind.EQUATION or op.rule is None or len(op.outputs) != 1:
             continue
         (result,) = op.outputs

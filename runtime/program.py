@@ -1,0 +1,125 @@
+"""What a pipelined step is made of, and the one totally ordered list of instructions that runs it.
+
+The same list is executed (by every process, each doing what is local to it) and simulated. Nothing here knows jax: a
+task is a name for a compiled function, a buffer a name for the array that a task makes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class TaskKind(enum.Enum):
+    """What a task does. FORWARD, BACKWARD and WEIGHT run once a micro-batch, the others once a step."""
+
+    BEFORE = "before"
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHT = "W"
+    AFTER = "after"
+
+    @property
+    def repeats(self) -> bool:
+        return self in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """An array that lies on one mesh. `repeats`: there is one for each micro-batch, else one for the step.
+
+    `nbytes` on one device.
+    """
+
+    name: str
+    mesh: int
+    nbytes: int
+    repeats: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A function compiled for one mesh. `inputs` and `outputs` are numbers of buffers, in the function's order.
+
+    A task that runs once and names a repeating buffer takes, or makes, all of its micro-batches: they stand one after
+    the other in place of the buffer. `donated` are positions in `inputs` whose memory the task takes over: those
+    buffers end with it. An accumulator is a buffer that does not repeat and that a repeating task both takes (donated)
+    and makes: each run makes the next state of the same buffer. `index` orders the tasks of one kind on one stage.
+    """
+
+    name: str
+    stage: int
+    mesh: int
+    kind: TaskKind
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    donated: tuple[int, ...] = ()
+    index: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Copies a buffer to another mesh, once for each micro-batch where it repeats (source and target alike).
+
+    `nbytes` over the busiest link.
+    """
+
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Everything that runs in a step, without an order. `inputs` are the step's arguments, `outputs` its results.
+
+    Arguments are buffers that no task makes; results are never freed.
+    """
+
+    buffers: tuple[Buffer, ...]
+    tasks: tuple[Task, ...]
+    transfers: tuple[Transfer, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """Runs a task. Slots hold arrays; `outputs` may be slots that `inputs` name (donated)."""
+
+    task: int
+    micro_batch: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Send:
+    """Copies arrays between two meshes, all in one call: `transfers[i]` from slot `sources[i]` to `targets[i]`."""
+
+    transfers: tuple[int, ...]
+    micro_batch: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Free:
+    """Drops the arrays of slots. Slots may be used again afterwards."""
+
+    slots: tuple[int, ...]
+
+
+Instruction = Run | Send | Free
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The list. `input_slots` and `output_slots` go with the pipeline's inputs and outputs."""
+
+    pipeline: Pipeline
+    num_microbatches: int
+    instructions: tuple[Instruction, ...]
+    num_slots: int
+    input_slots: tuple[int, ...]
+    output_slots: tuple[int, ...]
