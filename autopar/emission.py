@@ -18,7 +18,19 @@ from autopar import jax_compat
 from autopar.assembly import RAW
 from autopar.graph import Constant, OpGraph, OpKind
 from autopar.layout import Layout
-from autopar.lowering import Compute, Instruction, Loop, LoweredBlock, Move, Pass, Place
+from autopar.lowering import (
+    Accumulate,
+    Compute,
+    Instruction,
+    Leave,
+    Loop,
+    LoweredBlock,
+    Move,
+    Pass,
+    Place,
+    Split,
+    Stack,
+)
 from autopar.resharding import Step, StepKind
 from autopar.specs import named_sharding, partition_spec
 
@@ -26,10 +38,14 @@ Environment = dict[tuple[int, Place], Any]
 
 
 class Emitter:
-    """Evaluates lowered blocks on tracers."""
+    """Evaluates lowered blocks on tracers.
 
-    def __init__(self, graph: OpGraph, mesh: Mesh) -> None:
-        self.graph, self.mesh = graph, mesh
+    `groups` is the number of runs of neighbouring examples that a batch is cut into before it is cut into micro-batches
+    (`tasks.groups_of_examples`).
+    """
+
+    def __init__(self, graph: OpGraph, mesh: Mesh, groups: int = 1) -> None:
+        self.graph, self.mesh, self.groups = graph, mesh, groups
 
     def __call__(self, lowered: LoweredBlock, args: Sequence[Any]) -> list[Any]:
         """The outputs of the step for its inputs (constants first), both as global arrays."""
@@ -67,8 +83,41 @@ class Emitter:
             through = jax.lax.optimization_barrier(values)
             for value, place, array in zip(instruction.op.outputs, instruction.reads, through, strict=True):
                 env[value, (place[0], RAW)] = self.pin(array, place[0])
-        else:
+        elif isinstance(instruction, Loop):
             self.loop(instruction, env)
+        elif not isinstance(instruction, Leave):
+            self.crossing(instruction, env)
+
+    # Micro-batches
+
+    def crossing(self, instruction: Split | Accumulate | Stack, env: Environment) -> None:
+        """A value enters or leaves the loop over micro-batches. Of a split or stacked one there is a list of arrays."""
+        (atom,), (target,) = instruction.op.inputs, instruction.op.outputs
+        value = self.literal(atom) if instruction.read is None else env[self.key(atom, instruction.read)]
+        if isinstance(instruction, Accumulate):
+            key = target, instruction.sum_
+            env[key] = self.pin(env[key] + value, instruction.sum_[0])
+        elif isinstance(instruction, Split):
+            env[target, (instruction.result, RAW)] = self.split(value, instruction)
+        else:
+            env[target, (instruction.result, RAW)] = self.stack(value, instruction)
+
+    def split(self, array: Any, instruction: Split) -> list[Any]:
+        """Each micro-batch takes an equal share of each group of neighbouring examples."""
+        m, dim = self.graph.num_microbatches, instruction.op.dim
+        before, size, after = array.shape[:dim], array.shape[dim], array.shape[dim + 1 :]
+        parts = array.reshape((*before, self.groups, m, size // (self.groups * m), *after))
+        taken = (jax.lax.index_in_dim(parts, k, dim + 1, keepdims=False) for k in range(m))
+        return [self.pin(part.reshape((*before, size // m, *after)), instruction.result) for part in taken]
+
+    def stack(self, arrays: Sequence[Any], instruction: Stack) -> Any:
+        """The inverse of `split`."""
+        m, dim = self.graph.num_microbatches, instruction.op.dim
+        shape = arrays[0].shape
+        before, size, after = shape[:dim], shape[dim], shape[dim + 1 :]
+        parts = [a.reshape((*before, self.groups, size // self.groups, *after)) for a in arrays]
+        joined = jnp.stack(parts, dim + 1).reshape((*before, m * size, *after))
+        return self.pin(joined, instruction.result)
 
     def operands(self, instruction: Compute | Loop, env: Environment) -> list[Any]:
         return [

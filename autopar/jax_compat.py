@@ -119,6 +119,17 @@ def shape_of(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jax.numpy.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))
 
 
+_KEY_IMPLEMENTATIONS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}  # as key types print them
+
+
+def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
+    """Shape and type from a type's name, `key<fry>` and the like included."""
+    if dtype.startswith("key<"):
+        implementation = _KEY_IMPLEMENTATIONS[dtype[4:-1]]
+        return jax.ShapeDtypeStruct(tuple(shape), jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype)
+    return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
+
+
 def jax_version() -> tuple[int, ...]:
     return jax.__version_info__
 

@@ -42,9 +42,7 @@ def cut(graph: OpGraph, stage_of: Mapping[int, int], homes: Mapping[int, int], n
 
 
 class _Cutter:
-    def __init__(
-        self, graph: OpGraph, stage_of: Mapping[int, int], homes: Mapping[int, int], num_stages: int
-    ) -> None:
+    def __init__(self, graph: OpGraph, stage_of: Mapping[int, int], homes: Mapping[int, int], num_stages: int) -> None:
         self.graph, self.stage_of, self.num_stages = graph, dict(stage_of), num_stages
         self.position = {v: i for i, v in enumerate(graph.block.inputs)}
         self.home = {v: homes[i] for i, v in enumerate(graph.block.inputs) if i in homes}

@@ -1,0 +1,83 @@
+"""Each task of a staged program as a jax function on global arrays, compiled for its stage's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from autopar import jax_compat
+from autopar.emission import Emitter
+from autopar.lowering import Stack
+from autopar.specs import named_sharding
+from autopar.tasks import Key, LoweredStage, StagedProgram, StageTask, groups_of_examples, layout_of, shape_of
+
+
+def compile_tasks(program: StagedProgram, stages: Sequence[LoweredStage], meshes: Sequence[Mesh | None]) -> list[Any]:
+    """The executable of each task; None for those of meshes that are not here (None in `meshes`)."""
+    groups = groups_of_examples(stages)
+    out = []
+    for number, task in enumerate(program.tasks):
+        mesh = meshes[stages[task.stage].mesh_index]
+        out.append(None if mesh is None else compile_task(program, number, stages[task.stage], mesh, groups))
+    return out
+
+
+def compile_task(program: StagedProgram, number: int, stage: LoweredStage, mesh: Mesh, groups: int) -> Any:
+    """Lowers and compiles one task. Its arguments are flat, in the order of the task's inputs."""
+    task, linked = program.tasks[number], program.pipeline.tasks[number]
+    m = stage.stage.graph.num_microbatches
+
+    def copies(buffer: int) -> int:
+        return m if program.pipeline.buffers[buffer].repeats and not task.kind.repeats else 1
+
+    inputs = [key for key, b in zip(task.inputs, linked.inputs, strict=True) for _ in range(copies(b))]
+    outputs = [key for key, b in zip(task.outputs, linked.outputs, strict=True) for _ in range(copies(b))]
+    avals = [jax_compat.struct(shape_of(stage.stage.graph, key, stage.mesh), dtype_of(stage, key)) for key in inputs]
+    donated = {linked.inputs[i] for i in linked.donated}
+    positions = [b for b in linked.inputs for _ in range(copies(b))]
+    jitted = jax.jit(
+        task_function(task, stage, mesh, groups),
+        in_shardings=tuple(sharding_of(key, mesh) for key in inputs),
+        out_shardings=tuple(sharding_of(key, mesh) for key in outputs),
+        donate_argnums=tuple(i for i, b in enumerate(positions) if b in donated),
+    )
+    return jitted.lower(*avals).compile()
+
+
+def task_function(task: StageTask, stage: LoweredStage, mesh: Mesh, groups: int) -> Callable[..., tuple[Any, ...]]:
+    """The function of a task: flat arrays in, flat arrays out; of a value that it takes or makes for all micro-batches
+    there are as many arrays."""
+    graph = stage.stage.graph
+    emitter = Emitter(graph, mesh, groups)
+    stacked = {(i.op.inputs[0], i.read) for i in task.instructions if isinstance(i, Stack) and i.read is not None}
+
+    def function(*arrays: Any) -> tuple[Any, ...]:
+        rest = iter(arrays)
+        env: dict[Key, Any] = {}
+        for key in task.inputs:
+            env[key] = [next(rest) for _ in range(graph.num_microbatches)] if key in stacked else next(rest)
+        for key in task.zeros:
+            shape = shape_of(graph, key, stage.mesh)
+            env[key] = emitter.pin(jnp.zeros(shape, graph.values[key[0]].dtype), layout_of(key))
+        for instruction in task.instructions:
+            emitter.run(instruction, env)
+        out: list[Any] = []
+        for key in task.outputs:
+            made = env[key]
+            out += made if isinstance(made, list) else [made]
+        return tuple(out)
+
+    function.__name__ = task.name.replace(" ", "_")
+    return function
+
+
+def sharding_of(key: Key, mesh: Mesh) -> NamedSharding:
+    return named_sharding(layout_of(key), mesh)
+
+
+def dtype_of(stage: LoweredStage, key: Key) -> str:
+    return stage.stage.graph.values[key[0]].dtype

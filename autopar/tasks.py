@@ -1,0 +1,366 @@
+"""From the lowered graphs of all stages to tasks: instructions cut by section, and the buffers between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from autopar.assembly import RAW
+from autopar.graph import Atom, OpGraph, OpKind, Section
+from autopar.layout import Layout, local_bytes
+from autopar.lowering import (
+    Accumulate,
+    Compute,
+    Instruction,
+    Leave,
+    Loop,
+    LoweredBlock,
+    Move,
+    Place,
+    Split,
+    Stack,
+    section_of,
+)
+from autopar.mesh import LogicalMesh
+from autopar.runtime.program import Buffer, Pipeline, Task, TaskKind, Transfer
+from autopar.stage_graphs import StageGraph
+
+# A value in one of its places, on one stage.
+Key = tuple[int, Place]
+
+_KINDS = {
+    Section.WHOLE: TaskKind.FORWARD,
+    Section.BEFORE: TaskKind.BEFORE,
+    Section.FORWARD: TaskKind.FORWARD,
+    Section.BACKWARD: TaskKind.BACKWARD,
+    Section.WEIGHT: TaskKind.WEIGHT,
+    Section.AFTER: TaskKind.AFTER,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredStage:
+    """One stage with its decisions worked out. `mesh_index` is the group of devices that runs it."""
+
+    stage: StageGraph
+    lowered: LoweredBlock
+    mesh: LogicalMesh
+    mesh_index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageTask:
+    """Instructions that run as one program on a stage's mesh, and the places it reads and makes.
+
+    `zeros` are accumulators that it makes from nothing.
+    """
+
+    stage: int
+    kind: TaskKind
+    level: int
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    zeros: tuple[Key, ...] = ()
+
+    @property
+    def name(self) -> str:
+        once = f" {self.level}" if not self.kind.repeats else ""
+        return f"{self.kind.value}{once} of stage {self.stage}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StagedProgram:
+    """Everything that runs in a step. `tasks[i]` is what `pipeline.tasks[i]` stands for.
+
+    `key_of` and `stage_of` say of each buffer which value in which place on which stage it holds; `arguments` and
+    `results` of each of the pipeline's inputs and outputs which of the step's it is (constants first).
+    """
+
+    pipeline: Pipeline
+    tasks: tuple[StageTask, ...]
+    key_of: tuple[Key, ...]
+    stage_of: tuple[int, ...]
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
+    """The tasks of one stage, in the order in which a micro-batch goes through them.
+
+    A stage that sends nothing on between its forward and backward sections and is alone runs them as one task.
+    """
+    groups: dict[tuple[TaskKind, int], list[Instruction]] = {}
+    alone = not stage.stage.sends and not stage.stage.received
+    for section in Section:
+        chosen = [i for i in stage.lowered.instructions if section_of(i) is section]
+        kind = TaskKind.FORWARD if alone and section.repeats else _KINDS[section]
+        waiting: list[Instruction] = []
+        level = 0
+        for instruction in chosen:
+            waiting.append(instruction)
+            if not isinstance(instruction, Move):
+                level = 0 if section.repeats else stage.stage.level_of[instruction.op.id]
+                groups.setdefault((kind, level), []).extend(waiting)
+                waiting = []
+        if waiting:
+            groups.setdefault((kind, level), []).extend(waiting)
+    zeros = tuple(
+        _accumulator(i) for found in groups.values() for i in found if isinstance(i, Accumulate) and i.read is not None
+    )
+    if zeros and (TaskKind.BEFORE, 0) not in groups:
+        groups = {(TaskKind.BEFORE, 0): [], **groups}
+    parts: list[tuple[tuple[TaskKind, int], tuple[Instruction, ...], list[Key], set[Key]]] = []
+    for where, instructions in groups.items():
+        made: set[Key] = set(zeros) if where == (TaskKind.BEFORE, 0) else set()
+        reads: dict[Key, None] = {}
+        for instruction in instructions:
+            for key in keys_read(instruction):
+                if key not in made:
+                    reads[key] = None
+            made.update(keys_made(instruction))
+        parts.append((where, tuple(instructions), list(reads), made))
+    wanted = {key for _, _, reads, _ in parts for key in reads}
+    wanted |= {key for _, found, _, _ in parts for i in found if isinstance(i, Leave) for key in keys_read(i)}
+    block = stage.lowered
+    wanted |= {
+        (atom, place)
+        for atom, place in zip(block.block.outputs, block.outputs, strict=True)
+        if isinstance(atom, int) and place is not None
+    }
+    tasks = []
+    for (kind, level), instructions, reads, made in parts:
+        updated = {_accumulator(i) for i in instructions if isinstance(i, Accumulate)}
+        outputs = [key for key in _in_order(instructions, made) if key in wanted or key in updated]
+        first = (kind, level) == (TaskKind.BEFORE, 0)
+        if outputs or first:
+            tasks.append(
+                StageTask(
+                    stage=number,
+                    kind=kind,
+                    level=level,
+                    instructions=instructions,
+                    inputs=tuple(reads),
+                    outputs=(*(zeros if first else ()), *(k for k in outputs if not (first and k in zeros))),
+                    zeros=zeros if first else (),
+                )
+            )
+    return tasks
+
+
+def _in_order(instructions: Iterable[Instruction], made: set[Key]) -> list[Key]:
+    found = dict.fromkeys(key for i in instructions for key in keys_made(i))
+    return [key for key in found if key in made]
+
+
+def _accumulator(instruction: Accumulate) -> Key:
+    return instruction.op.outputs[0], instruction.sum_
+
+
+def keys_read(instruction: Instruction) -> list[Key]:
+    """The places that an instruction reads, those inside of loops included."""
+    if isinstance(instruction, Move):
+        return [(instruction.value, instruction.source)]
+    if isinstance(instruction, Accumulate):
+        return [*_pairs(instruction.op.inputs, [instruction.read]), _accumulator(instruction)]
+    if isinstance(instruction, (Split, Stack, Leave)):
+        return _pairs(instruction.op.inputs, [instruction.read])
+    found = _pairs(instruction.op.inputs, instruction.reads)
+    if isinstance(instruction, Loop):
+        for block in instruction.blocks:
+            made = {(v, (layout, RAW)) for v, layout in zip(block.block.inputs, block.inputs, strict=True)}
+            for inner in block.instructions:
+                found += [key for key in keys_read(inner) if key not in made]
+                made.update(keys_made(inner))
+            found += [key for key in _pairs(block.block.outputs, block.outputs) if key not in made]
+    return found
+
+
+def keys_made(instruction: Instruction) -> list[Key]:
+    """The places that an instruction fills."""
+    if isinstance(instruction, Move):
+        return [(instruction.value, instruction.target)]
+    if isinstance(instruction, Accumulate):
+        return [_accumulator(instruction)]
+    if isinstance(instruction, (Split, Stack)):
+        return [(instruction.op.outputs[0], (instruction.result, RAW))]
+    if isinstance(instruction, Leave):
+        return []
+    if isinstance(instruction, Compute):
+        return list(zip(instruction.op.outputs, instruction.places, strict=True))
+    if isinstance(instruction, Loop):
+        return [(v, (at, RAW)) for v, at in zip(instruction.op.outputs, instruction.results, strict=True)]
+    return [(v, (place[0], RAW)) for v, place in zip(instruction.op.outputs, instruction.reads, strict=True)]
+
+
+def _pairs(atoms: Sequence[Atom], places: Sequence[Place | None]) -> list[Key]:
+    return [(a, p) for a, p in zip(atoms, places, strict=True) if isinstance(a, int) and p is not None]
+
+
+def assemble_pipeline(stages: Sequence[LoweredStage]) -> StagedProgram:
+    """Tasks of all stages, their buffers, and the transfers between them."""
+    return _Linker(stages).run()
+
+
+class _Linker:
+    def __init__(self, stages: Sequence[LoweredStage]) -> None:
+        self.stages = stages
+        self.buffers: list[Buffer] = []
+        self.keys: list[Key] = []
+        self.stage_of: list[int] = []
+        self.number: dict[tuple[int, Key], int] = {}
+
+    def run(self) -> StagedProgram:
+        repeating = [self.repeating(s) for s in self.stages]
+        tasks = [t for number, stage in enumerate(self.stages) for t in stage_tasks(number, stage)]
+        inputs: list[int] = []
+        arguments: list[int] = []
+        for number, stage in enumerate(self.stages):
+            for position, v in zip(stage.stage.arguments, stage.lowered.block.inputs, strict=False):
+                inputs.append(self.buffer(number, (v, self.entry(stage, v)), repeating))
+                arguments.append(position)
+        for task in tasks:
+            for key in (*task.inputs, *task.outputs):
+                self.buffer(task.stage, key, repeating)
+        transfers = self.transfers(tasks, repeating)
+        results, outputs = self.results(repeating)
+        linked = self.tasks(tasks, transfers, outputs)
+        return StagedProgram(
+            pipeline=Pipeline(
+                buffers=tuple(self.buffers),
+                tasks=tuple(linked),
+                transfers=tuple(transfers),
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+            ),
+            tasks=tuple(tasks),
+            key_of=tuple(self.keys),
+            stage_of=tuple(self.stage_of),
+            arguments=tuple(arguments),
+            results=tuple(results),
+        )
+
+    def repeating(self, stage: LoweredStage) -> frozenset[int]:
+        """The values of which there is one for each micro-batch."""
+        graph = stage.stage.graph
+        found = {v for i, v in enumerate(graph.block.inputs) if i in graph.repeating}
+        for op in graph.block.ops:
+            if op.kind is OpKind.SPLIT or (op.section.repeats and op.kind is not OpKind.ACCUMULATE):
+                found.update(op.outputs)
+        return frozenset(found)
+
+    def entry(self, stage: LoweredStage, value: int) -> Place:
+        at = stage.lowered.block.inputs.index(value)
+        return stage.lowered.inputs[at], RAW
+
+    def buffer(self, stage: int, key: Key, repeating: Sequence[frozenset[int]]) -> int:
+        if (stage, key) not in self.number:
+            value, (layout, state) = key
+            lowered = self.stages[stage]
+            v = lowered.stage.graph.values[value]
+            self.number[stage, key] = len(self.buffers)
+            self.keys.append(key)
+            self.stage_of.append(stage)
+            self.buffers.append(
+                Buffer(
+                    name=f"{v.name or f'{v.dtype}{list(v.shape)} #{value}'} {layout.text(lowered.mesh)} {state}",
+                    mesh=lowered.mesh_index,
+                    nbytes=local_bytes(v.shape, v.itemsize, layout, lowered.mesh),
+                    repeats=value in repeating[stage],
+                )
+            )
+        return self.number[stage, key]
+
+    def transfers(self, tasks: Sequence[StageTask], repeating: Sequence[frozenset[int]]) -> list[Transfer]:
+        found = []
+        for number, stage in enumerate(self.stages):
+            for instruction in stage.lowered.instructions:
+                if not isinstance(instruction, Leave):
+                    continue
+                (value,) = instruction.op.inputs
+                assert isinstance(value, int), "values are sent, not literals"
+                assert instruction.read is not None, "values are sent, not literals"
+                target = stage.stage.sends[instruction.op.id]
+                source = self.buffer(number, (value, instruction.read), repeating)
+                arrives = self.buffer(target, (value, self.entry(self.stages[target], value)), repeating)
+                found.append(Transfer(source=source, target=arrives, nbytes=self.buffers[source].nbytes))
+        return found
+
+    def results(self, repeating: Sequence[frozenset[int]]) -> tuple[list[int], list[int]]:
+        """(positions in the step's results, buffers). Literal results have no buffer."""
+        positions, buffers = [], []
+        for number, stage in enumerate(self.stages):
+            block = stage.lowered
+            for position, atom, place in zip(stage.stage.results, block.block.outputs, block.outputs, strict=True):
+                if isinstance(atom, int) and place is not None:
+                    positions.append(position)
+                    buffers.append(self.buffer(number, (atom, place), repeating))
+        return positions, buffers
+
+    def tasks(self, tasks: Sequence[StageTask], transfers: Sequence[Transfer], outputs: Sequence[int]) -> list[Task]:
+        sent = {t.source for t in transfers}
+        last_reader = {
+            self.number[t.stage, key]: i for i, t in enumerate(tasks) for key in t.inputs if not t.kind.repeats
+        }
+        replaced = [self.replacements(stage, number) for number, stage in enumerate(self.stages)]
+        linked = []
+        for i, task in enumerate(tasks):
+            inputs = [self.number[task.stage, key] for key in task.inputs]
+            made = [self.number[task.stage, key] for key in task.outputs]
+            donated = []
+            for position, b in enumerate(inputs):
+                accumulator = b in made
+                # What was sent is never donated: its receiver may still be reading it.
+                state = replaced[task.stage].get(b) in made and last_reader.get(b) == i and b not in sent
+                if accumulator or (state and b not in outputs):
+                    donated.append(position)
+            linked.append(
+                Task(
+                    name=task.name,
+                    stage=task.stage,
+                    mesh=self.stages[task.stage].mesh_index,
+                    kind=task.kind,
+                    inputs=tuple(inputs),
+                    outputs=tuple(made),
+                    donated=tuple(donated),
+                    index=task.level,
+                )
+            )
+        return linked
+
+    def replacements(self, stage: LoweredStage, number: int) -> dict[int, int]:
+        """Buffer of an argument -> buffer of the result that replaces it."""
+        block, found = stage.lowered, {}
+        for argument, result in stage.stage.graph.tied:
+            atom, place = block.block.outputs[result], block.outputs[result]
+            if isinstance(atom, int) and place is not None:
+                v = block.block.inputs[argument]
+                found[self.number[number, (v, self.entry(stage, v))]] = self.number[number, (atom, place)]
+        return found
+
+
+def groups_of_examples(stages: Sequence[LoweredStage]) -> int:
+    """Into how many runs of neighbouring examples a batch is cut before each micro-batch takes its share of each.
+
+    So every device finds its part of every micro-batch in its part of the batch. All stages must cut alike.
+    """
+    groups = 1
+    for stage in stages:
+        for instruction in stage.lowered.instructions:
+            if isinstance(instruction, (Split, Stack)):
+                axes = instruction.result.dims[instruction.op.dim]
+                n = stage.mesh.size(axes)
+                groups = math.lcm(groups, n)
+    return groups
+
+
+def shape_of(graph: OpGraph, key: Key, mesh: LogicalMesh) -> tuple[int, ...]:
+    """The shape of the array that holds a value in a place: a partial one has its summands in front."""
+    value, (layout, _) = key
+    shape = graph.values[value].shape
+    return (mesh.size(layout.partial), *shape) if layout.partial else shape
+
+
+def layout_of(key: Key) -> Layout:
+    return key[1][0]
