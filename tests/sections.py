@@ -1,0 +1,132 @@
+"""Steps cut into sections for tests, and an evaluator of their graphs: what a rewrite must not change."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.building import build_graph
+from autopar.graph import Block, Constant, Op, OpGraph, OpKind, Role, Section, read_by
+from autopar.rewriting import Fresh, reading, renumbered
+from autopar.rules import RuleBook
+from autopar.staging import TracedStep, trace
+
+BOOK = RuleBook()
+ORDER = list(Section)
+
+
+def traced_step(step: Any, state: Any, batch: Any, num_microbatches: int = 1) -> TracedStep:
+    """A step traced with the shapes of one micro-batch. `batch` holds arrays of the whole batch, examples first."""
+    micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // num_microbatches, *x.shape[1:]), x.dtype), batch)
+    return trace(step, (state, micro), names=("state", "batch"), donate=(0,), batch=(1,))
+
+
+def sectioned(traced: TracedStep, num_microbatches: int = 1) -> OpGraph:
+    """The graph of a step in sections by the roles of its operations.
+
+    What is read behind the loop is summed over micro-batches, whatever it is: the numbers are not those of the step,
+    but every correct rewrite keeps them.
+    """
+    graph = build_graph(traced, BOOK)
+    batch = {graph.block.inputs[i] for i in graph.batch}
+    from_batch, in_loop = set(batch), set()
+    for op in graph.block.ops:
+        if op.role is not Role.UPDATE and not from_batch.isdisjoint(read_by(op)):
+            from_batch |= set(op.outputs)
+    for op in reversed(graph.block.ops):
+        if op.role is not Role.UPDATE or not in_loop.isdisjoint(op.outputs):
+            in_loop |= {*op.outputs, *read_by(op)}
+    section: dict[int, Section] = {}
+    for op in graph.block.ops:
+        if op.role is Role.FORWARD:
+            section[op.id] = Section.FORWARD
+        elif op.role is Role.BACKWARD:
+            section[op.id] = Section.BACKWARD
+        elif in_loop.isdisjoint(op.outputs):
+            section[op.id] = Section.AFTER
+        else:
+            section[op.id] = Section.FORWARD if not from_batch.isdisjoint(read_by(op)) else Section.BEFORE
+    return with_loop(graph, section, num_microbatches)
+
+
+def with_loop(graph: OpGraph, section: Mapping[int, Section], num_microbatches: int) -> OpGraph:
+    """Puts operations into their sections, SPLITs on the batch, and ACCUMULATEs on what is read behind the loop."""
+    fresh = Fresh(graph)
+    ops = [dataclasses.replace(op, section=section[op.id]) for op in graph.block.ops]
+    splits, names, arguments = [], {}, list(graph.block.inputs)
+    for i in sorted(graph.batch):
+        whole, micro = fresh.copy_of(arguments[i]), arguments[i]
+        value = graph.values[micro]
+        fresh.values[whole] = dataclasses.replace(
+            value, id=whole, shape=(value.shape[0] * num_microbatches, *value.shape[1:])
+        )
+        arguments[i] = whole
+        splits.append(loop_op(fresh, OpKind.SPLIT, whole, micro))
+    made = {v for op in ops if op.section.repeats for v in op.outputs}
+    wanted = {v for op in ops if op.section is Section.AFTER for v in read_by(op)}
+    wanted |= {v for v in graph.block.outputs if isinstance(v, int)}
+    sums = []
+    for v in sorted(made & wanted):
+        names[v] = fresh.copy_of(v)
+        sums.append(loop_op(fresh, OpKind.ACCUMULATE, v, names[v]))
+    ops = [reading(op, names) if op.section is Section.AFTER else op for op in ops]
+    outputs = tuple(names.get(v, v) if isinstance(v, int) else v for v in graph.block.outputs)
+    ops = sorted([*splits, *ops, *sums], key=lambda op: ORDER.index(op.section))
+    return renumbered(
+        dataclasses.replace(
+            graph,
+            values=tuple(fresh.values),
+            block=Block(inputs=tuple(arguments), outputs=outputs, ops=tuple(ops)),
+            num_microbatches=num_microbatches,
+        )
+    )
+
+
+def loop_op(fresh: Fresh, kind: OpKind, operand: int, result: int) -> Op:
+    section = Section.FORWARD if kind is OpKind.SPLIT else Section.BACKWARD
+    return Op(
+        id=fresh.op_id(), kind=kind, primitive=kind.value, eqn=None, inputs=(operand,), outputs=(result,), rule=None,
+        role=Role.UPDATE, module="", count=1.0, section=section,
+    )  # fmt: skip
+
+
+def evaluate(graph: OpGraph, args: Sequence[Any]) -> list[np.ndarray]:
+    """The outputs of a graph for its arguments (without constants), section by section as a pipeline would run it."""
+    m = graph.num_microbatches
+    outer = dict(zip(graph.block.inputs, [*graph.constants, *map(jnp.asarray, args)], strict=True))
+    envs: list[dict[int, Any]] = [{} for _ in range(m)]
+
+    def read(atom: Any, env: Mapping[int, Any]) -> Any:
+        if isinstance(atom, Constant):
+            return jax_compat.with_type(atom.literal.val, atom.literal.aval)
+        return env[atom] if atom in env else outer[atom]
+
+    ops = sorted(graph.block.ops, key=lambda op: ORDER.index(op.section))
+    assert ops == list(graph.block.ops), "operations stand in the order of their sections"
+    for op in ops:
+        if op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
+            parts = [read(op.inputs[0], env) for env in envs]
+            outer[op.outputs[0]] = sum(parts[1:], parts[0]) if op.kind is OpKind.ACCUMULATE else jnp.concatenate(parts)
+        elif op.section.repeats:
+            for i, env in enumerate(envs):
+                env.update(zip(op.outputs, run(op, [read(a, env) for a in op.inputs], i, m), strict=True))
+        else:
+            outer.update(zip(op.outputs, run(op, [read(a, {}) for a in op.inputs], 0, m), strict=True))
+    return [np.asarray(read(a, {})) for a in graph.block.outputs]
+
+
+def run(op: Op, operands: Sequence[Any], index: int, num_microbatches: int) -> list[Any]:
+    if op.kind is OpKind.BARRIER:
+        return list(operands)
+    if op.kind is OpKind.SPLIT:
+        return [jnp.split(operands[0], num_microbatches, axis=op.dim)[index]]
+    return jax_compat.bind(op.eqn, operands)
+
+
+def assert_same_numbers(before: OpGraph, after: OpGraph, args: Sequence[Any], tolerance: float = 1e-5) -> None:
+    for a, b in zip(evaluate(after, args), evaluate(before, args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (np.abs(b).max() + 1e-30))
