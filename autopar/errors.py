@@ -71,6 +71,10 @@ class UnsupportedError(AutoparError):
     """A correct program that autopar cannot parallelise."""
 
 
+class MixedExamplesError(UnsupportedError):
+    """A step that cannot be cut into micro-batches: what it computes of an example depends on the others."""
+
+
 class SolverError(AutoparError):
     """The solver ended without a plan, for another reason than memory."""
 

@@ -42,6 +42,15 @@ def jaxpr_consts(jaxpr: Any) -> list[Any]:
     return list(getattr(jaxpr, "consts", ()))
 
 
+def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any], consts: Sequence[Any]) -> Any:
+    """An open or closed jaxpr with other equations, results and constants (one class since jax 0.11)."""
+    inner = open_jaxpr(jaxpr)
+    new = inner.replace(eqns=list(eqns), outvars=list(outvars))
+    if inner is jaxpr and not consts:
+        return new
+    return jaxpr.replace(jaxpr=new, consts=list(consts))
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """(number of constants, number of carried values) of a scan; renamed in jax 0.11."""
     if "ft_in" in params:

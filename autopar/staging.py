@@ -20,7 +20,7 @@ class TracedStep:
 
     `constants` are arrays the function closes over; `tied[i]` is the output leaf that becomes input leaf i in the next
     step, found for each donated argument; `fingerprint` identifies the jaxpr between processes; `retrace` traces the
-    function once more.
+    function once more, on the leaves' shapes or on others.
     """
 
     name: str
@@ -37,7 +37,7 @@ class TracedStep:
     batch: frozenset[int]
     tied: dict[int, int]
     fingerprint: str
-    retrace: Callable[[], Any]
+    retrace: Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
 
 
 NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
@@ -127,7 +127,7 @@ def trace(
         tied=tie_state(args, donate, out_trees[0], in_avals, out_avals),
         fingerprint=fingerprint,
         # A fresh function object, so that jax does not answer from its cache of traces.
-        retrace=lambda: jax.make_jaxpr(lambda *a: flat(*a))(*in_avals),
+        retrace=lambda avals: jax.make_jaxpr(lambda *a: flat(*a))(*avals),
     )
 
 
@@ -143,7 +143,7 @@ def check_purity(traced: TracedStep) -> None:
 
     Raises: ImpureFunctionError when that gives another computation.
     """
-    if jaxpr_fingerprint(traced.retrace()) != traced.fingerprint:
+    if jaxpr_fingerprint(traced.retrace(traced.in_avals)) != traced.fingerprint:
         raise ImpureFunctionError(
             where=traced.name,
             expected="the same computation each time the function is traced",
