@@ -1,0 +1,273 @@
+"""The dynamic programme's loops, compiled. `stage_search` says what they compute.
+
+A move is a stage that could be: layers [first, to[i]) on units[i] device units. Moves are sorted by their first
+layer: those of layer a are begin[a] to begin[a + 1]. add_s = fill + drain, last_s = add + once. A row is kept for
+every (level, layer): level k holds the ways to run the layers from there on in k stages, by the units they use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+FLAGS = {"nnan", "nsz"}  # minima become single instructions; infinities are kept: they mean "not possible"
+
+
+@njit(cache=True, nogil=True, fastmath=FLAGS)
+def suffixes(
+    begin: np.ndarray,
+    to: np.ndarray,
+    units: np.ndarray,
+    add_s: np.ndarray,
+    last_s: np.ndarray,
+    fill_s: np.ndarray,
+    steady_s: np.ndarray,
+    allowed: np.ndarray,
+    flight: np.ndarray,
+    open_end: bool,
+    steady_most_s: float,
+    prefix_s: np.ndarray,
+    room_s: float,
+    sums: np.ndarray,
+    ends: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+) -> None:
+    """Fills sums (least sum of add) and ends (least time to the end of the last update, from below) of every state.
+
+    flight: micro-batches in flight of a move at each level. open_end: the last level stands for as many stages or more.
+    prefix_s: (layers + 1, units + 1) a bound on what comes before a state, by what it uses; states that are not below
+    room_s with it are dropped. low, high: (levels + 1, layers + 1) the units between which a row has states.
+    """
+    levels, layers, total = sums.shape[0] - 1, sums.shape[1] - 1, sums.shape[2] - 1
+    low[:, :] = total + 1
+    high[:, :] = -1
+    sums[0, layers, 0] = 0.0
+    ends[0, layers, 0] = -np.inf
+    low[0, layers] = 0
+    high[0, layers] = 0
+    for k in range(1, levels + 1):
+        for a in range(layers - 1, -1, -1):
+            row_s, row_e = sums[k, a], ends[k, a]
+            bottom, top = total + 1, -1
+            for i in range(begin[a], begin[a + 1]):
+                if steady_s[i] > steady_most_s or allowed[i] < flight[k]:
+                    continue
+                b, n, add, last, fill = to[i], units[i], add_s[i], last_s[i], fill_s[i]
+                for step in range(2 if open_end and k == levels else 1):
+                    source = k - 1 + step
+                    start, stop = low[source, b], min(high[source, b], total - n)
+                    if start > stop:
+                        continue
+                    if top < 0:
+                        row_s[:] = np.inf
+                        row_e[:] = np.inf
+                    bottom, top = min(bottom, start + n), max(top, stop + n)
+                    from_s, from_e = sums[source, b], ends[source, b]
+                    for d in range(start, stop + 1):
+                        row_s[d + n] = min(row_s[d + n], from_s[d] + add)
+                        row_e[d + n] = min(row_e[d + n], max(from_s[d] + last, from_e[d] + fill))
+            first, final = total + 1, -1
+            for d in range(bottom, top + 1):
+                if row_s[d] + prefix_s[a, total - d] < room_s and row_e[d] < room_s:
+                    first, final = min(first, d), d
+                else:
+                    row_s[d] = np.inf
+                    row_e[d] = np.inf
+            low[k, a], high[k, a] = first, final
+
+
+@njit(cache=True, nogil=True)
+def follow(
+    begin: np.ndarray,
+    to: np.ndarray,
+    units: np.ndarray,
+    add_s: np.ndarray,
+    last_s: np.ndarray,
+    fill_s: np.ndarray,
+    steady_s: np.ndarray,
+    allowed: np.ndarray,
+    flight: np.ndarray,
+    open_end: bool,
+    steady_most_s: float,
+    sums: np.ndarray,
+    ends: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    level: int,
+    turn: bool,
+    path: np.ndarray,
+) -> int:
+    """Writes the moves behind the best end of a level into path, front to back; returns how many.
+
+    turn: once a stage's own update is what ends last, follow the least sum from there on.
+    """
+    layers, d = sums.shape[1] - 1, sums.shape[2] - 1
+    levels = sums.shape[0] - 1
+    a, k, count = 0, level, 0
+    by_sum = False
+    while a < layers:
+        best, chosen, chosen_level = np.inf, -1, -1
+        for i in range(begin[a], begin[a + 1]):
+            if steady_s[i] > steady_most_s or allowed[i] < flight[k]:
+                continue
+            rest = d - units[i]
+            for step in range(2 if open_end and k == levels else 1):
+                source, b = k - 1 + step, to[i]
+                if rest < low[source, b] or rest > high[source, b]:
+                    continue
+                value = sums[source, b, rest] + add_s[i]
+                if not by_sum:
+                    value = max(sums[source, b, rest] + last_s[i], ends[source, b, rest] + fill_s[i])
+                if value < best:
+                    best, chosen, chosen_level = value, i, source
+        if chosen < 0:
+            return 0
+        path[count] = chosen
+        count += 1
+        d -= units[chosen]
+        k, a = chosen_level, to[chosen]
+        if turn and sums[k, a, d] + last_s[chosen] >= ends[k, a, d] + fill_s[chosen]:
+            by_sum = True
+    return count
+
+
+@njit(cache=True, nogil=True, fastmath=FLAGS)
+def prefixes(
+    begin: np.ndarray, to: np.ndarray, units: np.ndarray, add_s: np.ndarray, last_s: np.ndarray, prefix_s: np.ndarray
+) -> None:
+    """Fills prefix_s[b, d]: the least sum over the layers before b on d units of add, and of stage 0's once."""
+    layers, total = prefix_s.shape[0] - 1, prefix_s.shape[1] - 1
+    prefix_s[:, :] = np.inf
+    prefix_s[0, 0] = 0.0
+    for a in range(layers):
+        for i in range(begin[a], begin[a + 1]):
+            b, n = to[i], units[i]
+            cost = last_s[i] if a == 0 else add_s[i]
+            source, target = prefix_s[a], prefix_s[b]
+            for d in range(total - n + 1):
+                target[d + n] = min(target[d + n], source[d] + cost)
+
+
+@njit(cache=True, nogil=True, fastmath=FLAGS)
+def through(
+    begin: np.ndarray,
+    to: np.ndarray,
+    units: np.ndarray,
+    add_s: np.ndarray,
+    last_s: np.ndarray,
+    prefix_s: np.ndarray,
+    sums: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    bound_s: np.ndarray,
+) -> None:
+    """Fills bound_s: no plan with the move has a smaller sum of add and stage 0's update. sums: of one open level."""
+    layers, total = prefix_s.shape[0] - 1, prefix_s.shape[1] - 1
+    for a in range(layers):
+        for i in range(begin[a], begin[a + 1]):
+            b, n = to[i], units[i]
+            level = 0 if b == layers else 1
+            least = np.inf
+            for d in range(low[level, b], min(high[level, b], total - n) + 1):
+                least = min(least, sums[level, b, d] + prefix_s[a, total - n - d])
+            bound_s[i] = least + (last_s[i] if a == 0 else add_s[i])
+
+
+@njit(cache=True, nogil=True)
+def labels(
+    begin: np.ndarray,
+    to: np.ndarray,
+    units: np.ndarray,
+    add_s: np.ndarray,
+    last_s: np.ndarray,
+    fill_s: np.ndarray,
+    steady_s: np.ndarray,
+    allowed: np.ndarray,
+    flight: np.ndarray,
+    open_end: bool,
+    steady_most_s: float,
+    prefix_s: np.ndarray,
+    room_s: float,
+    low: np.ndarray,
+    high: np.ndarray,
+    head: np.ndarray,
+    pool: np.ndarray,
+    link: np.ndarray,
+) -> int:
+    """As `suffixes`, keeping every pair (sum, end) of a state that no other is as good as.
+
+    Returns how many, or -1 when pool is full.
+
+    low, high: as `suffixes` left them for the same arguments. head: (levels + 1, layers + 1, units + 1) first label
+    of a state. pool: (labels, 2) sum, end. link: (labels, 3) next label of the state, the move taken, the label of
+    what comes behind.
+    """
+    levels, layers, total = head.shape[0] - 1, head.shape[1] - 1, head.shape[2] - 1
+    head[:, :, :] = -1
+    pool[0, 0], pool[0, 1] = 0.0, -np.inf
+    link[0, 0], link[0, 1], link[0, 2] = -1, -1, -1
+    head[0, layers, 0] = 0
+    count = 1
+    for k in range(1, levels + 1):
+        for a in range(layers - 1, -1, -1):
+            for i in range(begin[a], begin[a + 1]):
+                if steady_s[i] > steady_most_s or allowed[i] < flight[k]:
+                    continue
+                for step in range(2 if open_end and k == levels else 1):
+                    source, b = k - 1 + step, to[i]
+                    for d in range(low[source, b], min(high[source, b], total - units[i]) + 1):
+                        old = head[source, b, d]
+                        while old >= 0:
+                            used = d + units[i]
+                            value = pool[old, 0] + add_s[i]
+                            end = max(pool[old, 0] + last_s[i], pool[old, 1] + fill_s[i])
+                            behind = old
+                            old = link[old, 0]
+                            if not (value + prefix_s[a, total - used] < room_s and end < room_s):
+                                continue
+                            beaten = False
+                            other = head[k, a, used]
+                            while other >= 0 and not beaten:
+                                beaten = pool[other, 0] <= value and pool[other, 1] <= end
+                                other = link[other, 0]
+                            if beaten:
+                                continue
+                            if count == len(pool):
+                                return -1
+                            pool[count, 0], pool[count, 1] = value, end
+                            link[count, 0], link[count, 1], link[count, 2] = head[k, a, used], i, behind
+                            head[k, a, used] = count
+                            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def undominated(
+    first: np.ndarray,
+    to: np.ndarray,
+    kind: np.ndarray,
+    fill_s: np.ndarray,
+    add_s: np.ndarray,
+    last_s: np.ndarray,
+    steady_s: np.ndarray,
+    allowed: np.ndarray,
+) -> np.ndarray:
+    """Whether to keep each move: sorted by layers, kind and add_s, another of the same is not as good throughout."""
+    kept = np.ones(len(first), dtype=np.bool_)
+    start = 0
+    for i in range(len(first)):
+        if first[i] != first[start] or to[i] != to[start] or kind[i] != kind[start]:
+            start = i
+        for j in range(start, i):
+            if (
+                kept[j]
+                and add_s[j] <= add_s[i]
+                and fill_s[j] <= fill_s[i]
+                and last_s[j] <= last_s[i]
+                and steady_s[j] <= steady_s[i]
+                and allowed[j] >= allowed[i]
+            ):
+                kept[i] = False
+                break
+    return kept
