@@ -75,6 +75,10 @@ class MixedExamplesError(UnsupportedError):
     """A step that cannot be cut into micro-batches: what it computes of an example depends on the others."""
 
 
+class ScheduleError(AutoparError):
+    """The order of a pipeline breaks a promise: something is missing, comes too early, waits for ever or is kept."""
+
+
 class SolverError(AutoparError):
     """The solver ended without a plan, for another reason than memory."""
 

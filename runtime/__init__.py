@@ -1,4 +1,4 @@
-"""Where pipelines over several stages will be run: schedules, programs, simulation. Empty so far.
+"""Pipelines over several stages: schedules, the programs made on them, their proof, their simulation and execution.
 
 Imported as `autopar.runtime`; knows nothing of the solver.
 """
