@@ -1,9 +1,9 @@
 """autopar: write a training step for one device, run it on all of them, sharded as a search finds best."""
 
-from autopar import errors
+from autopar import errors, recipes
 from autopar.api import Compiled, Step, parallelize, plan
 from autopar.cluster import Cluster
 from autopar.plan import Plan
 from autopar.verification import Verification, verify
 
-__all__ = ["Cluster", "Compiled", "Plan", "Step", "Verification", "errors", "parallelize", "plan", "verify"]
+__all__ = ["Cluster", "Compiled", "Plan", "Step", "Verification", "errors", "parallelize", "plan", "recipes", "verify"]

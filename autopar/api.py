@@ -17,12 +17,15 @@ from jax.sharding import Mesh
 from autopar import jax_compat
 from autopar.cache import DiskCache, default_directory, plan_key
 from autopar.cluster import Cluster
-from autopar.compiler import PlanOptions, check_plan, make_function, make_plan
+from autopar.compiled import Compiled, CompiledPipeline, build, build_whole
+from autopar.compiler import PlanOptions, check_plan, make_plan
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
+from autopar.pipelining import PipelineOptions
 from autopar.plan import Plan, Trees
 from autopar.progress import Progress
+from autopar.recipes import Recipe, pipeline_options
 from autopar.rules import RuleBook
 from autopar.specs import concrete_mesh, named_sharding
 from autopar.staging import TracedStep, abstract, check_purity, flatten_arguments, name_of, trace
@@ -37,6 +40,7 @@ class Options:
     """What `parallelize` was asked for; names as in its signature."""
 
     plan: Plan | None
+    pipeline: PipelineOptions
     cluster: Cluster | None
     memory_limit_bytes: int | None
     batch_argnums: tuple[int, ...]
@@ -48,33 +52,6 @@ class Options:
     show_progress: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
-    """A step compiled under a plan for one set of shapes. `executable` takes the dynamic arguments and constants."""
-
-    plan: Plan
-    traced: TracedStep
-    executable: Any
-    constants: tuple[Any, ...]
-    constant_shardings: tuple[Any, ...]
-    shardings: tuple[Any, ...]
-    donated: frozenset[int]
-
-    def __call__(self, *args: Any) -> Any:
-        return self.executable(self.constants, *args)
-
-    def ready(self) -> Compiled:
-        """The same with its constants on the devices."""
-        return dataclasses.replace(self, constants=jax.device_put(self.constants, self.constant_shardings))
-
-    def as_text(self) -> str:
-        """The optimised program."""
-        return self.executable.as_text()
-
-    def memory_analysis(self) -> Any:
-        return self.executable.memory_analysis()
-
-
 class Step:
     """A function that runs on every device. Made by `autopar.parallelize`."""
 
@@ -84,9 +61,9 @@ class Step:
         functools.update_wrapper(self, function)
         self.__name__ = name_of(function)
         self._function, self._options = function, options
-        self._compiled: dict[Any, Compiled] = {}
+        self._compiled: dict[Any, Compiled | CompiledPipeline] = {}
         self._plans: dict[Any, tuple[TracedStep, Plan]] = {}
-        self._last: Compiled | None = None
+        self._last: Compiled | CompiledPipeline | None = None
         self._disk = DiskCache(_cache_directory(options.cache_dir))
         self._rules: RuleBook | None = None
         self.last_progress: Progress | None = None
@@ -119,7 +96,7 @@ class Step:
         donated = [i in compiled.donated for i in range(len(dynamic))]
         return compiled(*self._put(_without_twins(dynamic, donated), compiled))
 
-    def _differs(self, args: tuple[Any, ...], compiled: Compiled) -> bool:
+    def _differs(self, args: tuple[Any, ...], compiled: Compiled | CompiledPipeline) -> bool:
         """Whether arguments are not what an executable was compiled for: shapes, layouts, or deleted arrays."""
         if self._compiled.get(self._key(args)) is not compiled:
             return True
@@ -129,7 +106,7 @@ class Step:
         """The plan for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
         return self._planned(args)[1]
 
-    def compile(self, *args: Any) -> Compiled:
+    def compile(self, *args: Any) -> Compiled | CompiledPipeline:
         """Plans and compiles for arguments of these shapes, ahead of time."""
         key = self._key(args)
         if key not in self._compiled:
@@ -274,7 +251,11 @@ class Step:
         options = self._options
         followed = options.follow._latest_plan() if options.follow is not None else None
         cluster = options.cluster or (followed.cluster if followed is not None else Cluster.local())
-        wanted = PlanOptions(memory_limit_bytes=options.memory_limit_bytes, time_limit_s=options.time_limit_s)
+        wanted = PlanOptions(
+            memory_limit_bytes=options.memory_limit_bytes,
+            time_limit_s=options.time_limit_s,
+            pipeline=options.pipeline,
+        )
         if options.follow is not None:
             wanted = _followed(wanted, options.follow, traced, self.__name__)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
@@ -301,12 +282,12 @@ class Step:
             return next(reversed(self._plans.values()))[1]
         return None
 
-    def _build(self, traced: TracedStep, plan: Plan) -> Compiled:
-        compiled = build(traced, plan, plan.concrete_mesh(), self._rule_book())
+    def _build(self, traced: TracedStep, plan: Plan) -> Compiled | CompiledPipeline:
+        compiled = build(traced, plan, self._rule_book())
         self._disk.save_rules(self._rule_book())
         return compiled
 
-    def _put(self, dynamic: Sequence[Any], compiled: Compiled) -> list[Any]:
+    def _put(self, dynamic: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
         """Arguments where the plan wants them."""
         return [
             arg if _lies_as(arg, shardings) else jax.device_put(arg, shardings)
@@ -340,50 +321,24 @@ class Step:
             planned = [v for v in plan.record.arguments if v.kind == "state"]
             same = [(v.shape, v.dtype) for v in planned] == [(tuple(x.shape), str(x.dtype)) for x in leaves]
             if same:
-                mesh = plan.concrete_mesh()
-                return jax.tree.unflatten(tree, [named_sharding(v.layout, mesh) for v in planned])
+                return jax.tree.unflatten(tree, [plan.sharding_of(v) for v in planned])
         cluster = self._options.plan.cluster if self._options.plan else self._options.cluster or Cluster.local()
         line = LogicalMesh(axis_sizes=(cluster.num_devices,))
         devices = concrete_mesh(line)
         return jax.tree.map(lambda x: named_sharding(even_layout(tuple(x.shape), line), devices), shapes)
 
 
-def build(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
-    """Emits, lowers and compiles a step under a plan for the devices of a mesh."""
-    made = make_function(traced, plan, mesh, rules)
-    inputs = [named_sharding(layout, mesh) for layout in made.lowered.inputs]
-    results = [named_sharding(v.layout, mesh) for v in plan.record.results]
-    constants = tuple(inputs[: len(made.graph.constants)])
-    arguments = jax.tree.unflatten(traced.in_tree, inputs[len(constants) :])
-
-    def step(constants: tuple[Any, ...], *args: Any) -> Any:
-        return jax.tree.unflatten(traced.out_tree, made.function(*constants, *jax.tree.leaves(args)))
-
-    step.__name__ = traced.name
-    replaced = frozenset(traced.argument_of[i] for i in traced.tied)
-    jitted = jax.jit(
-        step,
-        in_shardings=(constants, *arguments),
-        out_shardings=jax.tree.unflatten(traced.out_tree, results),
-        donate_argnums=tuple(i + 1 for i in sorted(replaced)),
-    )
-    shapes = tuple(jax_compat.shape_of(c) for c in made.graph.constants)
-    executable = jitted.lower(shapes, *jax.tree.unflatten(traced.in_tree, traced.in_avals)).compile()
-    return Compiled(
-        plan=plan,
-        traced=traced,
-        executable=executable,
-        constants=made.graph.constants,
-        constant_shardings=constants,
-        shardings=arguments,
-        donated=replaced,
-    )
-
-
 def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
     """Compiles a step for the devices of a mesh that need not be here; what comes back cannot be run."""
     traced, plan = step._planned(args)
-    return build(traced, plan, mesh, step._rule_book())
+    if plan.record.pipeline is not None:
+        raise UnsupportedError(
+            where=step.__name__,
+            expected="a plan without stages",
+            got=f"{len(plan.record.pipeline.stages)} stages",
+            hint="compile for other hardware under a plan of one stage and one micro-batch",
+        )
+    return build_whole(traced, plan, mesh, step._rule_book())
 
 
 def copy_of(args: Sequence[Any]) -> list[Any]:
@@ -490,7 +445,7 @@ def _argnums(value: int | Sequence[int]) -> tuple[int, ...]:
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
-    plan: Plan | None = None,
+    plan: Plan | Recipe | None = None,
     cluster: Cluster | None = None,
     num_microbatches: int | str = "auto",
     schedule: str = "auto",
@@ -507,10 +462,10 @@ def parallelize(
 
     Args:
         fun: The step, any pure function of arrays in pytrees. Without it, a decorator is returned.
-        plan: A plan to run exactly as it is; None searches.
+        plan: A plan to run exactly as it is, or a recipe (`autopar.recipes`) for one; None searches.
         cluster: The hardware to plan for; None takes the devices of this program.
-        num_microbatches: "auto" or 1 (gradient accumulation is not built yet).
-        schedule: "auto" (pipelines are not built yet).
+        num_microbatches: Into how many equal parts the batch is cut; "auto" leaves it to the search.
+        schedule: In which order a pipeline's stages run them: one of `autopar.runtime.schedules.SCHEDULES`, or "auto".
         memory_limit_bytes: Memory of one device that the step may use; None: what the device has.
         batch_argnums: The arguments whose leaves carry examples.
         donate_argnums: The arguments that the step replaces: their memory is reused for the results that replace them.
@@ -522,28 +477,21 @@ def parallelize(
 
     Raises: InvalidArgumentError, UnsupportedError.
     """
-    if num_microbatches not in ("auto", 1) or schedule != "auto":
-        raise UnsupportedError(
-            where=f"parallelize(num_microbatches={num_microbatches!r}, schedule={schedule!r})",
-            expected='num_microbatches="auto" or 1, schedule="auto"',
-            got="a pipeline or gradient accumulation, which are not built yet",
-            hint="leave them out",
-        )
     if fun is not None and not callable(fun):
         raise InvalidArgumentError(
             where="parallelize(fun)", expected="a function", got=type(fun).__name__, hint="decorate the training step"
         )
-    kinds: tuple[tuple[str, Any, type, str], ...] = (
-        ("plan", plan, Plan, "load one with autopar.Plan.load(path)"),
-        ("cluster", cluster, Cluster, "make one with autopar.Cluster.local(), .preset(...) or .parse(text)"),
-        ("follow", follow, Step, "name a step that parallelize made"),
-        ("memory_limit_bytes", memory_limit_bytes, int, "give a number of bytes for one device"),
+    kinds: tuple[tuple[str, Any, tuple[type, ...], str], ...] = (
+        ("plan", plan, (Plan, Recipe), "load one with autopar.Plan.load(path), or take a recipe of autopar.recipes"),
+        ("cluster", cluster, (Cluster,), "make one with autopar.Cluster.local(), .preset(...) or .parse(text)"),
+        ("follow", follow, (Step,), "name a step that parallelize made"),
+        ("memory_limit_bytes", memory_limit_bytes, (int,), "give a number of bytes for one device"),
     )
     for option, value, kind, hint in kinds:
         if value is not None and not isinstance(value, kind):
             raise InvalidArgumentError(
                 where=f"parallelize({option}=...)",
-                expected=f"{kind.__name__}, or None",
+                expected=f"{' or '.join(k.__name__ for k in kind)}, or None",
                 got=f"{type(value).__name__} ({value!r:.40})",
                 hint=hint,
             )
@@ -552,8 +500,10 @@ def parallelize(
             where="parallelize(memory_limit_bytes=...)", expected="a positive number of bytes for one device",
             got=repr(memory_limit_bytes), hint="leave it out to use the device's own memory",
         )  # fmt: skip
+    recipe = plan if isinstance(plan, Recipe) else Recipe()
     options = Options(
-        plan=plan,
+        plan=plan if isinstance(plan, Plan) else None,
+        pipeline=pipeline_options(recipe, num_microbatches, schedule),
         cluster=cluster,
         memory_limit_bytes=memory_limit_bytes,
         batch_argnums=_argnums(batch_argnums),

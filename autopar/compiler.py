@@ -23,18 +23,36 @@ from autopar.layout import Layout
 from autopar.lowering import LoweredBlock, lower
 from autopar.memory_steps import compiler_for
 from autopar.mesh import LogicalMesh, factorisations, orderings
+from autopar.micro_batches import micro_batched
+from autopar.pipeline_search import equal_stages
+from autopar.pipelining import (
+    PipelineOptions,
+    Staged,
+    Submesh,
+    cut_stages,
+    default_chunks,
+    layers_of,
+    model_of,
+    schedule_of,
+    stage_program,
+)
 from autopar.plan import Plan, Trees
 from autopar.prediction import compute_times_s, memory_program, predicted_collectives
 from autopar.progress import Progress
-from autopar.record import FORMAT_VERSION, MeshTrial, PlanRecord
+from autopar.record import FORMAT_VERSION, Decisions, MeshTrial, PlanRecord
 from autopar.recording import (
     decisions_of,
     module_rows,
+    pipeline_record,
     place_names,
     planned_values,
     predicted,
     replicated_notes,
     sharding_plan_of,
+    stage_rows,
+    staged_predicted,
+    staged_values,
+    together,
 )
 from autopar.resharding import MeshLinks
 from autopar.rules import RuleBook
@@ -62,6 +80,7 @@ class PlanOptions:
     max_mesh_axes: int = 3
     axis_sizes: tuple[int, ...] | None = None
     fixed: tuple[tuple[int, Layout], ...] = ()
+    pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +106,8 @@ def make_plan(
     with progress.pass_("graph"):
         graph = build_graph(traced, rules)
     limit_bytes = options.memory_limit_bytes or cluster.device.memory_bytes
+    if options.pipeline.is_asked:
+        return pipelined(traced, trees, graph, cluster, limit_bytes, options, rules, progress)
     candidates: list[Candidate] = []
     trials: list[MeshTrial] = []
     for mesh in logical_meshes(cluster, options):
@@ -103,6 +124,60 @@ def make_plan(
     best = choose(traced, graph, candidates, trials, limit_bytes)
     with progress.pass_("record"):
         return Plan(record(traced, graph, cluster, limit_bytes, best, trials), trees)
+
+
+def pipelined(
+    traced: TracedStep,
+    trees: Trees,
+    graph: OpGraph,
+    cluster: Cluster,
+    limit_bytes: int,
+    options: PlanOptions,
+    rules: RuleBook,
+    progress: Progress,
+) -> Plan:
+    """A plan with the stages, micro-batches and schedule that were asked for."""
+    asked = options.pipeline
+    num_microbatches = asked.num_microbatches or 1
+    with progress.pass_("micro-batches"):
+        cut = micro_batched(traced, num_microbatches, rules)
+    with progress.pass_("layers"):
+        layers = layers_of(cut)
+    name = asked.schedule or "1f1b"
+    chunks = asked.chunks or default_chunks(name)
+    num_stages = (asked.num_stages or 1) * chunks
+    with progress.pass_("stages"):
+        staged = equal_stages(
+            cut, layers, cluster, num_stages, name, chunks, cost_model, limit_bytes, options.time_limit_s
+        )
+    with progress.pass_("record"):
+        return Plan(staged_record(traced, graph, cluster, limit_bytes, staged, chunks), trees)
+
+
+def staged_record(
+    traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_bytes: int, staged: Staged, chunks: int
+) -> PlanRecord:
+    """Writes down a pipeline."""
+    arguments, results = staged_values(traced, staged)
+    flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
+    reports = [planned.sharding.report for planned in staged.stages]
+    return PlanRecord(
+        format_version=FORMAT_VERSION,
+        step=traced.name,
+        fingerprint=traced.fingerprint,
+        cluster=cluster,
+        axis_sizes=(),
+        memory_limit_bytes=limit_bytes,
+        arguments=tuple(arguments),
+        results=tuple(results),
+        decisions=Decisions(layouts=(), strategies=(), of_op={}, raw={}, placed={}, copies=()),
+        predicted=staged_predicted(staged, flops),
+        solver=together(reports),
+        modules=tuple(row for planned in staged.stages for row in stage_rows(planned)),
+        tried=(),
+        notes=notes_of(traced, graph),
+        pipeline=pipeline_record(staged, ("nothing",) * len(staged.layers), chunks),
+    )
 
 
 def worth_trying(mesh: LogicalMesh, candidates: Sequence[Candidate], limit_bytes: int) -> bool:
@@ -281,14 +356,6 @@ def record(
     names = place_names(graph, best.stands_for, made_by(graph), best.sharding.mesh)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     made = predicted(graph, best.lowered, best.model, best.estimate, names, flops)
-    untied = sorted(i for i in traced.donated if i not in traced.tied)
-    notes = list(replicated_notes(graph))
-    if untied:
-        paths = ", ".join(traced.in_paths[i] for i in untied[:3])
-        notes.append(
-            f"{len(untied)} leaves of the donated arguments come back in no result with the same tree ({paths}, ...): "
-            "their memory is not reused"
-        )
     return PlanRecord(
         format_version=FORMAT_VERSION,
         step=traced.name,
@@ -301,10 +368,23 @@ def record(
         decisions=decisions_of(best.sharding),
         predicted=made,
         solver=best.sharding.report,
-        modules=module_rows(graph, best.lowered, best.model, made),
+        modules=module_rows(graph, best.lowered, best.model, made.collectives),
         tried=tuple(trials),
-        notes=tuple(notes),
+        notes=notes_of(traced, graph),
     )
+
+
+def notes_of(traced: TracedStep, graph: OpGraph) -> tuple[str, ...]:
+    """What a user should know of a step whatever its plan."""
+    untied = sorted(i for i in traced.donated if i not in traced.tied)
+    notes = list(replicated_notes(graph))
+    if untied:
+        paths = ", ".join(traced.in_paths[i] for i in untied[:3])
+        notes.append(
+            f"{len(untied)} leaves of the donated arguments come back in no result with the same tree ({paths}, ...): "
+            "their memory is not reused"
+        )
+    return tuple(notes)
 
 
 def trial(candidate: Candidate | MeshTrial) -> MeshTrial:
@@ -347,6 +427,28 @@ class Made:
     function: Callable[..., list[Any]]
     graph: OpGraph
     lowered: LoweredBlock
+
+
+def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
+    """Traced step and plan with a pipeline -> graph -> stages -> instructions -> tasks and the list that runs them.
+
+    Raises: PlanMismatchError when the plan was made for another step or other shapes.
+    """
+    check_plan(plan, traced)
+    made = plan.record.pipeline
+    assert made is not None, "a plan without a pipeline is one function"
+    graph = micro_batched(traced, made.num_microbatches, rules)
+    layers = layers_of(graph)
+    schedule = schedule_of(made.schedule, len(made.stages), made.num_microbatches, made.chunks)
+    first_layers = [s.first_layer for s in made.stages]
+    stages = cut_stages(graph, layers, first_layers, schedule.splits_backward, len(made.stages))
+    submeshes = [Submesh(first_device=s.first_device, mesh=LogicalMesh(axis_sizes=s.axis_sizes)) for s in made.stages]
+    models = [model_of(plan.cluster, cost_model, s.mesh) for s in submeshes]
+    shardings = [
+        sharding_plan_of(s.decisions, s.solver, at.mesh, stage.graph)
+        for s, at, stage in zip(made.stages, submeshes, stages, strict=True)
+    ]
+    return stage_program(graph, layers, first_layers, stages, models, shardings, submeshes, schedule, plan.cluster)
 
 
 def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Made:

@@ -12,10 +12,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from autopar import plan_text
 from autopar.cluster import Cluster
 from autopar.errors import InvalidArgumentError
-from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
-from autopar.record import PlanRecord, Predicted, decode, encode
-from autopar.specs import abstract_mesh, concrete_mesh, partition_spec
+from autopar.record import PlannedValue, PlanRecord, Predicted, decode, encode
+from autopar.specs import abstract_mesh, concrete_mesh, partition_spec, submesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +47,21 @@ class Plan:
 
     @property
     def mesh(self) -> LogicalMesh:
-        return LogicalMesh(axis_sizes=self.record.axis_sizes)
+        """The logical mesh; of a pipeline, that of its first stage."""
+        return self.stage_mesh(0)[0]
 
-    def jax_mesh(self) -> Mesh | AbstractMesh:
-        """The mesh over this program's devices, or an abstract one where there are too few."""
-        enough = len(jax.devices()) >= self.mesh.num_devices
-        return concrete_mesh(self.mesh) if enough else abstract_mesh(self.mesh)
+    def stage_mesh(self, stage: int) -> tuple[LogicalMesh, int]:
+        """(mesh of a stage, its first device)."""
+        if self.record.pipeline is None:
+            return LogicalMesh(axis_sizes=self.record.axis_sizes), 0
+        made = self.record.pipeline.stages[stage]
+        return LogicalMesh(axis_sizes=made.axis_sizes), made.first_device
+
+    def jax_mesh(self, stage: int = 0) -> Mesh | AbstractMesh:
+        """The mesh of a stage over this program's devices, or an abstract one where there are too few."""
+        mesh, first_device = self.stage_mesh(stage)
+        enough = len(jax.devices()) >= first_device + mesh.num_devices
+        return submesh(mesh, first_device) if enough else abstract_mesh(mesh)
 
     def concrete_mesh(self) -> Mesh:
         """The mesh over this program's devices.
@@ -71,7 +79,7 @@ class Plan:
         """
         for value in (*self.record.arguments, *self.record.results):
             if value.path == path:
-                return self._sharding(value.layout)
+                return self.sharding_of(value)
         known = [v.path for v in self.record.arguments]
         raise InvalidArgumentError(
             where=f"plan.sharding({path!r})",
@@ -93,7 +101,7 @@ class Plan:
     def argument_shardings(self) -> tuple[Any, ...]:
         """Shardings of all dynamic arguments, in their structures."""
         assert self.trees is not None, "only a plan bound to a step knows its arguments"
-        shardings = [self._sharding(v.layout) for v in self.record.arguments if v.kind != "constant"]
+        shardings = [self.sharding_of(v) for v in self.record.arguments if v.kind != "constant"]
         out, first = [], 0
         for tree in self.trees.arguments:
             out.append(jax.tree.unflatten(tree, shardings[first : first + tree.num_leaves]))
@@ -102,12 +110,14 @@ class Plan:
 
     def _argument_shardings(self, kind: str, which: frozenset[int]) -> Any:
         if self.trees is None:
-            return {v.path: self._sharding(v.layout) for v in self.record.arguments if v.kind == kind}
+            return {v.path: self.sharding_of(v) for v in self.record.arguments if v.kind == kind}
         chosen = [s for i, s in enumerate(self.argument_shardings()) if i in which]
         return chosen[0] if len(chosen) == 1 else tuple(chosen)
 
-    def _sharding(self, layout: Layout) -> NamedSharding:
-        return NamedSharding(self.jax_mesh(), partition_spec(layout, self.mesh.axis_names))
+    def sharding_of(self, value: PlannedValue) -> NamedSharding:
+        """How an argument or result lies on its stage's devices."""
+        mesh = self.stage_mesh(value.stage)[0]
+        return NamedSharding(self.jax_mesh(value.stage), partition_spec(value.layout, mesh.axis_names))
 
     # Files and text
 
@@ -135,4 +145,6 @@ class Plan:
         return plan_text.table(self.record)
 
     def __repr__(self) -> str:
+        if self.record.pipeline is not None:
+            return f"<Plan of {self.record.step} on {self.cluster.name}, {len(self.record.pipeline.stages)} stages>"
         return f"<Plan of {self.record.step} on {self.cluster.name}, mesh {self.mesh}>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from autopar import memory
 from autopar.assembly import RAW
@@ -11,7 +12,19 @@ from autopar.costs import is_fusible
 from autopar.graph import Op, OpGraph, OpKind, Value
 from autopar.intra_op import CostModel, NodeCosts
 from autopar.layout import Layout, local_bytes
-from autopar.lowering import Compute, Instruction, Loop, LoweredBlock, Move, Pass, Place
+from autopar.lowering import (
+    Accumulate,
+    Compute,
+    Instruction,
+    Leave,
+    Loop,
+    LoweredBlock,
+    Move,
+    Pass,
+    Place,
+    Split,
+    Stack,
+)
 from autopar.memory_steps import Step as MemoryStep
 from autopar.resharding import Step, StepKind
 
@@ -137,6 +150,38 @@ def memory_program(
     return program, writer.stands_for
 
 
+def task_memory(
+    graph: OpGraph,
+    instructions: Sequence[Instruction],
+    inputs: Sequence[tuple[int, Place]],
+    outputs: Sequence[tuple[int, Place]],
+    model: CostModel,
+) -> int:
+    """Bytes on one device that a part of a step, run as a program of its own, needs beside its inputs and outputs.
+
+    An input that is an output too (an accumulator) is updated in place.
+    """
+    writer = _MemoryWriter(graph, model)
+    steps: list[MemoryStep] = []
+    env: dict[tuple[int, Place], int] = {}
+    arguments = [writer.define(value, place, env) for value, place in inputs]
+    for instruction in instructions:
+        writer.instruction(instruction, env, steps)
+    results: list[int] = []
+    donated: dict[int, int] = {}
+    for value, place in outputs:
+        if (value, place) not in env:
+            results.append(writer.literal(steps))  # an accumulator's zeros
+            continue
+        results.append(writer.own(env[value, place], {*arguments, *results}, steps))
+        if (value, place) in inputs:
+            donated[arguments[list(inputs).index((value, place))]] = results[-1]
+    program = memory.Program(
+        steps=tuple(steps), nbytes=writer.nbytes, arguments=tuple(arguments), results=tuple(results), donated=donated
+    )
+    return memory.estimate(program, model.compiler).temporary_bytes
+
+
 def kind_of(op: Op) -> str:
     """The primitive's name; a broadcast that only adds dimensions of size one is a reshape."""
     if op.primitive == "broadcast_in_dim" and op.eqn.outvars[0].aval.size == op.eqn.invars[0].aval.size:
@@ -215,8 +260,23 @@ class _MemoryWriter:
                 self.define(v, (p[0], RAW), env) for v, p in zip(op.outputs, instruction.reads, strict=True)
             )
             steps.append(MemoryStep(inputs=inputs, outputs=outputs, kind="optimization_barrier", fusible=False))
-        else:
+        elif isinstance(instruction, Loop):
             self.loop(instruction, env, steps)
+        elif not isinstance(instruction, Leave):
+            self.crossing(instruction, env, steps)
+
+    def crossing(
+        self, instruction: Split | Accumulate | Stack, env: dict[tuple[int, Place], int], steps: list[MemoryStep]
+    ) -> None:
+        """The parts of a split value count as one value of the first part's size: they are outputs, counted apart."""
+        inputs = self.read(instruction.op, (instruction.read,), env)
+        (target,) = instruction.op.outputs
+        if isinstance(instruction, Accumulate):
+            inputs = (*inputs, env[target, instruction.sum_])
+            place, kind = instruction.sum_, "add"
+        else:
+            place, kind = (instruction.result, RAW), "copy"
+        steps.append(MemoryStep(inputs=inputs, outputs=(self.define(target, place, env),), kind=kind, fusible=True))
 
     def read(self, op: Op, reads: tuple[Place | None, ...], env: dict[tuple[int, Place], int]) -> tuple[int, ...]:
         return tuple(

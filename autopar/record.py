@@ -11,12 +11,15 @@ from autopar.cluster import Cluster
 from autopar.errors import PlanFormatError
 from autopar.layout import Layout
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedValue:
-    """An argument or a result of the step. `kind` is state, batch, constant, other or result."""
+    """An argument or a result of the step. `kind` is state, batch, constant, other or result.
+
+    `stage` is the one whose mesh the layout is on; the first one for what several stages read.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -24,6 +27,7 @@ class PlannedValue:
     nbytes: int
     kind: str
     layout: Layout
+    stage: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,8 @@ class Decisions:
     """Every choice, by the numbers of operations and values in the graph.
 
     Layouts and strategies are tables; `of_op` maps an operation to its strategy; `raw`, `placed` map a value to its
-    layout, `copies` holds (value, readers, layout).
+    layout, `copies` holds (value, readers, layout), `wires` the layout in which an operation sends its operand to
+    another stage.
     """
 
     layouts: tuple[Layout, ...]
@@ -50,6 +55,7 @@ class Decisions:
     raw: dict[int, int]
     placed: dict[int, int]
     copies: tuple[tuple[int, str, int], ...]
+    wires: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +136,55 @@ class ModuleRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecord:
+    """One stage of a pipeline.
+
+    `layers` are the names of the layers it holds, the first of them number `first_layer`; its devices are neighbours
+    from `first_device` on, used as a mesh of `axis_sizes`. Times are of one micro-batch, but for `once_s`: what runs
+    before the first and after the last one. `peak_bytes` on one of its devices, with all that other stages on the same
+    devices hold.
+    """
+
+    first_layer: int
+    layers: tuple[str, ...]
+    first_device: int
+    axis_sizes: tuple[int, ...]
+    decisions: Decisions
+    solver: SolverReport
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    once_s: float
+    peak_bytes: int
+    in_flight: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRecord:
+    """How a step is cut into micro-batches and stages. `recomputed[l]`: what layer l keeps for its backward pass."""
+
+    schedule: str
+    num_microbatches: int
+    chunks: int
+    recomputed: tuple[str, ...]
+    stages: tuple[StageRecord, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTrial:
+    """One way to cut the step that was weighed: its stages in short, and the time it would take."""
+
+    text: str
+    step_time_s: float
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """Everything of a plan that is saved."""
+    """Everything of a plan that is saved.
+
+    Of a plan with a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own.
+    """
 
     format_version: int
     step: str
@@ -147,6 +200,8 @@ class PlanRecord:
     modules: tuple[ModuleRow, ...]
     tried: tuple[MeshTrial, ...]
     notes: tuple[str, ...]
+    pipeline: PipelineRecord | None = None
+    weighed: tuple[PipelineTrial, ...] = ()
 
 
 def encode(record: PlanRecord) -> bytes:

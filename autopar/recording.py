@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.graph import Op, OpGraph
 from autopar.intra_op import CostModel, ShardingPlan
 from autopar.layout import Layout, local_bytes, replicated
@@ -9,16 +11,20 @@ from autopar.lowering import Compute, Loop, LoweredBlock
 from autopar.memory import MemoryEstimate
 from autopar.mesh import LogicalMesh
 from autopar.partials import find_partials
+from autopar.pipelining import PlannedStage, Staged
 from autopar.prediction import CollectiveUse, compute_times_s, predicted_collectives
 from autopar.record import (
     Decisions,
     ModuleRow,
+    PipelineRecord,
     PlannedStrategy,
     PlannedValue,
     Predicted,
     PredictedCollective,
     SolverReport,
+    StageRecord,
 )
+from autopar.runtime.program import TaskKind
 from autopar.staging import TracedStep
 from autopar.strategies import Strategy
 
@@ -46,8 +52,15 @@ def decisions_of(plan: ShardingPlan) -> Decisions:
     raw = {v: number(layout) for v, layout in plan.raw.items()}
     placed = {v: number(layout) for v, layout in plan.placed.items()}
     copies = tuple((v, readers, number(layout)) for (v, readers), layout in plan.copies.items())
+    wires = {op: number(layout) for op, layout in plan.wires.items()}
     return Decisions(
-        layouts=tuple(layouts), strategies=tuple(strategies), of_op=of_op, raw=raw, placed=placed, copies=copies
+        layouts=tuple(layouts),
+        strategies=tuple(strategies),
+        of_op=of_op,
+        raw=raw,
+        placed=placed,
+        copies=copies,
+        wires=wires,
     )
 
 
@@ -68,6 +81,7 @@ def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMe
         placed={v: layouts[i] for v, i in decisions.placed.items()},
         copies={(v, readers): layouts[i] for v, readers, i in decisions.copies},
         report=report,
+        wires={op: layouts[i] for op, i in decisions.wires.items()},
     )
 
 
@@ -79,13 +93,7 @@ def planned_values(
     arguments = []
     for position, (v, layout) in enumerate(zip(lowered.block.inputs, lowered.inputs, strict=True)):
         value = graph.values[v]
-        kind = "other"
-        if position < num_constants:
-            kind = "constant"
-        elif position in graph.donated:
-            kind = "state"
-        elif position in graph.batch:
-            kind = "batch"
+        kind = kind_of_argument(graph, position, num_constants)
         arguments.append(
             PlannedValue(
                 path=value.name, shape=value.shape, dtype=value.dtype, nbytes=value.nbytes, kind=kind, layout=layout
@@ -100,6 +108,125 @@ def planned_values(
             )
         )
     return arguments, results
+
+
+def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue], list[PlannedValue]]:
+    """(arguments, constants first; results) of a pipeline, each on the first stage that has it."""
+    program, graph = staged.staged, staged.graph
+    first_constant = len(graph.constants)
+    placed: dict[int, tuple[int, Layout]] = {}
+    for position, b in zip(program.arguments, program.pipeline.inputs, strict=True):
+        placed.setdefault(position, (program.stage_of[b], program.key_of[b][1][0]))
+    arguments = []
+    for position, v in enumerate(graph.block.inputs):
+        value = graph.values[v]
+        stage, layout = placed.get(position, (0, replicated(len(value.shape))))
+        arguments.append(
+            PlannedValue(
+                path=value.name,
+                shape=value.shape,
+                dtype=value.dtype,
+                nbytes=value.nbytes,
+                kind=kind_of_argument(graph, position, first_constant),
+                layout=layout,
+                stage=stage,
+            )
+        )
+    made = {
+        position: (program.stage_of[b], program.key_of[b][1][0])
+        for position, b in zip(program.results, program.pipeline.outputs, strict=True)
+    }
+    results = []
+    for position, (path, aval) in enumerate(zip(traced.out_paths, traced.out_avals, strict=True)):
+        stage, layout = made.get(position, (0, replicated(len(aval.shape))))
+        results.append(
+            PlannedValue(
+                path=path,
+                shape=tuple(aval.shape),
+                dtype=str(aval.dtype),
+                nbytes=0,
+                kind="result",
+                layout=layout,
+                stage=stage,
+            )
+        )
+    return arguments, results
+
+
+def kind_of_argument(graph: OpGraph, position: int, first_argument: int) -> str:
+    if position < first_argument:
+        return "constant"
+    if position in graph.donated:
+        return "state"
+    return "batch" if position in graph.batch else "other"
+
+
+def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int) -> PipelineRecord:
+    """How a step was cut, and each stage's decisions."""
+    tasks, simulation = staged.staged.tasks, staged.simulation
+    firsts = [s.first_layer for s in staged.stages]
+    stages = []
+    for number, (planned, at) in enumerate(zip(staged.stages, staged.submeshes, strict=True)):
+        last = firsts[number + 1] if number + 1 < len(firsts) else len(staged.layers)
+
+        def seconds(*kinds: TaskKind, number: int = number) -> float:
+            return sum(
+                t for t, task in zip(staged.task_s, tasks, strict=True) if task.stage == number and task.kind in kinds
+            )
+
+        mesh_index = planned.lowered.mesh_index
+        stages.append(
+            StageRecord(
+                first_layer=firsts[number],
+                layers=staged.layers.names[firsts[number] : last],
+                first_device=at.first_device,
+                axis_sizes=at.mesh.axis_sizes,
+                decisions=decisions_of(planned.sharding),
+                solver=planned.sharding.report,
+                forward_s=seconds(TaskKind.FORWARD),
+                backward_s=seconds(TaskKind.BACKWARD),
+                weight_s=seconds(TaskKind.WEIGHT),
+                once_s=seconds(TaskKind.BEFORE, TaskKind.AFTER),
+                peak_bytes=simulation.peak_bytes[mesh_index],
+                in_flight=simulation.peak_in_flight[mesh_index],
+            )
+        )
+    return PipelineRecord(
+        schedule=staged.schedule.name,
+        num_microbatches=staged.graph.num_microbatches,
+        chunks=chunks,
+        recomputed=tuple(recomputed),
+        stages=tuple(stages),
+    )
+
+
+def staged_predicted(staged: Staged, flops: float) -> Predicted:
+    """What a pipelined step is predicted to take. Times of computing and sending are means over the devices."""
+    simulation, devices = staged.simulation, 0
+    compute_s = collective_s = 0.0
+    collectives: list[PredictedCollective] = []
+    for planned in staged.stages:
+        graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
+        n = model.links.mesh.num_devices
+        compute_s += n * sum(compute_times_s(graph, block, model).values())
+        uses = predicted_collectives(graph, block, model)
+        collective_s += n * sum(use.time_s for use in uses)
+        collectives += grouped(uses, model.links.mesh)
+    devices = sum(s.mesh.num_devices for s in dict.fromkeys(staged.submeshes))
+    device = staged.stages[0].model.device
+    step_s = simulation.step_time_s
+    peak_flops_per_s = device.peak_flops_per_s(main_dtype(staged.graph)) * devices
+    return Predicted(
+        step_time_s=step_s,
+        compute_time_s=compute_s / devices,
+        collective_time_s=collective_s / devices,
+        peak_bytes=tuple(simulation.peak_bytes),
+        flops=flops,
+        mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,
+        bubble_fraction=simulation.bubble_fraction,
+        collectives=tuple(collectives),
+        at_peak=(),
+    )
 
 
 def predicted(
@@ -159,7 +286,9 @@ def grouped(uses: tuple[CollectiveUse, ...], mesh: LogicalMesh) -> tuple[Predict
     )
 
 
-def module_rows(graph: OpGraph, lowered: LoweredBlock, model: CostModel, made: Predicted) -> tuple[ModuleRow, ...]:
+def module_rows(
+    graph: OpGraph, lowered: LoweredBlock, model: CostModel, collectives: Sequence[PredictedCollective]
+) -> tuple[ModuleRow, ...]:
     """One row for each module path: how its matrix products are split, what it computes and what it sends."""
     seconds = compute_times_s(graph, lowered, model)
     splits: dict[str, dict[str, None]] = {}
@@ -175,7 +304,7 @@ def module_rows(graph: OpGraph, lowered: LoweredBlock, model: CostModel, made: P
             result = compute.strategy.results[0] if compute.strategy is not None else compute.results[0]
             here[f"{op.role.value}: {reads} -> {result.text(model.links.mesh)}"] = None
     by_module: dict[str, list[PredictedCollective]] = {}
-    for c in made.collectives:
+    for c in collectives:
         by_module.setdefault(c.module, []).append(c)
     modules = dict.fromkeys((*count, *by_module))
     return tuple(
@@ -187,6 +316,26 @@ def module_rows(graph: OpGraph, lowered: LoweredBlock, model: CostModel, made: P
             collectives=tuple(by_module.get(m, ())),
         )
         for m in modules
+    )
+
+
+def stage_rows(planned: PlannedStage) -> tuple[ModuleRow, ...]:
+    """The rows of one stage of a pipeline."""
+    graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
+    return module_rows(graph, block, model, grouped(predicted_collectives(graph, block, model), model.links.mesh))
+
+
+def together(reports: Sequence[SolverReport]) -> SolverReport:
+    """What the solver says of all stages: the worst status and gap, the sum of the rest."""
+    worst = max(reports, key=lambda r: r.gap)
+    return SolverReport(
+        status=worst.status,
+        objective_s=sum(r.objective_s for r in reports),
+        bound_s=sum(r.bound_s for r in reports),
+        gap=worst.gap,
+        wall_s=sum(r.wall_s for r in reports),
+        nodes=sum(r.nodes for r in reports),
+        classes=sum(r.classes for r in reports),
     )
 
 

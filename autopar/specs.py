@@ -23,16 +23,25 @@ def concrete_mesh(mesh: LogicalMesh) -> Mesh:
 
     Raises: NotEnoughDevicesError.
     """
+    return submesh(mesh, 0)
+
+
+def submesh(mesh: LogicalMesh, first_device: int) -> Mesh:
+    """The mesh over this program's devices from `first_device` on.
+
+    Raises: NotEnoughDevicesError.
+    """
     devices = jax.devices()
-    if len(devices) < mesh.num_devices:
+    needed = first_device + mesh.num_devices
+    if len(devices) < needed:
         raise NotEnoughDevicesError(
             where=f"mesh {mesh}",
-            expected=f"{mesh.num_devices} devices",
+            expected=f"{needed} devices",
             got=f"{len(devices)} {jax.default_backend()} device(s)",
             hint="plan for the devices at hand (cluster=None), or run where there are as many; for a trial on CPU set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices}",
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}",
         )
-    grid = np.array(devices[: mesh.num_devices]).reshape(mesh.axis_sizes)
+    grid = np.array(devices[first_device:needed]).reshape(mesh.axis_sizes)
     return Mesh(grid, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_sizes))
 
 

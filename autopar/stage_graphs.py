@@ -96,6 +96,18 @@ class _Cutter:
                 before = self.level(value)
                 level = max(level, before + (source is not None and source != self.stage_of[op.id]))
             self.level_of[op.id] = level
+        # Then as late as its readers allow, so that little is kept between levels.
+        latest: dict[int, int] = {}
+        for op in reversed(self.graph.block.ops):
+            if op.section.repeats:
+                continue
+            here = min((latest[v] for v in op.outputs if v in latest), default=self.level_of[op.id])
+            self.level_of[op.id] = level = max(here, self.level_of[op.id])
+            for value in read_by(op):
+                if self.section(value) is op.section:
+                    source = self.source(value)
+                    away = source is not None and source != self.stage_of[op.id]
+                    latest[value] = min(latest.get(value, level), level - away)
 
     def level(self, value: int) -> int:
         op = self.made_by.get(value)

@@ -17,11 +17,11 @@ from autopar.tasks import Key, LoweredStage, StagedProgram, StageTask, groups_of
 
 
 def compile_tasks(program: StagedProgram, stages: Sequence[LoweredStage], meshes: Sequence[Mesh | None]) -> list[Any]:
-    """The executable of each task; None for those of meshes that are not here (None in `meshes`)."""
+    """The executable of each task; `meshes` are the stages', None for those whose devices are of other processes."""
     groups = groups_of_examples(stages)
     out = []
     for number, task in enumerate(program.tasks):
-        mesh = meshes[stages[task.stage].mesh_index]
+        mesh = meshes[task.stage]
         out.append(None if mesh is None else compile_task(program, number, stages[task.stage], mesh, groups))
     return out
 

@@ -40,23 +40,27 @@ class Route:
     joined: tuple[tuple[int, int], ...]
 
 
-def route(
-    shape: Sequence[int],
-    source: tuple[Layout, LogicalMesh, Mesh],
-    target: tuple[Layout, LogicalMesh, Mesh],
-    target_sharding: NamedSharding,
-    source_sharding: NamedSharding,
-) -> Route:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """One end of a transfer: how the value lies there. `mesh` are the devices of the `logical` mesh."""
+
+    layout: Layout
+    logical: LogicalMesh
+    mesh: Mesh
+    sharding: NamedSharding
+
+
+def route(shape: Sequence[int], source: End, target: End) -> Route:
     """The way of a value whose layouts on both meshes cut it into the same grid of pieces.
 
     Where the source holds several copies of a piece, the copies serve different devices of the target.
     """
-    grid = _grid(*source[:2])
-    assert grid == _grid(*target[:2]), f"grids of pieces differ: {grid} and {_grid(*target[:2])}"
-    out, into = pieces(*source[:2]), pieces(*target[:2])
-    same_mesh = source[1].axis_sizes == target[1].axis_sizes
-    if same_mesh and source_sharding.spec == target_sharding.spec:
-        return Route(shape=tuple(shape), direct=target_sharding, puts=(), target=target_sharding, joined=())
+    grid, other = _grid(source), _grid(target)
+    assert grid == other, f"grids of pieces differ: {grid} and {other}"
+    same_mesh = source.logical.axis_sizes == target.logical.axis_sizes
+    if same_mesh and source.sharding.spec == target.sharding.spec:
+        return Route(shape=tuple(shape), direct=target.sharding, puts=(), target=target.sharding, joined=())
+    out, into = pieces(source.layout, source.logical), pieces(target.layout, target.logical)
     holders: dict[int, list[int]] = {}
     for device, piece in enumerate(out):
         holders.setdefault(piece, []).append(device)
@@ -64,7 +68,7 @@ def route(
     for device, piece in enumerate(into):
         takers.setdefault(piece, []).append(device)
     copies_out, copies_in = len(holders[0]), len(takers[0])
-    source_devices, target_devices = source[2].devices.ravel(), target[2].devices.ravel()
+    source_devices, target_devices = source.mesh.devices.ravel(), target.mesh.devices.ravel()
     puts, joined = [], {}
     for first in range(0, copies_in, copies_out):
         copies = range(first, min(first + copies_out, copies_in))
@@ -84,7 +88,7 @@ def route(
         shape=tuple(shape),
         direct=None,
         puts=tuple(puts),
-        target=target_sharding,
+        target=target.sharding,
         joined=tuple(joined[i] for i in range(len(into))),
     )
 
@@ -128,8 +132,8 @@ def pieces(layout: Layout, mesh: LogicalMesh) -> list[int]:
     return found
 
 
-def _grid(layout: Layout, mesh: LogicalMesh) -> tuple[int, ...]:
-    return tuple(mesh.size(axes) for axes in layout.dims)
+def _grid(end: End) -> tuple[int, ...]:
+    return tuple(end.logical.size(axes) for axes in end.layout.dims)
 
 
 def _grid_sharding(devices: np.ndarray, grid: tuple[int, ...], copies: int) -> NamedSharding:

@@ -1,0 +1,259 @@
+"""A step in stages: each stage's decisions, the tasks they make, and the program that runs them on a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from autopar.cluster import Cluster
+from autopar.collectives import Link
+from autopar.costs import flops_of
+from autopar.errors import InvalidArgumentError, SolverError
+from autopar.graph import OpGraph, OpKind
+from autopar.intra_op import CostModel, IntraOp, ShardingPlan
+from autopar.layers import Layers, find_layers
+from autopar.layout import Layout
+from autopar.lowering import Accumulate, Split, Stack, lower
+from autopar.mesh import LogicalMesh
+from autopar.prediction import CollectiveUse, compute_times_s, predicted_collectives, task_memory
+from autopar.runtime.emitting import emit
+from autopar.runtime.program import Program
+from autopar.runtime.schedules import Schedule, make_schedule
+from autopar.runtime.simulator import Simulation, simulate
+from autopar.solver import Status
+from autopar.stage_assignment import assign
+from autopar.stage_graphs import StageGraph, cut, split_backward
+from autopar.tasks import LoweredStage, StagedProgram, assemble_pipeline
+from autopar.wires import wire_layouts
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Submesh:
+    """The devices of one stage, neighbours from `first_device` on, and the mesh they are used as."""
+
+    first_device: int
+    mesh: LogicalMesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What may be asked of a pipeline; None where it is for the search to choose."""
+
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything but the search's own choice was asked for."""
+        return self != PipelineOptions()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """A stage with its decisions."""
+
+    first_layer: int
+    stage: StageGraph
+    model: CostModel
+    sharding: ShardingPlan
+    lowered: LoweredStage
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A whole step in stages, ready to run or to simulate.
+
+    `submeshes[q]` are the devices of stage q; stages of one group of devices have the same.
+    `task_s[i]`, `task_bytes[i]`: seconds of one run of task i, and bytes it needs beside its buffers on one device.
+    """
+
+    graph: OpGraph
+    layers: Layers
+    stages: tuple[PlannedStage, ...]
+    submeshes: tuple[Submesh, ...]
+    staged: StagedProgram
+    schedule: Schedule
+    program: Program
+    task_s: tuple[float, ...]
+    task_bytes: tuple[int, ...]
+    transfer_s: tuple[float, ...]
+    simulation: Simulation
+
+
+def default_chunks(name: str) -> int:
+    """Stages on each group of devices where nothing else is asked for."""
+    return 2 if name in ("interleaved", "zb-v") else 1
+
+
+def schedule_of(name: str, num_stages: int, num_microbatches: int, chunks: int) -> Schedule:
+    """The schedule of so many stages, `chunks` of them on each group of devices."""
+    return make_schedule(name, num_stages // chunks, num_microbatches, chunks)
+
+
+def layers_of(graph: OpGraph) -> Layers:
+    return find_layers(graph, flops_of)
+
+
+def cut_stages(
+    graph: OpGraph, layers: Layers, first_layers: Sequence[int], splits_backward: bool, num_stages: int
+) -> list[StageGraph]:
+    """The graph of each stage; stage q holds the layers from `first_layers[q]` up to the next stage's first."""
+    assigned = assign(graph, layers, first_layers)
+    state = assigned.graph.donated | {i for i, _ in assigned.graph.tied}
+    stages = cut(
+        assigned.graph,
+        {op.id: stage for op, stage in zip(assigned.graph.block.ops, assigned.stages, strict=True)},
+        {i: assigned.homes[i] for i in state},
+        num_stages,
+    )
+    return [split_backward(s) for s in stages] if splits_backward else stages
+
+
+# Layouts of what a stage receives (by value), and of what it sends (by SEND operation).
+Wires = tuple[dict[int, Layout], dict[int, Layout]]
+
+
+def wires_of(stages: Sequence[StageGraph], meshes: Sequence[LogicalMesh]) -> list[Wires]:
+    """In which layouts values cross between stages, for each stage."""
+    found: list[Wires] = [({}, {}) for _ in stages]
+    for source, stage in enumerate(stages):
+        for op in stage.graph.block.ops:
+            if op.kind is not OpKind.SEND:
+                continue
+            (value,) = op.inputs
+            assert isinstance(value, int), "values are sent, not literals"
+            target = stage.sends[op.id]
+            leaves, arrives = wire_layouts(stage.graph.values[value].shape, meshes[source], meshes[target])
+            found[source][1][op.id] = leaves
+            found[target][0][value] = arrives
+    return found
+
+
+def solve_stage(stage: StageGraph, model: CostModel, wires: Wires, time_limit_s: float) -> ShardingPlan:
+    """The decisions of one stage on its mesh: the ILP over its forward, backward and update operations together.
+
+    Raises: SolverError.
+    """
+    received, sent = wires
+    intra_op = IntraOp(stage.graph, model, received, sent)
+    solution = intra_op.solve(time_limit_s=time_limit_s)
+    if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        raise SolverError(
+            where=f"a stage on mesh {model.links.mesh}",
+            expected="decisions for its operations",
+            got=f"{solution.status.value} after {solution.wall_s:.1f} s",
+            hint="give the search more time (time_limit_s)",
+        )
+    return intra_op.decode(solution)
+
+
+def stage_program(
+    graph: OpGraph,
+    layers: Layers,
+    first_layers: Sequence[int],
+    stages: Sequence[StageGraph],
+    models: Sequence[CostModel],
+    shardings: Sequence[ShardingPlan],
+    submeshes: Sequence[Submesh],
+    schedule: Schedule,
+    cluster: Cluster,
+) -> Staged:
+    """Decisions -> instructions -> tasks -> the list that runs them -> the same list on a virtual clock."""
+    planned = []
+    for number, (stage, model, sharding) in enumerate(zip(stages, models, shardings, strict=True)):
+        lowered = LoweredStage(
+            stage=stage,
+            lowered=lower(stage.graph, sharding, model.links),
+            mesh=model.links.mesh,
+            mesh_index=schedule.mesh_of_stage[number],
+        )
+        planned.append(
+            PlannedStage(first_layer=first_layers[number], stage=stage, model=model, sharding=sharding, lowered=lowered)
+        )
+    staged = assemble_pipeline([p.lowered for p in planned])
+    program = emit(staged.pipeline, schedule)
+    task_s = tuple(task_seconds(planned[t.stage], number, staged) for number, t in enumerate(staged.tasks))
+    task_bytes = tuple(
+        task_memory(planned[t.stage].stage.graph, t.instructions, t.inputs, t.outputs, planned[t.stage].model)
+        for t in staged.tasks
+    )
+    transfer_s = tuple(transfer_seconds(staged, i, submeshes, cluster) for i in range(len(staged.pipeline.transfers)))
+    return Staged(
+        graph=graph,
+        layers=layers,
+        stages=tuple(planned),
+        submeshes=tuple(submeshes),
+        staged=staged,
+        schedule=schedule,
+        program=program,
+        task_s=task_s,
+        task_bytes=task_bytes,
+        transfer_s=transfer_s,
+        simulation=simulate(program, task_s, transfer_s, task_bytes),
+    )
+
+
+def task_seconds(planned: PlannedStage, number: int, staged: StagedProgram) -> float:
+    """Seconds of one run of a task on its mesh: what it computes, sends within the mesh, and copies."""
+    task, graph, model = staged.tasks[number], planned.stage.graph, planned.model
+    block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
+    seconds = sum(compute_times_s(graph, block, model).values())
+    seconds += sum(use.time_s for use in predicted_collectives(graph, block, model))
+    runs = graph.num_microbatches if task.kind.repeats else 1
+    copied = 0.0
+    for instruction in task.instructions:
+        if isinstance(instruction, (Split, Stack, Accumulate)):
+            value = graph.values[instruction.op.outputs[0]]
+            layout = instruction.sum_[0] if isinstance(instruction, Accumulate) else instruction.result
+            passes = 3 if isinstance(instruction, Accumulate) else 2 * graph.num_microbatches
+            copied += passes * value.nbytes / layout.shards(model.links.mesh)
+    return seconds / runs + copied / model.device.memory_bytes_per_s
+
+
+def collectives_of(planned: PlannedStage) -> tuple[CollectiveUse, ...]:
+    """The collectives of a stage in a step."""
+    return predicted_collectives(planned.stage.graph, planned.lowered.lowered, planned.model)
+
+
+def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Submesh], cluster: Cluster) -> float:
+    """Seconds in which a buffer crosses: every device sends its part, all at once."""
+    transfer = staged.pipeline.transfers[number]
+    source, target = (submeshes[staged.stage_of[b]] for b in (transfer.source, transfer.target))
+    if source.first_device == target.first_device:
+        return 0.0
+    link = link_between(source, target, cluster)
+    return link.latency_s + transfer.nbytes / link.bytes_per_s
+
+
+def link_between(source: Submesh, target: Submesh, cluster: Cluster) -> Link:
+    """The link between neighbouring submeshes: inside of a host where both lie in one."""
+    n = cluster.devices_per_host
+    hosts = {
+        device // n for s in (source, target) for device in (s.first_device, s.first_device + s.mesh.num_devices - 1)
+    }
+    return cluster.inside_host if len(hosts) == 1 else cluster.between_hosts
+
+
+def model_of(cluster: Cluster, cost_model: Callable[[Cluster, LogicalMesh], CostModel], mesh: LogicalMesh) -> CostModel:
+    """The cost model of a stage's mesh: the links of as many neighbouring devices of the cluster."""
+    return cost_model(part_of(cluster, mesh.num_devices), mesh)
+
+
+def part_of(cluster: Cluster, num_devices: int) -> Cluster:
+    """Whole hosts of a cluster, or a part of one.
+
+    Raises: InvalidArgumentError for a number that is neither.
+    """
+    n = cluster.devices_per_host
+    if num_devices % n and n % num_devices:
+        raise InvalidArgumentError(
+            where=f"a stage on cluster {cluster.name}",
+            expected=f"whole hosts of {n} devices, or a number that divides a host",
+            got=f"{num_devices} devices",
+            hint="choose a number of stages that cuts the cluster so",
+        )
+    if num_devices >= n:
+        return cluster.submesh(num_devices // n, n)
+    return cluster.submesh(1, num_devices)
