@@ -13,6 +13,24 @@ from numba import njit
 FLAGS = {"nnan", "nsz"}  # minima become single instructions; infinities are kept: they mean "not possible"
 
 
+@njit(cache=True, nogil=True)
+def over_ranges(values: np.ndarray, largest: bool) -> np.ndarray:
+    """(options, layers) to (options, ranges): the sum, or the largest, over each range, by first layer, then last."""
+    options, layers = values.shape
+    out = np.empty((options, layers * (layers + 1) // 2), dtype=values.dtype)
+    for o in range(options):
+        at = 0
+        for first in range(layers):
+            total = values[o, first]
+            out[o, at] = total
+            at += 1
+            for layer in range(first + 1, layers):
+                total = max(total, values[o, layer]) if largest else total + values[o, layer]
+                out[o, at] = total
+                at += 1
+    return out
+
+
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def suffixes(
     begin: np.ndarray,
@@ -27,6 +45,7 @@ def suffixes(
     open_end: bool,
     steady_most_s: float,
     prefix_s: np.ndarray,
+    prefix_fill_s: np.ndarray,
     room_s: float,
     sums: np.ndarray,
     ends: np.ndarray,
@@ -36,8 +55,9 @@ def suffixes(
     """Fills sums (least sum of add) and ends (least time to the end of the last update, from below) of every state.
 
     flight: micro-batches in flight of a move at each level. open_end: the last level stands for as many stages or more.
-    prefix_s: (layers + 1, units + 1) a bound on what comes before a state, by what it uses; states that are not below
-    room_s with it are dropped. low, high: (levels + 1, layers + 1) the units between which a row has states.
+    prefix_s, prefix_fill_s: (layers + 1, units + 1) bounds on what comes before a state, by the units it uses, that
+    `prefixes` made; states that are not below room_s with them are dropped. low, high: (levels + 1, layers + 1) the
+    units between which a row has states.
     """
     levels, layers, total = sums.shape[0] - 1, sums.shape[1] - 1, sums.shape[2] - 1
     low[:, :] = total + 1
@@ -69,7 +89,7 @@ def suffixes(
                         row_e[d + n] = min(row_e[d + n], max(from_s[d] + last, from_e[d] + fill))
             first, final = total + 1, -1
             for d in range(bottom, top + 1):
-                if row_s[d] + prefix_s[a, total - d] < room_s and row_e[d] < room_s:
+                if row_s[d] + prefix_s[a, total - d] < room_s and row_e[d] + prefix_fill_s[a, total - d] < room_s:
                     first, final = min(first, d), d
                 else:
                     row_s[d] = np.inf
@@ -134,44 +154,19 @@ def follow(
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def prefixes(
-    begin: np.ndarray, to: np.ndarray, units: np.ndarray, add_s: np.ndarray, last_s: np.ndarray, prefix_s: np.ndarray
+    begin: np.ndarray, to: np.ndarray, units: np.ndarray, first_s: np.ndarray, other_s: np.ndarray, prefix_s: np.ndarray
 ) -> None:
-    """Fills prefix_s[b, d]: the least sum over the layers before b on d units of add, and of stage 0's once."""
+    """Fills prefix_s[b, d]: the least sum over the layers before b on d units, first_s of stage 0, else other_s."""
     layers, total = prefix_s.shape[0] - 1, prefix_s.shape[1] - 1
     prefix_s[:, :] = np.inf
     prefix_s[0, 0] = 0.0
     for a in range(layers):
         for i in range(begin[a], begin[a + 1]):
             b, n = to[i], units[i]
-            cost = last_s[i] if a == 0 else add_s[i]
+            cost = first_s[i] if a == 0 else other_s[i]
             source, target = prefix_s[a], prefix_s[b]
             for d in range(total - n + 1):
                 target[d + n] = min(target[d + n], source[d] + cost)
-
-
-@njit(cache=True, nogil=True, fastmath=FLAGS)
-def through(
-    begin: np.ndarray,
-    to: np.ndarray,
-    units: np.ndarray,
-    add_s: np.ndarray,
-    last_s: np.ndarray,
-    prefix_s: np.ndarray,
-    sums: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    bound_s: np.ndarray,
-) -> None:
-    """Fills bound_s: no plan with the move has a smaller sum of add and stage 0's update. sums: of one open level."""
-    layers, total = prefix_s.shape[0] - 1, prefix_s.shape[1] - 1
-    for a in range(layers):
-        for i in range(begin[a], begin[a + 1]):
-            b, n = to[i], units[i]
-            level = 0 if b == layers else 1
-            least = np.inf
-            for d in range(low[level, b], min(high[level, b], total - n) + 1):
-                least = min(least, sums[level, b, d] + prefix_s[a, total - n - d])
-            bound_s[i] = least + (last_s[i] if a == 0 else add_s[i])
 
 
 @njit(cache=True, nogil=True)
@@ -188,6 +183,8 @@ def labels(
     open_end: bool,
     steady_most_s: float,
     prefix_s: np.ndarray,
+    prefix_fill_s: np.ndarray,
+    prefix_hidden_s: np.ndarray,
     room_s: float,
     low: np.ndarray,
     high: np.ndarray,
@@ -199,9 +196,9 @@ def labels(
 
     Returns how many, or -1 when pool is full.
 
-    low, high: as `suffixes` left them for the same arguments. head: (levels + 1, layers + 1, units + 1) first label
-    of a state. pool: (labels, 2) sum, end. link: (labels, 3) next label of the state, the move taken, the label of
-    what comes behind.
+    prefix_hidden_s: the least drain of what comes before a state and update of its stage 0. low, high: as `suffixes`
+    left them for the same arguments. head: (levels + 1, layers + 1, units + 1) first label of a state. pool: (labels,
+    2) sum, end. link: (labels, 3) next label of the state, the move taken, the label of what comes behind.
     """
     levels, layers, total = head.shape[0] - 1, head.shape[1] - 1, head.shape[2] - 1
     head[:, :, :] = -1
@@ -224,8 +221,14 @@ def labels(
                             end = max(pool[old, 0] + last_s[i], pool[old, 1] + fill_s[i])
                             behind = old
                             old = link[old, 0]
-                            if not (value + prefix_s[a, total - used] < room_s and end < room_s):
+                            if not (
+                                value + prefix_s[a, total - used] < room_s
+                                and end + prefix_fill_s[a, total - used] < room_s
+                            ):
                                 continue
+                            # Whatever comes before, its own update ends no earlier than this would have: ends below it
+                            # are as good as it, which leaves few pairs.
+                            end = max(end, value + prefix_hidden_s[a, total - used])
                             beaten = False
                             other = head[k, a, used]
                             while other >= 0 and not beaten:
