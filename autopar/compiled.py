@@ -198,15 +198,15 @@ def routes(staged: Staged, meshes: Sequence[Mesh]) -> list[Route]:
     """The way of each transfer between the meshes."""
     program = staged.staged
 
+    def shape(buffer: int) -> tuple[int, ...]:
+        return staged.stages[program.stage_of[buffer]].stage.graph.values[program.key_of[buffer][0]].shape
+
     def end(buffer: int) -> End:
         key, lowered = program.key_of[buffer], staged.stages[program.stage_of[buffer]].lowered
         mesh = meshes[program.stage_of[buffer]]
         return End(layout=layout_of(key), logical=lowered.mesh, mesh=mesh, sharding=sharding_of(key, mesh))
 
-    return [
-        route(staged.graph.values[program.key_of[t.source][0]].shape, end(t.source), end(t.target))
-        for t in program.pipeline.transfers
-    ]
+    return [route(shape(t.source), end(t.source), end(t.target)) for t in program.pipeline.transfers]
 
 
 def _input_shardings(staged: Staged, plan: Plan) -> list[NamedSharding]:
