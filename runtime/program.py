@@ -85,7 +85,10 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """Runs a task. Slots hold arrays; `outputs` may be slots that `inputs` name (donated)."""
+    """Runs a task. Slots hold arrays; `outputs` may be slots that `inputs` name (donated).
+
+    `micro_batch` is 0 for a task that runs once.
+    """
 
     task: int
     micro_batch: int
@@ -95,7 +98,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Send:
-    """Copies arrays between two meshes, all in one call: `transfers[i]` from slot `sources[i]` to `targets[i]`."""
+    """Copies arrays between two meshes, all in one call: `transfers[i]` from slot `sources[i]` to `targets[i]`.
+
+    `micro_batch` is 0 where the buffers do not repeat.
+    """
 
     transfers: tuple[int, ...]
     micro_batch: int
@@ -115,7 +121,10 @@ Instruction = Run | Send | Free
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The list. `input_slots` and `output_slots` go with the pipeline's inputs and outputs."""
+    """The list. `input_slots` and `output_slots` go with the pipeline's inputs and outputs.
+
+    A slot holds arrays of one mesh only, from the first instruction to the last.
+    """
 
     pipeline: Pipeline
     num_microbatches: int

@@ -63,8 +63,8 @@ def one_f_one_b(num_groups: int, num_microbatches: int) -> Schedule:
 def eager_one_f_one_b(num_groups: int, num_microbatches: int) -> Schedule:
     """1F1B with forward passes ahead, so that a transfer runs beside a task (Alpa's overlap, arXiv:2211.05322).
 
-    Bubble (p-1)(F+B+W) for every m, but transfers up to about half a turn cost nothing in the steady state; in flight
-    2(p-s)-1 on stage s, at most m.
+    Bubble (p-1)(F+B+W) for every m; with transfers (p-1)(F+B+W+2C) while 2C <= F+B+W, where 1F1B pays again in every
+    turn. In flight 2(p-s)-1 on stage s, at most m.
     """
     p, m = num_groups, num_microbatches
     return _alternating("eager-1f1b", p, m, [2 * (p - s) - 1 for s in range(p)])
