@@ -11,7 +11,7 @@ Of a program, whose instructions all processes walk in the same order, each doin
     that all share, so that the first instruction not yet done can always go on: no deadlock, even if a Send holds up
     both sides;
 (6) faithful: on each mesh the runs stand as in the schedule's list;
-(7) clean: no slot is written while it holds an array, none is freed twice, none read after it was freed or its memory
+(7) clean: a slot holds arrays of one mesh only, none is written while it holds an array, none is freed twice, none read after it was freed or its memory
     taken over; at the end the results are there, each where the program says, and nothing else is;
 (8) bounded: no mesh has more in flight than promised.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from autopar.errors import ScheduleError
@@ -124,6 +124,13 @@ def _check_arrays(program: Program, flow: Dataflow) -> None:
             raise _error(
                 f"result {pipeline.buffers[b].name}", f"it in slot {slot}", _held_text(program, held.get(slot))
             )
+    mesh_of: dict[int, set[int]] = collections.defaultdict(set)
+    for slot, mesh in _slot_meshes(program):
+        mesh_of[slot].add(mesh)
+    shared = {slot: meshes for slot, meshes in mesh_of.items() if len(meshes) > 1}
+    if shared:
+        slot, meshes = next(iter(shared.items()))
+        raise _error(f"slot {slot} of the program", "arrays of one mesh", f"meshes {sorted(meshes)}")
     leaked = set(held) - set(program.output_slots)
     if leaked:
         names = [f"{_held_text(program, held[slot])} in slot {slot}" for slot in sorted(leaked)]
@@ -249,6 +256,19 @@ def _held_text(program: Program, array: _Array | None) -> str:
     buffer, micro_batch = array.instance
     after = f" after {array.updates} updates" if array.updates else ""
     return f"{program.pipeline.buffers[buffer].name} of micro-batch {micro_batch}{after}"
+
+
+def _slot_meshes(program: Program) -> Iterator[tuple[int, int]]:
+    """(slot, mesh) of everything written."""
+    pipeline = program.pipeline
+    for b, slot in zip(pipeline.inputs, program.input_slots, strict=True):
+        yield slot, pipeline.buffers[b].mesh
+    for step in program.instructions:
+        if isinstance(step, Run):
+            yield from ((slot, pipeline.tasks[step.task].mesh) for slot in step.outputs)
+        elif isinstance(step, Send):
+            for t, slot in zip(step.transfers, step.targets, strict=True):
+                yield slot, pipeline.buffers[pipeline.transfers[t].target].mesh
 
 
 def _slots(program: Program) -> set[int]:

@@ -26,8 +26,8 @@ def zb_h1(num_groups: int, num_microbatches: int, times: Times | None = None) ->
     """1F1B with the weight gradients of stage s put off by s micro-batches; memory as 1F1B's worst stage everywhere.
 
     Bubble (p-1)(F+B-W) for F >= W, B >= W and m >= p: every published rate of the paper to four decimals. With
-    transfers (p-1)(F+B-W+4C) while 2C <= W, paid on the way down and up before the first backward pass of stage 0 and again after
-    its last forward pass. In flight p, at most m.
+    transfers (p-1)(F+B-W+4C) while 2C <= W, paid on the way down and up before the first backward pass of stage 0 and
+    again after its last forward pass. In flight p, at most m.
     """
     p, m = num_groups, num_microbatches
     lists = tuple(_delayed(s, m, warm_up=p - s, delay=s) for s in range(p))
@@ -49,9 +49,9 @@ def zb_h2(num_groups: int, num_microbatches: int, times: Times | None = None) ->
 def zb_v(num_groups: int, num_microbatches: int, times: Times | None = None) -> Schedule:
     """Two stages a group, s and 2p-1-s, so that the pipeline turns round where it began: a V.
 
-    Bubble 0 for F = B = W from m = 2p on, and no formula for other times: give them. In flight at most 2p pairs, each of
-    half a group's layers: the memory of 1F1B's worst stage. Twice the transfers of ZB-H1. The groups end in the order
-    in which they begin.
+    Bubble 0 for F = B = W from m = 2p on, and no formula for other times: give them. In flight at most 2p pairs, each
+    of half a group's layers: the memory of 1F1B's worst stage. Twice the transfers of ZB-H1. The groups end in the
+    order in which they begin.
     """
     p, m = num_groups, num_microbatches
     # Made for at least 2p micro-batches; those that there are not are left out, which makes nobody wait.

@@ -435,3 +435,30 @@ class TestVerifier:
         program, schedule = emitted("gpipe", 2, 4)
         with pytest.raises(ScheduleError, match=f"numbers below {program.num_slots - 1}"):
             verify_program(dataclasses.replace(program, num_slots=program.num_slots - 1), schedule)
+
+    def test_a_slot_for_two_meshes(self):
+        """Slot 2 is free after mesh 0 has split the batch; its next array is taken to mesh 1's zeros."""
+        program, schedule = emitted("1f1b", 2, 2)
+        assert lines(program)[1:4] == ["free 2", "zeros0 0: -> 2", "zeros1 0: -> 5"]
+        change = {2: 5, 5: 2}
+
+        def moved(slots):
+            return tuple(change.get(slot, slot) for slot in slots)
+
+        instructions = [
+            dataclasses.replace(step, inputs=moved(step.inputs), outputs=moved(step.outputs))
+            if isinstance(step, Run)
+            else dataclasses.replace(step, sources=moved(step.sources), targets=moved(step.targets))
+            if isinstance(step, Send)
+            else Free(moved(step.slots))
+            for step in program.instructions[2:]
+        ]
+        damaged = dataclasses.replace(
+            program,
+            instructions=(*program.instructions[:2], *instructions),
+            output_slots=moved(program.output_slots),
+        )
+        with pytest.raises(
+            ScheduleError, match=r"slot 2 of the program: expected arrays of one mesh, got meshes \[0, 1\]"
+        ):
+            verify_program(damaged, schedule)
