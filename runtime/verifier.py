@@ -11,8 +11,9 @@ Of a program, whose instructions all processes walk in the same order, each doin
     that all share, so that the first instruction not yet done can always go on: no deadlock, even if a Send holds up
     both sides;
 (6) faithful: on each mesh the runs stand as in the schedule's list;
-(7) clean: a slot holds arrays of one mesh only, none is written while it holds an array, none is freed twice, none read after it was freed or its memory
-    taken over; at the end the results are there, each where the program says, and nothing else is;
+(7) clean: a slot holds arrays of one mesh only, none is written while it holds an array, none is freed twice, none
+    read after it was freed or its memory taken over; at the end the results are there, each where the program says,
+    and nothing else is;
 (8) bounded: no mesh has more in flight than promised.
 """
 
