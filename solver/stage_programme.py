@@ -65,6 +65,7 @@ class Programme:
         self.prefix_s = self._prefix(moves.last_s, moves.add_s)
         self.prefix_fill_s = self._prefix(moves.fill_s, moves.fill_s)
         self.prefix_hidden_s: np.ndarray | None = None
+        self.room = FIRST_LABELS
 
     def _prefix(self, first_s: np.ndarray, other_s: np.ndarray) -> np.ndarray:
         prefix_s = np.empty((self.layers + 1, self.total + 1))
@@ -98,14 +99,13 @@ class Programme:
             drain_s = self.moves.add_s - self.moves.fill_s
             self.prefix_hidden_s = self._prefix(drain_s + self.moves.once_s, drain_s)
         prefixes = (self.prefix_s, self.prefix_fill_s, self.prefix_hidden_s)
-        size = FIRST_LABELS
         head = np.empty(self.sums.shape, dtype=np.int64)
         while True:
-            pool, link = np.empty((size, 2)), np.empty((size, 3), dtype=np.int64)
+            pool, link = np.empty((self.room, 2)), np.empty((self.room, 3), dtype=np.int64)
             state = (*prefixes, room_s, self.low, self.high, head, pool, link)
             if self.loops.labels(*self.graph, *self.rest, steady_most_s, *state) >= 0:
                 break
-            size *= 4
+            self.room *= 4
         ends: list[tuple[float, int]] = []
         for level in self._full_levels():
             label = int(head[level, 0, self.total])
@@ -141,9 +141,6 @@ class Programme:
                 best_s, best = time_s, path
             top = int(np.searchsorted(slowest, self.moves.steady_s[list(path)].max()))
             if rest + fastest[top] < best_s * (1 - EQUAL):
-                if start < stop:  # the narrower, the more states fall: pairs are only kept where they are needed
-                    self._halve(intervals, fastest, rest, start, stop)
-                    continue
                 rest, path = self.best_label(slowest[stop], room)
                 if not path:
                     continue
