@@ -24,13 +24,12 @@ from autopar.lowering import LoweredBlock, lower
 from autopar.memory_steps import compiler_for
 from autopar.mesh import LogicalMesh, factorisations, orderings
 from autopar.micro_batches import micro_batched
-from autopar.pipeline_search import equal_stages
+from autopar.pipeline_search import Cut, Found, asked_pipeline, recomputed
 from autopar.pipelining import (
     PipelineOptions,
     Staged,
     Submesh,
     cut_stages,
-    default_chunks,
     layers_of,
     model_of,
     schedule_of,
@@ -137,27 +136,16 @@ def pipelined(
     progress: Progress,
 ) -> Plan:
     """A plan with the stages, micro-batches and schedule that were asked for."""
-    asked = options.pipeline
-    num_microbatches = asked.num_microbatches or 1
-    with progress.pass_("micro-batches"):
-        cut = micro_batched(traced, num_microbatches, rules)
-    with progress.pass_("layers"):
-        layers = layers_of(cut)
-    name = asked.schedule or "1f1b"
-    chunks = asked.chunks or default_chunks(name)
-    num_stages = (asked.num_stages or 1) * chunks
-    with progress.pass_("stages"):
-        staged = equal_stages(
-            cut, layers, cluster, num_stages, name, chunks, cost_model, limit_bytes, options.time_limit_s
-        )
+    found = asked_pipeline(
+        traced, cluster, options.pipeline, limit_bytes, cost_model, rules, progress, options.time_limit_s
+    )
     with progress.pass_("record"):
-        return Plan(staged_record(traced, graph, cluster, limit_bytes, staged, chunks), trees)
+        return Plan(staged_record(traced, graph, cluster, limit_bytes, found), trees)
 
 
-def staged_record(
-    traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_bytes: int, staged: Staged, chunks: int
-) -> PlanRecord:
+def staged_record(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_bytes: int, found: Found) -> PlanRecord:
     """Writes down a pipeline."""
+    staged, choice = found.staged, found.choice
     arguments, results = staged_values(traced, staged)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     reports = [planned.sharding.report for planned in staged.stages]
@@ -176,7 +164,8 @@ def staged_record(
         modules=tuple(row for planned in staged.stages for row in stage_rows(planned)),
         tried=(),
         notes=notes_of(traced, graph),
-        pipeline=pipeline_record(staged, ("nothing",) * len(staged.layers), chunks),
+        pipeline=pipeline_record(staged, choice.policies, choice.chunks),
+        weighed=found.weighed,
     )
 
 
@@ -437,8 +426,9 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
     check_plan(plan, traced)
     made = plan.record.pipeline
     assert made is not None, "a plan without a pipeline is one function"
-    graph = micro_batched(traced, made.num_microbatches, rules)
-    layers = layers_of(graph)
+    whole = micro_batched(traced, made.num_microbatches, rules)
+    layers = layers_of(whole)
+    graph = recomputed(Cut(graph=whole, layers=layers), made.recomputed)
     schedule = schedule_of(made.schedule, len(made.stages), made.num_microbatches, made.chunks)
     first_layers = [s.first_layer for s in made.stages]
     stages = cut_stages(graph, layers, first_layers, schedule.splits_backward, len(made.stages))

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from autopar.alike import Shape, carried_over, shape_of
 from autopar.cluster import Cluster
+from autopar.contraction import contract
 from autopar.errors import InvalidArgumentError
 from autopar.graph import OpGraph
 from autopar.intra_op import CostModel, ShardingPlan
+from autopar.layer_assignment import assign_layers, layer_kinds
 from autopar.layers import Layers
-from autopar.mesh import LogicalMesh, factorisations
+from autopar.mesh import LogicalMesh, factorisations, orderings
+from autopar.micro_batches import micro_batched, num_examples
 from autopar.pipelining import (
+    PipelineOptions,
     Staged,
     Submesh,
     cut_stages,
+    default_chunks,
+    layers_of,
     model_of,
     part_of,
     schedule_of,
@@ -22,70 +31,329 @@ from autopar.pipelining import (
     stage_program,
     wires_of,
 )
+from autopar.progress import Progress
+from autopar.recomputation import Recompute, rematerialise
+from autopar.record import PipelineTrial
+from autopar.rules import RuleBook
 from autopar.runtime.schedules import Schedule
+from autopar.solver import NoStages, StageOption, StagePlan, StageProblem, best_stages
+from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_assignment import balanced
+from autopar.stage_costs import POLICIES, stage_options
 from autopar.stage_graphs import StageGraph
+from autopar.staging import TracedStep
 
 Costs = Callable[[Cluster, LogicalMesh], CostModel]
 
+SEARCHED_SCHEDULES = ("1f1b", "zb-h1", "interleaved")
+MOST_MICROBATCHES = 6  # numbers of micro-batches that are searched through
+BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
-def equal_stages(
-    graph: OpGraph,
-    layers: Layers,
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A step cut into micro-batches and layers."""
+
+    graph: OpGraph
+    layers: Layers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes."""
+
+    schedule: str
+    chunks: int
+    first_layers: tuple[int, ...]
+    group_meshes: tuple[LogicalMesh, ...]
+    policies: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        meshes = [f"{n} x {mesh}" for mesh, n in _runs(self.group_meshes)]
+        again = {p for p in self.policies if p != "nothing"}
+        kept = f", recompute {' and '.join(sorted(again))}" if again else ""
+        return f"{len(self.first_layers)} stages on {' + '.join(meshes)}, {self.schedule}{kept}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best pipeline, built out, and what was weighed on the way."""
+
+    staged: Staged
+    choice: Choice
+    weighed: tuple[PipelineTrial, ...]
+
+
+def search_pipelines(
+    traced: TracedStep,
     cluster: Cluster,
-    num_stages: int,
-    schedule_name: str,
-    chunks: int,
+    asked: PipelineOptions,
+    limit_bytes: int,
+    cost_model: Costs,
+    rules: RuleBook,
+    progress: Progress,
+    time_limit_s: float,
+    to_beat_s: float = float("inf"),
+) -> Found | None:
+    """The fastest pipeline that fits, of all that was not asked for otherwise; None where none can be had or none is
+    faster than `to_beat_s`.
+
+    For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
+    over stages for all of them together; the best few are worked out to the last instruction and simulated.
+
+    Raises: what cutting into micro-batches raises, where a number of them was asked for.
+    """
+    cuts: dict[int, Cut] = {}
+    problems: list[StageProblem] = []
+    of_problem: list[tuple[int, tuple[LogicalMesh, ...]]] = []
+    for m in microbatch_numbers(traced, asked):
+        with progress.pass_(f"{m} micro-batches"):
+            graph = micro_batched(traced, m, rules)
+            cuts[m] = Cut(graph=graph, layers=layers_of(graph))
+        with progress.pass_("layer costs"):
+            options, meshes = tables(cuts[m], cluster, asked, cost_model, time_limit_s)
+        for name in schedules_of(asked):
+            chunks = asked.chunks or default_chunks(name)
+            problems.append(
+                StageProblem(
+                    options=options,
+                    num_devices=cluster.num_devices,
+                    num_layers=len(cuts[m].layers),
+                    num_microbatches=m,
+                    schedule=SearchedSchedule(name),
+                    limit_bytes=limit_bytes,
+                    host_devices=cluster.devices_per_host,
+                    chunks=chunks,
+                    fixed_num_stages=asked.num_stages,
+                )
+            )
+            of_problem.append((m, meshes))
+    with progress.pass_("stages"):
+        answers = best_stages(problems)
+    ranked = sorted(
+        (answer.step_time_s, number) for number, answer in enumerate(answers) if isinstance(answer, StagePlan)
+    )
+    return built_out(
+        [(problems[n], answers[n], *of_problem[n]) for _, n in ranked],  # type: ignore[misc]
+        cuts, cluster, cost_model, limit_bytes, time_limit_s, to_beat_s, progress,
+    )  # fmt: skip
+
+
+def built_out(
+    ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[LogicalMesh, ...]]],
+    cuts: dict[int, Cut],
+    cluster: Cluster,
     cost_model: Costs,
     limit_bytes: int,
     time_limit_s: float,
-) -> Staged:
-    """Stages of about equal arithmetic on equal submeshes; the logical mesh that is fastest and fits.
+    to_beat_s: float,
+    progress: Progress,
+) -> Found | None:
+    """Works the best answers out exactly and takes the one that is fastest on the virtual clock and fits."""
+    weighed: list[PipelineTrial] = []
+    best: tuple[tuple[bool, float], Staged, Choice] | None = None
+    for problem, answer, m, meshes in ranked:
+        choice = choice_of(problem, answer, meshes)
+        text = f"{m} micro-batches, {choice.text}"
+        if len(weighed) >= BUILT_OUT or answer.step_time_s > 1.2 * to_beat_s:
+            weighed.append(PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes)))
+            continue
+        with progress.pass_("build stages"):
+            staged = build(cuts[m], choice, cluster, cost_model, time_limit_s)
+        made = staged.simulation
+        weighed.append(PipelineTrial(text=text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes)))
+        rank = (max(made.peak_bytes) > limit_bytes, made.step_time_s)
+        if best is None or rank < best[0]:
+            best = rank, staged, choice
+    if best is None:
+        return None
+    return Found(staged=best[1], choice=best[2], weighed=tuple(weighed))
+
+
+def microbatch_numbers(traced: TracedStep, asked: PipelineOptions) -> list[int]:
+    """The numbers of micro-batches to search through: divisors of the batch, about a factor of two apart."""
+    if asked.num_microbatches is not None:
+        return [asked.num_microbatches]
+    examples = num_examples(traced)
+    divisors = [m for m in range(1, examples + 1) if examples % m == 0]
+    chosen: list[int] = []
+    for m in divisors:
+        if not chosen or m >= 2 * chosen[-1]:
+            chosen.append(m)
+    return chosen[:MOST_MICROBATCHES]
+
+
+def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
+    return (asked.schedule,) if asked.schedule is not None else SEARCHED_SCHEDULES
+
+
+def tables(
+    cut: Cut, cluster: Cluster, asked: PipelineOptions, cost_model: Costs, time_limit_s: float
+) -> tuple[tuple[StageOption, ...], tuple[LogicalMesh, ...]]:
+    """(options, the mesh of each) for every submesh that a stage may have."""
+    assignment = assign_layers(cut.graph, cut.layers)
+    contracted = contract(cut.graph, assignment, layer_kinds(cut.graph, assignment, len(cut.layers)))
+    options: list[StageOption] = []
+    meshes: list[LogicalMesh] = []
+    for size in submesh_sizes(cluster, asked, len(cut.layers)):
+        part = part_of(cluster, size)
+        link = cluster.inside_host if size < cluster.devices_per_host else cluster.between_hosts
+        for mesh in stage_meshes(part):
+            found = stage_options(contracted, cut.layers, cost_model(part, mesh), link, time_limit_s)
+            options += found
+            meshes += [mesh] * len(found)
+    return tuple(options), tuple(meshes)
+
+
+def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> list[int]:
+    """Powers of two inside of a host, then whole hosts by powers of two, and all; no smaller than layers allow."""
+    n, total = cluster.devices_per_host, cluster.num_devices
+    if asked.num_stages is not None:
+        if total % asked.num_stages:
+            raise InvalidArgumentError(
+                where="pipeline",
+                expected=f"a number of stages that divides {total} devices",
+                got=f"{asked.num_stages} stages",
+                hint="ask for a number of stages that divides the devices",
+            )
+        return [total // asked.num_stages]
+    inside = [size for size in (2**i for i in range(n.bit_length())) if n % size == 0]
+    hosts = [n * 2**i for i in range(cluster.num_hosts.bit_length()) if 2**i <= cluster.num_hosts]
+    sizes = sorted({*inside, *hosts, total})
+    return [size for size in sizes if size * num_layers >= total]
+
+
+def stage_meshes(part: Cluster) -> list[LogicalMesh]:
+    """The logical meshes of a stage, of at most two axes."""
+    found: dict[LogicalMesh, None] = {}
+    for mesh in factorisations(part.num_devices, 2):
+        for ordered in orderings(mesh):
+            if len(set(part.axis_links(ordered.axis_sizes))) > 1 or ordered == mesh:
+                found[ordered] = None
+    return list(found)
+
+
+def choice_of(problem: StageProblem, answer: StagePlan, meshes: Sequence[LogicalMesh]) -> Choice:
+    """What an answer of the dynamic programme stands for."""
+    policies: list[str] = []
+    for stage in answer.stages:
+        name = problem.options[stage.option].name
+        policy = next(p for p in POLICIES if name.endswith(f"recompute {p}"))
+        policies += [policy] * (stage.last - stage.first)
+    groups = len(answer.stages) // problem.chunks
+    return Choice(
+        schedule=problem.schedule.value,
+        chunks=problem.chunks,
+        first_layers=tuple(stage.first for stage in answer.stages),
+        group_meshes=tuple(meshes[stage.option] for stage in answer.stages[:groups]),
+        policies=tuple(policies),
+    )
+
+
+def build(cut: Cut, choice: Choice, cluster: Cluster, cost_model: Costs, time_limit_s: float) -> Staged:
+    """Works a choice out: recomputation, stages, decisions, instructions, tasks, the list, its simulation."""
+    graph = recomputed(cut, choice.policies)
+    num_stages = len(choice.first_layers)
+    schedule = schedule_of(choice.schedule, num_stages, graph.num_microbatches, choice.chunks)
+    stages = cut_stages(graph, cut.layers, choice.first_layers, schedule.splits_backward, num_stages)
+    submeshes = place(choice.group_meshes, schedule)
+    models = [model_of(cluster, cost_model, s.mesh) for s in submeshes]
+    shardings = decide(stages, models, [s.mesh for s in submeshes], time_limit_s)
+    return stage_program(
+        graph, cut.layers, choice.first_layers, stages, models, shardings, submeshes, schedule, cluster
+    )
+
+
+def recomputed(cut: Cut, policies: Sequence[str]) -> OpGraph:
+    """The graph in which each layer keeps what its policy says."""
+    if all(p == "nothing" for p in policies):
+        return cut.graph
+    return rematerialise(cut.graph, cut.layers, [Recompute(p) for p in policies])
+
+
+def place(group_meshes: Sequence[LogicalMesh], schedule: Schedule) -> list[Submesh]:
+    """The devices of each stage: larger groups first, so that no group lies across hosts that it does not fill."""
+    order = sorted(range(len(group_meshes)), key=lambda g: -group_meshes[g].num_devices)
+    firsts = [0, *itertools.accumulate(group_meshes[g].num_devices for g in order)]
+    first_of = dict(zip(order, firsts, strict=False))
+    groups = [Submesh(first_device=first_of[g], mesh=mesh) for g, mesh in enumerate(group_meshes)]
+    return [groups[g] for g in schedule.mesh_of_stage]
+
+
+def decide(
+    stages: Sequence[StageGraph], models: Sequence[CostModel], meshes: Sequence[LogicalMesh], time_limit_s: float
+) -> list[ShardingPlan]:
+    """Each stage's decisions; stages that are alike, on meshes that are alike, share them."""
+    known: dict[Any, tuple[ShardingPlan, Shape]] = {}
+    found = []
+    for stage, model, wires in zip(stages, models, wires_of(stages, meshes), strict=True):
+        shape = shape_of(stage.graph)
+        number = {v: i for i, v in enumerate(shape.values)}
+        op_number = {op: i for i, op in enumerate(shape.ops)}
+        received = tuple(sorted((number[v], layout) for v, layout in wires[0].items() if v in number))
+        sent = tuple(sorted((op_number[op], layout) for op, layout in wires[1].items()))
+        key = (shape.key, model.links, str(received), str(sent))
+        if key not in known:
+            known[key] = solve_stage(stage, model, wires, time_limit_s), shape
+            found.append(known[key][0])
+        else:
+            found.append(carried_over(*known[key], shape, stage.graph))
+    return found
+
+
+def equal_choice(cut: Cut, cluster: Cluster, schedule: str, num_stages: int, chunks: int) -> list[Choice]:
+    """Stages of about equal arithmetic on equal submeshes, for every logical mesh of them.
 
     Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not cut the devices.
     """
-    groups = num_stages // chunks
-    if cluster.num_devices % groups:
-        raise InvalidArgumentError(
-            where="pipeline",
-            expected=f"a number of stages that divides {cluster.num_devices} devices",
-            got=f"{groups} stages",
-            hint="ask for a number of stages that divides the devices",
+    (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
+    return [
+        Choice(
+            schedule=schedule,
+            chunks=chunks,
+            first_layers=balanced(cut.layers, num_stages),
+            group_meshes=(mesh,) * (num_stages // chunks),
+            policies=("nothing",) * len(cut.layers),
         )
-    size = cluster.num_devices // groups
-    first_layers = balanced(layers, num_stages)
-    schedule = schedule_of(schedule_name, num_stages, graph.num_microbatches, chunks)
-    stages = cut_stages(graph, layers, first_layers, schedule.splits_backward, num_stages)
-    found: list[Staged] = []
-    for mesh in factorisations(size, 2):
-        part_of(cluster, size)
-        found.append(
-            with_meshes(
-                graph, layers, first_layers, stages, [mesh] * groups, schedule, cluster, cost_model, time_limit_s
-            )
-        )
-    fitting = [s for s in found if max(s.simulation.peak_bytes) <= limit_bytes]
-    return min(fitting or found, key=lambda s: s.simulation.step_time_s)
-
-
-def with_meshes(
-    graph: OpGraph,
-    layers: Layers,
-    first_layers: Sequence[int],
-    stages: Sequence[StageGraph],
-    group_meshes: Sequence[LogicalMesh],
-    schedule: Schedule,
-    cluster: Cluster,
-    cost_model: Costs,
-    time_limit_s: float,
-) -> Staged:
-    """Decides each stage on its mesh, and puts the stages together."""
-    firsts = [0, *itertools.accumulate(mesh.num_devices for mesh in group_meshes)]
-    groups = [Submesh(first_device=first, mesh=mesh) for first, mesh in zip(firsts, group_meshes, strict=False)]
-    submeshes = [groups[g] for g in schedule.mesh_of_stage]
-    models = [model_of(cluster, cost_model, s.mesh) for s in submeshes]
-    wires = wires_of(stages, [s.mesh for s in submeshes])
-    shardings: list[ShardingPlan] = [
-        solve_stage(stage, model, wire, time_limit_s) for stage, model, wire in zip(stages, models, wires, strict=True)
+        for mesh in stage_meshes(part_of(cluster, size))
     ]
-    return stage_program(graph, layers, first_layers, stages, models, shardings, submeshes, schedule, cluster)
+
+
+def asked_pipeline(
+    traced: TracedStep,
+    cluster: Cluster,
+    asked: PipelineOptions,
+    limit_bytes: int,
+    cost_model: Costs,
+    rules: RuleBook,
+    progress: Progress,
+    time_limit_s: float,
+) -> Found:
+    """Stages of equal arithmetic on equal submeshes, as asked; the logical mesh that is fastest and fits."""
+    name = asked.schedule or "1f1b"
+    chunks = asked.chunks or default_chunks(name)
+    with progress.pass_("micro-batches"):
+        graph = micro_batched(traced, asked.num_microbatches or 1, rules)
+        cut = Cut(graph=graph, layers=layers_of(graph))
+    best: tuple[tuple[bool, float], Staged, Choice] | None = None
+    weighed = []
+    for choice in equal_choice(cut, cluster, name, (asked.num_stages or 1) * chunks, chunks):
+        with progress.pass_("build stages"):
+            staged = build(cut, choice, cluster, cost_model, time_limit_s)
+        made = staged.simulation
+        weighed.append(PipelineTrial(text=choice.text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes)))
+        rank = (max(made.peak_bytes) > limit_bytes, made.step_time_s)
+        if best is None or rank < best[0]:
+            best = rank, staged, choice
+    assert best is not None, "there is a logical mesh for every number of devices"
+    return Found(staged=best[1], choice=best[2], weighed=tuple(weighed))
+
+
+def why_no_pipeline(answers: Sequence[StagePlan | NoStages]) -> str:
+    """The reasons of the problems that have no plan."""
+    return "; ".join(dict.fromkeys(a.reason for a in answers if isinstance(a, NoStages)))
+
+
+def _runs(meshes: Sequence[LogicalMesh]) -> list[tuple[LogicalMesh, int]]:
+    return [(mesh, len(list(group))) for mesh, group in itertools.groupby(meshes)]

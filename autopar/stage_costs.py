@@ -1,0 +1,216 @@
+"""What each layer costs as a part of a stage, on each mesh that a stage may have: the tables of the search over stages.
+
+Layers are priced in a graph of the whole step in which repeated ones stand once (`contraction`), under the decisions of
+one ILP for each mesh; a stage costs what its layers do together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.assembly import ALL
+from autopar.collectives import Link
+from autopar.contraction import Contracted
+from autopar.graph import Op, OpKind, Section, read_by
+from autopar.intra_op import CostModel, IntraOp, ShardingPlan
+from autopar.layers import Layers, is_product
+from autopar.layout import local_bytes
+from autopar.lowering import Accumulate, Instruction, LoweredBlock, Move, lower, section_of
+from autopar.prediction import compute_times_s, predicted_collectives, task_memory
+from autopar.solver import StageOption, Status
+from autopar.tasks import Key, keys_made, keys_read
+
+POLICIES = ("nothing", "matmuls", "input")  # what of a layer is computed again in its backward pass
+
+
+@dataclasses.dataclass(slots=True)
+class _Row:
+    """Of one layer. Seconds of one micro-batch, but for `once_s`; bytes on one device."""
+
+    forward_s: float = 0.0
+    cheap_forward_s: float = 0.0
+    backward_s: float = 0.0
+    weight_s: float = 0.0
+    once_s: float = 0.0
+    state_bytes: int = 0
+    saved_bytes: int = 0
+    saved_products_bytes: int = 0
+    entering_bytes: int = 0
+    working_bytes: int = 0
+
+
+def stage_options(
+    contracted: Contracted, layers: Layers, model: CostModel, link: Link, time_limit_s: float
+) -> tuple[StageOption, ...]:
+    """One option for each policy of recomputation, for stages on the model's mesh; none where the ILP finds nothing.
+
+    `link` joins a stage with the next one. What crosses a boundary is sent split over all devices of the mesh.
+    """
+    intra_op = IntraOp(contracted.graph, model)
+    solution = intra_op.solve(time_limit_s=time_limit_s)
+    if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        return ()
+    rows = layer_rows(contracted, model, intra_op.decode(solution))
+    table = [rows[contracted.stands_for[layer]] for layer in range(len(layers))]
+    devices = model.links.mesh.num_devices
+    send_s = np.array([link.latency_s + b / devices / link.bytes_per_s for b in layers.crossing_bytes])
+    return tuple(_option(policy, table, devices, send_s, model) for policy in POLICIES)
+
+
+def _option(policy: str, table: Sequence[_Row], num_devices: int, send_s: np.ndarray, model: CostModel) -> StageOption:
+    again = {
+        "nothing": [0.0 for _ in table],
+        "matmuls": [row.cheap_forward_s for row in table],
+        "input": [row.forward_s for row in table],
+    }[policy]
+    saved = {
+        "nothing": [row.saved_bytes for row in table],
+        "matmuls": [min(row.saved_bytes, row.saved_products_bytes + row.entering_bytes) for row in table],
+        "input": [min(row.saved_bytes, row.entering_bytes) for row in table],
+    }[policy]
+    # What is computed again is there while the layer's backward pass runs.
+    rest = [row.saved_bytes - kept for row, kept in zip(table, saved, strict=True)]
+    return StageOption(
+        num_devices=num_devices,
+        forward_s=np.array([row.forward_s for row in table]),
+        backward_s=np.array([row.backward_s for row in table]) + np.array(again),
+        weight_s=np.array([row.weight_s for row in table]),
+        once_s=np.array([row.once_s for row in table]),
+        state_bytes=np.array([row.state_bytes for row in table], dtype=np.int64),
+        saved_bytes=np.array(saved, dtype=np.int64),
+        working_bytes=np.array([row.working_bytes for row in table]) + np.array(rest, dtype=np.int64),
+        send_s=send_s,
+        name=f"{model.links.mesh}, recompute {policy}",
+    )
+
+
+def layer_rows(contracted: Contracted, model: CostModel, sharding: ShardingPlan) -> dict[int, _Row]:
+    """What each layer of a contracted graph costs under decisions."""
+    return _Pricing(contracted, model, sharding).run()
+
+
+class _Pricing:
+    def __init__(self, contracted: Contracted, model: CostModel, sharding: ShardingPlan) -> None:
+        self.contracted, self.graph, self.model = contracted, contracted.graph, model
+        self.lowered: LoweredBlock = lower(self.graph, sharding, model.links)
+        self.rows = {layer: _Row() for layer in contracted.weight}
+        self.awaited = self.read_by_other_layers()
+
+    def run(self) -> dict[int, _Row]:
+        parts = self.parts()
+        mesh, m = self.model.links.mesh, self.graph.num_microbatches
+        made_forward: dict[Key, tuple[int, Op | None]] = {}
+        for (layer, section), instructions in parts.items():
+            if section is Section.FORWARD:
+                for i in instructions:
+                    op = None if isinstance(i, Move) else i.op
+                    made_forward.update(dict.fromkeys(keys_made(i), (layer, op)))
+        for (layer, section), instructions in parts.items():
+            row, weight = self.rows[layer], self.contracted.weight[layer]
+            runs = weight * (m if section.repeats else 1)
+            seconds = [self.seconds(i) / runs for i in instructions]
+            if section is Section.FORWARD:
+                row.forward_s += sum(seconds)
+                row.cheap_forward_s += sum(
+                    t for t, i in zip(seconds, instructions, strict=True) if isinstance(i, Move) or not is_product(i.op)
+                )
+            elif section.repeats:
+                row.backward_s += sum(seconds)
+                row.weight_s += sum(
+                    t
+                    for t, i in zip(seconds, instructions, strict=True)
+                    if not isinstance(i, Move) and self.awaited.isdisjoint(i.op.outputs)
+                )
+                self.saved(layer, instructions, made_forward)
+            else:
+                row.once_s += sum(seconds)
+            reads, made = self.ends(instructions)
+            row.working_bytes = max(row.working_bytes, task_memory(self.graph, instructions, reads, made, self.model))
+            for i in instructions:
+                if isinstance(i, Accumulate):
+                    row.state_bytes += self.nbytes((i.op.outputs[0], i.sum_))
+                elif isinstance(i, Move) and section is Section.BEFORE and i.target[1] == ALL:
+                    row.state_bytes += self.nbytes((i.value, i.target))
+        inputs = zip(self.lowered.block.inputs, self.lowered.inputs, self.contracted.home_of, strict=True)
+        for position, (v, layout, home) in enumerate(inputs):
+            if position not in self.graph.batch and home in self.rows:
+                value = self.graph.values[v]
+                self.rows[home].state_bytes += local_bytes(value.shape, value.itemsize, layout, mesh)
+        return self.rows
+
+    def read_by_other_layers(self) -> frozenset[int]:
+        """Backward values that the backward pass of another layer waits for, and all that they are made of."""
+        awaited: set[int] = set()
+        layer_of = self.contracted.layer_of
+        made_in = {v: layer_of[op.id] for op in self.graph.block.ops for v in op.outputs}
+        for op in reversed(self.graph.block.ops):
+            if op.section is not Section.BACKWARD or op.kind is OpKind.ACCUMULATE:
+                continue
+            needed = not awaited.isdisjoint(op.outputs)
+            for v in read_by(op):
+                if needed or made_in.get(v) != layer_of[op.id]:
+                    awaited.add(v)
+        return frozenset(awaited)
+
+    def parts(self) -> dict[tuple[int, Section], list[Instruction]]:
+        """Instructions by layer and section; a resharding goes with the operation that it is for."""
+        parts: dict[tuple[int, Section], list[Instruction]] = {}
+        waiting: list[Instruction] = []
+        layer = next(iter(self.rows))
+        for instruction in self.lowered.instructions:
+            waiting.append(instruction)
+            if isinstance(instruction, Move):
+                continue
+            here = self.contracted.layer_of.get(instruction.op.id)
+            layer = here if here is not None else layer
+            for i in waiting:
+                parts.setdefault((layer, section_of(i)), []).append(i)
+            waiting = []
+        for i in waiting:
+            parts.setdefault((layer, section_of(i)), []).append(i)
+        return parts
+
+    def seconds(self, instruction: Instruction) -> float:
+        """Of all runs of an instruction in a step."""
+        block = dataclasses.replace(self.lowered, instructions=(instruction,))
+        sent = sum(use.time_s for use in predicted_collectives(self.graph, block, self.model))
+        return sent + sum(compute_times_s(self.graph, block, self.model).values())
+
+    def nbytes(self, key: Key) -> int:
+        value = self.graph.values[key[0]]
+        return local_bytes(value.shape, value.itemsize, key[1][0], self.model.links.mesh)
+
+    def ends(self, instructions: Sequence[Instruction]) -> tuple[list[Key], list[Key]]:
+        """(what instructions read from outside, what they make that is not read inside)."""
+        made: set[Key] = set()
+        read: dict[Key, None] = {}
+        inside: set[Key] = set()
+        for i in instructions:
+            for key in keys_read(i):
+                if key in made:
+                    inside.add(key)
+                else:
+                    read[key] = None
+            made.update(keys_made(i))
+        return list(read), [key for key in made if key not in inside]
+
+    def saved(
+        self, layer: int, instructions: Sequence[Instruction], made_forward: dict[Key, tuple[int, Op | None]]
+    ) -> None:
+        """Adds what the forward section keeps for the backward one, at the layer that reads it."""
+        row, seen = self.rows[layer], set()
+        for i in instructions:
+            for key in keys_read(i):
+                if key in seen or key not in made_forward:
+                    continue
+                seen.add(key)
+                maker, op = made_forward[key]
+                nbytes = self.nbytes(key)
+                row.saved_bytes += nbytes
+                if maker != layer:
+                    row.entering_bytes += nbytes
+                elif op is not None and is_product(op):
+                    row.saved_products_bytes += nbytes
