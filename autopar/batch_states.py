@@ -19,6 +19,14 @@ from autopar.algebra import SUMMING, linear_operands
 from autopar.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind
 
 
+class Mixes(Exception):
+    """An operation brings examples together; raised where that makes it impossible to follow them. Stays inside."""
+
+    def __init__(self, op: Op, why: str) -> None:
+        super().__init__(why)
+        self.op, self.why = op, why
+
+
 class Form(enum.Enum):
     SAME = "same"  # the whole batch's value, in every micro-batch
     PART = "part"  # the micro-batches' values, joined, are the whole batch's
@@ -33,8 +41,8 @@ class State:
     Of a PART, dimension `dim` holds `outer` blocks, and each of them the examples in order: with `outer` 1, micro-batch
     i has the i-th of equal slices. `zero`: it holds zeros only. `early`: the whole can be computed before the first
     micro-batch. `streams`: it is computed for each micro-batch; what does not stream is known before or after the loop.
-    `cut`: a PART that is cut from the whole rather than computed. `cause` is the operation that brought examples
-    together (SUMMAND and WHOLE).
+    `cut`: a PART that is cut from the whole rather than computed. `cause` is what brought examples together
+    (SUMMAND and WHOLE).
     """
 
     form: Form
@@ -44,15 +52,7 @@ class State:
     early: bool = False
     streams: bool = True
     cut: bool = False
-    cause: Op | None = dataclasses.field(default=None, compare=False)
-
-
-class Mixes(Exception):
-    """Examples cannot be followed through an operation. Does not leave the package."""
-
-    def __init__(self, op: Op, why: str) -> None:
-        super().__init__(why)
-        self.op, self.why = op, why
+    cause: Mixes | None = dataclasses.field(default=None, compare=False)
 
 
 # Parameters that hold sizes, and may follow the number of examples.
@@ -152,7 +152,8 @@ class Follower:
             if any(s.form is Form.SUMMAND for s in states[added:]) or not _can_be_summed(op):
                 raise Mixes(op, "it combines examples")
             if all(self.same_shape(v) for v in op.outputs):
-                return [State(form=Form.SUMMAND, cause=op) for _ in op.outputs]
+                cause = Mixes(op, "it sums over examples")
+                return [State(form=Form.SUMMAND, cause=cause) for _ in op.outputs]
         raise Mixes(op, "it combines examples")
 
     def _factor(self, op: Op, operand: int, state: State) -> int | None:

@@ -68,7 +68,7 @@ def why_not_cut(traced: TracedStep, rules: RuleBook) -> str | None:
             return f"there is only {examples} example in the batch"
         micro_batched(traced, smallest, rules)
     except AutoparError as error:
-        return f"{error.where}: {error.got}"
+        return str(error).split("\n")[0]
     return None
 
 
@@ -260,7 +260,7 @@ class _Cutting:
 
     def _single(self, op: Op, states: list[State]) -> list[State]:
         """With one micro-batch nothing is mixed: a result is the only part, or the only summand."""
-        cause = _cause(op, states)
+        cause = _cause(Mixes(op, "it combines examples"), states)
 
         def state(v: int) -> State:
             if is_number(self.whole.values[v].dtype):
@@ -276,16 +276,15 @@ class _Cutting:
 
         Raises: MixedExamplesError.
         """
-        cause = _cause(mixes.op, states)
+        cause = _cause(mixes, states)
         values = [a for a in (*op.inputs, *op.outputs) if isinstance(a, int)]
         of_examples = any(not self.follower.same_shape(v) for v in values)
         if self.m > 1 and of_examples and (not _is_light(op) or op.role is Role.BACKWARD):
-            alone = f"{cause.primitive} mixes the examples of the batch ({mixes.why})"
-            beside = f"{cause.primitive} brings the examples of the batch together, and {_place(op)} needs its result"
+            beside = "" if cause is mixes else f", and {_place(op)} needs the result for each of them"
             raise MixedExamplesError(
-                where=_place(cause),
+                where=_place(cause.op),
                 expected="a step that works on each example alone until it sums over them",
-                got=alone if cause is mixes.op else f"{beside} for each of them",
+                got=f"{cause.op.primitive} mixes the examples of the batch ({cause.why}){beside}",
                 hint="use num_microbatches=1, or take what it needs of all examples from the state or the batch",
             )
         return [State(form=Form.WHOLE, streams=False, cause=cause) for _ in op.outputs]
@@ -457,9 +456,9 @@ def _is_light(op: Op) -> bool:
     return op.kind is OpKind.EQUATION and op.primitive not in _HEAVY
 
 
-def _cause(op: Op, states: Sequence[State]) -> Op:
-    """The operation that first brought examples together, on the way to `op`."""
-    return next((s.cause for s in states if s.cause is not None and not s.early), op)
+def _cause(mixes: Mixes, states: Sequence[State]) -> Mixes:
+    """What first brought examples together, on the way to what does so here."""
+    return next((s.cause for s in states if s.cause is not None and not s.early), mixes)
 
 
 def _place(op: Op) -> str:
