@@ -33,7 +33,7 @@ class LayerAssignment:
 def assign_layers(graph: OpGraph, layers: Layers) -> LayerAssignment:
     """The layer of every operation.
 
-    (1) Forward: as in `layers`. (2) Hoisted operations: where their largest argument lies. (3) Backward: see
+    (1) Forward: as in `layers`. (2) Hoisted operations: with their arguments or readers. (3) Backward: see
     `_Backward`. (4) Sums over micro-batches: where the summand is made. (5) The update: with the state of its shape,
     else with the largest operand. (6) State: at the first layer that reads it.
     """
@@ -70,6 +70,7 @@ class _Assignment:
         self._hoisted()
         backward = _Backward(self)
         pulled = backward.run()
+        self._hoisted_for_backward()
         self._sums()
         update = _Update(self)
         update.shapes()
@@ -101,11 +102,30 @@ class _Assignment:
         return touched
 
     def _hoisted(self) -> None:
+        """(2) What is hoisted lies with its arguments, or with its readers if that is less to send."""
+        values = self.graph.values
         for op in self.ops:
-            if op.section is Section.BEFORE and op.id not in self.portable and op.kind is not OpKind.BARRIER:
-                readers = [t for v in op.outputs for t in self.touched.get(v, ())]
-                at = self.at_largest(read_by(op))
-                self.layer[op.id] = at if at is not None else min(readers, default=0)
+            if op.section is not Section.BEFORE or op.id in self.portable or op.kind is OpKind.BARRIER:
+                continue
+            readers = [t for v in op.outputs for t in self.touched.get(v, ())]
+            at = self.at_largest(read_by(op))
+            grows = sum(values[v].nbytes for v in read_by(op)) < sum(values[v].nbytes for v in op.outputs)
+            if readers and (grows or at is None):
+                at = min(readers)
+            if at is not None:
+                self.layer[op.id] = at
+
+    def _hoisted_for_backward(self) -> None:
+        """(2) What depends on no state and is read by the backward section only lies with its first reader."""
+        wanted: dict[int, int] = {}
+        for op in reversed(self.ops):
+            hoisted = op.section is Section.BEFORE and op.kind is not OpKind.BARRIER and op.id not in self.portable
+            if hoisted and op.id not in self.layer:
+                self.layer[op.id] = max((wanted[v] for v in op.outputs if v in wanted), default=0)
+            if op.id in self.layer:
+                for v in read_by(op):
+                    root = self.root(v)
+                    wanted[root] = max(wanted.get(root, 0), self.layer[op.id])
 
     def _sums(self) -> None:
         for op in self.ops:
@@ -161,15 +181,14 @@ class _Backward:
     def run(self) -> _Pull:
         layer = self.of.layer
         for op in self.of.ops:
-            at_the_loop = op.kind in (*_SUMS, OpKind.BARRIER, OpKind.SPLIT)
-            if op.section not in _BACKWARD or at_the_loop or op.id in self.of.portable:
+            if op.section not in _BACKWARD or op.kind in (*_SUMS, OpKind.BARRIER, OpKind.SPLIT):
                 continue
             again = self.first.get(self.number(op)) if op.kind is OpKind.EQUATION else None
-            if again is not None and again.id in layer:
-                layer[op.id] = layer[again.id]
+            if again is not None:
                 self.same_as.update(zip(op.outputs, again.outputs, strict=True))
-            else:
-                layer[op.id] = self.layer_of(op)
+            if op.id not in self.of.portable:
+                known = layer.get(again.id) if again is not None else None
+                layer[op.id] = known if known is not None else self.layer_of(op)
         return _Pull(self.of, tuple(self.without_residuals))
 
     def number(self, op: Op) -> tuple:

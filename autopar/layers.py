@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -61,14 +62,14 @@ def find_layers(graph: OpGraph, flops: Callable[[Op], float], max_layers: int = 
     crossing = _crossing(graph, ops, portable)
     parameters = _parameter_bytes(graph, ops)
     products = [i for i, op in enumerate(ops) if is_product(op)]
-    labels = _module_labels(ops, work, portable)
+    labels = _module_labels(ops, work, products, portable)
     if labels is None:
         labels = _repetition_labels(ops, work, products, crossing)
     if labels is None:
         labels = _cluster_labels(work, products, crossing, min(CLUSTERS, max_layers))
     labels = _with_edges(ops, labels, work, parameters, portable)
     starts = _cuts(labels, crossing)
-    starts = _without_small(starts, work, parameters, crossing)
+    starts = _without_small(starts, work, parameters, crossing, products)
     starts = starts[:: math.ceil(len(starts) / max_layers)]
     bounds = list(itertools.pairwise([*starts, len(ops)]))
     groups = tuple(tuple(op.id for op in ops[a:b]) for a, b in bounds)
@@ -196,7 +197,9 @@ def _parameter_bytes(graph: OpGraph, ops: Sequence[Op]) -> list[int]:
 # Labels: operations of one label belong together, those without one lie between.
 
 
-def _module_labels(ops: Sequence[Op], work: Sequence[float], portable: frozenset[int]) -> list[str] | None:
+def _module_labels(
+    ops: Sequence[Op], work: Sequence[float], products: Sequence[int], portable: frozenset[int]
+) -> list[str] | None:
     """The path up to the outermost numbered part that is repeated; None where modules explain too little."""
     paths = [op.module.split("/") if op.module and op.id not in portable else [] for op in ops]
     numbers: dict[tuple[str, ...], set[str]] = {}
@@ -214,12 +217,15 @@ def _module_labels(ops: Sequence[Op], work: Sequence[float], portable: frozenset
                 label = "/".join(path[: depth + 1])
                 break
         labels.append(label)
-    return labels if _explains(labels, work) else None
+    return labels if _explains(labels, work, products) else None
 
 
-def _explains(labels: Sequence[str], work: Sequence[float]) -> bool:
+def _explains(labels: Sequence[str], work: Sequence[float], products: Sequence[int]) -> bool:
+    """Whether there are several labels, on most of the arithmetic or, beside a large head, of the products."""
     covered = sum(w for label, w in zip(labels, work, strict=True) if label)
-    return len({*labels} - {""}) > 1 and covered >= COVERED * sum(work)
+    of_products = sum(bool(labels[i]) for i in products)
+    most = covered >= COVERED * sum(work) or of_products > COVERED * len(products)
+    return len({*labels} - {""}) > 1 and most
 
 
 def _repetition_labels(
@@ -249,9 +255,11 @@ def _repetition_labels(
     for k in range((covered - shift) // period * period):
         labels[products[start + shift + k]] = f"#{k // period}"
     # What stands between the products of one layer is the layer's too.
+    filled = list(labels)
     inside = [i for i, label in enumerate(labels) if label]
-    explained = sum(work[inside[0] : inside[-1] + 1]) >= COVERED * sum(work)
-    return labels if explained and len({*labels} - {""}) > 1 else None
+    for a, b in itertools.pairwise(inside):
+        filled[a:b] = [labels[a]] * (b - a)
+    return labels if _explains(filled, work, products) else None
 
 
 def _longest_run(equal: np.ndarray) -> tuple[int, int]:
@@ -363,11 +371,22 @@ def _cuts(labels: Sequence[str], crossing: Sequence[int]) -> list[int]:
 
 
 def _without_small(
-    starts: list[int], work: Sequence[float], parameters: Sequence[int], crossing: Sequence[int]
+    starts: list[int],
+    work: Sequence[float],
+    parameters: Sequence[int],
+    crossing: Sequence[int],
+    products: Sequence[int],
 ) -> list[int]:
-    """Joins layers of little arithmetic and few parameters with the neighbour behind the cut that more bytes cross."""
+    """Joins layers of little arithmetic and few parameters with the neighbour behind the cut that more bytes cross.
+
+    The measure is the median of the layers with matrix products: one head of a large vocabulary does not make all
+    others small.
+    """
     starts = list(starts)
-    heavy_work, heavy_bytes = HEAVY * sum(work) / len(starts), HEAVY * sum(parameters) / len(starts)
+    bounds = list(itertools.pairwise([*starts, len(work)]))
+    major = [(a, b) for a, b in bounds if any(a <= i < b for i in products)] or bounds
+    heavy_work = HEAVY * statistics.median(sum(work[a:b]) for a, b in major)
+    heavy_bytes = HEAVY * statistics.median(sum(parameters[a:b]) for a, b in major)
     index = 0
     while index < len(starts):
         a, b = starts[index], starts[index + 1] if index + 1 < len(starts) else len(work)

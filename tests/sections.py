@@ -97,7 +97,7 @@ def loop_op(fresh: Fresh, kind: OpKind, operand: int, result: int) -> Op:
 def evaluate(graph: OpGraph, args: Sequence[Any]) -> list[np.ndarray]:
     """The outputs of a graph for its arguments (without constants), section by section as a pipeline would run it."""
     m = graph.num_microbatches
-    outer = dict(zip(graph.block.inputs, [*graph.constants, *map(jnp.asarray, args)], strict=True))
+    outer = dict(zip(graph.block.inputs, [*graph.constants, *args], strict=True))
     envs: list[dict[int, Any]] = [{} for _ in range(m)]
 
     def read(atom: Any, env: Mapping[int, Any]) -> Any:
@@ -110,13 +110,15 @@ def evaluate(graph: OpGraph, args: Sequence[Any]) -> list[np.ndarray]:
     for op in ops:
         if op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
             parts = [read(op.inputs[0], env) for env in envs]
-            outer[op.outputs[0]] = sum(parts[1:], parts[0]) if op.kind is OpKind.ACCUMULATE else jnp.concatenate(parts)
-        elif op.section.repeats:
+            summed = op.kind is OpKind.ACCUMULATE
+            outer[op.outputs[0]] = sum(parts[1:], parts[0]) if summed else jnp.concatenate(parts, axis=op.dim)
+        elif op.section.repeats or op.kind is OpKind.SPLIT:
             for i, env in enumerate(envs):
                 env.update(zip(op.outputs, run(op, [read(a, env) for a in op.inputs], i, m), strict=True))
         else:
             outer.update(zip(op.outputs, run(op, [read(a, {}) for a in op.inputs], 0, m), strict=True))
-    return [np.asarray(read(a, {})) for a in graph.block.outputs]
+    outputs = [read(a, {}) for a in graph.block.outputs]
+    return [np.asarray(jax.random.key_data(x) if jax_compat.is_key_dtype(x.dtype) else x) for x in outputs]
 
 
 def run(op: Op, operands: Sequence[Any], index: int, num_microbatches: int) -> list[Any]:
@@ -129,4 +131,4 @@ def run(op: Op, operands: Sequence[Any], index: int, num_microbatches: int) -> l
 
 def assert_same_numbers(before: OpGraph, after: OpGraph, args: Sequence[Any], tolerance: float = 1e-5) -> None:
     for a, b in zip(evaluate(after, args), evaluate(before, args), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (np.abs(b).max() + 1e-30))
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (np.abs(b.astype(np.float64)).max(initial=0) + 1e-30))
