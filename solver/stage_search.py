@@ -94,7 +94,7 @@ def _solve(problem: StageProblem, shared: SharedSums, first: _First, best_s: flo
         moves = moves_under(problem, shared.of(problem), under_s)
         found = _search(problem, moves, under_s, in_memory=False)
         if found.stages and max(peak_bytes(problem, found.stages)) > problem.limit_bytes:
-            found = _search(problem, moves, under_s, in_memory=True)
+            found = _search_in_memory(problem, moves, under_s)
         if found.stages:
             best, under_s = found, found.step_time_s
     if best.stages:
@@ -124,8 +124,32 @@ def _search_sizes(problem: StageProblem, moves: Moves, under_s: float) -> _First
     return best
 
 
+def _search_in_memory(problem: StageProblem, moves: Moves, under_s: float) -> _First:
+    """The best stages below under_s that fit, if any.
+
+    Where what is in flight depends on the number of stages, one number after the other is tried. More stages hold
+    more: once no plan of any number is left whose moves hold as much, no larger number has one.
+    """
+    if problem.schedule not in (Schedule.ZB_H1, Schedule.ZB_H2) or problem.fixed_num_stages is not None:
+        return _search(problem, moves, under_s, in_memory=True)
+    best = _First()
+    for count in range(1, most_stages(problem) + 1):
+        limit_s = min(under_s, best.step_time_s)
+        moves = moves.take(moves.allowed >= in_flight(problem, 0, count))
+        open_number = _search(problem, moves, limit_s, in_memory=False)
+        if not open_number.stages:
+            break
+        if len(open_number.stages) == count:
+            best = open_number
+            continue
+        found = _search(replace(problem, fixed_num_stages=count), moves, limit_s, in_memory=True)
+        if found.stages:
+            best = found
+    return best
+
+
 def _search(problem: StageProblem, moves: Moves, under_s: float, *, in_memory: bool) -> _First:
-    """The best stages below under_s, if any; in_memory False: as if every stage were the last."""
+    """The best stages below under_s, if any; in_memory False: as if the moves held no more than they must."""
     moves = moves.take(moves.add_s + moves.steady_s < under_s)
     if not len(moves):
         return _First()
@@ -146,8 +170,8 @@ def _search(problem: StageProblem, moves: Moves, under_s: float, *, in_memory: b
     if open_end:
         levels = _levels_that_matter(moves, flight) if in_memory else 1
         flight = flight[: levels + 1]
-    elif not in_memory:
-        flight[1:] = flight[1]
+    if not in_memory:
+        flight[:] = 0
     programme = Programme(moves, problem.num_layers, units, total, flight, open_end, exact)
     found = programme.search(under_s)
     return _First(stages=moves.stages(found.path), step_time_s=found.step_time_s)

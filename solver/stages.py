@@ -15,8 +15,8 @@ and e = max(f + b, (f + b) / 2 + c):
 | 1f1b | f + c | b + c | (m - 1) (f + b + 2c) | min(m, S - s) | |
 | eager-1f1b | f + c | b + c | (m - 1) e | min(m, 2 (S - s) - 1) | |
 | gpipe | f + c | b + c | (m - 1) (max(f, c) + max(b, c)) | m | |
-| zb-h1 | f + c | max(b - 2w, 0) + c | m (f + b + 2c) - fill - drain | S - s | m >= S |
-| zb-h2 | max(f - w, 0) + c | max(b - 2w, 0) + c | f + b + 2c + (m - 1) e - fill - drain | 2 (S - s) - 1 | m >= 2S - 1 |
+| zb-h1 | f + c | max(b - 2w, 0) + c | m (f + b + 2c) - fill - drain | S | m >= S |
+| zb-h2 | max(f - w, 0) + c | max(b - 2w, 0) + c | f + b + 2c + (m - 1) e - fill - drain | 2S - 1 | m >= 2S - 1 |
 | interleaved | (f + c) / v | (b + c) / v | (m v - 1) (f + b + 2c) | see `peak_bytes` | S divides m |
 | inference | f + c | 0 | (m - 1) max(f, c) | 0 | |
 
@@ -215,10 +215,14 @@ def in_flight(problem: StageProblem, stage: int, num_stages: int) -> int:
     """
     m, left = problem.num_microbatches, num_stages - stage
     match problem.schedule:
-        case Schedule.ONE_F_ONE_B | Schedule.ZB_H1:
+        case Schedule.ONE_F_ONE_B:
             return min(m, left)
-        case Schedule.EAGER_ONE_F_ONE_B | Schedule.ZB_H2:
+        case Schedule.EAGER_ONE_F_ONE_B:
             return min(m, 2 * left - 1)
+        case Schedule.ZB_H1:  # later stages have fewer micro-batches ahead, and as many more weight gradients waiting
+            return min(m, num_stages)
+        case Schedule.ZB_H2:
+            return min(m, 2 * num_stages - 1)
         case Schedule.GPIPE:
             return m
         case Schedule.INTERLEAVED:

@@ -305,6 +305,8 @@ def test_in_flight():
         (Schedule.ONE_F_ONE_B, [4, 3, 2, 1]),
         (Schedule.EAGER_ONE_F_ONE_B, [6, 5, 3, 1]),
         (Schedule.GPIPE, [6, 6, 6, 6]),
+        (Schedule.ZB_H1, [4, 4, 4, 4]),
+        (Schedule.ZB_H2, [6, 6, 6, 6]),
         (Schedule.INFERENCE, [0, 0, 0, 0]),
     ):
         asked = problem([option(1, [1.0] * 4)], 4, 6, schedule=schedule)
