@@ -60,7 +60,8 @@ def _parameter(whole: Any, part: Any, where: str) -> Any:
     if hasattr(jax_compat.open_jaxpr(part), "eqns"):
         return with_numbers_of(whole, part, where)
     if isinstance(part, (tuple, list)) and any(hasattr(jax_compat.open_jaxpr(p), "eqns") for p in part):
-        return type(part)(with_numbers_of(a, b, where) for a, b in zip(whole, part, strict=True))
+        members = [_parameter(a, b, where) for a, b in zip(whole, part, strict=True)]
+        return part._make(members) if hasattr(part, "_make") else type(part)(members)
     return part
 
 

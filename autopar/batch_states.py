@@ -131,15 +131,16 @@ class Follower:
         factors = {self._factor(op, i, s) for i, s in enumerate(states) if s.form is Form.PART}
         if len(factors) != 1:
             raise Mixes(op, "it reads examples in several places")
-        (factor,) = factors
-        if factor is None:
+        (found,) = factors
+        if found is None:
             raise Mixes(op, "it takes the examples apart")
+        factor, blocks = found
         self._check_parameters(op, part)
         for atom, s in zip(op.inputs, states, strict=True):
             if s.form is Form.SAME and isinstance(atom, int) and not self.same_shape(atom):
                 raise Mixes(op, "it holds examples against others")
         kind = op.rule.factors[factor].kind
-        places = [self._place(op, dims, factor) for dims in op.rule.results]
+        places = [self._place(op, dims, factor, blocks) for dims in op.rule.results]
         if kind is FactorKind.PASS and all(places) and not any(s.form is Form.SUMMAND for s in states):
             for value, (dim, _) in zip(op.outputs, [p for p in places if p], strict=True):
                 if not self.is_part(value, dim):
@@ -156,24 +157,26 @@ class Follower:
                 return [State(form=Form.SUMMAND, cause=cause) for _ in op.outputs]
         raise Mixes(op, "it combines examples")
 
-    def _factor(self, op: Op, operand: int, state: State) -> int | None:
-        """The factor that the examples of an operand are, if they are the major part of one."""
+    def _factor(self, op: Op, operand: int, state: State) -> tuple[int, int] | None:
+        """(factor, number of blocks inside of it) that holds the examples of an operand."""
         assert op.rule is not None
         before = 1
         for f in op.rule.operands[operand][state.dim]:
-            if before == state.outer:
-                return f if op.rule.factors[f].size % self.num_microbatches == 0 else None
-            before *= op.rule.factors[f].size
+            size = op.rule.factors[f].size
+            if state.outer % before == 0 and state.outer < before * size:
+                blocks = state.outer // before
+                return (f, blocks) if size % (blocks * self.num_microbatches) == 0 else None
+            before *= size
         return None
 
-    def _place(self, op: Op, dims: tuple[tuple[int, ...], ...], factor: int) -> tuple[int, int] | None:
-        """(dimension, number of blocks before it) of a factor in a tensor."""
+    def _place(self, op: Op, dims: tuple[tuple[int, ...], ...], factor: int, blocks: int) -> tuple[int, int] | None:
+        """(dimension, number of blocks) of the examples in a tensor that has their factor."""
         assert op.rule is not None
         for d, dim in enumerate(dims):
             before = 1
             for f in dim:
                 if f == factor:
-                    return d, before
+                    return d, before * blocks
                 before *= op.rule.factors[f].size
         return None
 

@@ -326,12 +326,15 @@ class _Cutting:
         if v in self.each and s.early and (s.form is Form.SAME or s.cut):
             self.before.add(v)
         if v in self.after and s.streams and not s.cut and v not in self.before:
-            if s.form is Form.SAME or (s.form is Form.PART and s.outer != 1):
+            if s.form is Form.SAME or s.outer != 1:
+                inside = (
+                    "in which examples lie inside of a dimension" if s.outer != 1 else "that a loop makes beside them"
+                )
                 raise UnsupportedError(
                     where=self.traced.name,
                     expected="results that are sums over examples or have one row for each",
-                    got="a result of another kind, computed together with those of the examples",
-                    hint="use num_microbatches=1",
+                    got=f"one of shape {self.whole.values[v].shape} {inside}",
+                    hint="return it in another shape, or use num_microbatches=1",
                 )
             self.each.add(v)
 

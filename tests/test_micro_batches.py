@@ -277,6 +277,15 @@ def test_picking_by_the_number_of_the_example():
     check(training(loss), weights(), examples(), 4)
 
 
+def test_examples_inside_of_a_dimension():
+    def loss(p, b):
+        time_major = jnp.swapaxes(b["x"].reshape(-1, 3, WIDTH), 0, 1)
+        flat = jnp.tanh(jnp.sin(time_major.reshape(-1, WIDTH) @ p["a"]))
+        return losses(p, b | {"x": flat.reshape(3, -1, WIDTH).sum(0)}).mean()
+
+    check(training(loss), weights(), examples() | {"x": jax.random.normal(jax.random.key(1), (8, 3 * WIDTH))}, 4)
+
+
 def batch_norm(x):
     with jax.named_scope("norm"):
         return (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5)
