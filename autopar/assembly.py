@@ -221,18 +221,14 @@ class _Assembler:
                 self.read(op.inputs[0], self.node(1, "wire", "sent", layouts), layouts, op.role, op.count)
 
     def accumulate(self, op: Op) -> None:
-        """The sum over micro-batches lies as each summand does, partial or whole, and is reduced once."""
+        """The sum over micro-batches has a layout of its own: partial ones are reduced once, behind the loop."""
         (source,), (target,) = op.inputs, op.outputs
-        if not isinstance(source, int) or source not in self.raw:
-            return
-        if not self.partials.reads_raw(op, 0):
-            self.alias(source, target)
-            return
-        home = self.raw[source]
-        self.raw[target] = self.placed[target] = home
-        self.order[target] = len(self.order)
-        if _any_partial(home.layouts):
-            self.place(target, f"{op.module or 'sum'} accumulated", 1.0)
+        name = f"{op.module or 'sum'} accumulated"
+        partial_too = self.partials.reads_raw(op, 0)
+        self.layout_node(target, "boundary", name, partial_too=partial_too)
+        self.read_into(source, self.raw.get(target), op.role, op.count, raw=partial_too)
+        if target in self.raw and partial_too:
+            self.place(target, f"{name}, placed", 1.0)
 
     def alias(self, source: Atom, target: int) -> None:
         """The target lies as the source does."""

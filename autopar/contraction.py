@@ -30,6 +30,15 @@ class Contracted:
     weight: dict[int, float]
     home_of: tuple[int, ...]
 
+    def copies(self) -> dict[int, float]:
+        """For each value of the smaller graph, for how many of the whole one it counts, where that is not one."""
+        found = {v: self.weight.get(home, 1.0) for v, home in zip(self.graph.block.inputs, self.home_of, strict=True)}
+        for op in self.graph.block.ops:
+            layer = self.layer_of[op.id]
+            if layer is not None:
+                found.update(dict.fromkeys(op.outputs, self.weight[layer]))
+        return {v: n for v, n in found.items() if n != 1.0}
+
 
 def contract(graph: OpGraph, assignment: LayerAssignment, kinds: Sequence[int]) -> Contracted:
     """Takes out the inner layers of every run of three or more equal ones.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from autopar import solver
-from autopar.assembly import PLACED, RAW, Assembly, Home, Node, Reshard, assemble
+from autopar.assembly import ALL, PLACED, RAW, Assembly, Home, Node, Reshard, assemble
 from autopar.cluster import DeviceKind
 from autopar.costs import Work, flops_of, is_fusible, time_s
 from autopar.folding import fold
-from autopar.graph import Atom, Op, OpGraph
+from autopar.graph import Atom, Op, OpGraph, OpKind, Section
 from autopar.layout import Layout, replicated
 from autopar.memory_steps import Compiler
 from autopar.mesh import LogicalMesh
@@ -59,10 +59,22 @@ class ShardingPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPrices:
-    """What a byte on one device costs, in seconds, for the values (with their states) that crowd the memory."""
+    """What a byte on one device costs, in seconds, for the values (with their states) that crowd the memory.
+
+    `copies` of a value count where it stands for the same value of several layers.
+    """
 
     s_per_byte: float
     values: frozenset[tuple[int, str]]
+    copies: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+
+def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
+    """What lies in memory through the whole step: state, sums over micro-batches, copies for all readers."""
+    arguments = {v for i, v in enumerate(graph.block.inputs) if i not in graph.batch | graph.repeating}
+    sums = {v for op in graph.block.ops if op.kind is OpKind.ACCUMULATE for v in op.outputs}
+    hoisted = {v for op in graph.block.ops if op.section is Section.BEFORE for v in op.outputs}
+    return frozenset((v, state) for v in arguments | sums | hoisted for state in (RAW, ALL))
 
 
 class IntraOp:
@@ -166,10 +178,10 @@ class IntraOp:
         its source, so its price goes to the edge between the two. Nodes of one class share their price as they share
         their decision.
         """
-        homes: dict[Home, int] = {}
-        copies: dict[int, int] = {}
+        homes: dict[Home, float] = {}
+        copies: dict[int, float] = {}
         for value, state in prices.values:
-            nbytes = self.graph.values[value].nbytes
+            nbytes = self.graph.values[value].nbytes * prices.copies.get(value, 1.0)
             home = self._home(value, state)
             if home is None:
                 continue

@@ -36,10 +36,10 @@ from autopar.recomputation import Recompute, rematerialise
 from autopar.record import PipelineTrial
 from autopar.rules import RuleBook
 from autopar.runtime.schedules import Schedule
-from autopar.solver import NoStages, StageOption, StagePlan, StageProblem, best_stages
+from autopar.solver import NoStages, StagePlan, StageProblem, best_stages
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_assignment import balanced
-from autopar.stage_costs import POLICIES, stage_options
+from autopar.stage_costs import PricedOption, stage_options
 from autopar.stage_graphs import StageGraph
 from autopar.staging import TracedStep
 
@@ -47,6 +47,7 @@ Costs = Callable[[Cluster, LogicalMesh], CostModel]
 
 SEARCHED_SCHEDULES = ("1f1b", "zb-h1", "interleaved")
 MOST_MICROBATCHES = 6  # numbers of micro-batches that are searched through
+STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
 
@@ -60,13 +61,16 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes."""
+    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and the
+    price of a byte of state on each stage.
+    """
 
     schedule: str
     chunks: int
     first_layers: tuple[int, ...]
     group_meshes: tuple[LogicalMesh, ...]
     policies: tuple[str, ...]
+    prices_s_per_byte: tuple[float, ...]
 
     @property
     def text(self) -> str:
@@ -106,18 +110,18 @@ def search_pipelines(
     """
     cuts: dict[int, Cut] = {}
     problems: list[StageProblem] = []
-    of_problem: list[tuple[int, tuple[LogicalMesh, ...]]] = []
+    of_problem: list[tuple[int, tuple[PricedOption, ...]]] = []
     for m in microbatch_numbers(traced, asked):
         with progress.pass_(f"{m} micro-batches"):
             graph = micro_batched(traced, m, rules)
             cuts[m] = Cut(graph=graph, layers=layers_of(graph))
         with progress.pass_("layer costs"):
-            options, meshes = tables(cuts[m], cluster, asked, cost_model, time_limit_s)
+            options = tables(cuts[m], cluster, asked, cost_model, limit_bytes, time_limit_s)
         for name in schedules_of(asked):
             chunks = asked.chunks or default_chunks(name)
             problems.append(
                 StageProblem(
-                    options=options,
+                    options=tuple(o.option for o in options),
                     num_devices=cluster.num_devices,
                     num_layers=len(cuts[m].layers),
                     num_microbatches=m,
@@ -128,7 +132,7 @@ def search_pipelines(
                     fixed_num_stages=asked.num_stages,
                 )
             )
-            of_problem.append((m, meshes))
+            of_problem.append((m, options))
     with progress.pass_("stages"):
         answers = best_stages(problems)
     ranked = sorted(
@@ -141,7 +145,7 @@ def search_pipelines(
 
 
 def built_out(
-    ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[LogicalMesh, ...]]],
+    ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]],
     cuts: dict[int, Cut],
     cluster: Cluster,
     cost_model: Costs,
@@ -153,8 +157,8 @@ def built_out(
     """Works the best answers out exactly and takes the one that is fastest on the virtual clock and fits."""
     weighed: list[PipelineTrial] = []
     best: tuple[tuple[bool, float], Staged, Choice] | None = None
-    for problem, answer, m, meshes in ranked:
-        choice = choice_of(problem, answer, meshes)
+    for problem, answer, m, options in ranked:
+        choice = choice_of(problem, answer, options)
         text = f"{m} micro-batches, {choice.text}"
         if len(weighed) >= BUILT_OUT or answer.step_time_s > 1.2 * to_beat_s:
             weighed.append(PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes)))
@@ -189,21 +193,20 @@ def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
 
 
 def tables(
-    cut: Cut, cluster: Cluster, asked: PipelineOptions, cost_model: Costs, time_limit_s: float
-) -> tuple[tuple[StageOption, ...], tuple[LogicalMesh, ...]]:
-    """(options, the mesh of each) for every submesh that a stage may have."""
+    cut: Cut, cluster: Cluster, asked: PipelineOptions, cost_model: Costs, limit_bytes: int, time_limit_s: float
+) -> tuple[PricedOption, ...]:
+    """The options of every submesh that a stage may have."""
     assignment = assign_layers(cut.graph, cut.layers)
     contracted = contract(cut.graph, assignment, layer_kinds(cut.graph, assignment, len(cut.layers)))
-    options: list[StageOption] = []
-    meshes: list[LogicalMesh] = []
+    options: list[PricedOption] = []
     for size in submesh_sizes(cluster, asked, len(cut.layers)):
         part = part_of(cluster, size)
         link = cluster.inside_host if size < cluster.devices_per_host else cluster.between_hosts
         for mesh in stage_meshes(part):
-            found = stage_options(contracted, cut.layers, cost_model(part, mesh), link, time_limit_s)
-            options += found
-            meshes += [mesh] * len(found)
-    return tuple(options), tuple(meshes)
+            # A stage on this mesh holds about its share of the layers.
+            share = limit_bytes * STATE_SHARE * cluster.num_devices / size
+            options += stage_options(contracted, cut.layers, cost_model(part, mesh), link, share, time_limit_s)
+    return tuple(options)
 
 
 def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> list[int]:
@@ -234,20 +237,19 @@ def stage_meshes(part: Cluster) -> list[LogicalMesh]:
     return list(found)
 
 
-def choice_of(problem: StageProblem, answer: StagePlan, meshes: Sequence[LogicalMesh]) -> Choice:
+def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[PricedOption]) -> Choice:
     """What an answer of the dynamic programme stands for."""
-    policies: list[str] = []
-    for stage in answer.stages:
-        name = problem.options[stage.option].name
-        policy = next(p for p in POLICIES if name.endswith(f"recompute {p}"))
-        policies += [policy] * (stage.last - stage.first)
+    taken = [options[stage.option] for stage in answer.stages]
     groups = len(answer.stages) // problem.chunks
     return Choice(
         schedule=problem.schedule.value,
         chunks=problem.chunks,
         first_layers=tuple(stage.first for stage in answer.stages),
-        group_meshes=tuple(meshes[stage.option] for stage in answer.stages[:groups]),
-        policies=tuple(policies),
+        group_meshes=tuple(o.mesh for o in taken[:groups]),
+        policies=tuple(
+            o.policy for o, stage in zip(taken, answer.stages, strict=True) for _ in range(stage.first, stage.last)
+        ),
+        prices_s_per_byte=tuple(o.s_per_byte for o in taken),
     )
 
 
@@ -259,7 +261,8 @@ def build(cut: Cut, choice: Choice, cluster: Cluster, cost_model: Costs, time_li
     stages = cut_stages(graph, cut.layers, choice.first_layers, schedule.splits_backward, num_stages)
     submeshes = place(choice.group_meshes, schedule)
     models = [model_of(cluster, cost_model, s.mesh) for s in submeshes]
-    shardings = decide(stages, models, [s.mesh for s in submeshes], time_limit_s)
+    meshes = [s.mesh for s in submeshes]
+    shardings = decide(stages, models, meshes, choice.prices_s_per_byte, time_limit_s)
     return stage_program(
         graph, cut.layers, choice.first_layers, stages, models, shardings, submeshes, schedule, cluster
     )
@@ -282,20 +285,24 @@ def place(group_meshes: Sequence[LogicalMesh], schedule: Schedule) -> list[Subme
 
 
 def decide(
-    stages: Sequence[StageGraph], models: Sequence[CostModel], meshes: Sequence[LogicalMesh], time_limit_s: float
+    stages: Sequence[StageGraph],
+    models: Sequence[CostModel],
+    meshes: Sequence[LogicalMesh],
+    prices_s_per_byte: Sequence[float],
+    time_limit_s: float,
 ) -> list[ShardingPlan]:
     """Each stage's decisions; stages that are alike, on meshes that are alike, share them."""
     known: dict[Any, tuple[ShardingPlan, Shape]] = {}
     found = []
-    for stage, model, wires in zip(stages, models, wires_of(stages, meshes), strict=True):
+    for stage, model, wires, price in zip(stages, models, wires_of(stages, meshes), prices_s_per_byte, strict=True):
         shape = shape_of(stage.graph)
         number = {v: i for i, v in enumerate(shape.values)}
         op_number = {op: i for i, op in enumerate(shape.ops)}
         received = tuple(sorted((number[v], layout) for v, layout in wires[0].items() if v in number))
         sent = tuple(sorted((op_number[op], layout) for op, layout in wires[1].items()))
-        key = (shape.key, model.links, str(received), str(sent))
+        key = (shape.key, model.links, str(received), str(sent), price)
         if key not in known:
-            known[key] = solve_stage(stage, model, wires, time_limit_s), shape
+            known[key] = solve_stage(stage, model, wires, time_limit_s, price), shape
             found.append(known[key][0])
         else:
             found.append(carried_over(*known[key], shape, stage.graph))
@@ -315,6 +322,7 @@ def equal_choice(cut: Cut, cluster: Cluster, schedule: str, num_stages: int, chu
             first_layers=balanced(cut.layers, num_stages),
             group_meshes=(mesh,) * (num_stages // chunks),
             policies=("nothing",) * len(cut.layers),
+            prices_s_per_byte=(0.0,) * num_stages,
         )
         for mesh in stage_meshes(part_of(cluster, size))
     ]

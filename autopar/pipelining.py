@@ -10,7 +10,7 @@ from autopar.collectives import Link
 from autopar.costs import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import CostModel, IntraOp, ShardingPlan
+from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, state_values
 from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
 from autopar.lowering import Accumulate, Split, Stack, lower
@@ -131,14 +131,17 @@ def wires_of(stages: Sequence[StageGraph], meshes: Sequence[LogicalMesh]) -> lis
     return found
 
 
-def solve_stage(stage: StageGraph, model: CostModel, wires: Wires, time_limit_s: float) -> ShardingPlan:
+def solve_stage(
+    stage: StageGraph, model: CostModel, wires: Wires, time_limit_s: float, s_per_byte: float = 0.0
+) -> ShardingPlan:
     """The decisions of one stage on its mesh: the ILP over its forward, backward and update operations together.
 
-    Raises: SolverError.
+    `s_per_byte` is what a byte of state costs, where memory is short. Raises: SolverError.
     """
     received, sent = wires
     intra_op = IntraOp(stage.graph, model, received, sent)
-    solution = intra_op.solve(time_limit_s=time_limit_s)
+    prices = MemoryPrices(s_per_byte=s_per_byte, values=state_values(stage.graph)) if s_per_byte else None
+    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise SolverError(
             where=f"a stage on mesh {model.links.mesh}",

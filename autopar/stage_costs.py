@@ -11,18 +11,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.assembly import ALL
 from autopar.collectives import Link
 from autopar.contraction import Contracted
-from autopar.graph import Op, OpKind, Section, read_by
-from autopar.intra_op import CostModel, IntraOp, ShardingPlan
+from autopar.graph import OpKind, Section, read_by
+from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, state_values
 from autopar.layers import Layers, is_product
 from autopar.layout import local_bytes
-from autopar.lowering import Accumulate, Instruction, LoweredBlock, Move, lower, section_of
+from autopar.lowering import Accumulate, Instruction, LoweredBlock, Move, Split, lower, section_of
+from autopar.mesh import LogicalMesh
 from autopar.prediction import compute_times_s, predicted_collectives, task_memory
 from autopar.solver import StageOption, Status
 from autopar.tasks import Key, keys_made, keys_read
 
+# Where state is too large, decisions are made with a price on its bytes too: how often it is raised, the first price
+# (as a part of the step's time divided by the state's bytes) and by how much it rises.
+LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.3, 10.0
 POLICIES = ("nothing", "matmuls", "input")  # what of a layer is computed again in its backward pass
 
 
@@ -37,27 +40,61 @@ class _Row:
     once_s: float = 0.0
     state_bytes: int = 0
     saved_bytes: int = 0
-    saved_products_bytes: int = 0
+    products_bytes: int = 0
     entering_bytes: int = 0
     working_bytes: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PricedOption:
+    """A way to run layers: the mesh, what they recompute, the price of a byte of state under which it is decided."""
+
+    option: StageOption
+    mesh: LogicalMesh
+    policy: str
+    s_per_byte: float
+
+
 def stage_options(
-    contracted: Contracted, layers: Layers, model: CostModel, link: Link, time_limit_s: float
-) -> tuple[StageOption, ...]:
-    """One option for each policy of recomputation, for stages on the model's mesh; none where the ILP finds nothing.
+    contracted: Contracted,
+    layers: Layers,
+    model: CostModel,
+    link: Link,
+    state_limit_bytes: float,
+    time_limit_s: float,
+) -> tuple[PricedOption, ...]:
+    """Options for stages on the model's mesh: for each policy of recomputation the fastest decisions, and where state
+    takes much memory leaner ones too. `state_limit_bytes` is what the state of all layers may take on this mesh.
 
     `link` joins a stage with the next one. What crosses a boundary is sent split over all devices of the mesh.
     """
     intra_op = IntraOp(contracted.graph, model)
-    solution = intra_op.solve(time_limit_s=time_limit_s)
-    if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
-        return ()
-    rows = layer_rows(contracted, model, intra_op.decode(solution))
-    table = [rows[contracted.stands_for[layer]] for layer in range(len(layers))]
     devices = model.links.mesh.num_devices
     send_s = np.array([link.latency_s + b / devices / link.bytes_per_s for b in layers.crossing_bytes])
-    return tuple(_option(policy, table, devices, send_s, model) for policy in POLICIES)
+    values, copies = state_values(contracted.graph), contracted.copies()
+    found: list[PricedOption] = []
+    s_per_byte = 0.0
+    for _ in range(LEANER):
+        prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies) if s_per_byte else None
+        solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices)
+        if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+            break
+        rows = layer_rows(contracted, model, intra_op.decode(solution))
+        table = [rows[contracted.stands_for[layer]] for layer in range(len(layers))]
+        state_bytes = sum(row.state_bytes for row in table)
+        found += [
+            PricedOption(
+                option=_option(policy, table, devices, send_s, model),
+                mesh=model.links.mesh,
+                policy=policy,
+                s_per_byte=s_per_byte,
+            )
+            for policy in POLICIES
+        ]
+        if state_bytes <= state_limit_bytes:
+            break
+        s_per_byte = s_per_byte * PRICE_RISE or FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
+    return tuple(found)
 
 
 def _option(policy: str, table: Sequence[_Row], num_devices: int, send_s: np.ndarray, model: CostModel) -> StageOption:
@@ -68,7 +105,7 @@ def _option(policy: str, table: Sequence[_Row], num_devices: int, send_s: np.nda
     }[policy]
     saved = {
         "nothing": [row.saved_bytes for row in table],
-        "matmuls": [min(row.saved_bytes, row.saved_products_bytes + row.entering_bytes) for row in table],
+        "matmuls": [min(row.saved_bytes, row.products_bytes + row.entering_bytes) for row in table],
         "input": [min(row.saved_bytes, row.entering_bytes) for row in table],
     }[policy]
     # What is computed again is there while the layer's backward pass runs.
@@ -98,21 +135,22 @@ class _Pricing:
         self.lowered: LoweredBlock = lower(self.graph, sharding, model.links)
         self.rows = {layer: _Row() for layer in contracted.weight}
         self.awaited = self.read_by_other_layers()
+        repeating = [i for i in self.lowered.instructions if section_of(i).repeats]
+        self.kept = frozenset(key for i in repeating for key in keys_read(i))
 
     def run(self) -> dict[int, _Row]:
         parts = self.parts()
         mesh, m = self.model.links.mesh, self.graph.num_microbatches
-        made_forward: dict[Key, tuple[int, Op | None]] = {}
+        made_forward: dict[Key, int] = {}
         for (layer, section), instructions in parts.items():
             if section is Section.FORWARD:
-                for i in instructions:
-                    op = None if isinstance(i, Move) else i.op
-                    made_forward.update(dict.fromkeys(keys_made(i), (layer, op)))
+                made_forward.update({key: layer for i in instructions for key in keys_made(i)})
         for (layer, section), instructions in parts.items():
             row, weight = self.rows[layer], self.contracted.weight[layer]
             runs = weight * (m if section.repeats else 1)
             seconds = [self.seconds(i) / runs for i in instructions]
             if section is Section.FORWARD:
+                self.entering(layer, instructions, made_forward)
                 row.forward_s += sum(seconds)
                 row.cheap_forward_s += sum(
                     t for t, i in zip(seconds, instructions, strict=True) if isinstance(i, Move) or not is_product(i.op)
@@ -132,8 +170,8 @@ class _Pricing:
             for i in instructions:
                 if isinstance(i, Accumulate):
                     row.state_bytes += self.nbytes((i.op.outputs[0], i.sum_))
-                elif isinstance(i, Move) and section is Section.BEFORE and i.target[1] == ALL:
-                    row.state_bytes += self.nbytes((i.value, i.target))
+                elif section is Section.BEFORE and not isinstance(i, Split):
+                    row.state_bytes += sum(self.nbytes(key) for key in keys_made(i) if key in self.kept)
         inputs = zip(self.lowered.block.inputs, self.lowered.inputs, self.contracted.home_of, strict=True)
         for position, (v, layout, home) in enumerate(inputs):
             if position not in self.graph.batch and home in self.rows:
@@ -197,20 +235,16 @@ class _Pricing:
             made.update(keys_made(i))
         return list(read), [key for key in made if key not in inside]
 
-    def saved(
-        self, layer: int, instructions: Sequence[Instruction], made_forward: dict[Key, tuple[int, Op | None]]
-    ) -> None:
-        """Adds what the forward section keeps for the backward one, at the layer that reads it."""
-        row, seen = self.rows[layer], set()
+    def entering(self, layer: int, instructions: Sequence[Instruction], made_forward: dict[Key, int]) -> None:
+        """Adds what enters a layer's forward pass from others, and what its matrix products make."""
+        row = self.rows[layer]
+        read = {key for i in instructions for key in keys_read(i)}
+        row.entering_bytes += sum(self.nbytes(k) for k in read if k in made_forward and made_forward[k] != layer)
         for i in instructions:
-            for key in keys_read(i):
-                if key in seen or key not in made_forward:
-                    continue
-                seen.add(key)
-                maker, op = made_forward[key]
-                nbytes = self.nbytes(key)
-                row.saved_bytes += nbytes
-                if maker != layer:
-                    row.entering_bytes += nbytes
-                elif op is not None and is_product(op):
-                    row.saved_products_bytes += nbytes
+            if not isinstance(i, Move) and is_product(i.op):
+                row.products_bytes += sum(self.nbytes(key) for key in keys_made(i))
+
+    def saved(self, layer: int, instructions: Sequence[Instruction], made_forward: dict[Key, int]) -> None:
+        """Adds what the forward section keeps for the backward one, at the layer that reads it."""
+        read = {key for i in instructions for key in keys_read(i)}
+        self.rows[layer].saved_bytes += sum(self.nbytes(key) for key in read if key in made_forward)
