@@ -15,7 +15,14 @@ from autopar.building import build_graph
 from autopar.cluster import Cluster
 from autopar.costs import flops_of
 from autopar.emission import Emitter
-from autopar.errors import MemoryLimitError, PlanMismatchError, SolverError
+from autopar.errors import (
+    AutoparError,
+    BatchMismatchError,
+    MemoryLimitError,
+    PlanMismatchError,
+    SolverError,
+    UnsupportedError,
+)
 from autopar.graph import OpGraph, OpKind
 from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan
 from autopar.jax_compat import jax_version
@@ -24,7 +31,7 @@ from autopar.lowering import LoweredBlock, lower
 from autopar.memory_steps import compiler_for
 from autopar.mesh import LogicalMesh, factorisations, orderings
 from autopar.micro_batches import micro_batched
-from autopar.pipeline_search import Cut, Found, asked_pipeline, recomputed
+from autopar.pipeline_search import Cut, Found, asked_pipeline, recomputed, search_pipelines
 from autopar.pipelining import (
     PipelineOptions,
     Staged,
@@ -61,6 +68,12 @@ from autopar.staging import TracedStep
 # Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
 NEARLY_EQUAL = 0.005
 GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be tried
+# Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
+# batch, so that it needs more memory, and its search costs more.
+WHOLE_UP_TO = 64
+# Where a pipeline is searched for although a single program fits: the share of the step that it sends, and how long the
+# step must be, so that handing out tasks (about 0.1 ms each) does not matter.
+SENDING_BETWEEN_HOSTS, SENDING_INSIDE_HOST, LEAST_PIPELINE_S = 0.1, 0.3, 5e-3
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
@@ -93,22 +106,55 @@ class Candidate:
     estimate: memory.MemoryEstimate
     stands_for: dict[int, tuple[int, Any]]
     step_time_s: float
+    compute_time_s: float
 
 
 def make_plan(
     traced: TracedStep, trees: Trees, cluster: Cluster, options: PlanOptions, rules: RuleBook, progress: Progress
 ) -> Plan:
-    """Traced step -> graph -> the best candidate on each logical mesh -> the fastest that fits.
+    """Traced step -> graph -> the best plan as one program, and as a pipeline where that may pay -> the faster one.
 
-    Raises: MemoryLimitError when nothing fits; UnsupportedError; SolverError.
+    Raises: MemoryLimitError when nothing fits; UnsupportedError; SolverError; what cutting into micro-batches and
+    stages raises, where they were asked for.
     """
     with progress.pass_("graph"):
         graph = build_graph(traced, rules)
     limit_bytes = options.memory_limit_bytes or cluster.device.memory_bytes
-    if options.pipeline.is_asked:
-        return pipelined(traced, trees, graph, cluster, limit_bytes, options, rules, progress)
-    candidates: list[Candidate] = []
+    asked = options.pipeline
+    if asked.num_stages is not None:
+        found = asked_pipeline(traced, cluster, asked, limit_bytes, cost_model, rules, progress, options.time_limit_s)
+        return staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress)
+    best: Candidate | AutoparError | None = None
     trials: list[MeshTrial] = []
+    if not asked.is_asked and cluster.num_devices <= WHOLE_UP_TO:
+        best = whole_step(traced, graph, cluster, limit_bytes, options, trials, progress)
+    notes: list[str] = []
+    if asked.is_asked or (may_pay(best, cluster) and not options.fixed and options.axis_sizes is None):
+        to_beat_s = best.step_time_s if isinstance(best, Candidate) else math.inf
+        found, reason = searched_pipeline(traced, cluster, options, limit_bytes, rules, progress, to_beat_s)
+        if found is not None and found.staged.simulation.step_time_s < to_beat_s:
+            return staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress)
+        notes.append(reason)
+    if not isinstance(best, Candidate):
+        raise best or no_pipeline_fits(traced, cluster, limit_bytes, notes)
+    with progress.pass_("record"):
+        return Plan(record(traced, graph, cluster, limit_bytes, best, trials, notes), trees)
+
+
+def whole_step(
+    traced: TracedStep,
+    graph: OpGraph,
+    cluster: Cluster,
+    limit_bytes: int,
+    options: PlanOptions,
+    trials: list[MeshTrial],
+    progress: Progress,
+) -> Candidate | AutoparError:
+    """The best candidate that runs the step as one program over all devices, or why none can.
+
+    Adds to `trials` what was tried.
+    """
+    candidates: list[Candidate] = []
     for mesh in logical_meshes(cluster, options):
         if not worth_trying(mesh, candidates, limit_bytes):
             status = f"not tried: the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}"
@@ -120,25 +166,68 @@ def make_plan(
         trials.append(trial(found))
         if isinstance(found, Candidate):
             candidates.append(found)
-    best = choose(traced, graph, candidates, trials, limit_bytes)
-    with progress.pass_("record"):
-        return Plan(record(traced, graph, cluster, limit_bytes, best, trials), trees)
+    return choose(traced, graph, candidates, trials, limit_bytes)
 
 
-def pipelined(
+def may_pay(best: Candidate | AutoparError | None, cluster: Cluster) -> bool:
+    """Whether a pipeline may beat a plan that runs the step as one program: where that does not fit, or where what it
+    sends takes long enough to be worth the work of handing out many tasks.
+    """
+    if not isinstance(best, Candidate):
+        return cluster.num_devices > 1
+    sending = 1 - best.compute_time_s / best.step_time_s if best.step_time_s else 0.0
+    least = SENDING_BETWEEN_HOSTS if cluster.num_hosts > 1 else SENDING_INSIDE_HOST
+    return best.step_time_s > LEAST_PIPELINE_S and sending > least
+
+
+def searched_pipeline(
+    traced: TracedStep,
+    cluster: Cluster,
+    options: PlanOptions,
+    limit_bytes: int,
+    rules: RuleBook,
+    progress: Progress,
+    to_beat_s: float,
+) -> tuple[Found | None, str]:
+    """(the best pipeline that fits, why there is none).
+
+    Raises: what cutting into micro-batches raises, where a pipeline was asked for.
+    """
+    try:
+        found = search_pipelines(
+            traced, cluster, options.pipeline, limit_bytes, cost_model, rules, progress, options.time_limit_s, to_beat_s
+        )
+    except (UnsupportedError, BatchMismatchError) as error:
+        if options.pipeline.is_asked:
+            raise
+        return None, f"no pipeline was weighed: {error.where}: {error.got}"
+    if found is None or max(found.staged.simulation.peak_bytes) > limit_bytes:
+        return None, "no pipeline fits into the memory"
+    weighed = found.weighed[0]
+    return found, f"the best pipeline would take {found.staged.simulation.step_time_s:.3g} s ({weighed.text})"
+
+
+def no_pipeline_fits(traced: TracedStep, cluster: Cluster, limit_bytes: int, notes: Sequence[str]) -> MemoryLimitError:
+    """The error of a step for which no pipeline could be had and nothing else was tried."""
+    return MemoryLimitError(
+        where=f"{traced.name} on {cluster.name} with {cluster.num_devices} devices",
+        limit_bytes=limit_bytes,
+        needed_bytes=limit_bytes,
+        largest=[],
+        hint="; ".join(notes) or "use more devices or a smaller batch",
+    )
+
+
+def staged_plan(
     traced: TracedStep,
     trees: Trees,
     graph: OpGraph,
     cluster: Cluster,
     limit_bytes: int,
-    options: PlanOptions,
-    rules: RuleBook,
+    found: Found,
     progress: Progress,
 ) -> Plan:
-    """A plan with the stages, micro-batches and schedule that were asked for."""
-    found = asked_pipeline(
-        traced, cluster, options.pipeline, limit_bytes, cost_model, rules, progress, options.time_limit_s
-    )
+    """A pipeline as a plan."""
     with progress.pass_("record"):
         return Plan(staged_record(traced, graph, cluster, limit_bytes, found), trees)
 
@@ -188,13 +277,13 @@ def worth_trying(mesh: LogicalMesh, candidates: Sequence[Candidate], limit_bytes
 
 def choose(
     traced: TracedStep, graph: OpGraph, candidates: Sequence[Candidate], trials: Sequence[MeshTrial], limit_bytes: int
-) -> Candidate:
+) -> Candidate | AutoparError:
     """The fastest candidate that fits; of nearly equal ones that on the mesh with the fewest axes.
 
-    Raises: MemoryLimitError when none fits; SolverError when there is none.
+    Where none fits a MemoryLimitError, where there is none a SolverError comes back.
     """
     if not candidates:
-        raise SolverError(
+        return SolverError(
             where=traced.name,
             expected="a plan on one of the logical meshes",
             got=", ".join(f"{'x'.join(map(str, t.axis_sizes))}: {t.status}" for t in trials),
@@ -202,7 +291,7 @@ def choose(
         )
     fitting = [c for c in candidates if c.estimate.peak_bytes <= limit_bytes]
     if not fitting:
-        raise no_plan_fits(traced, graph, candidates, limit_bytes)
+        return no_plan_fits(traced, graph, candidates, limit_bytes)
     fastest_s = min(c.step_time_s for c in fitting)
     return next(c for c in fitting if c.step_time_s <= fastest_s * (1 + NEARLY_EQUAL))
 
@@ -329,6 +418,7 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
         estimate=memory.estimate(program, model.compiler),
         stands_for=stands_for,
         step_time_s=compute_s + collective_s,
+        compute_time_s=compute_s,
     )
 
 
@@ -339,6 +429,7 @@ def record(
     limit_bytes: int,
     best: Candidate,
     trials: Sequence[MeshTrial],
+    notes: Sequence[str],
 ) -> PlanRecord:
     """Writes down the chosen candidate."""
     arguments, results = planned_values(traced, graph, best.lowered)
@@ -359,7 +450,7 @@ def record(
         solver=best.sharding.report,
         modules=module_rows(graph, best.lowered, best.model, made.collectives),
         tried=tuple(trials),
-        notes=notes_of(traced, graph),
+        notes=(*notes_of(traced, graph), *notes),
     )
 
 

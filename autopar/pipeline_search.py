@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,8 @@ from autopar.staging import TracedStep
 Costs = Callable[[Cluster, LogicalMesh], CostModel]
 
 SEARCHED_SCHEDULES = ("1f1b", "zb-h1", "interleaved")
-MOST_MICROBATCHES = 6  # numbers of micro-batches that are searched through
+# Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
+SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
@@ -111,7 +113,7 @@ def search_pipelines(
     cuts: dict[int, Cut] = {}
     problems: list[StageProblem] = []
     of_problem: list[tuple[int, tuple[PricedOption, ...]]] = []
-    for m in microbatch_numbers(traced, asked):
+    for m in microbatch_numbers(traced, cluster, asked):
         with progress.pass_(f"{m} micro-batches"):
             graph = micro_batched(traced, m, rules)
             cuts[m] = Cut(graph=graph, layers=layers_of(graph))
@@ -175,17 +177,18 @@ def built_out(
     return Found(staged=best[1], choice=best[2], weighed=tuple(weighed))
 
 
-def microbatch_numbers(traced: TracedStep, asked: PipelineOptions) -> list[int]:
-    """The numbers of micro-batches to search through: divisors of the batch, about a factor of two apart."""
+def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOptions) -> list[int]:
+    """The numbers of micro-batches to search through, most first: those nearest to micro-batches of a few sizes.
+
+    The smallest has few examples for each device of a stage; a larger one reads parameters less often.
+    """
     if asked.num_microbatches is not None:
         return [asked.num_microbatches]
     examples = num_examples(traced)
     divisors = [m for m in range(1, examples + 1) if examples % m == 0]
-    chosen: list[int] = []
-    for m in divisors:
-        if not chosen or m >= 2 * chosen[-1]:
-            chosen.append(m)
-    return chosen[:MOST_MICROBATCHES]
+    smallest = min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
+    sizes = [smallest * MICROBATCH_RATIO**i for i in range(MICROBATCH_SIZES)]
+    return list(dict.fromkeys(min(divisors, key=lambda m: abs(math.log(examples / m / size))) for size in sizes))
 
 
 def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
