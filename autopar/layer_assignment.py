@@ -202,6 +202,11 @@ class _Backward:
         weak: list[set[int]] = []
         for v in read_by(op):
             root = self.of.root(v)
+            # What is computed again counts as what it was first: a stage may read that instead.
+            if root in self.same_as:
+                root = self.same_as[root]
+                if self.is_portable(root):
+                    continue  # equal ones of other layers are the same
             maker = self.of.maker.get(root)
             if maker is not None and maker.section in _BACKWARD:
                 bound = min(bound, self.of.layer.get(maker.id, math.inf))

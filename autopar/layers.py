@@ -154,20 +154,13 @@ def _flops(op: Op, flops: Callable[[Op], float]) -> float:
 
 
 def _crossing(graph: OpGraph, ops: Sequence[Op], portable: frozenset[int]) -> list[int]:
-    """Bytes over the cut in front of each operation, and behind the last (0): examples' values made before it, read
-    behind it."""
-    from_batch = {v for op in graph.block.ops if op.kind is OpKind.SPLIT for v in op.outputs}
+    """Bytes over the cut in front of each operation, and behind the last (0): made before it and read behind it."""
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, op in enumerate(ops):
-        operands = read_by(op)
-        for v in operands:
-            if v in made:
-                last[v] = i
-        if not from_batch.isdisjoint(operands):
-            from_batch |= set(op.outputs)
-            if op.id not in portable:
-                made.update(dict.fromkeys(op.outputs, i))
+        last |= {v: i for v in read_by(op) if v in made}
+        if op.id not in portable:
+            made |= dict.fromkeys(op.outputs, i)
     change = [0] * (len(ops) + 1)
     for v, end in last.items():
         change[made[v] + 1] += graph.values[v].nbytes
@@ -176,22 +169,23 @@ def _crossing(graph: OpGraph, ops: Sequence[Op], portable: frozenset[int]) -> li
 
 
 def _parameter_bytes(graph: OpGraph, ops: Sequence[Op]) -> list[int]:
-    """Bytes of the state's arrays that each operation is the first to read, directly or through hoisted operations."""
-    arguments = graph.block.inputs[len(graph.constants) :]
-    behind: dict[int, set[int]] = {v: {v} for v in arguments}
+    """Bytes of the state's arrays that each operation is the first to combine with examples, casts seen through."""
+    behind: dict[int, set[int]] = {v: {v} for v in graph.block.inputs[len(graph.constants) :]}
     for i in graph.batch:
         behind.pop(graph.block.inputs[i], None)
-    for op in graph.block.ops:
-        if op.section is Section.BEFORE:
-            origin = set().union(*(behind.get(v, set()) for v in read_by(op)))
-            behind.update(dict.fromkeys(op.outputs, origin))
+    from_batch: set[int] = set()
     seen: set[int] = set()
-    out = []
-    for op in ops:
-        new = set().union(*(behind.get(v, set()) for v in read_by(op))) - seen
-        seen |= new
-        out.append(sum(graph.values[v].nbytes for v in new))
-    return out
+    first: dict[int, int] = {}
+    for op in graph.block.ops:
+        operands = read_by(op)
+        origin = set().union(*(behind.get(v, set()) for v in operands))
+        if op.kind is OpKind.SPLIT or not from_batch.isdisjoint(operands):
+            from_batch |= set(op.outputs)
+            first[op.id] = sum(graph.values[v].nbytes for v in origin - seen)
+            seen |= origin
+        elif op.section in (Section.BEFORE, Section.FORWARD):
+            behind.update(dict.fromkeys(op.outputs, origin))
+    return [first.get(op.id, 0) for op in ops]
 
 
 # Labels: operations of one label belong together, those without one lie between.

@@ -64,6 +64,7 @@ def with_loop(graph: OpGraph, section: Mapping[int, Section], num_microbatches: 
         fresh.values[whole] = dataclasses.replace(
             value, id=whole, shape=(value.shape[0] * num_microbatches, *value.shape[1:])
         )
+        fresh.values[micro] = dataclasses.replace(value, name="")
         arguments[i] = whole
         splits.append(loop_op(fresh, OpKind.SPLIT, whole, micro))
     made = {v for op in ops if op.section.repeats for v in op.outputs}
@@ -132,3 +133,31 @@ def run(op: Op, operands: Sequence[Any], index: int, num_microbatches: int) -> l
 def assert_same_numbers(before: OpGraph, after: OpGraph, args: Sequence[Any], tolerance: float = 1e-5) -> None:
     for a, b in zip(evaluate(after, args), evaluate(before, args), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (np.abs(b.astype(np.float64)).max(initial=0) + 1e-30))
+
+
+def zoo_step(case: Any, num_microbatches: int = 1) -> tuple[OpGraph, list[Any]]:
+    """The graph of a case of the zoo in sections, and arguments to evaluate it with."""
+    state, batch = jax.jit(case.init)(jax.random.key(0)), case.batch(0)
+    return plain_step(case.step, state, batch, num_microbatches)
+
+
+def plain_step(step: Any, state: Any, batch: Any, num_microbatches: int = 1) -> tuple[OpGraph, list[Any]]:
+    graph = sectioned(traced_step(step, state, batch, num_microbatches), num_microbatches)
+    return graph, [jnp.asarray(x) for x in jax.tree.leaves((state, batch))]
+
+
+def text(graph: OpGraph, stages: Sequence[int | None] | None = None) -> str:
+    """A line for each operation: section, stage where there is one, `results = primitive operands`."""
+    names: dict[int, str] = {}
+
+    def name(atom: Any) -> str:
+        if not isinstance(atom, int):
+            return repr(float(atom.literal.val))
+        return graph.values[atom].name or names.setdefault(atom, f"%{len(names)}")
+
+    lines = []
+    for i, op in enumerate(graph.block.ops):
+        operands, results = " ".join(map(name, op.inputs)), " ".join(map(name, op.outputs))
+        stage = "" if stages is None else f" {stages[i]}"
+        lines.append(f"{op.section.value}{stage}: {results} = {op.primitive} {operands}")
+    return "\n".join([*lines, f"-> {' '.join(map(name, graph.block.outputs))}"])
