@@ -49,6 +49,7 @@ Costs = Callable[[Cluster, LogicalMesh], CostModel]
 SEARCHED_SCHEDULES = ("1f1b", "zb-h1", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
+TABLE_TIME_LIMIT_S = 0.5  # for one ILP of a table: good decisions come at once, proofs take longer
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
@@ -208,7 +209,8 @@ def tables(
         for mesh in stage_meshes(part):
             # A stage on this mesh holds about its share of the layers.
             share = limit_bytes * STATE_SHARE * cluster.num_devices / size
-            options += stage_options(contracted, cut.layers, cost_model(part, mesh), link, share, time_limit_s)
+            seconds = min(time_limit_s, TABLE_TIME_LIMIT_S)
+            options += stage_options(contracted, cut.layers, cost_model(part, mesh), link, share, seconds)
     return tuple(options)
 
 

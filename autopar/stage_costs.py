@@ -25,6 +25,8 @@ from autopar.tasks import Key, keys_made, keys_read
 
 # Where state is too large, decisions are made with a price on its bytes too: how often it is raised, the first price
 # (as a part of the step's time divided by the state's bytes) and by how much it rises.
+# A byte always costs a little (a part of reading it once), so that of equally fast decisions the leanest is taken.
+TIE_BREAKING_READS = 0.1
 LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.3, 10.0
 POLICIES = ("nothing", "matmuls", "input")  # what of a layer is computed again in its backward pass
 
@@ -73,9 +75,9 @@ def stage_options(
     send_s = np.array([link.latency_s + b / devices / link.bytes_per_s for b in layers.crossing_bytes])
     values, copies = state_values(contracted.graph), contracted.copies()
     found: list[PricedOption] = []
-    s_per_byte = 0.0
+    lowest = s_per_byte = TIE_BREAKING_READS / model.device.memory_bytes_per_s
     for _ in range(LEANER):
-        prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies) if s_per_byte else None
+        prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies)
         solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices)
         if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
             break
@@ -93,7 +95,8 @@ def stage_options(
         ]
         if state_bytes <= state_limit_bytes:
             break
-        s_per_byte = s_per_byte * PRICE_RISE or FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
+        dear = FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
+        s_per_byte = dear if s_per_byte == lowest else s_per_byte * PRICE_RISE
     return tuple(found)
 
 
