@@ -13,8 +13,10 @@ from autopar import plan_text
 from autopar.cluster import Cluster
 from autopar.errors import InvalidArgumentError
 from autopar.mesh import LogicalMesh
+from autopar.plan_timeline import timeline_of
 from autopar.record import PlannedValue, PlanRecord, Predicted, decode, encode
 from autopar.specs import abstract_mesh, concrete_mesh, partition_spec, submesh
+from autopar.timeline import write_trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,14 @@ class Plan:
         Raises: PlanFormatError for another format version or a damaged file.
         """
         return cls(decode(Path(path).read_bytes(), str(path)))
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the predicted step as a timeline, to be opened at https://ui.perfetto.dev.
+
+        Of a pipeline each group of devices has a row, and each link between them; of a plan without stages a row shows
+        the modules one after the other, what each computes and what it sends.
+        """
+        write_trace(path, timeline_of(self.record))
 
     def explain(self, what: str) -> str:
         """Why a module or an argument is split as it is: its layouts, collectives and their cost, as text."""

@@ -11,29 +11,36 @@ from rich.table import Table
 
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
-from autopar.record import ModuleRow, PlannedValue, PlanRecord
+from autopar.record import ModuleRow, PipelineRecord, PlannedValue, PlanRecord
 
 WIDTH = 140  # columns of the printed plan
 _NUMBER = re.compile(r"\d+")
 
 
 def table(record: PlanRecord) -> str:
-    """The whole plan: mesh, state and batch, modules with what they send and why, memory, time."""
-    mesh = LogicalMesh(axis_sizes=record.axis_sizes)
+    """The whole plan: stages or mesh, state and batch, modules with what they send and why, memory, time."""
     out = _Text()
     made = record.predicted
-    out.line(f"Plan of {record.step} on {record.cluster.name}: {mesh.num_devices} device(s), mesh {mesh}")
+    if record.pipeline is None:
+        mesh = LogicalMesh(axis_sizes=record.axis_sizes)
+        out.line(f"Plan of {record.step} on {record.cluster.name}: {mesh.num_devices} device(s), mesh {mesh}")
+    else:
+        out.line(_pipeline_line(record, record.pipeline))
     out.line(
         f"step {_seconds(made.step_time_s)} predicted: compute {_seconds(made.compute_time_s)}, "
-        f"collectives {_seconds(made.collective_time_s)}; {made.flops / 1e9:.3g} GFLOP, MFU {made.mfu:.1%}; "
-        f"peak {_bytes(made.peak_bytes[0])} a device"
+        f"collectives {_seconds(made.collective_time_s)}; "
+        + (f"bubble {made.bubble_fraction:.1%}; " if record.pipeline is not None else "")
+        + f"{made.flops / 1e9:.3g} GFLOP, MFU {made.mfu:.1%}; "
+        f"peak {_bytes(max(made.peak_bytes))} a device"
         + (f" of {_bytes(record.memory_limit_bytes)}" if record.memory_limit_bytes else "")
     )
     out.line(
         f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
         f"{record.solver.classes}, {_seconds(record.solver.wall_s)}"
     )
-    out.table(_values_table(record, mesh))
+    if record.pipeline is not None:
+        out.table(_stages_table(record.pipeline))
+    out.table(_values_table(record))
     out.table(_modules_table(record))
     out.table(_collectives_table(record))
     if len(record.tried) > 1:
@@ -43,20 +50,57 @@ def table(record: PlanRecord) -> str:
             for t in record.tried
         )
         out.line(f"meshes tried: {trials}")
+    for weighed in record.weighed:
+        out.line(f"weighed: {weighed.text}: {_seconds(weighed.step_time_s)}, peak {_bytes(weighed.peak_bytes)}")
     for note in record.notes:
         out.line(f"note: {note}")
     return out.text()
 
 
+def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:
+    sizes = {s.first_device: LogicalMesh(axis_sizes=s.axis_sizes).num_devices for s in pipeline.stages}
+    chunks = f", {pipeline.chunks} on each of {len(sizes)} groups of devices" if pipeline.chunks > 1 else ""
+    return (
+        f"Plan of {record.step} on {record.cluster.name}: {sum(sizes.values())} device(s), "
+        f"{len(pipeline.stages)} stage(s){chunks}, schedule {pipeline.schedule}, "
+        f"{pipeline.num_microbatches} micro-batch(es)"
+    )
+
+
+def _stages_table(pipeline: PipelineRecord) -> Table:
+    shown = Table(
+        "stage", "layers", "devices", "mesh", "recompute", "forward", "backward", "once a step", "in flight", "peak"
+    )
+    for number, stage in enumerate(pipeline.stages):
+        mesh = LogicalMesh(axis_sizes=stage.axis_sizes)
+        names = [stage.layers[0], stage.layers[-1]] if len(stage.layers) > 1 else list(stage.layers)
+        last = stage.first_device + mesh.num_devices - 1
+        kept = dict.fromkeys(pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)])
+        backward = _seconds(stage.backward_s) + (f" + {_seconds(stage.weight_s)}" if stage.weight_s else "")
+        cells = (
+            str(number),
+            f"{len(stage.layers)}: {' .. '.join(names)}",
+            f"{stage.first_device}-{last}" if last > stage.first_device else str(last),
+            str(mesh),
+            ", ".join(kept),
+            _seconds(stage.forward_s),
+            backward,
+            _seconds(stage.once_s),
+            str(stage.in_flight),
+            _bytes(stage.peak_bytes),
+        )
+        shown.add_row(*map(escape, cells))
+    return shown
+
+
 def explain(record: PlanRecord, what: str) -> str:
     """Everything about the modules and values whose path contains `what`."""
-    mesh = LogicalMesh(axis_sizes=record.axis_sizes)
     out = _Text()
     for value in (*record.arguments, *record.results):
         if what in value.path:
-            out.line(
-                f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {describe(value.layout, mesh)}"
-            )
+            where = f" on stage {value.stage}" if record.pipeline is not None else ""
+            lies = describe(value.layout, mesh_of(record, value.stage))
+            out.line(f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {lies}{where}")
     for row in record.modules:
         if what in row.module:
             _explain_module(out, row)
@@ -82,11 +126,10 @@ def _explain_module(out: _Text, row: ModuleRow) -> None:
 def diff(one: PlanRecord, other: PlanRecord) -> str:
     """What differs between two plans."""
     out = _Text()
-    a_mesh, b_mesh = LogicalMesh(axis_sizes=one.axis_sizes), LogicalMesh(axis_sizes=other.axis_sizes)
     rows = [
-        ("mesh", str(a_mesh), str(b_mesh)),
+        ("mesh", _meshes(one), _meshes(other)),
         ("step time", _seconds(one.predicted.step_time_s), _seconds(other.predicted.step_time_s)),
-        ("peak memory", _bytes(one.predicted.peak_bytes[0]), _bytes(other.predicted.peak_bytes[0])),
+        ("peak memory", _bytes(max(one.predicted.peak_bytes)), _bytes(max(other.predicted.peak_bytes))),
         ("sent per device", _bytes(one.predicted.sent_bytes), _bytes(other.predicted.sent_bytes)),
     ]
     a_kinds, b_kinds = one.predicted.by_kind(), other.predicted.by_kind()
@@ -96,9 +139,8 @@ def diff(one: PlanRecord, other: PlanRecord) -> str:
     b_values = {v.path: v for v in (*other.arguments, *other.results)}
     for v in (*one.arguments, *one.results):
         w = b_values.get(v.path)
-        theirs = w.layout.text(b_mesh) if w is not None else "absent"
-        if theirs != v.layout.text(a_mesh):
-            rows.append((v.path, v.layout.text(a_mesh), theirs))
+        theirs = _place(other, w) if w is not None else "absent"
+        rows.append((v.path, _place(one, v), theirs))
     differing = [row for row in rows if row[1] != row[2]]
     if not differing:
         return "the plans are the same"
@@ -107,6 +149,24 @@ def diff(one: PlanRecord, other: PlanRecord) -> str:
         shown.add_row(*map(escape, row))
     out.table(shown)
     return out.text()
+
+
+def mesh_of(record: PlanRecord, stage: int) -> LogicalMesh:
+    """The mesh of a stage."""
+    sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
+    return LogicalMesh(axis_sizes=sizes)
+
+
+def _meshes(record: PlanRecord) -> str:
+    if record.pipeline is None:
+        return str(mesh_of(record, 0))
+    meshes = ", ".join(str(mesh_of(record, s)) for s in range(len(record.pipeline.stages)))
+    return f"{meshes}; {record.pipeline.schedule}, {record.pipeline.num_microbatches} micro-batches"
+
+
+def _place(record: PlanRecord, value: PlannedValue) -> str:
+    stage = f" on stage {value.stage}" if record.pipeline is not None else ""
+    return value.layout.text(mesh_of(record, value.stage)) + stage
 
 
 def describe(layout: Layout, mesh: LogicalMesh) -> str:
@@ -143,16 +203,18 @@ def _pattern(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
-def _values_table(record: PlanRecord, mesh: LogicalMesh) -> Table:
+def _values_table(record: PlanRecord) -> Table:
     shown = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
     groups: dict[tuple, list[PlannedValue]] = {}
     for v in record.arguments:
-        groups.setdefault((_pattern(v.path), v.kind, v.shape, v.layout), []).append(v)
-    for (_, kind, shape, layout), values in groups.items():
+        groups.setdefault((_pattern(v.path), v.kind, v.shape, v.layout, v.stage), []).append(v)
+    for (_, kind, shape, layout, stage), values in groups.items():
+        mesh = mesh_of(record, stage)
         name = values[0].path if len(values) == 1 else _pattern(values[0].path)
         local = sum(v.nbytes for v in values) // layout.shards(mesh)
         shape_text = "x".join(map(str, shape)) or "scalar"
-        row = (name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", layout.text(mesh), _bytes(local))
+        lies = _place(record, values[0])
+        row = (name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", lies, _bytes(local))
         shown.add_row(*map(escape, row))
     return shown
 

@@ -10,6 +10,7 @@ import msgspec
 from autopar.cluster import Cluster
 from autopar.errors import PlanFormatError
 from autopar.layout import Layout
+from autopar.timeline import Timeline
 
 FORMAT_VERSION = 2
 
@@ -168,6 +169,7 @@ class PipelineRecord:
     chunks: int
     recomputed: tuple[str, ...]
     stages: tuple[StageRecord, ...]
+    timeline: Timeline
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from autopar.record import (
     StageRecord,
 )
 from autopar.runtime.program import TaskKind
+from autopar.runtime.timeline import timeline_of
 from autopar.staging import TracedStep
 from autopar.strategies import Strategy
 
@@ -197,6 +198,7 @@ def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int) -> P
         chunks=chunks,
         recomputed=tuple(recomputed),
         stages=tuple(stages),
+        timeline=timeline_of(simulation, staged.program),
     )
 
 
