@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from autopar.assembly import RAW
 from autopar.graph import Atom, OpGraph, OpKind, Section
@@ -220,12 +220,13 @@ class _Linker:
             for position, v in zip(stage.stage.arguments, stage.lowered.block.inputs, strict=False):
                 inputs.append(self.buffer(number, (v, self.entry(stage, v)), repeating))
                 arguments.append(position)
+        shared = self.join_neighbours(repeating)
         for task in tasks:
             for key in (*task.inputs, *task.outputs):
                 self.buffer(task.stage, key, repeating)
-        transfers = self.transfers(tasks, repeating)
+        transfers = self.transfers(repeating)
         results, outputs = self.results(repeating)
-        linked = self.tasks(tasks, transfers, outputs)
+        linked = self.tasks(tasks, {*shared, *(t.source for t in transfers)}, outputs)
         return StagedProgram(
             pipeline=Pipeline(
                 buffers=tuple(self.buffers),
@@ -272,8 +273,18 @@ class _Linker:
             )
         return self.number[stage, key]
 
-    def transfers(self, tasks: Sequence[StageTask], repeating: Sequence[frozenset[int]]) -> list[Transfer]:
-        found = []
+    def join_neighbours(self, repeating: Sequence[frozenset[int]]) -> set[int]:
+        """What a stage hands to another one on the same devices is one buffer, which both use: those buffers."""
+        found = set()
+        for source, left, target, arrives in self.crossings():
+            if self.stages[source].mesh_index == self.stages[target].mesh_index:
+                assert layout_of(left) == layout_of(arrives), "the same devices hold it alike on both sides"
+                self.number[target, arrives] = self.buffer(source, left, repeating)
+                found.add(self.number[target, arrives])
+        return found
+
+    def crossings(self) -> Iterator[tuple[int, Key, int, Key]]:
+        """(stage, place there, stage that takes it, place there) of all that is handed from stage to stage."""
         for number, stage in enumerate(self.stages):
             for instruction in stage.lowered.instructions:
                 if not isinstance(instruction, Leave):
@@ -282,9 +293,14 @@ class _Linker:
                 assert isinstance(value, int), "values are sent, not literals"
                 assert instruction.read is not None, "values are sent, not literals"
                 target = stage.stage.sends[instruction.op.id]
-                source = self.buffer(number, (value, instruction.read), repeating)
-                arrives = self.buffer(target, (value, self.entry(self.stages[target], value)), repeating)
-                found.append(Transfer(source=source, target=arrives, nbytes=self.buffers[source].nbytes))
+                yield number, (value, instruction.read), target, (value, self.entry(self.stages[target], value))
+
+    def transfers(self, repeating: Sequence[frozenset[int]]) -> list[Transfer]:
+        found = []
+        for source, left, target, arrives in self.crossings():
+            if self.stages[source].mesh_index != self.stages[target].mesh_index:
+                buffers = self.buffer(source, left, repeating), self.buffer(target, arrives, repeating)
+                found.append(Transfer(source=buffers[0], target=buffers[1], nbytes=self.buffers[buffers[0]].nbytes))
         return found
 
     def results(self, repeating: Sequence[frozenset[int]]) -> tuple[list[int], list[int]]:
@@ -298,8 +314,8 @@ class _Linker:
                     buffers.append(self.buffer(number, (atom, place), repeating))
         return positions, buffers
 
-    def tasks(self, tasks: Sequence[StageTask], transfers: Sequence[Transfer], outputs: Sequence[int]) -> list[Task]:
-        sent = {t.source for t in transfers}
+    def tasks(self, tasks: Sequence[StageTask], sent: Collection[int], outputs: Sequence[int]) -> list[Task]:
+        """The tasks with buffers for places; `sent` are buffers that another stage reads or gets a copy of."""
         last_reader = {
             self.number[t.stage, key]: i for i, t in enumerate(tasks) for key in t.inputs if not t.kind.repeats
         }
