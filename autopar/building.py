@@ -59,7 +59,8 @@ class _Builder:
     def value(self, var: Any, name: str = "") -> int:
         aval = var.aval
         shape, dtype = tuple(int(n) for n in aval.shape), str(aval.dtype)
-        self.values.append(Value(len(self.values), shape, dtype, jax_compat.itemsize(aval), name))
+        weak_type = bool(getattr(aval, "weak_type", False))
+        self.values.append(Value(len(self.values), shape, dtype, jax_compat.itemsize(aval), name, weak_type))
         return len(self.values) - 1
 
     def constant(self, var: Any, array: Any) -> int:

@@ -81,13 +81,14 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """One array of the program. `name` is set for arguments and constants."""
+    """One array of the program. `name` is set for arguments and constants; `weak_type` as jax has it."""
 
     id: int
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     name: str = ""
+    weak_type: bool = False
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax._src import distributed
 from jax.extend import core as jax_core
 from jax.extend import source_info_util
 from jax.extend.mlir import ir, passmanager
@@ -131,12 +132,12 @@ def shape_of(array: Any) -> jax.ShapeDtypeStruct:
 _KEY_IMPLEMENTATIONS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}  # as key types print them
 
 
-def struct(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
+def struct(shape: Sequence[int], dtype: str, weak_type: bool = False) -> jax.ShapeDtypeStruct:
     """Shape and type from a type's name, `key<fry>` and the like included."""
     if dtype.startswith("key<"):
         implementation = _KEY_IMPLEMENTATIONS[dtype[4:-1]]
         return jax.ShapeDtypeStruct(tuple(shape), jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype)
-    return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
+    return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype), weak_type=weak_type)
 
 
 def jax_version() -> tuple[int, ...]:
@@ -145,3 +146,48 @@ def jax_version() -> tuple[int, ...]:
 
 def is_tracer(array: Any) -> bool:
     return isinstance(array, jax.core.Tracer)
+
+
+def raw_key(dtype: Any) -> tuple[Any, tuple[int, ...]]:
+    """(dtype, shape) of the numbers that one random key is made of."""
+    raw = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+    return raw.dtype, raw.shape
+
+
+def key_of(numbers: Any, dtype: Any) -> Any:
+    """The random keys of a key type that are made of these numbers."""
+    name = str(dtype)
+    return jax.random.wrap_key_data(numbers, impl=_KEY_IMPLEMENTATIONS[name[4:-1]])
+
+
+class SharedStore:
+    """Texts that all processes of a `jax.distributed` program share, by key, kept by process 0.
+
+    Everything raises `jax.errors.JaxRuntimeError` when process 0 does not answer.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def set(self, key: str, value: str) -> None:
+        self._client.key_value_set(key, value, allow_overwrite=True)
+
+    def wait_for(self, key: str, timeout_s: float) -> str | None:
+        """The value as soon as there is one; None when there is none after `timeout_s` seconds."""
+        try:
+            found: str = self._client.blocking_key_value_get(key, int(timeout_s * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
+                raise
+            return None
+        return found
+
+    def below(self, prefix: str) -> dict[str, str]:
+        """The values whose keys begin with `prefix`, by what follows it."""
+        return {key[len(prefix) :]: value for key, value in self._client.key_value_dir_get(prefix)}
+
+
+def shared_store() -> SharedStore | None:
+    """What the processes of this program share; None where `jax.distributed` is not in use."""
+    client = distributed.global_state.client
+    return None if client is None else SharedStore(client)

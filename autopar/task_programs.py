@@ -36,7 +36,7 @@ def compile_task(program: StagedProgram, number: int, stage: LoweredStage, mesh:
 
     inputs = [key for key, b in zip(task.inputs, linked.inputs, strict=True) for _ in range(copies(b))]
     outputs = [key for key, b in zip(task.outputs, linked.outputs, strict=True) for _ in range(copies(b))]
-    avals = [jax_compat.struct(shape_of(stage.stage.graph, key, stage.mesh), dtype_of(stage, key)) for key in inputs]
+    avals = [aval_of(stage, key) for key in inputs]
     donated = {linked.inputs[i] for i in linked.donated}
     positions = [b for b in linked.inputs for _ in range(copies(b))]
     jitted = jax.jit(
@@ -79,5 +79,6 @@ def sharding_of(key: Key, mesh: Mesh) -> NamedSharding:
     return named_sharding(layout_of(key), mesh)
 
 
-def dtype_of(stage: LoweredStage, key: Key) -> str:
-    return stage.stage.graph.values[key[0]].dtype
+def aval_of(stage: LoweredStage, key: Key) -> jax.ShapeDtypeStruct:
+    value = stage.stage.graph.values[key[0]]
+    return jax_compat.struct(shape_of(stage.stage.graph, key, stage.mesh), value.dtype, value.weak_type)

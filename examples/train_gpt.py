@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py
     python examples/train_gpt.py --layers 8 --width 512 --devices 4
+    python examples/train_gpt.py --stages 2 --microbatches 4 --trace step.json
     JAX_PLATFORMS=cuda python examples/train_gpt.py --batch 64 --length 512
 
 Where there are no accelerators it runs on 8 virtual CPU devices. At the end it prints the plan, and its final loss
@@ -117,6 +118,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--devices", type=int, help="how many to use (default: all; 8 where they are virtual)")
+    parser.add_argument(
+        "--stages", default="auto", help="stages of a pipeline: a number, or auto to let the search say"
+    )
+    parser.add_argument("--schedule", default="1f1b", help="in which order the stages run micro-batches")
+    parser.add_argument("--microbatches", type=int, default=4, help="parts of the batch, where --stages is a number")
+    parser.add_argument("--trace", help="write the predicted step as a timeline for ui.perfetto.dev")
     return parser.parse_args()
 
 
@@ -137,7 +144,10 @@ def main() -> None:
     def data() -> Iterator[Batch]:
         return batches(text, steps=args.steps, batch=args.batch, length=args.length, seed=args.seed)
 
-    parallel_step = autopar.parallelize(train_step, cluster=autopar.Cluster.local(args.devices))
+    recipe = None
+    if args.stages != "auto":
+        recipe = autopar.recipes.pipeline(int(args.stages), args.schedule, num_microbatches=args.microbatches)
+    parallel_step = autopar.parallelize(train_step, plan=recipe, cluster=autopar.Cluster.local(args.devices))
     state = parallel_step.init(create_state, jax.random.key(args.seed))
     state, loss = train("parallel", parallel_step, state, data(), parallel_step.put_batch, args.steps)
 
@@ -145,7 +155,10 @@ def main() -> None:
     plain_state = jax.jit(create_state)(jax.random.key(args.seed))
     _, plain_loss = train("one", plain_step, plain_state, data(), lambda batch: batch, args.steps)
 
-    print(parallel_step.plan(state, next(data())))
+    plan = parallel_step.plan(state, next(data()))
+    print(plan)
+    if args.trace:
+        plan.trace(args.trace)
     print(f"final loss: {loss:.5f} in parallel, {plain_loss:.5f} by jax.jit on one device")
 
 
