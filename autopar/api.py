@@ -17,16 +17,19 @@ from jax.sharding import Mesh
 from autopar import jax_compat
 from autopar.cache import DiskCache, default_directory, plan_key
 from autopar.cluster import Cluster
-from autopar.compiled import Compiled, CompiledPipeline, build, build_whole
+from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
 from autopar.compiler import PlanOptions, check_plan, make_plan
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
+from autopar.global_step import make_state
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
 from autopar.pipelining import PipelineOptions
 from autopar.plan import Plan, Trees
 from autopar.progress import Progress
 from autopar.recipes import Recipe, pipeline_options
+from autopar.record import decode, encode
 from autopar.rules import RuleBook
+from autopar.runtime.agreement import agree
 from autopar.specs import concrete_mesh, named_sharding
 from autopar.staging import TracedStep, abstract, check_purity, flatten_arguments, name_of, trace
 
@@ -122,6 +125,8 @@ class Step:
         """
         shapes = jax.eval_shape(function, *args)
         shardings = self._state_shardings(shapes)
+        if jax.process_count() > 1 or len({s.mesh for s in jax.tree.leaves(shardings)}) > 1:
+            return make_state(function, shardings, args)
         return jax.jit(function, out_shardings=shardings)(*args)
 
     def put_batch(self, batch: Any) -> Any:
@@ -145,7 +150,8 @@ class Step:
         planned_shapes = [v.shape for v in planned.record.arguments if v.kind == "batch"]
         if [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)] != planned_shapes:
             return batch  # another shape has another plan: the call makes it and puts the batch itself
-        return jax.device_put(batch, shardings)
+        leaves, tree = jax.tree.flatten(batch)
+        return jax.tree.unflatten(tree, put(leaves, jax.tree.leaves(shardings)))
 
     def plain(self, *args: Any) -> Any:
         """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing."""
@@ -235,10 +241,30 @@ class Step:
             progress = Progress(f"autopar {self.__name__}", show=self._options.show_progress)
             with progress.pass_("trace"):
                 traced, trees = self._traced(args)
-            plan = self._given_plan(traced, trees) or self._search(traced, trees, progress)
+            if jax.process_count() > 1:
+                plan = self._agreed_plan(traced, trees, progress)
+            else:
+                plan = self._given_plan(traced, trees) or self._search(traced, trees, progress)
             self._plans[key] = (traced, plan)
             self.last_progress = progress
         return self._plans[key]
+
+    def _agreed_plan(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
+        """The plan of process 0, in all processes.
+
+        Raises: ProcessMismatchError where the processes do not mean the same step, ProcessLostError.
+        """
+        given = self._given_plan(traced, trees)
+        asked = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
+        leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
+        parts = (traced.fingerprint, leaves, repr(asked), encode(given.record) if given is not None else None)
+        with progress.pass_("plan of process 0"):
+            data = agree(
+                self.__name__,
+                plan_key(parts),
+                lambda: encode((given or self._search(traced, trees, progress)).record),
+            )
+        return given or Plan(decode(data, "the plan of process 0"), trees)
 
     def _given_plan(self, traced: TracedStep, trees: Trees) -> Plan | None:
         plan = self._options.plan
@@ -289,6 +315,8 @@ class Step:
 
     def _put(self, dynamic: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
         """Arguments where the plan wants them."""
+        if compiled.across is not None:
+            return list(dynamic)  # it brings them there itself, in the same order in all processes
         return [
             arg if _lies_as(arg, shardings) else jax.device_put(arg, shardings)
             for arg, shardings in zip(dynamic, compiled.shardings, strict=True)

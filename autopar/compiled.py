@@ -8,15 +8,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.compiler import make_function, make_staged
+from autopar.global_step import GlobalStep, naming_the_lost
 from autopar.pipelining import Staged
 from autopar.plan import Plan
 from autopar.rules import RuleBook
-from autopar.runtime.execution import Executor
-from autopar.runtime.transfers import End, Route, route
+from autopar.runtime.crossings import crossing, is_here
+from autopar.runtime.execution import Executor, Way
+from autopar.runtime.global_arrays import aval_of, from_whole
+from autopar.runtime.transfers import End, route
 from autopar.specs import named_sharding, submesh
 from autopar.staging import TracedStep
 from autopar.task_programs import compile_tasks, sharding_of
@@ -25,7 +28,10 @@ from autopar.tasks import layout_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A step compiled under a plan for one set of shapes. `executable` takes the dynamic arguments and constants."""
+    """A step compiled under a plan for one set of shapes. `executable` takes the dynamic arguments and constants.
+
+    `across` brings arguments to the devices in a program of several processes, None in one process.
+    """
 
     plan: Plan
     traced: TracedStep
@@ -34,13 +40,23 @@ class Compiled:
     constant_shardings: tuple[Any, ...]
     shardings: tuple[Any, ...]
     donated: frozenset[int]
+    across: GlobalStep | None = None
 
     def __call__(self, *args: Any) -> Any:
-        return self.executable(self.constants, *args)
+        if self.across is None:
+            return self.executable(self.constants, *args)
+        return naming_the_lost(lambda: self._across_processes(args))
+
+    def _across_processes(self, args: Sequence[Any]) -> Any:
+        assert self.across is not None, "for programs of several processes"
+        leaves, tree = jax.tree.flatten(tuple(args))
+        if tree != self.traced.in_tree:
+            raise TypeError(f"expected arguments with the structure {self.traced.in_tree}, got {tree}")
+        return self.executable(self.constants, *jax.tree.unflatten(tree, self.across.arguments(leaves)))
 
     def ready(self) -> Compiled:
         """The same with its constants on the devices."""
-        return dataclasses.replace(self, constants=jax.device_put(self.constants, self.constant_shardings))
+        return dataclasses.replace(self, constants=put(self.constants, self.constant_shardings))
 
     def as_text(self) -> str:
         """The optimised program."""
@@ -55,7 +71,9 @@ class CompiledPipeline:
     """A step compiled as the tasks of a pipeline.
 
     `shardings` are those of the dynamic arguments on the first stage that reads them; `copies` are (input of the
-    pipeline, leaf of the arguments, sharding) for what further stages read too.
+    pipeline, leaf of the arguments, sharding) for what further stages read too. `across` brings arguments and results
+    to their places in a program of several processes, None in one process; there a task of which this process has no
+    device has no executable.
     """
 
     plan: Plan
@@ -69,16 +87,28 @@ class CompiledPipeline:
     copies: tuple[tuple[int, int, NamedSharding], ...]
     fixed: tuple[tuple[int, Any], ...]
     literals: tuple[tuple[int, Any], ...]
+    across: GlobalStep | None = None
 
     def __call__(self, *args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         if tree != self.traced.in_tree:
             raise TypeError(f"expected arguments with the structure {self.traced.in_tree}, got {tree}")
+        results = self._run(leaves) if self.across is None else naming_the_lost(lambda: self._across_processes(leaves))
+        return jax.tree.unflatten(self.traced.out_tree, results)
+
+    def _run(self, leaves: Sequence[Any]) -> list[Any]:
         inputs = [leaves[i] if i >= 0 else None for i in self.leaf_of_input]
         if self.copies:
             put = jax.device_put([leaves[leaf] for _, leaf, _ in self.copies], [s for _, _, s in self.copies])
             for (position, _, _), array in zip(self.copies, put, strict=True):
                 inputs[position] = array
+        return self._run_on(inputs)
+
+    def _across_processes(self, leaves: Sequence[Any]) -> list[Any]:
+        assert self.across is not None, "for programs of several processes"
+        return self.across.results(self._run_on(self.across.arguments(leaves)))
+
+    def _run_on(self, inputs: list[Any]) -> list[Any]:
         for position, constant in self.fixed:
             inputs[position] = constant
         results: list[Any] = [None] * len(self.traced.out_avals)
@@ -86,17 +116,18 @@ class CompiledPipeline:
             results[position] = array
         for position, literal in self.literals:
             results[position] = literal
-        return jax.tree.unflatten(self.traced.out_tree, results)
+        return results
 
     def ready(self) -> CompiledPipeline:
         """The same with its constants on the devices."""
         shardings = _input_shardings(self.staged, self.plan)
-        fixed = tuple((position, jax.device_put(c, shardings[position])) for position, c in self.fixed)
-        return dataclasses.replace(self, fixed=fixed)
+        positions, constants = [p for p, _ in self.fixed], [c for _, c in self.fixed]
+        fixed = put(constants, [shardings[p] for p in positions])
+        return dataclasses.replace(self, fixed=tuple(zip(positions, fixed, strict=True)))
 
     def as_text(self) -> str:
         """The optimised programs of all tasks, one after the other."""
-        return "\n\n".join(e.as_text() for e in self.executables)
+        return "\n\n".join(e.as_text() for e in self.executables if e is not None)
 
 
 def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> Compiled | CompiledPipeline:
@@ -138,6 +169,7 @@ def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> 
         constant_shardings=constants,
         shardings=arguments,
         donated=replaced,
+        across=GlobalStep(traced, list(enumerate(inputs[len(constants) :])), results) if _processes(mesh) > 1 else None,
     )
 
 
@@ -146,7 +178,8 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
     staged = make_staged(traced, plan, rules)
     meshes = stage_meshes(staged)
     lowered = [p.lowered for p in staged.stages]
-    executables = compile_tasks(staged.staged, lowered, meshes)
+    here = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
+    executables = compile_tasks(staged.staged, lowered, here)
     executor = Executor(staged.program, executables, routes(staged, meshes))
     num_constants = len(staged.graph.constants)
     shardings = _input_shardings(staged, plan)
@@ -164,7 +197,7 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
             seen.add(leaf)
             leaf_of_input.append(leaf)
     first = {leaf: shardings[i] for i, leaf in enumerate(leaf_of_input) if leaf >= 0}
-    unread = NamedSharding(meshes[0], jax.sharding.PartitionSpec())
+    unread = NamedSharding(meshes[0], PartitionSpec())
     per_leaf = [first.get(i, unread) for i in range(len(traced.in_avals))]
     literals = [
         (position, jnp_array(atom.literal.val, traced.out_avals[position]))
@@ -183,7 +216,18 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
         copies=tuple(copies),
         fixed=tuple(fixed),
         literals=tuple(literals),
+        across=_across(traced, staged, plan, shardings) if jax.process_count() > 1 else None,
     )
+
+
+def _across(traced: TracedStep, staged: Staged, plan: Plan, input_shardings: Sequence[NamedSharding]) -> GlobalStep:
+    """What a pipeline needs in a program of several processes."""
+    program, meshes, constants = staged.staged, stage_meshes(staged), len(staged.graph.constants)
+    made: list[NamedSharding | None] = [None] * len(traced.out_avals)
+    for position, b in zip(program.results, program.pipeline.outputs, strict=True):
+        made[position] = sharding_of(program.key_of[b], meshes[program.stage_of[b]])
+    leaves = [max(argument - constants, -1) for argument in program.arguments]
+    return GlobalStep(traced, list(zip(leaves, input_shardings, strict=True)), made)
 
 
 def stage_meshes(staged: Staged) -> list[Mesh]:
@@ -194,25 +238,43 @@ def stage_meshes(staged: Staged) -> list[Mesh]:
     return [submesh(s.mesh, s.first_device) for s in staged.submeshes]
 
 
-def routes(staged: Staged, meshes: Sequence[Mesh]) -> list[Route]:
+def routes(staged: Staged, meshes: Sequence[Mesh]) -> list[Way]:
     """The way of each transfer between the meshes."""
-    program = staged.staged
+    program, here = staged.staged, jax.process_index()
 
-    def shape(buffer: int) -> tuple[int, ...]:
-        return staged.stages[program.stage_of[buffer]].stage.graph.values[program.key_of[buffer][0]].shape
+    def aval(buffer: int) -> jax.ShapeDtypeStruct:
+        value = staged.stages[program.stage_of[buffer]].stage.graph.values[program.key_of[buffer][0]]
+        return jax_compat.struct(value.shape, value.dtype)
 
     def end(buffer: int) -> End:
         key, lowered = program.key_of[buffer], staged.stages[program.stage_of[buffer]].lowered
         mesh = meshes[program.stage_of[buffer]]
         return End(layout=layout_of(key), logical=lowered.mesh, mesh=mesh, sharding=sharding_of(key, mesh))
 
-    return [route(shape(t.source), end(t.source), end(t.target)) for t in program.pipeline.transfers]
+    def way(source: int, target: int) -> Way:
+        value, ends = aval(source), (end(source), end(target))
+        if all(d.process_index == here for e in ends for d in e.mesh.devices.flat):
+            return route(value.shape, *ends)
+        return crossing(value.shape, value.dtype, *ends)
+
+    return [way(t.source, t.target) for t in program.pipeline.transfers]
 
 
 def _input_shardings(staged: Staged, plan: Plan) -> list[NamedSharding]:
     """Of each of the pipeline's inputs."""
     program, meshes = staged.staged, stage_meshes(staged)
     return [sharding_of(program.key_of[b], meshes[program.pipeline.buffers[b].mesh]) for b in program.pipeline.inputs]
+
+
+def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Any, ...]:
+    """Arrays that every process has, on the devices."""
+    if jax.process_count() == 1:
+        return tuple(jax.device_put(list(arrays), list(shardings)))
+    return tuple(from_whole(a, aval_of(a), s) for a, s in zip(arrays, shardings, strict=True))
+
+
+def _processes(mesh: Mesh) -> int:
+    return len({d.process_index for d in mesh.devices.flat})
 
 
 def jnp_array(value: Any, aval: jax.ShapeDtypeStruct) -> Any:

@@ -83,6 +83,14 @@ class SolverError(AutoparError):
     """The solver ended without a plan, for another reason than memory."""
 
 
+class ProcessMismatchError(AutoparError):
+    """The processes of one program do not call the same step in the same order."""
+
+
+class ProcessLostError(AutoparError):
+    """Another process of this program died, ended early or does not answer, so that a step can not be finished."""
+
+
 class MemoryLimitError(AutoparError):
     """No plan fits into the memory of the devices.
 

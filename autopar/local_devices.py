@@ -85,8 +85,10 @@ def describe(devices: Sequence[Any]) -> LocalDevices:
 
 
 def _hosts(devices: Sequence[Any]) -> tuple[int, int]:
-    """(number of hosts, devices of each). jax numbers what fast links join as slices; a process is a host otherwise."""
-    groups = Counter(getattr(d, "slice_index", d.process_index) for d in devices)
+    """(number of hosts, devices of each). jax numbers what fast links join as slices; a process is a host otherwise,
+    and on CPU, where jax calls everything one slice."""
+    sliced = devices[0].platform != "cpu" and hasattr(devices[0], "slice_index")
+    groups = Counter(d.slice_index if sliced else d.process_index for d in devices)
     if len(set(groups.values())) > 1:
         return len(devices), 1  # uneven hosts: count on nothing but the network between them
     return len(groups), len(devices) // len(groups)

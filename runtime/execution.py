@@ -1,26 +1,40 @@
-"""Runs a program's list of instructions in this process: one thread walks it and hands work to the devices."""
+"""Runs a program's list of instructions in this process: one thread walks it and hands work to the devices.
+
+In a program of several processes each walks the same list and leaves out what it has no part in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autopar.runtime.crossings import Crossing, cross
 from autopar.runtime.program import Free, Program, Run
 from autopar.runtime.transfers import Route, send
+
+Way = Route | Crossing
+Action = Callable[[list[Any]], None]
 
 
 class Executor:
     """A program with what its tasks and transfers stand for. Calling it runs one step.
 
-    `executables[i]` runs task i on flat arrays; `routes[i]` is the way of transfer i.
+    `executables[i]` runs task i on flat arrays, None where its devices are of other processes; `routes[i]` is the way
+    of transfer i, a `Crossing` where devices of other processes are at an end.
     """
 
-    def __init__(self, program: Program, executables: Sequence[Callable[..., Any]], routes: Sequence[Route]) -> None:
+    def __init__(
+        self, program: Program, executables: Sequence[Callable[..., Any] | None], routes: Sequence[Way]
+    ) -> None:
         self.program = program
-        self._actions = [_action(i, executables, routes) for i in program.instructions]
+        actions = (_action(i, executables, routes) for i in program.instructions)
+        self._actions = [action for action in actions if action is not None]
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """The results, in the order of the pipeline's outputs. Devices may still be computing them."""
+        """The results, in the order of the pipeline's outputs. Devices may still be computing them.
+
+        None, as input and as result, is what lies on devices of other processes.
+        """
         slots: list[Any] = [None] * self.program.num_slots
         for slot, array in zip(self.program.input_slots, inputs, strict=True):
             slots[slot] = array
@@ -29,18 +43,25 @@ class Executor:
         return [slots[slot] for slot in self.program.output_slots]
 
 
-def _action(
-    instruction: Any, executables: Sequence[Callable[..., Any]], routes: Sequence[Route]
-) -> Callable[[list[Any]], None]:
-    """One instruction as a function on the slots, everything looked up that can be."""
+def _action(instruction: Any, executables: Sequence[Callable[..., Any] | None], routes: Sequence[Way]) -> Action | None:
+    """One instruction as a function on the slots, everything looked up that can be; None: nothing to do here."""
     if isinstance(instruction, Run):
-        return _run(executables[instruction.task], instruction.inputs, instruction.outputs)
+        executable = executables[instruction.task]
+        return None if executable is None else _run(executable, instruction.inputs, instruction.outputs)
     if isinstance(instruction, Free):
         return _free(instruction.slots)
-    return _send([routes[t] for t in instruction.transfers], instruction.sources, instruction.targets)
+    ways = [routes[t] for t in instruction.transfers]
+    within = [way for way in ways if isinstance(way, Route)]
+    between = [way for way in ways if isinstance(way, Crossing)]
+    assert not within or not between, "a Send joins one pair of meshes"
+    if within:
+        return _send(within, instruction.sources, instruction.targets)
+    if any(way.concerns_this_process for way in between):
+        return _cross(between, instruction.sources, instruction.targets)
+    return None
 
 
-def _run(executable: Callable[..., Any], inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Callable:
+def _run(executable: Callable[..., Any], inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Action:
     def action(slots: list[Any]) -> None:
         made = executable(*[slots[i] for i in inputs])
         for slot, array in zip(outputs, made, strict=True):
@@ -49,7 +70,7 @@ def _run(executable: Callable[..., Any], inputs: tuple[int, ...], outputs: tuple
     return action
 
 
-def _send(routes: list[Route], sources: tuple[int, ...], targets: tuple[int, ...]) -> Callable:
+def _send(routes: list[Route], sources: tuple[int, ...], targets: tuple[int, ...]) -> Action:
     def action(slots: list[Any]) -> None:
         for slot, array in zip(targets, send(routes, [slots[i] for i in sources]), strict=True):
             slots[slot] = array
@@ -57,7 +78,15 @@ def _send(routes: list[Route], sources: tuple[int, ...], targets: tuple[int, ...
     return action
 
 
-def _free(freed: tuple[int, ...]) -> Callable:
+def _cross(crossings: list[Crossing], sources: tuple[int, ...], targets: tuple[int, ...]) -> Action:
+    def action(slots: list[Any]) -> None:
+        for slot, array in zip(targets, cross(crossings, [slots[i] for i in sources]), strict=True):
+            slots[slot] = array
+
+    return action
+
+
+def _free(freed: tuple[int, ...]) -> Action:
     def action(slots: list[Any]) -> None:
         for slot in freed:
             slots[slot] = None

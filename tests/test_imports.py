@@ -59,6 +59,7 @@ LAYER_OF = {
     "compiler": "compiler",
     "elsewhere": "compiler",
     "emission": "compiler",
+    "global_step": "compiler",
     "intra_op": "compiler",
     "lowering": "compiler",
     "prediction": "compiler",
