@@ -325,6 +325,8 @@ class _Cutting:
         s = self.states[v]
         if v in self.each and s.early and (s.form is Form.SAME or s.cut):
             self.before.add(v)
+        if v in self.after and s.early and s.form is Form.SAME and self.whole.values[v].size == 1:
+            self.before.add(v)  # step counts and rates: known at once, so that no stage waits for them at the end
         if v in self.after and s.streams and not s.cut and v not in self.before:
             if s.form is Form.SAME or s.outer != 1:
                 inside = (
