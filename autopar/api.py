@@ -441,6 +441,13 @@ def _followed(wanted: PlanOptions, step: Step, traced: TracedStep, name: str) ->
             got="none yet",
             hint=f"call {step.__name__}, or {step.__name__}.plan(state, batch), before {name}",
         )
+    if plan.record.pipeline is not None:
+        raise UnsupportedError(
+            where=f"{name}, follow={step.__name__}",
+            expected="a step that runs as one program on all devices",
+            got=f"one whose state lies on {len(plan.record.pipeline.stages)} stages",
+            hint=f"leave follow out: {name} then plans for itself, and its calls move the state to where it wants it",
+        )
     state = [v for v in plan.record.arguments if v.kind == "state"]
     avals = traced.in_avals
     shapes = [(v.shape, v.dtype) for v in state]

@@ -30,6 +30,8 @@ def pipeline(
     check_schedule("recipes.pipeline(schedule=...)", schedule)
     if num_microbatches is not None:
         check_number("recipes.pipeline(num_microbatches=...)", num_microbatches)
+    if chunks is not None:
+        check_number("recipes.pipeline(chunks=...)", chunks)
     options = PipelineOptions(num_stages=stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks)
     return Recipe(name=f"pipeline({stages}, {schedule})", pipeline=options)
 

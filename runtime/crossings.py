@@ -177,7 +177,7 @@ def cross(crossings: Sequence[Crossing], arrays: Sequence[Any]) -> list[Any]:
         if c.joined is None:
             out.append(None)
             continue
-        shards = [arrived[i, leg].addressable_data(n) for leg, n in c.joined]
+        shards = [_shard(arrived[i, leg], n) for leg, n in c.joined]
         if jax_compat.is_key_dtype(c.dtype):
             shards = [jax_compat.key_of(shard, c.dtype) for shard in shards]
         out.append(jax.make_array_from_single_device_arrays(c.shape, c.target, shards))
@@ -185,10 +185,15 @@ def cross(crossings: Sequence[Crossing], arrays: Sequence[Any]) -> list[Any]:
 
 
 def _named(c: Crossing, leg: Leg, array: Any) -> Any:
-    shards = [array.addressable_data(i) for i in leg.senders]
+    shards = [_shard(array, i) for i in leg.senders]
     if jax_compat.is_key_dtype(c.dtype):
         shards = [jax.random.key_data(shard) for shard in shards]
     return jax.make_array_from_single_device_arrays(leg.shape, leg.named, shards)
+
+
+def _shard(array: Any, number: int) -> Any:
+    """What a device of this process holds. `addressable_data` gives of a replicated array the first one's only."""
+    return array.addressable_shards[number].data if array.is_fully_replicated else array.addressable_data(number)
 
 
 def absent(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> Any:
