@@ -22,6 +22,7 @@ from autopar.pipelining import (
     PipelineOptions,
     Staged,
     Submesh,
+    check_directions,
     cut_stages,
     default_chunks,
     layers_of,
@@ -193,7 +194,18 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
 
 
 def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
-    return (asked.schedule,) if asked.schedule is not None else SEARCHED_SCHEDULES
+    """Raises: InvalidArgumentError for a schedule that the search over stages has no model of."""
+    if asked.schedule is None:
+        return SEARCHED_SCHEDULES
+    known = [s.value for s in SearchedSchedule]
+    if asked.schedule not in known:
+        raise InvalidArgumentError(
+            where=f"schedule={asked.schedule!r} without a number of stages",
+            expected=f"one of {', '.join(known)}",
+            got=repr(asked.schedule),
+            hint=f"name the stages: plan=autopar.recipes.pipeline(4, {asked.schedule!r})",
+        )
+    return (asked.schedule,)
 
 
 def tables(
@@ -263,6 +275,7 @@ def build(cut: Cut, choice: Choice, cluster: Cluster, cost_model: Costs, time_li
     graph = recomputed(cut, choice.policies)
     num_stages = len(choice.first_layers)
     schedule = schedule_of(choice.schedule, num_stages, graph.num_microbatches, choice.chunks)
+    check_directions(graph, schedule)
     stages = cut_stages(graph, cut.layers, choice.first_layers, schedule.splits_backward, num_stages)
     submeshes = place(choice.group_meshes, schedule)
     models = [model_of(cluster, cost_model, s.mesh) for s in submeshes]

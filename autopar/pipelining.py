@@ -9,7 +9,7 @@ from autopar.cluster import Cluster
 from autopar.collectives import Link
 from autopar.costs import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
-from autopar.graph import OpGraph, OpKind
+from autopar.graph import OpGraph, OpKind, Section
 from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, state_values
 from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
@@ -94,6 +94,17 @@ def schedule_of(name: str, num_stages: int, num_microbatches: int, chunks: int) 
 
 def layers_of(graph: OpGraph) -> Layers:
     return find_layers(graph, flops_of)
+
+
+def check_directions(graph: OpGraph, schedule: Schedule) -> None:
+    """Raises: InvalidArgumentError for a step with a backward pass on a schedule without one."""
+    if schedule.forward_only and any(op.section is Section.BACKWARD for op in graph.block.ops):
+        raise InvalidArgumentError(
+            where=f"schedule {schedule.name}",
+            expected="a step without a backward pass",
+            got="one that takes gradients",
+            hint="train on another schedule, such as 1f1b; this one is for evaluation steps",
+        )
 
 
 def cut_stages(
