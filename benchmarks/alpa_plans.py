@@ -1,0 +1,207 @@
+"""Our plans for Alpa's GPT models on p3.16xlarge hosts beside the plans that Alpa published, under one model of costs.
+
+    python -m benchmarks.alpa_plans                   2.6B on 8, 6.7B on 16, 15B on 32 and 39B on 64 V100s
+    python -m benchmarks.alpa_plans 2.6B --keep       also keeps the table in results/alpa_plans.md
+
+Models: Alpa (Zheng et al., OSDI 2022), table 5, sequences of 1,024, batches of 1,024, half precision, float32 master
+weights and AdamW. Alpa's plans are the stages it published: the logical mesh (data, operator) of each. What it did not
+publish (where the layers are cut, micro-batches, recomputation, how much state is sharded) is chosen best for it under
+our model: the cut of equal arithmetic, and the fastest of all the rest that fits. Both plans are then built out to the
+last instruction and simulated.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+from rich.table import Table
+
+from autopar import solver
+from autopar.cluster import Cluster
+from autopar.compiler import cost_model
+from autopar.pipeline_search import (
+    Choice,
+    Cut,
+    build,
+    choice_of,
+    cut_layers,
+    microbatch_numbers,
+    search_pipelines,
+    tables,
+)
+from autopar.pipelining import PipelineOptions, Staged
+from autopar.progress import Progress
+from autopar.rules import RuleBook
+from autopar.scan_cutting import cut_scans
+from autopar.solver import StageProblem
+from autopar.solver.stages import peak_bytes
+from autopar.stage_assignment import balanced
+from autopar.staging import trace
+from benchmarks.machine import description, markdown
+from benchmarks.zoo import CASES
+
+RESULTS = Path(__file__).parent / "results" / "alpa_plans.md"
+TIME_LIMIT_S = 20.0
+COLUMNS = ("model", "V100s", "ours", "Alpa's", "Alpa's / ours", "our plan", "Alpa's plan", "planned in")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A GPT of Alpa's table 5, and the stages of its published plan as (data, operator) meshes."""
+
+    hidden: int
+    layers: int
+    heads: int
+    hosts: int
+    stages: tuple[tuple[int, int], ...]
+
+
+MODELS = {
+    "2.6B": Model(hidden=2560, layers=32, heads=32, hosts=1, stages=((2, 1), (2, 1), (4, 1))),
+    "6.7B": Model(hidden=4096, layers=32, heads=32, hosts=2, stages=((2, 4),) * 2),
+    "15B": Model(hidden=5120, layers=48, heads=40, hosts=4, stages=((2, 4),) * 4),
+    "39B": Model(hidden=8192, layers=48, heads=64, hosts=8, stages=((1, 4),) * 16),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    model: str
+    devices: int
+    ours_s: float
+    ours: str
+    alpas_s: float
+    alpas: str
+    fits: bool
+    planning_s: float
+
+
+def traced_step(model: Model):
+    """The training step, traced on shapes."""
+    case = CASES["gpt"](
+        layers=model.layers,
+        width=model.hidden,
+        heads=model.heads,
+        vocabulary=51_200,
+        length=1024,
+        batch=1024,
+        dtype=jnp.float16,
+        optimizer=optax.adamw(1e-4),
+    )
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0))
+    return trace(case.step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+
+
+def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[Staged, Choice, int]:
+    """The published stages, with the rest chosen best for them."""
+    best: tuple[tuple[bool, float], Choice, int] | None = None
+    limit_bytes, decided = cluster.device.memory_bytes, {}
+    for m, cut in cuts.items():
+        options = tables(cut, cluster, PipelineOptions(), cost_model, limit_bytes, TIME_LIMIT_S, decided)
+        problem = StageProblem(
+            options=tuple(o.option for o in options),
+            num_devices=cluster.num_devices,
+            num_layers=len(cut.layers),
+            num_microbatches=m,
+            schedule=solver.Schedule.ONE_F_ONE_B,
+            limit_bytes=limit_bytes,
+            host_devices=cluster.devices_per_host,
+        )
+        firsts = balanced(cut.layers, len(model.stages))
+        lasts = [*firsts[1:], len(cut.layers)]
+        shapes = [tuple(n for n in shape if n > 1) or (1,) for shape in model.stages]
+        kinds = {(o.policy, round(o.s_per_byte, 15)) for o in options}
+        for policy, price in sorted(kinds):
+            stages = []
+            for first, last, shape in zip(firsts, lasts, shapes, strict=True):
+                same = [i for i, o in enumerate(options) if o.mesh.axis_sizes == shape and o.policy == policy]
+                if not same:
+                    break
+                nearest = min(same, key=lambda i: abs(options[i].s_per_byte - price))
+                stages.append(solver.Stage(first=first, last=last, option=nearest))
+            if len(stages) < len(shapes):
+                continue
+            peak = max(peak_bytes(problem, stages))
+            rank = (peak > limit_bytes, solver.step_time_s(problem, stages))
+            if best is None or rank < best[0]:
+                plan = solver.StagePlan(stages=tuple(stages), step_time_s=rank[1], bound_s=rank[1], peak_bytes=(peak,))
+                best = rank, choice_of(problem, plan, options), m
+    assert best is not None, "the published meshes are among those of the tables"
+    _, choice, m = best
+    return build(cuts[m], choice, cluster, cost_model, TIME_LIMIT_S), choice, m
+
+
+def compare(name: str) -> Row:
+    model = MODELS[name]
+    cluster = Cluster.preset("p3.16xlarge", hosts=model.hosts)
+    traced, rules = traced_step(model), RuleBook()
+    limit_bytes = cluster.device.memory_bytes
+    begun = time.perf_counter()
+    found = search_pipelines(
+        traced, cluster, PipelineOptions(), limit_bytes, cost_model, rules, Progress("ours", show=False), TIME_LIMIT_S
+    )
+    planning_s = time.perf_counter() - begun
+    numbers = microbatch_numbers(traced, cluster, PipelineOptions())
+    cuts = {m: cut_layers(cut_scans(traced, 1, rules), m, rules) for m in numbers}
+    theirs, choice, m = alpas_plan(model, cluster, cuts)
+    if isinstance(found, str):
+        raise SystemExit(f"{name}: {found}")
+    ours = found.staged
+    return Row(
+        model=name,
+        devices=cluster.num_devices,
+        ours_s=ours.simulation.step_time_s,
+        ours=f"{ours.graph.num_microbatches} micro-batches, {found.choice.text}",
+        alpas_s=theirs.simulation.step_time_s,
+        alpas=f"{m} micro-batches, {choice.text}",
+        fits=max(theirs.simulation.peak_bytes) <= limit_bytes,
+        planning_s=planning_s,
+    )
+
+
+def table_of(rows: list[Row]) -> Table:
+    shown = Table(*COLUMNS)
+    for row in rows:
+        shown.add_row(*cells(row))
+    return shown
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    fits = "" if row.fits else " (does not fit)"
+    return (
+        row.model,
+        str(row.devices),
+        f"{row.ours_s:.2f} s",
+        f"{row.alpas_s:.2f} s{fits}",
+        f"{row.alpas_s / row.ours_s:.3f}",
+        row.ours,
+        row.alpas,
+        f"{row.planning_s:.0f} s",
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
+    arguments = parser.parse_args()
+    console, rows = Console(), []
+    for name in arguments.models:
+        console.print(f"{name} ...")
+        rows.append(compare(name))
+        console.print(table_of(rows))
+    if arguments.keep:
+        title = "# Plans for Alpa's GPT models on p3.16xlarge"
+        RESULTS.write_text(f"{title}\n\n{description()}\n\n{markdown(COLUMNS, [cells(row) for row in rows])}\n")
+    return 0 if all(row.ours_s <= row.alpas_s for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
