@@ -95,11 +95,10 @@ class _Builder:
                 got=f"an equation that brings its own mesh ({name})",
                 hint="take the manual parallelism out of the step: autopar decides it",
             )
-        if name in jax_compat.INLINED_CALLS:
-            return self._call(eqn.params[_body_parameter(eqn)], ins, stack, count, ops)
+        if (inner := called_jaxpr(eqn)) is not None:
+            return self._call(inner, ins, stack, count, ops)
         if name in jax_compat.REMAT_CALLS:
-            if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
-                ins = self._barrier(eqn, ins, stack, count, ops)
+            ins = self._barrier(eqn, ins, stack, count, ops)
             return self._call(eqn.params["jaxpr"], ins, stack, count, ops)
         if name in _LOOPS:
             return self._loop(eqn, ins, stack, count, ops)
@@ -163,11 +162,16 @@ class _Builder:
         return outputs
 
 
-def _body_parameter(eqn: Any) -> str:
+def called_jaxpr(eqn: Any) -> Any | None:
+    """What an equation that does nothing but call it calls; None for other equations."""
+    if eqn.primitive.name in jax_compat.REMAT_CALLS:
+        return None if eqn.params["differentiated"] and eqn.params["prevent_cse"] else eqn.params["jaxpr"]
+    if eqn.primitive.name not in jax_compat.INLINED_CALLS:
+        return None
     wanted = jax_compat.INLINED_CALLS[eqn.primitive.name]
     found = [k for k in (wanted, "jaxpr", "call_jaxpr", "fun_jaxpr") if k is not None and k in eqn.params]
     assert found, f"{eqn.primitive.name} holds no jaxpr under a known name: {sorted(eqn.params)}"
-    return found[0]
+    return eqn.params[found[0]]
 
 
 def role_of(stack: str) -> Role:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.compiler import make_function, make_staged
+from autopar.errors import UnsupportedError
 from autopar.global_step import GlobalStep, naming_the_lost
 from autopar.pipelining import Staged
 from autopar.plan import Plan
@@ -20,6 +21,7 @@ from autopar.runtime.crossings import crossing, is_here
 from autopar.runtime.execution import Executor, Way
 from autopar.runtime.global_arrays import aval_of, from_whole
 from autopar.runtime.transfers import End, route
+from autopar.seams import Seams, seams_of
 from autopar.specs import named_sharding, submesh
 from autopar.staging import TracedStep
 from autopar.task_programs import compile_tasks, sharding_of
@@ -73,7 +75,8 @@ class CompiledPipeline:
     `shardings` are those of the dynamic arguments on the first stage that reads them; `copies` are (input of the
     pipeline, leaf of the arguments, sharding) for what further stages read too. `across` brings arguments and results
     to their places in a program of several processes, None in one process; there a task of which this process has no
-    device has no executable.
+    device has no executable. `seams` are those of the arguments and of the results, where some lie in parts on the
+    stages: what is numbered by leaves is then numbered by pieces.
     """
 
     plan: Plan
@@ -87,6 +90,7 @@ class CompiledPipeline:
     copies: tuple[tuple[int, int, NamedSharding], ...]
     fixed: tuple[tuple[int, Any], ...]
     literals: tuple[tuple[int, Any], ...]
+    seams: tuple[Seams, Seams] | None = None
     across: GlobalStep | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -97,6 +101,12 @@ class CompiledPipeline:
         return jax.tree.unflatten(self.traced.out_tree, results)
 
     def _run(self, leaves: Sequence[Any]) -> list[Any]:
+        if self.seams is None:
+            return self._run_in_one_process(leaves)
+        arguments, results = self.seams
+        return results.join(self._run_in_one_process(arguments.cut(leaves)))
+
+    def _run_in_one_process(self, leaves: Sequence[Any]) -> list[Any]:
         inputs = [leaves[i] if i >= 0 else None for i in self.leaf_of_input]
         if self.copies:
             put = jax.device_put([leaves[leaf] for _, leaf, _ in self.copies], [s for _, _, s in self.copies])
@@ -111,7 +121,7 @@ class CompiledPipeline:
     def _run_on(self, inputs: list[Any]) -> list[Any]:
         for position, constant in self.fixed:
             inputs[position] = constant
-        results: list[Any] = [None] * len(self.traced.out_avals)
+        results: list[Any] = [None] * len(self.staged.step.results)
         for position, array in zip(self.staged.staged.results, self.executor(inputs), strict=True):
             results[position] = array
         for position, literal in self.literals:
@@ -176,6 +186,7 @@ def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> 
 def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledPipeline:
     """Compiles each task of a pipeline for the devices of its stage."""
     staged = make_staged(traced, plan, rules)
+    seams = _seams(staged, plan)
     meshes = stage_meshes(staged)
     lowered = [p.lowered for p in staged.stages]
     here = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
@@ -198,9 +209,14 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
             leaf_of_input.append(leaf)
     first = {leaf: shardings[i] for i, leaf in enumerate(leaf_of_input) if leaf >= 0}
     unread = NamedSharding(meshes[0], PartitionSpec())
-    per_leaf = [first.get(i, unread) for i in range(len(traced.in_avals))]
+    in_parts = dict(enumerate(seams[0].leaves)) if seams is not None else {}
+    per_leaf = [
+        seam.sharding if (seam := in_parts.get(piece.leaf)) is not None else first.get(i, unread)
+        for i, piece in enumerate(staged.step.arguments)
+        if piece.part == 0
+    ]
     literals = [
-        (position, jnp_array(atom.literal.val, traced.out_avals[position]))
+        (position, jnp_array(atom.literal.val, staged.step.traced.out_avals[position]))
         for position, atom in enumerate(staged.graph.block.outputs)
         if not isinstance(atom, int)
     ]
@@ -216,8 +232,27 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
         copies=tuple(copies),
         fixed=tuple(fixed),
         literals=tuple(literals),
+        seams=seams,
         across=_across(traced, staged, plan, shardings) if jax.process_count() > 1 else None,
     )
+
+
+def _seams(staged: Staged, plan: Plan) -> tuple[Seams, Seams] | None:
+    """Of arguments and results. Raises: UnsupportedError in a program of several processes."""
+    cut, record = staged.step, plan.record
+    num_constants = len(record.arguments) - len({piece.leaf for piece in cut.arguments})
+    arguments = seams_of(record.arguments[num_constants:], cut.arguments, plan)
+    results = seams_of(record.results, cut.results, plan)
+    if arguments is None or results is None:
+        return None
+    if jax.process_count() > 1:
+        raise UnsupportedError(
+            where=f"the scan over {cut.trips} layers of {record.step}",
+            expected="a pipeline in one process, where stages are cut out of a scan",
+            got=f"{jax.process_count()} processes",
+            hint="write the layers out in a Python loop, or use a plan of one stage",
+        )
+    return arguments, results
 
 
 def _across(traced: TracedStep, staged: Staged, plan: Plan, input_shardings: Sequence[NamedSharding]) -> GlobalStep:

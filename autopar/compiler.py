@@ -30,14 +30,12 @@ from autopar.layout import Layout
 from autopar.lowering import LoweredBlock, lower
 from autopar.memory_steps import compiler_for
 from autopar.mesh import LogicalMesh, factorisations, orderings
-from autopar.micro_batches import micro_batched
-from autopar.pipeline_search import Cut, Found, asked_pipeline, recomputed, search_pipelines
+from autopar.pipeline_search import Found, asked_pipeline, cut_layers, recomputed, search_pipelines
 from autopar.pipelining import (
     PipelineOptions,
     Staged,
     Submesh,
     cut_stages,
-    layers_of,
     model_of,
     schedule_of,
     stage_program,
@@ -62,6 +60,7 @@ from autopar.recording import (
 )
 from autopar.resharding import MeshLinks
 from autopar.rules import RuleBook
+from autopar.scan_cutting import cut_scans
 from autopar.solver import Status
 from autopar.staging import TracedStep
 
@@ -517,9 +516,9 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
     check_plan(plan, traced)
     made = plan.record.pipeline
     assert made is not None, "a plan without a pipeline is one function"
-    whole = micro_batched(traced, made.num_microbatches, rules)
-    layers = layers_of(whole)
-    graph = recomputed(Cut(graph=whole, layers=layers), made.recomputed)
+    cut = cut_layers(cut_scans(traced, made.scan_parts, rules), made.num_microbatches, rules)
+    layers = cut.layers
+    graph = recomputed(cut, made.recomputed)
     schedule = schedule_of(made.schedule, len(made.stages), made.num_microbatches, made.chunks)
     first_layers = [s.first_layer for s in made.stages]
     stages = cut_stages(graph, layers, first_layers, schedule.splits_backward, len(made.stages))
@@ -529,7 +528,9 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
         sharding_plan_of(s.decisions, s.solver, at.mesh, stage.graph)
         for s, at, stage in zip(made.stages, submeshes, stages, strict=True)
     ]
-    return stage_program(graph, layers, first_layers, stages, models, shardings, submeshes, schedule, plan.cluster)
+    return stage_program(
+        cut.step, graph, layers, first_layers, stages, models, shardings, submeshes, schedule, plan.cluster
+    )
 
 
 def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Made:

@@ -88,6 +88,14 @@ def _context(eqn: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def standing_at(eqn: Any) -> Iterator[None]:
+    """What is traced inside has the source line of an equation and, behind the present name stack, its names."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+        yield
+
+
 def is_key_dtype(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 

@@ -25,7 +25,7 @@ _COSTLY = MATRIX_PRODUCTS | {
     "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max",
 }  # fmt: skip
 _AT_THE_LOOP = frozenset({OpKind.SPLIT, OpKind.ACCUMULATE, OpKind.STACK, OpKind.SEND})
-_NUMBERED = re.compile(r"^(.*?)(\d+)(\D*)$")
+_NUMBERED = re.compile(r"^(.*?)(\d+(?::\d+)?)(\D*)$")  # `layer3`, `layers[4:8]`
 
 MAX_LAYERS = 128  # more than the layers of the deepest language models; neighbours are joined beyond it
 CLUSTERS = 16  # layers of a model without modules and repetition; Alpa's experiments use 8 to 16 a model

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.alike import Shape, carried_over, shape_of
 from autopar.cluster import Cluster
 from autopar.contraction import contract
-from autopar.errors import InvalidArgumentError
-from autopar.graph import OpGraph
+from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.graph import OpGraph, OpKind
 from autopar.intra_op import CostModel, ShardingPlan
 from autopar.layer_assignment import assign_layers, layer_kinds
 from autopar.layers import Layers
+from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh, factorisations, orderings
 from autopar.micro_batches import micro_batched, num_examples
 from autopar.pipelining import (
@@ -38,6 +39,7 @@ from autopar.recomputation import Recompute, rematerialise
 from autopar.record import PipelineTrial
 from autopar.rules import RuleBook
 from autopar.runtime.schedules import Schedule
+from autopar.scan_cutting import CutStep, cut_scans
 from autopar.solver import NoStages, StagePlan, StageProblem, best_stages
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_assignment import balanced
@@ -57,8 +59,9 @@ BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A step cut into micro-batches and layers."""
+    """A step cut into micro-batches and layers; `step` is what was cut into micro-batches."""
 
+    step: CutStep
     graph: OpGraph
     layers: Layers
 
@@ -117,8 +120,7 @@ def search_pipelines(
     of_problem: list[tuple[int, tuple[PricedOption, ...]]] = []
     for m in microbatch_numbers(traced, cluster, asked):
         with progress.pass_(f"{m} micro-batches"):
-            graph = micro_batched(traced, m, rules)
-            cuts[m] = Cut(graph=graph, layers=layers_of(graph))
+            cuts[m] = cut_layers(cut_scans(traced, 1, rules), m, rules)
         with progress.pass_("layer costs"):
             options = tables(cuts[m], cluster, asked, cost_model, limit_bytes, time_limit_s)
         for name in schedules_of(asked):
@@ -280,9 +282,9 @@ def build(cut: Cut, choice: Choice, cluster: Cluster, cost_model: Costs, time_li
     submeshes = place(choice.group_meshes, schedule)
     models = [model_of(cluster, cost_model, s.mesh) for s in submeshes]
     meshes = [s.mesh for s in submeshes]
-    shardings = decide(stages, models, meshes, choice.prices_s_per_byte, time_limit_s)
+    shardings = decide(stages, models, meshes, choice.prices_s_per_byte, time_limit_s, pieces_of(cut))
     return stage_program(
-        graph, cut.layers, choice.first_layers, stages, models, shardings, submeshes, schedule, cluster
+        cut.step, graph, cut.layers, choice.first_layers, stages, models, shardings, submeshes, schedule, cluster
     )
 
 
@@ -308,23 +310,70 @@ def decide(
     meshes: Sequence[LogicalMesh],
     prices_s_per_byte: Sequence[float],
     time_limit_s: float,
+    pieces: Mapping[int, int],
 ) -> list[ShardingPlan]:
-    """Each stage's decisions; stages that are alike, on meshes that are alike, share them."""
+    """Each stage's decisions; stages that are alike, on meshes that are alike, share them.
+
+    `pieces` names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the stage
+    in the middle, which is like most others, chooses for its own.
+    """
     known: dict[Any, tuple[ShardingPlan, Shape]] = {}
-    found = []
-    for stage, model, wires, price in zip(stages, models, wires_of(stages, meshes), prices_s_per_byte, strict=True):
+    layouts: dict[int, Layout] = {}
+    found: dict[int, ShardingPlan] = {}
+    all_wires = wires_of(stages, meshes)
+    middle = len(stages) // 2
+    for at in sorted(range(len(stages)), key=lambda q: (bool(pieces) and q != middle, q)):
+        stage, model, wires, price = stages[at], models[at], all_wires[at], prices_s_per_byte[at]
+        leaf_of = {v: pieces[p] for p, v in zip(stage.arguments, stage.graph.block.inputs, strict=False) if p in pieces}
+        fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts}
         shape = shape_of(stage.graph)
         number = {v: i for i, v in enumerate(shape.values)}
         op_number = {op: i for i, op in enumerate(shape.ops)}
         received = tuple(sorted((number[v], layout) for v, layout in wires[0].items() if v in number))
         sent = tuple(sorted((op_number[op], layout) for op, layout in wires[1].items()))
-        key = (shape.key, model.links, str(received), str(sent), price)
+        given = tuple(sorted((number[v], layout) for v, layout in fixed.items()))
+        key = (shape.key, model.links, str(received), str(sent), price, str(given))
         if key not in known:
-            known[key] = solve_stage(stage, model, wires, time_limit_s, price), shape
-            found.append(known[key][0])
+            known[key] = solve_stage(stage, model, wires, time_limit_s, price, fixed), shape
+            found[at] = known[key][0]
         else:
-            found.append(carried_over(*known[key], shape, stage.graph))
-    return found
+            found[at] = carried_over(*known[key], shape, stage.graph)
+        for v, leaf in leaf_of.items():
+            layouts.setdefault(leaf, found[at].placed.get(v, replicated(len(stage.graph.values[v].shape))))
+    return [found[at] for at in range(len(stages))]
+
+
+def pieces_of(cut: Cut) -> dict[int, int]:
+    """The leaf, by the position in the graph's inputs, of each piece of a leaf."""
+    first = len(cut.graph.constants)
+    return {first + i: piece.leaf for i, piece in enumerate(cut.step.arguments) if piece.parts > 1}
+
+
+def cut_layers(step: CutStep, num_microbatches: int, rules: RuleBook) -> Cut:
+    graph = micro_batched(step.traced, num_microbatches, rules)
+    return Cut(step=step, graph=graph, layers=layers_of(graph))
+
+
+def layers_of_pieces(cut: Cut) -> tuple[int, ...]:
+    """The first layer of each stage where each holds one part of a scan over layers.
+
+    Raises: UnsupportedError where the layers do not follow the parts.
+    """
+    layer_of = {op: number for number, ops in enumerate(cut.layers.ops) for op in ops}
+    scans = {
+        op.module.split("/")[-1]: layer_of[op.id]
+        for op in cut.graph.block.ops
+        if op.kind is OpKind.SCAN and op.id in layer_of
+    }
+    firsts = [0, *(scans.get(scope, 0) for scope in cut.step.scopes[1:])]
+    if sorted(set(firsts)) != firsts:
+        raise UnsupportedError(
+            where=f"the scan over {cut.step.trips} layers of {cut.step.traced.name}",
+            expected="parts that follow one another in the forward pass",
+            got=f"parts in layers {firsts}",
+            hint="use fewer stages, or write the layers out in a Python loop",
+        )
+    return tuple(firsts)
 
 
 def equal_choice(cut: Cut, cluster: Cluster, schedule: str, num_stages: int, chunks: int) -> list[Choice]:
@@ -333,11 +382,12 @@ def equal_choice(cut: Cut, cluster: Cluster, schedule: str, num_stages: int, chu
     Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not cut the devices.
     """
     (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
+    first_layers = layers_of_pieces(cut) if cut.step.parts > 1 else balanced(cut.layers, num_stages)
     return [
         Choice(
             schedule=schedule,
             chunks=chunks,
-            first_layers=balanced(cut.layers, num_stages),
+            first_layers=first_layers,
             group_meshes=(mesh,) * (num_stages // chunks),
             policies=("nothing",) * len(cut.layers),
             prices_s_per_byte=(0.0,) * num_stages,
@@ -359,12 +409,21 @@ def asked_pipeline(
     """Stages of equal arithmetic on equal submeshes, as asked; the logical mesh that is fastest and fits."""
     name = asked.schedule or "1f1b"
     chunks = asked.chunks or default_chunks(name)
+    num_stages = (asked.num_stages or 1) * chunks
     with progress.pass_("micro-batches"):
-        graph = micro_batched(traced, asked.num_microbatches or 1, rules)
-        cut = Cut(graph=graph, layers=layers_of(graph))
+        step = cut_scans(traced, num_stages, rules)
+        if step.parts > 1 and chunks > 1:
+            raise UnsupportedError(
+                where=f"the scan over {step.trips} layers of {traced.name}",
+                expected="a schedule with one stage on each group of devices",
+                got=f"{name} with {chunks}",
+                hint="use 1f1b or zb-h1, or write the layers out in a Python loop: the layers of an array that is "
+                "stacked over them lie on the devices in order",
+            )
+        cut = cut_layers(step, asked.num_microbatches or 1, rules)
     best: tuple[tuple[bool, float], Staged, Choice] | None = None
     weighed = []
-    for choice in equal_choice(cut, cluster, name, (asked.num_stages or 1) * chunks, chunks):
+    for choice in equal_choice(cut, cluster, name, num_stages, chunks):
         with progress.pass_("build stages"):
             staged = build(cut, choice, cluster, cost_model, time_limit_s)
         made = staged.simulation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.cluster import Cluster
 from autopar.collectives import Link
@@ -20,6 +20,7 @@ from autopar.runtime.emitting import emit
 from autopar.runtime.program import Program
 from autopar.runtime.schedules import Schedule, make_schedule
 from autopar.runtime.simulator import Simulation, simulate
+from autopar.scan_cutting import CutStep
 from autopar.solver import Status
 from autopar.stage_assignment import assign
 from autopar.stage_graphs import StageGraph, cut, split_backward
@@ -65,10 +66,12 @@ class PlannedStage:
 class Staged:
     """A whole step in stages, ready to run or to simulate.
 
+    `step` is the step that was staged, with its scan over layers in parts where it has one.
     `submeshes[q]` are the devices of stage q; stages of one group of devices have the same.
     `task_s[i]`, `task_bytes[i]`: seconds of one run of task i, and bytes it needs beside its buffers on one device.
     """
 
+    step: CutStep
     graph: OpGraph
     layers: Layers
     stages: tuple[PlannedStage, ...]
@@ -143,14 +146,20 @@ def wires_of(stages: Sequence[StageGraph], meshes: Sequence[LogicalMesh]) -> lis
 
 
 def solve_stage(
-    stage: StageGraph, model: CostModel, wires: Wires, time_limit_s: float, s_per_byte: float = 0.0
+    stage: StageGraph,
+    model: CostModel,
+    wires: Wires,
+    time_limit_s: float,
+    s_per_byte: float = 0.0,
+    fixed: Mapping[int, Layout] | None = None,
 ) -> ShardingPlan:
     """The decisions of one stage on its mesh: the ILP over its forward, backward and update operations together.
 
-    `s_per_byte` is what a byte of state costs, where memory is short. Raises: SolverError.
+    `s_per_byte` is what a byte of state costs, where memory is short; `fixed` gives arguments (by value) the one layout
+    they may have. Raises: SolverError.
     """
     received, sent = wires
-    intra_op = IntraOp(stage.graph, model, received, sent)
+    intra_op = IntraOp(stage.graph, model, {**received, **(fixed or {})}, sent)
     prices = MemoryPrices(s_per_byte=s_per_byte, values=state_values(stage.graph)) if s_per_byte else None
     solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
@@ -164,6 +173,7 @@ def solve_stage(
 
 
 def stage_program(
+    step: CutStep,
     graph: OpGraph,
     layers: Layers,
     first_layers: Sequence[int],
@@ -195,6 +205,7 @@ def stage_program(
     )
     transfer_s = tuple(transfer_seconds(staged, i, submeshes, cluster) for i in range(len(staged.pipeline.transfers)))
     return Staged(
+        step=step,
         graph=graph,
         layers=layers,
         stages=tuple(planned),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from autopar.errors import InvalidArgumentError
 from autopar.mesh import LogicalMesh
 from autopar.plan_timeline import timeline_of
 from autopar.record import PlannedValue, PlanRecord, Predicted, decode, encode
-from autopar.specs import abstract_mesh, concrete_mesh, partition_spec, submesh
+from autopar.specs import (
+    abstract_joint_mesh,
+    abstract_mesh,
+    concrete_mesh,
+    joint_mesh,
+    partition_spec,
+    stacked_spec,
+    submesh,
+)
 from autopar.timeline import write_trace
 
 
@@ -64,6 +73,14 @@ class Plan:
         mesh, first_device = self.stage_mesh(stage)
         enough = len(jax.devices()) >= first_device + mesh.num_devices
         return submesh(mesh, first_device) if enough else abstract_mesh(mesh)
+
+    def _joint_mesh(self, stages: Sequence[int]) -> Mesh | AbstractMesh:
+        """The meshes of several stages as one, over this program's devices where there are enough."""
+        mesh = self.stage_mesh(stages[0])[0]
+        firsts = [self.stage_mesh(stage)[1] for stage in stages]
+        if len(jax.devices()) < max(firsts) + mesh.num_devices:
+            return abstract_joint_mesh(mesh, len(stages))
+        return joint_mesh(mesh, firsts)
 
     def concrete_mesh(self) -> Mesh:
         """The mesh over this program's devices.
@@ -117,8 +134,10 @@ class Plan:
         return chosen[0] if len(chosen) == 1 else tuple(chosen)
 
     def sharding_of(self, value: PlannedValue) -> NamedSharding:
-        """How an argument or result lies on its stage's devices."""
+        """How an argument or result lies on its stage's devices, or in parts on those of several stages."""
         mesh = self.stage_mesh(value.stage)[0]
+        if value.stages:
+            return NamedSharding(self._joint_mesh(value.stages), stacked_spec(value.layout, mesh.axis_names))
         return NamedSharding(self.jax_mesh(value.stage), partition_spec(value.layout, mesh.axis_names))
 
     # Files and text

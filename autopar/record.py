@@ -19,7 +19,8 @@ FORMAT_VERSION = 2
 class PlannedValue:
     """An argument or a result of the step. `kind` is state, batch, constant, other or result.
 
-    `stage` is the one whose mesh the layout is on; the first one for what several stages read.
+    `stage` is the one whose mesh the layout is on; the first one for what several stages read. Where `stages` are
+    given, each of them holds an equal part along dimension 0, in this order, and the layout is that of a part.
     """
 
     path: str
@@ -29,6 +30,7 @@ class PlannedValue:
     kind: str
     layout: Layout
     stage: int = 0
+    stages: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,13 +164,15 @@ class StageRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRecord:
-    """How a step is cut into micro-batches and stages. `recomputed[l]`: what layer l keeps for its backward pass."""
+    """How a step is cut into micro-batches and stages. `recomputed[l]`: what layer l keeps for its backward pass;
+    `scan_parts`: into how many its scan over layers is cut."""
 
     schedule: str
     num_microbatches: int
     chunks: int
     recomputed: tuple[str, ...]
     stages: tuple[StageRecord, ...]
+    scan_parts: int = 1
     timeline: Timeline
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+from autopar.errors import UnsupportedError
 from autopar.graph import Op, OpGraph
 from autopar.intra_op import CostModel, ShardingPlan
 from autopar.layout import Layout, local_bytes, replicated
@@ -26,6 +28,7 @@ from autopar.record import (
 )
 from autopar.runtime.program import TaskKind
 from autopar.runtime.timeline import timeline_of
+from autopar.scan_cutting import Piece
 from autopar.staging import TracedStep
 from autopar.strategies import Strategy
 
@@ -112,8 +115,11 @@ def planned_values(
 
 
 def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue], list[PlannedValue]]:
-    """(arguments, constants first; results) of a pipeline, each on the first stage that has it."""
-    program, graph = staged.staged, staged.graph
+    """(arguments, constants first; results) of a pipeline, each on the first stage that has it.
+
+    Raises: UnsupportedError where a leaf's pieces lie so that it cannot be one array.
+    """
+    program, graph, cut = staged.staged, staged.graph, staged.step
     first_constant = len(graph.constants)
     placed: dict[int, tuple[int, Layout]] = {}
     for position, b in zip(program.arguments, program.pipeline.inputs, strict=True):
@@ -138,7 +144,7 @@ def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue
         for position, b in zip(program.results, program.pipeline.outputs, strict=True)
     }
     results = []
-    for position, (path, aval) in enumerate(zip(traced.out_paths, traced.out_avals, strict=True)):
+    for position, (path, aval) in enumerate(zip(cut.traced.out_paths, cut.traced.out_avals, strict=True)):
         stage, layout = made.get(position, (0, replicated(len(aval.shape))))
         results.append(
             PlannedValue(
@@ -151,7 +157,44 @@ def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue
                 stage=stage,
             )
         )
-    return arguments, results
+    leaves = leaves_of_pieces(arguments[first_constant:], cut.arguments, traced.in_paths)
+    return [*arguments[:first_constant], *leaves], leaves_of_pieces(results, cut.results, traced.out_paths)
+
+
+def leaves_of_pieces(
+    values: Sequence[PlannedValue], pieces: Sequence[Piece], paths: Sequence[str]
+) -> list[PlannedValue]:
+    """The leaves that the values are pieces of, in order.
+
+    Raises: UnsupportedError where the pieces of a leaf differ in layout or share a stage.
+    """
+    found: dict[int, list[PlannedValue]] = {}
+    for value, piece in zip(values, pieces, strict=True):
+        found.setdefault(piece.leaf, []).append(value)
+    out = []
+    for leaf, parts in found.items():
+        first = parts[0]
+        if len(parts) == 1:
+            out.append(first)
+            continue
+        stages = tuple(part.stage for part in parts)
+        if len({part.layout for part in parts}) > 1 or len(set(stages)) < len(stages):
+            raise UnsupportedError(
+                where=paths[leaf],
+                expected="a part of it on each stage, all in one layout",
+                got=", ".join(f"{part.layout} on stage {part.stage}" for part in parts),
+                hint="use another number of stages, or write the layers out in a Python loop",
+            )
+        out.append(
+            dataclasses.replace(
+                first,
+                path=paths[leaf],
+                shape=(len(parts) * first.shape[0], *first.shape[1:]),
+                nbytes=len(parts) * first.nbytes,
+                stages=stages,
+            )
+        )
+    return out
 
 
 def kind_of_argument(graph: OpGraph, position: int, first_argument: int) -> str:
@@ -198,6 +241,7 @@ def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int) -> P
         chunks=chunks,
         recomputed=tuple(recomputed),
         stages=tuple(stages),
+        scan_parts=staged.step.parts,
         timeline=timeline_of(simulation, staged.program),
     )
 

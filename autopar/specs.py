@@ -13,6 +13,8 @@ from autopar.errors import NotEnoughDevicesError
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
 
+STAGE_AXIS = "stage"  # of a mesh over several stages
+
 
 def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_sizes))
@@ -43,6 +45,29 @@ def submesh(mesh: LogicalMesh, first_device: int) -> Mesh:
         )
     grid = np.array(devices[first_device:needed]).reshape(mesh.axis_sizes)
     return Mesh(grid, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_sizes))
+
+
+def joint_mesh(mesh: LogicalMesh, first_devices: Sequence[int]) -> Mesh:
+    """The meshes of several stages, each from its first device on, as one mesh with the stages as its first axis.
+
+    Raises: NotEnoughDevicesError.
+    """
+    grid = np.stack([submesh(mesh, first).devices for first in first_devices])
+    return Mesh(grid, (STAGE_AXIS, *mesh.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def abstract_joint_mesh(mesh: LogicalMesh, num_stages: int) -> AbstractMesh:
+    sizes = (num_stages, *mesh.axis_sizes)
+    return AbstractMesh(sizes, (STAGE_AXIS, *mesh.axis_names), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def stacked_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
+    """The `PartitionSpec` on a joint mesh of an array whose equal parts along dimension 0 lie on the stages."""
+    first, *rest = (tuple(axis_names[a] for a in axes) for axes in layout.dims)
+    names = [found if len(found) > 1 else found[0] if found else None for found in rest]
+    while names and names[-1] is None:
+        names.pop()
+    return PartitionSpec((STAGE_AXIS, *first) if first else STAGE_AXIS, *names)
 
 
 def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
