@@ -10,7 +10,7 @@ still be reading it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
-from autopar.runtime.transfers import End, pieces
+from autopar.runtime.recutting import End, Recut, cutter, joiner, passage, shard_of
+from autopar.runtime.regridding import Hop
+from autopar.runtime.transfers import row
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,8 @@ class Leg:
     """One put: shards of one process to as many devices of one process.
 
     Attributes:
-        senders: Which of the shards that this process holds of the source are sent, by number; empty where others send.
+        senders: What is sent of what this process holds of the source: (part, shard by its number); empty where others
+            send.
         absent: What stands for the sent array in a process that holds nothing of it.
         shape: Of the shards one after the other, the name under which they travel.
         named: The sharding of that on the sending devices.
@@ -34,7 +37,7 @@ class Leg:
         devices: The numbers of all of them.
     """
 
-    senders: tuple[int, ...]
+    senders: tuple[tuple[int, int], ...]
     absent: Any | None
     shape: tuple[int, ...]
     named: NamedSharding
@@ -51,39 +54,43 @@ class Crossing:
         dtype: Its type; random keys travel as the numbers they are made of.
         legs: Those that this process takes part in, in the order that all processes keep.
         target: The sharding of what arrives.
-        joined: For each device of the target in this process (number of the leg, shard in it); None: there is none.
+        joined: For each part that arrives, for each device of the target in this process (number of the leg, shard in
+            it); None: there is no such device.
+        cut: What is done on the source before, None: nothing. `is_sent`: whether this process has a device of it.
+        join: What is done on the target at last, None: nothing.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     legs: tuple[Leg, ...]
     target: NamedSharding
-    joined: tuple[tuple[int, int], ...] | None
+    joined: tuple[tuple[tuple[int, int], ...], ...] | None
+    is_sent: bool
+    cut: Recut | None = None
+    join: Recut | None = None
 
     @property
     def concerns_this_process(self) -> bool:
-        return bool(self.legs) or self.joined is not None
+        return bool(self.legs) or self.joined is not None or (self.is_sent and self.cut is not None)
 
 
 def crossing(shape: Sequence[int], dtype: Any, source: End, target: End) -> Crossing:
-    """The way of a value whose layouts on both meshes cut it into the same grid of pieces.
+    """The way of a value between any two layouts of it.
 
     Where the source holds several copies of a piece, a device takes the one in its own process, or else the copies
     serve in turn.
     """
     source_devices, target_devices = list(source.mesh.devices.flat), list(target.mesh.devices.flat)
-    holders: dict[int, list[int]] = {}
-    for device, piece in enumerate(pieces(source.layout, source.logical)):
-        holders.setdefault(piece, []).append(device)
-    pairs = []
-    turns: dict[int, int] = {}
-    for device, piece in enumerate(pieces(target.layout, target.logical)):
-        process = target_devices[device].process_index
-        near = [h for h in holders[piece] if source_devices[h].process_index == process]
-        turn = turns[piece] = turns.get(piece, -1) + 1
-        candidates = near or holders[piece]
-        pairs.append((candidates[turn % len(candidates)], device))
-    return _crossing(shape, dtype, source_devices, target_devices, pairs, source.sharding, target.sharding)
+
+    def near(sender: int, receiver: int) -> bool:
+        return source_devices[sender].process_index == target_devices[receiver].process_index
+
+    way = passage(shape, source, target, near)
+    hops = sorted((h for hops in way.rounds for h in hops), key=lambda h: (h.receiver, h.taken))
+    crossed = _crossing(
+        way.part_shape, way.fine_shape, dtype, source_devices, target_devices, hops, way.part_sharding, way.num_parts
+    )
+    return dataclasses.replace(crossed, cut=way.cut, join=way.joined)
 
 
 def to_all_processes(shape: Sequence[int], dtype: Any, source: NamedSharding) -> Crossing:
@@ -94,46 +101,48 @@ def to_all_processes(shape: Sequence[int], dtype: Any, source: NamedSharding) ->
         first.setdefault(device.process_index, device)
     target_devices = [first[process] for process in sorted(first)]
     mesh = Mesh(np.array(target_devices), ("process",), axis_types=(AxisType.Auto,))
-    pairs = [(source_devices.index(d) if d in source_devices else 0, i) for i, d in enumerate(target_devices)]
+    nearest = [source_devices.index(d) if d in source_devices else 0 for d in target_devices]
+    hops = [Hop(sender=s, sent=0, receiver=i, taken=0) for i, s in enumerate(nearest)]
     target = NamedSharding(mesh, PartitionSpec())
-    return _crossing(shape, dtype, source_devices, target_devices, pairs, source, target)
+    return _crossing(shape, shape, dtype, source_devices, target_devices, hops, target, 1)
 
 
 def _crossing(
     shape: Sequence[int],
+    fine_shape: Sequence[int],
     dtype: Any,
     source_devices: Sequence[Any],
     target_devices: Sequence[Any],
-    pairs: Sequence[tuple[int, int]],
-    source: NamedSharding,
+    hops: Sequence[Hop],
     target: NamedSharding,
+    num_parts: int,
 ) -> Crossing:
-    """`pairs` are (device of the source, device of the target that gets its shard)."""
+    """`shape` and `target` are those of the `num_parts` arrays that arrive, `fine_shape` that of each shard sent."""
     here = jax.process_index()
-    groups: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for sender, receiver in pairs:
-        between = source_devices[sender].process_index, target_devices[receiver].process_index
-        round_ = 0  # a device has one shard of an array: what it sends a second time is another put
-        while any(s == sender for s, _ in groups.get((*between, round_), ())):
+    groups: dict[tuple[int, int, int], list[Hop]] = {}
+    for hop in hops:
+        between = source_devices[hop.sender].process_index, target_devices[hop.receiver].process_index
+        round_ = 0  # a device has one shard of an array: what it sends or takes a second time is another put
+        while any(h.sender == hop.sender or h.receiver == hop.receiver for h in groups.get((*between, round_), ())):
             round_ += 1
-        groups.setdefault((*between, round_), []).append((sender, receiver))
+        groups.setdefault((*between, round_), []).append(hop)
     raw_dtype, trailing = jax_compat.raw_key(dtype) if jax_compat.is_key_dtype(dtype) else (dtype, ())
-    shard_shape = (*source.shard_shape(tuple(shape)), *trailing)
+    shard_shape = (*fine_shape, *trailing)
     held = [i for i, d in enumerate(source_devices) if d.process_index == here]
     legs: list[Leg] = []
-    arrives: dict[int, tuple[int, int]] = {}
-    for (sends, receives, _), members in sorted(groups.items()):
+    arrives: dict[tuple[int, int], tuple[int, int]] = {}
+    for (sends, receives, _), members in sorted(groups.items(), key=lambda group: group[0]):
         if sends == receives != here:
             continue
         if receives == here:
-            arrives |= {receiver: (len(legs), n) for n, (_, receiver) in enumerate(members)}
-        named = _row([source_devices[s] for s, _ in members], shard_shape)
-        put_to = _row([target_devices[r] for _, r in members], shard_shape)
+            arrives |= {(h.taken, h.receiver): (len(legs), n) for n, h in enumerate(members)}
+        named = row(np.array([source_devices[h.sender] for h in members]), shard_shape)
+        put_to = row(np.array([target_devices[h.receiver] for h in members]), shard_shape)
         stacked = (len(members) * shard_shape[0], *shard_shape[1:]) if shard_shape else ()
         mine = sends == here
         legs.append(
             Leg(
-                senders=tuple(held.index(s) for s, _ in members) if mine else (),
+                senders=tuple((h.sent, held.index(h.sender)) for h in members) if mine else (),
                 absent=None if mine else absent(stacked, raw_dtype, named),
                 shape=stacked,
                 named=named,
@@ -147,18 +156,18 @@ def _crossing(
         dtype=dtype,
         legs=tuple(legs),
         target=target,
-        joined=tuple(arrives[i] for i in local) if local else None,
+        joined=tuple(tuple(arrives[k, i] for i in local) for k in range(num_parts)) if local else None,
+        is_sent=bool(held),
     )
 
 
-def _row(devices: Sequence[Any], shard_shape: tuple[int, ...]) -> NamedSharding:
-    """Shards one after the other along the first dimension; scalars are equal on all."""
-    mesh = Mesh(np.array(devices), ("shard",), axis_types=(AxisType.Auto,))
-    return NamedSharding(mesh, PartitionSpec("shard") if shard_shape else PartitionSpec())
-
-
 def cross(crossings: Sequence[Crossing], arrays: Sequence[Any]) -> list[Any]:
-    """The arrays on their targets; None where this process has no device of the target.
+    """`crosser` for once."""
+    return crosser(crossings)(arrays)
+
+
+def crosser(crossings: Sequence[Crossing]) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function from arrays to the same on their targets; None where this process has no device of the target.
 
     One call of jax for each pair of groups of devices: what one call puts between several, jax sends in an order that
     differs from process to process. `arrays[i]` is not looked at where this process has no device of its mesh.
@@ -167,33 +176,37 @@ def cross(crossings: Sequence[Crossing], arrays: Sequence[Any]) -> list[Any]:
     for i, c in enumerate(crossings):
         for n, leg in enumerate(c.legs):
             calls.setdefault(leg.devices, []).append((i, n))
-    arrived: dict[tuple[int, int], Any] = {}
-    for places in calls.values():
-        legs = [(crossings[i], crossings[i].legs[n], arrays[i]) for i, n in places]
-        sources = [leg.absent if leg.absent is not None else _named(c, leg, array) for c, leg, array in legs]
-        arrived |= zip(places, jax.device_put(sources, [leg.put_to for _, leg, _ in legs]), strict=True)
-    out: list[Any] = []
-    for i, c in enumerate(crossings):
-        if c.joined is None:
-            out.append(None)
-            continue
-        shards = [_shard(arrived[i, leg], n) for leg, n in c.joined]
-        if jax_compat.is_key_dtype(c.dtype):
-            shards = [jax_compat.key_of(shard, c.dtype) for shard in shards]
-        out.append(jax.make_array_from_single_device_arrays(c.shape, c.target, shards))
-    return out
+    cut = cutter(tuple(c.cut if c.is_sent else None for c in crossings))
+    join = joiner(tuple(c.join if c.joined is not None else None for c in crossings))
+
+    def cross_all(arrays: Sequence[Any]) -> list[Any]:
+        parts = cut(arrays)
+        arrived: dict[tuple[int, int], Any] = {}
+        for places in calls.values():
+            legs = [(crossings[i], crossings[i].legs[n], parts[i]) for i, n in places]
+            sources = [leg.absent if leg.absent is not None else _named(c, leg, found) for c, leg, found in legs]
+            arrived |= zip(places, jax.device_put(sources, [leg.put_to for _, leg, _ in legs]), strict=True)
+        return join([_parts(c, i, arrived) for i, c in enumerate(crossings)])
+
+    return cross_all
 
 
-def _named(c: Crossing, leg: Leg, array: Any) -> Any:
-    shards = [_shard(array, i) for i in leg.senders]
+def _named(c: Crossing, leg: Leg, parts: Sequence[Any]) -> Any:
+    shards = [shard_of(parts[part], i) for part, i in leg.senders]
     if jax_compat.is_key_dtype(c.dtype):
         shards = [jax.random.key_data(shard) for shard in shards]
     return jax.make_array_from_single_device_arrays(leg.shape, leg.named, shards)
 
 
-def _shard(array: Any, number: int) -> Any:
-    """What a device of this process holds. `addressable_data` gives of a replicated array the first one's only."""
-    return array.addressable_shards[number].data if array.is_fully_replicated else array.addressable_data(number)
+def _parts(c: Crossing, number: int, arrived: dict[tuple[int, int], Any]) -> list[Any]:
+    """What the legs brought, as arrays over the target's mesh; None where this process has no device of it."""
+    found: list[Any] = []
+    for places in c.joined or ():
+        shards = [shard_of(arrived[number, leg], n) for leg, n in places]
+        if jax_compat.is_key_dtype(c.dtype):
+            shards = [jax_compat.key_of(shard, c.dtype) for shard in shards]
+        found.append(jax.make_array_from_single_device_arrays(c.shape, c.target, shards))
+    return found or [None]
 
 
 def absent(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> Any:

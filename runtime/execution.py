@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopar.runtime.crossings import Crossing, cross
+from autopar.runtime.crossings import Crossing, crosser
 from autopar.runtime.program import Free, Program, Run
-from autopar.runtime.transfers import Route, send
+from autopar.runtime.transfers import Route, sender
 
 Way = Route | Crossing
 Action = Callable[[list[Any]], None]
@@ -71,16 +71,20 @@ def _run(executable: Callable[..., Any], inputs: tuple[int, ...], outputs: tuple
 
 
 def _send(routes: list[Route], sources: tuple[int, ...], targets: tuple[int, ...]) -> Action:
+    send = sender(routes)
+
     def action(slots: list[Any]) -> None:
-        for slot, array in zip(targets, send(routes, [slots[i] for i in sources]), strict=True):
+        for slot, array in zip(targets, send([slots[i] for i in sources]), strict=True):
             slots[slot] = array
 
     return action
 
 
 def _cross(crossings: list[Crossing], sources: tuple[int, ...], targets: tuple[int, ...]) -> Action:
+    cross = crosser(crossings)
+
     def action(slots: list[Any]) -> None:
-        for slot, array in zip(targets, cross(crossings, [slots[i] for i in sources]), strict=True):
+        for slot, array in zip(targets, cross([slots[i] for i in sources]), strict=True):
             slots[slot] = array
 
     return action

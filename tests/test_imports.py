@@ -31,6 +31,7 @@ LAYER_OF = {
     "record": "vocabulary",
     "specs": "vocabulary",
     "torus": "vocabulary",
+    "wires": "vocabulary",
     "alignment": "front end",
     "batch_states": "front end",
     "building": "front end",
