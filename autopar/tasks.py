@@ -210,10 +210,15 @@ class _Linker:
         self.keys: list[Key] = []
         self.stage_of: list[int] = []
         self.number: dict[tuple[int, Key], int] = {}
+        self.made_in_loop: set[tuple[int, Key]] = set()
 
     def run(self) -> StagedProgram:
         repeating = [self.repeating(s) for s in self.stages]
         tasks = [t for number, stage in enumerate(self.stages) for t in stage_tasks(number, stage)]
+        # What a micro-batch copies of a value that all share is its own.
+        self.made_in_loop = {
+            (t.stage, key) for t in tasks if t.kind.repeats for key in t.outputs if key not in t.inputs
+        }
         inputs: list[int] = []
         arguments: list[int] = []
         for number, stage in enumerate(self.stages):
@@ -268,7 +273,7 @@ class _Linker:
                     name=f"{v.name or f'{v.dtype}{list(v.shape)} #{value}'} {layout.text(lowered.mesh)} {state}",
                     mesh=lowered.mesh_index,
                     nbytes=local_bytes(v.shape, v.itemsize, layout, lowered.mesh),
-                    repeats=value in repeating[stage],
+                    repeats=value in repeating[stage] or (stage, key) in self.made_in_loop,
                 )
             )
         return self.number[stage, key]

