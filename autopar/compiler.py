@@ -200,20 +200,22 @@ def searched_pipeline(
         if options.pipeline.is_asked:
             raise
         return None, f"no pipeline was weighed: {error.where}: {error.got}"
-    if found is None or max(found.staged.simulation.peak_bytes) > limit_bytes:
-        return None, "no pipeline fits into the memory"
+    if isinstance(found, str):
+        return None, f"no pipeline: {found}"
+    peak_bytes = max(found.staged.simulation.peak_bytes)
+    if peak_bytes > limit_bytes:
+        return None, f"the pipeline nearest to fitting needs {peak_bytes / 1e9:.3g} GB on a device"
     weighed = found.weighed[0]
     return found, f"the best pipeline would take {found.staged.simulation.step_time_s:.3g} s ({weighed.text})"
 
 
-def no_pipeline_fits(traced: TracedStep, cluster: Cluster, limit_bytes: int, notes: Sequence[str]) -> MemoryLimitError:
+def no_pipeline_fits(traced: TracedStep, cluster: Cluster, limit_bytes: int, notes: Sequence[str]) -> SolverError:
     """The error of a step for which no pipeline could be had and nothing else was tried."""
-    return MemoryLimitError(
-        where=f"{traced.name} on {cluster.name} with {cluster.num_devices} devices",
-        limit_bytes=limit_bytes,
-        needed_bytes=limit_bytes,
-        largest=[],
-        hint="; ".join(notes) or "use more devices or a smaller batch",
+    return SolverError(
+        where=f"{traced.name} on {cluster.num_devices} devices of {cluster.name}",
+        expected=f"a pipeline that fits into {limit_bytes / 1e9:.3g} GB on each device",
+        got="; ".join(notes),
+        hint="use more devices, a smaller batch, or a smaller optimiser state (Adafactor, bfloat16 moments)",
     )
 
 

@@ -43,7 +43,7 @@ from autopar.scan_cutting import CutStep, cut_scans
 from autopar.solver import NoStages, StagePlan, StageProblem, best_stages
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_assignment import balanced
-from autopar.stage_costs import PricedOption, stage_options
+from autopar.stage_costs import Decisions, PricedOption, layer_decisions, stage_options
 from autopar.stage_graphs import StageGraph
 from autopar.staging import TracedStep
 
@@ -52,9 +52,12 @@ Costs = Callable[[Cluster, LogicalMesh], CostModel]
 SEARCHED_SCHEDULES = ("1f1b", "zb-h1", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
+LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro-batches
 TABLE_TIME_LIMIT_S = 0.5  # for one ILP of a table: good decisions come at once, proofs take longer
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
-BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
+# Of the best plans by the search's model, so many are worked out exactly; of a step with more operations in all its
+# micro-batches than this only one that fits.
+BUILT_OUT, QUICKLY_BUILT = 3, 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +109,9 @@ def search_pipelines(
     progress: Progress,
     time_limit_s: float,
     to_beat_s: float = float("inf"),
-) -> Found | None:
-    """The fastest pipeline that fits, of all that was not asked for otherwise; None where none can be had or none is
-    faster than `to_beat_s`.
+) -> Found | str:
+    """The fastest pipeline, of all that was not asked for otherwise, one that fits where there is one; or why there is
+    none that may be faster than `to_beat_s`.
 
     For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
     over stages for all of them together; the best few are worked out to the last instruction and simulated.
@@ -117,12 +120,13 @@ def search_pipelines(
     """
     cuts: dict[int, Cut] = {}
     problems: list[StageProblem] = []
+    decided: dict[LogicalMesh, Decisions] = {}
     of_problem: list[tuple[int, tuple[PricedOption, ...]]] = []
     for m in microbatch_numbers(traced, cluster, asked):
         with progress.pass_(f"{m} micro-batches"):
             cuts[m] = cut_layers(cut_scans(traced, 1, rules), m, rules)
         with progress.pass_("layer costs"):
-            options = tables(cuts[m], cluster, asked, cost_model, limit_bytes, time_limit_s)
+            options = tables(cuts[m], cluster, asked, cost_model, limit_bytes, time_limit_s, decided)
         for name in schedules_of(asked):
             chunks = asked.chunks or default_chunks(name)
             problems.append(
@@ -144,10 +148,11 @@ def search_pipelines(
     ranked = sorted(
         (answer.step_time_s, number) for number, answer in enumerate(answers) if isinstance(answer, StagePlan)
     )
-    return built_out(
+    found = built_out(
         [(problems[n], answers[n], *of_problem[n]) for _, n in ranked],  # type: ignore[misc]
         cuts, cluster, cost_model, limit_bytes, time_limit_s, to_beat_s, progress,
     )  # fmt: skip
+    return found if found is not None else why_no_pipeline(answers)
 
 
 def built_out(
@@ -166,7 +171,9 @@ def built_out(
     for problem, answer, m, options in ranked:
         choice = choice_of(problem, answer, options)
         text = f"{m} micro-batches, {choice.text}"
-        if len(weighed) >= BUILT_OUT or answer.step_time_s > 1.2 * to_beat_s:
+        enough = BUILT_OUT if len(cuts[m].graph.block.ops) * m <= QUICKLY_BUILT else 1
+        fits = best is not None and not best[0][0]
+        if len(weighed) >= (enough if fits else BUILT_OUT) or answer.step_time_s > 1.2 * to_beat_s:
             weighed.append(PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes)))
             continue
         with progress.pass_("build stages"):
@@ -191,7 +198,8 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     examples = num_examples(traced)
     divisors = [m for m in range(1, examples + 1) if examples % m == 0]
     smallest = min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
-    sizes = [smallest * MICROBATCH_RATIO**i for i in range(MICROBATCH_SIZES)]
+    several = MICROBATCH_SIZES if len(traced.jaxpr.eqns) <= LONG_STEP else 2
+    sizes = [smallest * MICROBATCH_RATIO**i for i in range(several)]
     return list(dict.fromkeys(min(divisors, key=lambda m: abs(math.log(examples / m / size))) for size in sizes))
 
 
@@ -211,9 +219,19 @@ def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
 
 
 def tables(
-    cut: Cut, cluster: Cluster, asked: PipelineOptions, cost_model: Costs, limit_bytes: int, time_limit_s: float
+    cut: Cut,
+    cluster: Cluster,
+    asked: PipelineOptions,
+    cost_model: Costs,
+    limit_bytes: int,
+    time_limit_s: float,
+    decided: dict[LogicalMesh, Decisions],
 ) -> tuple[PricedOption, ...]:
-    """The options of every submesh that a stage may have."""
+    """The options of every submesh that a stage may have.
+
+    `decided` are the decisions made for smaller micro-batches: they are kept, as operations and values have the same
+    numbers whatever the number of micro-batches, and only priced anew. Adds to it what is decided here.
+    """
     assignment = assign_layers(cut.graph, cut.layers)
     contracted = contract(cut.graph, assignment, layer_kinds(cut.graph, assignment, len(cut.layers)))
     options: list[PricedOption] = []
@@ -221,10 +239,12 @@ def tables(
         part = part_of(cluster, size)
         link = cluster.inside_host if size < cluster.devices_per_host else cluster.between_hosts
         for mesh in stage_meshes(part):
-            # A stage on this mesh holds about its share of the layers.
-            share = limit_bytes * STATE_SHARE * cluster.num_devices / size
-            seconds = min(time_limit_s, TABLE_TIME_LIMIT_S)
-            options += stage_options(contracted, cut.layers, cost_model(part, mesh), link, share, seconds)
+            model = cost_model(part, mesh)
+            if mesh not in decided:
+                # A stage on this mesh holds about its share of the layers.
+                share = limit_bytes * STATE_SHARE * cluster.num_devices / size
+                decided[mesh] = layer_decisions(contracted, model, share, min(time_limit_s, TABLE_TIME_LIMIT_S))
+            options += stage_options(contracted, cut.layers, model, link, decided[mesh])
     return tuple(options)
 
 
@@ -247,10 +267,13 @@ def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> 
 
 
 def stage_meshes(part: Cluster) -> list[LogicalMesh]:
-    """The logical meshes of a stage, of at most two axes."""
+    """The logical meshes of a stage, of at most two axes, of which the inner one joins two hosts at most."""
     found: dict[LogicalMesh, None] = {}
     for mesh in factorisations(part.num_devices, 2):
         for ordered in orderings(mesh):
+            inner = ordered.axis_sizes[-1]
+            if len(ordered.axis_sizes) > 1 and inner > 2 * part.devices_per_host:
+                continue
             if len(set(part.axis_links(ordered.axis_sizes))) > 1 or ordered == mesh:
                 found[ordered] = None
     return list(found)
@@ -377,7 +400,7 @@ def layers_of_pieces(cut: Cut) -> tuple[int, ...]:
 
 
 def equal_choice(cut: Cut, cluster: Cluster, schedule: str, num_stages: int, chunks: int) -> list[Choice]:
-    """Stages of about equal arithmetic on equal submeshes, for every logical mesh of them.
+    """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh of them.
 
     Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not cut the devices.
     """
@@ -437,7 +460,8 @@ def asked_pipeline(
 
 def why_no_pipeline(answers: Sequence[StagePlan | NoStages]) -> str:
     """The reasons of the problems that have no plan."""
-    return "; ".join(dict.fromkeys(a.reason for a in answers if isinstance(a, NoStages)))
+    reasons = "; ".join(dict.fromkeys(a.reason for a in answers if isinstance(a, NoStages)))
+    return reasons or "no pipeline was near the plan without stages"
 
 
 def _runs(meshes: Sequence[LogicalMesh]) -> list[tuple[LogicalMesh, int]]:

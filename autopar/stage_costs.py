@@ -57,33 +57,63 @@ class PricedOption:
     s_per_byte: float
 
 
-def stage_options(
-    contracted: Contracted,
-    layers: Layers,
-    model: CostModel,
-    link: Link,
-    state_limit_bytes: float,
-    time_limit_s: float,
-) -> tuple[PricedOption, ...]:
-    """Options for stages on the model's mesh: for each policy of recomputation the fastest decisions, and where state
-    takes much memory leaner ones too. `state_limit_bytes` is what the state of all layers may take on this mesh.
+# Decisions for a graph on one mesh, with the price of a byte of state under which each was made.
+Decisions = tuple[tuple[float, ShardingPlan], ...]
 
-    `link` joins a stage with the next one. What crosses a boundary is sent split over all devices of the mesh.
+
+def layer_decisions(
+    contracted: Contracted, model: CostModel, state_limit_bytes: float, time_limit_s: float
+) -> Decisions:
+    """The fastest decisions on the model's mesh, and where state takes much memory leaner ones too.
+
+    `state_limit_bytes` is what the state of all layers may take on this mesh.
     """
     intra_op = IntraOp(contracted.graph, model)
-    devices = model.links.mesh.num_devices
-    send_s = np.array([link.latency_s + b / devices / link.bytes_per_s for b in layers.crossing_bytes])
     values, copies = state_values(contracted.graph), contracted.copies()
-    found: list[PricedOption] = []
+    found: list[tuple[float, ShardingPlan]] = []
     lowest = s_per_byte = TIE_BREAKING_READS / model.device.memory_bytes_per_s
+    last: tuple[int, ...] | None = None
     for _ in range(LEANER):
         prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies)
         solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices)
         if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
             break
-        rows = layer_rows(contracted, model, intra_op.decode(solution))
+        if solution.choice != last:
+            found.append((s_per_byte, intra_op.decode(solution)))
+        last = solution.choice
+        state_bytes = _state_bytes(contracted, found[-1][1])
+        if state_bytes <= state_limit_bytes:
+            break
+        dear = FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
+        s_per_byte = dear if s_per_byte == lowest else s_per_byte * PRICE_RISE
+    return tuple(found)
+
+
+def _state_bytes(contracted: Contracted, sharding: ShardingPlan) -> float:
+    """Bytes of arguments and sums over micro-batches of all layers on one device."""
+    graph, copies, total = contracted.graph, contracted.copies(), 0.0
+    held = [v for i, v in enumerate(graph.block.inputs) if i not in graph.batch]
+    held += [v for op in graph.block.ops if op.kind is OpKind.ACCUMULATE for v in op.outputs]
+    for v in held:
+        layout = sharding.raw.get(v)
+        shards = layout.shards(sharding.mesh) if layout is not None else 1
+        total += graph.values[v].nbytes / shards * copies.get(v, 1.0)
+    return total
+
+
+def stage_options(
+    contracted: Contracted, layers: Layers, model: CostModel, link: Link, decisions: Decisions
+) -> tuple[PricedOption, ...]:
+    """Options for stages on the model's mesh: each of the decisions with each policy of recomputation.
+
+    `link` joins a stage with the next one. What crosses a boundary is sent split over all devices of the mesh.
+    """
+    devices = model.links.mesh.num_devices
+    send_s = np.array([link.latency_s + b / devices / link.bytes_per_s for b in layers.crossing_bytes])
+    found: list[PricedOption] = []
+    for s_per_byte, sharding in decisions:
+        rows = layer_rows(contracted, model, sharding)
         table = [rows[contracted.stands_for[layer]] for layer in range(len(layers))]
-        state_bytes = sum(row.state_bytes for row in table)
         found += [
             PricedOption(
                 option=_option(policy, table, devices, send_s, model),
@@ -93,10 +123,6 @@ def stage_options(
             )
             for policy in POLICIES
         ]
-        if state_bytes <= state_limit_bytes:
-            break
-        dear = FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
-        s_per_byte = dear if s_per_byte == lowest else s_per_byte * PRICE_RISE
     return tuple(found)
 
 
