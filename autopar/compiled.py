@@ -191,7 +191,7 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
     lowered = [p.lowered for p in staged.stages]
     here = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
     executables = compile_tasks(staged.staged, lowered, here)
-    executor = Executor(staged.program, executables, routes(staged, meshes))
+    executor = Executor(staged.program(), executables, routes(staged, meshes))
     num_constants = len(staged.graph.constants)
     shardings = _input_shardings(staged, plan)
     leaf_of_input, copies, fixed = [], [], []

@@ -17,6 +17,7 @@ from autopar.lowering import Accumulate, Split, Stack, lower
 from autopar.mesh import LogicalMesh
 from autopar.prediction import CollectiveUse, compute_times_s, predicted_collectives, task_memory
 from autopar.runtime.emitting import emit
+from autopar.runtime.merging import merged
 from autopar.runtime.program import Program
 from autopar.runtime.schedules import Schedule, make_schedule
 from autopar.runtime.simulator import Simulation, simulate
@@ -67,6 +68,7 @@ class Staged:
     """A whole step in stages, ready to run or to simulate.
 
     `step` is the step that was staged, with its scan over layers in parts where it has one.
+    `simulated` is the list that `simulation` ran, in which equal buffers are one; `program()` is the one to execute.
     `submeshes[q]` are the devices of stage q; stages of one group of devices have the same.
     `task_s[i]`, `task_bytes[i]`: seconds of one run of task i, and bytes it needs beside its buffers on one device.
     """
@@ -78,11 +80,15 @@ class Staged:
     submeshes: tuple[Submesh, ...]
     staged: StagedProgram
     schedule: Schedule
-    program: Program
+    simulated: Program
     task_s: tuple[float, ...]
     task_bytes: tuple[int, ...]
     transfer_s: tuple[float, ...]
     simulation: Simulation
+
+    def program(self) -> Program:
+        """The list of instructions with every buffer."""
+        return emit(self.staged.pipeline, self.schedule)
 
 
 def default_chunks(name: str) -> int:
@@ -197,13 +203,15 @@ def stage_program(
             PlannedStage(first_layer=first_layers[number], stage=stage, model=model, sharding=sharding, lowered=lowered)
         )
     staged = assemble_pipeline([p.lowered for p in planned])
-    program = emit(staged.pipeline, schedule)
     task_s = tuple(task_seconds(planned[t.stage], number, staged) for number, t in enumerate(staged.tasks))
     task_bytes = tuple(
         task_memory(planned[t.stage].stage.graph, t.instructions, t.inputs, t.outputs, planned[t.stage].model)
         for t in staged.tasks
     )
     transfer_s = tuple(transfer_seconds(staged, i, submeshes, cluster) for i in range(len(staged.pipeline.transfers)))
+    # Equal buffers are one on the virtual clock, so that long pipelines of many micro-batches are simulated quickly.
+    smaller, sent_s = merged(staged.pipeline, transfer_s)
+    program = emit(smaller, schedule)
     return Staged(
         step=step,
         graph=graph,
@@ -212,11 +220,11 @@ def stage_program(
         submeshes=tuple(submeshes),
         staged=staged,
         schedule=schedule,
-        program=program,
+        simulated=program,
         task_s=task_s,
         task_bytes=task_bytes,
         transfer_s=transfer_s,
-        simulation=simulate(program, task_s, transfer_s, task_bytes),
+        simulation=simulate(program, task_s, sent_s, task_bytes),
     )
 
 

@@ -242,7 +242,7 @@ def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int) -> P
         recomputed=tuple(recomputed),
         stages=tuple(stages),
         scan_parts=staged.step.parts,
-        timeline=timeline_of(simulation, staged.program),
+        timeline=timeline_of(simulation, staged.simulated),
     )
 
 

@@ -1,0 +1,78 @@
+"""A pipeline with fewer buffers: what is made, read, sent and freed alike counts as one.
+
+For a virtual clock the hundred arrays that a forward task keeps for its backward task are one buffer of their size. The
+order of runs and Sends, their times and the memory are those of the pipeline itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .program import Buffer, Pipeline, Task, Transfer
+
+
+def merged(pipeline: Pipeline, transfer_s: Sequence[float]) -> tuple[Pipeline, tuple[float, ...]]:
+    """(the smaller pipeline, seconds of each of its transfers). Tasks keep their numbers."""
+    group_of = _groups(pipeline)
+    number: dict[object, int] = {}
+    groups = [number.setdefault(key, len(number)) for key in group_of]
+    buffers: list[Buffer | None] = [None] * len(number)
+    for b, g in zip(pipeline.buffers, groups, strict=True):
+        before = buffers[g]
+        nbytes = b.nbytes + (before.nbytes if before is not None else 0)
+        name = before.name if before is not None else b.name
+        buffers[g] = Buffer(name=name, mesh=b.mesh, nbytes=nbytes, repeats=b.repeats)
+    tasks = []
+    for task in pipeline.tasks:
+        inputs = tuple(dict.fromkeys(groups[b] for b in task.inputs))
+        donated = {groups[task.inputs[i]] for i in task.donated}
+        tasks.append(
+            Task(
+                name=task.name,
+                stage=task.stage,
+                mesh=task.mesh,
+                kind=task.kind,
+                inputs=inputs,
+                outputs=tuple(dict.fromkeys(groups[b] for b in task.outputs)),
+                donated=tuple(i for i, g in enumerate(inputs) if g in donated),
+                index=task.index,
+            )
+        )
+    sent: dict[tuple[int, int], list[float]] = {}
+    for transfer, seconds in zip(pipeline.transfers, transfer_s, strict=True):
+        total = sent.setdefault((groups[transfer.source], groups[transfer.target]), [0.0, 0.0])
+        total[0] += transfer.nbytes
+        total[1] += seconds
+    smaller = Pipeline(
+        buffers=tuple(b for b in buffers if b is not None),
+        tasks=tuple(tasks),
+        transfers=tuple(Transfer(source=a, target=b, nbytes=int(n)) for (a, b), (n, _) in sent.items()),
+        inputs=tuple(dict.fromkeys(groups[b] for b in pipeline.inputs)),
+        outputs=tuple(dict.fromkeys(groups[b] for b in pipeline.outputs)),
+    )
+    return smaller, tuple(seconds for _, seconds in sent.values())
+
+
+def _groups(pipeline: Pipeline) -> list[object]:
+    """For each buffer what it has in common with those that it is one with."""
+    makers: list[list[int]] = [[] for _ in pipeline.buffers]
+    readers: list[list[int]] = [[] for _ in pipeline.buffers]
+    donors: list[list[int]] = [[] for _ in pipeline.buffers]
+    for number, task in enumerate(pipeline.tasks):
+        for b in task.outputs:
+            makers[b].append(number)
+        for b in task.inputs:
+            readers[b].append(number)
+        for i in task.donated:
+            donors[task.inputs[i]].append(number)
+    taken, given = set(pipeline.inputs), set(pipeline.outputs)
+    own = [
+        (b.mesh, b.repeats, tuple(makers[i]), tuple(readers[i]), tuple(donors[i]), i in taken, i in given)
+        for i, b in enumerate(pipeline.buffers)
+    ]
+    targets: list[list[tuple]] = [[] for _ in pipeline.buffers]
+    source: list[tuple | None] = [None] * len(pipeline.buffers)
+    for transfer in pipeline.transfers:
+        targets[transfer.source].append(own[transfer.target])
+        source[transfer.target] = own[transfer.source]
+    return [(own[i], tuple(sorted(map(str, targets[i]))), source[i]) for i in range(len(own))]
