@@ -22,6 +22,8 @@ class StageGraph:
         sends: For each SEND operation, the stage that takes its operand.
         level_of: Operations of the sections BEFORE and AFTER run level by level: what is sent on one level is read on
             a later one. Other operations have level 0.
+        arrival: For each value that is received once a step, the section in which it is sent and the first level on
+            which it is there.
     """
 
     graph: OpGraph
@@ -30,6 +32,7 @@ class StageGraph:
     results: tuple[int, ...]
     sends: dict[int, int]
     level_of: dict[int, int]
+    arrival: dict[int, tuple[Section, int]]
 
 
 def cut(graph: OpGraph, stage_of: Mapping[int, int], homes: Mapping[int, int], num_stages: int) -> list[StageGraph]:
@@ -190,6 +193,7 @@ class _Cutter:
             results=tuple(results),
             sends=sends,
             level_of={op.id: self.level_of[op.id] for op in ops},
+            arrival={v: (self.section(v), self.level(v) + 1) for v in received if not self.section(v).repeats},
         )
 
 

@@ -104,8 +104,10 @@ def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
                 level = 0 if section.repeats else stage.stage.level_of[instruction.op.id]
                 groups.setdefault((kind, level), []).extend(waiting)
                 waiting = []
-        if waiting:
-            groups.setdefault((kind, level), []).extend(waiting)
+        for instruction in waiting:  # of what the step gives out, or what is moved before the loop for all of it
+            assert isinstance(instruction, Move), "all others have their level"
+            level = _first_level(stage.stage, instruction.value, section)
+            groups.setdefault((kind, level), []).append(instruction)
     zeros = tuple(
         _accumulator(i) for found in groups.values() for i in found if isinstance(i, Accumulate) and i.read is not None
     )
@@ -147,6 +149,15 @@ def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
                 )
             )
     return tasks
+
+
+def _first_level(stage: StageGraph, value: int, section: Section) -> int:
+    """The first level of a section on which a value is there."""
+    if value in stage.arrival:
+        sent, level = stage.arrival[value]
+        return level if sent is section else 0
+    made = next((op for op in stage.graph.block.ops if value in op.outputs), None)
+    return stage.level_of[made.id] if made is not None and made.section is section else 0
 
 
 def _in_order(instructions: Iterable[Instruction], made: set[Key]) -> list[Key]:
