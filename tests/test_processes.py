@@ -79,7 +79,7 @@ def test_processes_with_different_steps_are_refused(tmp_path):
         (4, 2, {"stages": 4}),
         (4, 1, {"stages": 2, "schedule": "gpipe"}),
         (2, 4, {"stages": 4}),  # two stages in each process
-        (2, 4, {"stages": 4, "schedule": "interleaved"}),
+        (2, 2, {"schedule": "interleaved"}),
         (2, 2, {"plan_first": True, "put_batch": True}),
         (2, 2, {"case": "dropout", "steps": 2}),
         (2, 2, {"case": "gpt", "steps": 2, "schedule": "zb-h1"}),
