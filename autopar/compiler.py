@@ -70,9 +70,9 @@ GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.
 WHOLE_UP_TO = 64
-# Where a pipeline is searched for although a single program fits: the share of the step that it sends, and how long the
-# step must be, so that handing out tasks (about 0.1 ms each) does not matter.
-SENDING_BETWEEN_HOSTS, SENDING_INSIDE_HOST, LEAST_PIPELINE_S = 0.1, 0.3, 5e-3
+# Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
+# work done twice, and how long the step must be, so that handing out tasks (about 0.1 ms each) does not matter.
+LOST_BETWEEN_HOSTS, LOST_INSIDE_HOST, LEAST_PIPELINE_S = 0.1, 0.3, 5e-3
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
@@ -96,7 +96,10 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """The best plan found on one mesh, lowered, with its exact memory and time."""
+    """The best plan found on one mesh, lowered, with its exact memory and time.
+
+    `shared_out_s` is what the step would take if nothing were sent and every operation split over all devices.
+    """
 
     model: CostModel
     sharding: ShardingPlan
@@ -105,7 +108,7 @@ class Candidate:
     estimate: memory.MemoryEstimate
     stands_for: dict[int, tuple[int, Any]]
     step_time_s: float
-    compute_time_s: float
+    shared_out_s: float
 
 
 def make_plan(
@@ -169,14 +172,14 @@ def whole_step(
 
 
 def may_pay(best: Candidate | AutoparError | None, cluster: Cluster) -> bool:
-    """Whether a pipeline may beat a plan that runs the step as one program: where that does not fit, or where what it
-    sends takes long enough to be worth the work of handing out many tasks.
+    """Whether a pipeline may beat a plan that runs the step as one program: where that does not fit, or where sending
+    and work done twice take long enough to be worth the trouble of handing out many tasks.
     """
     if not isinstance(best, Candidate):
         return cluster.num_devices > 1
-    sending = 1 - best.compute_time_s / best.step_time_s if best.step_time_s else 0.0
-    least = SENDING_BETWEEN_HOSTS if cluster.num_hosts > 1 else SENDING_INSIDE_HOST
-    return best.step_time_s > LEAST_PIPELINE_S and sending > least
+    lost = 1 - best.shared_out_s / best.step_time_s if best.step_time_s else 0.0
+    least = LOST_BETWEEN_HOSTS if cluster.num_hosts > 1 else LOST_INSIDE_HOST
+    return best.step_time_s > LEAST_PIPELINE_S and lost > least
 
 
 def searched_pipeline(
@@ -409,8 +412,10 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
     """Lowers decisions and reads off what they will do."""
     lowered = lower(graph, sharding, model.links)
     program, stands_for = memory_program(graph, lowered, model)
-    compute_s = sum(compute_times_s(graph, lowered, model).values())
+    seconds = compute_times_s(graph, lowered, model)
     collective_s = sum(use.time_s for use in predicted_collectives(graph, lowered, model))
+    split = {op: s.split / model.links.mesh.num_devices for op, s in sharding.strategy.items()}
+    least = 1 / model.links.mesh.num_devices
     return Candidate(
         model=model,
         sharding=sharding,
@@ -418,8 +423,8 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
         program=program,
         estimate=memory.estimate(program, model.compiler),
         stands_for=stands_for,
-        step_time_s=compute_s + collective_s,
-        compute_time_s=compute_s,
+        step_time_s=sum(seconds.values()) + collective_s,
+        shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
     )
 
 

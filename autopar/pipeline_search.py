@@ -49,15 +49,14 @@ from autopar.staging import TracedStep
 
 Costs = Callable[[Cluster, LogicalMesh], CostModel]
 
-SEARCHED_SCHEDULES = ("1f1b", "zb-h1", "interleaved")
+SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
+MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro-batches
 TABLE_TIME_LIMIT_S = 0.5  # for one ILP of a table: good decisions come at once, proofs take longer
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
-# Of the best plans by the search's model, so many are worked out exactly; of a step with more operations in all its
-# micro-batches than this only one that fits.
-BUILT_OUT, QUICKLY_BUILT = 3, 1_000_000
+BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +170,8 @@ def built_out(
     for problem, answer, m, options in ranked:
         choice = choice_of(problem, answer, options)
         text = f"{m} micro-batches, {choice.text}"
-        enough = BUILT_OUT if len(cuts[m].graph.block.ops) * m <= QUICKLY_BUILT else 1
-        fits = best is not None and not best[0][0]
-        if len(weighed) >= (enough if fits else BUILT_OUT) or answer.step_time_s > 1.2 * to_beat_s:
+        beaten = best is not None and not best[0][0] and answer.step_time_s >= best[0][1]
+        if beaten or len(weighed) >= BUILT_OUT or answer.step_time_s > 1.2 * to_beat_s:
             weighed.append(PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes)))
             continue
         with progress.pass_("build stages"):
@@ -189,18 +187,20 @@ def built_out(
 
 
 def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOptions) -> list[int]:
-    """The numbers of micro-batches to search through, most first: those nearest to micro-batches of a few sizes.
+    """The numbers of micro-batches to search through, most first.
 
-    The smallest has few examples for each device of a stage; a larger one reads parameters less often.
+    At most so many that each has a few examples for the devices of a stage, and that bubbles are small whatever the
+    number of stages; then fewer, larger ones, which read parameters less often.
     """
     if asked.num_microbatches is not None:
         return [asked.num_microbatches]
     examples = num_examples(traced)
     divisors = [m for m in range(1, examples + 1) if examples % m == 0]
-    smallest = min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
+    most = examples / min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
+    most = min(most, MICROBATCHES_A_STAGE * min(cluster.num_devices, MOST_STAGES))
     several = MICROBATCH_SIZES if len(traced.jaxpr.eqns) <= LONG_STEP else 2
-    sizes = [smallest * MICROBATCH_RATIO**i for i in range(several)]
-    return list(dict.fromkeys(min(divisors, key=lambda m: abs(math.log(examples / m / size))) for size in sizes))
+    wanted = [max(1.0, most / MICROBATCH_RATIO**i) for i in range(several)]
+    return list(dict.fromkeys(min(divisors, key=lambda m: abs(math.log(m / number))) for number in wanted))
 
 
 def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
@@ -237,7 +237,8 @@ def tables(
     options: list[PricedOption] = []
     for size in submesh_sizes(cluster, asked, len(cut.layers)):
         part = part_of(cluster, size)
-        link = cluster.inside_host if size < cluster.devices_per_host else cluster.between_hosts
+        # Some boundary lies between hosts, and the slowest stage sets the pace.
+        link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
         for mesh in stage_meshes(part):
             model = cost_model(part, mesh)
             if mesh not in decided:

@@ -1,0 +1,110 @@
+"""The search over stages, micro-batches and schedules, on clusters where the answer is known."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import hardware
+from autopar.cluster import Cluster, Link
+from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError
+
+SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
+
+
+def step(params, batch):
+    def loss(params):
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def arguments(layers=8, width=16_384, batch=32_768):
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    examples = jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    return params, {"x": examples, "y": examples}
+
+
+def cluster(hosts=2, each=2, between=SLOW, memory_bytes=80 * 10**9):
+    return Cluster(
+        name="two hosts",
+        device=dataclasses.replace(hardware.H100, memory_bytes=memory_bytes),
+        num_hosts=hosts,
+        devices_per_host=each,
+        inside_host=hardware.NVLINK4,
+        between_hosts=between,
+    )
+
+
+def plan(on, *args, **options):
+    return autopar.parallelize(step, cluster=on, cache_dir=None, show_progress=False, **options).plan(*args)
+
+
+def test_inside_of_a_host_with_fast_links_the_step_is_one_program():
+    assert plan(cluster(hosts=1, each=4), *arguments()).record.pipeline is None
+
+
+def test_stages_meet_where_links_are_slow():
+    found = plan(cluster(), *arguments())
+    made = found.record.pipeline
+    assert made is not None
+    assert [s.first_device for s in made.stages] == [0, 2]
+    assert [len(s.layers) for s in made.stages] == [4, 4]
+    whole = [t for t in found.record.weighed]
+    assert found.predicted.step_time_s == min(t.step_time_s for t in whole)
+
+
+def test_a_pipeline_sends_less_between_slow_hosts_than_data_parallelism():
+    # Gradients of 8 x 16384 x 16384 floats over 5 GB/s take longer than all of the pipeline's step.
+    seconds_of_gradients = 8 * 16_384 * 16_384 * 4 / SLOW.bytes_per_s
+    assert plan(cluster(), *arguments()).predicted.step_time_s < seconds_of_gradients
+
+
+def test_micro_batches_make_room():
+    args = arguments(layers=4, width=512, batch=65_536)
+    whole = plan(cluster(hosts=1, each=1), *args)
+    limit_bytes = int(whole.predicted.peak_bytes[0] * 0.6)
+    # On one device there is nothing to shard and nothing to cut into stages.
+    found = plan(cluster(hosts=1, each=1, memory_bytes=limit_bytes), *args, num_microbatches=16)
+    assert len(found.record.pipeline.stages) == 1
+    assert found.record.pipeline.num_microbatches == 16
+    assert max(found.predicted.peak_bytes) <= limit_bytes
+
+
+def test_what_was_asked_for_is_kept():
+    found = plan(cluster(), *arguments(), num_microbatches=8, schedule="gpipe")
+    assert found.record.pipeline.num_microbatches == 8
+    assert found.record.pipeline.schedule == "gpipe"
+
+
+def test_every_device_is_used_once():
+    for stages in (2, 4):
+        made = plan(cluster(), *arguments(), plan=autopar.recipes.pipeline(stages)).record.pipeline
+        firsts = sorted({(s.first_device, s.axis_sizes) for s in made.stages})
+        assert sum(n for _, sizes in firsts for n in sizes if n) >= 4 or len(firsts) == 4
+        assert [first for first, _ in firsts] == list(range(0, 4, 4 // stages))
+
+
+def test_the_simulated_step_is_the_planned_one():
+    found = plan(cluster(), *arguments(), plan=autopar.recipes.pipeline(2, num_microbatches=4))
+    timeline = found.record.pipeline.timeline
+    assert found.predicted.step_time_s == pytest.approx(max(e.end_s for e in timeline.events))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "names"),
+    [
+        (autopar.recipes.pipeline(16), AutoparError, "16 stages"),
+        (autopar.recipes.pipeline(2, num_microbatches=7), BatchMismatchError, "7"),
+        (autopar.recipes.pipeline(3), InvalidArgumentError, "3 stages"),
+    ],
+)
+def test_what_cannot_be_is_refused(recipe, kind, names):
+    with pytest.raises(kind, match=names):
+        plan(cluster(), *arguments(), plan=recipe)
