@@ -133,7 +133,7 @@ def make_plan(
     notes: list[str] = []
     if asked.is_asked or (may_pay(best, cluster) and not options.fixed and options.axis_sizes is None):
         to_beat_s = best.step_time_s if isinstance(best, Candidate) else math.inf
-        found, reason = searched_pipeline(traced, cluster, options, limit_bytes, rules, progress, to_beat_s)
+        found, reason = searched_pipeline(traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s)
         if found is not None and found.staged.simulation.step_time_s < to_beat_s:
             return staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress)
         notes.append(reason)
@@ -184,6 +184,7 @@ def may_pay(best: Candidate | AutoparError | None, cluster: Cluster) -> bool:
 
 def searched_pipeline(
     traced: TracedStep,
+    graph: OpGraph,
     cluster: Cluster,
     options: PlanOptions,
     limit_bytes: int,
@@ -197,7 +198,16 @@ def searched_pipeline(
     """
     try:
         found = search_pipelines(
-            traced, cluster, options.pipeline, limit_bytes, cost_model, rules, progress, options.time_limit_s, to_beat_s
+            traced,
+            cluster,
+            options.pipeline,
+            limit_bytes,
+            cost_model,
+            rules,
+            progress,
+            options.time_limit_s,
+            to_beat_s,
+            graph,
         )
     except (UnsupportedError, BatchMismatchError) as error:
         if options.pipeline.is_asked:

@@ -28,10 +28,10 @@ _LOOPS = (OpKind.SCAN, OpKind.WHILE, OpKind.COND)
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "cholesky", "lu", "qr", "eigh", "svd"})
 
 
-def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook) -> OpGraph:
+def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None) -> OpGraph:
     """The graph of a step that makes `num_microbatches` of its batch.
 
-    Inputs and outputs are those of the whole step. SPLIT, ACCUMULATE and STACK operations say what enters and leaves
+    `whole` is the graph of the whole batch, where it is there already. Inputs and outputs are those of the whole step. SPLIT, ACCUMULATE and STACK operations say what enters and leaves
     the loop; operations stand in the order of their sections.
     Raises: InvalidArgumentError for a number below one; BatchMismatchError when it does not divide the batch;
     MixedExamplesError when what is computed of an example depends on the others; UnsupportedError when the two traces
@@ -49,7 +49,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook) ->
             got=f"{examples} examples",
             hint=f"choose num_microbatches from the divisors of {examples}, or another batch size",
         )
-    whole = build_graph(traced, rules)
+    whole = whole or build_graph(traced, rules)
     if num_microbatches == 1:
         return _Cutting(traced, whole, whole, 1).graph()
     smaller = traced_at(traced, cut_avals(traced, num_microbatches))

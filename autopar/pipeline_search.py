@@ -108,6 +108,7 @@ def search_pipelines(
     progress: Progress,
     time_limit_s: float,
     to_beat_s: float = float("inf"),
+    whole: OpGraph | None = None,
 ) -> Found | str:
     """The fastest pipeline, of all that was not asked for otherwise, one that fits where there is one; or why there is
     none that may be faster than `to_beat_s`.
@@ -123,7 +124,7 @@ def search_pipelines(
     of_problem: list[tuple[int, tuple[PricedOption, ...]]] = []
     for m in microbatch_numbers(traced, cluster, asked):
         with progress.pass_(f"{m} micro-batches"):
-            cuts[m] = cut_layers(cut_scans(traced, 1, rules), m, rules)
+            cuts[m] = cut_layers(cut_scans(traced, 1, rules), m, rules, whole)
         with progress.pass_("layer costs"):
             options = tables(cuts[m], cluster, asked, cost_model, limit_bytes, time_limit_s, decided)
         for name in schedules_of(asked):
@@ -373,8 +374,9 @@ def pieces_of(cut: Cut) -> dict[int, int]:
     return {first + i: piece.leaf for i, piece in enumerate(cut.step.arguments) if piece.parts > 1}
 
 
-def cut_layers(step: CutStep, num_microbatches: int, rules: RuleBook) -> Cut:
-    graph = micro_batched(step.traced, num_microbatches, rules)
+def cut_layers(step: CutStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None) -> Cut:
+    """A step cut into micro-batches and layers; `whole` is its graph, where it is there already."""
+    graph = micro_batched(step.traced, num_microbatches, rules, whole)
     return Cut(step=step, graph=graph, layers=layers_of(graph))
 
 
