@@ -98,8 +98,8 @@ def explain(record: PlanRecord, what: str) -> str:
     out = _Text()
     for value in (*record.arguments, *record.results):
         if what in value.path:
-            where = f" on stage {value.stage}" if record.pipeline is not None else ""
             lies = describe(value.layout, mesh_of(record, value.stage))
+            where = _stages(record, value)
             out.line(f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {lies}{where}")
     for row in record.modules:
         if what in row.module:
@@ -165,8 +165,15 @@ def _meshes(record: PlanRecord) -> str:
 
 
 def _place(record: PlanRecord, value: PlannedValue) -> str:
-    stage = f" on stage {value.stage}" if record.pipeline is not None else ""
-    return value.layout.text(mesh_of(record, value.stage)) + stage
+    return value.layout.text(mesh_of(record, value.stage)) + _stages(record, value)
+
+
+def _stages(record: PlanRecord, value: PlannedValue) -> str:
+    if record.pipeline is None:
+        return ""
+    if value.stages:
+        return f", in parts on stages {', '.join(map(str, value.stages))}"
+    return f" on stage {value.stage}"
 
 
 def describe(layout: Layout, mesh: LogicalMesh) -> str:
@@ -207,11 +214,11 @@ def _values_table(record: PlanRecord) -> Table:
     shown = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
     groups: dict[tuple, list[PlannedValue]] = {}
     for v in record.arguments:
-        groups.setdefault((_pattern(v.path), v.kind, v.shape, v.layout, v.stage), []).append(v)
-    for (_, kind, shape, layout, stage), values in groups.items():
+        groups.setdefault((_pattern(v.path), v.kind, v.shape, v.layout, v.stage, v.stages), []).append(v)
+    for (_, kind, shape, layout, stage, stages), values in groups.items():
         mesh = mesh_of(record, stage)
         name = values[0].path if len(values) == 1 else _pattern(values[0].path)
-        local = sum(v.nbytes for v in values) // layout.shards(mesh)
+        local = sum(v.nbytes for v in values) // (layout.shards(mesh) * max(len(stages), 1))
         shape_text = "x".join(map(str, shape)) or "scalar"
         lies = _place(record, values[0])
         row = (name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", lies, _bytes(local))

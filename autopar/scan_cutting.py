@@ -15,21 +15,18 @@ scans share the work (an encoder and a decoder).
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar import jax_compat
-from autopar.building import called_jaxpr, role_of
 from autopar.errors import InvalidArgumentError
-from autopar.graph import FactorKind, Role, Rule
+from autopar.graph import FactorKind, Rule
 from autopar.rules import RuleBook, equation_key
+from autopar.stacked_layers import LOOPS, Stacks, find_stacks, major, rules_of
 from autopar.staging import TracedStep
 
-DOMINATING = 0.5  # of the forward pass's matrix products: a scan with less is no stack that stages could be cut from
-_LOOPS = frozenset({"scan", "while", "cond"})
 _COMBINE = {
     "reduce_sum": jax.lax.add,
     "dot_general": jax.lax.add,
@@ -86,7 +83,7 @@ def cut_scans(traced: TracedStep, parts: int, rules: RuleBook) -> CutStep:
         arguments=tuple(map(Piece, range(len(traced.in_avals)))),
         results=tuple(map(Piece, range(len(traced.out_avals)))),
     )
-    if parts == 1 or (stacks := _stacks(traced, rules)) is None:
+    if parts == 1 or (stacks := find_stacks(traced, rules)) is None:
         return whole
     if stacks.trips % parts:
         raise InvalidArgumentError(
@@ -100,7 +97,7 @@ def cut_scans(traced: TracedStep, parts: int, rules: RuleBook) -> CutStep:
 
 def trips_of(traced: TracedStep, rules: RuleBook) -> int:
     """The trips of the scan that `cut_scans` would cut; 0 where there is none."""
-    stacks = _stacks(traced, rules)
+    stacks = find_stacks(traced, rules)
     return stacks.trips if stacks is not None else 0
 
 
@@ -108,7 +105,7 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _cut(traced: TracedStep, stacks: _Stacks, parts: int, rules: RuleBook) -> CutStep:
+def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> CutStep:
     closed = _in_parts(stacks, parts, rules)
     jaxpr = jax_compat.open_jaxpr(closed)
     arguments = _pieces(len(traced.in_avals), stacks.arguments, parts)
@@ -132,7 +129,7 @@ def _cut(traced: TracedStep, stacks: _Stacks, parts: int, rules: RuleBook) -> Cu
             in_avals=tuple(v.aval for v in inner.invars),
             out_avals=tuple(v.aval for v in inner.outvars),
         )
-        same = _stacks(other, rules)
+        same = find_stacks(other, rules)
         assert same is not None, "a step on other shapes scans over the same layers"
         return _in_parts(same, parts, rules)
 
@@ -174,218 +171,16 @@ def _path(paths: Sequence[str], piece: Piece, trips: int) -> str:
     return f"{paths[piece.leaf]}.{scope_of(piece.part, piece.parts, trips)}"
 
 
-# 1. Calls are inlined, so that all operations of the step are in one list
-
-
-def _flattened(traced: TracedStep) -> Any:
-    """The closed jaxpr of a step with calls inlined, as `build_graph` inlines them."""
-
-    def run(*args: Any) -> list[Any]:
-        return _inline(traced.jaxpr, traced.constants, args)
-
-    return jax.make_jaxpr(run)(*traced.in_avals)
-
-
-def _inline(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(v) for v in eqn.invars]
-        with jax_compat.standing_at(eqn):
-            inner = called_jaxpr(eqn)
-            if inner is None:
-                outs = jax_compat.bind(eqn, operands)
-            else:
-                outs = _inline(jax_compat.open_jaxpr(inner), jax_compat.jaxpr_consts(inner), operands)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-# 2. What is stacked: values whose dimension 0 is the layers', found by following sharding rules
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Stacks:
-    """`scans` (by position of the equation in the flat jaxpr) go over the same `trips` layers; `stacked` are the
-    variables whose dimension 0 counts them, `arguments` and `results` the numbers of the state's among them."""
-
-    closed: Any
-    trips: int
-    scans: frozenset[int]
-    stacked: frozenset[Any]
-    arguments: frozenset[int]
-    results: frozenset[int]
-    name: str
-
-    @property
-    def jaxpr(self) -> Any:
-        return jax_compat.open_jaxpr(self.closed)
-
-    def holds(self, atom: Any) -> bool:
-        return not isinstance(atom, jax_compat.Literal) and atom in self.stacked
-
-
-def _stacks(traced: TracedStep, rules: RuleBook) -> _Stacks | None:
-    """The layers of the scan that holds most of the forward pass, where it goes over state."""
-    if not _may_hold_stacks(traced):
-        return None
-    closed = _flattened(traced)
-    jaxpr = jax_compat.open_jaxpr(closed)
-    forward = [eqn for eqn in jaxpr.eqns if role_of(jax_compat.name_stack(eqn)) is Role.FORWARD]
-    work = [_products(eqn) for eqn in forward]
-    largest = max(zip(work, range(len(forward)), strict=True), default=(0.0, 0))
-    if largest[0] <= DOMINATING * sum(work) or forward[largest[1]].primitive.name != "scan":
-        return None
-    main = forward[largest[1]]
-    trips = int(main.params["length"])
-    _, xs, _ = _scan_operands(main)
-    if trips < 2 or not xs:
-        return None
-    groups = _Groups(_rules_of(jaxpr, trips, rules))
-    for eqn in jaxpr.eqns:
-        groups.follow(eqn)
-    for i, o in traced.tied.items():
-        groups.join(jaxpr.invars[i], jaxpr.outvars[o])
-    state = {groups.find(jaxpr.invars[i]) for i in traced.tied}
-    if state.isdisjoint(groups.find(v) for v in xs if not isinstance(v, jax_compat.Literal)):
-        return None
-    scans, roots = _scans_over(jaxpr, main, trips, groups)
-    variables = {*jaxpr.invars, *jaxpr.constvars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
-    stacked = frozenset(v for v in variables if groups.find(v) in roots and _divides(v, trips))
-    arguments = frozenset(i for i in traced.tied if jaxpr.invars[i] in stacked)
-    return _Stacks(
-        closed=closed,
-        trips=trips,
-        scans=scans,
-        stacked=stacked,
-        arguments=arguments,
-        results=frozenset(traced.tied[i] for i in arguments),
-        name=f"the scan at {jax_compat.source_line(main)}",
-    )
-
-
-def _may_hold_stacks(traced: TracedStep) -> bool:
-    def holds(jaxpr: Any) -> bool:
-        for eqn in jaxpr.eqns:
-            inner = called_jaxpr(eqn)
-            if eqn.primitive.name == "scan" or (inner is not None and holds(jax_compat.open_jaxpr(inner))):
-                return True
-        return False
-
-    return holds(traced.jaxpr)
-
-
-def _divides(variable: Any, trips: int) -> bool:
-    shape = variable.aval.shape
-    return bool(shape) and shape[0] % trips == 0
-
-
-def _scans_over(jaxpr: Any, main: Any, trips: int, groups: _Groups) -> tuple[frozenset[int], set[Any]]:
-    """(positions of the scans that take the same steps over stacked values, the groups of those values).
-
-    A scan that reads what one of them stacked up, or the same state, is one of them: the backward pass.
-    """
-    scans: set[int] = set()
-    roots: set[Any] = set()
-    changed = True
-    while changed:
-        changed = False
-        for position, eqn in enumerate(jaxpr.eqns):
-            if eqn.primitive.name != "scan" or position in scans or int(eqn.params["length"]) != trips:
-                continue
-            _, xs, ys = _scan_operands(eqn)
-            found = {groups.find(v) for v in (*xs, *ys) if not isinstance(v, jax_compat.Literal)}
-            if eqn is main or not roots.isdisjoint(found):
-                scans.add(position)
-                roots |= found
-                changed = True
-    return frozenset(scans), roots
-
-
-def _scan_operands(eqn: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """(constants and carried values, what is taken apart, what is stacked up) of a scan."""
-    consts, carry = jax_compat.scan_counts(eqn.params)
-    return list(eqn.invars[: consts + carry]), list(eqn.invars[consts + carry :]), list(eqn.outvars[carry:])
-
-
-def _products(eqn: Any) -> float:
-    """Arithmetic of the matrix products and convolutions of an equation, in multiplications."""
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        left = eqn.invars[0].aval.shape
-        return float(eqn.outvars[0].aval.size) * math.prod(left[d] for d in contracted)
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval
-        return float(eqn.outvars[0].aval.size) * kernel.size / max(kernel.shape)
-    inner = [
-        jax_compat.open_jaxpr(j)
-        for p in eqn.params.values()
-        for j in (p if isinstance(p, (tuple, list)) else (p,))
-        if hasattr(jax_compat.open_jaxpr(j), "eqns")
-    ]
-    return float(eqn.params.get("length", 1)) * sum(_products(e) for j in inner for e in j.eqns) if inner else 0.0
-
-
-def _rules_of(jaxpr: Any, trips: int, rules: RuleBook) -> dict[str, Rule]:
-    """The rules, by key, of the equations with a dimension 0 that may be the layers'."""
-    wanted: dict[str, Any] = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _LOOPS | jax_compat.REMAT_CALLS:
-            continue
-        if any(v.aval.shape[:1] == (trips,) for v in (*eqn.invars, *eqn.outvars)):
-            wanted[equation_key(eqn)] = eqn
-    rules.learn(wanted.items())
-    return {key: rules.rule(key) for key in wanted}
-
-
-class _Groups:
-    """Variables whose dimension 0 is the same factor (its major part), joined."""
-
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
-        self.rules = rules
-        self._parent: dict[Any, Any] = {}
-
-    def find(self, variable: Any) -> Any:
-        while (parent := self._parent.setdefault(variable, variable)) is not variable:
-            variable = parent
-        return variable
-
-    def join(self, one: Any, other: Any) -> None:
-        if not isinstance(one, jax_compat.Literal) and not isinstance(other, jax_compat.Literal):
-            self._parent[self.find(one)] = self.find(other)
-
-    def follow(self, eqn: Any) -> None:
-        rule = self.rules.get(equation_key(eqn)) if eqn.primitive.name not in _LOOPS else None
-        if rule is None:
-            return
-        first: dict[int, Any] = {}
-        for variable, dims in zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True):
-            factor = _major(dims)
-            if factor is not None and rule.factors[factor].kind is FactorKind.PASS:
-                self.join(first.setdefault(factor, variable), variable)
-
-
-def _major(dims: tuple[tuple[int, ...], ...]) -> int | None:
-    """The major factor of dimension 0."""
-    return dims[0][0] if dims and dims[0] else None
-
-
-# 3. The step once more, on parts
-
-
-def _in_parts(stacks: _Stacks, parts: int, rules: RuleBook) -> Any:
+def _in_parts(stacks: Stacks, parts: int, rules: RuleBook) -> Any:
     """The closed jaxpr of the step whose stacked arguments, and the results that replace them, come in parts."""
-    evaluation = _Evaluation(stacks, parts, _rules_of(stacks.jaxpr, stacks.trips, rules))
+    evaluation = _Evaluation(stacks, parts, rules_of(stacks.jaxpr, stacks.trips, rules))
     return jax.make_jaxpr(evaluation.run)(*evaluation.avals())
 
 
 class _Evaluation:
     """Evaluates the flat jaxpr on tracers. A variable has its whole, its parts, or both once both were asked for."""
 
-    def __init__(self, stacks: _Stacks, parts: int, rules: Mapping[str, Rule]) -> None:
+    def __init__(self, stacks: Stacks, parts: int, rules: Mapping[str, Rule]) -> None:
         self.stacks, self.parts, self.rules = stacks, parts, rules
         self.whole: dict[Any, Any] = {}
         self.apart: dict[Any, list[Any]] = {}
@@ -462,7 +257,7 @@ class _Evaluation:
 
     def in_parts(self, eqn: Any) -> bool:
         """Evaluates an equation part by part, where its operands are in parts and its rule allows it."""
-        rule = self.rules.get(equation_key(eqn)) if eqn.primitive.name not in _LOOPS else None
+        rule = self.rules.get(equation_key(eqn)) if eqn.primitive.name not in LOOPS else None
         factor = self.common_factor(eqn, rule) if rule is not None else None
         if rule is None or factor is None or rule.factors[factor].size % self.parts:
             return False
@@ -498,11 +293,11 @@ class _Evaluation:
 
     def common_factor(self, eqn: Any, rule: Rule) -> int | None:
         """The factor that the layers are in an equation; None where it has nothing in parts, or in several ways."""
-        found = {_major(dims) for a, dims in zip(_hashable(eqn), rule.operands, strict=True) if a in self.apart}
+        found = {major(dims) for a, dims in zip(_hashable(eqn), rule.operands, strict=True) if a in self.apart}
         if found:
             return found.pop() if len(found) == 1 else None
         made_of_nothing = eqn.primitive.name == "broadcast_in_dim" and self.stacks.holds(eqn.outvars[0])
-        factor = _major(rule.results[0]) if made_of_nothing else None
+        factor = major(rule.results[0]) if made_of_nothing else None
         return None if any(factor in dim for dims in rule.operands for dim in dims) else factor
 
     def operands(self, eqn: Any, places: Sequence[int | None], part: int) -> list[Any]:

@@ -44,6 +44,7 @@ LAYER_OF = {
     "rewriting": "front end",
     "rules": "front end",
     "scan_cutting": "front end",
+    "stacked_layers": "front end",
     "stage_assignment": "front end",
     "staging": "front end",
     "assembly": "strategies and costs",
