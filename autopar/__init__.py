@@ -1,8 +1,9 @@
 """autopar: write a training step for one device, run it on all of them, sharded as a search finds best."""
 
 from autopar import errors, recipes
-from autopar.api import Compiled, Step, parallelize, plan
+from autopar.api import Step, parallelize, plan
 from autopar.cluster import Cluster
+from autopar.compiled import Compiled
 from autopar.plan import Plan
 from autopar.verification import Verification, verify
 

@@ -113,17 +113,17 @@ def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
     )
     if zeros and (TaskKind.BEFORE, 0) not in groups:
         groups = {(TaskKind.BEFORE, 0): [], **groups}
-    parts: list[tuple[tuple[TaskKind, int], tuple[Instruction, ...], list[Key], set[Key]]] = []
-    for where, instructions in groups.items():
+    parts: list[tuple[tuple[TaskKind, int], tuple[Instruction, ...], tuple[Key, ...], set[Key]]] = []
+    for where, grouped in groups.items():
         made: set[Key] = set(zeros) if where == (TaskKind.BEFORE, 0) else set()
         reads: dict[Key, None] = {}
-        for instruction in instructions:
+        for instruction in grouped:
             for key in keys_read(instruction):
                 if key not in made:
                     reads[key] = None
             made.update(keys_made(instruction))
-        parts.append((where, tuple(instructions), list(reads), made))
-    wanted = {key for _, _, reads, _ in parts for key in reads}
+        parts.append((where, tuple(grouped), tuple(reads), made))
+    wanted = {key for _, _, read, _ in parts for key in read}
     wanted |= {key for _, found, _, _ in parts for i in found if isinstance(i, Leave) for key in keys_read(i)}
     block = stage.lowered
     wanted |= {
@@ -132,7 +132,7 @@ def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
         if isinstance(atom, int) and place is not None
     }
     tasks = []
-    for (kind, level), instructions, reads, made in parts:
+    for (kind, level), instructions, read, made in parts:
         updated = {_accumulator(i) for i in instructions if isinstance(i, Accumulate)}
         outputs = [key for key in _in_order(instructions, made) if key in wanted or key in updated]
         first = (kind, level) == (TaskKind.BEFORE, 0)
@@ -143,7 +143,7 @@ def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
                     kind=kind,
                     level=level,
                     instructions=instructions,
-                    inputs=tuple(reads),
+                    inputs=read,
                     outputs=(*(zeros if first else ()), *(k for k in outputs if not (first and k in zeros))),
                     zeros=zeros if first else (),
                 )

@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import elsewhere, hlo, jax_compat
-from autopar.api import Compiled, Step, compile_on, copy_of
+from autopar.api import Step, compile_on, copy_of
+from autopar.compiled import Compiled, CompiledPipeline
 from autopar.errors import InvalidArgumentError
 from autopar.memory import allocated_bytes
 from autopar.record import Predicted
+from autopar.runtime.simulator import simulate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +41,11 @@ class Compared:
 class Verification:
     """A plan beside its compiled program.
 
-    `collectives`: bytes that each device sends in a step, by kind, and their sum (`total`); `counts` how many run.
-    `peak`: bytes of one device. `difference`: the largest difference of a result leaf from plain `jax.jit`, divided by
-    that leaf's largest value, with the leaf's path; None where the numbers could not be compared (shapes only, or
-    compiled for other hardware).
+    `collectives`: bytes that each device sends in a step, by kind, and their sum (`total`); `counts` how many run. Of a
+    pipeline both are sums over its stages of what a device of each sends within its stage.
+    `peak`: bytes of one device, of a pipeline one of the stage that needs most. `difference`: the largest difference of
+    a result leaf from plain `jax.jit`, divided by that leaf's largest value, with the leaf's path; None where the
+    numbers could not be compared (shapes only, or compiled for other hardware).
     """
 
     target: str
@@ -93,11 +96,12 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
             got=type(step).__name__,
             hint="decorate the function first: verify(autopar.parallelize(fun), ...)",
         )
+    compiled: Compiled | CompiledPipeline
     if compile_for is None:
-        compiled, target = step.compile(*args), f"{jax.default_backend()} x {step.plan(*args).mesh.num_devices}"
+        compiled, target = step.compile(*args), f"{jax.default_backend()} x {step.plan(*args).cluster.num_devices}"
     else:
         compiled, target = compiled_elsewhere(step, compile_for, *args), compile_for
-    collectives, counts = compare_collectives(compiled.plan.predicted, compiled.as_text())
+    collectives, counts = compare_traffic(compiled.plan.predicted, traffic_of(compiled))
     difference, worst = None, ""
     arrays = all(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
     if compile_for is None and arrays:
@@ -108,8 +112,8 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         counts=counts,
         peak=Compared(
             name="peak",
-            predicted=float(compiled.plan.predicted.peak_bytes[0]),
-            compiled=float(allocated_bytes(compiled.memory_analysis())),
+            predicted=float(max(compiled.plan.predicted.peak_bytes)),
+            compiled=float(peak_bytes(compiled)),
         ),
         difference=difference,
         worst_leaf=worst,
@@ -125,10 +129,29 @@ def compiled_elsewhere(step: Step, target: str, *args: Any) -> Compiled:
     return compile_on(step, elsewhere.target_mesh(target, plan.mesh.axis_sizes, plan.mesh.axis_names), *args)
 
 
-def compare_collectives(predicted: Predicted, text: str) -> tuple[tuple[Compared, ...], tuple[Compared, ...]]:
-    """(bytes by kind and in all, counts by kind): predicted beside those of an optimised HLO module."""
+def traffic_of(compiled: Compiled | CompiledPipeline) -> hlo.Traffic:
+    """What the compiled program sends in a step; of a pipeline each task as often as it runs."""
+    if isinstance(compiled, Compiled):
+        return hlo.traffic(hlo.collectives(compiled.as_text()))
+    found: list[hlo.Collective] = []
+    for task, executable in zip(compiled.staged.staged.tasks, compiled.executables, strict=True):
+        runs = compiled.staged.schedule.num_microbatches if task.kind.repeats else 1
+        found += [dataclasses.replace(c, count=c.count * runs) for c in hlo.collectives(executable.as_text())]
+    return hlo.traffic(tuple(found))
+
+
+def peak_bytes(compiled: Compiled | CompiledPipeline) -> int:
+    """Memory of one device as compiled; of a pipeline its buffers, with the temporaries of its tasks as compiled."""
+    if isinstance(compiled, Compiled):
+        return allocated_bytes(compiled.memory_analysis())
+    staged = compiled.staged
+    temporary = [e.memory_analysis().temp_size_in_bytes for e in compiled.executables]
+    return max(simulate(compiled.executor.program, staged.task_s, staged.transfer_s, temporary).peak_bytes)
+
+
+def compare_traffic(predicted: Predicted, found: hlo.Traffic) -> tuple[tuple[Compared, ...], tuple[Compared, ...]]:
+    """(bytes by kind and in all, counts by kind): predicted beside compiled."""
     expected = predicted.by_kind()
-    found = hlo.traffic(hlo.collectives(text))
     kinds = dict.fromkeys((*expected, *(k.value for k in found.count)))
     sent = {k.value: b for k, b in found.bytes.items()}
     count = {k.value: n for k, n in found.count.items()}
@@ -138,7 +161,7 @@ def compare_collectives(predicted: Predicted, text: str) -> tuple[tuple[Compared
     return tuple(collectives), tuple(counts)
 
 
-def compare_numbers(step: Step, compiled: Compiled, args: Sequence[Any]) -> tuple[float, str]:
+def compare_numbers(step: Step, compiled: Compiled | CompiledPipeline, args: Sequence[Any]) -> tuple[float, str]:
     """(largest relative difference of a result leaf from plain `jax.jit`, its path). The arguments survive."""
     expected = step.plain(*args)
     got = step(*copy_of(args))

@@ -162,7 +162,7 @@ def run_setting(case: Case, setting: Setting, hardware: str, num_devices: int) -
     except autopar.errors.AutoparError as error:
         return Row(case=case.name, setting=setting, refused=f"{type(error).__name__}: {error}".replace("\n", " "))
     verify_schedule(compiled.staged.schedule)
-    verify_program(compiled.staged.program(), compiled.staged.schedule)
+    verify_program(compiled.executor.program, compiled.staged.schedule)
     worst_metrics = 0.0
     for seed in range(STEPS):
         batch = case.batch(seed)
@@ -181,7 +181,7 @@ def run_setting(case: Case, setting: Setting, hardware: str, num_devices: int) -
         setting=setting,
         meshes="+".join("x".join(map(str, sizes)) for _, sizes in groups),
         layers="+".join(str(len(s.layers)) for s in plan.record.pipeline.stages),
-        sends=sum(len(i.transfers) for i in compiled.staged.program().instructions if isinstance(i, Send)),
+        sends=sum(len(i.transfers) for i in compiled.executor.program.instructions if isinstance(i, Send)),
         split_leaves=sum(not s.is_fully_replicated for s in shardings),
         leaves=len(shardings),
         metrics=worst_metrics,
