@@ -39,7 +39,7 @@ from autopar.recomputation import Recompute, rematerialise
 from autopar.record import PipelineTrial
 from autopar.rules import RuleBook
 from autopar.runtime.schedules import Schedule
-from autopar.scan_cutting import CutStep, cut_scans
+from autopar.scan_cutting import CutStep, cut_scans, divisors, trips_of
 from autopar.solver import NoStages, StagePlan, StageProblem, best_stages
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_assignment import balanced
@@ -116,30 +116,39 @@ def search_pipelines(
     For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
     over stages for all of them together; the best few are worked out to the last instruction and simulated.
 
-    Raises: what cutting into micro-batches raises, where a number of them was asked for.
+    Raises: what cutting into micro-batches raises, where a number of them was asked for; UnsupportedError for a
+    schedule that was asked for and cannot run a scan in parts.
     """
     cuts: dict[int, Cut] = {}
     problems: list[StageProblem] = []
     decided: dict[LogicalMesh, Decisions] = {}
     of_problem: list[tuple[int, tuple[PricedOption, ...]]] = []
+    step = cut_scans(traced, finest(trips_of(traced, rules)), rules)
     for m in microbatch_numbers(traced, cluster, asked):
         with progress.pass_(f"{m} micro-batches"):
-            cuts[m] = cut_layers(cut_scans(traced, 1, rules), m, rules, whole)
+            cuts[m] = cut_layers(step, m, rules, whole)
         with progress.pass_("layer costs"):
             options = tables(cuts[m], cluster, asked, cost_model, limit_bytes, time_limit_s, decided)
         for name in schedules_of(asked):
             chunks = asked.chunks or default_chunks(name)
-            problems.append(
-                StageProblem(
-                    options=tuple(o.option for o in options),
-                    num_devices=cluster.num_devices,
-                    num_layers=len(cuts[m].layers),
-                    num_microbatches=m,
-                    schedule=SearchedSchedule(name),
-                    limit_bytes=limit_bytes,
-                    host_devices=cluster.devices_per_host,
-                    chunks=chunks,
-                    fixed_num_stages=asked.num_stages,
+            if step.parts > 1 and chunks > 1:
+                if asked.schedule is not None or asked.chunks is not None:
+                    raise _one_part_a_group(step, name, chunks)
+                continue
+            for num_stages in stage_numbers(step, cluster) if step.parts > 1 else (asked.num_stages,):
+                options = priced if step.parts == 1 else _on(priced, cluster.num_devices // (num_stages or 1))
+                problems.append(
+                    StageProblem(
+                        options=tuple(o.option for o in options),
+                        num_devices=cluster.num_devices,
+                        num_layers=len(cuts[m].layers),
+                        num_microbatches=m,
+                        schedule=SearchedSchedule(name),
+                        limit_bytes=limit_bytes,
+                        host_devices=cluster.devices_per_host,
+                        chunks=chunks,
+                        fixed_num_stages=num_stages,
+                    )
                 )
             )
             of_problem.append((m, options))
@@ -151,6 +160,7 @@ def search_pipelines(
     found = built_out(
         [(problems[n], answers[n], *of_problem[n]) for _, n in ranked],  # type: ignore[misc]
         cuts, cluster, cost_model, limit_bytes, time_limit_s, to_beat_s, progress,
+        lambda cut, num_stages: cut_layers(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules),
     )  # fmt: skip
     return found if found is not None else why_no_pipeline(answers)
 
@@ -176,7 +186,11 @@ def built_out(
             weighed.append(PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes)))
             continue
         with progress.pass_("build stages"):
-            staged = build(cuts[m], choice, cluster, cost_model, time_limit_s)
+            cut = cuts[m]
+            if cut.step.parts > 1:
+                cut = in_stages(cut, len(answer.stages))
+                choice = evened(cut, choice)
+            staged = build(cut, choice, cluster, cost_model, time_limit_s)
         made = staged.simulation
         weighed.append(PipelineTrial(text=text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes)))
         rank = (max(made.peak_bytes) > limit_bytes, made.step_time_s)
@@ -202,6 +216,33 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     several = MICROBATCH_SIZES if len(traced.jaxpr.eqns) <= LONG_STEP else 2
     wanted = [max(1.0, most / MICROBATCH_RATIO**i) for i in range(several)]
     return list(dict.fromkeys(min(divisors, key=lambda m: abs(math.log(m / number))) for number in wanted))
+
+
+def finest(trips: int) -> int:
+    """In how many parts a scan over layers is priced: a divisor of its trips."""
+    return max((d for d in divisors(trips) if d <= FINEST_PARTS), default=1)
+
+
+def stage_numbers(step: CutStep, cluster: Cluster) -> list[int]:
+    """The numbers of stages that cut a scan over layers and the devices into equal parts."""
+    n, total = cluster.devices_per_host, cluster.num_devices
+    sizes = {s: total // s for s in divisors(step.trips) if total % s == 0 and s <= step.parts}
+    return [s for s, size in sizes.items() if size % n == 0 or n % size == 0]
+
+
+def _on(options: Sequence[PricedOption], num_devices: int) -> tuple[PricedOption, ...]:
+    """The options of stages on so many devices."""
+    return tuple(o for o in options if o.mesh.num_devices == num_devices)
+
+
+def _one_part_a_group(step: CutStep, schedule: str, chunks: int) -> UnsupportedError:
+    return UnsupportedError(
+        where=f"the scan over {step.trips} layers of {step.traced.name}",
+        expected="a schedule with one stage on each group of devices",
+        got=f"{schedule} with {chunks}",
+        hint="use 1f1b or zb-h1, or write the layers out in a Python loop: the layers of an array that is stacked over "
+        "them lie on the devices in order",
+    )
 
 
 def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
@@ -294,6 +335,22 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
             o.policy for o, stage in zip(taken, answer.stages, strict=True) for _ in range(stage.first, stage.last)
         ),
         prices_s_per_byte=tuple(o.s_per_byte for o in taken),
+    )
+
+
+def evened(cut: Cut, choice: Choice) -> Choice:
+    """A choice for a step with its scan in small parts, for the step with one part on each stage: all stages are like
+    the middle one was.
+    """
+    num_stages = len(choice.first_layers)
+    middle = num_stages // 2
+    policy = choice.policies[choice.first_layers[middle]]
+    return dataclasses.replace(
+        choice,
+        first_layers=layers_of_pieces(cut) if cut.step.parts > 1 else (0,),
+        group_meshes=(choice.group_meshes[middle],) * num_stages,
+        policies=(policy,) * len(cut.layers),
+        prices_s_per_byte=(choice.prices_s_per_byte[middle],) * num_stages,
     )
 
 
@@ -439,13 +496,7 @@ def asked_pipeline(
     with progress.pass_("micro-batches"):
         step = cut_scans(traced, num_stages, rules)
         if step.parts > 1 and chunks > 1:
-            raise UnsupportedError(
-                where=f"the scan over {step.trips} layers of {traced.name}",
-                expected="a schedule with one stage on each group of devices",
-                got=f"{name} with {chunks}",
-                hint="use 1f1b or zb-h1, or write the layers out in a Python loop: the layers of an array that is "
-                "stacked over them lie on the devices in order",
-            )
+            raise _one_part_a_group(step, name, chunks)
         cut = cut_layers(step, asked.num_microbatches or 1, rules)
     best: tuple[tuple[bool, float], Staged, Choice] | None = None
     weighed = []

@@ -1,5 +1,6 @@
 """Scans over stacked layers in parts: the operations that become of them, their numbers, and pipelines cut between."""
 
+import dataclasses
 import textwrap
 
 import jax
@@ -10,11 +11,15 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.collectives import Link
 from autopar.errors import DonatedStateError, InvalidArgumentError, UnsupportedError
 from autopar.pipeline_search import cut_layers, layers_of_pieces
+from autopar.recomputation import Recompute, rematerialise
 from autopar.scan_cutting import CutStep, Piece, cut_scans
+from autopar.stage_assignment import assign
 from autopar.staging import TracedStep, trace
 from tests.sections import BOOK, evaluate, text
+from tests.sections import assert_same_numbers as assert_same_numbers_of_graphs
 from tests.small_steps import assert_close, slow_cluster
 
 L, WIDTH, BATCH = 4, 8, 8
@@ -156,6 +161,18 @@ def test_each_part_is_a_layer_of_its_own():
     assert [cut.layers.names[i] for i in firsts[1:]] == list(cut.step.scopes[1:])
 
 
+@pytest.mark.parametrize("policy", Recompute)
+def test_parts_are_recomputed_and_assigned_to_stages(policy):
+    cut = cut_layers(cut_scans(traced(plain_step(), make_state()), 2, BOOK), 2, BOOK)
+    again = rematerialise(cut.graph, cut.layers, [policy] * len(cut.layers))
+    staged = assign(again, cut.layers, layers_of_pieces(cut))
+    pieces = [staged.homes[i] for i, piece in enumerate(cut.step.arguments) if piece.parts > 1]
+    assert pieces == [piece.part for piece in cut.step.arguments if piece.parts > 1]
+    leaves = jax.tree.leaves((make_state(), make_batch()))
+    args = [jnp.asarray(x) for x in parts_of(cut.step.arguments, leaves)]
+    assert_same_numbers_of_graphs(cut.graph, staged.graph, args)
+
+
 # Numbers
 
 
@@ -258,6 +275,27 @@ def test_several_stages_of_a_stack_on_one_group_of_devices_are_refused():
     step = autopar.parallelize(plain_step(), plan=recipes.pipeline(2, "interleaved", num_microbatches=2))
     with pytest.raises(UnsupportedError, match="one stage on each group of devices"):
         step.plan(make_state(), make_batch())
+
+
+# The search
+
+
+def test_the_search_cuts_scans_where_links_are_slow():
+    host = autopar.Cluster.preset("dgx-h100")
+    slow = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
+    cluster = dataclasses.replace(host, num_hosts=2, devices_per_host=2, between_hosts=slow)
+
+    def loss(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params["w"])
+        return jnp.mean(x**2)
+
+    state = {"params": {"w": jax.ShapeDtypeStruct((8, 16_384, 16_384), jnp.float32)}}
+    batch = {"x": jax.ShapeDtypeStruct((32_768, 16_384), jnp.float32)}
+    plan = autopar.parallelize(plain_step(loss), cluster=cluster).plan(state, batch)
+    made = plan.record.pipeline
+    assert made is not None
+    assert (len(made.stages), made.scan_parts, [s.first_device for s in made.stages]) == (2, 2, [0, 2])
+    assert plan.state_shardings["params"]["w"].spec[0] == "stage"
 
 
 # On devices
