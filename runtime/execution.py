@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.runtime.crossings import Crossing, crosser
-from autopar.runtime.program import Free, Program, Run
+from autopar.runtime.program import Free, Instruction, Program, Run
 from autopar.runtime.transfers import Route, sender
 
 Way = Route | Crossing
@@ -27,7 +27,7 @@ class Executor:
         self, program: Program, executables: Sequence[Callable[..., Any] | None], routes: Sequence[Way]
     ) -> None:
         self.program = program
-        actions = (_action(i, executables, routes) for i in program.instructions)
+        actions = (action_of(i, executables, routes) for i in program.instructions)
         self._actions = [action for action in actions if action is not None]
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -43,7 +43,9 @@ class Executor:
         return [slots[slot] for slot in self.program.output_slots]
 
 
-def _action(instruction: Any, executables: Sequence[Callable[..., Any] | None], routes: Sequence[Way]) -> Action | None:
+def action_of(
+    instruction: Instruction, executables: Sequence[Callable[..., Any] | None], routes: Sequence[Way]
+) -> Action | None:
     """One instruction as a function on the slots, everything looked up that can be; None: nothing to do here."""
     if isinstance(instruction, Run):
         executable = executables[instruction.task]
@@ -63,8 +65,7 @@ def _action(instruction: Any, executables: Sequence[Callable[..., Any] | None], 
 
 def _run(executable: Callable[..., Any], inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Action:
     def action(slots: list[Any]) -> None:
-        made = executable(*[slots[i] for i in inputs])
-        for slot, array in zip(outputs, made, strict=True):
+        for slot, array in zip(outputs, executable(*[slots[i] for i in inputs]), strict=True):
             slots[slot] = array
 
     return action
