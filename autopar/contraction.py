@@ -98,9 +98,7 @@ def _without(
     for run in runs:
         weight[run[0]] = weight[run[-1]] = len(run) / 2
     counted = tuple(
-        dataclasses.replace(op, count=op.count * weight[layer])
-        if (layer := layer_of[op.id]) is not None and weight[layer] != 1.0
-        else op
+        _running(op, weight[layer]) if (layer := layer_of[op.id]) is not None and weight[layer] != 1.0 else op
         for op in kept
     )
     used = {v for op in counted for v in read_by(op)}
@@ -132,3 +130,9 @@ def _without(
         weight=weight,
         home_of=tuple(assignment.homes[i] for i in inputs),
     )
+
+
+def _running(op: Op, times: float) -> Op:
+    """The operation, with those inside of it, so many times as often."""
+    blocks = tuple(dataclasses.replace(b, ops=tuple(_running(inner, times) for inner in b.ops)) for b in op.blocks)
+    return dataclasses.replace(op, count=op.count * times, blocks=blocks)

@@ -58,6 +58,8 @@ TABLE_TIME_LIMIT_S = 0.5  # for one ILP of a table: good decisions come at once,
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
+FINEST_PARTS = 48  # in which a scan over layers is priced; the stages of a pipeline are seldom more
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
@@ -115,6 +117,8 @@ def search_pipelines(
 
     For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
     over stages for all of them together; the best few are worked out to the last instruction and simulated.
+    A scan over layers is priced in small parts and worked out in as many equal ones as there are stages, on equal
+    submeshes.
 
     Raises: what cutting into micro-batches raises, where a number of them was asked for; UnsupportedError for a
     schedule that was asked for and cannot run a scan in parts.
@@ -128,7 +132,7 @@ def search_pipelines(
         with progress.pass_(f"{m} micro-batches"):
             cuts[m] = cut_layers(step, m, rules, whole)
         with progress.pass_("layer costs"):
-            options = tables(cuts[m], cluster, asked, cost_model, limit_bytes, time_limit_s, decided)
+            priced = tables(cuts[m], cluster, asked, cost_model, limit_bytes, time_limit_s, decided)
         for name in schedules_of(asked):
             chunks = asked.chunks or default_chunks(name)
             if step.parts > 1 and chunks > 1:
@@ -150,8 +154,7 @@ def search_pipelines(
                         fixed_num_stages=num_stages,
                     )
                 )
-            )
-            of_problem.append((m, options))
+                of_problem.append((m, options))
     with progress.pass_("stages"):
         answers = best_stages(problems)
     ranked = sorted(
@@ -174,8 +177,12 @@ def built_out(
     time_limit_s: float,
     to_beat_s: float,
     progress: Progress,
+    in_stages: Callable[[Cut, int], Cut],
 ) -> Found | None:
-    """Works the best answers out exactly and takes the one that is fastest on the virtual clock and fits."""
+    """Works the best answers out exactly and takes the one that is fastest on the virtual clock and fits.
+
+    `in_stages` cuts a step with a scan in small parts into as many as there are stages.
+    """
     weighed: list[PipelineTrial] = []
     best: tuple[tuple[bool, float], Staged, Choice] | None = None
     for problem, answer, m, options in ranked:
@@ -432,8 +439,8 @@ def pieces_of(cut: Cut) -> dict[int, int]:
 
 
 def cut_layers(step: CutStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None) -> Cut:
-    """A step cut into micro-batches and layers; `whole` is its graph, where it is there already."""
-    graph = micro_batched(step.traced, num_microbatches, rules, whole)
+    """A step cut into micro-batches and layers; `whole` is its graph with all scans whole, if it is there already."""
+    graph = micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None)
     return Cut(step=step, graph=graph, layers=layers_of(graph))
 
 
