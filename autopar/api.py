@@ -349,6 +349,7 @@ class Step:
             planned = [v for v in plan.record.arguments if v.kind == "state"]
             same = [(v.shape, v.dtype) for v in planned] == [(tuple(x.shape), str(x.dtype)) for x in leaves]
             if same:
+                plan.check_devices()
                 return jax.tree.unflatten(tree, [plan.sharding_of(v) for v in planned])
         cluster = self._options.plan.cluster if self._options.plan else self._options.cluster or Cluster.local()
         line = LogicalMesh(axis_sizes=(cluster.num_devices,))

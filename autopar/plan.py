@@ -87,7 +87,14 @@ class Plan:
 
         Raises: NotEnoughDevicesError.
         """
+        self.check_devices()
         return concrete_mesh(self.mesh)
+
+    def check_devices(self) -> None:
+        """Raises: NotEnoughDevicesError where this program has fewer devices than the plan is for."""
+        stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
+        largest = max((self.stage_mesh(s) for s in stages), key=lambda at: at[1] + at[0].num_devices)
+        submesh(*largest)
 
     # Shardings
 

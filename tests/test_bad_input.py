@@ -308,12 +308,12 @@ def test_one_array_in_two_places_of_the_state(twin):
 # Options
 
 
-@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"schedule": "1f1b"}], ids=str)
-def test_options_that_are_not_built_yet(options):
+@pytest.mark.parametrize("options", [{"num_microbatches": 0}, {"num_microbatches": "4"}, {"schedule": "2f2b"}], ids=str)
+def test_micro_batches_and_schedules_that_are_none(options):
     ((name, value),) = options.items()
-    with pytest.raises(errors.UnsupportedError, match=f"{name}={value!r}") as caught:
+    with pytest.raises(errors.InvalidArgumentError, match=name) as caught:
         autopar.parallelize(mlp_step, **options)
-    assert "not built yet" in str(caught.value)
+    assert repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize("limit", [0, -1])
