@@ -18,7 +18,7 @@ from autopar import jax_compat
 from autopar.cache import DiskCache, default_directory, plan_key
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
-from autopar.compiler import PlanOptions, check_plan, make_plan
+from autopar.compiler import check_plan, make_plan
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
 from autopar.global_step import make_state
 from autopar.layout import Layout
@@ -32,6 +32,7 @@ from autopar.rules import RuleBook
 from autopar.runtime.agreement import agree
 from autopar.specs import concrete_mesh, named_sharding
 from autopar.staging import TracedStep, abstract, check_purity, flatten_arguments, name_of, trace
+from autopar.whole_search import PlanOptions
 
 logger = logging.getLogger("autopar")
 

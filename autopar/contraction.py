@@ -80,8 +80,8 @@ def _without(
     layer_making = {v: layer_of[op.id] for op in graph.block.ops for v in op.outputs}
     kept: list[Op] = []
     for op in graph.block.ops:
-        layer = layer_of[op.id]
-        if layer in dropped:
+        here = layer_of[op.id]
+        if here in dropped:
             continue
         names: dict[int, int] = {}
         for v in read_by(op):
@@ -91,15 +91,14 @@ def _without(
                     stuck = layer_making[v]
                     assert stuck is not None, "what was taken out has a layer"
                     return stuck
-                names[v] = found[-1] if layer_making[found[-1]] != layer else found[0]
+                names[v] = found[-1] if layer_making[found[-1]] != here else found[0]
         kept.append(reading(op, names) if names else op)
         made.update(op.outputs)
     weight = {layer: 1.0 for layer in members if layer not in dropped}
     for run in runs:
         weight[run[0]] = weight[run[-1]] = len(run) / 2
     counted = tuple(
-        _running(op, weight[layer]) if (layer := layer_of[op.id]) is not None and weight[layer] != 1.0 else op
-        for op in kept
+        _running(op, weight[at]) if (at := layer_of[op.id]) is not None and weight[at] != 1.0 else op for op in kept
     )
     used = {v for op in counted for v in read_by(op)}
     inputs = [i for i, v in enumerate(graph.block.inputs) if assignment.homes[i] not in dropped or v in used]

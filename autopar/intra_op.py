@@ -9,12 +9,13 @@ import numpy as np
 
 from autopar import solver
 from autopar.assembly import ALL, PLACED, RAW, Assembly, Home, Node, Reshard, assemble
-from autopar.cluster import DeviceKind
+from autopar.cluster import Cluster, DeviceKind
 from autopar.costs import Work, flops_of, is_fusible, time_s
 from autopar.folding import fold
 from autopar.graph import Atom, Op, OpGraph, OpKind, Section
+from autopar.jax_compat import jax_version
 from autopar.layout import Layout, replicated
-from autopar.memory_steps import Compiler
+from autopar.memory_steps import Compiler, compiler_for
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials
 from autopar.record import SolverReport
@@ -36,6 +37,21 @@ class CostModel:
         XLA's CPU compiler does every collective of bfloat16 in 32 bits; those of float16 it does as they are.
         """
         return 2.0 if self.device.widens_bfloat16 and dtype == "bfloat16" else 1.0
+
+
+def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
+    """The costs of a logical mesh laid over a cluster."""
+    name = cluster.device.name
+    platform = "cpu" if name == "CPU" else "tpu" if name.startswith("TPU") else "gpu"
+    return CostModel(
+        device=cluster.device,
+        links=MeshLinks(
+            mesh=mesh,
+            links=cluster.axis_links(mesh.axis_sizes),
+            scatters_by_all_reduce=platform == "tpu",
+        ),
+        compiler=compiler_for(platform, jax_version()),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,9 +74,9 @@ def _forward(
             for inner_value, after, result in zip(carried, body.outputs, op.outputs, strict=False):
                 if inner_value in origins and after in origins:
                     origins[result] = frozenset({op.id})
-        if op.kind is OpKind.ACCUMULATE and op.inputs[0] in origins:
+        if op.kind is OpKind.ACCUMULATE and isinstance(summand := op.inputs[0], int) and summand in origins:
             # Summands of all micro-batches are added up before they are reduced, once a step.
-            (summand,), (result,) = op.inputs, op.outputs
+            (result,) = op.outputs
             origins[result] = origins[summand]
             carriers[result] = (op, frozenset({0}))
             wanted.append(result)

@@ -13,7 +13,7 @@ from autopar.cluster import Cluster
 from autopar.contraction import contract
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import CostModel, ShardingPlan
+from autopar.intra_op import CostModel, ShardingPlan, cost_model
 from autopar.layer_assignment import assign_layers, layer_kinds
 from autopar.layers import Layers
 from autopar.layout import Layout, replicated
@@ -46,8 +46,6 @@ from autopar.stage_assignment import balanced
 from autopar.stage_costs import Decisions, PricedOption, layer_decisions, stage_options
 from autopar.stage_graphs import StageGraph
 from autopar.staging import TracedStep
-
-Costs = Callable[[Cluster, LogicalMesh], CostModel]
 
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
@@ -105,7 +103,6 @@ def search_pipelines(
     cluster: Cluster,
     asked: PipelineOptions,
     limit_bytes: int,
-    cost_model: Costs,
     rules: RuleBook,
     progress: Progress,
     time_limit_s: float,
@@ -132,7 +129,7 @@ def search_pipelines(
         with progress.pass_(f"{m} micro-batches"):
             cuts[m] = cut_layers(step, m, rules, whole)
         with progress.pass_("layer costs"):
-            priced = tables(cuts[m], cluster, asked, cost_model, limit_bytes, time_limit_s, decided)
+            priced = tables(cuts[m], cluster, asked, limit_bytes, time_limit_s, decided)
         for name in schedules_of(asked):
             chunks = asked.chunks or default_chunks(name)
             if step.parts > 1 and chunks > 1:
@@ -162,7 +159,7 @@ def search_pipelines(
     )
     found = built_out(
         [(problems[n], answers[n], *of_problem[n]) for _, n in ranked],  # type: ignore[misc]
-        cuts, cluster, cost_model, limit_bytes, time_limit_s, to_beat_s, progress,
+        cuts, cluster, limit_bytes, time_limit_s, to_beat_s, progress,
         lambda cut, num_stages: cut_layers(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules),
     )  # fmt: skip
     return found if found is not None else why_no_pipeline(answers)
@@ -172,7 +169,6 @@ def built_out(
     ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]],
     cuts: dict[int, Cut],
     cluster: Cluster,
-    cost_model: Costs,
     limit_bytes: int,
     time_limit_s: float,
     to_beat_s: float,
@@ -197,7 +193,7 @@ def built_out(
             if cut.step.parts > 1:
                 cut = in_stages(cut, len(answer.stages))
                 choice = evened(cut, choice)
-            staged = build(cut, choice, cluster, cost_model, time_limit_s)
+            staged = build(cut, choice, cluster, time_limit_s)
         made = staged.simulation
         weighed.append(PipelineTrial(text=text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes)))
         rank = (max(made.peak_bytes) > limit_bytes, made.step_time_s)
@@ -271,7 +267,6 @@ def tables(
     cut: Cut,
     cluster: Cluster,
     asked: PipelineOptions,
-    cost_model: Costs,
     limit_bytes: int,
     time_limit_s: float,
     decided: dict[LogicalMesh, Decisions],
@@ -361,7 +356,7 @@ def evened(cut: Cut, choice: Choice) -> Choice:
     )
 
 
-def build(cut: Cut, choice: Choice, cluster: Cluster, cost_model: Costs, time_limit_s: float) -> Staged:
+def build(cut: Cut, choice: Choice, cluster: Cluster, time_limit_s: float) -> Staged:
     """Works a choice out: recomputation, stages, decisions, instructions, tasks, the list, its simulation."""
     graph = recomputed(cut, choice.policies)
     num_stages = len(choice.first_layers)
@@ -369,7 +364,7 @@ def build(cut: Cut, choice: Choice, cluster: Cluster, cost_model: Costs, time_li
     check_directions(graph, schedule)
     stages = cut_stages(graph, cut.layers, choice.first_layers, schedule.splits_backward, num_stages)
     submeshes = place(choice.group_meshes, schedule)
-    models = [model_of(cluster, cost_model, s.mesh) for s in submeshes]
+    models = [model_of(cluster, s.mesh) for s in submeshes]
     meshes = [s.mesh for s in submeshes]
     shardings = decide(stages, models, meshes, choice.prices_s_per_byte, time_limit_s, pieces_of(cut))
     return stage_program(
@@ -491,7 +486,6 @@ def asked_pipeline(
     cluster: Cluster,
     asked: PipelineOptions,
     limit_bytes: int,
-    cost_model: Costs,
     rules: RuleBook,
     progress: Progress,
     time_limit_s: float,
@@ -509,7 +503,7 @@ def asked_pipeline(
     weighed = []
     for choice in equal_choice(cut, cluster, name, num_stages, chunks):
         with progress.pass_("build stages"):
-            staged = build(cut, choice, cluster, cost_model, time_limit_s)
+            staged = build(cut, choice, cluster, time_limit_s)
         made = staged.simulation
         weighed.append(PipelineTrial(text=choice.text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes)))
         rank = (max(made.peak_bytes) > limit_bytes, made.step_time_s)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.cluster import Cluster
 from autopar.collectives import Link
 from autopar.costs import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.graph import OpGraph, OpKind, Section
-from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, state_values
+from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, cost_model, state_values
 from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
 from autopar.lowering import Accumulate, Split, Stack, lower
@@ -269,7 +269,7 @@ def link_between(source: Submesh, target: Submesh, cluster: Cluster) -> Link:
     return cluster.inside_host if len(hosts) == 1 else cluster.between_hosts
 
 
-def model_of(cluster: Cluster, cost_model: Callable[[Cluster, LogicalMesh], CostModel], mesh: LogicalMesh) -> CostModel:
+def model_of(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
     """The cost model of a stage's mesh: the links of as many neighbouring devices of the cluster."""
     return cost_model(part_of(cluster, mesh.num_devices), mesh)
 

@@ -43,20 +43,21 @@ def pipeline_options(recipe: Recipe, num_microbatches: int | str, schedule: str)
     """
     options = recipe.pipeline
     if num_microbatches != "auto":
-        check_number("parallelize(num_microbatches=...)", num_microbatches)
-        options = dataclasses.replace(options, num_microbatches=num_microbatches)
+        number = check_number("parallelize(num_microbatches=...)", num_microbatches)
+        options = dataclasses.replace(options, num_microbatches=number)
     if schedule != "auto":
         check_schedule("parallelize(schedule=...)", schedule)
         options = dataclasses.replace(options, schedule=schedule)
     return options
 
 
-def check_number(where: str, number: object) -> None:
-    """Raises: InvalidArgumentError for what is no positive whole number."""
+def check_number(where: str, number: object) -> int:
+    """The number. Raises: InvalidArgumentError for what is no positive whole number."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise InvalidArgumentError(
             where=where, expected='a positive whole number, or "auto"', got=repr(number), hint="1 cuts nothing"
         )
+    return number
 
 
 def check_schedule(where: str, name: object) -> None:

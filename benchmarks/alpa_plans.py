@@ -24,7 +24,6 @@ from rich.table import Table
 
 from autopar import solver
 from autopar.cluster import Cluster
-from autopar.compiler import cost_model
 from autopar.pipeline_search import (
     Choice,
     Cut,
@@ -104,7 +103,7 @@ def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[St
     best: tuple[tuple[bool, float], Choice, int] | None = None
     limit_bytes, decided = cluster.device.memory_bytes, {}
     for m, cut in cuts.items():
-        options = tables(cut, cluster, PipelineOptions(), cost_model, limit_bytes, TIME_LIMIT_S, decided)
+        options = tables(cut, cluster, PipelineOptions(), limit_bytes, TIME_LIMIT_S, decided)
         problem = StageProblem(
             options=tuple(o.option for o in options),
             num_devices=cluster.num_devices,
@@ -135,7 +134,7 @@ def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[St
                 best = rank, choice_of(problem, plan, options), m
     assert best is not None, "the published meshes are among those of the tables"
     _, choice, m = best
-    return build(cuts[m], choice, cluster, cost_model, TIME_LIMIT_S), choice, m
+    return build(cuts[m], choice, cluster, TIME_LIMIT_S), choice, m
 
 
 def compare(name: str) -> Row:
@@ -145,7 +144,7 @@ def compare(name: str) -> Row:
     limit_bytes = cluster.device.memory_bytes
     begun = time.perf_counter()
     found = search_pipelines(
-        traced, cluster, PipelineOptions(), limit_bytes, cost_model, rules, Progress("ours", show=False), TIME_LIMIT_S
+        traced, cluster, PipelineOptions(), limit_bytes, rules, Progress("ours", show=False), TIME_LIMIT_S
     )
     planning_s = time.perf_counter() - begun
     numbers = microbatch_numbers(traced, cluster, PipelineOptions())

@@ -79,6 +79,7 @@ LAYER_OF = {
     "stage_costs": "compiler",
     "task_programs": "compiler",
     "tasks": "compiler",
+    "whole_search": "compiler",
     "__init__": "face",
     "__main__": "face",
     "api": "face",

@@ -19,14 +19,14 @@ import autopar
 from autopar import folding, solver
 from autopar.building import build_graph
 from autopar.cluster import Cluster, Link
-from autopar.compiler import cost_model, evaluated
 from autopar.hardware import H100
-from autopar.intra_op import IntraOp
+from autopar.intra_op import IntraOp, cost_model
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
 from autopar.prediction import predicted_collectives
 from autopar.rules import RuleBook
 from autopar.staging import trace
+from autopar.whole_search import evaluated
 from benchmarks.zoo.moe import experts_layer
 
 LINK = Link(latency_s=1e-7, bytes_per_s=1e9, overhead_s=1e-6, source="test")
