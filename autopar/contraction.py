@@ -98,7 +98,7 @@ def _without(
     for run in runs:
         weight[run[0]] = weight[run[-1]] = len(run) / 2
     counted = tuple(
-        _running(op, weight[at]) if (at := layer_of[op.id]) is not None and weight[at] != 1.0 else op for op in kept
+        _running(op, weight[its]) if (its := layer_of[op.id]) is not None and weight[its] != 1.0 else op for op in kept
     )
     used = {v for op in counted for v in read_by(op)}
     inputs = [i for i, v in enumerate(graph.block.inputs) if assignment.homes[i] not in dropped or v in used]
