@@ -316,7 +316,9 @@ class _Linker:
         for source, left, target, arrives in self.crossings():
             if self.stages[source].mesh_index != self.stages[target].mesh_index:
                 buffers = self.buffer(source, left, repeating), self.buffer(target, arrives, repeating)
-                found.append(Transfer(source=buffers[0], target=buffers[1], nbytes=self.buffers[buffers[0]].nbytes))
+                # The side with fewer devices has the busier links.
+                nbytes = max(self.buffers[b].nbytes for b in buffers)
+                found.append(Transfer(source=buffers[0], target=buffers[1], nbytes=nbytes))
         return found
 
     def results(self, repeating: Sequence[frozenset[int]]) -> tuple[list[int], list[int]]:

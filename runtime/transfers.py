@@ -1,10 +1,10 @@
 """Moves arrays from the devices of one mesh to those of another, each byte once, and without waiting.
 
-`jax.device_put` is asynchronous only where each shard of the target is one whole shard of the source and both meshes
-have as many devices; else it blocks and goes through the host. So a value crosses in rounds (`regridding`): in each, as
-many devices send one shard each as receive one. The shards are named anew for that, without copying: as an array of
-their own, one after the other. Where a shard must be cut before, or joined from several afterwards, a small program
-does it on the mesh where it lies (`recutting`).
+A put (`jax.device_put`) is asynchronous only where each shard of the target is one whole shard of the source and both
+meshes have as many devices; else it blocks and goes through the host. So a value crosses in rounds (`regridding`): in
+each, as many devices send one shard each as receive one. The shards are named anew for that, without copying: as an
+array of their own, one after the other. Where a shard must be cut before, or joined from several afterwards, a small
+program does it on the mesh where it lies (`recutting`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autopar import jax_compat
 from autopar.runtime.recutting import End as End
 from autopar.runtime.recutting import Passage, cutter, joiner, passage, shard_of
 
@@ -79,17 +80,18 @@ def route(shape: Sequence[int], source: End, target: End) -> Route:
 def sender(routes: Sequence[Route]) -> Callable[[Sequence[Any]], list[Any]]:
     """A function that sends arrays on their routes, all put in one call. It returns at once."""
     if all(r.direct is not None for r in routes):
-        shardings = [r.direct for r in routes]
-        return lambda arrays: jax.device_put(list(arrays), shardings)
+        return jax_compat.shard_putter([r.direct for r in routes])
     cut = cutter(tuple(r.passage.cut if r.passage else None for r in routes))
     join = joiner(tuple(r.passage.joined if r.passage else None for r in routes))
-    put_to = [s for r in routes for s in ([x.put_to for x in r.rounds] if r.passage else [r.direct])]
+    put = jax_compat.shard_putter(
+        [s for r in routes for s in ([x.put_to for x in r.rounds] if r.passage else [r.direct])]
+    )
 
     def send_all(arrays: Sequence[Any]) -> list[Any]:
         named: list[Any] = []
         for r, parts in zip(routes, cut(arrays), strict=True):
             named += _named(r, parts) if r.passage else parts
-        arrived = iter(jax.device_put(named, put_to))
+        arrived = iter(put(named))
         return join([_parts(r, r.passage, arrived) if r.passage else [next(arrived)] for r in routes])
 
     return send_all
