@@ -216,7 +216,7 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
         if piece.part == 0
     ]
     literals = [
-        (position, jnp_array(atom.literal.val, staged.step.traced.out_avals[position]))
+        (position, literal_result(atom.literal.val, staged.step.traced.out_avals[position]))
         for position, atom in enumerate(staged.graph.block.outputs)
         if not isinstance(atom, int)
     ]
@@ -298,7 +298,7 @@ def routes(staged: Staged, meshes: Sequence[Mesh]) -> list[Way]:
 def _input_shardings(staged: Staged, plan: Plan) -> list[NamedSharding]:
     """Of each of the pipeline's inputs."""
     program, meshes = staged.staged, stage_meshes(staged)
-    return [sharding_of(program.key_of[b], meshes[program.pipeline.buffers[b].mesh]) for b in program.pipeline.inputs]
+    return [sharding_of(program.key_of[b], meshes[program.stage_of[b]]) for b in program.pipeline.inputs]
 
 
 def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Any, ...]:
@@ -312,5 +312,5 @@ def _processes(mesh: Mesh) -> int:
     return len({d.process_index for d in mesh.devices.flat})
 
 
-def jnp_array(value: Any, aval: jax.ShapeDtypeStruct) -> Any:
+def literal_result(value: Any, aval: jax.ShapeDtypeStruct) -> Any:
     return jax.numpy.asarray(np.asarray(value), aval.dtype)
