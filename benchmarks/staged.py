@@ -49,11 +49,12 @@ GROWN: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
     ),
     (
         {"layers": 4, "batch": 16},
-        ("gpt", "gpt_remat", "gpt_adamw", "moe", "bert", "gpt_scan", "gpt_scan_remat", "gpt_adafactor"),
+        ("gpt", "gpt_remat", "moe", "bert", "gpt_scan", "gpt_scan_remat", "gpt_adafactor"),
     ),
     ({"layers": 3, "batch": 16}, ("encoder_decoder", "vit")),
-    # With more layers its gradients differ from those in float32 by the case's whole tolerance.
-    ({"layers": 2, "batch": 16}, ("gpt_bf16",)),
+    # As deep as their tolerances are for: with 4 layers gradients in bfloat16 differ from those in float32 by 5e-2, and
+    # Adam's division makes 1e-5 of rounding errors in the smallest gradients of a bias.
+    ({"layers": 2, "batch": 16}, ("gpt_bf16", "gpt_adamw")),
     ({"batch": 16}, ("clip", "nnx_model", "haiku_model", "fixed_point", "equinox_model", "lstm")),
     ({"blocks": 2, "batch": 16}, ("resnet",)),
     ({"batch": 12}, ("gpt_odd",)),
