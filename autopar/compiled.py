@@ -21,6 +21,7 @@ from autopar.runtime.crossings import crossing, is_here
 from autopar.runtime.execution import Executor, Way
 from autopar.runtime.global_arrays import aval_of, from_whole
 from autopar.runtime.transfers import End, route
+from autopar.runtime.verifier import verify_program
 from autopar.seams import Seams, seams_of
 from autopar.specs import named_sharding, submesh
 from autopar.staging import TracedStep
@@ -186,12 +187,14 @@ def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> 
 def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledPipeline:
     """Compiles each task of a pipeline for the devices of its stage."""
     staged = make_staged(traced, plan, rules)
+    program = staged.program()
+    verify_program(program, staged.schedule)  # milliseconds, beside compiling
     seams = _seams(staged, plan)
     meshes = stage_meshes(staged)
     lowered = [p.lowered for p in staged.stages]
     here = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
     executables = compile_tasks(staged.staged, lowered, here)
-    executor = Executor(staged.program(), executables, routes(staged, meshes))
+    executor = Executor(program, executables, routes(staged, meshes))
     num_constants = len(staged.graph.constants)
     shardings = _input_shardings(staged, plan)
     leaf_of_input, copies, fixed = [], [], []
