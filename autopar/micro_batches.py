@@ -31,8 +31,9 @@ _HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "
 def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None) -> OpGraph:
     """The graph of a step that makes `num_microbatches` of its batch.
 
-    `whole` is the graph of the whole batch, where it is there already. Inputs and outputs are those of the whole step. SPLIT, ACCUMULATE and STACK operations say what enters and leaves
-    the loop; operations stand in the order of their sections.
+    `whole` is the graph of the whole batch, where it is there already. Inputs and outputs are those of the whole
+    step. SPLIT, ACCUMULATE and STACK operations say what enters and leaves the loop; operations stand in the order of
+    their sections.
     Raises: InvalidArgumentError for a number below one; BatchMismatchError when it does not divide the batch;
     MixedExamplesError when what is computed of an example depends on the others; UnsupportedError when the two traces
     differ in more than shapes.

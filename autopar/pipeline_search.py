@@ -312,12 +312,12 @@ def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> 
 
 
 def stage_meshes(part: Cluster) -> list[LogicalMesh]:
-    """The logical meshes of a stage, of at most two axes, of which the inner one joins two hosts at most."""
+    """The logical meshes of a stage, of at most two axes, of which the inner one stays inside of a host."""
     found: dict[LogicalMesh, None] = {}
     for mesh in factorisations(part.num_devices, 2):
         for ordered in orderings(mesh):
             inner = ordered.axis_sizes[-1]
-            if len(ordered.axis_sizes) > 1 and inner > 2 * part.devices_per_host:
+            if len(ordered.axis_sizes) > 1 and inner > part.devices_per_host:
                 continue
             if len(set(part.axis_links(ordered.axis_sizes))) > 1 or ordered == mesh:
                 found[ordered] = None

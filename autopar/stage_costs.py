@@ -13,11 +13,11 @@ import numpy as np
 
 from autopar.collectives import Link
 from autopar.contraction import Contracted
-from autopar.graph import OpKind, Section, read_by
+from autopar.graph import OpKind, Section, read_by, walk
 from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, state_values
 from autopar.layers import Layers, is_product
 from autopar.layout import local_bytes
-from autopar.lowering import Accumulate, Instruction, LoweredBlock, Move, Split, lower, section_of
+from autopar.lowering import Accumulate, Compute, Instruction, Loop, LoweredBlock, Move, Split, lower, section_of
 from autopar.mesh import LogicalMesh
 from autopar.prediction import compute_times_s, predicted_collectives, task_memory
 from autopar.solver import StageOption, Status
@@ -163,6 +163,7 @@ class _Pricing:
         self.contracted, self.graph, self.model = contracted, contracted.graph, model
         self.lowered: LoweredBlock = lower(self.graph, sharding, model.links)
         self.rows = {layer: _Row() for layer in contracted.weight}
+        self.compute_s = compute_times_s(self.graph, self.lowered, model)
         self.awaited = self.read_by_other_layers()
         repeating = [i for i in self.lowered.instructions if section_of(i).repeats]
         self.kept = frozenset(key for i in repeating for key in keys_read(i))
@@ -242,9 +243,16 @@ class _Pricing:
 
     def seconds(self, instruction: Instruction) -> float:
         """Of all runs of an instruction in a step."""
+        computed_s = 0.0
+        if isinstance(instruction, Compute):
+            computed_s = self.compute_s[instruction.op.id]
+        elif isinstance(instruction, Loop):
+            inside = (op.id for block in instruction.op.blocks for op in walk(block))
+            computed_s = sum(self.compute_s.get(op, 0.0) for op in inside)
+        if not isinstance(instruction, (Move, Loop)) and not getattr(instruction, "reduced", ()):
+            return computed_s
         block = dataclasses.replace(self.lowered, instructions=(instruction,))
-        sent = sum(use.time_s for use in predicted_collectives(self.graph, block, self.model))
-        return sent + sum(compute_times_s(self.graph, block, self.model).values())
+        return computed_s + sum(use.time_s for use in predicted_collectives(self.graph, block, self.model))
 
     def nbytes(self, key: Key) -> int:
         value = self.graph.values[key[0]]

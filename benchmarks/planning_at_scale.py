@@ -6,8 +6,8 @@
 
 Each plan is made by `autopar.plan` in a fresh process with nothing cached, tracing included; no device is needed.
 Source of the sizes: Brown et al., "Language models are few-shot learners", 2020, table 2.1; batches of 1,536 sequences
-of 2,048 tokens as Narayanan et al., 2021, table 1; master weights and AdamW in float32, compute of the unrolled model in
-bfloat16 (the scanned one computes in float32, with `jax.checkpoint` on the body).
+of 2,048 tokens as Narayanan et al., 2021, table 1; master weights and AdamW in float32. The unrolled model computes in
+bfloat16, the scanned one in float32 with `jax.checkpoint` on the body.
 """
 
 import argparse

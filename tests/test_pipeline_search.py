@@ -56,8 +56,7 @@ def test_stages_meet_where_links_are_slow():
     assert made is not None
     assert [s.first_device for s in made.stages] == [0, 2]
     assert [len(s.layers) for s in made.stages] == [4, 4]
-    whole = [t for t in found.record.weighed]
-    assert found.predicted.step_time_s == min(t.step_time_s for t in whole)
+    assert found.predicted.step_time_s == min(t.step_time_s for t in found.record.weighed)
 
 
 def test_a_pipeline_sends_less_between_slow_hosts_than_data_parallelism():
