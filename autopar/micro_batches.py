@@ -18,7 +18,7 @@ from autopar import jax_compat
 from autopar.alignment import with_numbers_of
 from autopar.batch_states import Follower, Form, Mixes, State, is_number, state_of
 from autopar.building import build_graph
-from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
+from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, free_values
 from autopar.rules import RuleBook
 from autopar.staging import TracedStep
@@ -58,19 +58,6 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
     part = build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)
     return _Cutting(traced, whole, part, num_microbatches).graph()
-
-
-def why_not_cut(traced: TracedStep, rules: RuleBook) -> str | None:
-    """Why a step cannot be cut into micro-batches; None where it can."""
-    try:
-        examples = num_examples(traced)
-        smallest = next((m for m in range(2, examples + 1) if examples % m == 0), None)
-        if smallest is None:
-            return f"there is only {examples} example in the batch"
-        micro_batched(traced, smallest, rules)
-    except AutoparError as error:
-        return str(error).split("\n")[0]
-    return None
 
 
 def num_examples(traced: TracedStep) -> int:

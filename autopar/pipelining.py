@@ -15,7 +15,7 @@ from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
 from autopar.lowering import Accumulate, Split, Stack, lower
 from autopar.mesh import LogicalMesh
-from autopar.prediction import CollectiveUse, compute_times_s, predicted_collectives, task_memory
+from autopar.prediction import compute_times_s, predicted_collectives, task_memory
 from autopar.runtime.emitting import emit
 from autopar.runtime.merging import merged
 from autopar.runtime.program import Program
@@ -243,11 +243,6 @@ def task_seconds(planned: PlannedStage, number: int, staged: StagedProgram) -> f
             passes = 3 if isinstance(instruction, Accumulate) else 2 * graph.num_microbatches
             copied += passes * value.nbytes / layout.shards(model.links.mesh)
     return seconds / runs + copied / model.device.memory_bytes_per_s
-
-
-def collectives_of(planned: PlannedStage) -> tuple[CollectiveUse, ...]:
-    """The collectives of a stage in a step."""
-    return predicted_collectives(planned.stage.graph, planned.lowered.lowered, planned.model)
 
 
 def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Submesh], cluster: Cluster) -> float:

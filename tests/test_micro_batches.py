@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.graph import OpGraph, OpKind, Section
-from autopar.micro_batches import micro_batched, why_not_cut
+from autopar.micro_batches import micro_batched
 from autopar.rules import RuleBook
 from autopar.staging import TracedStep, trace
 from benchmarks.zoo import CASES
@@ -298,7 +298,6 @@ def test_batch_norm_is_refused_by_name():
     t = traced(training(loss), weights(), examples())
     with pytest.raises(MixedExamplesError, match=r"^norm at .*test_micro_batches.py:\d+:\d+ \(batch_norm\)"):
         micro_batched(t, 2, RULES)
-    assert "norm at" in why_not_cut(t, RULES)
     check(training(loss), weights(), examples(), 1)
 
 
@@ -342,7 +341,6 @@ def test_a_branch_on_the_number_of_examples_is_refused():
     t = traced(training(loss), weights(), examples())
     with pytest.raises(UnsupportedError, match="the same operations for a micro-batch"):
         micro_batched(t, 2, RULES)
-    assert "the same operations for a micro-batch" in why_not_cut(t, RULES)
 
 
 def test_a_written_number_of_examples_is_refused():
@@ -358,12 +356,6 @@ def test_a_power_that_is_the_number_of_examples_is_refused():
     t = traced(training(lambda p, b: (losses(p, b) ** len(b["x"])).mean()), weights(), examples(12))
     with pytest.raises(MixedExamplesError, match="its y depends on the number of examples"):
         micro_batched(t, 2, RULES)
-
-
-def test_a_step_that_can_be_cut_has_no_reason_against_it():
-    assert why_not_cut(traced(training(lambda p, b: losses(p, b).mean()), weights(), examples()), RULES) is None
-    one = traced(training(lambda p, b: losses(p, b).mean()), weights(), examples(1))
-    assert why_not_cut(one, RULES) == "there is only 1 example in the batch"
 
 
 # The zoo: what is refused, and how that is said.
