@@ -4,6 +4,8 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -15,7 +17,7 @@ from benchmarks.correctness import cluster_of
 from benchmarks.staged import Setting, case_of, run_setting
 from benchmarks.zoo import CASES
 from benchmarks.zoo.comparison import worst_difference
-from tests.small_steps import shapes, slow_cluster
+from tests.small_steps import assert_close, shapes, slow_cluster
 
 OPTIONS = {"cluster": cluster_of("hosts", 8), "cache_dir": None, "show_progress": False}
 SMALL = CASES["mlp"](layers=3, batch=16)
@@ -111,6 +113,76 @@ def test_groups_of_unequal_size():
     step = autopar.parallelize(SMALL.step, num_microbatches=4, schedule="zb-h1", **OPTIONS)
     state, metrics = step(new_state(), SMALL.batch(0))
     assert_equal(SMALL, (state, metrics), steps=1)
+
+
+# Steps of other forms
+
+
+def chain_state(key):
+    return {"w": [jax.random.normal(k, (16, 16)) / 4 for k in jax.random.split(key, 4)], "kept": jnp.arange(4.0)}
+
+
+def chain_loss(weights, batch):
+    x = batch["x"]
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - batch["y"]) ** 2), x
+
+
+def returns_what_it_is_given(state, batch):
+    """A state leaf, a literal, a batch leaf, predictions and the same number twice are results."""
+    (loss, x), grads = jax.value_and_grad(chain_loss, has_aux=True)(state["w"], batch)
+    new = {**state, "w": [w - 0.1 * g for w, g in zip(state["w"], grads, strict=True)]}
+    return new, {"loss": loss, "again": loss, "literal": 3.0, "y": batch["y"], "x": x, "kept": state["kept"]}
+
+
+def state_that_changes_places(state, batch):
+    (loss, _), grads = jax.value_and_grad(chain_loss, has_aux=True)(state["w"], batch)
+    return {**state, "w": [w - 0.1 * g for w, g in zip(state["w"], grads, strict=True)][::-1]}, {"loss": loss}
+
+
+def clipped_by_the_global_norm(state, batch):
+    (loss, _), grads = jax.value_and_grad(chain_loss, has_aux=True)(state["w"], batch)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads))
+    scale = 0.1 * jnp.minimum(1.0, 0.01 / norm)
+    new = {**state, "w": [w - scale * g for w, g in zip(state["w"], grads, strict=True)]}
+    return new | {"kept": state["kept"] + loss}, {"loss": loss, "norm": norm}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        clipped_by_the_global_norm,
+        pytest.param(returns_what_it_is_given, marks=pytest.mark.slow),
+        pytest.param(state_that_changes_places, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    ("stages", "schedule", "m"),
+    [
+        (2, "zb-v", 2),
+        pytest.param(2, "1f1b", 4, marks=pytest.mark.slow),
+        pytest.param(4, "zb-h1", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_results_and_state_on_all_stages(step, stages, schedule, m):
+    parallel, jitted = autopar.parallelize(step, plan=recipe(stages, schedule, m), **OPTIONS), jax.jit(step)
+    random = np.random.default_rng(0)
+    batch = {name: random.normal(size=(16, 16)).astype(np.float32) for name in "xy"}
+    state = expected = jax.jit(chain_state)(jax.random.key(0))
+    for _ in range(3):
+        expected, metrics = jitted(expected, batch)
+        state, got = parallel(state, batch)
+    assert_close((state, got), (expected, metrics))
+
+
+def test_state_that_is_not_given_away_can_be_used_again():
+    parallel = autopar.parallelize(clipped_by_the_global_norm, plan=recipe(), donate_argnums=(), **OPTIONS)
+    state = jax.jit(chain_state)(jax.random.key(0))
+    batch = {"x": np.ones((16, 16), np.float32), "y": np.zeros((16, 16), np.float32)}
+    expected = jax.jit(clipped_by_the_global_norm)(state, batch)
+    for _ in range(2):
+        assert_close(parallel(state, batch), expected)
 
 
 # Around the step
