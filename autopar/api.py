@@ -155,8 +155,15 @@ class Step:
         return jax.tree.unflatten(tree, put(leaves, jax.tree.leaves(shardings)))
 
     def plain(self, *args: Any) -> Any:
-        """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing."""
-        return jax.jit(self._function, static_argnums=self._options.static_argnums)(*args)
+        """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing.
+
+        State that lies on the stages of a pipeline is brought together first.
+        """
+        static = self._options.static_argnums
+        if any(isinstance(x, jax.Array) and len(x.devices()) > 1 for x in jax.tree.leaves(self._dynamic(args))):
+            one = jax.devices()[0]
+            args = tuple(a if i in static else jax.device_put(a, one) for i, a in enumerate(args))
+        return jax.jit(self._function, static_argnums=static)(*args)
 
     # Inside
 
@@ -498,7 +505,8 @@ def parallelize(
     """Makes a pure training step run on every device, in the layout that the search finds best.
 
     Args:
-        fun: The step, any pure function of arrays in pytrees. Without it, a decorator is returned.
+        fun: The step, any pure function of arrays in pytrees, or a step made before, to be planned in another way.
+            Without it, a decorator is returned.
         plan: A plan to run exactly as it is, or a recipe (`autopar.recipes`) for one; None searches.
         cluster: The hardware to plan for; None takes the devices of this program.
         num_microbatches: Into how many equal parts the batch is cut; "auto" leaves it to the search.
@@ -514,6 +522,8 @@ def parallelize(
 
     Raises: InvalidArgumentError, UnsupportedError.
     """
+    if isinstance(fun, Step):
+        fun = fun._function
     if fun is not None and not callable(fun):
         raise InvalidArgumentError(
             where="parallelize(fun)", expected="a function", got=type(fun).__name__, hint="decorate the training step"
@@ -537,6 +547,13 @@ def parallelize(
             where="parallelize(memory_limit_bytes=...)", expected="a positive number of bytes for one device",
             got=repr(memory_limit_bytes), hint="leave it out to use the device's own memory",
         )  # fmt: skip
+    if isinstance(plan, Plan) and (num_microbatches != "auto" or schedule != "auto"):
+        raise InvalidArgumentError(
+            where="parallelize(plan=..., num_microbatches=..., schedule=...)",
+            expected="a plan, which is run as it is, or wishes for a new one",
+            got=f"a plan, and num_microbatches={num_microbatches!r}, schedule={schedule!r}",
+            hint="leave out plan, or the wishes",
+        )
     recipe = plan if isinstance(plan, Recipe) else Recipe()
     options = Options(
         plan=plan if isinstance(plan, Plan) else None,

@@ -113,7 +113,7 @@ class _Read:
 class _Assembler:
     def __init__(self, graph: OpGraph, mesh: LogicalMesh, wires: Mapping[int, Layout]) -> None:
         self.graph, self.mesh, self.wires = graph, mesh, wires
-        self.once = graph.once() if graph.num_microbatches > 1 else frozenset()
+        self.once = graph.once() if graph.is_cut else frozenset()
         self.nodes: list[Node] = []
         self.raw: dict[int, Home] = {}
         self.placed: dict[int, Home] = {}

@@ -196,7 +196,7 @@ class _Lowering:
 
     def top(self) -> LoweredBlock:
         block = self.graph.block
-        scope = _Scope(self.graph.once() if self.graph.num_microbatches > 1 else frozenset())
+        scope = _Scope(self.graph.once() if self.graph.is_cut else frozenset())
         repeating = {v for i, v in enumerate(block.inputs) if i in self.graph.repeating}
         inputs = tuple(self.enter(scope, v, Section.FORWARD if v in repeating else Section.WHOLE) for v in block.inputs)
         self.block(scope, block)

@@ -11,7 +11,7 @@ from typing import Any
 from autopar.alike import Shape, carried_over, shape_of
 from autopar.cluster import Cluster
 from autopar.contraction import contract
-from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, UnsupportedError
 from autopar.graph import OpGraph, OpKind
 from autopar.intra_op import CostModel, ShardingPlan, cost_model
 from autopar.layer_assignment import assign_layers, layer_kinds
@@ -122,12 +122,18 @@ def search_pipelines(
     """
     cuts: dict[int, Cut] = {}
     problems: list[StageProblem] = []
-    decided: dict[LogicalMesh, Decisions] = {}
+    decided: dict[tuple[LogicalMesh, int], Decisions] = {}
     of_problem: list[tuple[int, tuple[PricedOption, ...]]] = []
     step = cut_scans(traced, finest(trips_of(traced, rules)), rules)
-    for m in microbatch_numbers(traced, cluster, asked):
-        with progress.pass_(f"{m} micro-batches"):
-            cuts[m] = cut_layers(step, m, rules, whole)
+    numbers = microbatch_numbers(traced, cluster, asked)
+    refused: AutoparError | None = None
+    for m in numbers:
+        try:
+            with progress.pass_(f"{m} micro-batches"):
+                cuts[m] = cut_layers(step, m, rules, whole if step.parts == 1 else None)
+        except (UnsupportedError, BatchMismatchError) as error:
+            refused = error  # some sizes are traced to another program (one example, say): others may serve
+            continue
         with progress.pass_("layer costs"):
             priced = tables(cuts[m], cluster, asked, limit_bytes, time_limit_s, decided)
         for name in schedules_of(asked):
@@ -152,11 +158,23 @@ def search_pipelines(
                     )
                 )
                 of_problem.append((m, options))
+    if refused is not None and not cuts:
+        raise refused
+    # One stage alone, plain accumulation of gradients, is worked out too, whatever the programme likes better.
+    alone = [n for n, p in enumerate(problems) if p.chunks == 1 and asked.num_stages is None and step.parts == 1]
+    problems += [dataclasses.replace(problems[n], fixed_num_stages=1) for n in alone]
+    of_problem += [of_problem[n] for n in alone]
+    staged = len(problems) - len(alone)
     with progress.pass_("stages"):
-        answers = best_stages(problems)
+        answers = [*best_stages(problems[:staged]), *(best_stages(problems[staged:]) if alone else ())]
     ranked = sorted(
         (answer.step_time_s, number) for number, answer in enumerate(answers) if isinstance(answer, StagePlan)
     )
+    first_alone = next((entry for entry in ranked if entry[1] >= staged), None)
+    ranked = [entry for entry in ranked if entry[1] < staged or entry == first_alone]
+    if first_alone in ranked[BUILT_OUT:]:
+        ranked.remove(first_alone)
+        ranked.insert(BUILT_OUT - 1, first_alone)
     found = built_out(
         [(problems[n], answers[n], *of_problem[n]) for _, n in ranked],  # type: ignore[misc]
         cuts, cluster, limit_bytes, time_limit_s, to_beat_s, progress,
@@ -248,6 +266,15 @@ def _one_part_a_group(step: CutStep, schedule: str, chunks: int) -> UnsupportedE
     )
 
 
+def few_bubbles(traced: TracedStep, num_stages: int) -> int:
+    """The divisor of the batch nearest to four micro-batches for each stage."""
+    if num_stages == 1:
+        return 1
+    examples = num_examples(traced)
+    divisors = [m for m in range(1, examples + 1) if examples % m == 0]
+    return min(divisors, key=lambda m: abs(math.log(m / (4 * num_stages))))
+
+
 def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
     """Raises: InvalidArgumentError for a schedule that the search over stages has no model of."""
     if asked.schedule is None:
@@ -269,15 +296,16 @@ def tables(
     asked: PipelineOptions,
     limit_bytes: int,
     time_limit_s: float,
-    decided: dict[LogicalMesh, Decisions],
+    decided: dict[tuple[LogicalMesh, int], Decisions],
 ) -> tuple[PricedOption, ...]:
     """The options of every submesh that a stage may have.
 
-    `decided` are the decisions made for smaller micro-batches: they are kept, as operations and values have the same
-    numbers whatever the number of micro-batches, and only priced anew. Adds to it what is decided here.
+    `decided` are the decisions made for smaller micro-batches: they are kept where operations and values have the same
+    numbers and hang together alike, and only priced anew. Adds to it what is decided here.
     """
     assignment = assign_layers(cut.graph, cut.layers)
     contracted = contract(cut.graph, assignment, layer_kinds(cut.graph, assignment, len(cut.layers)))
+    wiring = hash(wiring_of(contracted.graph))
     options: list[PricedOption] = []
     for size in submesh_sizes(cluster, asked, len(cut.layers)):
         part = part_of(cluster, size)
@@ -285,12 +313,20 @@ def tables(
         link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
         for mesh in stage_meshes(part):
             model = cost_model(part, mesh)
-            if mesh not in decided:
+            if (mesh, wiring) not in decided:
                 # A stage on this mesh holds about its share of the layers.
                 share = limit_bytes * STATE_SHARE * cluster.num_devices / size
-                decided[mesh] = layer_decisions(contracted, model, share, min(time_limit_s, TABLE_TIME_LIMIT_S))
-            options += stage_options(contracted, cut.layers, model, link, decided[mesh])
+                decided[mesh, wiring] = layer_decisions(contracted, model, share, min(time_limit_s, TABLE_TIME_LIMIT_S))
+            options += stage_options(contracted, cut.layers, model, link, decided[mesh, wiring])
     return tuple(options)
+
+
+def wiring_of(graph: OpGraph) -> tuple:
+    """Operations and values by their numbers, without sizes: equal where decisions for one graph serve another."""
+    return tuple(
+        (op.id, op.kind, op.section, op.primitive, tuple(a for a in op.inputs if isinstance(a, int)), op.outputs)
+        for op in graph.ops()
+    )
 
 
 def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> list[int]:
@@ -498,7 +534,8 @@ def asked_pipeline(
         step = cut_scans(traced, num_stages, rules)
         if step.parts > 1 and chunks > 1:
             raise _one_part_a_group(step, name, chunks)
-        cut = cut_layers(step, asked.num_microbatches or 1, rules)
+        num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages)
+        cut = cut_layers(step, num_microbatches, rules)
     best: tuple[tuple[bool, float], Staged, Choice] | None = None
     weighed = []
     for choice in equal_choice(cut, cluster, name, num_stages, chunks):

@@ -13,7 +13,6 @@ from autopar.runtime.schedules import SCHEDULES
 class Recipe:
     """What a plan must hold to; the search decides the rest. Made by the functions of this module."""
 
-    name: str = "auto"
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
 
 
@@ -33,7 +32,7 @@ def pipeline(
     if chunks is not None:
         check_number("recipes.pipeline(chunks=...)", chunks)
     options = PipelineOptions(num_stages=stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks)
-    return Recipe(name=f"pipeline({stages}, {schedule})", pipeline=options)
+    return Recipe(pipeline=options)
 
 
 def pipeline_options(recipe: Recipe, num_microbatches: int | str, schedule: str) -> PipelineOptions:
@@ -55,7 +54,7 @@ def check_number(where: str, number: object) -> int:
     """The number. Raises: InvalidArgumentError for what is no positive whole number."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise InvalidArgumentError(
-            where=where, expected='a positive whole number, or "auto"', got=repr(number), hint="1 cuts nothing"
+            where=where, expected="a positive whole number", got=repr(number), hint="1 cuts nothing"
         )
     return number
 
@@ -64,5 +63,5 @@ def check_schedule(where: str, name: object) -> None:
     """Raises: InvalidArgumentError for a name that is not known."""
     if name not in SCHEDULES:
         raise InvalidArgumentError(
-            where=where, expected=f"one of {', '.join(SCHEDULES)}, or auto", got=repr(name), hint="spell it so"
+            where=where, expected=f"one of {', '.join(SCHEDULES)}", got=repr(name), hint="1f1b is always possible"
         )

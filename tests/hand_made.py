@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from autopar.assembly import ALL
 from autopar.cluster import Link
 from autopar.graph import Block, Op, OpGraph, OpKind, Role, Section, Value
 from autopar.intra_op import ShardingPlan
@@ -90,7 +91,8 @@ def two_stages(graph: OpGraph | None = None) -> list[StageGraph]:
 
 
 def lowered(stage: StageGraph, mesh_index: int, rows_split: Sequence[str] = ()) -> LoweredStage:
-    """A stage on a mesh of two devices , replicated; of what is named the rows are split where it is made."""
+    """A stage on a mesh of two devices, replicated; of what is named the rows are split where it is made, and all its
+    readers share one whole copy."""
     mesh = LogicalMesh(axis_sizes=(2,))
     graph = stage.graph
     plan = ShardingPlan(
@@ -99,7 +101,7 @@ def lowered(stage: StageGraph, mesh_index: int, rows_split: Sequence[str] = ()) 
         partials=find_partials(graph),
         raw={v.id: Layout(((0,), ())) for v in graph.values if v.name in rows_split},
         placed={},
-        copies={},
+        copies={(v.id, ALL): replicated(2) for v in graph.values if v.name in rows_split},
         report=REPORT,
         wires={
             op.id: replicated(len(graph.values[op.inputs[0]].shape))  # type: ignore[index]

@@ -103,14 +103,14 @@ def test_state_that_another_stage_reads_is_not_taken_over():
         assert "w_a" not in taken
 
 
-def test_a_copy_that_forward_and_backward_passes_share_is_made_for_each_micro_batch():
-    # With one micro-batch nothing is hoisted: the copy of w_b that the forward pass gathers serves the backward pass.
-    graph = dataclasses.replace(two_layers(), num_microbatches=1)
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_copy_of_a_parameter_for_all_readers_is_made_once_before_the_first_micro_batch(num_microbatches):
+    graph = dataclasses.replace(two_layers(), num_microbatches=num_microbatches)
     pipeline = program(graph=graph, rows_split=("w_b",)).pipeline
-    gathered = [b for b in pipeline.buffers if b.name.startswith("w_b [-, -]")]
-    assert gathered
-    assert all(b.repeats for b in gathered)
-    schedule = make_schedule("1f1b", 2, 1)
+    (gathered,) = [b for b, buffer in enumerate(pipeline.buffers) if buffer.name.startswith("w_b [-, -]")]
+    assert not pipeline.buffers[gathered].repeats
+    assert [t.name for t in pipeline.tasks if gathered in t.outputs] == ["before 0 of stage 1"]
+    schedule = make_schedule("1f1b", 2, num_microbatches)
     verify_program(emit(pipeline, schedule), schedule)
 
 
