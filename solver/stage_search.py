@@ -153,7 +153,7 @@ def _search(problem: StageProblem, moves: Moves, under_s: float, *, in_memory: b
     moves = moves.take(moves.add_s + moves.steady_s < under_s)
     if not len(moves):
         return _First()
-    unit = math.gcd(*moves.devices.tolist())
+    unit = math.gcd(*np.unique(moves.devices).tolist())
     total, odd = divmod(problem.num_devices, unit)
     if odd:
         return _First()
