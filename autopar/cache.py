@@ -19,7 +19,7 @@ from autopar.record import PlanRecord, decode, encode
 from autopar.rules import RuleBook
 
 # The version of everything that decides what a plan is. Change it when strategies, costs or rules change.
-SEARCH_VERSION = 1
+SEARCH_VERSION = 2
 
 
 def default_directory() -> Path:

@@ -54,6 +54,7 @@ MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the
 LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro-batches
 TABLE_TIME_LIMIT_S = 0.5  # for one ILP of a table: good decisions come at once, proofs take longer
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
+SHARES_OF_MEMORY = (1.0, 0.9, 0.8)  # for which stages are searched, until what was built out fits
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
 FINEST_PARTS = 48  # in which a scan over layers is priced; the stages of a pipeline are seldom more
@@ -96,6 +97,18 @@ class Found:
     staged: Staged
     choice: Choice
     weighed: tuple[PipelineTrial, ...]
+
+    def rank(self, limit_bytes: int) -> tuple[bool, float]:
+        """Smaller is better: what fits first, then what is faster."""
+        made = self.staged.simulation
+        return max(made.peak_bytes) > limit_bytes, made.step_time_s
+
+    def fits_as_told(self, limit_bytes: int) -> bool:
+        """Whether it fits, and nothing that is faster was given up for its memory."""
+        over, step_time_s = self.rank(limit_bytes)
+        return not over and not any(
+            w.peak_bytes > limit_bytes and w.step_time_s < step_time_s for w in self.weighed[:BUILT_OUT]
+        )
 
 
 def search_pipelines(
@@ -165,22 +178,32 @@ def search_pipelines(
     problems += [dataclasses.replace(problems[n], fixed_num_stages=1) for n in alone]
     of_problem += [of_problem[n] for n in alone]
     staged = len(problems) - len(alone)
-    with progress.pass_("stages"):
-        answers = [*best_stages(problems[:staged]), *(best_stages(problems[staged:]) if alone else ())]
-    ranked = sorted(
-        (answer.step_time_s, number) for number, answer in enumerate(answers) if isinstance(answer, StagePlan)
-    )
-    first_alone = next((entry for entry in ranked if entry[1] >= staged), None)
-    ranked = [entry for entry in ranked if entry[1] < staged or entry == first_alone]
-    if first_alone in ranked[BUILT_OUT:]:
-        ranked.remove(first_alone)
-        ranked.insert(BUILT_OUT - 1, first_alone)
-    found = built_out(
-        [(problems[n], answers[n], *of_problem[n]) for _, n in ranked],  # type: ignore[misc]
-        cuts, cluster, limit_bytes, time_limit_s, to_beat_s, progress,
-        lambda cut, num_stages: cut_layers(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules),
-    )  # fmt: skip
-    return found if found is not None else why_no_pipeline(answers)
+    best: Found | None = None
+    reason = ""
+    for share in SHARES_OF_MEMORY:
+        tried = [dataclasses.replace(p, limit_bytes=int(share * limit_bytes)) for p in problems]
+        with progress.pass_("stages"):
+            answers = [*best_stages(tried[:staged]), *(best_stages(tried[staged:]) if alone else ())]
+        ranked = sorted(
+            (answer.step_time_s, number) for number, answer in enumerate(answers) if isinstance(answer, StagePlan)
+        )
+        first_alone = next((entry for entry in ranked if entry[1] >= staged), None)
+        ranked = [entry for entry in ranked if entry[1] < staged or entry == first_alone]
+        if first_alone in ranked[BUILT_OUT:]:
+            ranked.remove(first_alone)
+            ranked.insert(BUILT_OUT - 1, first_alone)
+        found = built_out(
+            [(tried[n], answers[n], *of_problem[n]) for _, n in ranked],  # type: ignore[misc]
+            cuts, cluster, limit_bytes, time_limit_s, to_beat_s, progress,
+            lambda cut, num_stages: cut_layers(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules),
+        )  # fmt: skip
+        reason = reason or why_no_pipeline(answers)
+        if found is not None and (best is None or found.rank(limit_bytes) < best.rank(limit_bytes)):
+            best = found
+        # Where what was built out needs more than the tables said, the next round leaves room for that.
+        if found is None or found.fits_as_told(limit_bytes):
+            break
+    return best if best is not None else reason
 
 
 def built_out(
