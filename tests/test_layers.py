@@ -89,7 +89,10 @@ def test_a_tanh_stays_with_the_product_before_it():
     graph = small_mlp([16, 16, 16])
     by_id = {op.id: op.primitive for op in graph.block.ops}
     found = find_layers(graph, flops_of)
-    assert [by_id[i] for i in found.ops[0]] == ["dot_general", "tanh", "sub"]
+    # What the derivative keeps, 1 - tanh^2, is a subtraction or a primitive of its own, by jax's version.
+    *first, derivative = [by_id[i] for i in found.ops[0]]
+    assert first == ["dot_general", "tanh"]
+    assert derivative in ("sub", "one_minus_square")
 
 
 def test_clusters_are_cut_where_few_bytes_cross():
