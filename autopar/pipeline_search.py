@@ -54,7 +54,7 @@ MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the
 LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro-batches
 TABLE_TIME_LIMIT_S = 0.5  # for one ILP of a table: good decisions come at once, proofs take longer
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
-SHARES_OF_MEMORY = (1.0, 0.9, 0.8)  # for which stages are searched, until what was built out fits
+SHARES_OF_MEMORY = (1.0, 0.8, 0.65)  # for which stages are searched, until what was built out fits
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
 FINEST_PARTS = 48  # in which a scan over layers is priced; the stages of a pipeline are seldom more
