@@ -20,7 +20,8 @@ from autopar.rules import RuleBook
 from autopar.runtime.crossings import crossing, is_here
 from autopar.runtime.execution import Executor, Way
 from autopar.runtime.global_arrays import aval_of, from_whole
-from autopar.runtime.transfers import End, route
+from autopar.runtime.recutting import End
+from autopar.runtime.transfers import route
 from autopar.runtime.verifier import verify_program
 from autopar.seams import Seams, seams_of
 from autopar.specs import named_sharding, submesh

@@ -24,7 +24,7 @@ from autopar.graph import OpGraph, OpKind
 from autopar.intra_op import cost_model
 from autopar.lowering import LoweredBlock, lower
 from autopar.mesh import LogicalMesh
-from autopar.pipeline_search import Found, asked_pipeline, cut_layers, recomputed, search_pipelines
+from autopar.pipeline_search import Found, asked_pipeline, search_pipelines
 from autopar.pipelining import (
     Staged,
     Submesh,
@@ -52,6 +52,7 @@ from autopar.recording import (
 )
 from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
+from autopar.stage_building import cut_layers, recomputed
 from autopar.staging import TracedStep
 from autopar.whole_search import Candidate, PlanOptions, made_by, whole_step
 

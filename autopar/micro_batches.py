@@ -20,6 +20,7 @@ from autopar.batch_states import Follower, Form, Mixes, State, is_number, state_
 from autopar.building import build_graph
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, free_values
+from autopar.rewriting import renumbered
 from autopar.rules import RuleBook
 from autopar.staging import TracedStep
 
@@ -140,8 +141,9 @@ class _Cutting:
         self._find_needs()
         ops = self._write()
         outputs = tuple(self._through(a) for a in self.whole.block.outputs)
-        block = _renumbered(dataclasses.replace(self.whole.block, ops=ops, outputs=outputs))
-        return dataclasses.replace(self.whole, values=tuple(self.values), block=block, num_microbatches=self.m)
+        block = dataclasses.replace(self.whole.block, ops=ops, outputs=outputs)
+        cut = dataclasses.replace(self.whole, values=tuple(self.values), block=block, num_microbatches=self.m)
+        return renumbered(cut)
 
     def _check_same_operations(self, one: Block, other: Block) -> None:
         same = (one.inputs, _numbers(one.outputs), len(one.ops)) == (
@@ -461,18 +463,3 @@ def _place(op: Op) -> str:
 
 def _numbers(atoms: Sequence[Atom]) -> tuple[int | None, ...]:
     return tuple(a if isinstance(a, int) else None for a in atoms)
-
-
-def _renumbered(block: Block) -> Block:
-    """Operations numbered in order, those of blocks after their loop."""
-    count = 0
-
-    def visit(block: Block) -> Block:
-        nonlocal count
-        ops = []
-        for op in block.ops:
-            number, count = count, count + 1
-            ops.append(dataclasses.replace(op, id=number, blocks=tuple(visit(b) for b in op.blocks)))
-        return dataclasses.replace(block, ops=tuple(ops))
-
-    return visit(block)

@@ -3,49 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from autopar.alike import Shape, carried_over, shape_of
 from autopar.cluster import Cluster
 from autopar.contraction import contract
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, UnsupportedError
-from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import CostModel, ShardingPlan, cost_model
+from autopar.graph import OpGraph
+from autopar.intra_op import cost_model
 from autopar.layer_assignment import assign_layers, layer_kinds
-from autopar.layers import Layers
-from autopar.layout import Layout, replicated
-from autopar.mesh import LogicalMesh, factorisations, orderings
-from autopar.micro_batches import micro_batched, num_examples
+from autopar.mesh import LogicalMesh
+from autopar.micro_batches import num_examples
 from autopar.pipelining import (
     PipelineOptions,
     Staged,
-    Submesh,
-    check_directions,
-    cut_stages,
     default_chunks,
-    layers_of,
-    model_of,
     part_of,
-    schedule_of,
-    solve_stage,
-    stage_program,
-    wires_of,
 )
 from autopar.progress import Progress
-from autopar.recomputation import Recompute, rematerialise
 from autopar.record import PipelineTrial
 from autopar.rules import RuleBook
-from autopar.runtime.schedules import Schedule
 from autopar.scan_cutting import CutStep, cut_scans, divisors, trips_of
 from autopar.solver import NoStages, StagePlan, StageProblem, best_stages
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_assignment import balanced
+from autopar.stage_building import Choice, Cut, build, cut_layers, evened, layers_of_pieces
 from autopar.stage_costs import Decisions, PricedOption, layer_decisions, stage_options
-from autopar.stage_graphs import StageGraph
 from autopar.staging import TracedStep
+from autopar.whole_search import distinct_meshes
 
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
@@ -54,40 +39,9 @@ MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the
 LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro-batches
 TABLE_TIME_LIMIT_S = 0.5  # for one ILP of a table: good decisions come at once, proofs take longer
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
-SHARES_OF_MEMORY = (1.0, 0.8, 0.65)  # for which stages are searched, until what was built out fits
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
 FINEST_PARTS = 48  # in which a scan over layers is priced; the stages of a pipeline are seldom more
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """A step cut into micro-batches and layers; `step` is what was cut into micro-batches."""
-
-    step: CutStep
-    graph: OpGraph
-    layers: Layers
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and the
-    price of a byte of state on each stage.
-    """
-
-    schedule: str
-    chunks: int
-    first_layers: tuple[int, ...]
-    group_meshes: tuple[LogicalMesh, ...]
-    policies: tuple[str, ...]
-    prices_s_per_byte: tuple[float, ...]
-
-    @property
-    def text(self) -> str:
-        meshes = [f"{n} x {mesh}" for mesh, n in _runs(self.group_meshes)]
-        again = {p for p in self.policies if p != "nothing"}
-        kept = f", recompute {' and '.join(sorted(again))}" if again else ""
-        return f"{len(self.first_layers)} stages on {' + '.join(meshes)}, {self.schedule}{kept}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,17 +52,17 @@ class Found:
     choice: Choice
     weighed: tuple[PipelineTrial, ...]
 
+    @property
+    def trial(self) -> PipelineTrial:
+        """What it came to."""
+        made = self.staged.simulation
+        text = f"{self.staged.graph.num_microbatches} micro-batches, {self.choice.text}"
+        return PipelineTrial(text=text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes))
+
     def rank(self, limit_bytes: int) -> tuple[bool, float]:
         """Smaller is better: what fits first, then what is faster."""
         made = self.staged.simulation
         return max(made.peak_bytes) > limit_bytes, made.step_time_s
-
-    def fits_as_told(self, limit_bytes: int) -> bool:
-        """Whether it fits, and nothing that is faster was given up for its memory."""
-        over, step_time_s = self.rank(limit_bytes)
-        return not over and not any(
-            w.peak_bytes > limit_bytes and w.step_time_s < step_time_s for w in self.weighed[:BUILT_OUT]
-        )
 
 
 def search_pipelines(
@@ -143,7 +97,7 @@ def search_pipelines(
     for m in numbers:
         try:
             with progress.pass_(f"{m} micro-batches"):
-                cuts[m] = cut_layers(step, m, rules, whole if step.parts == 1 else None)
+                cuts[m] = cut_layers(step, m, rules, whole)
         except (UnsupportedError, BatchMismatchError) as error:
             refused = error  # some sizes are traced to another program (one example, say): others may serve
             continue
@@ -178,32 +132,21 @@ def search_pipelines(
     problems += [dataclasses.replace(problems[n], fixed_num_stages=1) for n in alone]
     of_problem += [of_problem[n] for n in alone]
     staged = len(problems) - len(alone)
-    best: Found | None = None
-    reason = ""
-    for share in SHARES_OF_MEMORY:
-        tried = [dataclasses.replace(p, limit_bytes=int(share * limit_bytes)) for p in problems]
-        with progress.pass_("stages"):
-            answers = [*best_stages(tried[:staged]), *(best_stages(tried[staged:]) if alone else ())]
-        ranked = sorted(
-            (answer.step_time_s, number) for number, answer in enumerate(answers) if isinstance(answer, StagePlan)
-        )
-        first_alone = next((entry for entry in ranked if entry[1] >= staged), None)
-        ranked = [entry for entry in ranked if entry[1] < staged or entry == first_alone]
-        if first_alone in ranked[BUILT_OUT:]:
-            ranked.remove(first_alone)
-            ranked.insert(BUILT_OUT - 1, first_alone)
-        found = built_out(
-            [(tried[n], answers[n], *of_problem[n]) for _, n in ranked],  # type: ignore[misc]
-            cuts, cluster, limit_bytes, time_limit_s, to_beat_s, progress,
-            lambda cut, num_stages: cut_layers(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules),
-        )  # fmt: skip
-        reason = reason or why_no_pipeline(answers)
-        if found is not None and (best is None or found.rank(limit_bytes) < best.rank(limit_bytes)):
-            best = found
-        # Where what was built out needs more than the tables said, the next round leaves room for that.
-        if found is None or found.fits_as_told(limit_bytes):
-            break
-    return best if best is not None else reason
+    with progress.pass_("stages"):
+        answers = [*best_stages(problems[:staged]), *(best_stages(problems[staged:]) if alone else ())]
+    plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
+    ranked = sorted((plan.step_time_s, number) for number, plan in plans.items())
+    first_alone = next((entry for entry in ranked if entry[1] >= staged), None)
+    ranked = [entry for entry in ranked if entry[1] < staged or entry == first_alone]
+    if first_alone in ranked[BUILT_OUT:]:
+        ranked.remove(first_alone)
+        ranked.insert(BUILT_OUT - 1, first_alone)
+    found = built_out(
+        [(problems[n], plans[n], *of_problem[n]) for _, n in ranked],
+        cuts, cluster, limit_bytes, time_limit_s, to_beat_s, progress,
+        lambda cut, num_stages: cut_layers(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules),
+    )  # fmt: skip
+    return found if found is not None else why_no_pipeline(answers)
 
 
 def built_out(
@@ -221,12 +164,13 @@ def built_out(
     `in_stages` cuts a step with a scan in small parts into as many as there are stages.
     """
     weighed: list[PipelineTrial] = []
-    best: tuple[tuple[bool, float], Staged, Choice] | None = None
+    best: Found | None = None
     for problem, answer, m, options in ranked:
         choice = choice_of(problem, answer, options)
-        text = f"{m} micro-batches, {choice.text}"
-        beaten = best is not None and not best[0][0] and answer.step_time_s >= best[0][1]
+        over, best_s = best.rank(limit_bytes) if best is not None else (True, math.inf)
+        beaten = not over and answer.step_time_s >= best_s
         if beaten or len(weighed) >= BUILT_OUT or answer.step_time_s > 1.2 * to_beat_s:
+            text = f"{m} micro-batches, {choice.text}"
             weighed.append(PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes)))
             continue
         with progress.pass_("build stages"):
@@ -234,15 +178,11 @@ def built_out(
             if cut.step.parts > 1:
                 cut = in_stages(cut, len(answer.stages))
                 choice = evened(cut, choice)
-            staged = build(cut, choice, cluster, time_limit_s)
-        made = staged.simulation
-        weighed.append(PipelineTrial(text=text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes)))
-        rank = (max(made.peak_bytes) > limit_bytes, made.step_time_s)
-        if best is None or rank < best[0]:
-            best = rank, staged, choice
-    if best is None:
-        return None
-    return Found(staged=best[1], choice=best[2], weighed=tuple(weighed))
+            found = Found(staged=build(cut, choice, cluster, limit_bytes, time_limit_s), choice=choice, weighed=())
+        weighed.append(found.trial)
+        if best is None or found.rank(limit_bytes) < best.rank(limit_bytes):
+            best = found
+    return dataclasses.replace(best, weighed=tuple(weighed)) if best is not None else None
 
 
 def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOptions) -> list[int]:
@@ -254,12 +194,11 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     if asked.num_microbatches is not None:
         return [asked.num_microbatches]
     examples = num_examples(traced)
-    divisors = [m for m in range(1, examples + 1) if examples % m == 0]
     most = examples / min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
     most = min(most, MICROBATCHES_A_STAGE * min(cluster.num_devices, MOST_STAGES))
     several = MICROBATCH_SIZES if len(traced.jaxpr.eqns) <= LONG_STEP else 2
     wanted = [max(1.0, most / MICROBATCH_RATIO**i) for i in range(several)]
-    return list(dict.fromkeys(min(divisors, key=lambda m: abs(math.log(m / number))) for number in wanted))
+    return list(dict.fromkeys(nearest_divisor(examples, number) for number in wanted))
 
 
 def finest(trips: int) -> int:
@@ -293,9 +232,12 @@ def few_bubbles(traced: TracedStep, num_stages: int) -> int:
     """The divisor of the batch nearest to four micro-batches for each stage."""
     if num_stages == 1:
         return 1
-    examples = num_examples(traced)
-    divisors = [m for m in range(1, examples + 1) if examples % m == 0]
-    return min(divisors, key=lambda m: abs(math.log(m / (4 * num_stages))))
+    return nearest_divisor(num_examples(traced), 4 * num_stages)
+
+
+def nearest_divisor(n: int, wanted: float) -> int:
+    """The divisor of n whose ratio to what is wanted is nearest to one."""
+    return min(divisors(n), key=lambda m: abs(math.log(m / wanted)))
 
 
 def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
@@ -334,7 +276,7 @@ def tables(
         part = part_of(cluster, size)
         # Some boundary lies between hosts, and the slowest stage sets the pace.
         link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
-        for mesh in stage_meshes(part):
+        for mesh in meshes_inside(part):
             model = cost_model(part, mesh)
             if (mesh, wiring) not in decided:
                 # A stage on this mesh holds about its share of the layers.
@@ -370,17 +312,10 @@ def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> 
     return [size for size in sizes if size * num_layers >= total]
 
 
-def stage_meshes(part: Cluster) -> list[LogicalMesh]:
+def meshes_inside(part: Cluster) -> list[LogicalMesh]:
     """The logical meshes of a stage, of at most two axes, of which the inner one stays inside of a host."""
-    found: dict[LogicalMesh, None] = {}
-    for mesh in factorisations(part.num_devices, 2):
-        for ordered in orderings(mesh):
-            inner = ordered.axis_sizes[-1]
-            if len(ordered.axis_sizes) > 1 and inner > part.devices_per_host:
-                continue
-            if len(set(part.axis_links(ordered.axis_sizes))) > 1 or ordered == mesh:
-                found[ordered] = None
-    return list(found)
+    meshes = distinct_meshes(part, 2)
+    return [m for m in meshes if len(m.axis_sizes) == 1 or m.axis_sizes[-1] <= part.devices_per_host]
 
 
 def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[PricedOption]) -> Choice:
@@ -399,127 +334,6 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
     )
 
 
-def evened(cut: Cut, choice: Choice) -> Choice:
-    """A choice for a step with its scan in small parts, for the step with one part on each stage: all stages are like
-    the middle one was.
-    """
-    num_stages = len(choice.first_layers)
-    middle = num_stages // 2
-    policy = choice.policies[choice.first_layers[middle]]
-    return dataclasses.replace(
-        choice,
-        first_layers=layers_of_pieces(cut) if cut.step.parts > 1 else (0,),
-        group_meshes=(choice.group_meshes[middle],) * num_stages,
-        policies=(policy,) * len(cut.layers),
-        prices_s_per_byte=(choice.prices_s_per_byte[middle],) * num_stages,
-    )
-
-
-def build(cut: Cut, choice: Choice, cluster: Cluster, time_limit_s: float) -> Staged:
-    """Works a choice out: recomputation, stages, decisions, instructions, tasks, the list, its simulation."""
-    graph = recomputed(cut, choice.policies)
-    num_stages = len(choice.first_layers)
-    schedule = schedule_of(choice.schedule, num_stages, graph.num_microbatches, choice.chunks)
-    check_directions(graph, schedule)
-    stages = cut_stages(graph, cut.layers, choice.first_layers, schedule.splits_backward, num_stages)
-    submeshes = place(choice.group_meshes, schedule)
-    models = [model_of(cluster, s.mesh) for s in submeshes]
-    meshes = [s.mesh for s in submeshes]
-    shardings = decide(stages, models, meshes, choice.prices_s_per_byte, time_limit_s, pieces_of(cut))
-    return stage_program(
-        cut.step, graph, cut.layers, choice.first_layers, stages, models, shardings, submeshes, schedule, cluster
-    )
-
-
-def recomputed(cut: Cut, policies: Sequence[str]) -> OpGraph:
-    """The graph in which each layer keeps what its policy says."""
-    if all(p == "nothing" for p in policies):
-        return cut.graph
-    return rematerialise(cut.graph, cut.layers, [Recompute(p) for p in policies])
-
-
-def place(group_meshes: Sequence[LogicalMesh], schedule: Schedule) -> list[Submesh]:
-    """The devices of each stage: larger groups first, so that no group lies across hosts that it does not fill."""
-    order = sorted(range(len(group_meshes)), key=lambda g: -group_meshes[g].num_devices)
-    firsts = [0, *itertools.accumulate(group_meshes[g].num_devices for g in order)]
-    first_of = dict(zip(order, firsts, strict=False))
-    groups = [Submesh(first_device=first_of[g], mesh=mesh) for g, mesh in enumerate(group_meshes)]
-    return [groups[g] for g in schedule.mesh_of_stage]
-
-
-def decide(
-    stages: Sequence[StageGraph],
-    models: Sequence[CostModel],
-    meshes: Sequence[LogicalMesh],
-    prices_s_per_byte: Sequence[float],
-    time_limit_s: float,
-    pieces: Mapping[int, int],
-) -> list[ShardingPlan]:
-    """Each stage's decisions; stages that are alike, on meshes that are alike, share them.
-
-    `pieces` names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the stage
-    in the middle, which is like most others, chooses for its own.
-    """
-    known: dict[Any, tuple[ShardingPlan, Shape]] = {}
-    layouts: dict[int, Layout] = {}
-    found: dict[int, ShardingPlan] = {}
-    all_wires = wires_of(stages, meshes)
-    middle = len(stages) // 2
-    for at in sorted(range(len(stages)), key=lambda q: (bool(pieces) and q != middle, q)):
-        stage, model, wires, price = stages[at], models[at], all_wires[at], prices_s_per_byte[at]
-        leaf_of = {v: pieces[p] for p, v in zip(stage.arguments, stage.graph.block.inputs, strict=False) if p in pieces}
-        fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts}
-        shape = shape_of(stage.graph)
-        number = {v: i for i, v in enumerate(shape.values)}
-        op_number = {op: i for i, op in enumerate(shape.ops)}
-        received = tuple(sorted((number[v], layout) for v, layout in wires[0].items() if v in number))
-        sent = tuple(sorted((op_number[op], layout) for op, layout in wires[1].items()))
-        given = tuple(sorted((number[v], layout) for v, layout in fixed.items()))
-        key = (shape.key, model.links, str(received), str(sent), price, str(given))
-        if key not in known:
-            known[key] = solve_stage(stage, model, wires, time_limit_s, price, fixed), shape
-            found[at] = known[key][0]
-        else:
-            found[at] = carried_over(*known[key], shape, stage.graph)
-        for v, leaf in leaf_of.items():
-            layouts.setdefault(leaf, found[at].placed.get(v, replicated(len(stage.graph.values[v].shape))))
-    return [found[at] for at in range(len(stages))]
-
-
-def pieces_of(cut: Cut) -> dict[int, int]:
-    """The leaf, by the position in the graph's inputs, of each piece of a leaf."""
-    first = len(cut.graph.constants)
-    return {first + i: piece.leaf for i, piece in enumerate(cut.step.arguments) if piece.parts > 1}
-
-
-def cut_layers(step: CutStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None) -> Cut:
-    """A step cut into micro-batches and layers; `whole` is its graph with all scans whole, if it is there already."""
-    graph = micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None)
-    return Cut(step=step, graph=graph, layers=layers_of(graph))
-
-
-def layers_of_pieces(cut: Cut) -> tuple[int, ...]:
-    """The first layer of each stage where each holds one part of a scan over layers.
-
-    Raises: UnsupportedError where the layers do not follow the parts.
-    """
-    layer_of = {op: number for number, ops in enumerate(cut.layers.ops) for op in ops}
-    scans = {
-        op.module.split("/")[-1]: layer_of[op.id]
-        for op in cut.graph.block.ops
-        if op.kind is OpKind.SCAN and op.id in layer_of
-    }
-    firsts = [0, *(scans.get(scope, 0) for scope in cut.step.scopes[1:])]
-    if sorted(set(firsts)) != firsts:
-        raise UnsupportedError(
-            where=f"the scan over {cut.step.trips} layers of {cut.step.traced.name}",
-            expected="parts that follow one another in the forward pass",
-            got=f"parts in layers {firsts}",
-            hint="use fewer stages, or write the layers out in a Python loop",
-        )
-    return tuple(firsts)
-
-
 def equal_choice(cut: Cut, cluster: Cluster, schedule: str, num_stages: int, chunks: int) -> list[Choice]:
     """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh of them.
 
@@ -536,7 +350,7 @@ def equal_choice(cut: Cut, cluster: Cluster, schedule: str, num_stages: int, chu
             policies=("nothing",) * len(cut.layers),
             prices_s_per_byte=(0.0,) * num_stages,
         )
-        for mesh in stage_meshes(part_of(cluster, size))
+        for mesh in meshes_inside(part_of(cluster, size))
     ]
 
 
@@ -559,25 +373,17 @@ def asked_pipeline(
             raise _one_part_a_group(step, name, chunks)
         num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages)
         cut = cut_layers(step, num_microbatches, rules)
-    best: tuple[tuple[bool, float], Staged, Choice] | None = None
-    weighed = []
+    built = []
     for choice in equal_choice(cut, cluster, name, num_stages, chunks):
         with progress.pass_("build stages"):
-            staged = build(cut, choice, cluster, time_limit_s)
-        made = staged.simulation
-        weighed.append(PipelineTrial(text=choice.text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes)))
-        rank = (max(made.peak_bytes) > limit_bytes, made.step_time_s)
-        if best is None or rank < best[0]:
-            best = rank, staged, choice
-    assert best is not None, "there is a logical mesh for every number of devices"
-    return Found(staged=best[1], choice=best[2], weighed=tuple(weighed))
+            built.append(
+                Found(staged=build(cut, choice, cluster, limit_bytes, time_limit_s), choice=choice, weighed=())
+            )
+    best = min(built, key=lambda found: found.rank(limit_bytes))
+    return dataclasses.replace(best, weighed=tuple(found.trial for found in built))
 
 
 def why_no_pipeline(answers: Sequence[StagePlan | NoStages]) -> str:
     """The reasons of the problems that have no plan."""
     reasons = "; ".join(dict.fromkeys(a.reason for a in answers if isinstance(a, NoStages)))
     return reasons or "no pipeline was near the plan without stages"
-
-
-def _runs(meshes: Sequence[LogicalMesh]) -> list[tuple[LogicalMesh, int]]:
-    return [(mesh, len(list(group))) for mesh, group in itertools.groupby(meshes)]

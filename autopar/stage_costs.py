@@ -20,15 +20,16 @@ from autopar.layout import local_bytes
 from autopar.lowering import Accumulate, Compute, Instruction, Loop, LoweredBlock, Move, Split, lower, section_of
 from autopar.mesh import LogicalMesh
 from autopar.prediction import compute_times_s, predicted_collectives, task_memory
+from autopar.recomputation import Recompute
 from autopar.solver import StageOption, Status
 from autopar.tasks import Key, keys_made, keys_read
 
-# Where state is too large, decisions are made with a price on its bytes too: how often it is raised, the first price
-# (as a part of the step's time divided by the state's bytes) and by how much it rises.
 # A byte always costs a little (a part of reading it once), so that of equally fast decisions the leanest is taken.
 TIE_BREAKING_READS = 0.1
+# Where state is too large, decisions are made with a higher price on its bytes: how often it is raised, the first price
+# (as a part of the step's time divided by the state's bytes) and by how much it rises.
 LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.3, 10.0
-POLICIES = ("nothing", "matmuls", "input")  # what of a layer is computed again in its backward pass
+POLICIES = tuple(policy.value for policy in Recompute)
 
 
 @dataclasses.dataclass(slots=True)

@@ -102,11 +102,16 @@ def whole_step(
 
 
 def logical_meshes(cluster: Cluster, options: PlanOptions) -> tuple[LogicalMesh, ...]:
-    """The factorisations of the device count; the orders of their axes too where links differ."""
+    """What the options name, else the distinct meshes of the cluster."""
     if options.axis_sizes is not None:
         return (LogicalMesh(axis_sizes=options.axis_sizes),)
+    return distinct_meshes(cluster, options.max_mesh_axes)
+
+
+def distinct_meshes(cluster: Cluster, max_axes: int) -> tuple[LogicalMesh, ...]:
+    """The factorisations of the device count; of axes on different links every order."""
     found: dict[LogicalMesh, None] = {}
-    for mesh in factorisations(cluster.num_devices, options.max_mesh_axes):
+    for mesh in factorisations(cluster.num_devices, max_axes):
         for ordered in orderings(mesh):
             if len(set(cluster.axis_links(ordered.axis_sizes))) > 1 or ordered == mesh:
                 found[ordered] = None

@@ -24,16 +24,7 @@ from rich.table import Table
 
 from autopar import solver
 from autopar.cluster import Cluster
-from autopar.pipeline_search import (
-    Choice,
-    Cut,
-    build,
-    choice_of,
-    cut_layers,
-    microbatch_numbers,
-    search_pipelines,
-    tables,
-)
+from autopar.pipeline_search import choice_of, microbatch_numbers, search_pipelines, tables
 from autopar.pipelining import PipelineOptions, Staged
 from autopar.progress import Progress
 from autopar.rules import RuleBook
@@ -41,6 +32,7 @@ from autopar.scan_cutting import cut_scans
 from autopar.solver import StageProblem
 from autopar.solver.stages import peak_bytes
 from autopar.stage_assignment import balanced
+from autopar.stage_building import Choice, Cut, build, cut_layers
 from autopar.staging import trace
 from benchmarks.machine import description, markdown
 from benchmarks.zoo import CASES
@@ -134,7 +126,7 @@ def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[St
                 best = rank, choice_of(problem, plan, options), m
     assert best is not None, "the published meshes are among those of the tables"
     _, choice, m = best
-    return build(cuts[m], choice, cluster, TIME_LIMIT_S), choice, m
+    return build(cuts[m], choice, cluster, limit_bytes, TIME_LIMIT_S), choice, m
 
 
 def compare(name: str) -> Row:

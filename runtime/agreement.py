@@ -39,7 +39,7 @@ def agree(name: str, fingerprint: str, make: Callable[[], bytes]) -> bytes:
         return _received(_wait(store, watch, f"{key}/made"), name)
     try:
         made = make()
-    except Exception as error:
+    except Exception as error:  # whatever it is, the others must hear of it: they wait
         store.set(f"{key}/made", f"failed {type(error).__name__}: {error}")
         raise
     store.set(f"{key}/made", "made " + base64.b64encode(zlib.compress(made)).decode())

@@ -19,7 +19,7 @@ from autopar import jax_compat
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
 from autopar.runtime.crossings import absent, cross, crossing, is_here
-from autopar.runtime.transfers import End
+from autopar.runtime.recutting import End
 
 
 def aval_of(value: Any) -> jax.ShapeDtypeStruct:

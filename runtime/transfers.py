@@ -18,8 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
-from autopar.runtime.recutting import End as End
-from autopar.runtime.recutting import Passage, cutter, joiner, passage, shard_of
+from autopar.runtime.recutting import End, Passage, cutter, joiner, passage, shard_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +94,6 @@ def sender(routes: Sequence[Route]) -> Callable[[Sequence[Any]], list[Any]]:
         return join([_parts(r, r.passage, arrived) if r.passage else [next(arrived)] for r in routes])
 
     return send_all
-
-
-def send(routes: Sequence[Route], arrays: Sequence[Any]) -> list[Any]:
-    """The arrays on their targets, all put in one call."""
-    return sender(routes)(arrays)
 
 
 def _named(r: Route, parts: Sequence[Any]) -> list[Any]:

@@ -104,9 +104,9 @@ def lowered(stage: StageGraph, mesh_index: int, rows_split: Sequence[str] = ()) 
         copies={(v.id, ALL): replicated(2) for v in graph.values if v.name in rows_split},
         report=REPORT,
         wires={
-            op.id: replicated(len(graph.values[op.inputs[0]].shape))  # type: ignore[index]
+            op.id: replicated(len(graph.values[sent].shape))
             for op in graph.block.ops
-            if op.kind is OpKind.SEND
+            if op.kind is OpKind.SEND and isinstance(sent := op.inputs[0], int)
         },
     )
     block = lower(graph, plan, MeshLinks(mesh=mesh, links=(LINK,)))

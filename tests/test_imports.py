@@ -76,6 +76,7 @@ LAYER_OF = {
     "prediction": "compiler",
     "seams": "compiler",
     "recording": "compiler",
+    "stage_building": "compiler",
     "stage_costs": "compiler",
     "task_programs": "compiler",
     "tasks": "compiler",

@@ -16,10 +16,10 @@ from autopar.contraction import contract
 from autopar.costs import flops_of
 from autopar.errors import DonatedStateError, InvalidArgumentError, UnsupportedError
 from autopar.layer_assignment import assign_layers, layer_kinds
-from autopar.pipeline_search import cut_layers, layers_of_pieces
 from autopar.recomputation import Recompute, rematerialise
 from autopar.scan_cutting import CutStep, Piece, cut_scans
 from autopar.stage_assignment import assign
+from autopar.stage_building import cut_layers, layers_of_pieces
 from autopar.staging import TracedStep, trace
 from tests.sections import BOOK, evaluate, text
 from tests.sections import assert_same_numbers as assert_same_numbers_of_graphs
