@@ -1,18 +1,20 @@
-"""Whether two stages really run at the same time: two CPU devices of one thread each, on two cores.
+"""Whether two stages really run at the same time: two CPU devices on two cores.
 
     python -m benchmarks.pipeline_overlap                 the tables
     python -m benchmarks.pipeline_overlap --keep          also keeps them in results/pipeline_overlap.md
     python -m benchmarks.pipeline_overlap --seconds 600   longer, for a machine that others use too
 
-The same training step three times in one process, called in turn: as two stages on two devices (1F1B, 8 micro-batches);
+The same training step several times in one process, called in turn: as two stages on two devices (1F1B, 8 micro-batches);
 as one stage on one device with the same 8 micro-batches, which does the same arithmetic and is the reference; and under
 plain `jax.jit` on one device with the whole batch. With m micro-batches and two equal stages the first can be 2m/(m+1)
 times as fast as the reference.
 
-A device of one thread: XLA's CPU client cuts matrix products over a pool with a thread for each core that the process
-may use when it starts. So the process starts on one core, and its threads get the others once the client is there;
-`--xla_cpu_multi_thread_eigen=false` says the same to the compiler. The table shows that it holds: a step on one device
-takes as much processor time as time.
+One core for one device: XLA's CPU client has a pool with at least one thread for each device, which all devices share, so
+that one device alone would use both cores (`--xla_cpu_multi_thread_eigen=false` and starting on one core do not change
+that). So all threads of the process are confined to one core while a step on one device is sampled, and have both
+cores for the two stages. Processor time beside time shows that it holds. While one stage waits in the bubble, the other
+may use its core: that can hide at most the bubble, and the paced devices below have no such help. A last row shows one
+device with both cores.
 
 Samples count where the machine had the cores to give: what other processes used meanwhile, from /proc/stat, is noted
 with each, and the medians of the quiet ones stand beside those of all.
@@ -25,10 +27,10 @@ its transfers.
 
 import os
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import argparse
+import contextlib
 import dataclasses
 import statistics
 import sys
@@ -57,17 +59,15 @@ QUIET = 0.1  # of a core, used by others
 PATIENCE_S = 15.0  # before a sample is taken on a busy machine after all
 PACE_S = {TaskKind.FORWARD: 0.04, TaskKind.BACKWARD: 0.08}
 PACED_WIDTH = 32
+ALL_CORES = sorted(os.sched_getaffinity(0))
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def one_thread_devices(number: int) -> None:
-    """Starts jax's CPU client with so many devices, whose programs run on one thread each."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    jax.config.update("jax_num_cpu_devices", number)
-    assert len(jax.devices()) == number
+def confine(cores: set[int]) -> None:
+    """All threads of this process run on these cores from now on."""
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+        with contextlib.suppress(ProcessLookupError):  # ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,13 +97,14 @@ def wait_for_quiet(patience_s: float) -> None:
 
 
 class Rival:
-    """A step that is called again and again with the state that it returned."""
+    """A step that is called again and again with the state that it returned, on so many cores."""
 
-    def __init__(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
-        self.step, self.state, self.batch = step, state, batch
+    def __init__(self, step: Callable[..., Any], state: Any, batch: Any, *, cores: int) -> None:
+        self.step, self.state, self.batch, self.cores = step, state, batch, set(ALL_CORES[:cores])
         self.samples: list[Sample] = []
 
     def sample(self) -> Sample:
+        confine(self.cores)
         busy, cpu, begun = machine_busy_s(), time.process_time(), time.perf_counter()
         self.state, metrics = self.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
@@ -222,6 +223,7 @@ def rows_of(rivals: dict[str, Rival], quiet: bool) -> list[list[str]]:
 PIPELINE = "two stages, two devices"
 REFERENCE = "one stage, one device"
 PLAIN = "plain jit, one device, whole batch"
+BOTH_CORES = "one stage, one device with both cores"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -233,15 +235,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--keep", action="store_true", help=f"keep the tables in results/{RESULTS.name}")
     options = parser.parse_args(arguments)
-    one_thread_devices(2)
+    jax.config.update("jax_num_cpu_devices", 2)
     state, batch = mlp(options.width, options.layers, options.width * MICROBATCHES)
     pipeline, reference = compiled(2, state, batch), compiled(1, state, batch)
     plain = jax.jit(mlp_step, donate_argnums=0)
     on_first = jax.devices()[0]
     rivals = {
-        PIPELINE: Rival(pipeline, *jax.device_put((state, batch), pipeline.shardings)),
-        REFERENCE: Rival(reference, *jax.device_put((state, batch), reference.shardings)),
-        PLAIN: Rival(plain, *jax.device_put((state, batch), on_first)),
+        PIPELINE: Rival(pipeline, *jax.device_put((state, batch), pipeline.shardings), cores=2),
+        REFERENCE: Rival(reference, *jax.device_put((state, batch), reference.shardings), cores=1),
+        PLAIN: Rival(plain, *jax.device_put((state, batch), on_first), cores=1),
+        BOTH_CORES: Rival(reference, *jax.device_put((state, batch), reference.shardings), cores=2),
     }
     ends = time.monotonic() + options.seconds
 
@@ -253,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     in_turn(rivals, more)
     small = mlp(PACED_WIDTH, options.layers, PACED_WIDTH * MICROBATCHES)
     sleeping = {
-        name: Rival(on_paced_devices(step), *jax.device_put(small, step.shardings))
+        name: Rival(on_paced_devices(step), *jax.device_put(small, step.shardings), cores=2)
         for name, step in ((PIPELINE, compiled(2, *small)), (REFERENCE, compiled(1, *small)))
     }
     in_turn(sleeping, lambda turn: turn < options.paced_samples)
@@ -276,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "# Overlap of two stages\n\n"
             f"`python -m benchmarks.pipeline_overlap --seconds {options.seconds:.0f} --keep`: an MLP of "
             f"{options.layers} layers of width {options.width}, {MICROBATCHES} micro-batches of {options.width} "
-            f"examples, 1F1B, devices of one thread; other processes used {others:.2f} cores on average.\n\n"
+            f"examples, 1F1B, one core for one device; other processes used {others:.2f} cores on average.\n\n"
             f"{description()}\n\n"
             f"Ideal {IDEAL:.3f}, target {TARGET} of it. Samples during which others used less than {QUIET} of a "
             f"core:\n\n{markdown(COLUMNS, tables[0][1])}\n\n"
