@@ -121,11 +121,21 @@ def time_s(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike, link: Li
 
     Zero for one device: XLA drops such a collective.
     """
-    sent, alphas = sent_bytes(kind, result_bytes, n), steps(kind, n, link.fabric)
     _, count = _size_and_count(0.0, n)
-    wire_bytes = sent * _hops(kind, count, link.rings) if link.fabric is Fabric.TORUS else sent
-    seconds = link.overhead_s + alphas * link.latency_s + wire_bytes / link.bytes_per_s
+    loaded = wire_bytes(kind, result_bytes, n, link.fabric, link.rings)
+    seconds = link.overhead_s + steps(kind, n, link.fabric) * link.latency_s + loaded / link.bytes_per_s
     return np.where(count > 1.0, seconds, 0.0)
+
+
+def wire_bytes(
+    kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike, fabric: Fabric, rings: int = 1
+) -> NDArray[np.float64]:
+    """Bytes that pass a device's wires: those it sends, each as often as the fabric passes it on."""
+    sent = sent_bytes(kind, result_bytes, n)
+    if fabric is not Fabric.TORUS:
+        return sent
+    _, count = _size_and_count(0.0, n)
+    return sent * _hops(kind, count, rings)
 
 
 def _hops(kind: CollectiveKind, count: NDArray[np.float64], rings: int) -> NDArray[np.float64]:

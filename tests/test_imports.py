@@ -17,6 +17,7 @@ LAYER_OF = {
     "cluster": "vocabulary",
     "collectives": "vocabulary",
     "errors": "vocabulary",
+    "fitting": "vocabulary",
     "graph": "vocabulary",
     "hardware": "vocabulary",
     "hlo": "vocabulary",
