@@ -4,6 +4,7 @@
     autopar explain plan.json WHAT
     autopar diff plan.json other.json
     autopar verify FILE:FUNCTION --cluster tpu-v5e:2x4
+    autopar measure --save cluster.json
 
 FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. For hardware that is not
 here it is traced, not run, so that it may make a state that no memory here would hold.
@@ -25,7 +26,9 @@ import jax
 import autopar
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidArgumentError
+from autopar.measurement import Measurement
 from autopar.plan import Plan
+from autopar.user_cache import default_directory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("--cluster", default="local", help="local, or tpu-v5e:2x4 to compile for it (%(default)s)")
     verify.set_defaults(command=_verify)
+
+    measure = commands.add_parser(
+        "measure", help="time the devices of this machine, so that plans for them count with what they really do"
+    )
+    measure.add_argument("--devices", type=int, metavar="N", help="the first N devices only")
+    measure.add_argument("--save", metavar="PATH", help="write the cluster, for --cluster PATH, not to the cache")
+    measure.set_defaults(command=_measure)
     return parser
 
 
@@ -97,6 +107,20 @@ def _verify(parsed: argparse.Namespace) -> autopar.Verification:
     parallel = autopar.parallelize(function, cluster=cluster)
     compile_for = None if is_local else parsed.cluster.replace("tpu-", "tpu:", 1)
     return autopar.verify(parallel, *arguments, compile_for=compile_for)
+
+
+def _measure(parsed: argparse.Namespace) -> str:
+    """Measures, and says what came out and where it lies."""
+    made: list[Measurement] = []
+    cluster = Cluster.measure(parsed.devices, save=False, report=made.append)
+    (measurement,) = made
+    if parsed.save:
+        cluster.save(parsed.save)
+        return f"{measurement}\n\nSaved to {parsed.save}: plan for it with --cluster {parsed.save}"
+    path = measurement.save()
+    if path is None:
+        return f"{measurement}\n\nNot saved: {default_directory()} cannot be written (choose a file with --save)"
+    return f"{measurement}\n\nSaved to {path}: Cluster.local() counts with it from now on"
 
 
 def _load(path: str) -> Plan:

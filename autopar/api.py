@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autopar import jax_compat
-from autopar.cache import DiskCache, default_directory, plan_key
+from autopar.cache import DiskCache, plan_key
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
 from autopar.compiler import check_plan, make_plan
@@ -32,6 +32,7 @@ from autopar.rules import RuleBook
 from autopar.runtime.agreement import agree
 from autopar.specs import concrete_mesh, named_sharding
 from autopar.staging import TracedStep, abstract, check_purity, flatten_arguments, name_of, trace
+from autopar.user_cache import default_directory
 from autopar.whole_search import PlanOptions
 
 logger = logging.getLogger("autopar")

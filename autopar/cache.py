@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -17,16 +14,10 @@ from autopar.errors import PlanFormatError
 from autopar.graph import Rule
 from autopar.record import PlanRecord, decode, encode
 from autopar.rules import RuleBook
+from autopar.user_cache import write_whole
 
 # The version of everything that decides what a plan is. Change it when strategies, costs or rules change.
 SEARCH_VERSION = 2
-
-
-def default_directory() -> Path:
-    """`$AUTOPAR_CACHE_DIR`, else `autopar` in the user's cache directory."""
-    if named := os.environ.get("AUTOPAR_CACHE_DIR"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "autopar"
 
 
 def plan_key(parts: Sequence[object]) -> str:
@@ -75,12 +66,6 @@ class DiskCache:
         return None if self.directory is None else self.directory / name
 
     def _write(self, name: str, data: bytes) -> None:
-        """Writes a file whole or not at all; a directory that cannot be written keeps nothing."""
         path = self._path(name)
-        if path is None:
-            return
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(data)
-            os.replace(file.name, path)
+        if path is not None:
+            write_whole(path, data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,7 @@ from autopar import hardware, local_devices, torus
 from autopar.collectives import Fabric, Link
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import DeviceKind
+from autopar.measurement import FitQuality, Measurement
 
 __all__ = ["Cluster", "DeviceKind", "Fabric", "Link"]
 
@@ -33,6 +34,7 @@ class Cluster:
         between_hosts: Link between hosts, per device: the host's rate divided by its devices.
         torus: Physical shape of a host's devices where the link inside is a torus (TPU), else empty.
         axis_override: One link for each mesh axis, or one for all, instead of what follows from the above.
+        fits: Of measured constants, how well they give back what was timed; empty where they come from tables.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Cluster:
     between_hosts: Link
     torus: tuple[int, ...] = ()
     axis_override: tuple[Link, ...] = ()
+    fits: tuple[FitQuality, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.devices_per_host < 1:
@@ -125,14 +128,57 @@ class Cluster:
         )
 
     @classmethod
-    def local(cls, num_devices: int | None = None) -> Cluster:
+    def local(cls, num_devices: int | None = None, *, measured: bool = True) -> Cluster:
         """The devices of this program (the first `num_devices` of them), all of one kind.
+
+        Their constants are those that `measure` saved for devices like these under this version of jax, or else those
+        of `autopar.hardware`; `measured=False` takes the latter always. A measurement of several accelerators holds for
+        fewer of them too. One of CPU devices holds for the same number of devices only, on as many cores: they share
+        these cores and the memory, so that each of four does about twice as much as each of eight.
 
         Raises:
             InvalidArgumentError: A device that is not in `autopar.hardware`.
             NotEnoughDevicesError: Fewer devices than asked for.
         """
-        found = local_devices.find(num_devices)
+        return cls._of(local_devices.find(num_devices, measured=measured))
+
+    @classmethod
+    def measure(
+        cls,
+        num_devices: int | None = None,
+        *,
+        save: bool = True,
+        show_progress: bool = True,
+        report: Callable[[Measurement], None] | None = None,
+    ) -> Cluster:
+        """The devices of this program with constants that are timed now, on an otherwise idle machine, in a minute.
+
+        All devices work at once in groups of 2, 4, ...: collectives of each kind between the devices of a host and
+        between hosts, matrix products of each dtype, copies. Compared with `local`, rates, efficiencies, overheads and
+        links are measured; peaks and memory are not. What a torus of TPUs does over a wire is taken from the tables.
+        How well the constants fit what was timed is in `fits`.
+
+        Args:
+            num_devices: The first so many devices; None takes all.
+            save: Whether to keep it in the user's cache directory, where `local` finds it.
+            show_progress: Whether a progress line is shown on a terminal.
+            report: Gets the measurement: all timings, and as `str` a table of them.
+
+        Raises:
+            InvalidArgumentError: As `local`; or times that make no sense, as on a machine that is much too busy.
+            NotEnoughDevicesError: Fewer devices than asked for.
+        """
+        from autopar import measuring  # here: it needs jax; a cluster that is only described does not
+
+        measurement = measuring.measure(num_devices, show_progress=show_progress)
+        if save:
+            measurement.save()
+        if report is not None:
+            report(measurement)
+        return cls._of(local_devices.as_measured(local_devices.find(num_devices, measured=False), measurement))
+
+    @classmethod
+    def _of(cls, found: local_devices.LocalDevices) -> Cluster:
         return cls(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
 
     @classmethod

@@ -28,6 +28,7 @@ class DeviceKind:
         memory_efficiency: Share of the peak that memory-bound kernels reach.
         source: Where the constants come from.
         widens_bfloat16: Whether XLA's backend for it sends bfloat16 arrays as 32 bits (its CPU backend does).
+        dtype_efficiency: (dtype, share of its peak) where that was measured apart, instead of `flops_efficiency`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class DeviceKind:
     memory_efficiency: float
     source: str
     widens_bfloat16: bool = False
+    dtype_efficiency: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if "float32" in dict(self.peak_flops):
@@ -63,7 +65,7 @@ class DeviceKind:
 
     def flops_per_s(self, dtype: str) -> float:
         """Rate that large matrix products reach."""
-        return self.peak_flops_per_s(dtype) * self.flops_efficiency
+        return self.peak_flops_per_s(dtype) * dict(self.dtype_efficiency).get(dtype, self.flops_efficiency)
 
 
 def _gpu(

@@ -1,4 +1,4 @@
-"""The devices of this program, as the tables of `autopar.hardware` know them. The one place here that asks jax."""
+"""The devices of this program, as the tables of `autopar.hardware` know them, or as they were measured."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from autopar import hardware
 from autopar.collectives import Link
 from autopar.errors import InvalidArgumentError, NotEnoughDevicesError
 from autopar.hardware import DeviceKind
+from autopar.measurement import FitQuality, MeasuredOn, Measurement, saved_for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +26,47 @@ class LocalDevices:
     inside_host: Link
     between_hosts: Link
     torus: tuple[int, ...] = ()
+    fits: tuple[FitQuality, ...] = ()
 
 
-def find(num_devices: int | None = None) -> LocalDevices:
-    """The first `num_devices` of `jax.devices()`, or all.
+def find(num_devices: int | None = None, *, measured: bool = True) -> LocalDevices:
+    """The first `num_devices` of `jax.devices()`, or all; with saved measured constants if there are any.
+
+    Raises: as `chosen`.
+    """
+    devices, found = chosen(num_devices)
+    measurement = saved_for(measured_on(devices, found)) if measured else None
+    return found if measurement is None else as_measured(found, measurement)
+
+
+def as_measured(found: LocalDevices, measurement: Measurement) -> LocalDevices:
+    """Devices with the rates and links of a measurement. Their memory is what this program has, not that one."""
+    return dataclasses.replace(
+        found,
+        device=dataclasses.replace(measurement.device, memory_bytes=found.device.memory_bytes),
+        inside_host=measurement.inside_host,
+        between_hosts=measurement.between_hosts,
+        fits=measurement.fits,
+    )
+
+
+def measured_on(devices: Sequence[Any], found: LocalDevices) -> MeasuredOn:
+    """What a measurement of these devices is filed under."""
+    import jax
+
+    on_cpu = devices[0].platform == "cpu"
+    return MeasuredOn(
+        platform=devices[0].platform,
+        device_kind=devices[0].device_kind,
+        num_hosts=found.num_hosts,
+        devices_per_host=found.devices_per_host,
+        jax_version=jax.__version__,
+        cores=(os.cpu_count() or 1) if on_cpu else 0,
+    )
+
+
+def chosen(num_devices: int | None = None) -> tuple[list[Any], LocalDevices]:
+    """The first `num_devices` of `jax.devices()`, or all, and what the tables say of them.
 
     Raises:
         InvalidArgumentError: Devices of several kinds, or of one that is not in the tables.
@@ -45,7 +83,8 @@ def find(num_devices: int | None = None) -> LocalDevices:
             hint="plan for other hardware with Cluster.preset(...); virtual CPU devices come from "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8, set before jax starts",
         )
-    return describe(devices[:num_devices])
+    devices = devices[:num_devices]
+    return devices, describe(devices)
 
 
 def describe(devices: Sequence[Any]) -> LocalDevices:

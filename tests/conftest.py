@@ -14,7 +14,8 @@ _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 if _DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICE_FLAG}={NUM_DEVICES}".strip()
 
-# A plan that an older version of the code left in the user's cache would pass for one of this version.
+# A plan that an older version of the code left in the user's cache would pass for one of this version, and what the
+# user has measured would decide what Cluster.local() is.
 _CACHE = tempfile.mkdtemp(prefix="autopar-tests-")
 os.environ["AUTOPAR_CACHE_DIR"] = _CACHE
 

@@ -1,0 +1,253 @@
+"""Measures the devices of this program: which runs are timed, in which order, and the constants that they give.
+
+Runs are timed in turn, over and over, each time in the other direction, and the median of a run's samples counts: what
+else the machine does meanwhile falls on all of them alike. A machine that is busy measures as a slower one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar import local_devices
+from autopar.collectives import CollectiveKind, Fabric, Link
+from autopar.device_clock import Clock, CollectiveRun, DeviceClock, MatmulRun, Run, StreamRun
+from autopar.errors import InvalidArgumentError
+from autopar.fitting import LinkFit, RateFit, Timing, fit_link, fit_rate
+from autopar.hardware import DeviceKind
+from autopar.local_devices import LocalDevices
+from autopar.measurement import FitQuality, MeasuredOn, Measurement, text_of_bytes, text_of_rate, text_of_s
+from autopar.progress import Progress
+
+# Seconds that a measurement takes at most, roughly, and samples of each run within them.
+BUDGET_S = 45.0
+ROUNDS = 7
+# A run whose first repetition takes longer is left out, with all larger ones of its sort.
+LONGEST_S = 0.25
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is timed: arrays in collectives (the whole one: gathered, or to be scattered), matrices, streamed arrays."""
+
+    array_bytes: tuple[int, ...]
+    widths: tuple[int, ...]
+    other_widths: tuple[int, ...]
+    stream_bytes: tuple[int, ...]
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+
+# A virtual CPU device has a share of one host: what keeps an accelerator busy would take minutes there. The smallest
+# product on both is all overhead.
+CPU_SIZES = Sizes(
+    array_bytes=(1 << 12, 1 << 18, 1 << 20, 1 << 22),
+    widths=(16, 128, 256, 512),
+    other_widths=(128, 256),
+    stream_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 24),
+)
+ACCELERATOR_SIZES = Sizes(
+    array_bytes=(1 << 12, 1 << 18, 1 << 22, 1 << 26, 1 << 28),
+    widths=(64, 512, 1024, 2048, 4096, 8192),
+    other_widths=(64, 512, 1024, 2048, 4096, 8192),
+    stream_bytes=(1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30),
+)
+
+
+def measure(
+    num_devices: int | None = None,
+    *,
+    sizes: Sizes | None = None,
+    rounds: int = ROUNDS,
+    budget_s: float = BUDGET_S,
+    show_progress: bool = True,
+    clock: Callable[[Sequence[Any], LocalDevices], Clock] | None = None,
+) -> Measurement:
+    """Times the first `num_devices` devices of this program, or all, while they do nothing else.
+
+    In a program of several processes all call it alike. `clock` makes what times the runs.
+
+    Raises:
+        InvalidArgumentError, NotEnoughDevicesError: As `Cluster.local`; InvalidArgumentError too for times that do not
+            grow with the work, as those of a machine that is much too busy.
+    """
+    devices, found = local_devices.chosen(num_devices)
+    make = clock or (lambda given, found: DeviceClock(given, found.num_hosts))
+    on = local_devices.measured_on(devices, found)
+    sizes = sizes or (CPU_SIZES if on.platform == "cpu" else ACCELERATOR_SIZES)
+    begun, load = time.perf_counter(), os.getloadavg()[0]
+    progress = Progress(f"autopar measures {len(devices)} x {found.device.name}", show=show_progress)
+    times = median_times(make(devices, found), runs(found, sizes), rounds, budget_s, progress)
+    conditions = (
+        f"{datetime.date.today().isoformat()}, {os.cpu_count()} cores, load {load:.1f} before, "
+        f"{time.perf_counter() - begun:.0f} s"
+    )
+    return fitted(found, on, times, conditions)
+
+
+def runs(found: LocalDevices, sizes: Sizes) -> list[list[Run]]:
+    """Everything to be timed, in series of growing size."""
+    series: list[list[Run]] = [
+        [MatmulRun(dtype=dtype, width=w) for w in (sizes.widths if dtype == "float32" else sizes.other_widths)]
+        for dtype in sizes.dtypes
+    ]
+    series.append([StreamRun(array_bytes=n) for n in sizes.stream_bytes])
+    for between, most in ((False, found.devices_per_host), (True, found.num_hosts)):
+        for n in group_sizes(most):
+            series += [[_collective(kind, size, n, between) for size in sizes.array_bytes] for kind in CollectiveKind]
+    return series
+
+
+def group_sizes(most: int) -> list[int]:
+    """2, 4, 8, ... as far as they divide `most`, and `most` itself: the axes that a mesh may have."""
+    powers = [2**i for i in range(1, most.bit_length()) if most % 2**i == 0]
+    return powers if most in powers or most == 1 else [*powers, most]
+
+
+def _collective(kind: CollectiveKind, array_bytes: int, n: int, between_hosts: bool) -> CollectiveRun:
+    shared = n if kind is CollectiveKind.REDUCE_SCATTER else 1
+    return CollectiveRun(kind=kind, result_bytes=array_bytes // shared, n=n, between_hosts=between_hosts)
+
+
+def median_times(
+    clock: Clock, series: Sequence[Sequence[Run]], rounds: int, budget_s: float, progress: Progress
+) -> dict[Run, float]:
+    """Median seconds of each run. Runs that take too long are not in it; where time is short, rounds are left out."""
+    begun = time.perf_counter()
+    ready: list[Run] = []
+    for number, growing in enumerate(series):
+        with progress.pass_(f"{number + 1}/{len(series)} {_name(growing[0])}"):
+            for run in growing:
+                if clock.prepare(run) > LONGEST_S:
+                    break
+                ready.append(run)
+    samples: dict[Run, list[float]] = {run: [] for run in ready}
+    for number in range(rounds):
+        with progress.pass_(f"round {number + 1}/{rounds}"):
+            for run in ready if number % 2 else reversed(ready):
+                samples[run].append(clock.sample(run))
+        if clock.slowest(time.perf_counter() - begun) > budget_s:
+            break
+    return {run: statistics.median(seconds) for run, seconds in samples.items()}
+
+
+def _name(run: Run) -> str:
+    match run:
+        case MatmulRun():
+            return f"{run.dtype} products"
+        case StreamRun():
+            return "memory"
+        case CollectiveRun():
+            return f"{run.kind.value} over {run.n} {'hosts' if run.between_hosts else 'devices'}"
+
+
+def fitted(found: LocalDevices, on: MeasuredOn, times: dict[Run, float], conditions: str) -> Measurement:
+    """The constants that give the times back best."""
+    source = f"measured over {on.num_hosts} x {on.devices_per_host} devices, jax {on.jax_version}; {conditions}"
+    fits: list[FitQuality] = []
+    device = _device(found.device, on.platform, times, source, fits)
+    inside, timings = _link(found.inside_host, "inside a host", _timings(times, False), source, fits)
+    between, timings_between = _link(found.between_hosts, "between hosts", _timings(times, True), source, fits)
+    return Measurement(
+        on=on,
+        device=device,
+        inside_host=inside,
+        between_hosts=between,
+        timings=timings,
+        timings_between=timings_between,
+        fits=tuple(fits),
+        conditions=conditions,
+    )
+
+
+def _timings(times: dict[Run, float], between_hosts: bool) -> tuple[Timing, ...]:
+    return tuple(
+        Timing(kind=run.kind, result_bytes=run.result_bytes, n=run.n, seconds=seconds)
+        for run, seconds in times.items()
+        if isinstance(run, CollectiveRun) and run.between_hosts == between_hosts
+    )
+
+
+def _link(
+    table: Link, where: str, timings: tuple[Timing, ...], source: str, fits: list[FitQuality]
+) -> tuple[Link, tuple[Timing, ...]]:
+    """The link of these timings, and those; the table's where there are none, as between the hosts of one host.
+
+    On a torus the devices of a host are timed as if they stood in a line: what one wire does follows from that only
+    roughly, so that there too the table's link counts.
+    """
+    if not timings or table.fabric is Fabric.TORUS:
+        return table, timings
+    fit: LinkFit = fit_link(timings, fabric=table.fabric, source=source)
+    link, (timing, ratio) = fit.link, fit.worst
+    constants = (
+        f"overhead {text_of_s(link.overhead_s)}, latency {text_of_s(link.latency_s)}, "
+        f"{text_of_rate(link.bytes_per_s, 'B')}"
+    )
+    worst = f"{timing.kind.value} of {text_of_bytes(timing.result_bytes)} over {timing.n}: {ratio:.2f} of its time"
+    fits.append(
+        FitQuality(
+            what=f"links {where}",
+            constants=constants,
+            points=len(timings),
+            median_error=fit.median_error,
+            worst=worst,
+        )
+    )
+    return link, timings
+
+
+def _device(
+    table: DeviceKind, platform: str, times: dict[Run, float], source: str, fits: list[FitQuality]
+) -> DeviceKind:
+    """The table's device with measured rates; its peaks stay, where they are peaks (not on CPU)."""
+    rates: dict[str, RateFit] = {}
+    for dtype in dict.fromkeys(run.dtype for run in times if isinstance(run, MatmulRun)):
+        points = [(r.flops, s) for r, s in times.items() if isinstance(r, MatmulRun) and r.dtype == dtype]
+        if len(points) > 1:
+            rates[dtype] = fit = fit_rate(points)
+            fits.append(_rate_quality(f"{dtype} products", fit, len(points), "flop"))
+    streamed = [(run.moved_bytes, seconds) for run, seconds in times.items() if isinstance(run, StreamRun)]
+    if "float32" not in rates or len(streamed) < 2:
+        raise InvalidArgumentError(
+            where="Cluster.measure",
+            expected=f"float32 products and copies of several sizes that take less than {LONGEST_S} s",
+            got=f"{len(times)} runs of all sorts, of these {len(streamed)} copies",
+            hint="measure when the machine does nothing else",
+        )
+    memory = fit_rate(streamed)
+    fits.append(_rate_quality("memory", memory, len(streamed), "B"))
+    measured = {dtype: fit.rate_per_s for dtype, fit in rates.items()}
+    made = dataclasses.replace(table, launch_overhead_s=rates["float32"].overhead_s, source=f"{table.source}; {source}")
+    if platform == "cpu":
+        untimed = {"float64": measured["float32"] / 2}  # half as many in a register
+        return dataclasses.replace(
+            made,
+            peak_flops=tuple((untimed | measured).items()),
+            flops_efficiency=1.0,
+            peak_memory_bytes_per_s=memory.rate_per_s,
+            memory_efficiency=1.0,
+            source=f"{source}: rates as reached, not peaks",
+        )
+    efficiency = tuple((dtype, rate / table.peak_flops_per_s(dtype)) for dtype, rate in measured.items())
+    return dataclasses.replace(
+        made,
+        dtype_efficiency=efficiency,
+        flops_efficiency=dict(efficiency).get("bfloat16", dict(efficiency)["float32"]),
+        memory_efficiency=memory.rate_per_s / table.peak_memory_bytes_per_s,
+    )
+
+
+def _rate_quality(what: str, fit: RateFit, points: int, unit: str) -> FitQuality:
+    (work, _), ratio = fit.worst
+    return FitQuality(
+        what=what,
+        constants=f"{text_of_rate(fit.rate_per_s, unit)}, overhead {text_of_s(fit.overhead_s)}",
+        points=points,
+        median_error=fit.median_error,
+        worst=f"{work:.3g} {unit}: {ratio:.2f} of its time",
+    )
