@@ -5,16 +5,16 @@
     python -m benchmarks.pipeline_overlap --seconds 600   longer, for a machine that others use too
 
 The same training step several times in one process, called in turn: as two stages on two devices (1F1B, 8
-micro-batches); as one stage on one device with the same 8 micro-batches, which does the same arithmetic and is the reference; and under
-plain `jax.jit` on one device with the whole batch. With m micro-batches and two equal stages the first can be 2m/(m+1)
-times as fast as the reference.
+micro-batches); as one stage on one device with the same 8 micro-batches, which does the same arithmetic and is the
+reference; and under plain `jax.jit` on one device with the whole batch. With m micro-batches and two equal stages the
+first can be 2m/(m+1) times as fast as the reference.
 
 One core for one device: XLA's CPU client has a pool with at least one thread for each device, which all devices share,
 so that one device alone would use both cores (`--xla_cpu_multi_thread_eigen=false` and starting on one core do not
-change that). So all threads of the process are confined to one core while a step on one device is sampled, and have both
-cores for the two stages. Processor time beside time shows that it holds. While one stage waits in the bubble, the other
-may use its core: that can hide at most the bubble, and the paced devices below have no such help. A last row shows one
-device with both cores.
+change that). So all threads of the process are confined to one core while a step on one device is sampled, and have
+both cores for the two stages. Processor time beside time shows that it holds. While one stage waits in the bubble, the
+other may use its core: that can hide at most the bubble, and the paced devices below have no such help. A last row
+shows one device with both cores.
 
 Samples count where the machine had the cores to give: what other processes used meanwhile, from /proc/stat, is noted
 with each, and the medians of the quiet ones stand beside those of all.
