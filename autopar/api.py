@@ -45,6 +45,7 @@ class Options:
     """What `parallelize` was asked for; names as in its signature."""
 
     plan: Plan | None
+    recipe: Recipe
     pipeline: PipelineOptions
     cluster: Cluster | None
     memory_limit_bytes: int | None
@@ -290,6 +291,8 @@ class Step:
             memory_limit_bytes=options.memory_limit_bytes,
             time_limit_s=options.time_limit_s,
             pipeline=options.pipeline,
+            binding=options.recipe.binding,
+            recompute=options.recipe.recompute,
         )
         if options.follow is not None:
             wanted = _followed(wanted, options.follow, traced, self.__name__)
@@ -558,6 +561,7 @@ def parallelize(
     recipe = plan if isinstance(plan, Recipe) else Recipe()
     options = Options(
         plan=plan if isinstance(plan, Plan) else None,
+        recipe=recipe,
         pipeline=pipeline_options(recipe, num_microbatches, schedule),
         cluster=cluster,
         memory_limit_bytes=memory_limit_bytes,

@@ -89,14 +89,52 @@ class Assembly:
     copies: dict[tuple[int, str], Home]
     of_op: dict[int, tuple[int, tuple[Strategy, ...]]]
     partials: Partials
+    lists: _Lists
+
+    def operand_layouts(self, strategies: tuple[Strategy, ...], i: int) -> Layouts:
+        """The layout of operand i under each strategy; the same object for the same list."""
+        return self.lists.of_operand(strategies, i)
+
+    def result_layouts(self, strategies: tuple[Strategy, ...], i: int) -> Layouts:
+        """The layout of result i under each strategy; the same object for the same list."""
+        return self.lists.of_result(strategies, i)
 
 
-def assemble(graph: OpGraph, mesh: LogicalMesh, wires: Mapping[int, Layout] | None = None) -> Assembly:
+class _Lists:
+    """Lists of layouts, one object for equal ones."""
+
+    def __init__(self) -> None:
+        self._lists: dict[Layouts, Layouts] = {}
+        self._of: dict[tuple[int, str, int], Layouts] = {}
+
+    def one(self, layouts: Layouts) -> Layouts:
+        return self._lists.setdefault(layouts, layouts)
+
+    def of_operand(self, strategies: tuple[Strategy, ...], i: int) -> Layouts:
+        key = (id(strategies), "operand", i)
+        if key not in self._of:
+            self._of[key] = self.one(tuple(s.operands[i] for s in strategies))
+        return self._of[key]
+
+    def of_result(self, strategies: tuple[Strategy, ...], i: int) -> Layouts:
+        key = (id(strategies), "result", i)
+        if key not in self._of:
+            self._of[key] = self.one(tuple(s.results[i] for s in strategies))
+        return self._of[key]
+
+
+def assemble(
+    graph: OpGraph,
+    mesh: LogicalMesh,
+    wires: Mapping[int, Layout] | None = None,
+    arrivals: Mapping[int, Layout] | None = None,
+) -> Assembly:
     """Nodes and edges of a graph. The order is the program's, so it is the same in every process.
 
-    `wires[op.id]` is the layout in which a SEND operation wants its operand.
+    `wires[op.id]` is the layout in which a SEND operation wants its operand, `arrivals[value]` the one in which an
+    input comes from another stage.
     """
-    return _Assembler(graph, mesh, wires or {}).run()
+    return _Assembler(graph, mesh, wires or {}, arrivals or {}).run()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +149,10 @@ class _Read:
 
 
 class _Assembler:
-    def __init__(self, graph: OpGraph, mesh: LogicalMesh, wires: Mapping[int, Layout]) -> None:
-        self.graph, self.mesh, self.wires = graph, mesh, wires
+    def __init__(
+        self, graph: OpGraph, mesh: LogicalMesh, wires: Mapping[int, Layout], arrivals: Mapping[int, Layout]
+    ) -> None:
+        self.graph, self.mesh, self.wires, self.arrivals = graph, mesh, wires, arrivals
         self.once = graph.once() if graph.is_cut else frozenset()
         self.nodes: list[Node] = []
         self.raw: dict[int, Home] = {}
@@ -125,14 +165,16 @@ class _Assembler:
         self.state_nodes: set[int] = set()
         self.partials = find_partials(graph)
         self.whole: int | None = None
-        self._lists: dict[Layouts, Layouts] = {}
-        self._lists_of: dict[tuple[int, str, int], Layouts] = {}
+        self.lists = _Lists()
         self._enumerated: dict[tuple, tuple[Strategy, ...]] = {}
         self._followed: dict[tuple, tuple[Strategy, ...] | None] = {}
 
     def run(self) -> Assembly:
         block = self.graph.block
         for position, value in enumerate(block.inputs):
+            if value in self.arrivals:
+                self.arrive(value)
+                continue
             node = self.layout_node(value, "argument", self.graph.values[value].name)
             if node is not None and position in self.graph.donated:
                 self.state_nodes.add(node)
@@ -145,25 +187,13 @@ class _Assembler:
         copies, reshards = self.edges()
         return Assembly(
             mesh=self.mesh, nodes=tuple(self.nodes), reshards=tuple(reshards), raw=self.raw, placed=self.placed,
-            copies=copies, of_op=self.of_op, partials=self.partials,
+            copies=copies, of_op=self.of_op, partials=self.partials, lists=self.lists,
         )  # fmt: skip
 
-    # Lists of layouts, one object for equal ones
+    # Lists of layouts
 
     def one(self, layouts: Layouts) -> Layouts:
-        return self._lists.setdefault(layouts, layouts)
-
-    def operand_layouts(self, strategies: tuple[Strategy, ...], i: int) -> Layouts:
-        key = (id(strategies), "operand", i)
-        if key not in self._lists_of:
-            self._lists_of[key] = self.one(tuple(s.operands[i] for s in strategies))
-        return self._lists_of[key]
-
-    def result_layouts(self, strategies: tuple[Strategy, ...], i: int) -> Layouts:
-        key = (id(strategies), "result", i)
-        if key not in self._lists_of:
-            self._lists_of[key] = self.one(tuple(s.results[i] for s in strategies))
-        return self._lists_of[key]
+        return self.lists.one(layouts)
 
     def every_layout(self, value: int) -> Layouts:
         return self.one(enumerate_layouts(self.graph.values[value].shape, self.mesh))
@@ -255,10 +285,10 @@ class _Assembler:
         self.of_op[op.id] = (node, strategies)
         for i, atom in enumerate(op.inputs):
             if i != position:
-                layouts = self.operand_layouts(strategies, i)
+                layouts = self.lists.of_operand(strategies, i)
                 self.read(atom, node, layouts, op.role, op.count, raw=self.partials.reads_raw(op, i))
         for i, value in enumerate(op.outputs):
-            layouts = self.result_layouts(strategies, i)
+            layouts = self.lists.of_result(strategies, i)
             partial = _any_partial(layouts)
             if len(self.every_layout(value)) == 1 and not partial:
                 continue
@@ -266,6 +296,13 @@ class _Assembler:
             self.order[value] = len(self.order)
             if partial:
                 self.place(value, f"{op.module}/{op.primitive} placed", op.count)
+
+    def arrive(self, value: int) -> None:
+        """A value comes in one layout and is then laid as its readers want it, once for all of them."""
+        layouts = self.one((self.arrivals[value],))
+        self.raw[value] = Home(self.node(1, "wire", "received", layouts), layouts)
+        self.order[value] = len(self.order)
+        self.place(value, "received, placed", float(self.graph.num_microbatches))
 
     def place(self, value: int, name: str, count: float) -> None:
         """Gives a value that may be partial a second home, where it is whole."""

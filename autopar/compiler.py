@@ -35,6 +35,7 @@ from autopar.pipelining import (
 )
 from autopar.plan import Plan, Trees
 from autopar.progress import Progress
+from autopar.purposes import described
 from autopar.record import FORMAT_VERSION, Decisions, MeshTrial, PlanRecord
 from autopar.recording import (
     decisions_of,
@@ -74,17 +75,20 @@ def make_plan(
     """
     with progress.pass_("graph"):
         graph = build_graph(traced, rules)
+        if options.binding is not None:
+            graph = described(graph)
     limit_bytes = options.memory_limit_bytes or cluster.device.memory_bytes
     asked = options.pipeline
     if asked.num_stages is not None:
-        found = asked_pipeline(traced, cluster, asked, limit_bytes, rules, progress, options.time_limit_s)
+        found = asked_pipeline(traced, cluster, options, limit_bytes, rules, progress)
         return staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress)
     best: Candidate | AutoparError | None = None
     trials: list[MeshTrial] = []
-    if not asked.is_asked and cluster.num_devices <= WHOLE_UP_TO:
+    bound = bool(options.fixed) or options.axis_sizes is not None or options.binding is not None
+    if not asked.is_asked and (bound or cluster.num_devices <= WHOLE_UP_TO):
         best = whole_step(traced, graph, cluster, limit_bytes, options, trials, progress)
     notes: list[str] = []
-    if asked.is_asked or (may_pay(best, cluster) and not options.fixed and options.axis_sizes is None):
+    if asked.is_asked or (may_pay(best, cluster) and not bound):
         to_beat_s = best.step_time_s if isinstance(best, Candidate) else math.inf
         other, reason = searched_pipeline(traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s)
         if other is not None and other.staged.simulation.step_time_s < to_beat_s:

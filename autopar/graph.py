@@ -50,6 +50,29 @@ class Section(enum.Enum):
         return self in (Section.FORWARD, Section.BACKWARD, Section.WEIGHT)
 
 
+class Dimension(enum.Enum):
+    """What a dimension of a value counts. What is none of these (widths, heads, vocabularies) has no name."""
+
+    EXAMPLE = "example"
+    SEQUENCE = "sequence"  # positions of a text, of an image, of a sound
+    EXPERT = "expert"  # of a mixture of experts
+
+
+class Purpose(enum.Enum):
+    """What a value is to a training step."""
+
+    BATCH = "batch"
+    MATRIX = "matrix"  # state that the forward pass multiplies with
+    PARAMETER = "parameter"  # other state that the forward pass reads
+    OPTIMIZER = "optimizer"  # state that only the update reads
+    MATRIX_COPY = "matrix copy"  # what products read of a matrix: its cast, its transpose
+    WEIGHT_COPY = "weight copy"  # anything else that is computed of state alone
+    GRADIENT = "gradient"  # has no examples any more, and is computed of them
+    ACCUMULATOR = "accumulator"  # a sum over micro-batches
+    UPDATE = "update"  # made by the update
+    ACTIVATION = "activation"  # everything else
+
+
 class FactorKind(enum.Enum):
     """What happens when a mesh axis splits a factor."""
 
@@ -81,7 +104,11 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """One array of the program. `name` is set for arguments and constants; `weak_type` as jax has it."""
+    """One array of the program. `name` is set for arguments and constants; `weak_type` as jax has it.
+
+    `dimensions` (of each dimension what it counts, as far as that is known) and `purpose` are set by
+    `autopar.purposes`, for plans that are bound to them.
+    """
 
     id: int
     shape: tuple[int, ...]
@@ -89,6 +116,8 @@ class Value:
     itemsize: int
     name: str = ""
     weak_type: bool = False
+    dimensions: tuple[frozenset[Dimension], ...] = ()
+    purpose: Purpose | None = None
 
     @property
     def size(self) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from autopar import solver
 from autopar.assembly import ALL, PLACED, RAW, Assembly, Home, Node, Reshard, assemble
 from autopar.cluster import Cluster, DeviceKind
+from autopar.constraints import Constraints
 from autopar.costs import Work, flops_of, is_fusible, time_s
 from autopar.folding import fold
-from autopar.graph import Atom, Op, OpGraph, OpKind, Section
+from autopar.graph import Atom, Op, OpGraph, OpKind, Role, Section
 from autopar.jax_compat import jax_version
 from autopar.layout import Layout, replicated
 from autopar.memory_steps import Compiler, compiler_for
@@ -102,13 +103,19 @@ class IntraOp:
         model: CostModel,
         fixed: dict[int, Layout] | None = None,
         wires: dict[int, Layout] | None = None,
+        arrivals: dict[int, Layout] | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
-        """`fixed` gives arguments the one layout they may have, `wires` SEND operations that of their operand."""
+        """`fixed` gives arguments the one layout they may have, `wires` SEND operations that of their operand,
+        `arrivals` what comes from other stages the one in which it comes; `constraints` bind everything else.
+        """
         self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
-        self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires)
+        self.constraints = constraints
+        self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals)
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
         self._numbers: dict[int, np.ndarray] = {}
+        self._allowed: dict[tuple, np.ndarray] = {}  # what the constraints allow
         self._feeding: dict[int, Reshard] = {}  # by the position of its edge: the reshard that fills a copy node
         self.problem, self.classes = self._build()
 
@@ -133,11 +140,15 @@ class IntraOp:
                 nbytes = self.graph.values[value].nbytes / self._shards(home.layouts)
                 node_cost[home.node] = node_cost[home.node] + nbytes / self.model.device.memory_bytes_per_s
                 kinds[home.node] = number.setdefault(("batch", kinds[home.node], value), len(number))
+        for at, good in self._masks().items():
+            node_cost[at] = np.where(good, node_cost[at], np.inf)
+            kinds[at] = number.setdefault(("bound", kinds[at], good.tobytes()), len(number))
         edges: list[solver.Edge] = []
         edge_kinds: list[int] = []
         matrix_number: dict[int, int] = {}
         for reshard in assembly.reshards:
             matrix = self._matrix(reshard.value, reshard.source, reshard.target, reshard.count)
+            matrix = self._where_sums_lie(matrix, reshard)
             edge_kinds.append(matrix_number.setdefault(id(matrix), len(matrix_number)))
             if reshard.source.node == reshard.target.node:
                 own = reshard.source.node
@@ -153,6 +164,70 @@ class IntraOp:
             node_names=tuple(node.name for node in assembly.nodes),
         )
         return problem, fold(assembly, kinds, edge_kinds)
+
+    def _masks(self) -> dict[int, np.ndarray]:
+        """For each node that the constraints bind, which of its strategies they allow.
+
+        What must be split is, wherever one operation, or one place to lie in, can have it so.
+        """
+        bound, assembly = self.constraints, self.assembly
+        if bound is None:
+            return {}
+        found: dict[int, np.ndarray] = {}
+
+        def bind(node: int, allowed: np.ndarray, wanted: np.ndarray) -> None:
+            good = allowed & wanted if (allowed & wanted).any() else allowed
+            if assembly.nodes[node].kind != "wire":
+                found[node] = found[node] & good if node in found else good
+
+        for homes in (assembly.raw, assembly.placed):
+            for value, home in homes.items():
+                bind(home.node, self._good(value, home.layouts), self._good(value, home.layouts, bound.lies_well))
+        for (value, readers), home in assembly.copies.items():
+            good = self._good(value, home.layouts)
+            # A copy for readers of all roles is kept between the passes, like the value itself.
+            bind(home.node, good, self._good(value, home.layouts, bound.lies_well) if readers == ALL else good)
+        for op in self.graph.ops():
+            if op.id not in assembly.of_op:
+                continue
+            node, strategies = assembly.of_op[op.id]
+            allowed = wanted = np.ones(len(strategies), bool)
+            for i, atom in enumerate(op.inputs):
+                # The update may read a part of whatever is there: what it makes decides.
+                if isinstance(atom, int) and op.role is not Role.UPDATE:
+                    layouts = assembly.operand_layouts(strategies, i)
+                    allowed = allowed & self._good(atom, layouts)
+                    wanted = wanted & self._good(atom, layouts, bound.reads_well)
+            for i, atom in enumerate(op.outputs):
+                layouts = assembly.result_layouts(strategies, i)
+                allowed = allowed & self._good(atom, layouts)
+                wanted = wanted & self._good(atom, layouts, bound.lies_well)
+            bind(node, allowed, wanted)
+        return found
+
+    def _good(
+        self, value: int, layouts: tuple[Layout, ...], wish: Callable[..., np.ndarray] | None = None
+    ) -> np.ndarray:
+        """Which layouts of a value the constraints allow, or grant a wish."""
+        assert self.constraints is not None
+        v = self.graph.values[value]
+        key = (id(layouts), v.dimensions, v.purpose, wish.__name__ if wish is not None else "")
+        if key not in self._allowed:
+            self._allowed[key] = (wish or self.constraints.allowed)(v, layouts)
+        return self._allowed[key]
+
+    def _where_sums_lie(self, matrix: np.ndarray, reshard: Reshard) -> np.ndarray:
+        """The costs of an edge, without the ways in which the constraints let no sum be reduced."""
+        if self.constraints is None or not any(layout.partial for layout in reshard.source.layouts):
+            return matrix
+        v = self.graph.values[reshard.value]
+        key = (id(matrix), v.dimensions, v.purpose)
+        if key not in self._allowed:
+            good = [
+                [self.constraints.keeps_sum(v, a, b) for b in reshard.target.layouts] for a in reshard.source.layouts
+            ]
+            self._allowed[key] = np.where(np.array(good), matrix, np.inf)
+        return self._allowed[key]
 
     def _matrix(self, value: int, source: Home, target: Home, count: float) -> np.ndarray:
         """Seconds of resharding for every pair of strategies; the same object for the same costs."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.cluster import Cluster
+from autopar.constraints import Binding
 from autopar.contraction import contract
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, UnsupportedError
 from autopar.graph import OpGraph
@@ -21,6 +22,7 @@ from autopar.pipelining import (
     part_of,
 )
 from autopar.progress import Progress
+from autopar.purposes import described
 from autopar.record import PipelineTrial
 from autopar.rules import RuleBook
 from autopar.scan_cutting import CutStep, cut_scans, divisors, trips_of
@@ -30,7 +32,7 @@ from autopar.stage_assignment import balanced
 from autopar.stage_building import Choice, Cut, build, cut_layers, evened, layers_of_pieces
 from autopar.stage_costs import Decisions, PricedOption, layer_decisions, stage_options
 from autopar.staging import TracedStep
-from autopar.whole_search import distinct_meshes
+from autopar.whole_search import PlanOptions, distinct_meshes
 
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
@@ -334,36 +336,46 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
     )
 
 
-def equal_choice(cut: Cut, cluster: Cluster, schedule: str, num_stages: int, chunks: int) -> list[Choice]:
-    """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh of them.
+def equal_choice(
+    cut: Cut,
+    cluster: Cluster,
+    schedule: str,
+    num_stages: int,
+    chunks: int,
+    binding: Binding | None = None,
+    recompute: str = "nothing",
+) -> list[Choice]:
+    """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh of them that
+    a binding leaves.
 
     Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not cut the devices.
     """
     (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
     first_layers = layers_of_pieces(cut) if cut.step.parts > 1 else balanced(cut.layers, num_stages)
+    meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
     return [
         Choice(
             schedule=schedule,
             chunks=chunks,
             first_layers=first_layers,
             group_meshes=(mesh,) * (num_stages // chunks),
-            policies=("nothing",) * len(cut.layers),
+            policies=(recompute,) * len(cut.layers),
             prices_s_per_byte=(0.0,) * num_stages,
         )
-        for mesh in meshes_inside(part_of(cluster, size))
+        for mesh in meshes
     ]
 
 
 def asked_pipeline(
     traced: TracedStep,
     cluster: Cluster,
-    asked: PipelineOptions,
+    options: PlanOptions,
     limit_bytes: int,
     rules: RuleBook,
     progress: Progress,
-    time_limit_s: float,
 ) -> Found:
     """Stages of equal arithmetic on equal submeshes, as asked; the logical mesh that is fastest and fits."""
+    asked, binding = options.pipeline, options.binding
     name = asked.schedule or "1f1b"
     chunks = asked.chunks or default_chunks(name)
     num_stages = (asked.num_stages or 1) * chunks
@@ -373,12 +385,14 @@ def asked_pipeline(
             raise _one_part_a_group(step, name, chunks)
         num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages)
         cut = cut_layers(step, num_microbatches, rules)
+        if binding is not None:
+            cut = dataclasses.replace(cut, graph=described(cut.graph))
     built = []
-    for choice in equal_choice(cut, cluster, name, num_stages, chunks):
+    for choice in equal_choice(cut, cluster, name, num_stages, chunks, binding, options.recompute):
+        constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
         with progress.pass_("build stages"):
-            built.append(
-                Found(staged=build(cut, choice, cluster, limit_bytes, time_limit_s), choice=choice, weighed=())
-            )
+            staged = build(cut, choice, cluster, limit_bytes, options.time_limit_s, constraints)
+            built.append(Found(staged=staged, choice=choice, weighed=()))
     best = min(built, key=lambda found: found.rank(limit_bytes))
     return dataclasses.replace(best, weighed=tuple(found.trial for found in built))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.cluster import Cluster
 from autopar.collectives import Link
+from autopar.constraints import Constraints
 from autopar.costs import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.graph import OpGraph, OpKind, Section
@@ -158,6 +159,7 @@ def solve_stage(
     time_limit_s: float,
     s_per_byte: float = 0.0,
     fixed: Mapping[int, Layout] | None = None,
+    constraints: Constraints | None = None,
 ) -> ShardingPlan:
     """The decisions of one stage on its mesh: the ILP over its forward, backward and update operations together.
 
@@ -165,7 +167,7 @@ def solve_stage(
     they may have. Raises: SolverError.
     """
     received, sent = wires
-    intra_op = IntraOp(stage.graph, model, {**received, **(fixed or {})}, sent)
+    intra_op = IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints)
     prices = MemoryPrices(s_per_byte=s_per_byte, values=state_values(stage.graph)) if s_per_byte else None
     solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):

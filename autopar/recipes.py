@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopar.constraints import AxisUse, Binding
 from autopar.errors import InvalidArgumentError
+from autopar.graph import Dimension, Purpose
 from autopar.pipelining import PipelineOptions
+from autopar.recomputation import Recompute
 from autopar.runtime.schedules import SCHEDULES
 
 
@@ -14,6 +17,137 @@ class Recipe:
     """What a plan must hold to; the search decides the rest. Made by the functions of this module."""
 
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
+    binding: Binding | None = None
+    recompute: str = "nothing"
+
+
+def data_parallel() -> Recipe:
+    """Every device has the whole model and a part of the batch; gradients are summed by one all-reduce.
+
+    Sources: PyTorch DDP (Li et al., "PyTorch Distributed", 2020); Sergeev and Del Balso, "Horovod", 2018.
+    """
+    return combine()
+
+
+def zero(stage: int) -> Recipe:
+    """Data parallelism with the optimiser's state (1), the summed gradients too (2), the parameters too (3) in parts.
+
+    Source: Rajbhandari et al., "ZeRO", 2020, section 5. Raises: InvalidArgumentError.
+    """
+    return combine(zero=stage)
+
+
+def tensor_parallel(kind: str = "1d", *, size: int | None = None) -> Recipe:
+    """Matrices in parts: by columns, then by rows, with an all-reduce behind each pair; attention by heads.
+
+    `size` devices hold a model together, all of them where it is None; what is left is data parallel. Source: Shoeybi
+    et al., "Megatron-LM", 2019, section 3. Raises: InvalidArgumentError.
+    """
+    if kind != "1d":
+        raise InvalidArgumentError(
+            where="recipes.tensor_parallel(kind)", expected="'1d'", got=repr(kind), hint="leave it out"
+        )
+    return _bound(dp=None if size is not None else 1, tp=size)
+
+
+def combine(
+    *,
+    dp: int | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    zero: int = 0,
+    sequence_parallel: bool = False,
+    schedule: str | None = None,
+    num_microbatches: int | None = None,
+    chunks: int | None = None,
+    recompute: str = "nothing",
+) -> Recipe:
+    """Data, tensor and pipeline parallelism together, in Megatron's order: tensor groups are neighbours, then come data
+    groups, then stages.
+
+    Args:
+        dp: Copies of the model; None: as many as the devices make.
+        tp: Devices that share each matrix (`tensor_parallel("1d")`).
+        pp: Pipeline stages, each of `dp * tp` devices.
+        zero: What the copies share out, as in `zero`.
+        sequence_parallel: Whether tensor groups split what lies between the matrices by positions (norms, dropout,
+            residuals), with reduce-scatters and all-gathers in the place of all-reduces. Source: Korthikanti et al.,
+            "Reducing activation recomputation in large transformer models", 2022, section 4.2.2.
+        schedule: As in `pipeline`; "1f1b" where there are stages.
+        num_microbatches: Into how many parts the batch is cut. Without stages None cuts nothing.
+        chunks: As in `pipeline`.
+        recompute: What each layer does again in its backward pass: "nothing", "matmuls" (all but matrix products),
+            "input" (everything).
+
+    Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
+    Raises: InvalidArgumentError.
+    """
+    for name, number in (
+        ("dp", dp),
+        ("tp", tp),
+        ("pp", pp),
+        ("num_microbatches", num_microbatches),
+        ("chunks", chunks),
+    ):
+        if number is not None:
+            check_number(f"recipes.combine({name}=...)", number)
+    if schedule is not None:
+        check_schedule("recipes.combine(schedule=...)", schedule)
+    if recompute not in [policy.value for policy in Recompute]:
+        raise InvalidArgumentError(
+            where="recipes.combine(recompute=...)",
+            expected=" or ".join(repr(policy.value) for policy in Recompute),
+            got=repr(recompute),
+            hint="leave it out to keep everything",
+        )
+    if zero not in (0, 1, 2, 3):
+        raise InvalidArgumentError(
+            where="zero", expected="0, 1, 2 or 3", got=repr(zero), hint="0 keeps the whole state on every device"
+        )
+    staged = pp > 1 or num_microbatches is not None or recompute != "nothing"
+    recipe = _bound(dp=dp, tp=tp, zero=zero, sequence_parallel=sequence_parallel)
+    options = PipelineOptions(
+        num_stages=pp if staged else None,
+        num_microbatches=num_microbatches if num_microbatches is not None or pp > 1 or not staged else 1,
+        schedule=schedule,
+        chunks=chunks,
+    )
+    return dataclasses.replace(recipe, pipeline=options, recompute=recompute)
+
+
+_EXAMPLES = (Purpose.BATCH, Purpose.ACTIVATION)
+_MATRICES = (Purpose.MATRIX, Purpose.MATRIX_COPY)
+# What ZeRO lets the copies of a model share out, stage by stage; what the update computes goes with its state.
+_ZERO_SPREADS: tuple[tuple[Purpose, ...], ...] = (
+    (),
+    (Purpose.OPTIMIZER, Purpose.UPDATE, Purpose.GRADIENT, Purpose.ACCUMULATOR),
+    (Purpose.OPTIMIZER, Purpose.UPDATE, Purpose.GRADIENT, Purpose.ACCUMULATOR),
+    (
+        Purpose.OPTIMIZER, Purpose.UPDATE, Purpose.GRADIENT, Purpose.ACCUMULATOR, Purpose.MATRIX, Purpose.PARAMETER,
+        Purpose.MATRIX_COPY, Purpose.WEIGHT_COPY,
+    ),
+)  # fmt: skip
+_ZERO_MUSTS: tuple[tuple[Purpose, ...], ...] = (
+    (),
+    (Purpose.OPTIMIZER,),
+    (Purpose.OPTIMIZER, Purpose.ACCUMULATOR),
+    (Purpose.OPTIMIZER, Purpose.ACCUMULATOR, Purpose.MATRIX, Purpose.PARAMETER),
+)
+
+
+def _bound(*, dp: int | None, tp: int | None, zero: int = 0, sequence_parallel: bool = False) -> Recipe:
+    data = AxisUse(
+        name="data",
+        dimensions=(Dimension.EXAMPLE,),
+        spread=_ZERO_SPREADS[zero],
+        must=(*_EXAMPLES, *_ZERO_MUSTS[zero]),
+        reads=_EXAMPLES,
+    )
+    positions = (Dimension.SEQUENCE,) if sequence_parallel else ()
+    tensor = AxisUse(
+        name="tensor", dimensions=positions, unnamed=True, must=_MATRICES, reads=_MATRICES, keeps=positions
+    )
+    return Recipe(binding=Binding(axes=(data, tensor), sizes=(dp, tp)))
 
 
 def pipeline(

@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.alike import Shape, carried_over, shape_of
 from autopar.cluster import Cluster
+from autopar.constraints import Constraints
 from autopar.errors import UnsupportedError
 from autopar.graph import OpGraph, OpKind
 from autopar.intra_op import CostModel, ShardingPlan
@@ -122,8 +123,9 @@ def decide(
     prices_s_per_byte: Sequence[float],
     time_limit_s: float,
     pieces: Mapping[int, int],
+    constraints: Constraints | None = None,
 ) -> list[ShardingPlan]:
-    """Each stage's decisions; stages that are alike, on meshes that are alike, share them.
+    """Each stage's decisions; stages that are alike, on meshes that are alike, share them. Constraints bind all.
 
     `pieces` names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the stage
     in the middle, which is like most others, chooses for its own.
@@ -145,7 +147,7 @@ def decide(
         given = tuple(sorted((number[v], layout) for v, layout in fixed.items()))
         key = (shape.key, model.links, str(received), str(sent), price, str(given))
         if key not in known:
-            known[key] = solve_stage(stage, model, wires, time_limit_s, price, fixed), shape
+            known[key] = solve_stage(stage, model, wires, time_limit_s, price, fixed, constraints), shape
             found[at] = known[key][0]
         else:
             found[at] = carried_over(*known[key], shape, stage.graph)
@@ -159,7 +161,14 @@ def decide(
 LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.3, 10.0
 
 
-def build(cut: Cut, choice: Choice, cluster: Cluster, limit_bytes: int, time_limit_s: float) -> Staged:
+def build(
+    cut: Cut,
+    choice: Choice,
+    cluster: Cluster,
+    limit_bytes: int,
+    time_limit_s: float,
+    constraints: Constraints | None = None,
+) -> Staged:
     """Works a choice out: recomputation, stages, decisions, instructions, tasks, the list, its simulation.
 
     Stages that do not fit into the memory are decided anew, leaner each time, a few times at most.
@@ -174,7 +183,7 @@ def build(cut: Cut, choice: Choice, cluster: Cluster, limit_bytes: int, time_lim
     meshes = [s.mesh for s in submeshes]
     prices = list(choice.prices_s_per_byte)
     for leaner in range(LEANER + 1):
-        shardings = decide(stages, models, meshes, prices, time_limit_s, pieces_of(cut))
+        shardings = decide(stages, models, meshes, prices, time_limit_s, pieces_of(cut), constraints)
         staged = stage_program(
             cut.step, graph, cut.layers, choice.first_layers, stages, models, shardings, submeshes, schedule, cluster
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar import memory
 from autopar.cluster import Cluster
+from autopar.constraints import Binding
 from autopar.errors import (
     AutoparError,
     MemoryLimitError,
@@ -45,7 +46,8 @@ class PlanOptions:
     """What may be asked of the search.
 
     `max_mesh_axes` bounds the logical meshes that are tried, `axis_sizes` names the only one. `fixed` gives argument
-    leaves (by number) a layout that they must have.
+    leaves (by number) a layout that they must have. `binding` is a mesh whose axes have their uses, `recompute` what
+    each layer of a pipeline recomputes (`Recompute`).
     """
 
     memory_limit_bytes: int | None = None
@@ -54,6 +56,8 @@ class PlanOptions:
     axis_sizes: tuple[int, ...] | None = None
     fixed: tuple[tuple[int, Layout], ...] = ()
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
+    binding: Binding | None = None
+    recompute: str = "nothing"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,8 @@ def whole_step(
 
 def logical_meshes(cluster: Cluster, options: PlanOptions) -> tuple[LogicalMesh, ...]:
     """What the options name, else the distinct meshes of the cluster."""
+    if options.binding is not None:
+        return (options.binding.on(cluster.num_devices)[0],)
     if options.axis_sizes is not None:
         return (LogicalMesh(axis_sizes=options.axis_sizes),)
     return distinct_meshes(cluster, options.max_mesh_axes)
@@ -172,7 +178,8 @@ def search(
     deadline = time.perf_counter() + options.time_limit_s
     first_argument = len(graph.constants)
     fixed = {graph.block.inputs[first_argument + i]: layout for i, layout in options.fixed}
-    intra_op = IntraOp(graph, model, fixed)
+    constraints = options.binding.on(model.links.mesh.num_devices)[1] if options.binding is not None else None
+    intra_op = IntraOp(graph, model, fixed, constraints=constraints)
     free = intra_op.solve(time_limit_s=options.time_limit_s)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
         status = f"no plan after {free.wall_s:.1f} s ({free.status.value})"

@@ -15,6 +15,7 @@ LAYERS = ("vocabulary", "front end", "strategies and costs", "solver | runtime",
 LAYER_OF = {
     "algebra": "vocabulary",
     "cluster": "vocabulary",
+    "constraints": "vocabulary",
     "collectives": "vocabulary",
     "device_clock": "vocabulary",
     "errors": "vocabulary",
@@ -55,6 +56,7 @@ LAYER_OF = {
     "stage_assignment": "front end",
     "stage_graphs": "front end",
     "contraction": "front end",
+    "purposes": "front end",
     "staging": "front end",
     "assembly": "strategies and costs",
     "costs": "strategies and costs",
@@ -72,6 +74,8 @@ LAYER_OF = {
     "compiled": "compiler",
     "compiler": "compiler",
     "elsewhere": "compiler",
+    "elsewhere_gpu": "compiler",
+    "elsewhere_tpu": "compiler",
     "emission": "compiler",
     "global_step": "compiler",
     "intra_op": "compiler",
@@ -96,7 +100,10 @@ LAYER_OF = {
 # Parts of jax that are private or differ between versions, and the files that may use them.
 UNSTABLE_JAX = ("jax._src", "jax.core", "jax.experimental", "jax.extend", "jax.interpreters", "jaxlib")
 JAX_COMPAT = "autopar/jax_compat.py"
-ALSO_ALLOWED = {"autopar/elsewhere.py": ("jax.experimental.topologies", "jax.experimental.mesh_utils")}
+ALSO_ALLOWED = {
+    "autopar/elsewhere_gpu.py": ("jax.experimental.topologies",),
+    "autopar/elsewhere_tpu.py": ("jax.experimental.topologies", "jax.experimental.mesh_utils"),
+}
 
 
 def package_files() -> list[Path]:

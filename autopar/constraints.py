@@ -1,0 +1,120 @@
+"""What a plan is bound to: which mesh axis may split what, and what it must split.
+
+The search chooses among what is allowed. A recipe is little more than this: data parallelism is a mesh axis that may
+split examples and nothing else, ZeRO lets it split state too, tensor parallelism is an axis that must split matrices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.errors import InvalidArgumentError
+from autopar.graph import Dimension, Purpose, Value
+from autopar.layout import Layout
+from autopar.mesh import AXIS_NAMES, LogicalMesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AxisUse:
+    """What one mesh axis is for.
+
+    Attributes:
+        name: What people call it: data, tensor, sequence, expert.
+        dimensions: It may split dimensions that count these, of any value.
+        unnamed: It may split dimensions that count none of `Dimension` (widths, heads, vocabularies), of any value.
+        spread: It may split values of these purposes along any dimension.
+        must: It must split values of these purposes, where they lie, if it may and one of their dimensions divides.
+        reads: Operations must read values of these purposes split over it, if they can.
+        keeps: Sums over it may be left split over it along dimensions that count these only; others are whole on all.
+    """
+
+    name: str
+    dimensions: tuple[Dimension, ...] = ()
+    unnamed: bool = False
+    spread: tuple[Purpose, ...] = ()
+    must: tuple[Purpose, ...] = ()
+    reads: tuple[Purpose, ...] = ()
+    keeps: tuple[Dimension, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """The use of each axis of a mesh, in its order."""
+
+    axes: tuple[AxisUse, ...]
+
+    def allowed(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Which of the layouts the axes allow for a value; partial ones as the split beside the sum."""
+        return np.array([self.allows(value, layout) for layout in layouts], bool)
+
+    def allows(self, value: Value, layout: Layout) -> bool:
+        return all(self._may_split(self.axes[axis], value, d) for d, axes in enumerate(layout.dims) for axis in axes)
+
+    def _may_split(self, use: AxisUse, value: Value, d: int) -> bool:
+        names = value.dimensions[d] if value.dimensions else frozenset()
+        if value.purpose in use.spread or names.intersection(use.dimensions):
+            return True
+        return use.unnamed and not names
+
+    def lies_well(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Which layouts split a value as it must lie, as far as it can."""
+        return self._split(value, layouts, [value.purpose in use.must for use in self.axes])
+
+    def reads_well(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Which layouts split a value as operations must read it, as far as they can."""
+        return self._split(value, layouts, [value.purpose in use.reads for use in self.axes])
+
+    def _split(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[bool]) -> np.ndarray:
+        good = self.allowed(value, layouts)
+        for axis, is_wanted in enumerate(wanted):
+            if is_wanted:
+                split = np.array([axis in layout.sharded_axes for layout in layouts])
+                good = good & split if (good & split).any() else good
+        return good
+
+    def keeps_sum(self, value: Value, source: Layout, target: Layout) -> bool:
+        """Whether a sum may come to lie in `target` when its devices hold summands in `source`."""
+        for d, axes in enumerate(target.dims):
+            for axis in axes:
+                use = self.axes[axis]
+                left_split = axis in source.partial and value.purpose not in use.spread
+                if left_split and not (value.dimensions and value.dimensions[d].intersection(use.keeps)):
+                    return False
+        return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """A mesh whose axes are for something: the size of each, None for all devices that the others leave."""
+
+    axes: tuple[AxisUse, ...]
+    sizes: tuple[int | None, ...]
+
+    def on(self, num_devices: int) -> tuple[LogicalMesh, Constraints]:
+        """The mesh on so many devices, without axes of size one where there are others, and what binds it.
+
+        Raises: InvalidArgumentError where the sizes do not make up the devices.
+        """
+        given = math.prod(n for n in self.sizes if n is not None)
+        names = ", ".join(f"{a.name} {n or 'the rest'}" for a, n in zip(self.axes, self.sizes, strict=True))
+        if num_devices % given or (None not in self.sizes and given != num_devices):
+            raise InvalidArgumentError(
+                where="recipe",
+                expected=f"sizes that make up the {num_devices} devices of a stage",
+                got=names,
+                hint="their product, and the number of pipeline stages, must be the number of devices",
+            )
+        sizes = [num_devices // given if n is None else n for n in self.sizes]
+        used = [(a, n) for a, n in zip(self.axes, sizes, strict=True) if n > 1] or [(self.axes[0], 1)]
+        if len(used) > len(AXIS_NAMES):
+            raise InvalidArgumentError(
+                where="recipe",
+                expected=f"at most {len(AXIS_NAMES)} mesh axes of more than one device in a stage",
+                got=names,
+                hint="leave one of them at 1",
+            )
+        return LogicalMesh(axis_sizes=tuple(n for _, n in used)), Constraints(axes=tuple(a for a, _ in used))

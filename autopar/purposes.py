@@ -1,0 +1,273 @@
+"""What each value of a step is, and what its dimensions count: examples, positions in a sequence, experts.
+
+Recipes speak of these ("split the batch over data"), the graph does not know them. So the dimensions of the batch,
+whose meaning is known, are followed through the operations by the factors of their rules, forwards and backwards; a
+dimension that is split or joined (reshape) is followed in its parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Value, read_by, walk
+
+Names = frozenset[Dimension]
+# A dimension in parts, major first: the size of each and what it counts.
+Parts = tuple[tuple[int, Names], ...]
+
+_UNKNOWN: Names = frozenset()
+_MAX_ROUNDS = 12  # of going through the program and back; transformers settle in three
+# Operations that read a parameter as a matrix.
+_MULTIPLYING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+
+
+def described(graph: OpGraph) -> OpGraph:
+    """The graph with the purpose and the dimensions of its values.
+
+    A batch leaf's first dimension counts examples. The next ones count positions: of whole numbers (tokens) all of
+    them, of others all but the last, which holds features. Experts are what a product of a parameter keeps apart
+    although it counts neither examples nor positions.
+    """
+    followed = _Followed(graph)
+    for position in graph.batch:
+        value = graph.values[graph.block.inputs[position]]
+        whole_numbers = not np.issubdtype(np.dtype(value.dtype), np.inexact)
+        for d in range(len(value.shape)):
+            if d == 0:
+                followed.name(value.id, d, Dimension.EXAMPLE)
+            elif whole_numbers or d < len(value.shape) - 1:
+                followed.name(value.id, d, Dimension.SEQUENCE)
+    followed.settle()
+    dependent = _dependent(graph, [graph.block.inputs[i] for i in graph.batch])
+    for value_id, d in _expert_dimensions(graph, followed, dependent):
+        followed.name(value_id, d, Dimension.EXPERT)
+    followed.settle()
+    named = [dataclasses.replace(v, dimensions=followed.names(v)) for v in graph.values]
+    purposes = _purposes(graph, named, dependent)
+    values = tuple(dataclasses.replace(v, purpose=purposes.get(v.id, Purpose.ACTIVATION)) for v in named)
+    return dataclasses.replace(graph, values=values)
+
+
+class _Followed:
+    """The parts of every dimension, as far as they are known."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.parts: dict[tuple[int, int], Parts] = {}
+        self.links = list(_links(graph.block))
+        self.changed = False
+
+    def of(self, value: int, d: int) -> Parts:
+        return self.parts.get((value, d), ((self.graph.values[value].shape[d], _UNKNOWN),))
+
+    def name(self, value: int, d: int, what: Dimension) -> None:
+        self.put(value, d, ((self.graph.values[value].shape[d], frozenset({what})),))
+
+    def put(self, value: int, d: int, parts: Parts) -> None:
+        size = self.graph.values[value].shape[d]
+        if size == 1 or math.prod(n for n, _ in parts) != size or all(not names for _, names in parts):
+            return
+        merged = _merged(self.of(value, d), parts)
+        if merged != self.parts.get((value, d)):
+            self.parts[value, d] = merged
+            self.changed = True
+
+    def names(self, value: Value) -> tuple[Names, ...]:
+        return tuple(frozenset().union(*(names for _, names in self.of(value.id, d))) for d in range(len(value.shape)))
+
+    def settle(self) -> None:
+        """Follows until nothing changes."""
+        ops = list(walk(self.graph.block))
+        for turn in range(_MAX_ROUNDS):
+            self.changed = False
+            for op in ops if turn % 2 == 0 else reversed(ops):
+                if op.rule is not None:
+                    self.through(op)
+            for outer, inner, dropped in self.links if turn % 2 == 0 else reversed(self.links):
+                self.alike(outer, inner, dropped)
+            if not self.changed:
+                return
+
+    def alike(self, outer: int, inner: int, dropped: int) -> None:
+        """The inner value's dimensions are the outer one's, without the first `dropped`."""
+        for d in range(len(self.graph.values[inner].shape)):
+            if d + dropped < len(self.graph.values[outer].shape):
+                self.put(inner, d, self.of(outer, d + dropped))
+                self.put(outer, d + dropped, self.of(inner, d))
+
+    def through(self, op: Op) -> None:
+        """What is known of a factor in one place is known of it in all."""
+        assert op.rule is not None
+        sizes = [f.size for f in op.rule.factors]
+        places = [
+            (value, d, factors)
+            for atom, dims in zip((*op.inputs, *op.outputs), (*op.rule.operands, *op.rule.results), strict=True)
+            if isinstance(value := atom, int)
+            for d, factors in enumerate(dims)
+            if factors
+        ]
+        if not any((value, d) in self.parts for value, d, _ in places):
+            return
+        known: dict[int, Parts] = {}
+        for value, d, factors in places:
+            if (value, d) not in self.parts:
+                continue
+            for f, parts in zip(factors, _cut(self.of(value, d), [sizes[f] for f in factors]), strict=True):
+                known[f] = _merged(known[f], parts) if f in known else parts
+        for value, d, factors in places:
+            self.put(value, d, tuple(part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))))
+
+
+def _merged(a: Parts, b: Parts) -> Parts:
+    """What both say. Where they are cut differently, the finer one tells; else what is known of either."""
+    if [n for n, _ in a] == [n for n, _ in b]:
+        return tuple((n, x | y) for (n, x), (_, y) in zip(a, b, strict=True))
+    fine, coarse = (a, b) if len(a) > len(b) else (b, a)
+    if all(not names for _, names in coarse):
+        return fine
+    if all(not names for _, names in fine):
+        return coarse
+    return fine
+
+
+def _cut(parts: Parts, sizes: Sequence[int]) -> list[Parts]:
+    """The parts that make up each of the factors of these sizes, major first; a part may be cut evenly."""
+    rest = list(parts)
+    found: list[Parts] = []
+    for size in sizes:
+        mine: list[tuple[int, Names]] = []
+        left = size
+        while left > 1 and rest:
+            n, names = rest[0]
+            if left % n == 0:
+                mine.append(rest.pop(0))
+                left //= n
+            elif n % left == 0:
+                mine.append((left, names))
+                rest[0] = (n // left, names)
+                left = 1
+            else:
+                break
+        if left > 1:  # cut across: whatever is in there
+            names = frozenset().union(*(names for _, names in [*mine, *rest]))
+            mine = [(size, names)]
+        found.append(tuple(mine) or ((size, _UNKNOWN),))
+    return found
+
+
+def _links(block: Block) -> Iterator[tuple[int, int, int]]:
+    """(value around, value inside, dimensions that it loses) of all loops, branches and marks."""
+    for op in block.ops:
+        for outer, inner, dropped in _pairs(op):
+            if isinstance(outer, int) and isinstance(inner, int):
+                yield outer, inner, dropped
+        for inside in op.blocks:
+            yield from _links(inside)
+
+
+def _pairs(op: Op) -> Iterator[tuple[Atom, Atom, int]]:
+    k, c = op.num_consts, op.num_carry
+    if op.kind in (OpKind.BARRIER, OpKind.SPLIT, OpKind.ACCUMULATE, OpKind.STACK):
+        yield from ((a, b, 0) for a, b in zip(op.inputs, op.outputs, strict=True))
+    elif op.kind is OpKind.SCAN:
+        (body,) = op.blocks
+        yield from ((a, b, int(i >= k + c)) for i, (a, b) in enumerate(zip(op.inputs, body.inputs, strict=True)))
+        yield from ((a, b, int(i >= c)) for i, (a, b) in enumerate(zip(op.outputs, body.outputs, strict=True)))
+        yield from ((a, b, 0) for a, b in zip(body.inputs[k : k + c], body.outputs, strict=False))
+    elif op.kind is OpKind.WHILE:
+        condition, body = op.blocks
+        of_condition = op.num_condition_consts
+        carried = op.inputs[op.num_consts :]
+        around = (*op.inputs[:of_condition], *carried, *op.inputs[of_condition:], *op.outputs)
+        inside = (*condition.inputs, *body.inputs, *body.outputs)
+        yield from ((a, b, 0) for a, b in zip(around, inside, strict=True))
+    elif op.kind is OpKind.COND:
+        for branch in op.blocks:
+            around, inside = (*op.inputs[1:], *op.outputs), (*branch.inputs, *branch.outputs)
+            yield from ((a, b, 0) for a, b in zip(around, inside, strict=True))
+
+
+def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:
+    """All values that are computed of some."""
+    found = set(sources)
+    before = -1
+    while len(found) > before:  # what a loop carries round needs another turn
+        before = len(found)
+        for op in graph.ops():
+            for a, b, _ in _pairs(op):
+                if isinstance(a, int) and isinstance(b, int) and (a in found or (b in found and b not in op.outputs)):
+                    found |= {b} if a in found else {a} if a in op.outputs else set()
+            if not op.blocks and any(isinstance(a, int) and a in found for a in op.inputs):
+                found.update(op.outputs)
+    return found
+
+
+def _expert_dimensions(graph: OpGraph, followed: _Followed, dependent: set[int]) -> Iterator[tuple[int, int]]:
+    """Dimensions of weights that a product keeps apart and that are nothing else."""
+    for op in graph.ops():
+        if op.primitive != "dot_general" or op.rule is None:
+            continue
+        kept_apart = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.operands[1] for f in dim}
+        kept_apart &= {f for dim in op.rule.results[0] for f in dim}
+        for atom, dims in zip(op.inputs, op.rule.operands, strict=True):
+            if not isinstance(atom, int) or atom in dependent:
+                continue
+            for d, factors in enumerate(dims):
+                unnamed = all(not names for _, names in followed.of(atom, d))
+                if unnamed and factors and kept_apart.issuperset(factors):
+                    yield atom, d
+
+
+def _purposes(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> dict[int, Purpose]:
+    found: dict[int, Purpose] = {}
+    matrices = _feeding(graph, dependent)
+    for op in graph.ops():
+        for v in op.outputs:
+            has_examples = any(Dimension.EXAMPLE in names for names in values[v].dimensions)
+            if op.kind is OpKind.ACCUMULATE:
+                found[v] = Purpose.ACCUMULATOR
+            elif op.role is Role.UPDATE and not has_examples:
+                found[v] = Purpose.UPDATE
+            elif v not in dependent:
+                copied = v in matrices and len(values[v].shape) > 1
+                found[v] = Purpose.MATRIX_COPY if copied else Purpose.WEIGHT_COPY
+            elif not has_examples and op.role is Role.BACKWARD:
+                found[v] = Purpose.GRADIENT
+        for block in op.blocks:
+            for v in block.inputs:
+                if v not in dependent:
+                    copied = v in matrices and len(values[v].shape) > 1
+                    found[v] = Purpose.MATRIX_COPY if copied else Purpose.WEIGHT_COPY
+    inputs = graph.block.inputs
+    state = {inputs[i] for i in {*graph.donated, *(i for i, _ in graph.tied)}}
+    forward = {v for op in graph.block.ops if op.role is not Role.UPDATE for v in read_by(op)}
+    for position, v in enumerate(inputs):
+        if position in graph.batch:
+            found[v] = Purpose.BATCH
+        elif v in state & matrices and len(values[v].shape) > 1:
+            found[v] = Purpose.MATRIX
+        elif v in state:
+            found[v] = Purpose.PARAMETER if v in forward else Purpose.OPTIMIZER
+    return found
+
+
+def _feeding(graph: OpGraph, dependent: set[int]) -> set[int]:
+    """What reaches a product of the forward or backward pass, by way of values that are computed of state alone."""
+    wanted = {
+        atom
+        for op in graph.ops()
+        if op.primitive in _MULTIPLYING and op.role is not Role.UPDATE
+        for atom in op.inputs
+        if isinstance(atom, int) and atom not in dependent
+    }
+    for op in reversed(list(graph.ops())):
+        for outer, inner, _ in _pairs(op):
+            if isinstance(outer, int) and inner in wanted and outer not in dependent:
+                wanted.add(outer)
+        if not op.blocks and wanted.intersection(op.outputs):
+            wanted.update(a for a in op.inputs if isinstance(a, int) and a not in dependent)
+    return wanted
