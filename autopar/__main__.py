@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 import autopar
+from autopar import elsewhere
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidArgumentError
 from autopar.measurement import Measurement
@@ -71,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "function", metavar="FILE:FUNCTION", help="as for plan; run for real where the cluster is local"
     )
-    verify.add_argument("--cluster", default="local", help="local, or tpu-v5e:2x4 to compile for it (%(default)s)")
+    verify.add_argument(
+        "--cluster", default="local", help="local, or tpu-v5e:2x4 or dgx-h100x2 to compile for it (%(default)s)"
+    )
     verify.set_defaults(command=_verify)
 
     measure = commands.add_parser(
@@ -94,18 +97,18 @@ def _plan(parsed: argparse.Namespace) -> Plan:
 
 def _verify(parsed: argparse.Namespace) -> autopar.Verification:
     cluster = Cluster.parse(parsed.cluster)
-    if not parsed.cluster.startswith(("local", "tpu-")):
+    is_local = parsed.cluster.startswith("local")
+    compile_for = None if is_local else elsewhere.spec_of(cluster)
+    if not is_local and compile_for is None:
         raise InvalidArgumentError(
             where="--cluster",
-            expected="local, or a TPU slice such as tpu-v5e:2x4",
+            expected="local, or hardware that there is a compiler for, such as tpu-v5e:2x4 or dgx-h100",
             got=parsed.cluster,
-            hint="only for TPU is there a compiler that needs no device; verify where the hardware is",
+            hint="verify where the hardware is, with --cluster local",
         )
-    is_local = parsed.cluster.startswith("local")
     step, arguments = returned_by(parsed.function) if is_local else shapes_only(parsed.function)
     function = inspect.unwrap(step, stop=lambda f: not isinstance(f, autopar.Step))
     parallel = autopar.parallelize(function, cluster=cluster)
-    compile_for = None if is_local else parsed.cluster.replace("tpu-", "tpu:", 1)
     return autopar.verify(parallel, *arguments, compile_for=compile_for)
 
 

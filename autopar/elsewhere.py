@@ -1,141 +1,83 @@
-"""Compiling for TPU slices that are not there: `compile_for="tpu:v5e:2x4"`.
+"""Compiling for hardware that is not there: `compile_for="tpu:v5e:2x4"`, `compile_for="gpu:h100:2x8"`.
 
-libtpu holds the TPU compiler and describes slices without having one, on any Linux machine. It comes with
-`pip install "autopar[tpu]"`. A program lowered for a mesh of `target_mesh` compiles to the HLO, collectives and memory
-that the slice itself would get; it cannot be run.
-
-When libtpu starts it asks the cloud which slice it is part of. The variables of `_NO_SLICE` answer for it. They must
-be in the environment before libtpu is loaded, which jax does when it is first asked for a TPU topology, or for its
-devices with `JAX_PLATFORMS` unset: importing this module early is not needed.
+A program lowered for a mesh of `target_mesh` compiles to the HLO, collectives and memory that the hardware itself
+would get; it cannot be run. What each kind of hardware needs for that is in `elsewhere_tpu` and `elsewhere_gpu`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import math
-import os
-import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
-from autopar.errors import AutoparError, InvalidArgumentError
+from autopar import elsewhere_gpu, elsewhere_tpu
+from autopar.cluster import Cluster
+from autopar.elsewhere_gpu import GpuHosts
+from autopar.elsewhere_tpu import TpuSlice
+from autopar.errors import InvalidArgumentError
 
-_SPEC = re.compile(r"^tpu:([a-z]*\d+[a-z]*):(\d+(?:x\d+){1,2})(?::(\d+))?$")
-
-# The accelerator type needs to be one that libtpu knows; the slice that is compiled for need not be of it.
-_NO_SLICE = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+__all__ = ["GpuHosts", "TpuSlice", "parse", "spec_of", "target_devices", "target_mesh"]
 
 
-class MissingLibtpuError(AutoparError, ImportError):
-    """The TPU compiler is not installed."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TpuSlice:
-    """Slices of TPU chips of one generation, all alike and joined by the data-centre network.
-
-    Attributes:
-        generation: As libtpu calls it: `v4`, `v5e`, `v5p`, `v6e`, `tpu7x`.
-        chips: The grid of chips of one slice, `(2, 4)`.
-        num_slices: How many slices.
-    """
-
-    generation: str
-    chips: tuple[int, ...]
-    num_slices: int = 1
-
-    @property
-    def topology_name(self) -> str:
-        return f"{self.generation}:{'x'.join(map(str, self.chips))}"
-
-    @property
-    def num_chips(self) -> int:
-        return math.prod(self.chips) * self.num_slices
-
-    def __str__(self) -> str:
-        return f"tpu:{self.topology_name}" + (f":{self.num_slices}" if self.num_slices > 1 else "")
-
-
-def parse(spec: str) -> TpuSlice:
-    """Reads `tpu:GENERATION:CHIPS` or `tpu:GENERATION:CHIPS:SLICES`, as in `tpu:v5e:2x4` or `tpu:v5p:2x2x2:4`.
+def parse(spec: str) -> TpuSlice | GpuHosts:
+    """Reads `tpu:v5e:2x4`, `tpu:v5p:2x2x2:4` (four slices), `gpu:h100:8` or `gpu:h100:2x8` (two hosts of eight).
 
     Raises:
-        InvalidArgumentError: The text is not of that form.
+        InvalidArgumentError: The text is not of these forms, or names a card that is not in `elsewhere_gpu.CARDS`.
     """
-    m = _SPEC.match(spec)
-    if m is None:
+    found = elsewhere_tpu.parse(spec) or elsewhere_gpu.parse(spec)
+    if found is None:
         raise InvalidArgumentError(
             where="compile_for",
-            expected="tpu:GENERATION:CHIPS or tpu:GENERATION:CHIPS:SLICES",
+            expected="tpu:GENERATION:CHIPS, tpu:GENERATION:CHIPS:SLICES, gpu:CARD:CARDS or gpu:CARD:HOSTSxCARDS, CARD "
+            f"one of {', '.join(elsewhere_gpu.CARDS)}",
             got=repr(spec),
-            hint="name slices as 'tpu:v5e:2x4', or 'tpu:v5p:2x2x2:4' for four of them",
+            hint="name slices as 'tpu:v5e:2x4', or 'tpu:v5p:2x2x2:4' for four of them; GPUs as 'gpu:h100:8', or "
+            "'gpu:h100:2x8' for two hosts of eight",
         )
-    chips = tuple(int(n) for n in m.group(2).split("x"))
-    return TpuSlice(generation=m.group(1), chips=chips, num_slices=int(m.group(3) or 1))
+    return found
 
 
-def target_devices(spec: str | TpuSlice) -> tuple[Any, ...]:
-    """The `jax.Device`s of slices that are not there. They can be compiled for, and hold no data.
+def spec_of(cluster: Cluster) -> str | None:
+    """The devices of a cluster in the words of `parse`; None where there is no compiler for them elsewhere."""
+    if cluster.torus:
+        generation = cluster.device.name.removeprefix("TPU ")
+        return str(TpuSlice(generation=generation, chips=cluster.torus, num_slices=cluster.num_hosts))
+    for name, card in elsewhere_gpu.CARDS.items():
+        if card.kind.name == cluster.device.name:
+            return str(GpuHosts(card=name, cards_per_host=cluster.devices_per_host, num_hosts=cluster.num_hosts))
+    return None
 
-    There are two devices a chip where jax sees two cores (`v4`, `tpu7x`).
+
+def target_devices(spec: str | TpuSlice | GpuHosts) -> tuple[Any, ...]:
+    """The `jax.Device`s of hardware that is not there. They can be compiled for, and hold no data.
 
     Raises:
-        InvalidArgumentError: A malformed spec, or one for which libtpu knows no slice.
-        MissingLibtpuError: libtpu is not installed.
+        InvalidArgumentError: A malformed spec, or one that the compiler does not know.
+        MissingCompilerError: The compiler is not installed.
     """
-    slices = parse(spec) if isinstance(spec, str) else spec
-    if importlib.util.find_spec("libtpu") is None:
-        raise MissingLibtpuError(
-            where=f"compile_for={str(slices)!r}",
-            expected=f"the libtpu of jax {jax.__version__}, which holds the TPU compiler",
-            got="no module libtpu",
-            hint='pip install "autopar[tpu]", and set JAX_PLATFORMS=cpu for runs on CPU: it makes jax look for a TPU',
-        )
-    if not _has_tpu():
-        for name, value in _NO_SLICE.items():
-            os.environ.setdefault(name, value)
-    options = {"num_slices": slices.num_slices} if slices.num_slices > 1 else {}
-    try:
-        description = topologies.get_topology_desc(platform="tpu", topology_name=slices.topology_name, **options)
-    except jax.errors.JaxRuntimeError as error:
-        settings = " ".join(f"{name}={value}" for name, value in _NO_SLICE.items())
-        raise InvalidArgumentError(
-            where=f"compile_for={str(slices)!r}",
-            expected="a slice that libtpu can describe, such as v5e:2x2, v5e:2x4, v6e:4x4, v5p:2x2x2 or tpu7x:2x2x1",
-            got=f"{slices.topology_name}: {error}",
-            hint=f"if there are such slices, libtpu was loaded before it was told that it has none of its own: "
-            f"start Python with {settings} JAX_PLATFORMS=cpu",
-        ) from error
-    return tuple(description.devices)
+    return (parse(spec) if isinstance(spec, str) else spec).devices()
 
 
-def target_mesh(spec: str | TpuSlice, axis_sizes: Sequence[int], axis_names: Sequence[str]) -> Mesh:
-    """A mesh over the devices of slices that are not there, its axes laid out along the slice's links.
+def target_mesh(spec: str | TpuSlice | GpuHosts, axis_sizes: Sequence[int], axis_names: Sequence[str]) -> Mesh:
+    """A mesh over the devices of hardware that is not there, its axes laid out along the links.
 
-    Of several slices the first axis crosses them, so it must be a multiple of their number.
+    Of several slices or hosts the first axis crosses them, so it must be a multiple of their number.
 
     Args:
         spec: As for `parse`.
-        axis_sizes: Devices along each axis; together all devices of the slices.
+        axis_sizes: Devices along each axis; together all devices.
         axis_names: As many names.
 
     Raises:
-        InvalidArgumentError: The axes do not fit the slices, or as for `target_devices`.
-        MissingLibtpuError: libtpu is not installed.
+        InvalidArgumentError: The axes do not fit the devices, or as for `target_devices`.
+        MissingCompilerError: The compiler is not installed.
     """
-    slices = parse(spec) if isinstance(spec, str) else spec
+    target = parse(spec) if isinstance(spec, str) else spec
+    groups = target.num_groups
     if len(axis_sizes) != len(axis_names):
         raise InvalidArgumentError(
             where="axis_names",
@@ -143,31 +85,22 @@ def target_mesh(spec: str | TpuSlice, axis_sizes: Sequence[int], axis_names: Seq
             got=str(tuple(axis_names)),
             hint="give as many names as sizes",
         )
-    devices = target_devices(slices)
+    devices = target.devices()
     if math.prod(axis_sizes) != len(devices):
         raise InvalidArgumentError(
-            where=f"compile_for={str(slices)!r}",
+            where=f"compile_for={str(target)!r}",
             expected=f"a mesh of its {len(devices)} devices",
             got=f"{' x '.join(map(str, axis_sizes))}, which is {math.prod(axis_sizes)}",
-            hint=f"choose axis sizes whose product is {len(devices)}, or another slice",
+            hint=f"choose axis sizes whose product is {len(devices)}, or other hardware",
         )
-    if axis_sizes[0] % slices.num_slices:
+    if axis_sizes[0] % groups:
         raise InvalidArgumentError(
-            where=f"compile_for={str(slices)!r}",
-            expected=f"a first mesh axis that crosses the slices: a multiple of {slices.num_slices}",
+            where=f"compile_for={str(target)!r}",
+            expected=f"a first mesh axis that crosses the slices or hosts: a multiple of {groups}",
             got=str(axis_sizes[0]),
-            hint="put the axis with least traffic first, with a size that the number of slices divides",
+            hint="put the axis with least traffic first, with a size that their number divides",
         )
-    within = (axis_sizes[0] // slices.num_slices, *axis_sizes[1:])
-    size = len(devices) // slices.num_slices
-    grids = [
-        mesh_utils.create_device_mesh(within, list(devices[i : i + size]), allow_split_physical_axes=True)
-        for i in range(0, len(devices), size)
-    ]
+    within = (axis_sizes[0] // groups, *axis_sizes[1:])
+    size = len(devices) // groups
+    grids = [target.grid(devices[i : i + size], within) for i in range(0, len(devices), size)]
     return Mesh(np.concatenate(grids), tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_sizes))
-
-
-def _has_tpu() -> bool:
-    """Whether this machine has TPU chips of its own, whose settings must be left alone."""
-    dev = pathlib.Path("/dev")
-    return any(dev.glob("accel[0-9]*")) or any(dev.glob("vfio/[0-9]*"))

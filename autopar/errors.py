@@ -51,6 +51,10 @@ class BatchMismatchError(AutoparError, ValueError):
     """The leaves of a batch disagree about the number of examples, or it does not divide as the plan needs."""
 
 
+class MissingCompilerError(AutoparError, ImportError):
+    """The compiler for hardware that is not here is not installed."""
+
+
 class NotEnoughDevicesError(AutoparError):
     """A plan or a cluster names more devices than this program has."""
 

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # ruff, the type checker and pytest. Makes an environment of its own on the first run.
 # usage: scripts/test.sh [--slow] [pytest arguments]
-# --slow runs only the tests that are left out otherwise, with the published models and the TPU compiler that they need.
+# --slow runs only the tests that are left out otherwise, with the published models and the TPU and GPU compilers that
+# they need.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 
-# libtpu makes jax look for a TPU unless it is told not to.
+# libtpu and the CUDA plugin make jax look for devices of theirs unless it is told not to.
 export JAX_PLATFORMS=cpu
 if [ "${1:-}" = --slow ]; then
     shift
-    prepare_environment slow dev,published,tpu
+    prepare_environment slow dev,published,tpu,gpu
     exec "$python" -m pytest -m slow "$@"
 fi
 prepare_environment test dev

@@ -1,10 +1,13 @@
 """`python -m autopar`: planning for hardware that is not here, and reading saved plans."""
 
+import dataclasses
 import json
 
 import pytest
 
 from autopar.__main__ import main
+from autopar.cluster import Cluster
+from autopar.hardware import H100
 
 JOB = """
 import jax
@@ -65,9 +68,11 @@ def test_a_step_that_runs_here_is_verified(job, capsys):
     assert "from plain jax.jit" in out
 
 
-def test_only_tpus_are_verified_from_afar(job, capsys):
-    assert main(["verify", f"{job}:job", "--cluster", "dgx-h100"]) == 1
-    assert "--cluster: expected local, or a TPU slice such as tpu-v5e:2x4, got dgx-h100" in capsys.readouterr().err
+def test_only_what_has_a_compiler_is_verified_from_afar(job, tmp_path, capsys):
+    other = dataclasses.replace(H100, name="A card of tomorrow")
+    Cluster.flat(8, device=other).save(tmp_path / "tomorrow.json")
+    assert main(["verify", f"{job}:job", "--cluster", str(tmp_path / "tomorrow.json")]) == 1
+    assert "--cluster: expected local, or hardware that there is a compiler for" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_an_error_with_words(job, capsys):

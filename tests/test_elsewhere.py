@@ -1,4 +1,4 @@
-"""Compiling for TPU slices that are not there."""
+"""Compiling for hardware that is not there: what names it, and TPU slices. GPUs: test_elsewhere_gpu.py."""
 
 import importlib.util
 
@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar import elsewhere, hlo
-from autopar.errors import InvalidArgumentError
+from autopar.cluster import Cluster
+from autopar.errors import InvalidArgumentError, MissingCompilerError
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
 
@@ -33,15 +34,44 @@ def test_chips_of_all_slices_are_counted():
     assert elsewhere.parse("tpu:v5e:4x4:3").num_chips == 48
 
 
-@pytest.mark.parametrize("spec", ["v5e:2x4", "tpu:v5e", "tpu:v5e:8", "tpu:v5e:2x4:", "gpu:h100:8", "tpu:v5e:2x2x2x2"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "v5e:2x4", "tpu:v5e", "tpu:v5e:8", "tpu:v5e:2x4:", "tpu:v5e:2x2x2x2", "cpu:8",
+        "gpu:h100", "gpu:h100:", "gpu:h100:0", "gpu:h100:0x8", "gpu:h100:2x8x1", "gpu:h101:8", "gpu:a100:8", "h100:8",
+    ],
+)  # fmt: skip
 def test_other_texts_are_refused_with_an_example(spec):
-    with pytest.raises(InvalidArgumentError, match="tpu:v5e:2x4"):
+    with pytest.raises(InvalidArgumentError, match=r"tpu:v5e:2x4.*gpu:h100:2x8") as caught:
         elsewhere.parse(spec)
+    assert "v100, a100-40g, a100-80g, h100, h200, b200" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "spec"),
+    [
+        ("tpu-v5e:2x4", "tpu:v5e:2x4"),
+        ("tpu-v5p:2x2x2:4", "tpu:v5p:2x2x2:4"),
+        ("p3.16xlarge", "gpu:v100:8"),
+        ("dgx-a100-40g", "gpu:a100-40g:8"),
+        ("dgx-a100-80gx4", "gpu:a100-80g:4x8"),
+        ("dgx-h100x2", "gpu:h100:2x8"),
+        ("dgx-h200", "gpu:h200:8"),
+        ("gb200-nvl72", "gpu:b200:72"),
+    ],
+)
+def test_clusters_have_specs(cluster, spec):
+    assert elsewhere.spec_of(Cluster.parse(cluster)) == spec
+    assert str(elsewhere.parse(spec)) == spec
+
+
+def test_a_cluster_of_other_devices_has_no_spec():
+    assert elsewhere.spec_of(Cluster.local(2)) is None
 
 
 def test_without_libtpu_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(elsewhere.MissingLibtpuError, match=r"autopar\[tpu\]"):
+    with pytest.raises(MissingCompilerError, match=r"autopar\[tpu\]"):
         elsewhere.target_devices("tpu:v5e:2x4")
 
 
