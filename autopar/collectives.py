@@ -2,9 +2,11 @@
 
 Time = fixed overhead + steps * latency (alpha) + bytes sent * seconds per byte (1 / beta). The bytes are those of ring
 algorithms, which are the least that any algorithm can send for large arrays (Chan et al., "Collective communication:
-theory, practice and experience", 2007); the steps depend on what joins the devices (`Fabric`).
+theory, practice and experience", 2007); the steps depend on what joins the devices (`Fabric`). Where more was measured
+of a switched link, it stands in `SwitchDetail`. All but permutes are affine in the bytes.
 
-Not modelled: contention between collectives that run at the same time, and reductions inside a switch (NVLS, SHARP).
+Not modelled: contention between collectives that run at the same time, and the way from the protocols for small
+messages to those for large ones: measured times of 4 to 64 MB are up to 1.5 times what an affine function says.
 """
 
 from __future__ import annotations
@@ -42,6 +44,41 @@ class Fabric(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchDetail:
+    """What is measured of a switched link beyond one latency and one rate. None: not known, or not so.
+
+    Attributes:
+        kept_bytes_per_s: Rate of the part of an array that a device keeps: a ring of n devices handles n parts, of
+            which n-1 travel. Measured rates of 2, 4 and 8 devices differ by it.
+        switch_bytes_per_s: Rate at which the switch adds up (NVLS): each device sends its array once and receives the
+            sum once, for any number of devices. An all-reduce takes this or the ring, whichever is faster.
+        tree_latency_s: Seconds for a step of an all-reduce's tree, where data are also added up. An all-reduce goes
+            through the tree or twice round the ring, whichever is faster.
+        pair_bytes_per_s: Rate of a permute while NCCL gives its pairs of devices few channels.
+        pair_ramp_s: A permute that would take longer than this is given more channels, and takes just this, until
+            all channels are busy and the link's own rate counts.
+    """
+
+    kept_bytes_per_s: float | None = None
+    switch_bytes_per_s: float | None = None
+    tree_latency_s: float | None = None
+    pair_bytes_per_s: float | None = None
+    pair_ramp_s: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        paired = (self.pair_bytes_per_s is None) == (self.pair_ramp_s is None)
+        if paired and all(value is None or value > 0 for value in given.values()):
+            return
+        raise InvalidArgumentError(
+            where="SwitchDetail",
+            expected="constants above zero, pair_bytes_per_s and pair_ramp_s both or neither",
+            got=", ".join(f"{name}={value}" for name, value in given.items() if value is not None),
+            hint="leave out what is not known",
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """What the devices along one mesh axis are joined by.
 
@@ -52,6 +89,7 @@ class Link:
         overhead_s: Seconds that a collective takes before its first step (kernel launch).
         fabric: What kind of network it is.
         rings: On a torus, the number of physical axes that the mesh axis spans; else 1.
+        detail: On a switched fabric, what more is known of it.
     """
 
     latency_s: float
@@ -60,8 +98,16 @@ class Link:
     overhead_s: float = 0.0
     fabric: Fabric = Fabric.SWITCHED
     rings: int = 1
+    detail: SwitchDetail | None = None
 
     def __post_init__(self) -> None:
+        if self.detail is not None and self.fabric is not Fabric.SWITCHED:
+            raise InvalidArgumentError(
+                where=f"Link(source={self.source!r}).detail",
+                expected="a detail on a switched fabric only",
+                got=f"one on {self.fabric.value}",
+                hint="leave detail out: nothing would read it",
+            )
         if self.bytes_per_s > 0 and min(self.latency_s, self.overhead_s) >= 0:
             return
         raise InvalidArgumentError(
@@ -122,9 +168,46 @@ def time_s(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike, link: Li
     Zero for one device: XLA drops such a collective.
     """
     _, count = _size_and_count(0.0, n)
-    loaded = wire_bytes(kind, result_bytes, n, link.fabric, link.rings)
-    seconds = link.overhead_s + steps(kind, n, link.fabric) * link.latency_s + loaded / link.bytes_per_s
+    seconds = link.overhead_s + _latencies_s(kind, n, link) + _transfer_s(kind, result_bytes, n, link)
     return np.where(count > 1.0, seconds, 0.0)
+
+
+def _latencies_s(kind: CollectiveKind, n: ArrayLike, link: Link) -> NDArray[np.float64]:
+    direct = steps(kind, n, link.fabric) * link.latency_s
+    if kind is not CollectiveKind.ALL_REDUCE or link.detail is None or link.detail.tree_latency_s is None:
+        return direct
+    return np.minimum(ring_steps(n) * link.latency_s, steps(kind, n, link.fabric) * link.detail.tree_latency_s)
+
+
+def _transfer_s(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike, link: Link) -> NDArray[np.float64]:
+    seconds = wire_bytes(kind, result_bytes, n, link.fabric, link.rings) / link.bytes_per_s
+    detail = link.detail
+    if detail is None:
+        return seconds
+    if kind is CollectiveKind.COLLECTIVE_PERMUTE:
+        if detail.pair_bytes_per_s is None or detail.pair_ramp_s is None:
+            return seconds
+        few_channels = sent_bytes(kind, result_bytes, n) / detail.pair_bytes_per_s
+        return np.maximum(seconds, np.minimum(few_channels, detail.pair_ramp_s))
+    if detail.kept_bytes_per_s is not None:
+        seconds = seconds + kept_bytes(kind, result_bytes, n) / detail.kept_bytes_per_s
+    if kind is CollectiveKind.ALL_REDUCE and detail.switch_bytes_per_s is not None:
+        seconds = np.minimum(seconds, np.asarray(result_bytes, dtype=np.float64) / detail.switch_bytes_per_s)
+    return seconds
+
+
+def ring_steps(n: ArrayLike) -> NDArray[np.float64]:
+    """Steps of an all-reduce twice round a ring of `n` devices."""
+    _, count = _size_and_count(0.0, n)
+    return 2.0 * (count - 1.0)
+
+
+def kept_bytes(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike) -> NDArray[np.float64]:
+    """Bytes of the part that a device handles and does not send: one for n-1 sent, none in a permute."""
+    _, count = _size_and_count(0.0, n)
+    if kind is CollectiveKind.COLLECTIVE_PERMUTE:
+        return np.zeros_like(sent_bytes(kind, result_bytes, n))
+    return sent_bytes(kind, result_bytes, n) / np.maximum(count - 1.0, 1.0)
 
 
 def wire_bytes(

@@ -1,9 +1,13 @@
-"""Constants of links and of devices from timings: least absolute relative error, as a linear program.
+"""Constants of links and of devices from timings: least absolute relative error, by linear programs.
 
 The time of a collective is a sum of constants, each times something known (`collectives.time_s`): overhead, steps times
 latency, bytes times seconds per byte. So is overhead + work / rate. With the error of a timing as |predicted/measured -
 1| the constants of least total error, all zero or more, are a linear program. Least absolute errors leave outliers
 alone, where least squares would follow them, and a program has one optimum to find, without a starting point.
+
+What a switched link has beyond that (`SwitchDetail`) is added constant by constant, each only if it makes the error
+clearly smaller. Where a collective takes the faster of two ways, the number of devices from which it takes the other
+is tried out: the time is a sum again once the way is known. The constants of permutes are tried out, from each timing.
 
 Not done: no error bars, and no check that the timings are of an idle machine.
 """
@@ -11,16 +15,34 @@ Not done: no error bars, and no check that the timings are of an idle machine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 from scipy.optimize import linprog
 
-from autopar.collectives import CollectiveKind, Fabric, Link, steps, time_s, wire_bytes
+from autopar.collectives import (
+    CollectiveKind,
+    Fabric,
+    Link,
+    SwitchDetail,
+    kept_bytes,
+    ring_steps,
+    steps,
+    time_s,
+    wire_bytes,
+)
 from autopar.errors import InvalidArgumentError
 
 Array = NDArray[np.float64]
+
+# A constant more must take away this part of the error, or it describes the noise; the two of permutes, which are
+# picked among many and are real where a permute runs at a fraction of the link's rate, a large one.
+_WORTH, _WORTH_OF_PAIRS = 0.02, 0.25
+# Errors below this, for each timing, are the solver's.
+_ROUNDING = 1e-9
+_NEVER = float("inf")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +94,15 @@ class RateFit:
     worst: tuple[tuple[float, float], float]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """Which constants a link has, and from which number of devices an all-reduce takes the tree, or the switch."""
+
+    keeps: bool = False
+    tree_from: float = _NEVER
+    switch_from: float = _NEVER
+
+
 def fit_link(timings: Iterable[Timing], *, fabric: Fabric, source: str) -> LinkFit:
     """The link whose `collectives.time_s` is nearest to the timings.
 
@@ -87,14 +118,21 @@ def fit_link(timings: Iterable[Timing], *, fabric: Fabric, source: str) -> LinkF
             raise _unusable("fit_link", "timings over two devices or more that took time", repr(timing))
     if not given:
         raise _unusable("fit_link", "one timing or more", "none")
-    columns = [_unit_times(timing, fabric) for timing in given]
-    overhead_s, latency_s, s_per_byte = _least_relative(np.array(columns), _seconds(given))
-    if not s_per_byte > 0:
-        largest = max(timing.result_bytes for timing in given)
-        raise _unusable("fit_link", "times that grow with the size", f"none up to {largest:.0f} bytes")
-    link = Link(overhead_s=overhead_s, latency_s=latency_s, bytes_per_s=1.0 / s_per_byte, fabric=fabric, source=source)
-    predicted = [float(time_s(t.kind, t.result_bytes, t.n, link)) for t in given]
-    median, worst, ratio = _quality(np.array(predicted), _seconds(given))
+    permutes = [t for t in given if t.kind is CollectiveKind.COLLECTIVE_PERMUTE]
+    others = [t for t in given if t.kind is not CollectiveKind.COLLECTIVE_PERMUTE]
+    # On a switched fabric permutes have ways of their own, which must not bend the constants of the rest.
+    fitted = others if others and fabric is Fabric.SWITCHED else given
+    form = _Form()
+    link = _link(fitted, form, fabric, source)
+    if fabric is Fabric.SWITCHED:
+        for forms in (_keeping, _through_a_tree, _in_the_switch):
+            tried = [(f, _link(fitted, f, fabric, source)) for f in forms(form, fitted)]
+            best = min(tried, key=lambda pair: _error(pair[1], fitted), default=(form, link))
+            if _error(best[1], fitted) < (1.0 - _WORTH) * _error(link, fitted) - _ROUNDING * len(fitted):
+                form, link = best
+        link = _with_pairs(link, permutes) if others else link
+    predicted = _predicted(link, given)
+    median, worst, ratio = _quality(predicted, _seconds(given))
     return LinkFit(link=link, median_error=median, worst=(given[worst], ratio))
 
 
@@ -118,34 +156,122 @@ def fit_rate(points: Iterable[tuple[float, float]]) -> RateFit:
     return RateFit(overhead_s=overhead_s, rate_per_s=1.0 / s_per_unit, median_error=median, worst=(given[worst], ratio))
 
 
-def _unit_times(timing: Timing, fabric: Fabric) -> list[float]:
-    """What overhead, latency and seconds per byte are multiplied with in the time of one collective."""
+def _keeping(form: _Form, timings: Sequence[Timing]) -> Iterator[_Form]:
+    """Parts kept are told from parts sent by their shares, which are the same for equal numbers of devices."""
+    if len({timing.n for timing in timings}) > 1:
+        yield dataclasses.replace(form, keeps=True)
+
+
+def _in_the_switch(form: _Form, timings: Sequence[Timing]) -> Iterator[_Form]:
+    for n in _reduced(timings):
+        yield dataclasses.replace(form, switch_from=n)
+
+
+def _through_a_tree(form: _Form, timings: Sequence[Timing]) -> Iterator[_Form]:
+    """Between two devices a tree is a ring, so that three are the least."""
+    for n in _reduced(timings):
+        if n > 2:
+            yield dataclasses.replace(form, tree_from=n)
+
+
+def _reduced(timings: Sequence[Timing]) -> list[int]:
+    """Numbers of devices of the all-reduces, if there is another kind that they can be told from."""
+    kinds = {timing.kind for timing in timings}
+    return sorted({t.n for t in timings if t.kind is CollectiveKind.ALL_REDUCE}) if len(kinds) > 1 else []
+
+
+def _link(timings: Sequence[Timing], form: _Form, fabric: Fabric, source: str) -> Link:
+    """The best link of a form, without what it has for permutes."""
+    columns = np.array([_unit_times(timing, form, fabric) for timing in timings])
+    overhead, latency, tree, sent, kept, switch = _least_relative(columns, _seconds(timings))
+    if not sent > 0:
+        largest = max(timing.result_bytes for timing in timings)
+        raise _unusable("fit_link", "times that grow with the size", f"none up to {largest:.0f} bytes")
+    detail = SwitchDetail(
+        tree_latency_s=tree or None,
+        kept_bytes_per_s=1.0 / kept if kept else None,
+        switch_bytes_per_s=1.0 / switch if switch else None,
+    )
+    return Link(
+        overhead_s=overhead,
+        latency_s=latency,
+        bytes_per_s=1.0 / sent,
+        fabric=fabric,
+        source=source,
+        detail=None if detail == SwitchDetail() else detail,
+    )
+
+
+def _unit_times(timing: Timing, form: _Form, fabric: Fabric) -> list[float]:
+    """What the constants of `_link` are multiplied with in the time of one collective, in its order."""
+    kind, size, n = timing.kind, timing.result_bytes, timing.n
+    reduces = kind is CollectiveKind.ALL_REDUCE
+    tree, switch = reduces and n >= form.tree_from, reduces and n >= form.switch_from
+    direct = float(steps(kind, n, fabric))
+    if reduces and form.tree_from < _NEVER and not tree:
+        direct = float(ring_steps(n))
     return [
         1.0,
-        float(steps(timing.kind, timing.n, fabric)),
-        float(wire_bytes(timing.kind, timing.result_bytes, timing.n, fabric)),
+        0.0 if tree else direct,
+        direct if tree else 0.0,
+        0.0 if switch else float(wire_bytes(kind, size, n, fabric)),
+        float(kept_bytes(kind, size, n)) if form.keeps and not switch else 0.0,
+        size if switch else 0.0,
     ]
+
+
+def _with_pairs(link: Link, permutes: Sequence[Timing]) -> Link:
+    """The link with a rate of few channels and a time at which more are given, if permutes show them."""
+    seconds, sizes = _seconds(permutes), np.array([timing.result_bytes for timing in permutes])
+    net = seconds - link.overhead_s - link.latency_s
+    known = (net > 0) & (sizes > 0)
+    best, least = link, (1.0 - _WORTH_OF_PAIRS) * _error(link, permutes) - _ROUNDING * len(permutes)
+    for rate in sizes[known] / net[known]:
+        ramps = net[known][:, None]
+        moved = np.maximum(sizes / link.bytes_per_s, np.minimum(sizes / rate, ramps))
+        errors = np.abs((seconds - net + moved) / seconds - 1.0).sum(axis=1)
+        if errors.min() < least:
+            least = errors.min()
+            detail = dataclasses.replace(
+                link.detail or SwitchDetail(),
+                pair_bytes_per_s=float(rate),
+                pair_ramp_s=float(ramps[errors.argmin(), 0]),
+            )
+            best = dataclasses.replace(link, detail=detail)
+    return best
+
+
+def _error(link: Link, timings: Sequence[Timing]) -> float:
+    return float(np.abs(_predicted(link, timings) / _seconds(timings) - 1.0).sum())
+
+
+def _predicted(link: Link, timings: Sequence[Timing]) -> Array:
+    return np.array([float(time_s(t.kind, t.result_bytes, t.n, link)) for t in timings])
 
 
 def _least_relative(columns: Array, seconds: Array) -> list[float]:
     """Constants x >= 0 of the least sum of |columns @ x / seconds - 1|.
 
     As a linear program: one slack above and one below for each row, columns @ x / seconds + below - above = 1, and
-    their sum is least. Columns are scaled to a largest entry of one: bytes beside steps span fifteen decades.
+    their sum is least. Columns are scaled to a largest entry of one: bytes beside steps span fifteen decades. A column
+    of zeros has no say, and its constant is zero.
     """
     rows = columns / seconds[:, None]
-    scale = np.maximum(rows.max(axis=0), np.finfo(float).tiny)
-    count, unknowns = rows.shape
-    slack = np.eye(count)
+    used = rows.max(axis=0) > 0
+    scale = rows[:, used].max(axis=0)
+    count, unknowns = rows.shape[0], int(used.sum())
+    slack = sparse.eye_array(count)
     solved = linprog(
         c=np.concatenate([np.zeros(unknowns), np.ones(2 * count)]),
-        A_eq=np.hstack([rows / scale, slack, -slack]),
+        A_eq=sparse.hstack([sparse.csr_array(rows[:, used] / scale), slack, -slack]),
         b_eq=np.ones(count),
         bounds=(0, None),
         method="highs",
     )
-    assert solved.success, f"x = 0 fits every program of this form: {solved.message}"
-    return [float(x) for x in solved.x[:unknowns] / scale]
+    assert solved.success, f"all programs of this form have x = 0 among their points: {solved.message}"
+    constants = np.zeros(rows.shape[1])
+    constants[used] = solved.x[:unknowns] / scale
+    return [float(x) for x in constants]
 
 
 def _seconds(timings: Sequence[Timing]) -> Array:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from autopar import hlo
-from autopar.collectives import CollectiveKind, Fabric, Link, sent_bytes, steps, time_s
+from autopar import hardware, hlo
+from autopar.collectives import CollectiveKind, Fabric, Link, SwitchDetail, sent_bytes, steps, time_s
 from autopar.errors import InvalidArgumentError
 
 MEGABYTE = 1_000_000.0
@@ -73,6 +73,62 @@ def test_steps_over_eight_devices(fabric, kind, expected):
 def test_time_is_overhead_and_steps_and_bytes():
     seconds = time_s(CollectiveKind.ALL_GATHER, 8 * MEGABYTE, 8, LINK)
     assert seconds == pytest.approx(5e-6 + 7 * 1e-6 + 7 * MEGABYTE / 1e9)
+
+
+def switched(**detail: float) -> Link:
+    return Link(latency_s=1e-6, bytes_per_s=1e9, overhead_s=5e-6, source="test", detail=SwitchDetail(**detail))
+
+
+@pytest.mark.parametrize(
+    ("detail", "kind", "n", "expected_s"),
+    [
+        # 7 parts of 1 MB travel, one stays
+        ({"kept_bytes_per_s": 2e9}, CollectiveKind.ALL_GATHER, 8, 5e-6 + 7 * 1e-6 + 7e6 / 1e9 + 1e6 / 2e9),
+        # twice round the ring: 14 parts travel, two stay; 2 log2(8) steps
+        ({"kept_bytes_per_s": 2e9}, CollectiveKind.ALL_REDUCE, 8, 5e-6 + 6 * 1e-6 + 14e6 / 1e9 + 2e6 / 2e9),
+        # a reduce-scatter's result is the part that stays
+        ({"kept_bytes_per_s": 2e9}, CollectiveKind.REDUCE_SCATTER, 3, 5e-6 + 2 * 1e-6 + 16e6 / 1e9 + 8e6 / 2e9),
+        # the switch adds 8 MB up in 10 ms, the ring in 14
+        ({"switch_bytes_per_s": 0.8e9}, CollectiveKind.ALL_REDUCE, 8, 5e-6 + 6 * 1e-6 + 10e-3),
+        # over two devices the ring is faster: 8 ms
+        ({"switch_bytes_per_s": 0.8e9}, CollectiveKind.ALL_REDUCE, 2, 5e-6 + 2 * 1e-6 + 8e-3),
+        ({"switch_bytes_per_s": 0.8e9}, CollectiveKind.ALL_GATHER, 8, 5e-6 + 7 * 1e-6 + 7e-3),
+        # a step of the tree takes 4 us: 14 steps round the ring are faster than 6 of these
+        ({"tree_latency_s": 4e-6}, CollectiveKind.ALL_REDUCE, 8, 5e-6 + 14 * 1e-6 + 14e-3),
+        # 12 steps of the tree are faster than 126 round the ring
+        ({"tree_latency_s": 4e-6}, CollectiveKind.ALL_REDUCE, 64, 5e-6 + 12 * 4e-6 + 2 * 63 / 64 * 8e-3),
+    ],
+)
+def test_what_more_is_known_of_a_switched_link(detail, kind, n, expected_s):
+    assert time_s(kind, 8 * MEGABYTE, n, switched(**detail)) == pytest.approx(expected_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "expected_s"),
+    [(1, 10e-3), (2, 20e-3), (10, 30e-3), (30, 30e-3), (40, 40e-3)],  # few channels; more and more; all
+)
+def test_a_permute_is_given_more_channels_when_it_is_large(megabytes, expected_s):
+    link = switched(pair_bytes_per_s=0.1e9, pair_ramp_s=30e-3)
+    seconds = time_s(CollectiveKind.COLLECTIVE_PERMUTE, megabytes * MEGABYTE, 8, link)
+    assert seconds == pytest.approx(5e-6 + 1e-6 + expected_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", CollectiveKind)
+@pytest.mark.parametrize("link", [hardware.NVLINK4, hardware.NVLINK5, hardware.NVLINK5_NVL72], ids=lambda x: x.source)
+def test_more_bytes_never_take_less_time(kind, link):
+    sizes, counts = np.geomspace(1.0, 1e11, 200), np.array([[2], [3], [4], [8], [16], [72]])
+    assert (np.diff(time_s(kind, sizes, counts, link), axis=1) >= 0).all()
+
+
+@pytest.mark.parametrize("wrong", [{"kept_bytes_per_s": 0.0}, {"tree_latency_s": -1.0}, {"pair_bytes_per_s": 1e9}])
+def test_a_detail_has_sensible_constants(wrong):
+    with pytest.raises(InvalidArgumentError, match="constants above zero, pair_bytes_per_s and pair_ramp_s both"):
+        SwitchDetail(**wrong)
+
+
+def test_only_a_switched_link_has_such_a_detail():
+    with pytest.raises(InvalidArgumentError, match="a detail on a switched fabric only"):
+        Link(latency_s=0.0, bytes_per_s=1e9, source="test", fabric=Fabric.TORUS, detail=SwitchDetail())
 
 
 def test_an_all_to_all_on_a_ring_takes_a_quarter_of_gathering_the_whole_array():

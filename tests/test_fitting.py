@@ -1,26 +1,30 @@
 """Constants found again in timings that were made from them."""
 
+import dataclasses
+
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.collectives import CollectiveKind, Fabric, Link, time_s
+from autopar.collectives import CollectiveKind, Fabric, Link, SwitchDetail, time_s
 from autopar.errors import InvalidArgumentError
 from autopar.fitting import Timing, fit_link, fit_rate
 
 SIZES = [2.0**power for power in range(10, 31, 2)]
 
 
-def timings_of(link: Link, factor: float = 1.0) -> list[Timing]:
+def timings_of(link: Link, counts: tuple[int, ...] = (2, 4, 8)) -> list[Timing]:
     return [
-        Timing(kind=kind, result_bytes=size, n=n, seconds=factor * float(time_s(kind, size, n, link)))
+        Timing(kind=kind, result_bytes=size, n=n, seconds=float(time_s(kind, size, n, link)))
         for kind in CollectiveKind
-        for n in (2, 4, 8)
+        for n in counts
         for size in SIZES
     ]
 
 
 @pytest.mark.parametrize("fabric", Fabric)
+@settings(deadline=None, derandomize=True, max_examples=40)
 @given(overhead_us=st.floats(1, 100), latency_us=st.floats(0.5, 20), gb_per_s=st.floats(1, 900))
 def test_the_constants_of_a_link_are_found_again(fabric, overhead_us, latency_us, gb_per_s):
     link = Link(
@@ -36,15 +40,44 @@ def test_the_constants_of_a_link_are_found_again(fabric, overhead_us, latency_us
     assert fit.link.bytes_per_s == pytest.approx(link.bytes_per_s, rel=1e-4)
     assert (fit.link.fabric, fit.link.source) == (fabric, "fitted")
     assert fit.median_error < 1e-6
+    assert fit.link.detail is None  # nothing that the timings do not show
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(kept_gb_per_s=st.floats(100, 1000), tree_us=st.floats(6, 20), pair_gb_per_s=st.floats(5, 50))
+def test_the_detail_of_a_switched_link_is_found_again(kept_gb_per_s, tree_us, pair_gb_per_s):
+    detail = SwitchDetail(
+        kept_bytes_per_s=kept_gb_per_s * 1e9,
+        switch_bytes_per_s=150e9,  # a ring of 8 reaches 200 / 1.75 = 114
+        tree_latency_s=tree_us * 1e-6,
+        pair_bytes_per_s=pair_gb_per_s * 1e9,
+        pair_ramp_s=1e-3,
+    )
+    link = Link(overhead_s=2e-5, latency_s=3e-6, bytes_per_s=200e9, source="test", detail=detail)
+    fit = fit_link(timings_of(link, (2, 4, 8, 16, 64)), fabric=Fabric.SWITCHED, source="test")
+    assert fit.median_error < 1e-6
+    assert fit.link.bytes_per_s == pytest.approx(200e9, rel=1e-4)
+    for name in ("kept_bytes_per_s", "switch_bytes_per_s", "tree_latency_s", "pair_bytes_per_s", "pair_ramp_s"):
+        assert getattr(fit.link.detail, name) == pytest.approx(getattr(detail, name), rel=1e-4), name
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.integers(0, 2**32 - 1))
+def test_noise_of_a_tenth_moves_the_constants_by_less(seed):
+    link = Link(overhead_s=2e-5, latency_s=3e-6, bytes_per_s=2e11, source="test")
+    noise = np.exp(np.random.default_rng(seed).normal(0.0, 0.1, len(timings_of(link))))
+    noisy = [dataclasses.replace(t, seconds=t.seconds * f) for t, f in zip(timings_of(link), noise, strict=True)]
+    fit = fit_link(noisy, fabric=Fabric.SWITCHED, source="test")
+    for kind in CollectiveKind:
+        for size in (1e4, 1e7, 1e9):
+            assert time_s(kind, size, 8, fit.link) == pytest.approx(float(time_s(kind, size, 8, link)), rel=0.1)
 
 
 def test_outliers_are_left_alone_and_the_worst_is_named():
     link = Link(overhead_s=2e-5, latency_s=3e-6, bytes_per_s=2e11, source="test")
     timings = timings_of(link)
     for i in range(0, len(timings), 5):  # every fifth took four times as long
-        timings[i] = Timing(
-            kind=timings[i].kind, result_bytes=timings[i].result_bytes, n=timings[i].n, seconds=4 * timings[i].seconds
-        )
+        timings[i] = dataclasses.replace(timings[i], seconds=4 * timings[i].seconds)
     late = Timing(kind=CollectiveKind.ALL_GATHER, result_bytes=1e6, n=8, seconds=1.0)
     fit = fit_link([*timings, late], fabric=Fabric.SWITCHED, source="test")
     assert fit.link.bytes_per_s == pytest.approx(2e11, rel=1e-4)
