@@ -1,4 +1,8 @@
-"""Time of operations on one device: a roofline of arithmetic and memory traffic."""
+"""Time of operations on one device: a roofline of arithmetic and memory traffic.
+
+Time = launch + max(operations / rate + fill, bytes / memory's rate), of one shard. Small products run at a part of the
+rate that large ones reach: filling and draining the matrix units takes its time, whatever is between.
+"""
 
 from __future__ import annotations
 
@@ -65,5 +69,5 @@ def time_s(
     written = sum(n / parts for n, parts in zip(work.result_bytes, result_parts, strict=True))
     if work.fusible:
         return FUSED_TRAFFIC_SHARE * written / device.memory_bytes_per_s
-    arithmetic_s = work.flops / strategy.split / device.flops_per_s(work.dtype)
+    arithmetic_s = work.flops / strategy.split / device.flops_per_s(work.dtype) + device.fill_s(work.dtype)
     return max(arithmetic_s, (read + written) / device.memory_bytes_per_s) + device.launch_overhead_s

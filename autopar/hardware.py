@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.collectives import Fabric, Link
+from autopar.collectives import Fabric, Link, SwitchDetail
 from autopar.errors import InvalidArgumentError
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
@@ -24,11 +24,12 @@ class DeviceKind:
         memory_bytes: Memory of one device.
         peak_memory_bytes_per_s: Peak rate of that memory.
         launch_overhead_s: Time of a kernel beyond its arithmetic and memory traffic.
-        flops_efficiency: Share of the peak that large matrix products reach.
+        flops_efficiency: Share of the peak that large matrix products reach, of all dtypes that are not named apart.
         memory_efficiency: Share of the peak that memory-bound kernels reach.
         source: Where the constants come from.
         widens_bfloat16: Whether XLA's backend for it sends bfloat16 arrays as 32 bits (its CPU backend does).
         dtype_efficiency: (dtype, share of its peak) where that was measured apart, instead of `flops_efficiency`.
+        float32_fill_s: Time of filling and draining the matrix units in a float32 product, beside its arithmetic.
     """
 
     name: str
@@ -41,6 +42,7 @@ class DeviceKind:
     source: str
     widens_bfloat16: bool = False
     dtype_efficiency: tuple[tuple[str, float], ...] = ()
+    float32_fill_s: float = 0.0
 
     def __post_init__(self) -> None:
         if "float32" in dict(self.peak_flops):
@@ -67,10 +69,24 @@ class DeviceKind:
         """Rate that large matrix products reach."""
         return self.peak_flops_per_s(dtype) * dict(self.dtype_efficiency).get(dtype, self.flops_efficiency)
 
+    def fill_s(self, dtype: str) -> float:
+        """Time of filling and draining the matrix units: shorter by as much as the dtype's peak is higher."""
+        return self.float32_fill_s * self.peak_flops_per_s("float32") / self.peak_flops_per_s(dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Products:
+    """What matrix products show of a GPU: launch, shares of the peaks of half and of single precision, fill."""
+
+    launch_us: float
+    half: float
+    single: float
+    fill_us: float = 0.0
+
 
 def _gpu(
     name: str, *, half: float, single: float, double: float, eight_bit: float | None, memory_gb: float,
-    memory_gb_per_s: float, launch_us: float, flops_efficiency: float, source: str, bfloat16: bool = True,
+    memory_gb_per_s: float, products: _Products, source: str, bfloat16: bool = True,
 ) -> DeviceKind:  # fmt: skip
     """Rates in Tflop/s. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it."""
     rates = [("float16", half), ("float32", single), ("float64", double)]
@@ -81,9 +97,13 @@ def _gpu(
         peak_flops=tuple((dtype, tera * _TERA) for dtype, tera in rates),
         memory_bytes=int(memory_gb * _GIGA),
         peak_memory_bytes_per_s=memory_gb_per_s * _GIGA,
-        launch_overhead_s=launch_us * _MICRO,
-        flops_efficiency=flops_efficiency,
+        launch_overhead_s=products.launch_us * _MICRO,
+        flops_efficiency=products.single,
         memory_efficiency=_GPU_MEMORY_EFFICIENCY,
+        dtype_efficiency=tuple(
+            (dtype, products.half) for dtype in ("float16", "bfloat16") if products is not _UNMEASURED
+        ),
+        float32_fill_s=products.fill_us * _MICRO,
         source=source,
     )
 
@@ -104,38 +124,36 @@ def _tpu(name: str, *, half: float, int8: float, memory_gb: float, memory_gb_per
 
 # Share of the peak and time of the smallest kernel where no measurement of a GPU was found, and share of its memory's
 # peak: meta-pytorch/autoparallel, cost_models/nccl_cost_model.py (compute 0.7, memory 0.7, kernel floor 7 us).
-_UNMEASURED_EFFICIENCY = 0.7
+_UNMEASURED = _Products(launch_us=7.0, half=0.7, single=0.7)
 _GPU_MEMORY_EFFICIENCY = 0.7
-_UNMEASURED_LAUNCH_US = 7.0
 # What libtpu's compiler (0.0.42.1) estimates, in cycles of 1.5 GHz on v5e and 1.75 GHz on v5p (the clocks that their
 # peaks imply): bfloat16 products of 2048 to 8192 a side reach 0.88 to 0.97 of the peak on v5e, 0.87 to 0.96 on v5p;
 # x * 2 + 1 over 64 MB reaches 0.80 and 0.71 of the memory's; the least product takes 2.7 us, the least sum 1.3 us.
 _TPU_EFFICIENCY, _TPU_MEMORY_EFFICIENCY, _TPU_LAUNCH_US = 0.9, 0.75, 2.0
-# Least median relative error of overhead + flops / (efficiency * peak) over 375 matrix products, 256 to 4096 a side, of
-# XLA's measured table (openxla/xla, matmul performance table; sm_90 and sm_100, bfloat16): within 5 % in the median.
-_H100_EFFICIENCY, _B200_EFFICIENCY, _MEASURED_LAUNCH_US = 0.79, 0.65, 5.9
+# XLA's measured table of matrix products (openxla/xla, matmul performance table; sm_90 and sm_100, bfloat16 and
+# float32, each 375 products of 256 to 4096 a side): launch, shares and fill of least mean, median and 90th percentile
+# of the relative error of `autopar.costs.time_s`; benchmarks/hardware_model.py has the errors.
+_H100_PRODUCTS = _Products(launch_us=3.7, half=0.80, single=0.625, fill_us=4.5)
+_B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1)
 
 
 def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
     return _gpu(
         name, half=312.0, single=156.0, double=19.5, eight_bit=None, memory_gb=memory_gb,
-        memory_gb_per_s=memory_gb_per_s, launch_us=_UNMEASURED_LAUNCH_US, flops_efficiency=_UNMEASURED_EFFICIENCY,
-        source=source,
+        memory_gb_per_s=memory_gb_per_s, products=_UNMEASURED, source=source,
     )  # fmt: skip
 
 
 def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
     return _gpu(
         name, half=989.0, single=494.5, double=67.0, eight_bit=1979.0, memory_gb=memory_gb,
-        memory_gb_per_s=memory_gb_per_s, launch_us=_MEASURED_LAUNCH_US, flops_efficiency=_H100_EFFICIENCY,
-        source=source,
+        memory_gb_per_s=memory_gb_per_s, products=_H100_PRODUCTS, source=source,
     )  # fmt: skip
 
 
 V100 = _gpu(
     "V100-SXM2-16GB", half=125.0, single=15.7, double=7.8, eight_bit=None, memory_gb=16, memory_gb_per_s=900.0,
-    launch_us=_UNMEASURED_LAUNCH_US, flops_efficiency=_UNMEASURED_EFFICIENCY, bfloat16=False,
-    source="NVIDIA V100 data sheet",
+    products=_UNMEASURED, bfloat16=False, source="NVIDIA V100 data sheet",
 )  # fmt: skip
 A100_40GB = _ampere(
     "A100-SXM4-40GB", memory_gb=40, memory_gb_per_s=1555.0, source="NVIDIA A100 data sheet; openxla a100_sxm_40"
@@ -147,7 +165,7 @@ H100 = _hopper("H100-SXM5-80GB", memory_gb=80, memory_gb_per_s=3352.0, source="s
 H200 = _hopper("H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet; openxla h200")
 B200 = _gpu(
     "B200", half=2250.0, single=1125.0, double=37.0, eight_bit=4500.0, memory_gb=180, memory_gb_per_s=7672.0,
-    launch_us=_MEASURED_LAUNCH_US, flops_efficiency=_B200_EFFICIENCY, source="scaling-book gpus.md; openxla b200",
+    products=_B200_PRODUCTS, source="scaling-book gpus.md; openxla b200",
 )  # fmt: skip
 TPU_V4 = _tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0)
 TPU_V5E = _tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0)
@@ -175,7 +193,12 @@ BY_COMPUTE_CAPABILITY: dict[str, DeviceKind] = {"7.0": V100, "8.0": A100_40GB, "
 
 
 def _link(
-    overhead_us: float, latency_us: float, gb_per_s: float, source: str, fabric: Fabric = Fabric.SWITCHED
+    overhead_us: float,
+    latency_us: float,
+    gb_per_s: float,
+    source: str,
+    fabric: Fabric = Fabric.SWITCHED,
+    detail: SwitchDetail | None = None,
 ) -> Link:
     return Link(
         overhead_s=overhead_us * _MICRO,
@@ -183,15 +206,39 @@ def _link(
         bytes_per_s=gb_per_s * _GIGA,
         source=source,
         fabric=fabric,
+        detail=detail,
     )
 
 
-# Overhead, latency and rate by least mean relative error over XLA's measured tables of collectives (openxla/xla,
-# collective performance table; all-reduce, all-gather, reduce-scatter, all-to-all of 1 kB to 2 GB over 2 to 8 devices,
-# GB200 to 32 GB over 4 to 72), with the steps of `autopar.collectives`: within 27 % in the mean.
-NVLINK4 = _link(20.1, 2.0, 286.0, "fit to openxla's collective table, sm_90 (line rate 450 GB/s a way)")
-NVLINK5 = _link(29.2, 1.4, 489.0, "fit to openxla's collective table, sm_100 (line rate 900 GB/s a way)")
-NVLINK5_NVL72 = _link(15.7, 1.2, 638.0, "fit to openxla's collective table, GB200 NVL72 (line rate 900 GB/s a way)")
+def _detail(
+    *, pair_gb_per_s: float, pair_ramp_us: float, kept_gb_per_s: float | None = None,
+    switch_gb_per_s: float | None = None, tree_us: float | None = None,
+) -> SwitchDetail:  # fmt: skip
+    return SwitchDetail(
+        kept_bytes_per_s=None if kept_gb_per_s is None else kept_gb_per_s * _GIGA,
+        switch_bytes_per_s=None if switch_gb_per_s is None else switch_gb_per_s * _GIGA,
+        tree_latency_s=None if tree_us is None else tree_us * _MICRO,
+        pair_bytes_per_s=pair_gb_per_s * _GIGA,
+        pair_ramp_s=pair_ramp_us * _MICRO,
+    )
+
+
+# `fitting.fit_link` of XLA's measured tables of collectives (openxla/xla, collective performance table: medians of 0.5
+# MB to 2 GB over 2, 4 and 8 devices, GB200 to 32 GB over 4 to 72); benchmarks/hardware_model.py fits them again and has
+# the errors. H100's switch adds up over eight devices only in that table, at 230 GB/s of the array, and over four a
+# ring does 200; NVIDIA's own tests reach 275 over eight (NVIDIA/nccl-tests 212). 225 is within 20 % of all three.
+NVLINK4 = _link(
+    19.4, 2.35, 350.0, "fit to openxla's collective table, sm_90; switch: NVIDIA/nccl-tests 212 and that table",
+    detail=_detail(kept_gb_per_s=685.0, switch_gb_per_s=225.0, tree_us=4.5, pair_gb_per_s=119.0, pair_ramp_us=908.0),
+)  # fmt: skip
+NVLINK5 = _link(
+    29.2, 1.24, 636.0, "fit to openxla's collective table, sm_100",
+    detail=_detail(kept_gb_per_s=1190.0, tree_us=3.2, pair_gb_per_s=139.0, pair_ramp_us=883.0),
+)  # fmt: skip
+NVLINK5_NVL72 = _link(
+    16.2, 1.18, 671.0, "fit to openxla's collective table, GB200 NVL72",
+    detail=_detail(kept_gb_per_s=1920.0, switch_gb_per_s=425.0, tree_us=4.15, pair_gb_per_s=23.7, pair_ramp_us=433.0),
+)  # fmt: skip
 # NCCL's own tuning constants (ring, Simple protocol: base 8.4 us, NVLink hop 3.4 us, network hop 14 us), as read in
 # meta-pytorch/autoparallel, cost_models/nccl_cost_model.py; rates from reports in NVIDIA/nccl-tests.
 _NCCL = "latency: NCCL's tuning table"

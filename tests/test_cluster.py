@@ -120,7 +120,7 @@ def test_an_axis_over_hosts_and_devices_uses_all_cards_of_a_host():
     assert rates(cluster, 32) == pytest.approx([3.1])  # the host's 25 Gbit/s for its one group
     assert rates(cluster, 16, 2) == pytest.approx([3.1 / 2, 110.0])  # two groups share it
     assert rates(cluster, 4, 8) == pytest.approx([3.1 / 8, 110.0])  # eight groups do
-    assert rates(Cluster.preset("dgx-h100", hosts=2), 16) == pytest.approx([286.0])  # 8 x 47 is more than NVLink gives
+    assert rates(Cluster.preset("dgx-h100", hosts=2), 16) == pytest.approx([350.0])  # 8 x 47 is more than NVLink gives
 
 
 def test_latency_over_hosts_counts_each_step_where_it_runs():
