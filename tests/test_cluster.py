@@ -281,10 +281,10 @@ def test_tpus_tell_their_shape():
 @pytest.mark.parametrize(
     ("preset", "hosts", "kind", "n", "bytes_per_s", "tolerance"),
     [
-        ("dgx-h100", 1, CollectiveKind.ALL_REDUCE, 8, 267e9, 0.5),  # meta-pytorch/autoparallel, H100, large messages
-        ("dgx-h100", 1, CollectiveKind.ALL_GATHER, 8, 394e9, 0.25),
-        ("dgx-h100", 2, CollectiveKind.ALL_REDUCE, 16, 205e9, 0.3),  # NCCL tuner's model, ring, 2 hosts
-        ("dgx-h100", 2, CollectiveKind.ALL_GATHER, 16, 410e9, 0.3),
+        ("dgx-h100", 1, CollectiveKind.ALL_REDUCE, 8, 267e9, 0.2),  # meta-pytorch/autoparallel, H100, large messages
+        ("dgx-h100", 1, CollectiveKind.ALL_GATHER, 8, 394e9, 0.1),
+        ("dgx-h100", 2, CollectiveKind.ALL_REDUCE, 16, 205e9, 0.1),  # NCCL tuner's model, ring, 2 hosts
+        ("dgx-h100", 2, CollectiveKind.ALL_GATHER, 16, 410e9, 0.1),
     ],
 )
 def test_published_rates_of_large_collectives(preset, hosts, kind, n, bytes_per_s, tolerance):
