@@ -24,10 +24,9 @@ from typing import Any
 import jax
 
 import autopar
-from autopar import elsewhere
+from autopar import elsewhere, measuring
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidArgumentError
-from autopar.measurement import Measurement
 from autopar.plan import Plan
 from autopar.user_cache import default_directory
 
@@ -114,11 +113,9 @@ def _verify(parsed: argparse.Namespace) -> autopar.Verification:
 
 def _measure(parsed: argparse.Namespace) -> str:
     """Measures, and says what came out and where it lies."""
-    made: list[Measurement] = []
-    cluster = Cluster.measure(parsed.devices, save=False, report=made.append)
-    (measurement,) = made
+    measurement = measuring.measure(parsed.devices)
     if parsed.save:
-        cluster.save(parsed.save)
+        Cluster.of_measurement(measurement, parsed.devices).save(parsed.save)
         return f"{measurement}\n\nSaved to {parsed.save}: plan for it with --cluster {parsed.save}"
     path = measurement.save()
     if path is None:

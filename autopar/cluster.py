@@ -175,6 +175,11 @@ class Cluster:
             measurement.save()
         if report is not None:
             report(measurement)
+        return cls.of_measurement(measurement, num_devices)
+
+    @classmethod
+    def of_measurement(cls, measurement: Measurement, num_devices: int | None = None) -> Cluster:
+        """The devices of this program with the constants of a measurement of such devices. Raises as `local`."""
         return cls._of(local_devices.as_measured(local_devices.find(num_devices, measured=False), measurement))
 
     @classmethod
