@@ -29,7 +29,7 @@ class AxisUse:
         spread: It may split values of these purposes along any dimension.
         must: It must split values of these purposes, where they lie, if it may and one of their dimensions divides.
         reads: Operations must read values of these purposes split over it, if they can.
-        keeps: Sums over it may be left split over it along dimensions that count these only; others are whole on all.
+        keeps: Activations may be cut over it, and sums over it be left split, along dimensions that count these only.
     """
 
     name: str
@@ -72,17 +72,25 @@ class Constraints:
         good = self.allowed(value, layouts)
         for axis, is_wanted in enumerate(wanted):
             if is_wanted:
-                split = np.array([axis in layout.sharded_axes for layout in layouts])
+                # A sum that is still to be reduced is in parts too; one over micro-batches must not wait for its end.
+                waits = value.purpose is not Purpose.ACCUMULATOR
+                split = np.array([axis in at.sharded_axes or (waits and axis in at.partial) for at in layouts])
                 good = good & split if (good & split).any() else good
         return good
 
-    def keeps_sum(self, value: Value, source: Layout, target: Layout) -> bool:
-        """Whether a sum may come to lie in `target` when its devices hold summands in `source`."""
+    def may_become(self, value: Value, source: Layout, target: Layout) -> bool:
+        """Whether a value that lies in one layout may be laid in another: what its axes may newly split.
+
+        A sum that is reduced comes to lie whole, and no activation is cut, but where `AxisUse.keeps` says so.
+        """
         for d, axes in enumerate(target.dims):
             for axis in axes:
-                use = self.axes[axis]
-                left_split = axis in source.partial and value.purpose not in use.spread
-                if left_split and not (value.dimensions and value.dimensions[d].intersection(use.keeps)):
+                use, names = self.axes[axis], value.dimensions[d] if value.dimensions else frozenset()
+                if axis in source.dims[d] or names.intersection(use.keeps):
+                    continue
+                if axis in source.partial and value.purpose not in use.spread:
+                    return False
+                if value.purpose is Purpose.ACTIVATION:
                     return False
         return True
 

@@ -148,7 +148,7 @@ class IntraOp:
         matrix_number: dict[int, int] = {}
         for reshard in assembly.reshards:
             matrix = self._matrix(reshard.value, reshard.source, reshard.target, reshard.count)
-            matrix = self._where_sums_lie(matrix, reshard)
+            matrix = self._as_bound(matrix, reshard)
             edge_kinds.append(matrix_number.setdefault(id(matrix), len(matrix_number)))
             if reshard.source.node == reshard.target.node:
                 own = reshard.source.node
@@ -168,17 +168,18 @@ class IntraOp:
     def _masks(self) -> dict[int, np.ndarray]:
         """For each node that the constraints bind, which of its strategies they allow.
 
-        What must be split is, wherever one operation, or one place to lie in, can have it so.
+        What must be split is, where the operations of a node can have it so.
         """
         bound, assembly = self.constraints, self.assembly
         if bound is None:
             return {}
         found: dict[int, np.ndarray] = {}
+        wishes: dict[int, list[np.ndarray]] = {}
 
         def bind(node: int, allowed: np.ndarray, wanted: np.ndarray) -> None:
-            good = allowed & wanted if (allowed & wanted).any() else allowed
             if assembly.nodes[node].kind != "wire":
-                found[node] = found[node] & good if node in found else good
+                found[node] = found[node] & allowed if node in found else allowed
+                wishes.setdefault(node, []).append(wanted)
 
         for homes in (assembly.raw, assembly.placed):
             for value, home in homes.items():
@@ -203,6 +204,10 @@ class IntraOp:
                 allowed = allowed & self._good(atom, layouts)
                 wanted = wanted & self._good(atom, layouts, bound.lies_well)
             bind(node, allowed, wanted)
+        for node, wanted_there in wishes.items():
+            for wanted in wanted_there:
+                both = found[node] & wanted
+                found[node] = both if both.any() else found[node]
         return found
 
     def _good(
@@ -216,16 +221,17 @@ class IntraOp:
             self._allowed[key] = (wish or self.constraints.allowed)(v, layouts)
         return self._allowed[key]
 
-    def _where_sums_lie(self, matrix: np.ndarray, reshard: Reshard) -> np.ndarray:
-        """The costs of an edge, without the ways in which the constraints let no sum be reduced."""
-        if self.constraints is None or not any(layout.partial for layout in reshard.source.layouts):
+    def _as_bound(self, matrix: np.ndarray, reshard: Reshard) -> np.ndarray:
+        """The costs of an edge, without the ways that the constraints forbid."""
+        if self.constraints is None or self.assembly.nodes[reshard.target.node].kind == "wire":
             return matrix
-        v = self.graph.values[reshard.value]
-        key = (id(matrix), v.dimensions, v.purpose)
+        v, sources = self.graph.values[reshard.value], reshard.source.layouts
+        if self.assembly.nodes[reshard.source.node].kind == "wire":
+            # How a value crosses between stages binds nobody: it is as good as whole.
+            sources = (replicated(len(v.shape)),)
+        key = (id(matrix), v.dimensions, v.purpose, sources is reshard.source.layouts)
         if key not in self._allowed:
-            good = [
-                [self.constraints.keeps_sum(v, a, b) for b in reshard.target.layouts] for a in reshard.source.layouts
-            ]
+            good = [[self.constraints.may_become(v, a, b) for b in reshard.target.layouts] for a in sources]
             self._allowed[key] = np.where(np.array(good), matrix, np.inf)
         return self._allowed[key]
 

@@ -96,8 +96,15 @@ class _Followed:
         """The inner value's dimensions are the outer one's, without the first `dropped`."""
         for d in range(len(self.graph.values[inner].shape)):
             if d + dropped < len(self.graph.values[outer].shape):
-                self.put(inner, d, self.of(outer, d + dropped))
-                self.put(outer, d + dropped, self.of(inner, d))
+                self.copy((outer, d + dropped), (inner, d))
+                self.copy((inner, d), (outer, d + dropped))
+
+    def copy(self, source: tuple[int, int], target: tuple[int, int]) -> None:
+        """One dimension counts what the other does; where it counts a micro-batch's part of it, in one piece."""
+        parts, size = self.of(*source), self.graph.values[target[0]].shape[target[1]]
+        if math.prod(n for n, _ in parts) != size:
+            parts = ((size, frozenset().union(*(names for _, names in parts))),)
+        self.put(*target, parts)
 
     def through(self, op: Op) -> None:
         """What is known of a factor in one place is known of it in all."""

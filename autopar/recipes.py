@@ -142,10 +142,16 @@ def _bound(*, dp: int | None, tp: int | None, zero: int = 0, sequence_parallel: 
         spread=_ZERO_SPREADS[zero],
         must=(*_EXAMPLES, *_ZERO_MUSTS[zero]),
         reads=_EXAMPLES,
+        keeps=(Dimension.EXAMPLE,),
     )
     positions = (Dimension.SEQUENCE,) if sequence_parallel else ()
     tensor = AxisUse(
-        name="tensor", dimensions=positions, unnamed=True, must=_MATRICES, reads=_MATRICES, keeps=positions
+        name="tensor",
+        dimensions=positions,
+        unnamed=True,
+        must=(*_MATRICES, Purpose.ACTIVATION) if sequence_parallel else _MATRICES,
+        reads=_MATRICES,
+        keeps=positions,
     )
     return Recipe(binding=Binding(axes=(data, tensor), sizes=(dp, tp)))
 
