@@ -124,12 +124,16 @@ def fit_link(timings: Iterable[Timing], *, fabric: Fabric, source: str) -> LinkF
     fitted = others if others and fabric is Fabric.SWITCHED else given
     form = _Form()
     link = _link(fitted, form, fabric, source)
+    if link is None:
+        largest = max(timing.result_bytes for timing in fitted)
+        raise _unusable("fit_link", "times that grow with the size", f"none up to {largest:.0f} bytes")
     if fabric is Fabric.SWITCHED:
         for forms in (_keeping, _through_a_tree, _in_the_switch):
-            tried = [(f, _link(fitted, f, fabric, source)) for f in forms(form, fitted)]
-            best = min(tried, key=lambda pair: _error(pair[1], fitted), default=(form, link))
-            if _error(best[1], fitted) < (1.0 - _WORTH) * _error(link, fitted) - _ROUNDING * len(fitted):
-                form, link = best
+            least = (1.0 - _WORTH) * _error(link, fitted) - _ROUNDING * len(fitted)
+            for tried in forms(form, fitted):
+                other = _link(fitted, tried, fabric, source)
+                if other is not None and _error(other, fitted) < least:
+                    form, link, least = tried, other, _error(other, fitted)
         link = _with_pairs(link, permutes) if others else link
     predicted = _predicted(link, given)
     median, worst, ratio = _quality(predicted, _seconds(given))
@@ -180,13 +184,12 @@ def _reduced(timings: Sequence[Timing]) -> list[int]:
     return sorted({t.n for t in timings if t.kind is CollectiveKind.ALL_REDUCE}) if len(kinds) > 1 else []
 
 
-def _link(timings: Sequence[Timing], form: _Form, fabric: Fabric, source: str) -> Link:
-    """The best link of a form, without what it has for permutes."""
+def _link(timings: Sequence[Timing], form: _Form, fabric: Fabric, source: str) -> Link | None:
+    """The best link of a form, without what it has for permutes; None if it would take no time to send bytes."""
     columns = np.array([_unit_times(timing, form, fabric) for timing in timings])
     overhead, latency, tree, sent, kept, switch = _least_relative(columns, _seconds(timings))
     if not sent > 0:
-        largest = max(timing.result_bytes for timing in timings)
-        raise _unusable("fit_link", "times that grow with the size", f"none up to {largest:.0f} bytes")
+        return None
     detail = SwitchDetail(
         tree_latency_s=tree or None,
         kept_bytes_per_s=1.0 / kept if kept else None,

@@ -92,6 +92,18 @@ def test_one_kind_over_one_number_of_devices_gives_its_own_times_back():
     assert fit_link(timings, fabric=Fabric.SWITCHED, source="test").median_error < 1e-6
 
 
+def test_a_link_always_takes_time_to_send():
+    """Times that follow the part kept, S / n, leave nothing to the parts sent: that is no link."""
+    timings = [
+        Timing(kind=CollectiveKind.ALL_GATHER, result_bytes=size, n=n, seconds=2e-5 + size / n / 1e11)
+        for n in (2, 4, 8)
+        for size in SIZES
+    ]
+    link = fit_link(timings, fabric=Fabric.SWITCHED, source="test").link
+    assert 1e10 < link.bytes_per_s < 1e12
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
 @given(overhead_us=st.floats(0.1, 100), rate=st.floats(1e9, 1e15))
 def test_overhead_and_rate_are_found_again(overhead_us, rate):
     # work of a tenth to a thousand times what the rate does in the overhead
