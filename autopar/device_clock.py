@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import mmap
+import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +35,20 @@ class CollectiveRun:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulRun:
-    """A square matrix product, `width` a side, on every device."""
+    """The products of a linear layer in training, all square, `width` a side, on every device.
+
+    Forward, gradient of the weights, gradient of the input: one operand of each of the latter is transposed, which
+    costs up to a third of their rate on CPU.
+    """
 
     dtype: str
     width: int
 
+    PRODUCTS: ClassVar[int] = 3
+
     @property
     def flops(self) -> float:
-        return 2.0 * self.width**3
+        return self.PRODUCTS * 2.0 * self.width**3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +62,34 @@ class StreamRun:
         return 2.0 * self.array_bytes
 
 
-Run = CollectiveRun | MatmulRun | StreamRun
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowsRun:
+    """A softmax over rows of an array of `array_bytes` on every device.
+
+    On CPU, where the vector units and not the memory bound such work, it stands for all that is no matrix product.
+    """
+
+    array_bytes: int
+
+    @property
+    def moved_bytes(self) -> float:
+        """As `autopar.costs` counts: what two reductions read, and half of what four fused operations would write."""
+        return (2 + 4 / 2) * self.array_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FreshRun:
+    """Memory had from the operating system and written to for the first time, on every device of a host at once."""
+
+    nbytes: int
+
+
+Run = CollectiveRun | MatmulRun | StreamRun | RowsRun | FreshRun
 
 # One sample should take this long: a hundred times what the clock and the end of a loop leave uncertain.
 SAMPLE_S = 10e-3
 MOST_REPETITIONS = 2_000
+_ROW = 256  # numbers in a row that is normalised
 # Repetitions that stand in a row in the loop's body, where they are short: going round costs microseconds on a GPU.
 UNROLLED, SHORT_S = 8, 200e-6
 
@@ -89,6 +120,8 @@ class DeviceClock:
         self._repetitions: dict[Run, int] = {}
 
     def prepare(self, run: Run) -> float:
+        if isinstance(run, FreshRun):
+            return self.sample(run)
         # Several streamed kernels in a row would be fused into one.
         seconds = math.inf if isinstance(run, StreamRun) else self._try(run, UNROLLED)
         if seconds > SHORT_S:
@@ -99,7 +132,23 @@ class DeviceClock:
         return seconds
 
     def sample(self, run: Run) -> float:
+        if isinstance(run, FreshRun):
+            return self.slowest(self._fresh_s(run))
         return self._per_repetition_s(run, self._repetitions[run])
+
+    def _fresh_s(self, run: FreshRun) -> float:
+        """One block after the other, shared out over the cores, as if every device's thread asked for its own."""
+        begun = self._now()
+        with mmap.mmap(-1, run.nbytes) as block:
+            for page in range(0, run.nbytes, mmap.PAGESIZE):
+                block[page] = 1
+        looped = self._now()
+        untouched = bytearray(mmap.PAGESIZE)
+        for page in range(0, run.nbytes, mmap.PAGESIZE):
+            untouched[page % mmap.PAGESIZE] = 1
+        seconds = (looped - begun) - (self._now() - looped)
+        here = max(1, len(self._devices) // self._num_hosts)
+        return max(seconds, 1e-9) * here / min(here, os.cpu_count() or 1)
 
     def _try(self, run: Run, unrolled: int) -> float:
         self._programs[run] = self._compiled(run, unrolled)
@@ -169,16 +218,27 @@ def _work(run: Run) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarray]]:
     """(one repetition: values to values, the values on each device at first)."""
     match run:
         case MatmulRun():
-            # A reflection: products of it stay as large as they are, however often it is applied.
+            # A reflection: its products with itself are orthogonal too, and stay as large, however many there are.
             normal = np.random.default_rng(0).standard_normal(run.width)
             reflection = np.eye(run.width) - 2 * np.outer(normal, normal) / (normal @ normal)
             matrix = reflection.astype(jnp.dtype(run.dtype))
-            return lambda x, w: (x @ w, w), [matrix, matrix]
+            return _layer, [matrix, matrix]
         case StreamRun():
             size = max(1, run.array_bytes // 4)
             return lambda x, factor: (x * factor, factor), [np.ones(size, np.float32), np.ones(1, np.float32)]
+        case RowsRun():
+            rows = max(1, run.array_bytes // (4 * _ROW))
+            return lambda x: (jax.nn.softmax(x) * _ROW,), [np.ones((rows, _ROW), np.float32)]
         case CollectiveRun():
             return _collective(run)
+        case FreshRun():
+            raise AssertionError("fresh memory is no program of a device")
+
+
+def _layer(x: Any, weights: Any) -> tuple[Any, Any]:
+    y = x @ weights
+    gradient = x.T @ y
+    return y @ gradient.T, weights
 
 
 def _collective(run: CollectiveRun) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarray]]:

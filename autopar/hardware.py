@@ -12,6 +12,9 @@ from autopar.collectives import Fabric, Link, SwitchDetail
 from autopar.errors import InvalidArgumentError
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
+# XLA's CPU programs have their temporary values in one block from malloc. Larger blocks glibc takes from the system and
+# gives back when they are free (DEFAULT_MMAP_THRESHOLD_MAX), so that every page of them is new in every run.
+_KEPT_UP_TO_BYTES = 32 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,8 @@ class DeviceKind:
         widens_bfloat16: Whether XLA's backend for it sends bfloat16 arrays as 32 bits (its CPU backend does).
         dtype_efficiency: (dtype, share of its peak) where that was measured apart, instead of `flops_efficiency`.
         float32_fill_s: Time of filling and draining the matrix units in a float32 product, beside its arithmetic.
+        fresh_bytes_per_s: Rate at which memory can be had that was given back after the last run, as large blocks of a
+            CPU device's are; None where a program keeps what it once had.
     """
 
     name: str
@@ -43,6 +48,7 @@ class DeviceKind:
     widens_bfloat16: bool = False
     dtype_efficiency: tuple[tuple[str, float], ...] = ()
     float32_fill_s: float = 0.0
+    fresh_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if "float32" in dict(self.peak_flops):
@@ -68,6 +74,12 @@ class DeviceKind:
     def flops_per_s(self, dtype: str) -> float:
         """Rate that large matrix products reach."""
         return self.peak_flops_per_s(dtype) * dict(self.dtype_efficiency).get(dtype, self.flops_efficiency)
+
+    def fresh_s(self, temporary_bytes: float) -> float:
+        """Time of having this much memory for temporary values in a step."""
+        if self.fresh_bytes_per_s is None or temporary_bytes <= _KEPT_UP_TO_BYTES:
+            return 0.0
+        return temporary_bytes / self.fresh_bytes_per_s
 
     def fill_s(self, dtype: str) -> float:
         """Time of filling and draining the matrix units: shorter by as much as the dtype's peak is higher."""

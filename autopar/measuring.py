@@ -16,7 +16,7 @@ from typing import Any
 
 from autopar import local_devices
 from autopar.collectives import CollectiveKind, Fabric, Link
-from autopar.device_clock import Clock, CollectiveRun, DeviceClock, MatmulRun, Run, StreamRun
+from autopar.device_clock import Clock, CollectiveRun, DeviceClock, FreshRun, MatmulRun, RowsRun, Run, StreamRun
 from autopar.errors import InvalidArgumentError
 from autopar.fitting import LinkFit, RateFit, Timing, fit_link, fit_rate
 from autopar.hardware import DeviceKind
@@ -38,7 +38,9 @@ class Sizes:
     array_bytes: tuple[int, ...]
     widths: tuple[int, ...]
     other_widths: tuple[int, ...]
-    stream_bytes: tuple[int, ...]
+    stream_bytes: tuple[int, ...] = ()
+    row_bytes: tuple[int, ...] = ()
+    fresh_bytes: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -48,7 +50,8 @@ CPU_SIZES = Sizes(
     array_bytes=(1 << 12, 1 << 18, 1 << 20, 1 << 22),
     widths=(16, 128, 256, 512),
     other_widths=(128, 256),
-    stream_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 24),
+    row_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 23),
+    fresh_bytes=(1 << 24, 1 << 25),
 )
 ACCELERATOR_SIZES = Sizes(
     array_bytes=(1 << 12, 1 << 18, 1 << 22, 1 << 26, 1 << 28),
@@ -96,10 +99,12 @@ def runs(found: LocalDevices, sizes: Sizes) -> list[list[Run]]:
         for dtype in sizes.dtypes
     ]
     series.append([StreamRun(array_bytes=n) for n in sizes.stream_bytes])
+    series.append([RowsRun(array_bytes=n) for n in sizes.row_bytes])
+    series.append([FreshRun(nbytes=n) for n in sizes.fresh_bytes])
     for between, most in ((False, found.devices_per_host), (True, found.num_hosts)):
         for n in group_sizes(most):
             series += [[_collective(kind, size, n, between) for size in sizes.array_bytes] for kind in CollectiveKind]
-    return series
+    return [growing for growing in series if growing]
 
 
 def group_sizes(most: int) -> list[int]:
@@ -139,8 +144,10 @@ def _name(run: Run) -> str:
     match run:
         case MatmulRun():
             return f"{run.dtype} products"
-        case StreamRun():
+        case StreamRun() | RowsRun():
             return "memory"
+        case FreshRun():
+            return "fresh memory"
         case CollectiveRun():
             return f"{run.kind.value} over {run.n} {'hosts' if run.between_hosts else 'devices'}"
 
@@ -211,7 +218,7 @@ def _device(
         if len(points) > 1:
             rates[dtype] = fit = fit_rate(points)
             fits.append(_rate_quality(f"{dtype} products", fit, len(points), "flop"))
-    streamed = [(run.moved_bytes, seconds) for run, seconds in times.items() if isinstance(run, StreamRun)]
+    streamed = [(run.moved_bytes, seconds) for run, seconds in times.items() if isinstance(run, StreamRun | RowsRun)]
     if "float32" not in rates or len(streamed) < 2:
         raise InvalidArgumentError(
             where="Cluster.measure",
@@ -222,7 +229,18 @@ def _device(
     memory = fit_rate(streamed)
     fits.append(_rate_quality("memory", memory, len(streamed), "B"))
     measured = {dtype: fit.rate_per_s for dtype, fit in rates.items()}
-    made = dataclasses.replace(table, launch_overhead_s=rates["float32"].overhead_s, source=f"{table.source}; {source}")
+    launch_s, fill_s = _launch_and_fill(rates["float32"], times)
+    fresh = [(float(run.nbytes), seconds) for run, seconds in times.items() if isinstance(run, FreshRun)]
+    if len(fresh) > 1:
+        fit = fit_rate(fresh)
+        fits.append(_rate_quality("fresh memory", fit, len(fresh), "B"))
+    made = dataclasses.replace(
+        table,
+        launch_overhead_s=launch_s,
+        float32_fill_s=fill_s,
+        fresh_bytes_per_s=fit.rate_per_s if len(fresh) > 1 else None,
+        source=f"{table.source}; {source}",
+    )
     if platform == "cpu":
         untimed = {"float64": measured["float32"] / 2}  # half as many in a register
         return dataclasses.replace(
@@ -240,6 +258,18 @@ def _device(
         flops_efficiency=dict(efficiency).get("bfloat16", dict(efficiency)["float32"]),
         memory_efficiency=memory.rate_per_s / table.peak_memory_bytes_per_s,
     )
+
+
+def _launch_and_fill(fit: RateFit, times: dict[Run, float]) -> tuple[float, float]:
+    """Of a float32 product: what the smallest takes beyond its arithmetic, and what larger ones take beyond that."""
+    smallest, seconds = min(
+        ((r, s) for r, s in times.items() if isinstance(r, MatmulRun) and r.dtype == "float32"),
+        key=lambda timed: timed[0].width,
+    )
+    overhead_s = fit.overhead_s / MatmulRun.PRODUCTS
+    least_s = max(0.0, seconds - smallest.flops / fit.rate_per_s) / MatmulRun.PRODUCTS
+    launch_s = min(overhead_s, least_s)
+    return launch_s, overhead_s - launch_s
 
 
 def _rate_quality(what: str, fit: RateFit, points: int, unit: str) -> FitQuality:

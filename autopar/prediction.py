@@ -128,6 +128,14 @@ def compute_times_s(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> 
     return of_block(lowered)
 
 
+def allocation_s(estimate: memory.MemoryEstimate, model: CostModel) -> float:
+    """Seconds that a step waits for the memory of its temporary values.
+
+    The search leaves them out: pipelines are weighed without them, and the two must be comparable.
+    """
+    return model.device.fresh_s(estimate.temporary_bytes)
+
+
 def memory_program(
     graph: OpGraph, lowered: LoweredBlock, model: CostModel
 ) -> tuple[memory.Program, dict[int, tuple[int, Place]]]:

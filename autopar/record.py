@@ -75,7 +75,10 @@ class PredictedCollective:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a step is predicted to take. `peak_bytes` per device, one number a stage; `flops` of all devices."""
+    """What a step is predicted to take.
+
+    `peak_bytes` per device, one number a stage; `flops` of all devices; `allocation_time_s` what it waits for memory.
+    """
 
     step_time_s: float
     compute_time_s: float
@@ -86,6 +89,7 @@ class Predicted:
     bubble_fraction: float
     collectives: tuple[PredictedCollective, ...]
     at_peak: tuple[tuple[str, int], ...]
+    allocation_time_s: float = 0.0
 
     @property
     def sent_bytes(self) -> float:

@@ -14,7 +14,7 @@ from autopar.memory import MemoryEstimate
 from autopar.mesh import LogicalMesh
 from autopar.partials import find_partials
 from autopar.pipelining import PlannedStage, Staged
-from autopar.prediction import CollectiveUse, compute_times_s, predicted_collectives
+from autopar.prediction import CollectiveUse, allocation_s, compute_times_s, predicted_collectives
 from autopar.record import (
     Decisions,
     ModuleRow,
@@ -287,12 +287,14 @@ def predicted(
     uses = predicted_collectives(graph, lowered, model)
     compute_s = sum(compute_times_s(graph, lowered, model).values())
     collective_s = sum(use.time_s for use in uses)
-    step_s = compute_s + collective_s
+    allocation = allocation_s(estimate, model)
+    step_s = compute_s + collective_s + allocation
     peak_flops_per_s = model.device.peak_flops_per_s(main_dtype(graph)) * model.links.mesh.num_devices
     return Predicted(
         step_time_s=step_s,
         compute_time_s=compute_s,
         collective_time_s=collective_s,
+        allocation_time_s=allocation,
         peak_bytes=(estimate.peak_bytes,),
         flops=flops,
         mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,

@@ -10,7 +10,7 @@ from autopar import hardware, local_devices, measurement, measuring
 from autopar.__main__ import main
 from autopar.cluster import Cluster
 from autopar.collectives import CollectiveKind, Fabric, Link, time_s
-from autopar.device_clock import CollectiveRun, MatmulRun, Run, StreamRun
+from autopar.device_clock import CollectiveRun, FreshRun, MatmulRun, RowsRun, Run, StreamRun
 from autopar.errors import InvalidArgumentError
 from autopar.measurement import MeasuredOn
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, python, shapes
@@ -18,7 +18,7 @@ from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, python, shapes
 LINK = Link(overhead_s=20e-6, latency_s=5e-6, bytes_per_s=2e9, fabric=Fabric.SHARED_MEMORY, source="known")
 NETWORK = Link(overhead_s=50e-6, latency_s=90e-6, bytes_per_s=1e8, fabric=Fabric.SHARED_MEMORY, source="known")
 FLOPS_PER_S = {"float32": 30e9, "bfloat16": 60e9, "float16": 20e9}
-MEMORY_BYTES_PER_S, LAUNCH_S = 8e9, 3e-6
+MEMORY_BYTES_PER_S, FRESH_BYTES_PER_S, LAUNCH_S = 8e9, 1e9, 3e-6
 
 
 class KnownClock:
@@ -46,9 +46,11 @@ class KnownClock:
             case MatmulRun():
                 if run.dtype == "bfloat16" and run.width >= self.slow_after:
                     return 100.0
-                return LAUNCH_S + run.flops / FLOPS_PER_S[run.dtype]
-            case StreamRun():
+                return 3 * LAUNCH_S + run.flops / FLOPS_PER_S[run.dtype]
+            case StreamRun() | RowsRun():
                 return run.moved_bytes / MEMORY_BYTES_PER_S
+            case FreshRun():
+                return run.nbytes / FRESH_BYTES_PER_S
             case CollectiveRun():
                 link = NETWORK if run.between_hosts else LINK
                 return float(time_s(run.kind, run.result_bytes, run.n, link))
@@ -75,6 +77,9 @@ def test_known_constants_are_found_again():
     assert found.device.flops_per_s("float64") == pytest.approx(FLOPS_PER_S["float32"] / 2, rel=1e-3)
     assert found.device.memory_bytes_per_s == pytest.approx(MEMORY_BYTES_PER_S, rel=1e-3)
     assert found.device.launch_overhead_s == pytest.approx(LAUNCH_S, rel=1e-3)
+    assert found.device.float32_fill_s == pytest.approx(0.0, abs=1e-9)
+    assert found.device.fresh_s(40e6) == pytest.approx(0.04, rel=1e-3)
+    assert found.device.fresh_s(30e6) == 0.0  # such a block is kept
     assert {(t.kind, t.n) for t in found.timings} == {(k, n) for k in CollectiveKind for n in (2, 4, 8)}
     assert found.between_hosts == hardware.cpu_process_link(8)  # one process: nothing to measure it on
     assert all(fit.median_error < 1e-6 for fit in found.fits)
@@ -123,7 +128,13 @@ def test_what_takes_too_long_is_left_out():
     found = measured(clock=clock)
     widths = [run.width for run in clock.prepared if isinstance(run, MatmulRun) and run.dtype == "bfloat16"]
     assert widths == [128, 256]  # 256 was tried
-    assert [fit.what for fit in found.fits] == ["float32 products", "float16 products", "memory", "links inside a host"]
+    assert [fit.what for fit in found.fits] == [
+        "float32 products",
+        "float16 products",
+        "memory",
+        "fresh memory",
+        "links inside a host",
+    ]
     assert found.device.flops_per_s("bfloat16") == found.device.flops_per_s("float32")  # as all that is not listed
 
 
@@ -220,7 +231,7 @@ def test_the_report_holds_every_fit_and_timing():
     text = str(measured())
     assert text.startswith(f"Measured 8 x CPU (one host), jax {jax.__version__}; ")
     assert "links inside a host  overhead 20 us, latency 5 us, 2 GB/s" in text
-    assert "float32 products     30 Gflop/s, overhead 3 us" in text
+    assert "float32 products     30 Gflop/s, overhead 9 us" in text
     assert text.count("reduce-scatter") == len(measuring.CPU_SIZES.array_bytes)
     assert "(1.00)" in text
 
@@ -244,7 +255,7 @@ MEASURING = """
 import autopar
 from autopar import measuring
 sizes = measuring.Sizes(
-    array_bytes=(1 << 12, 1 << 20), widths=(16, 128), other_widths=(64, 128), stream_bytes=(1 << 18, 1 << 22)
+    array_bytes=(1 << 12, 1 << 20), widths=(16, 128), other_widths=(64, 128), row_bytes=(1 << 18, 1 << 22)
 )
 assert measuring.measure(sizes=sizes, rounds=1, show_progress=False).save() is not None
 cluster = autopar.Cluster.local()
