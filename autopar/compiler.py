@@ -75,16 +75,16 @@ def make_plan(
     """
     with progress.pass_("graph"):
         graph = build_graph(traced, rules)
-        if options.binding is not None:
-            graph = described(graph)
     limit_bytes = options.memory_limit_bytes or cluster.device.memory_bytes
     asked = options.pipeline
     if asked.num_stages is not None:
         found = asked_pipeline(traced, cluster, options, limit_bytes, rules, progress)
-        return staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress)
+        return named(staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress), options)
     best: Candidate | AutoparError | None = None
     trials: list[MeshTrial] = []
     bound = bool(options.fixed) or options.axis_sizes is not None or options.binding is not None
+    if options.binding is not None:
+        graph = described(graph)
     if not asked.is_asked and (bound or cluster.num_devices <= WHOLE_UP_TO):
         best = whole_step(traced, graph, cluster, limit_bytes, options, trials, progress)
     notes: list[str] = []
@@ -97,7 +97,15 @@ def make_plan(
     if not isinstance(best, Candidate):
         raise best or no_pipeline_fits(traced, cluster, limit_bytes, notes)
     with progress.pass_("record"):
-        return Plan(record(traced, graph, cluster, limit_bytes, best, trials, notes), trees)
+        return named(Plan(record(traced, graph, cluster, limit_bytes, best, trials, notes), trees), options)
+
+
+def named(plan: Plan, options: PlanOptions) -> Plan:
+    """The plan with what its mesh axes are for, where it was bound to that."""
+    if options.binding is None:
+        return plan
+    names = tuple(use.name for use in options.binding.on(plan.mesh.num_devices)[1].axes)
+    return dataclasses.replace(plan, record=dataclasses.replace(plan.record, axis_names=names))
 
 
 def may_pay(best: Candidate | AutoparError | None, cluster: Cluster) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autopar import plan_text
@@ -67,6 +68,25 @@ class Plan:
             return LogicalMesh(axis_sizes=self.record.axis_sizes), 0
         made = self.record.pipeline.stages[stage]
         return LogicalMesh(axis_sizes=made.axis_sizes), made.first_device
+
+    def groups(self) -> dict[str, list[list[int]]]:
+        """Which devices, by number, work together along each mesh axis, and along the stages of a pipeline.
+
+        An axis has the name of its use where a recipe gave it one (data, tensor), else its own (x, y). Only stages on
+        equal meshes have pipeline groups.
+        """
+        stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
+        places = dict.fromkeys(self.stage_mesh(stage) for stage in stages)
+        found: dict[str, list[list[int]]] = {}
+        for mesh, first in places:
+            devices = first + np.arange(mesh.num_devices).reshape(mesh.axis_sizes)
+            for axis, name in enumerate(self.record.axis_names or mesh.axis_names):
+                rows = np.moveaxis(devices, axis, -1).reshape(-1, mesh.axis_sizes[axis])
+                found.setdefault(name, []).extend(rows.tolist())
+        if len(places) > 1 and len({mesh for mesh, _ in places}) == 1:
+            firsts = [first for _, first in places]
+            found["pipeline"] = [[first + i for first in firsts] for i in range(self.mesh.num_devices)]
+        return found
 
     def jax_mesh(self, stage: int = 0) -> Mesh | AbstractMesh:
         """The mesh of a stage over this program's devices, or an abstract one where there are too few."""

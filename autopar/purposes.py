@@ -7,9 +7,12 @@ dimension that is split or joined (reshape) is followed in its parts.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -20,7 +23,6 @@ Names = frozenset[Dimension]
 Parts = tuple[tuple[int, Names], ...]
 
 _UNKNOWN: Names = frozenset()
-_MAX_ROUNDS = 12  # of going through the program and back; transformers settle in three
 # Operations that read a parameter as a matrix.
 _MULTIPLYING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 
@@ -52,45 +54,64 @@ def described(graph: OpGraph) -> OpGraph:
     return dataclasses.replace(graph, values=values)
 
 
+# A dimension of a value.
+_At = tuple[int, int]
+
+
 class _Followed:
     """The parts of every dimension, as far as they are known."""
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
-        self.parts: dict[tuple[int, int], Parts] = {}
-        self.links = list(_links(graph.block))
-        self.changed = False
+        self.parts: dict[_At, Parts] = {}
+        self.waiting: collections.deque[int] = collections.deque()  # values whose news have not gone round
+        self.of_value: dict[int, list[Callable[[], None]]] = {}
+        for op in walk(graph.block):
+            if op.rule is not None:
+                self.watch_op(op)
+        for outer, inner, dropped in _links(graph.block):
+            for value in (outer, inner):
+                self.of_value.setdefault(value, []).append(functools.partial(self.alike, outer, inner, dropped))
+        for one, other in _scanned(graph.block):
+            for value in (one, other):
+                self.of_value.setdefault(value, []).append(functools.partial(self.scanned_alike, one, other))
+
+    def watch_op(self, op: Op) -> None:
+        assert op.rule is not None
+        places = [
+            (value, d, factors)
+            for atom, dims in zip((*op.inputs, *op.outputs), (*op.rule.operands, *op.rule.results), strict=True)
+            if isinstance(value := atom, int)
+            for d, factors in enumerate(dims)
+            if factors
+        ]
+        through = functools.partial(self.through, places, [f.size for f in op.rule.factors])
+        for value in {value for value, _, _ in places}:
+            self.of_value.setdefault(value, []).append(through)
 
     def of(self, value: int, d: int) -> Parts:
         return self.parts.get((value, d), ((self.graph.values[value].shape[d], _UNKNOWN),))
 
     def name(self, value: int, d: int, what: Dimension) -> None:
-        self.put(value, d, ((self.graph.values[value].shape[d], frozenset({what})),))
+        self.put((value, d), ((self.graph.values[value].shape[d], frozenset({what})),))
 
-    def put(self, value: int, d: int, parts: Parts) -> None:
-        size = self.graph.values[value].shape[d]
+    def put(self, at: _At, parts: Parts) -> None:
+        size = self.graph.values[at[0]].shape[at[1]]
         if size == 1 or math.prod(n for n, _ in parts) != size or all(not names for _, names in parts):
             return
-        merged = _merged(self.of(value, d), parts)
-        if merged != self.parts.get((value, d)):
-            self.parts[value, d] = merged
-            self.changed = True
+        merged = _merged(self.of(*at), parts)
+        if merged != self.parts.get(at):
+            self.parts[at] = merged
+            self.waiting.append(at[0])
 
     def names(self, value: Value) -> tuple[Names, ...]:
         return tuple(frozenset().union(*(names for _, names in self.of(value.id, d))) for d in range(len(value.shape)))
 
     def settle(self) -> None:
-        """Follows until nothing changes."""
-        ops = list(walk(self.graph.block))
-        for turn in range(_MAX_ROUNDS):
-            self.changed = False
-            for op in ops if turn % 2 == 0 else reversed(ops):
-                if op.rule is not None:
-                    self.through(op)
-            for outer, inner, dropped in self.links if turn % 2 == 0 else reversed(self.links):
-                self.alike(outer, inner, dropped)
-            if not self.changed:
-                return
+        """Follows until nothing changes; names are only ever added, so that this ends."""
+        while self.waiting:
+            for follow in self.of_value.get(self.waiting.popleft(), ()):
+                follow()
 
     def alike(self, outer: int, inner: int, dropped: int) -> None:
         """The inner value's dimensions are the outer one's, without the first `dropped`."""
@@ -99,26 +120,20 @@ class _Followed:
                 self.copy((outer, d + dropped), (inner, d))
                 self.copy((inner, d), (outer, d + dropped))
 
-    def copy(self, source: tuple[int, int], target: tuple[int, int]) -> None:
+    def scanned_alike(self, one: int, other: int) -> None:
+        """What a scan goes over counts the same in all of its slices and stacks."""
+        self.copy((one, 0), (other, 0))
+        self.copy((other, 0), (one, 0))
+
+    def copy(self, source: _At, target: _At) -> None:
         """One dimension counts what the other does; where it counts a micro-batch's part of it, in one piece."""
         parts, size = self.of(*source), self.graph.values[target[0]].shape[target[1]]
         if math.prod(n for n, _ in parts) != size:
             parts = ((size, frozenset().union(*(names for _, names in parts))),)
-        self.put(*target, parts)
+        self.put(target, parts)
 
-    def through(self, op: Op) -> None:
+    def through(self, places: Sequence[tuple[int, int, tuple[int, ...]]], sizes: Sequence[int]) -> None:
         """What is known of a factor in one place is known of it in all."""
-        assert op.rule is not None
-        sizes = [f.size for f in op.rule.factors]
-        places = [
-            (value, d, factors)
-            for atom, dims in zip((*op.inputs, *op.outputs), (*op.rule.operands, *op.rule.results), strict=True)
-            if isinstance(value := atom, int)
-            for d, factors in enumerate(dims)
-            if factors
-        ]
-        if not any((value, d) in self.parts for value, d, _ in places):
-            return
         known: dict[int, Parts] = {}
         for value, d, factors in places:
             if (value, d) not in self.parts:
@@ -126,19 +141,16 @@ class _Followed:
             for f, parts in zip(factors, _cut(self.of(value, d), [sizes[f] for f in factors]), strict=True):
                 known[f] = _merged(known[f], parts) if f in known else parts
         for value, d, factors in places:
-            self.put(value, d, tuple(part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))))
+            self.put((value, d), tuple(part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))))
 
 
 def _merged(a: Parts, b: Parts) -> Parts:
-    """What both say. Where they are cut differently, the finer one tells; else what is known of either."""
+    """What both say; where they are cut differently, what the first says, if it says anything."""
+    if a == b:
+        return a
     if [n for n, _ in a] == [n for n, _ in b]:
         return tuple((n, x | y) for (n, x), (_, y) in zip(a, b, strict=True))
-    fine, coarse = (a, b) if len(a) > len(b) else (b, a)
-    if all(not names for _, names in coarse):
-        return fine
-    if all(not names for _, names in fine):
-        return coarse
-    return fine
+    return a if any(names for _, names in a) else b
 
 
 def _cut(parts: Parts, sizes: Sequence[int]) -> list[Parts]:
@@ -174,6 +186,14 @@ def _links(block: Block) -> Iterator[tuple[int, int, int]]:
                 yield outer, inner, dropped
         for inside in op.blocks:
             yield from _links(inside)
+
+
+def _scanned(block: Block) -> Iterator[tuple[int, int]]:
+    """Pairs of arrays that one scan takes slices of, or stacks."""
+    for op in walk(block):
+        if op.kind is OpKind.SCAN:
+            slices = [a for a in op.inputs[op.num_consts + op.num_carry :] if isinstance(a, int)]
+            yield from itertools.pairwise([*slices, *op.outputs[op.num_carry :]])
 
 
 def _pairs(op: Op) -> Iterator[tuple[Atom, Atom, int]]:
@@ -231,7 +251,7 @@ def _expert_dimensions(graph: OpGraph, followed: _Followed, dependent: set[int])
 
 def _purposes(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> dict[int, Purpose]:
     found: dict[int, Purpose] = {}
-    matrices = _feeding(graph, dependent)
+    matrices = _feeding(graph, values, dependent)
     for op in graph.ops():
         for v in op.outputs:
             has_examples = any(Dimension.EXAMPLE in names for names in values[v].dimensions)
@@ -262,14 +282,26 @@ def _purposes(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> d
     return found
 
 
-def _feeding(graph: OpGraph, dependent: set[int]) -> set[int]:
-    """What reaches a product of the forward or backward pass, by way of values that are computed of state alone."""
+def _has_columns(op: Op, i: int, value: Value) -> bool:
+    """Whether a product keeps a dimension of its operand that counts nothing we know. What has none is a gate: it tells
+    experts apart, and is small.
+    """
+    assert op.rule is not None
+    others = {f for j, dims in enumerate(op.rule.operands) if j != i for dim in dims for f in dim}
+    return any(
+        not names and factors and not others.intersection(factors)
+        for names, factors in zip(value.dimensions, op.rule.operands[i], strict=True)
+    )
+
+
+def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> set[int]:
+    """What reaches a product of the forward pass as a matrix, by way of values that are computed of state alone."""
     wanted = {
         atom
         for op in graph.ops()
-        if op.primitive in _MULTIPLYING and op.role is not Role.UPDATE
-        for atom in op.inputs
-        if isinstance(atom, int) and atom not in dependent
+        if op.primitive in _MULTIPLYING and op.role is Role.FORWARD
+        for i, atom in enumerate(op.inputs)
+        if isinstance(atom, int) and atom not in dependent and _has_columns(op, i, values[atom])
     }
     for op in reversed(list(graph.ops())):
         for outer, inner, _ in _pairs(op):

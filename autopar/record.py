@@ -193,7 +193,8 @@ class PipelineTrial:
 class PlanRecord:
     """Everything of a plan that is saved.
 
-    Of a plan with a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own.
+    Of a plan with a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names` says what the
+    axes are for (data, tensor), in a plan that was made by a recipe.
     """
 
     format_version: int
@@ -212,6 +213,7 @@ class PlanRecord:
     notes: tuple[str, ...]
     pipeline: PipelineRecord | None = None
     weighed: tuple[PipelineTrial, ...] = ()
+    axis_names: tuple[str, ...] = ()
 
 
 def encode(record: PlanRecord) -> bytes:

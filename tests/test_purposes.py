@@ -1,0 +1,121 @@
+"""What values are and what their dimensions count, followed through small steps by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.building import build_graph
+from autopar.graph import Dimension, Purpose
+from autopar.purposes import described
+from autopar.rules import RuleBook
+from autopar.staging import trace
+from benchmarks.zoo import CASES
+
+EXAMPLE, SEQUENCE, EXPERT = Dimension.EXAMPLE, Dimension.SEQUENCE, Dimension.EXPERT
+
+
+def graph_of(step, state, batch):
+    traced = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    return described(build_graph(traced, RuleBook()))
+
+
+def of(graph, primitive):
+    """(dimensions, purpose) of the first result of the first operation of a kind."""
+    value = next(graph.values[op.outputs[0]] for op in graph.ops() if op.primitive == primitive)
+    return [set(names) for names in value.dimensions], value.purpose
+
+
+def arguments(graph):
+    return {graph.values[v].name: graph.values[v].purpose for v in graph.block.inputs}
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def test_examples_pass_through_products():
+    graph = graph_of(lambda w, x: (w, x @ w), shape(8, 4), shape(16, 8))
+    assert of(graph, "dot_general") == ([{EXAMPLE}, set()], Purpose.ACTIVATION)
+
+
+def test_positions_are_followed_through_a_reshape_and_back():
+    def step(w, tokens):
+        flat = jnp.take(w, tokens.reshape(-1), axis=0)
+        return w, jnp.sin(flat).reshape(16, 32, 8)
+
+    graph = graph_of(step, shape(64, 8), shape(16, 32, dtype=np.int32))
+    assert of(graph, "sin") == ([{EXAMPLE, SEQUENCE}, set()], Purpose.ACTIVATION)
+    result = graph.values[graph.block.outputs[1]]
+    assert [set(names) for names in result.dimensions] == [{EXAMPLE}, {SEQUENCE}, set()]
+
+
+def test_the_last_dimension_of_real_numbers_holds_features():
+    graph = graph_of(lambda w, x: (w, jnp.sin(x)), shape(4), shape(16, 32, 8))
+    assert of(graph, "sin")[0] == [{EXAMPLE}, {SEQUENCE}, set()]
+
+
+def test_positions_reach_what_is_added_to_them():
+    graph = graph_of(lambda p, x: (p, x + jnp.sin(p)), shape(32, 8), shape(16, 32, 8))
+    assert of(graph, "sin")[0] == [{SEQUENCE}, set()]
+
+
+def test_a_scan_hands_names_inside_and_outside():
+    def step(w, x):
+        def body(carry, slice_):
+            return jnp.sin(carry + slice_), jnp.cos(slice_)
+
+        last, stacked = jax.lax.scan(body, jnp.zeros((16, 8)), jnp.moveaxis(x, 1, 0))
+        return w, (last, stacked)
+
+    graph = graph_of(step, shape(4), shape(16, 32, 8))
+    assert of(graph, "sin")[0] == [{EXAMPLE}, set()]
+    stacked = graph.values[graph.block.outputs[2]]
+    assert [set(names) for names in stacked.dimensions] == [{SEQUENCE}, {EXAMPLE}, set()]
+
+
+def test_experts_are_what_a_product_of_weights_keeps_apart():
+    case = CASES["moe"]()
+    graph = graph_of(case.step, jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
+    expert = {
+        graph.values[v].name: [d for d, names in enumerate(graph.values[v].dimensions) if EXPERT in names]
+        for v in graph.block.inputs
+    }
+    assert {name for name, dims in expert.items() if "expert_in" in name or "expert_out" in name} == {
+        name for name, dims in expert.items() if dims == [0]
+    }
+
+
+def test_purposes_of_a_training_step():
+    case = CASES["gpt_adamw"](layers=1)
+    graph = graph_of(case.step, jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
+    found = arguments(graph)
+    for name, purpose in found.items():
+        if name.startswith("batch"):
+            assert purpose is Purpose.BATCH
+        elif ".mu" in name or ".nu" in name:
+            assert purpose is Purpose.OPTIMIZER
+        elif name.endswith("['kernel']"):
+            assert purpose is Purpose.MATRIX
+        elif name.endswith(("['scale']", "['bias']")):
+            assert purpose is Purpose.PARAMETER
+    updated = graph.values[graph.block.outputs[graph.tied[0][1]]]
+    assert updated.purpose is Purpose.UPDATE
+
+
+def test_gradients_hold_no_examples():
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(w), 0.0
+
+    graph = graph_of(step, shape(8, 4), shape(16, 8))
+    backward = [op for op in graph.ops() if op.primitive == "dot_general"][-1]
+    assert graph.values[backward.outputs[0]].purpose is Purpose.GRADIENT
+
+
+def test_names_survive_the_cut_into_micro_batches():
+    from autopar.micro_batches import micro_batched
+
+    case = CASES["mlp"](batch=16)
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    traced = trace(case.step, (state, case.batch(0)), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = described(micro_batched(traced, 4, RuleBook()))
+    assert of(graph, "dot_general")[0][0] == {EXAMPLE}

@@ -1,0 +1,137 @@
+"""Manual plans: what they send is what the literature says, and they compute what plain `jax.jit` does."""
+
+import jax
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import InvalidArgumentError
+from benchmarks.zoo import CASES
+
+MLP = CASES["mlp"](batch=32)
+GPT = CASES["gpt"](layers=2, width=64, length=32, batch=16)
+MOE = CASES["moe"](batch=16)
+WIDTH, LENGTH, BATCH, LAYERS, HEADS = 64, 32, 16, 2, 4
+
+
+def verified(case, recipe, devices):
+    step = autopar.parallelize(
+        case.step, plan=recipe, cluster=autopar.Cluster.local(devices), cache_dir=None, show_progress=False
+    )
+    state = jax.jit(case.init)(jax.random.key(0))
+    made = autopar.verify(step, state, case.batch(0))
+    assert made.difference <= case.tolerance, made
+    assert made.total.predicted == pytest.approx(made.total.compiled, rel=0.01), str(made)
+    return made, step.plan(state, case.batch(0))
+
+
+def sent(made):
+    return {c.name: c.compiled for c in made.collectives}
+
+
+def parameter_bytes(case):
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("case", [MLP, GPT], ids=["mlp", "gpt"])
+def test_data_parallelism_reduces_every_gradient_once(case):
+    made, plan = verified(case, recipes.data_parallel(), 8)
+    assert set(sent(made)) == {"all-reduce", "total"}
+    assert sent(made)["all-reduce"] == pytest.approx(2 * 7 / 8 * parameter_bytes(case), rel=0.001)
+    assert plan.groups() == {"data": [list(range(8))]}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("case", [MLP, GPT], ids=["mlp", "gpt"])
+def test_zero_1_and_2_send_as_much_as_data_parallelism(case, stage):
+    made, plan = verified(case, recipes.zero(stage), 8)
+    once = 7 / 8 * parameter_bytes(case)
+    assert sent(made)["reduce-scatter"] == pytest.approx(once, rel=0.001)
+    assert sent(made)["all-gather"] == pytest.approx(once, rel=0.001)
+    optimizer = [v for v in plan.record.arguments if ".trace" in v.path]
+    assert optimizer
+    assert all(any(v.layout.dims) for v in optimizer)
+    assert not any(any(v.layout.dims) for v in plan.record.arguments if ".params[" in v.path and ".trace" not in v.path)
+
+
+def test_zero_3_gathers_parameters_for_each_pass():
+    made, plan = verified(GPT, recipes.zero(3), 8)
+    once = 7 / 8 * parameter_bytes(GPT)
+    assert sent(made)["reduce-scatter"] == pytest.approx(once, rel=0.001)
+    # The first matrices and the norms' offsets are not read again by the backward pass.
+    assert 1.9 * once <= sent(made)["all-gather"] <= 2 * once
+    assert all(any(v.layout.dims) for v in plan.record.arguments if v.kind == "state" and max(v.shape, default=0) > 7)
+
+
+def test_tensor_parallelism_reduces_four_activations_a_layer():
+    _, plan = verified(GPT, recipes.tensor_parallel(), HEADS)
+    activation = 2 * (HEADS - 1) / HEADS * BATCH * LENGTH * WIDTH * 4
+    reduces = [
+        use
+        for use in plan.predicted.collectives
+        if "layer" in use.module and use.kind == "all-reduce" and use.sent_bytes / use.count > 0.5 * activation
+    ]
+    assert sum(use.count for use in reduces) == 4 * LAYERS
+    assert sum(use.sent_bytes for use in reduces) == pytest.approx(4 * LAYERS * activation)
+    assert plan.groups() == {"tensor": [[0, 1, 2, 3]]}
+
+
+def test_sequence_parallelism_has_no_large_all_reduce():
+    made, _ = verified(GPT, recipes.combine(dp=1, tp=HEADS, sequence_parallel=True), HEADS)
+    activation = BATCH * LENGTH * WIDTH * 4
+    assert sent(made).get("all-reduce", 0.0) < 0.3 * activation
+    assert sent(made)["reduce-scatter"] >= 4 * LAYERS * (HEADS - 1) / HEADS * activation
+
+
+@pytest.mark.parametrize("case", [GPT, MOE], ids=["gpt", "moe"])
+def test_three_kinds_of_parallelism_together(case):
+    recipe = recipes.combine(dp=2, tp=2, pp=2, num_microbatches=2)
+    _, plan = verified(case, recipe, 8)
+    assert plan.groups() == {
+        "data": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    }
+
+
+def test_groups_of_sixteen_devices_are_megatrons():
+    cluster = autopar.Cluster.preset("dgx-a100-40g", hosts=2)
+    case = CASES["gpt"](layers=4, batch=16)
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    recipe = recipes.combine(dp=2, tp=2, pp=4, num_microbatches=4)
+    options = {"plan": recipe, "cache_dir": None, "show_progress": False}
+    plan = autopar.plan(case.step, state, case.batch(0), cluster=cluster, **options)
+    assert plan.groups() == {
+        "data": [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
+        "tensor": [[i, i + 1] for i in range(0, 16, 2)],
+        "pipeline": [[i, i + 4, i + 8, i + 12] for i in range(4)],
+    }
+
+
+def test_zero_2_keeps_parts_of_the_sums_over_micro_batches():
+    _, whole = verified(MLP, recipes.combine(num_microbatches=2), 8)
+    made, parts = verified(MLP, recipes.combine(zero=2, num_microbatches=2), 8)
+    assert sent(made)["reduce-scatter"] == pytest.approx(2 * 7 / 8 * parameter_bytes(MLP), rel=0.001)
+    assert max(parts.predicted.peak_bytes) < max(whole.predicted.peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: recipes.zero(4), "zero"),
+        (lambda: recipes.tensor_parallel("4d"), "tensor_parallel"),
+        (lambda: recipes.combine(tp=0), "tp"),
+        (lambda: recipes.combine(schedule="2f2b"), "schedule"),
+        (lambda: recipes.combine(recompute="everything"), "recompute"),
+    ],
+)
+def test_wrong_wishes_are_named(make, where):
+    with pytest.raises(InvalidArgumentError, match=where):
+        make()
+
+
+def test_sizes_that_do_not_make_up_the_devices():
+    step = autopar.parallelize(MLP.step, plan=recipes.combine(dp=3), cache_dir=None, show_progress=False)
+    with pytest.raises(InvalidArgumentError, match="make up the 8 devices"):
+        step.plan(jax.eval_shape(MLP.init, jax.random.key(0)), MLP.batch(0))
