@@ -13,6 +13,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -137,18 +138,13 @@ class DeviceClock:
         return self._per_repetition_s(run, self._repetitions[run])
 
     def _fresh_s(self, run: FreshRun) -> float:
-        """One block after the other, shared out over the cores, as if every device's thread asked for its own."""
-        begun = self._now()
-        with mmap.mmap(-1, run.nbytes) as block:
-            for page in range(0, run.nbytes, mmap.PAGESIZE):
-                block[page] = 1
-        looped = self._now()
-        untouched = bytearray(mmap.PAGESIZE)
-        for page in range(0, run.nbytes, mmap.PAGESIZE):
-            untouched[page % mmap.PAGESIZE] = 1
-        seconds = (looped - begun) - (self._now() - looped)
-        here = max(1, len(self._devices) // self._num_hosts)
-        return max(seconds, 1e-9) * here / min(here, os.cpu_count() or 1)
+        """Every core has a block at once; the blocks of a host's devices, or the parts of a single one, share them."""
+        cores = os.cpu_count() or 1
+        with ThreadPoolExecutor(cores) as threads:
+            begun = self._now()
+            list(threads.map(_touch, [run.nbytes] * cores))
+            seconds = self._now() - begun
+        return max(seconds, 1e-9) * len(self._devices) / self._num_hosts / cores
 
     def _try(self, run: Run, unrolled: int) -> float:
         self._programs[run] = self._compiled(run, unrolled)
@@ -207,6 +203,13 @@ class DeviceClock:
         stride = total // self._num_hosts if isinstance(run, CollectiveRun) and run.between_hosts else 1
         grid = np.array(self._devices).reshape(total // (n * stride), n, stride)
         return Mesh(grid, ("before", "group", "after"), axis_types=(AxisType.Auto,) * 3)
+
+
+def _touch(nbytes: int) -> None:
+    with mmap.mmap(-1, nbytes) as block:
+        pages = np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE]
+        pages[:] = 1
+        del pages  # the block cannot be given back while an array looks at it
 
 
 def _on_each_device(value: np.ndarray, sharding: NamedSharding, count: int) -> Any:
