@@ -1,8 +1,11 @@
 """NVIDIA cards as compilers see them: what names some, and what XLA has to be told of a card that is not there.
 
-The CUDA plugin of jax holds XLA's GPU compiler. It comes with `pip install "autopar[gpu]"`, on any Linux machine;
-NVIDIA's own libraries are needed to run programs, not to compile them. What cannot be had without the card is its
-measurements: XLA then picks matrix products' kernels by rules of thumb, where on the card it tries them.
+The CUDA plugin of jax holds XLA's GPU compiler. It comes with `pip install "autopar[gpu]"`, on any Linux machine,
+together with NVIDIA's assembler, which XLA calls. Libraries for matrix products and the like are not needed.
+
+What cannot be had without a card is its measurements: on the card XLA tries several kernels for each matrix product,
+here it takes its first choice, which may cut the contraction into parts and add them up in a second kernel. Cards of
+compute capability 7.0 (V100) and below cannot be compiled for: CUDA 13 has dropped them.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _PLUGINS = ("xla_cuda13", "xla_cuda12")
 _CUDNN = (9, 10)  # the version that jax 0.10 to 0.12 ask for
 _KIBIBYTE, _MEBIBYTE = 1 << 10, 1 << 20
 
-# What all cards of compute capability 7.0 to 10.0 have in common (CUDA C++ Programming Guide, technical
+# What all cards of compute capability 8.0, 9.0 and 10.0 have in common (CUDA C++ Programming Guide, technical
 # specifications per compute capability). A core is a streaming multiprocessor.
 _COMMON = {
     "threads_per_block_limit": 1024,
@@ -119,11 +122,6 @@ def _hopper(name: str, kind: DeviceKind, *, memory_bytes: int) -> Card:
 # Cores, clocks and caches: NVIDIA's white papers of each architecture. Shared memory: the Programming Guide, as above.
 # Memory as the driver tells it, and the caches and clock of B200: openxla/xla, target_config/specs.
 CARDS: dict[str, Card] = {
-    "v100": Card(
-        name="Tesla V100-SXM2-16GB", kind=hardware.V100, compute_capability=(7, 0), cores=80, lanes_per_core=64,
-        clock_ghz=1.53, l2_bytes=6 * _MEBIBYTE, shared_bytes_per_core=96 * _KIBIBYTE,
-        shared_bytes_per_block=96 * _KIBIBYTE, memory_bytes=16_935_682_048,
-    ),
     "a100-40g": _ampere("NVIDIA A100-SXM4-40GB", hardware.A100_40GB, memory_bytes=42_331_013_120),
     "a100-80g": _ampere("NVIDIA A100-SXM4-80GB", hardware.A100_80GB, memory_bytes=85_100_068_864),
     "h100": _hopper("NVIDIA H100 80GB HBM3", hardware.H100, memory_bytes=84_942_979_072),

@@ -3,7 +3,7 @@
 libtpu holds the TPU compiler and describes slices without having one, on any Linux machine. It comes with
 `pip install "autopar[tpu]"`.
 
-When libtpu starts it asks the cloud which slice it is part of. The variables of `_NO_SLICE` answer for it. They must
+When libtpu starts it asks the cloud which slice it is part of. The variables of `NO_SLICE` answer for it. They must
 be in the environment before libtpu is loaded, which jax does when it is first asked for a TPU topology, or for its
 devices with `JAX_PLATFORMS` unset: importing this module early is not needed.
 """
@@ -28,7 +28,7 @@ from autopar.errors import InvalidArgumentError, MissingCompilerError
 _SPEC = re.compile(r"^tpu:([a-z]*\d+[a-z]*):(\d+(?:x\d+){1,2})(?::(\d+))?$")
 
 # The accelerator type needs to be one that libtpu knows; the slice that is compiled for need not be of it.
-_NO_SLICE = {
+NO_SLICE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -82,13 +82,13 @@ class TpuSlice:
                 "TPU",
             )
         if not _has_tpu():
-            for name, value in _NO_SLICE.items():
+            for name, value in NO_SLICE.items():
                 os.environ.setdefault(name, value)
         options = {"num_slices": self.num_slices} if self.num_slices > 1 else {}
         try:
             description = topologies.get_topology_desc(platform="tpu", topology_name=self.topology_name, **options)
         except jax.errors.JaxRuntimeError as error:
-            settings = " ".join(f"{name}={value}" for name, value in _NO_SLICE.items())
+            settings = " ".join(f"{name}={value}" for name, value in NO_SLICE.items())
             raise InvalidArgumentError(
                 where=f"compile_for={str(self)!r}",
                 expected="a slice that libtpu can describe, such as v5e:2x2, v5e:2x4, v6e:4x4, v5p:2x2x2 or "
