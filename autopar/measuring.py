@@ -45,13 +45,18 @@ class Sizes:
 
 
 # A virtual CPU device has a share of one host: what keeps an accelerator busy would take minutes there. The smallest
-# product on both is all overhead.
+# product on both is all overhead. Of arrays in collectives those between tiny and a megabyte are left out on CPU:
+# outside of its caches a byte takes longer, and large arrays are where the time of a step goes.
 CPU_SIZES = Sizes(
-    array_bytes=(1 << 12, 1 << 18, 1 << 20, 1 << 22),
+    array_bytes=(1 << 12, 1 << 20, 1 << 22),
     widths=(16, 128, 256, 512),
     other_widths=(128, 256),
     row_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 23),
     fresh_bytes=(1 << 24, 1 << 25),
+)
+# One that has the host to itself, or shares it with another, gets larger parts of a step.
+ROOMY_CPU_SIZES = dataclasses.replace(
+    CPU_SIZES, widths=(16, 256, 512, 1024), other_widths=(256, 512), row_bytes=(1 << 20, 1 << 22, 1 << 24)
 )
 ACCELERATOR_SIZES = Sizes(
     array_bytes=(1 << 12, 1 << 18, 1 << 22, 1 << 26, 1 << 28),
@@ -81,7 +86,7 @@ def measure(
     devices, found = local_devices.chosen(num_devices)
     make = clock or (lambda given, found: DeviceClock(given, found.num_hosts))
     on = local_devices.measured_on(devices, found)
-    sizes = sizes or (CPU_SIZES if on.platform == "cpu" else ACCELERATOR_SIZES)
+    sizes = sizes or _sizes(on)
     begun, load = time.perf_counter(), os.getloadavg()[0]
     progress = Progress(f"autopar measures {len(devices)} x {found.device.name}", show=show_progress)
     times = median_times(make(devices, found), runs(found, sizes), rounds, budget_s, progress)
@@ -90,6 +95,12 @@ def measure(
         f"{time.perf_counter() - begun:.0f} s"
     )
     return fitted(found, on, times, conditions)
+
+
+def _sizes(on: MeasuredOn) -> Sizes:
+    if on.platform != "cpu":
+        return ACCELERATOR_SIZES
+    return CPU_SIZES if on.devices_per_host > 2 else ROOMY_CPU_SIZES
 
 
 def runs(found: LocalDevices, sizes: Sizes) -> list[list[Run]]:
