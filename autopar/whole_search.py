@@ -198,7 +198,7 @@ def search(
             break
         cost = intra_op.cost(solution.choice)
         told = dataclasses.replace(
-            solution, status=Status.FEASIBLE, objective=cost, bound=free.bound, gap=(cost - free.bound) / cost
+            solution, status=Status.FEASIBLE, objective=cost, bound=free.bound, gap=_gap(cost, free.bound)
         )
         candidate = evaluated(graph, model, intra_op.decode(told))
         fits = candidate.estimate.peak_bytes <= limit_bytes
@@ -263,6 +263,11 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
         step_time_s=sum(seconds.values()) + collective_s,
         shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
     )
+
+
+def _gap(cost: float, bound: float) -> float:
+    """How far a cost may be above the best, as a part of it; on one device there is nothing to choose, and it is zero."""
+    return (cost - bound) / cost if cost else 0.0
 
 
 def trial(candidate: Candidate | MeshTrial) -> MeshTrial:
