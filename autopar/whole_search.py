@@ -266,7 +266,7 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
 
 
 def _gap(cost: float, bound: float) -> float:
-    """How far a cost may be above the best, as a part of it; on one device there is nothing to choose, and it is zero."""
+    """How far a cost may be above the best, as a part of it; on one device nothing is chosen and the cost is zero."""
     return (cost - bound) / cost if cost else 0.0
 
 

@@ -338,6 +338,17 @@ def test_an_option_of_the_wrong_type_is_named(options):
         autopar.parallelize(mlp_step, **options).plan(MLP_STATE, MLP_BATCH)
 
 
+def test_one_device_that_is_too_small_is_said_to_be():
+    """There is nothing to choose there, so that every choice costs nothing."""
+
+    def step(state, batch):
+        return state - 0.1 * jnp.tanh(state @ state), batch.sum()
+
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    with pytest.raises(errors.MemoryLimitError, match=r"expected at most 1\.0 kB per device"):
+        autopar.plan(step, shape, shape, cluster=autopar.Cluster.local(1), memory_limit_bytes=1000, cache_dir=None)
+
+
 def test_a_memory_limit_that_nothing_satisfies(tmp_path):
     parallel = small(memory_limit_bytes=1_000, cache_dir=tmp_path)
     with pytest.raises(errors.MemoryLimitError) as caught:
