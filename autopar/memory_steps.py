@@ -56,7 +56,8 @@ class Compiler:
         keeps_barriers: Recomputes what `jax.checkpoint` says; else finds that it has computed it before, and keeps it.
         writes_row_operands: Computes a reduction over the last dimension, what is made of its result and what leads to
             it in one kernel of a library, for which broadcasts, and values that others read too, are written first.
-        products_absorb: Computes what a matrix product reads on the way in, however expensive, again for each product.
+        repeats_expensive: Computes what is expensive again in each kernel that reads it; else keeps it.
+        products_absorb: Computes what a matrix product reads on the way in.
         products_round: Keeps what only matrix products read, and made, in the 16 bits that their precision looks at.
         widens_half_precision: Keeps the 16-bit operands and results of matrix products in 32 bits.
     """
@@ -64,6 +65,7 @@ class Compiler:
     breadth_first: bool
     keeps_barriers: bool
     writes_row_operands: bool
+    repeats_expensive: bool
     products_absorb: bool
     products_round: bool
     widens_half_precision: bool
@@ -73,6 +75,7 @@ CPU = Compiler(
     breadth_first=True,
     keeps_barriers=True,
     writes_row_operands=True,
+    repeats_expensive=False,
     products_absorb=False,
     products_round=False,
     widens_half_precision=True,
@@ -81,6 +84,7 @@ GPU = Compiler(
     breadth_first=False,
     keeps_barriers=True,
     writes_row_operands=False,
+    repeats_expensive=True,
     products_absorb=False,
     products_round=False,
     widens_half_precision=False,
