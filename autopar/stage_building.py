@@ -33,6 +33,7 @@ from autopar.recomputation import Recompute, rematerialise
 from autopar.rules import RuleBook
 from autopar.runtime.schedules import Schedule
 from autopar.scan_cutting import CutStep
+from autopar.sinking import sunk
 from autopar.stage_graphs import StageGraph
 
 
@@ -68,7 +69,7 @@ class Choice:
 
 def cut_layers(step: CutStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None) -> Cut:
     """A step cut into micro-batches and layers; `whole` is its graph with all scans whole, if it is there already."""
-    graph = micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None)
+    graph = sunk(micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None))
     return Cut(step=step, graph=graph, layers=layers_of(graph))
 
 
