@@ -23,6 +23,7 @@ from autopar.errors import (
 from autopar.graph import OpGraph, OpKind
 from autopar.intra_op import cost_model
 from autopar.lowering import LoweredBlock, lower
+from autopar.memory_use import memory_of_program
 from autopar.mesh import LogicalMesh
 from autopar.pipeline_search import Found, asked_pipeline, search_pipelines
 from autopar.pipelining import (
@@ -41,7 +42,6 @@ from autopar.recording import (
     decisions_of,
     module_rows,
     pipeline_record,
-    place_names,
     planned_values,
     predicted,
     replicated_notes,
@@ -55,7 +55,7 @@ from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
 from autopar.stage_building import cut_layers, recomputed
 from autopar.staging import TracedStep
-from autopar.whole_search import Candidate, PlanOptions, made_by, whole_step
+from autopar.whole_search import Candidate, PlanOptions, whole_step
 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.
@@ -219,9 +219,9 @@ def record(
 ) -> PlanRecord:
     """Writes down the chosen candidate."""
     arguments, results = planned_values(traced, graph, best.lowered)
-    names = place_names(graph, best.stands_for, made_by(graph), best.sharding.mesh)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
-    made = predicted(graph, best.lowered, best.model, best.estimate, names, flops)
+    use = memory_of_program(graph, best.lowered, best.program, best.estimate, best.stands_for, best.sharding.mesh)
+    made = predicted(graph, best.lowered, best.model, best.estimate, use, flops)
     return PlanRecord(
         format_version=FORMAT_VERSION,
         step=traced.name,

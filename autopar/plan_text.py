@@ -11,9 +11,10 @@ from rich.table import Table
 
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
-from autopar.record import ModuleRow, PipelineRecord, PlannedValue, PlanRecord
+from autopar.record import MemoryKind, ModuleRow, PipelineRecord, PlannedValue, PlanRecord
 
 WIDTH = 140  # columns of the printed plan
+LARGEST_SHOWN = 6
 _NUMBER = re.compile(r"\d+")
 
 
@@ -43,6 +44,8 @@ def table(record: PlanRecord) -> str:
     out.table(_values_table(record))
     out.table(_modules_table(record))
     out.table(_collectives_table(record))
+    out.table(_memory_table(record))
+    out.table(_largest_table(record))
     if len(record.tried) > 1:
         trials = ", ".join(
             f"{'x'.join(map(str, t.axis_sizes))} "
@@ -227,7 +230,9 @@ def _values_table(record: PlanRecord) -> Table:
 
 
 def _modules_table(record: PlanRecord) -> Table:
-    shown = Table("module", "matrix products: operands -> result", "sends (per device and step)", "compute", "send")
+    shown = Table(
+        "module", "matrix products: operands -> result", "sends (per device and step)", "compute", "send", "keeps"
+    )
     groups: dict[tuple, list[ModuleRow]] = {}
     for row in record.modules:
         if row.collectives or row.splits:
@@ -246,6 +251,7 @@ def _modules_table(record: PlanRecord) -> Table:
             "\n".join(lines) or "nothing",
             _seconds(sum(row.compute_time_s for row in rows)),
             _seconds(sum(c.time_s for row in rows for c in row.collectives)),
+            _bytes(sum(row.saved_bytes for row in rows)),
         )
         shown.add_row(*map(escape, cells))
     return shown
@@ -261,6 +267,37 @@ def _collectives_table(record: PlanRecord) -> Table:
     for (kind, axes), (count, sent, seconds) in totals.items():
         shown.add_row(kind, "*".join(axes), f"{count:g}", _bytes(sent), _seconds(seconds))
     return shown
+
+
+def _memory_table(record: PlanRecord) -> Table:
+    """What each group of devices holds at its peak; kinds that none of them holds have no column."""
+    uses = record.predicted.memory
+    kinds = [kind for kind in MemoryKind if any(kind in use.at_peak for use in uses)]
+    shown = Table("a device of", *(kind.value for kind in kinds), "peak")
+    for use, peak_bytes, name in zip(uses, record.predicted.peak_bytes, _group_names(record), strict=True):
+        shown.add_row(name, *(_bytes(use.at_peak.get(kind, 0)) for kind in kinds), _bytes(peak_bytes))
+    return shown
+
+
+def _largest_table(record: PlanRecord) -> Table:
+    """What is largest at the peak, where it is highest."""
+    at = max(range(len(record.predicted.memory)), key=lambda group: record.predicted.peak_bytes[group])
+    shown = Table(f"largest at the peak of {_group_names(record)[at]}", "kind", "n", "bytes")
+    for holder in record.predicted.memory[at].largest[:LARGEST_SHOWN]:
+        shown.add_row(escape(holder.name), holder.kind.value, str(holder.count), _bytes(holder.nbytes))
+    return shown
+
+
+def _group_names(record: PlanRecord) -> list[str]:
+    """Of each group of devices the stages that it runs."""
+    if record.pipeline is None:
+        return ["the mesh"]
+    groups = len(record.predicted.peak_bytes)
+    stages: dict[int, list[str]] = {}
+    for number, stage in enumerate(record.pipeline.stages):
+        stages.setdefault(stage.first_device, []).append(str(number))
+    assert len(stages) == groups, f"{len(stages)} groups of devices have {groups} peaks"
+    return [f"stage {', '.join(numbers)}" for numbers in stages.values()]
 
 
 def _seconds(t: float) -> str:

@@ -165,7 +165,19 @@ def task_memory(
     outputs: Sequence[tuple[int, Place]],
     model: CostModel,
 ) -> int:
-    """Bytes on one device that a part of a step, run as a program of its own, needs beside its inputs and outputs.
+    """Bytes on one device that a part of a step, run as a program of its own, needs beside its inputs and outputs."""
+    program, _ = task_program(graph, instructions, inputs, outputs, model)
+    return memory.estimate(program, model.compiler).temporary_bytes
+
+
+def task_program(
+    graph: OpGraph,
+    instructions: Sequence[Instruction],
+    inputs: Sequence[tuple[int, Place]],
+    outputs: Sequence[tuple[int, Place]],
+    model: CostModel,
+) -> tuple[memory.Program, dict[int, tuple[int, Place]]]:
+    """A part of a step that runs as a program of its own, and which value in which place each number stands for.
 
     An input that is an output too (an accumulator) is updated in place.
     """
@@ -187,7 +199,7 @@ def task_memory(
     program = memory.Program(
         steps=tuple(steps), nbytes=writer.nbytes, arguments=tuple(arguments), results=tuple(results), donated=donated
     )
-    return memory.estimate(program, model.compiler).temporary_bytes
+    return program, writer.stands_for
 
 
 def kind_of(op: Op) -> str:

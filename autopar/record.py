@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 
 import msgspec
@@ -12,7 +13,7 @@ from autopar.errors import PlanFormatError
 from autopar.layout import Layout
 from autopar.timeline import Timeline
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +74,57 @@ class PredictedCollective:
     time_s: float
 
 
+class MemoryKind(enum.Enum):
+    """What memory is held for."""
+
+    PARAMETER = "parameters"  # state that the forward pass reads
+    OPTIMIZER = "optimizer state"  # other state: moments, master copies
+    BATCH = "batch"
+    OTHER = "other arguments and results"
+    GRADIENT = "gradients"  # what the backward pass makes for the update, and its sums over micro-batches
+    SAVED = "saved for backward"  # made by the forward pass, read by the backward pass
+    COLLECTIVE = "collective buffers"  # what is gathered, or on its way from one layout to another
+    NEW_STATE = "new state"  # beside the state that it replaces
+    TEMPORARY = "temporaries"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryHolder:
+    """Arrays on one device that are alike, `count` of them and `nbytes` together."""
+
+    name: str
+    kind: MemoryKind
+    nbytes: int
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes on one device of a stage by what they are held for.
+
+    Attributes:
+        throughout: Of what is there from the start to the end of a step: state, the batch, sums over micro-batches.
+        at_peak: Of everything, when most is held.
+        largest: The largest holders at the peak, largest first.
+    """
+
+    throughout: dict[MemoryKind, int]
+    at_peak: dict[MemoryKind, int]
+    largest: tuple[MemoryHolder, ...]
+
+    @property
+    def model_state_bytes(self) -> int:
+        """Parameters, optimizer state, and the gradients that are summed over micro-batches."""
+        kinds = (MemoryKind.PARAMETER, MemoryKind.OPTIMIZER, MemoryKind.GRADIENT)
+        return sum(self.throughout.get(kind, 0) for kind in kinds)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     """What a step is predicted to take.
 
-    `peak_bytes` per device, one number a stage; `flops` of all devices; `allocation_time_s` what it waits for memory.
+    `peak_bytes` per device, one number for each group of devices (of a pipeline; else one), and `memory` what they are
+    held for; `flops` of all devices; `allocation_time_s` what it waits for memory.
     """
 
     step_time_s: float
@@ -88,7 +135,7 @@ class Predicted:
     mfu: float
     bubble_fraction: float
     collectives: tuple[PredictedCollective, ...]
-    at_peak: tuple[tuple[str, int], ...]
+    memory: tuple[MemoryUse, ...]
     allocation_time_s: float = 0.0
 
     @property
@@ -133,6 +180,7 @@ class ModuleRow:
     """What a module does under the plan.
 
     `splits`: how the results of its matrix products (or its largest results) lie. Times per step on one device.
+    `saved_bytes`: what its backward pass reads of the forward pass, of one micro-batch on one device.
     """
 
     module: str
@@ -140,6 +188,7 @@ class ModuleRow:
     splits: tuple[str, ...]
     compute_time_s: float
     collectives: tuple[PredictedCollective, ...]
+    saved_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

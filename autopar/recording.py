@@ -11,12 +11,14 @@ from autopar.intra_op import CostModel, ShardingPlan
 from autopar.layout import Layout, local_bytes, replicated
 from autopar.lowering import Compute, Loop, LoweredBlock
 from autopar.memory import MemoryEstimate
+from autopar.memory_use import memory_of_stages, saved_bytes
 from autopar.mesh import LogicalMesh
 from autopar.partials import find_partials
 from autopar.pipelining import PlannedStage, Staged
 from autopar.prediction import CollectiveUse, allocation_s, compute_times_s, predicted_collectives
 from autopar.record import (
     Decisions,
+    MemoryUse,
     ModuleRow,
     PipelineRecord,
     PlannedStrategy,
@@ -271,7 +273,7 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,
         bubble_fraction=simulation.bubble_fraction,
         collectives=tuple(collectives),
-        at_peak=(),
+        memory=memory_of_stages(staged),
     )
 
 
@@ -280,7 +282,7 @@ def predicted(
     lowered: LoweredBlock,
     model: CostModel,
     estimate: MemoryEstimate,
-    names: dict[int, str],
+    use: MemoryUse,
     flops: float,
 ) -> Predicted:
     """What a lowered step is predicted to take."""
@@ -300,7 +302,7 @@ def predicted(
         mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,
         bubble_fraction=0.0,
         collectives=grouped(uses, model.links.mesh),
-        at_peak=tuple((names.get(v, "temporary"), n) for v, n in estimate.at_peak[:20]),
+        memory=(use,),
     )
 
 
@@ -337,8 +339,9 @@ def grouped(uses: tuple[CollectiveUse, ...], mesh: LogicalMesh) -> tuple[Predict
 def module_rows(
     graph: OpGraph, lowered: LoweredBlock, model: CostModel, collectives: Sequence[PredictedCollective]
 ) -> tuple[ModuleRow, ...]:
-    """One row for each module path: how its matrix products are split, what it computes and what it sends."""
+    """One row for each module path: how its matrix products are split, what it computes, sends and keeps."""
     seconds = compute_times_s(graph, lowered, model)
+    saved = saved_bytes(graph, lowered, model.links.mesh)
     splits: dict[str, dict[str, None]] = {}
     count: dict[str, int] = {}
     time: dict[str, float] = {}
@@ -354,7 +357,7 @@ def module_rows(
     by_module: dict[str, list[PredictedCollective]] = {}
     for c in collectives:
         by_module.setdefault(c.module, []).append(c)
-    modules = dict.fromkeys((*count, *by_module))
+    modules = dict.fromkeys((*count, *by_module, *saved))
     return tuple(
         ModuleRow(
             module=m,
@@ -362,6 +365,7 @@ def module_rows(
             splits=tuple(splits.get(m, ())),
             compute_time_s=time.get(m, 0.0),
             collectives=tuple(by_module.get(m, ())),
+            saved_bytes=saved.get(m, 0),
         )
         for m in modules
     )

@@ -13,10 +13,8 @@ from .program import Buffer, Pipeline, Task, Transfer
 
 def merged(pipeline: Pipeline, transfer_s: Sequence[float]) -> tuple[Pipeline, tuple[float, ...]]:
     """(the smaller pipeline, seconds of each of its transfers). Tasks keep their numbers."""
-    group_of = _groups(pipeline)
-    number: dict[object, int] = {}
-    groups = [number.setdefault(key, len(number)) for key in group_of]
-    buffers: list[Buffer | None] = [None] * len(number)
+    groups = groups_of(pipeline)
+    buffers: list[Buffer | None] = [None] * (max(groups, default=-1) + 1)
     for b, g in zip(pipeline.buffers, groups, strict=True):
         before = buffers[g]
         nbytes = b.nbytes + (before.nbytes if before is not None else 0)
@@ -51,6 +49,12 @@ def merged(pipeline: Pipeline, transfer_s: Sequence[float]) -> tuple[Pipeline, t
         outputs=tuple(dict.fromkeys(groups[b] for b in pipeline.outputs)),
     )
     return smaller, tuple(seconds for _, seconds in sent.values())
+
+
+def groups_of(pipeline: Pipeline) -> tuple[int, ...]:
+    """For each buffer the one that it is part of in the smaller pipeline."""
+    number: dict[object, int] = {}
+    return tuple(number.setdefault(key, len(number)) for key in _groups(pipeline))
 
 
 def _groups(pipeline: Pipeline) -> list[object]:

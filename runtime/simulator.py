@@ -28,6 +28,8 @@ class Simulation:
         busy_s: For each mesh the time in which it ran tasks; `repeating_busy_s` those of micro-batches alone.
         repeating_span_s: For each mesh from its first to its last task of a micro-batch.
         peak_bytes: For each mesh on one of its devices: arguments, buffers and what tasks need while they run.
+        at_peak: For each mesh (buffer, bytes) of what is there when `peak_bytes` are first reached; -1 - task stands
+            for what that task needs beside its buffers.
         peak_in_flight: For each mesh pairs (stage, micro-batch), see `Schedule.in_flight`.
         bytes_over_time, in_flight_over_time: For each mesh (seconds, from then on).
     """
@@ -39,6 +41,7 @@ class Simulation:
     repeating_busy_s: tuple[float, ...]
     repeating_span_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+    at_peak: tuple[tuple[tuple[int, int], ...], ...]
     peak_in_flight: tuple[int, ...]
     bytes_over_time: tuple[Steps, ...]
     in_flight_over_time: tuple[Steps, ...]
@@ -97,6 +100,7 @@ def simulate(
 class _Array:
     """What a slot holds: there from `ready_s`, in use until `used_s`."""
 
+    buffer: int
     nbytes: int
     mesh: int
     ready_s: float
@@ -122,21 +126,21 @@ class _Clock:
         self.link_s: dict[tuple[int, int], float] = collections.defaultdict(float)
         self.starts_s = [0.0] * len(program.instructions)
         self.ends_s = [0.0] * len(program.instructions)
-        # (when, 0: memory comes back, 1: it is taken, bytes)
-        self.memory: list[list[tuple[float, int, int]]] = [[] for _ in range(self.num_meshes)]
+        # (when, 0: memory comes back, 1: it is taken, bytes, buffer or -1 - task)
+        self.memory: list[list[tuple[float, int, int, int]]] = [[] for _ in range(self.num_meshes)]
         self.held: dict[int, _Array] = {}
         for b, slot in zip(program.pipeline.inputs, program.input_slots, strict=True):
             self.take(slot, b, 0.0, 0.0, kept=b in kept_inputs)
 
     def take(self, slot: int, buffer: int, start_s: float, end_s: float, kept: bool = False) -> None:
         nbytes, mesh = self.buffers[buffer].nbytes, self.buffers[buffer].mesh
-        self.held[slot] = _Array(nbytes, mesh, end_s, end_s, kept)
-        self.memory[mesh].append((start_s, 1, nbytes))
+        self.held[slot] = _Array(buffer, nbytes, mesh, end_s, end_s, kept)
+        self.memory[mesh].append((start_s, 1, nbytes, buffer))
 
     def give_back(self, slot: int, when_s: float) -> float:
         array = self.held.pop(slot)
         if not array.kept:
-            self.memory[array.mesh].append((when_s, 0, array.nbytes))
+            self.memory[array.mesh].append((when_s, 0, array.nbytes, array.buffer))
         return when_s
 
     def run(self, at: int, step: Run) -> None:
@@ -154,7 +158,8 @@ class _Clock:
                 self.held[slot].used_s = max(self.held[slot].used_s, end)
         for b, slot in zip(self.expanded(task.outputs, step), step.outputs, strict=True):
             self.take(slot, b, start, end)
-        self.memory[task.mesh] += [(start, 1, self.task_bytes[step.task]), (end, 0, self.task_bytes[step.task])]
+        beside, own = self.task_bytes[step.task], -1 - step.task
+        self.memory[task.mesh] += [(start, 1, beside, own), (end, 0, beside, own)]
 
     def expanded(self, buffers: Sequence[int], step: Run) -> list[int]:
         """The buffer of each slot of a run."""
@@ -193,7 +198,9 @@ class _Clock:
                     first, last = spans[task.mesh]
                     spans[task.mesh] = (min(first, self.starts_s[at]), max(last, self.ends_s[at]))
         # At one moment, what comes back is there to be taken.
-        memory = [_running((when, n if took else -n, took) for when, took, n in self.memory[mesh]) for mesh in meshes]
+        memory = [
+            _running((when, n if took else -n, took) for when, took, n, _ in self.memory[mesh]) for mesh in meshes
+        ]
         in_flight = self.in_flight()
         return Simulation(
             starts_s=tuple(self.starts_s),
@@ -203,10 +210,19 @@ class _Clock:
             repeating_busy_s=tuple(repeating),
             repeating_span_s=tuple(max(0.0, last - first) for first, last in spans),
             peak_bytes=tuple(max((n for _, n in steps), default=0) for steps in memory),
+            at_peak=tuple(self.held_at_peak(mesh, steps) for mesh, steps in enumerate(memory)),
             peak_in_flight=tuple(max((n for _, n in steps), default=0) for steps in in_flight),
             bytes_over_time=tuple(memory),
             in_flight_over_time=tuple(in_flight),
         )
+
+    def held_at_peak(self, mesh: int, steps: Steps) -> tuple[tuple[int, int], ...]:
+        peak_s = max(steps, key=lambda step: step[1], default=(0.0, 0))[0]
+        held: dict[int, int] = collections.defaultdict(int)
+        for when, took, nbytes, what in self.memory[mesh]:
+            if when <= peak_s:
+                held[what] += nbytes if took else -nbytes
+        return tuple((what, nbytes) for what, nbytes in held.items() if nbytes)
 
     def in_flight(self) -> list[Steps]:
         changes: list[list[tuple[float, int, int]]] = [[] for _ in range(self.num_meshes)]
