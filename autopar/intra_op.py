@@ -22,6 +22,7 @@ from autopar.partials import Partials
 from autopar.record import SolverReport
 from autopar.resharding import MeshLinks, StepKind, paths
 from autopar.strategies import Strategy
+from autopar.streams import Overlap, overlap_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class CostModel:
     device: DeviceKind
     links: MeshLinks
     compiler: Compiler
+    overlap: Overlap
 
     def widening(self, dtype: str) -> float:
         """Bytes sent for each byte stored of a value of this type.
@@ -52,6 +54,7 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
             scatters_by_all_reduce=platform == "tpu",
         ),
         compiler=compiler_for(platform, jax_version()),
+        overlap=overlap_of(platform),
     )
 
 

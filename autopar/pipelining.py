@@ -14,9 +14,10 @@ from autopar.graph import OpGraph, OpKind, Section
 from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, cost_model, state_values
 from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
-from autopar.lowering import Accumulate, Split, Stack, lower
+from autopar.lowering import lower
 from autopar.mesh import LogicalMesh
-from autopar.prediction import compute_times_s, predicted_collectives, task_memory
+from autopar.overlap import timed
+from autopar.prediction import task_memory
 from autopar.runtime.emitting import emit
 from autopar.runtime.merging import merged
 from autopar.runtime.program import Program
@@ -71,7 +72,8 @@ class Staged:
     `step` is the step that was staged, with its scan over layers in parts where it has one.
     `simulated` is the list that `simulation` ran, in which equal buffers are one; `program()` is the one to execute.
     `submeshes[q]` are the devices of stage q; stages of one group of devices have the same.
-    `task_s[i]`, `task_bytes[i]`: seconds of one run of task i, and bytes it needs beside its buffers on one device.
+    `task_s[i]`, `task_bytes[i]`: seconds of one run of task i, and bytes it needs beside its buffers on one device;
+    `hidden_s[i]`: how much longer a run would take if nothing were sent within the mesh while it computes.
     """
 
     step: CutStep
@@ -83,6 +85,7 @@ class Staged:
     schedule: Schedule
     simulated: Program
     task_s: tuple[float, ...]
+    hidden_s: tuple[float, ...]
     task_bytes: tuple[int, ...]
     transfer_s: tuple[float, ...]
     simulation: Simulation
@@ -90,6 +93,14 @@ class Staged:
     def program(self) -> Program:
         """The list of instructions with every buffer."""
         return emit(self.staged.pipeline, self.schedule)
+
+    @property
+    def summed_s(self) -> float:
+        """About what the step would take if tasks sent nothing while they compute, as the search's tables have it."""
+        runs = [self.graph.num_microbatches if task.kind.repeats else 1 for task in self.staged.tasks]
+        busy_s = sum(n * t for n, t in zip(runs, self.task_s, strict=True))
+        hidden_s = sum(n * t for n, t in zip(runs, self.hidden_s, strict=True))
+        return self.simulation.step_time_s * (1.0 + (hidden_s / busy_s if busy_s else 0.0))
 
 
 def default_chunks(name: str) -> int:
@@ -205,7 +216,8 @@ def stage_program(
             PlannedStage(first_layer=first_layers[number], stage=stage, model=model, sharding=sharding, lowered=lowered)
         )
     staged = assemble_pipeline([p.lowered for p in planned])
-    task_s = tuple(task_seconds(planned[t.stage], number, staged) for number, t in enumerate(staged.tasks))
+    timed_s = [task_seconds(planned[t.stage], number, staged) for number, t in enumerate(staged.tasks)]
+    task_s = tuple(seconds for seconds, _ in timed_s)
     task_bytes = tuple(
         task_memory(planned[t.stage].stage.graph, t.instructions, t.inputs, t.outputs, planned[t.stage].model)
         for t in staged.tasks
@@ -224,27 +236,21 @@ def stage_program(
         schedule=schedule,
         simulated=program,
         task_s=task_s,
+        hidden_s=tuple(hidden for _, hidden in timed_s),
         task_bytes=task_bytes,
         transfer_s=transfer_s,
         simulation=simulate(program, task_s, sent_s, task_bytes),
     )
 
 
-def task_seconds(planned: PlannedStage, number: int, staged: StagedProgram) -> float:
-    """Seconds of one run of a task on its mesh: what it computes, sends within the mesh, and copies."""
-    task, graph, model = staged.tasks[number], planned.stage.graph, planned.model
+def task_seconds(planned: PlannedStage, number: int, staged: StagedProgram) -> tuple[float, float]:
+    """Seconds of one run of a task on its mesh (what it computes, sends within the mesh, and copies), and of what is
+    hidden in them: sent while something is computed."""
+    task, graph = staged.tasks[number], planned.stage.graph
     block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
-    seconds = sum(compute_times_s(graph, block, model).values())
-    seconds += sum(use.time_s for use in predicted_collectives(graph, block, model))
+    ran = timed(graph, block, planned.model)
     runs = graph.num_microbatches if task.kind.repeats else 1
-    copied = 0.0
-    for instruction in task.instructions:
-        if isinstance(instruction, (Split, Stack, Accumulate)):
-            value = graph.values[instruction.op.outputs[0]]
-            layout = instruction.sum_[0] if isinstance(instruction, Accumulate) else instruction.result
-            passes = 3 if isinstance(instruction, Accumulate) else 2 * graph.num_microbatches
-            copied += passes * value.nbytes / layout.shards(model.links.mesh)
-    return seconds / runs + copied / model.device.memory_bytes_per_s
+    return ran.end_s / runs, ran.hidden_s / runs
 
 
 def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Submesh], cluster: Cluster) -> float:

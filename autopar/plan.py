@@ -184,8 +184,8 @@ class Plan:
     def trace(self, path: str | Path) -> None:
         """Writes the predicted step as a timeline, to be opened at https://ui.perfetto.dev.
 
-        Of a pipeline each group of devices has a row, and each link between them; of a plan without stages a row shows
-        the modules one after the other, what each computes and what it sends.
+        Of a pipeline each group of devices has a row, and each link between them; of a plan without stages one row
+        shows what every device computes and one what it sends meanwhile. The last event ends at the predicted time.
         """
         write_trace(path, timeline_of(self.record))
 

@@ -29,7 +29,9 @@ def table(record: PlanRecord) -> str:
         out.line(_pipeline_line(record, record.pipeline))
     out.line(
         f"step {_seconds(made.step_time_s)} predicted: compute {_seconds(made.compute_time_s)}, "
-        f"collectives {_seconds(made.collective_time_s)}; "
+        f"collectives {_seconds(made.collective_time_s)}"
+        + (f", {_seconds(made.hidden_time_s)} of it hidden" if made.hidden_time_s else "")
+        + "; "
         + (f"bubble {made.bubble_fraction:.1%}; " if record.pipeline is not None else "")
         + f"{made.flops / 1e9:.3g} GFLOP, MFU {made.mfu:.1%}; "
         f"peak {_bytes(max(made.peak_bytes))} a device"

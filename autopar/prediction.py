@@ -53,11 +53,11 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
         if isinstance(instruction, Move):
             value = graph.values[instruction.value]
             for step in instruction.steps:
-                use = _of_step(value, step, instruction, model)
+                use = use_of_step(value, step, instruction, model)
                 if use is not None:
                     found.append(use)
         elif isinstance(instruction, Compute) and instruction.reduced:
-            found += _of_reduction(graph, instruction, model)
+            found += uses_of_reduction(graph, instruction, model)
         elif isinstance(instruction, Loop):
             inner = [predicted_collectives(graph, block, model) for block in instruction.blocks]
             if instruction.op.kind is OpKind.COND:
@@ -67,7 +67,8 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
     return tuple(found)
 
 
-def _of_step(value: Value, step: Step, move: Move, model: CostModel) -> CollectiveUse | None:
+def use_of_step(value: Value, step: Step, move: Move, model: CostModel) -> CollectiveUse | None:
+    """The collective of one step of a resharding; None for a step that stays on the device."""
     links = model.links
     collective = links.as_compiled(step, value.nbytes * model.widening(value.dtype))
     if collective is None:
@@ -84,7 +85,7 @@ def _of_step(value: Value, step: Step, move: Move, model: CostModel) -> Collecti
     )
 
 
-def _of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> list[CollectiveUse]:
+def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> list[CollectiveUse]:
     """The all-reduces that the partitioner makes of an operation with a split reduced factor."""
     mesh, op = model.links.mesh, compute.op
     out = []

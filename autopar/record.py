@@ -14,6 +14,7 @@ from autopar.layout import Layout
 from autopar.timeline import Timeline
 
 FORMAT_VERSION = 3
+NO_TIMELINE = Timeline(rows=(), links=(), events=())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +125,9 @@ class Predicted:
     """What a step is predicted to take.
 
     `peak_bytes` per device, one number for each group of devices (of a pipeline; else one), and `memory` what they are
-    held for; `flops` of all devices; `allocation_time_s` what it waits for memory.
+    held for; `flops` of all devices; `allocation_time_s` what it waits for memory; `hidden_time_s` for how long
+    something is computed while something else is sent within the mesh. A step in one program takes compute +
+    collectives - hidden + allocation.
     """
 
     step_time_s: float
@@ -137,6 +140,7 @@ class Predicted:
     collectives: tuple[PredictedCollective, ...]
     memory: tuple[MemoryUse, ...]
     allocation_time_s: float = 0.0
+    hidden_time_s: float = 0.0
 
     @property
     def sent_bytes(self) -> float:
@@ -242,8 +246,9 @@ class PipelineTrial:
 class PlanRecord:
     """Everything of a plan that is saved.
 
-    Of a plan with a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names` says what the
-    axes are for (data, tensor), in a plan that was made by a recipe.
+    Of a plan with a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names` says what
+    the axes are for (data, tensor), in a plan that was made by a recipe. `timeline` is that of a step in one program; a
+    pipeline has its own.
     """
 
     format_version: int
@@ -263,6 +268,7 @@ class PlanRecord:
     pipeline: PipelineRecord | None = None
     weighed: tuple[PipelineTrial, ...] = ()
     axis_names: tuple[str, ...] = ()
+    timeline: Timeline = NO_TIMELINE
 
 
 def encode(record: PlanRecord) -> bytes:

@@ -13,6 +13,7 @@ from autopar.lowering import Compute, Loop, LoweredBlock
 from autopar.memory import MemoryEstimate
 from autopar.memory_use import memory_of_stages, saved_bytes
 from autopar.mesh import LogicalMesh
+from autopar.overlap import timed, timeline_of
 from autopar.partials import find_partials
 from autopar.pipelining import PlannedStage, Staged
 from autopar.prediction import CollectiveUse, allocation_s, compute_times_s, predicted_collectives
@@ -29,10 +30,11 @@ from autopar.record import (
     StageRecord,
 )
 from autopar.runtime.program import TaskKind
-from autopar.runtime.timeline import timeline_of
+from autopar.runtime.timeline import timeline_of as pipeline_timeline
 from autopar.scan_cutting import Piece
 from autopar.staging import TracedStep
 from autopar.strategies import Strategy
+from autopar.timeline import Timeline
 
 MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
@@ -244,14 +246,14 @@ def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int) -> P
         recomputed=tuple(recomputed),
         stages=tuple(stages),
         scan_parts=staged.step.parts,
-        timeline=timeline_of(simulation, staged.simulated),
+        timeline=pipeline_timeline(simulation, staged.simulated),
     )
 
 
 def staged_predicted(staged: Staged, flops: float) -> Predicted:
     """What a pipelined step is predicted to take. Times of computing and sending are means over the devices."""
     simulation, devices = staged.simulation, 0
-    compute_s = collective_s = 0.0
+    compute_s = collective_s = hidden_s = 0.0
     collectives: list[PredictedCollective] = []
     for planned in staged.stages:
         graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
@@ -260,6 +262,9 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         uses = predicted_collectives(graph, block, model)
         collective_s += n * sum(use.time_s for use in uses)
         collectives += grouped(uses, model.links.mesh)
+    for task, seconds in zip(staged.staged.tasks, staged.hidden_s, strict=True):
+        runs = staged.graph.num_microbatches if task.kind.repeats else 1
+        hidden_s += staged.submeshes[task.stage].mesh.num_devices * runs * seconds
     devices = sum(s.mesh.num_devices for s in dict.fromkeys(staged.submeshes))
     device = staged.stages[0].model.device
     step_s = simulation.step_time_s
@@ -268,6 +273,7 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         step_time_s=step_s,
         compute_time_s=compute_s / devices,
         collective_time_s=collective_s / devices,
+        hidden_time_s=hidden_s / devices,
         peak_bytes=tuple(simulation.peak_bytes),
         flops=flops,
         mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,
@@ -284,18 +290,20 @@ def predicted(
     estimate: MemoryEstimate,
     use: MemoryUse,
     flops: float,
-) -> Predicted:
-    """What a lowered step is predicted to take."""
+) -> tuple[Predicted, Timeline]:
+    """What a lowered step is predicted to take, and when; both from the same run of its instructions."""
     uses = predicted_collectives(graph, lowered, model)
     compute_s = sum(compute_times_s(graph, lowered, model).values())
     collective_s = sum(use.time_s for use in uses)
     allocation = allocation_s(estimate, model)
-    step_s = compute_s + collective_s + allocation
+    ran = timed(graph, lowered, model)
+    step_s = ran.end_s + allocation
     peak_flops_per_s = model.device.peak_flops_per_s(main_dtype(graph)) * model.links.mesh.num_devices
-    return Predicted(
+    made = Predicted(
         step_time_s=step_s,
         compute_time_s=compute_s,
         collective_time_s=collective_s,
+        hidden_time_s=ran.hidden_s,
         allocation_time_s=allocation,
         peak_bytes=(estimate.peak_bytes,),
         flops=flops,
@@ -304,6 +312,7 @@ def predicted(
         collectives=grouped(uses, model.links.mesh),
         memory=(use,),
     )
+    return made, timeline_of(ran, allocation)
 
 
 def main_dtype(graph: OpGraph) -> str:

@@ -21,10 +21,11 @@ from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, cos
 from autopar.layout import Layout
 from autopar.lowering import LoweredBlock, lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
+from autopar.overlap import timed
 from autopar.pipelining import (
     PipelineOptions,
 )
-from autopar.prediction import compute_times_s, memory_program, predicted_collectives
+from autopar.prediction import compute_times_s, memory_program
 from autopar.progress import Progress
 from autopar.record import MeshTrial
 from autopar.recording import (
@@ -64,7 +65,8 @@ class PlanOptions:
 class Candidate:
     """The best plan found on one mesh, lowered, with its exact memory and time.
 
-    `shared_out_s` is what the step would take if nothing were sent and every operation split over all devices.
+    `hidden_s` is how much longer the step would take if nothing were sent while something is computed; `shared_out_s`
+    what it would take if nothing were sent at all and every operation split over all devices.
     """
 
     model: CostModel
@@ -74,6 +76,7 @@ class Candidate:
     estimate: memory.MemoryEstimate
     stands_for: dict[int, tuple[int, Any]]
     step_time_s: float
+    hidden_s: float
     shared_out_s: float
 
 
@@ -169,9 +172,10 @@ def search(
 
     The ILP is solved without memory first. Where the exact estimate of its plan is over the limit, bytes get a price:
     those of the values that are alive where memory is short in any plan seen. The price rises until a plan fits, and is
-    then halved towards the cheapest plan that fits (the Lagrangian relaxation of formula (4)). The first solution's
-    bound holds for all of them, and where it is not below `to_beat_s`, the time of a plan that fits on another mesh, no
-    price is tried. The whole search takes `options.time_limit_s` at most, but for its last solution.
+    then halved towards the cheapest plan that fits (the Lagrangian relaxation of formula (4)). Its objective adds up
+    what is computed and sent, an upper bound of the time with overlap that plans are compared by. Where the plan
+    without prices does not beat `to_beat_s`, the time of a plan that fits on another mesh, none is tried. The whole
+    search takes `options.time_limit_s` at most, but for its last solution.
 
     Returns the reason, as a trial, when the time limit passed without any plan.
     """
@@ -250,7 +254,7 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
     lowered = lower(graph, sharding, model.links)
     program, stands_for = memory_program(graph, lowered, model)
     seconds = compute_times_s(graph, lowered, model)
-    collective_s = sum(use.time_s for use in predicted_collectives(graph, lowered, model))
+    ran = timed(graph, lowered, model)
     split = {op: s.split / model.links.mesh.num_devices for op, s in sharding.strategy.items()}
     least = 1 / model.links.mesh.num_devices
     return Candidate(
@@ -260,7 +264,8 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
         program=program,
         estimate=memory.estimate(program, model.compiler),
         stands_for=stands_for,
-        step_time_s=sum(seconds.values()) + collective_s,
+        step_time_s=ran.end_s,
+        hidden_s=ran.hidden_s,
         shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
     )
 

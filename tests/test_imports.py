@@ -82,7 +82,6 @@ LAYER_OF = {
     "global_step": "compiler",
     "intra_op": "compiler",
     "lowering": "compiler",
-    "memory_use": "compiler",
     "overlap": "compiler",
     "memory_use": "compiler",
     "pipeline_search": "compiler",

@@ -1,0 +1,343 @@
+"""Time with overlap: small programs on two streams by hand, and steps whose timeline and predicted time are one."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+from autopar import hardware
+from autopar.building import build_graph
+from autopar.cluster import Cluster, Fabric, Link
+from autopar.collectives import CollectiveKind
+from autopar.intra_op import IntraOp, cost_model
+from autopar.layout import Layout
+from autopar.mesh import LogicalMesh
+from autopar.overlap import timed
+from autopar.plan_timeline import timeline_of
+from autopar.prediction import compute_times_s, predicted_collectives
+from autopar.rules import RuleBook
+from autopar.staging import trace
+from autopar.streams import Stream, Work, order_of_issue, overlap_of, run
+from autopar.whole_search import evaluated
+
+MEGABYTE = 1 << 20
+
+
+def compute(name, seconds, reads="", makes=None, is_light=False):
+    """`reads` and `makes` are names with spaces between them; what is made has the name of the work."""
+    makes = name if makes is None else makes
+    return Work(
+        name=name, stream=Stream.COMPUTE, seconds=seconds, reads=tuple(reads.split()), makes=tuple(makes.split()),
+        is_light=is_light,
+    )  # fmt: skip
+
+
+def send(name, seconds, reads="", reduces=False, nbytes=1.0, stream=Stream.SEND):
+    return Work(
+        name=name, stream=stream, seconds=seconds, reads=tuple(reads.split()), makes=(name,), nbytes=nbytes,
+        reduction="sum" if reduces else None,
+    )  # fmt: skip
+
+
+def timetable(program, combined_bytes=0):
+    """(name, start, end) of what takes time, in the order of issue."""
+    ran = run(order_of_issue(program, combined_bytes))
+    return [(e.name, e.start_s, e.end_s) for e in ran.events()]
+
+
+# By hand
+
+
+def test_a_gather_hides_behind_the_product_before_it():
+    program = [send("w1", 2.0), compute("h1", 3.0, "x w1"), send("w2", 2.0), compute("h2", 3.0, "h1 w2")]
+    assert timetable(program) == [("w1", 0, 2), ("w2", 2, 4), ("h1", 2, 5), ("h2", 5, 8)]
+
+
+def test_a_reduction_hides_behind_the_backward_pass_of_the_layer_before():
+    # The update reads both sums, and resharding stands in the program where it is read: behind everything.
+    program = [
+        compute("g2", 1.0, "h2"), compute("h1'", 3.0, "h2"), compute("g1", 1.0, "h1'"),
+        send("sum2", 2.0, "g2", reduces=True), compute("new2", 1.0, "sum2"),
+        send("sum1", 2.0, "g1", reduces=True), compute("new1", 1.0, "sum1"),
+    ]  # fmt: skip
+    assert sorted(timetable(program)) == [
+        ("g1", 4, 5), ("g2", 0, 1), ("h1'", 1, 4), ("new1", 7, 8), ("new2", 5, 6), ("sum1", 5, 7), ("sum2", 1, 3),
+    ]  # fmt: skip
+
+
+def test_a_chain_hides_nothing():
+    program = [compute("a", 1.0), send("b", 2.0, "a", reduces=True), compute("c", 3.0, "b"), send("d", 4.0, "c")]
+    ran = run(order_of_issue(program))
+    assert ran.end_s == 1 + 2 + 3 + 4
+    assert ran.hidden_s == 0
+
+
+def test_a_gather_comes_no_further_ahead_than_two_results():
+    program = [w for i in range(4) for w in (send(f"w{i}", 1.0), compute(f"h{i}", 10.0, f"h{i - 1} w{i}"))]
+    starts = {name: start for name, start, _ in timetable(program)}
+    assert [starts[f"w{i}"] for i in range(4)] == [0, 1, 2, 11]  # the last one when h1 has its turn
+    assert [starts[f"h{i}"] for i in range(4)] == [1, 11, 21, 31]
+
+
+def test_small_gathers_come_ahead_of_large_ones():
+    program = [
+        send("large", 1.0, nbytes=4.0), compute("a", 9.0, "large"), send("small", 1.0), compute("b", 1.0, "a small"),
+        send("large too", 8.0, nbytes=4.0), compute("c", 1.0, "b large too"),
+    ]  # fmt: skip
+    program[5] = dataclasses.replace(program[5], reads=("b", "large too"))
+    assert run(order_of_issue(program)).end_s == 1 + 9 + 1 + 1
+    # The third is over what may be ahead with the first, which by then is read.
+    assert ("large too", 2, 10) in timetable(program)
+
+
+def test_a_cast_is_made_before_the_gather_that_reads_it():
+    program = [
+        send("w1", 1.0), compute("h1", 4.0, "w1"),
+        compute("half", 1.0, "w2", is_light=True), send("w2 whole", 2.0, "half"), compute("h2", 4.0, "h1 w2 whole"),
+    ]  # fmt: skip
+    program[4] = dataclasses.replace(program[4], reads=("h1", "w2 whole"))
+    assert sorted(timetable(program)) == [("h1", 1, 5), ("h2", 5, 9), ("half", 0, 1), ("w1", 0, 1), ("w2 whole", 1, 3)]
+
+
+def test_what_waits_for_the_batch_is_not_computed_earlier():
+    program = [
+        compute("h", 4.0, "x"), compute("half", 1.0, "h", is_light=True), send("whole", 2.0, "half"),
+        compute("y", 1.0, "whole"),
+    ]  # fmt: skip
+    assert timetable(program) == [("h", 0, 4), ("half", 4, 5), ("whole", 5, 7), ("y", 7, 8)]
+
+
+def test_small_reductions_wait_for_one_another():
+    program = [
+        compute("g2", 1.0), send("s2", 1.0, "g2", reduces=True, nbytes=2.0),
+        compute("g1", 5.0), send("s1", 1.0, "g1", reduces=True, nbytes=2.0), compute("new", 1.0, "s1 s2"),
+    ]  # fmt: skip
+    assert run(order_of_issue(program, combined_bytes=3)).end_s == 1 + 5 + 1 + 1
+    assert run(order_of_issue(program, combined_bytes=4)).end_s == 1 + 5 + 2 + 1
+
+
+def test_a_reduction_that_is_read_before_the_next_is_made_waits_for_none():
+    program = [
+        compute("a", 1.0), send("b", 1.0, "a", reduces=True), compute("c", 1.0, "b"), send("d", 1.0, "c", reduces=True),
+    ]  # fmt: skip
+    assert timetable(program, combined_bytes=100) == [("a", 0, 1), ("b", 1, 2), ("c", 2, 3), ("d", 3, 4)]
+
+
+def test_a_loop_that_sends_keeps_both_streams_busy():
+    body = run(order_of_issue([send("w", 2.0), compute("h", 3.0), compute("y", 1.0, "h w")]))
+    loop = Work(name="loop", stream=Stream.BOTH, seconds=body.end_s, reads=("x",), makes=("y",), inside=(body,))
+    ran = run(order_of_issue([compute("x", 1.0), send("other", 2.0), loop, compute("z", 1.0, "y other")]))
+    assert ran.end_s == 2 + 4 + 1
+    assert (ran.compute_s, ran.send_s) == (1 + 4 + 1, 2 + 2)
+    assert max(e.end_s for e in ran.events()) == ran.end_s
+
+
+def test_what_a_compiler_does_not_take_apart_holds_up_computing():
+    program = [compute("a", 1.0), send("b", 2.0, "a", stream=Stream.BOTH), compute("c", 3.0), send("d", 4.0, "c")]
+    assert timetable(program) == [("a", 0, 1), ("b", 1, 3), ("c", 3, 6), ("d", 6, 10)]
+
+
+def test_compilers_differ():
+    assert overlap_of("cpu").kinds == frozenset()
+    assert overlap_of("gpu").kinds == frozenset(CollectiveKind)
+    assert CollectiveKind.ALL_REDUCE not in overlap_of("tpu").kinds
+    assert CollectiveKind.ALL_GATHER in overlap_of("tpu").kinds
+
+
+# Any program
+
+DURATIONS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0])
+
+
+@st.composite
+def programs(draw):
+    works = []
+    for i in range(draw(st.integers(1, 14))):
+        reads = tuple(draw(st.sets(st.integers(-1, i - 1), max_size=3)))
+        stream = draw(st.sampled_from(list(Stream)))
+        works.append(
+            Work(
+                name=str(i),
+                stream=stream,
+                seconds=0.0 if stream is Stream.NEITHER else draw(DURATIONS),
+                reads=reads,
+                makes=(i,),
+                nbytes=draw(st.sampled_from([0.0, 1.0, 3.0])),
+                reduction=draw(st.sampled_from([None, "sum", "other"])) if stream is Stream.SEND else None,
+                is_light=draw(st.booleans()),
+            )
+        )
+    return works
+
+
+@given(programs(), st.sampled_from([0, 2, 100]))
+def test_the_end_lies_between_the_longer_sum_and_both(program, combined_bytes):
+    ran = run(order_of_issue(program, combined_bytes))
+    assert max(ran.compute_s, ran.send_s) <= ran.end_s <= ran.compute_s + ran.send_s
+    assert ran.compute_s == sum(w.seconds for w in program if w.stream is Stream.COMPUTE)
+    assert ran.compute_s + ran.send_s == sum(w.seconds for w in program)
+
+
+@given(programs(), st.sampled_from([0, 2, 100]))
+def test_everything_is_issued_once_and_after_what_it_reads(program, combined_bytes):
+    order = order_of_issue(program, combined_bytes)
+    assert sorted(order, key=id) == sorted(program, key=id)
+    there = {-1}
+    for work in order:
+        assert there.issuperset(work.reads), f"{work.name} is issued before what it reads"
+        there.update(work.makes)
+
+
+def test_the_order_of_a_long_program_takes_linear_time():
+    def program(layers):
+        out = []
+        for i in range(layers):
+            out += [compute(f"c{i}", 1.0, is_light=True), send(f"w{i}", 1.0, f"c{i}")]
+            out += [compute(f"h{i}", 1.0, f"h{i - 1} w{i}"), send(f"g{i}", 1.0, f"h{i}", reduces=True, nbytes=0.0)]
+        return out
+
+    def seconds(layers):
+        works = program(layers)
+        before = time.process_time()
+        run(order_of_issue(works, 100))
+        return time.process_time() - before
+
+    assert seconds(20_000) < 40 * seconds(1_000) + 0.1
+
+
+# Steps
+
+WIDTH, EXAMPLES, LAYERS = 4096, 32_768, 4
+
+
+def step(params, batch):
+    def loss(params):
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def arguments():
+    examples = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
+    return [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS, {"x": examples, "y": examples}
+
+
+def plan(cluster, function=step, args=None, **options):
+    made = autopar.parallelize(function, cluster=cluster, cache_dir=None, show_progress=False, **options)
+    return made.plan(*(args or arguments()))
+
+
+H100S = Cluster.preset("dgx-h100")
+
+
+def assert_one_number(found):
+    made = found.predicted
+    events = timeline_of(found.record).events
+    assert max(e.end_s for e in events) == made.step_time_s
+    if found.record.pipeline is None:
+        computed = sum(e.end_s - e.start_s for e in events if e.category == "compute")
+        sent = sum(e.end_s - e.start_s for e in events if e.category == "send")
+        assert computed == pytest.approx(made.compute_time_s)
+        assert sent == pytest.approx(made.collective_time_s)
+        assert made.step_time_s == pytest.approx(computed + sent - made.hidden_time_s + made.allocation_time_s)
+
+
+def test_on_gpus_gradients_are_reduced_behind_the_backward_pass():
+    found = plan(H100S, plan=autopar.recipes.data_parallel())
+    assert_one_number(found)
+    # All but the last one, which nothing is left to hide, and what the loss sends.
+    gradients = next(c for c in found.predicted.collectives if c.sent_bytes > MEGABYTE)
+    assert found.predicted.hidden_time_s > 0.6 * gradients.time_s
+    assert "of it hidden" in str(found)
+
+
+def test_on_gpus_parameters_are_gathered_ahead():
+    found = plan(H100S, plan=autopar.recipes.zero(3))
+    assert_one_number(found)
+    gathered_s = sum(c.time_s for c in found.predicted.collectives if c.kind == "all-gather")
+    assert found.predicted.hidden_time_s > 0.8 * gathered_s
+
+
+def test_tpus_hide_gathers_and_no_reductions():
+    tpus = Cluster.preset("tpu-v5e", topology="2x4")
+    reduced = plan(tpus, plan=autopar.recipes.data_parallel())
+    assert reduced.predicted.hidden_time_s == pytest.approx(0.0, abs=1e-12)
+    gathered = plan(tpus, plan=autopar.recipes.zero(3))
+    assert gathered.predicted.hidden_time_s > 0
+    for found in (reduced, gathered):
+        assert_one_number(found)
+
+
+@pytest.mark.parametrize("recipe", [autopar.recipes.data_parallel(), autopar.recipes.zero(3)])
+def test_virtual_cpu_devices_hide_nothing(recipe):
+    device = hardware.cpu_device(num_devices=4, cores=4, host_bytes=64 * 10**9)
+    cpus = Cluster.flat(4, device=device, links=(hardware.cpu_link(4),))
+    found = plan(cpus, plan=recipe)
+    made = found.predicted
+    assert made.hidden_time_s == pytest.approx(0.0, abs=1e-9 * made.step_time_s)
+    assert made.step_time_s == pytest.approx(
+        made.compute_time_s + made.collective_time_s + made.allocation_time_s, rel=1e-12
+    )
+    assert_one_number(found)
+    assert "hidden" not in str(found)
+
+
+def test_a_pipeline_ends_with_its_timeline():
+    slow = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up")
+    cluster = Cluster(
+        name="two hosts", device=hardware.H100, num_hosts=2, devices_per_host=2, inside_host=hardware.NVLINK4,
+        between_hosts=slow,
+    )  # fmt: skip
+    found = plan(cluster, plan=autopar.recipes.pipeline(2, num_microbatches=4))
+    assert found.record.pipeline is not None
+    assert_one_number(found)
+
+
+def scanned(params, batch):
+    def loss(params):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return params - 0.1 * grads, value
+
+
+def test_a_scan_over_layers_is_on_the_timeline():
+    examples = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
+    args = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32), {"x": examples, "y": examples}
+    found = plan(H100S, scanned, args, plan=autopar.recipes.data_parallel())
+    assert_one_number(found)
+
+
+# A branch
+
+
+def branching(a, b, choose):
+    return jax.lax.cond(choose, lambda a, b: jnp.tanh(a @ b), lambda a, b: a @ b @ b @ b, a, b)
+
+
+@pytest.mark.parametrize("fabric", list(Fabric))
+def test_of_a_branch_the_longest_counts(fabric):
+    link = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up", fabric=fabric)
+    model = cost_model(Cluster.flat(2, device=hardware.H100, links=(link,)), LogicalMesh(axis_sizes=(2,)))
+    shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    args = (shape, shape, jax.ShapeDtypeStruct((), jnp.bool_))
+    graph = build_graph(trace(branching, args, names="abc", donate=(), batch=()), RuleBook())
+    whole = {v: Layout(((), ())) for v in graph.block.inputs[:2]}
+    intra_op = IntraOp(graph, model, whole)
+    candidate = evaluated(graph, model, intra_op.decode(intra_op.solve(time_limit_s=60.0)))
+    ran = timed(graph, candidate.lowered, model)
+    computed_s = sum(compute_times_s(graph, candidate.lowered, model).values())
+    sent_s = sum(use.time_s for use in predicted_collectives(graph, candidate.lowered, model))
+    assert ran.compute_s == pytest.approx(computed_s)
+    assert ran.send_s == pytest.approx(sent_s)
+    assert max(ran.compute_s, ran.send_s) <= ran.end_s <= ran.compute_s + ran.send_s + 1e-15
