@@ -21,6 +21,7 @@ class GPT(nn.Module):
     vocabulary: int
     length: int
     remat: bool
+    remat_attention: bool
     dtype: DTypeLike
 
     @nn.compact
@@ -31,7 +32,7 @@ class GPT(nn.Module):
         mask = nn.make_causal_mask(tokens)
         block = nn.remat(Block) if self.remat else Block
         for i in range(self.layers):
-            x = block(self.heads, dtype=self.dtype, name=f"layer{i}")(x, mask)
+            x = block(self.heads, dtype=self.dtype, remat_attention=self.remat_attention, name=f"layer{i}")(x, mask)
         return embedding.attend(nn.LayerNorm(dtype=self.dtype, name="final_norm")(x))
 
 
@@ -44,13 +45,14 @@ def gpt(
     length: int = 16,
     batch: int = 8,
     remat: bool = False,
+    remat_attention: bool = False,
     dtype: DTypeLike = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
     name: str = "gpt",
     tolerance: float = 1e-5,
 ) -> Case:
     """`gpt(layers=96, width=12_288, heads=96, vocabulary=50_304, length=2_048)` is GPT-3 175B."""
-    model = GPT(layers, width, heads, vocabulary, length, remat, dtype)
+    model = GPT(layers, width, heads, vocabulary, length, remat, remat_attention, dtype)
     return training_case(
         name=name,
         init_params=lambda key: model.init(key, jnp.zeros((1, length), jnp.int32)),

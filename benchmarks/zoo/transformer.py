@@ -16,6 +16,7 @@ class Block(nn.Module):
     heads: int
     feed_forward_ratio: int = 4
     dtype: DTypeLike = jnp.float32
+    remat_attention: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None, memory: jax.Array | None = None) -> jax.Array:
@@ -27,7 +28,22 @@ class Block(nn.Module):
         return x + nn.Dense(x.shape[-1], dtype=self.dtype, name="feed_forward_out")(nn.gelu(h))
 
     def attention(self, name: str) -> nn.Module:
-        return nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype, use_bias=False, name=name)
+        core = rematerialised_attention if self.remat_attention else nn.dot_product_attention
+        return nn.MultiHeadDotProductAttention(
+            self.heads, dtype=self.dtype, use_bias=False, attention_fn=core, name=name
+        )
 
     def norm(self, name: str) -> nn.Module:
         return nn.LayerNorm(dtype=self.dtype, name=name)
+
+
+def rematerialised_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None, mask=None, **options
+) -> jax.Array:
+    """Attention whose scores are computed again in the backward pass ("selective recomputation")."""
+
+    @jax.checkpoint
+    def core(query, key, value):
+        return nn.dot_product_attention(query, key, value, bias=bias, mask=mask, **options)
+
+    return core(query, key, value)
