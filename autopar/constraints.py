@@ -25,7 +25,7 @@ class AxisUse:
     Attributes:
         name: What people call it: data, tensor, sequence, expert.
         dimensions: It may split dimensions that count these, of any value.
-        unnamed: It may split dimensions that count none of `Dimension` (widths, heads, vocabularies), of any value.
+        unnamed: It may split dimensions that count none of `Dimension` (heads, inner widths), of any value.
         spread: It may split values of these purposes along any dimension.
         must: It must split values of these purposes, where they lie, if it may and one of their dimensions divides.
         reads: Operations must read values of these purposes split over it, if they can.

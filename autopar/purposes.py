@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -32,7 +32,8 @@ def described(graph: OpGraph) -> OpGraph:
 
     A batch leaf's first dimension counts examples. The next ones count positions: of whole numbers (tokens) all of
     them, of others all but the last, which holds features. Experts are what a product of a parameter keeps apart
-    although it counts neither examples nor positions.
+    although it counts neither examples nor positions. Features are what layers hand on: of two widths that a matrix
+    joins, one is handed on and the other stays inside of a layer (`_handed_on`).
     """
     followed = _Followed(graph)
     for position in graph.batch:
@@ -47,6 +48,9 @@ def described(graph: OpGraph) -> OpGraph:
     dependent = _dependent(graph, [graph.block.inputs[i] for i in graph.batch])
     for value_id, d in _expert_dimensions(graph, followed, dependent):
         followed.name(value_id, d, Dimension.EXPERT)
+    followed.settle()
+    for value_id, d in _handed_on(graph, followed, dependent):
+        followed.name(value_id, d, Dimension.FEATURE)
     followed.settle()
     named = [dataclasses.replace(v, dimensions=followed.names(v)) for v in graph.values]
     purposes = _purposes(graph, named, dependent)
@@ -249,6 +253,92 @@ def _expert_dimensions(graph: OpGraph, followed: _Followed, dependent: set[int])
                     yield atom, d
 
 
+def _handed_on(graph: OpGraph, followed: _Followed, dependent: set[int]) -> list[_At]:
+    """Dimensions of the operands of products with weights that count what layers hand on.
+
+    Dimensions that operations of the forward pass treat as one are one width, such as that of all that is added up in
+    a residual stream. Each product with weights joins two widths, what it sums over and what it makes, and one of them
+    is handed on, beginning with what the first product sums over: columns are cut, then rows. Where that cannot be,
+    since a product makes the width that it sums over, none of the widths that hang together is told apart.
+    """
+    width = _Widths()
+    forward = [op for op in graph.ops() if op.rule is not None and op.role is Role.FORWARD]
+
+    def unnamed(value: int, d: int) -> bool:
+        return not any(names for _, names in followed.of(value, d))
+
+    for op in forward:
+        assert op.rule is not None
+        at_factor: dict[int, _At] = {}
+        for atom, dims in zip((*op.inputs, *op.outputs), (*op.rule.operands, *op.rule.results), strict=True):
+            for d, factors in enumerate(dims):
+                if isinstance(atom, int) and factors and unnamed(atom, d):
+                    for f in factors:
+                        width.join(at_factor.setdefault(f, (atom, d)), (atom, d))
+    for outer, inner, dropped in _links(graph.block):
+        for d in range(len(graph.values[inner].shape)):
+            if d + dropped < len(graph.values[outer].shape) and unnamed(inner, d) and unnamed(outer, d + dropped):
+                width.join((outer, d + dropped), (inner, d))
+    joined: dict[_At, set[_At]] = {}
+    rows: dict[_At, _At] = {}
+    for op in forward:
+        if op.primitive not in _MULTIPLYING:
+            continue
+        assert op.rule is not None
+        made = {f for dims in op.rule.results for fs in dims for f in fs}
+        for atom, dims in zip(op.inputs, op.rule.operands, strict=True):
+            if not isinstance(atom, int) or atom in dependent:
+                continue
+            named = [(width.of((atom, d)), made.issuperset(fs)) for d, fs in enumerate(dims) if fs and unnamed(atom, d)]
+            for one in (at for at, is_made in named if not is_made):
+                for other in (at for at, is_made in named if is_made):
+                    rows.setdefault(one, one)
+                    joined.setdefault(one, set()).add(other)
+                    joined.setdefault(other, set()).add(one)
+    found: set[_At] = set()
+    seen: set[_At] = set()
+    for first in rows:
+        if first not in seen:
+            sides = _two_sides(first, joined)
+            seen |= sides.keys()
+            if all(sides[a] != sides[b] for a in sides for b in joined[a]):
+                found |= {at for at, side in sides.items() if not side}
+    return [at for at in width.known() if width.of(at) in found]
+
+
+def _two_sides(first: _At, joined: Mapping[_At, set[_At]]) -> dict[_At, bool]:
+    """Everything that hangs together with the first one, on its side (False) or on the other."""
+    sides = {first: False}
+    waiting = [first]
+    while waiting:
+        at = waiting.pop()
+        for other in joined[at]:
+            if other not in sides:
+                sides[other] = not sides[at]
+                waiting.append(other)
+    return sides
+
+
+class _Widths:
+    """Dimensions that are one width, each set of them under one of its members."""
+
+    def __init__(self) -> None:
+        self.parent: dict[_At, _At] = {}
+
+    def of(self, at: _At) -> _At:
+        self.parent.setdefault(at, at)
+        while self.parent[at] != at:
+            self.parent[at] = self.parent[self.parent[at]]
+            at = self.parent[at]
+        return at
+
+    def join(self, one: _At, other: _At) -> None:
+        self.parent[self.of(other)] = self.of(one)
+
+    def known(self) -> list[_At]:
+        return list(self.parent)
+
+
 def _purposes(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> dict[int, Purpose]:
     found: dict[int, Purpose] = {}
     matrices = _feeding(graph, values, dependent)
@@ -283,13 +373,13 @@ def _purposes(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> d
 
 
 def _has_columns(op: Op, i: int, value: Value) -> bool:
-    """Whether a product keeps a dimension of its operand that counts nothing we know. What has none is a gate: it tells
-    experts apart, and is small.
+    """Whether a product keeps a dimension of its operand that is a width. What has none is a gate: it tells experts
+    apart, and is small.
     """
     assert op.rule is not None
     others = {f for j, dims in enumerate(op.rule.operands) if j != i for dim in dims for f in dim}
     return any(
-        not names and factors and not others.intersection(factors)
+        names <= {Dimension.FEATURE} and factors and not others.intersection(factors)
         for names, factors in zip(value.dimensions, op.rule.operands[i], strict=True)
     )
 

@@ -119,3 +119,43 @@ def test_names_survive_the_cut_into_micro_batches():
     traced = trace(case.step, (state, case.batch(0)), names=("state", "batch"), donate=(0,), batch=(1,))
     graph = described(micro_batched(traced, 4, RuleBook()))
     assert of(graph, "dot_general")[0][0] == {EXAMPLE}
+
+
+def widths(step, *shapes):
+    """The dimensions of the arguments in front of the batch, and whether each is handed on from layer to layer."""
+    graph = graph_of(step, *shapes)
+    values = [graph.values[v] for i, v in enumerate(graph.block.inputs) if i not in graph.batch]
+    return [[Dimension.FEATURE in names for names in v.dimensions] for v in values]
+
+
+def trained(forward):
+    """A training step whose loss is the mean of what a function makes."""
+
+    def step(params, x):
+        return jax.grad(lambda params: jnp.mean(forward(params, x) ** 2))(params), x
+
+    return step
+
+
+def test_of_two_widths_that_a_matrix_joins_one_is_handed_on():
+    def forward(params, x):
+        for first, second in params:
+            x = x + jnp.tanh(x @ first) @ second
+        return x
+
+    pair = (shape(8, 32), shape(32, 8))
+    assert widths(trained(forward), [pair, pair], shape(16, 8)) == [[True, False], [False, True]] * 2
+
+
+def test_without_a_residual_stream_columns_are_inner_widths_then_rows():
+    def forward(params, x):
+        for matrix in params:
+            x = jnp.tanh(x @ matrix)
+        return x
+
+    shapes = [shape(8, 16), shape(16, 24), shape(24, 4)]
+    assert widths(trained(forward), shapes, shape(32, 8)) == [[True, False], [False, True], [True, False]]
+
+
+def test_a_matrix_whose_result_is_added_to_what_it_reads_tells_no_widths_apart():
+    assert widths(trained(lambda w, x: x + jnp.tanh(x @ w)), shape(8, 8), shape(16, 8)) == [[False, False]]
