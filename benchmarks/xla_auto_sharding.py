@@ -176,7 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument(
-        "--limit-s", type=float, default=1800.0, help="seconds of the clock for each plan (%(default)g)"
+        "--limit-s", type=float, default=900.0, help="seconds of the processor for each plan (%(default)g)"
     )
     parser.add_argument("--keep", action="store_true", help=f"keep the table in {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--child", help=argparse.SUPPRESS)
