@@ -14,7 +14,7 @@ from autopar import memory
 from autopar.assembly import RAW
 from autopar.graph import OpGraph, OpKind, Role, Section, read_by
 from autopar.layout import local_bytes
-from autopar.lowering import Instruction, LoweredBlock, Move, section_of
+from autopar.lowering import Instruction, LoweredBlock, Move, Pass, section_of
 from autopar.mesh import LogicalMesh
 from autopar.pipelining import Staged
 from autopar.prediction import task_program
@@ -31,10 +31,12 @@ _LOCAL = (StepKind.SLICE, StepKind.MASK)
 def saved_for_backward(graph: OpGraph, instructions: Sequence[Instruction]) -> dict[Key, str]:
     """What the backward pass reads of what was made before it, and the module of the first operation to read it.
 
-    Arguments, and what is made once for all micro-batches, are there anyway. What another stage sends is not.
+    Arguments, and what is made once for all micro-batches, are there anyway. What another stage sends is not. What a
+    barrier lets through is read behind it: `jax.checkpoint` puts one around a layer, outside of its module.
     """
     made: set[Key] = set()
     found: dict[Key, str] = {}
+    behind: dict[int, Key] = {}
     received = {v for i, v in enumerate(graph.block.inputs) if i in graph.repeating}
     for instruction in instructions:
         role = instruction.role if isinstance(instruction, Move) else instruction.op.role
@@ -43,6 +45,11 @@ def saved_for_backward(graph: OpGraph, instructions: Sequence[Instruction]) -> d
             for key in keys_read(instruction):
                 if key in made or key[0] in received:
                     found.setdefault(key, module)
+                elif key[0] in behind:
+                    found[behind.pop(key[0])] = module
+            if isinstance(instruction, Pass):
+                saved = zip(instruction.op.outputs, keys_read(instruction), strict=True)
+                behind.update((out, key) for out, key in saved if key in found)
         elif section_of(instruction) is not Section.BEFORE:
             made.update(keys_made(instruction))
     return found
