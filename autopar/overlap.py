@@ -15,7 +15,7 @@ from autopar.intra_op import CostModel, NodeCosts
 from autopar.layout import local_bytes
 from autopar.lowering import Accumulate, Compute, Instruction, Leave, Loop, LoweredBlock, Move, Pass, Split, Stack
 from autopar.prediction import CollectiveUse, use_of_step, uses_of_reduction
-from autopar.streams import Event, Ran, Stream, Work, order_of_issue, run
+from autopar.streams import Event, Ran, Stream, Work, run
 from autopar.tasks import Key, keys_made, keys_read
 from autopar.timeline import DEVICES, LINKS, Timeline
 from autopar.timeline import Event as Shown
@@ -72,7 +72,7 @@ class _Writer:
         works: list[Work] = []
         for instruction in lowered.instructions:
             self.instruction(instruction, made, works)
-        return run(order_of_issue(works, self.model.overlap.combined_bytes))
+        return run(works, self.model.overlap.combined_bytes)
 
     def new(self) -> int:
         self.num_values += 1

@@ -1,17 +1,17 @@
-"""Two streams on a virtual clock: one computes, the other sends. What overlaps is decided by the order of issue.
+"""Two streams on a virtual clock: one computes, the other sends. Each takes, of what is ready, what comes first.
 
-XLA makes two instructions of a collective, one that starts it and one that waits for it, and moves the two apart.
-`order_of_issue` is a model of where they come to stand, `run` of the time that an order takes:
+XLA makes two instructions of a collective, one that starts it and one that waits for it, and its scheduler moves the
+two apart. `run` is a model of what comes of that:
 
-(1) A reduction starts as soon as what it reduces is made.
-(2) Anything else (a gather) starts ahead of its reader, but only while what is on its way or waits to be read is at
-    most twice the largest result. XLA starts the next gather when the one before it has come in, ahead of its reader.
-(3) Elementwise work is fused into what reads it: the cast of a parameter is computed right before its gather, the
-    transpose of a reduced gradient not before the update.
-(4) Reductions of one kind over the same axes, of which none is read before the last is made, start together, as long
-    as their results are not too large to be combined.
-(5) Collectives run one at a time in the order of issue, and none starts before computing has come to its place.
-(6) Collectives that the compiler does not take apart hold up computing.
+(1) Work is ready when what it reads is there. Of what is ready, each stream takes what stands first in the program:
+    gradients are reduced behind the backward pass of other layers, and nobody waits for a value that is not there while
+    something else can be done.
+(2) A gather (anything that does not reduce) comes ahead of its reader, but only while what is on its way or waits to be
+    read is at most twice the largest result. XLA starts the next gather when the one before it has come in.
+(3) What a gather reads without waiting for anything (the cast of a parameter) comes ahead with it.
+(4) Reductions of one kind over the same axes that do not depend on each other start together, when the last is made,
+    as long as their results are not too large to be combined.
+(5) Collectives run one at a time; those that the compiler does not take apart hold up computing.
 
 Source: programs that XLA compiled for eight H100 (jaxlib 0.10.2) and for a v5e slice (libtpu 0.0.42.1): chains of
 products under data parallelism and ZeRO-3, and each kind of collective beside products that do not read it.
@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import heapq
+import math
 from collections.abc import Hashable, Iterator, Sequence
 
 from autopar.collectives import CollectiveKind
@@ -75,7 +77,7 @@ class Work:
         nbytes: Of a collective, what its result takes on a device.
         sent_bytes: What the device sends.
         reduction: Set for a reduction; those with equal ones may be combined.
-        is_light: Elementwise, or moving values: computed by its readers.
+        is_light: Elementwise, or moving values.
         inside: Of a loop, its blocks, which run one after the other and take `seconds`.
     """
 
@@ -89,11 +91,6 @@ class Work:
     reduction: Hashable = None
     is_light: bool = False
     inside: tuple[Ran, ...] = ()
-
-    @property
-    def follows(self) -> bool:
-        """Whether it is issued where it is first read, wherever it stands."""
-        return self.stream is Stream.NEITHER or (self.is_light and self.stream is Stream.COMPUTE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +106,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """Work in the order of issue, and when each piece started. `compute_s` and `send_s` are sums."""
+    """Work in the order in which it started, and when that was. `compute_s` and `send_s` are sums."""
 
     order: tuple[Work, ...]
     starts_s: tuple[float, ...]
@@ -125,7 +122,7 @@ class Ran:
         return max(0.0, self.compute_s + self.send_s - self.end_s)
 
     def events(self) -> Iterator[Event]:
-        """What took time, in the order of issue. A loop stands for its blocks."""
+        """What took time, in order. A loop stands for its blocks."""
         for work, start_s in zip(self.order, self.starts_s, strict=True):
             for ran in work.inside:
                 for e in ran.events():
@@ -142,57 +139,181 @@ class Ran:
                 )
 
 
-def run(order: Sequence[Work]) -> Ran:
-    """Runs work in the order of issue: each piece starts when what it reads is there and its stream is free.
+def run(program: Sequence[Work], combined_bytes: int = 0) -> Ran:
+    """Runs a program, in which each value has one maker, that stands before its readers.
 
-    What nothing makes is there from the start. The streams never both idle, so that the end lies between the longer of
+    What nothing makes is there from the start. The streams never both wait, so that the end lies between the longer of
     the two sums and both together.
     """
-    computed_s = sent_s = compute_s = send_s = 0.0
-    there_s: dict[Hashable, float] = {}
-    starts_s: list[float] = []
-    end_s = 0.0
-    for work in order:
-        start_s = max((there_s.get(value, 0.0) for value in work.reads), default=0.0)
-        if work.stream is not Stream.NEITHER:
-            start_s = max(start_s, computed_s)  # (5) holds up a collective until computing has come to its place
-        if work.stream in (Stream.SEND, Stream.BOTH):
-            start_s = max(start_s, sent_s)
+    if any(work.stream is Stream.SEND for work in program):
+        return _Clock(program, combined_bytes).run()
+    starts_s, now_s = [], 0.0
+    for work in program:
+        starts_s.append(now_s)
+        now_s += work.seconds
+    return _ran(program, starts_s, now_s)
+
+
+def _ran(order: Sequence[Work], starts_s: Sequence[float], end_s: float) -> Ran:
+    compute_s = sum(work.seconds for work in order if not work.inside and work.stream is Stream.COMPUTE)
+    send_s = sum(work.seconds for work in order if not work.inside and work.stream is not Stream.COMPUTE)
+    inside = [ran for work in order for ran in work.inside]
+    return Ran(
+        order=tuple(order),
+        starts_s=tuple(starts_s),
+        end_s=end_s,
+        compute_s=compute_s + sum(ran.compute_s for ran in inside),
+        send_s=send_s + sum(ran.send_s for ran in inside),
+    )
+
+
+class _Queue:
+    """What one stream has to do: what is known to become ready, and of that what is ready, by rank."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+        self.coming: list[tuple[float, tuple[int, int]]] = []
+        self.ready: list[tuple[int, int]] = []
+
+    def next_s(self) -> float:
+        """When the stream can start something."""
+        if self.ready:
+            return self.free_s
+        return max(self.free_s, self.coming[0][0]) if self.coming else math.inf
+
+    def take(self) -> int:
+        """What it starts then."""
+        now_s = self.next_s()
+        while self.coming and self.coming[0][0] <= now_s:
+            heapq.heappush(self.ready, heapq.heappop(self.coming)[1])
+        return heapq.heappop(self.ready)[1]
+
+
+class _Clock:
+    """A program while it runs. Work is known by its position."""
+
+    def __init__(self, program: Sequence[Work], combined_bytes: int) -> None:
+        self.program = program
+        self.makers = _makers(program)
+        self.rank = [2 * i + 1 for i in range(len(program))]
+        self.waits_for = [len(makers) for makers in self.makers]
+        self.ready_s = [0.0] * len(program)
+        self.readers: list[list[int]] = [[] for _ in program]
+        for i, makers in enumerate(self.makers):
+            for m in makers:
+                self.readers[m].append(i)
+        self.released_by: dict[int, list[int]] = {}  # gathers that may start once this has started
+        self.hold_back()
+        self.groups = _combined(program, self.makers, combined_bytes)
+        self.compute, self.send = _Queue(), _Queue()
+        self.arrived: list[int] = []  # work for which all is there that it waits for
+        self.order: list[Work] = []
+        self.starts_s: list[float] = []
+        self.end_s = 0.0
+
+    def hold_back(self) -> None:
+        """(2) and (3)."""
+        program = self.program
+        first_read: dict[int, int] = {}
+        origins: list[tuple[int, ...]] = []  # what made the values that something is another name for
+        early: list[bool] = []
+        for i, work in enumerate(program):
+            found = tuple(origin for m in self.makers[i] for origin in origins[m])
+            is_name = work.stream is Stream.NEITHER
+            is_light = is_name or (work.is_light and work.stream is Stream.COMPUTE)
+            early.append(is_light and all(early[m] for m in self.makers[i]))
+            origins.append(found if is_name else (i,))
+            if not is_name:
+                for origin in found:
+                    first_read.setdefault(origin, i)
+        gathers = [i for i, work in enumerate(program) if work.stream is Stream.SEND and work.reduction is None]
+        most_bytes = RESULTS_AHEAD * max((program[i].nbytes for i in gathers), default=0.0)
+        first, ahead_bytes = 0, 0.0
+        for i in gathers:
+            ahead_bytes += program[i].nbytes
+            while ahead_bytes > most_bytes:
+                ahead_bytes -= program[gathers[first]].nbytes
+                first += 1
+            # What stands behind the gather must not hold it back: it may wait for the gather.
+            reader = first_read.get(gathers[first - 1], len(program)) if first else len(program)
+            if reader < i:
+                self.released_by.setdefault(reader, []).append(i)
+                self.waits_for[i] += 1
+            rank = 2 * reader if reader < i else 0
+            along = [m for m in self.makers[i] if early[m]]
+            while along:
+                m = along.pop()
+                if self.rank[m] > rank:
+                    self.rank[m] = rank
+                    along += self.makers[m]
+
+    def run(self) -> Ran:
+        self.arrived += [i for i, missing in enumerate(self.waits_for) if not missing]
+        while True:
+            while self.arrived:
+                self.arrive(self.arrived.pop())
+            if len(self.order) == len(self.program):
+                return _ran(self.order, self.starts_s, self.end_s)
+            computes_s, sends_s = self.compute.next_s(), self.send.next_s()
+            if math.isinf(min(computes_s, sends_s)):
+                self.dissolve()
+            elif computes_s <= sends_s:
+                self.start(self.compute.take(), computes_s)
+            else:
+                self.start(self.send.take(), sends_s)
+
+    def start(self, i: int, at_s: float) -> None:
+        work = self.program[i]
+        start_s = max(at_s, self.send.free_s) if work.stream is Stream.BOTH else at_s
         done_s = start_s + work.seconds
-        if work.stream in (Stream.COMPUTE, Stream.BOTH):
-            computed_s = done_s
+        if _computes(work):
+            self.compute.free_s = done_s
         if work.stream in (Stream.SEND, Stream.BOTH):
-            sent_s = done_s
-        if work.inside:
-            compute_s += sum(ran.compute_s for ran in work.inside)
-            send_s += sum(ran.send_s for ran in work.inside)
-        elif work.stream is Stream.COMPUTE:
-            compute_s += work.seconds
+            self.send.free_s = done_s
+        self.order.append(work)
+        self.starts_s.append(start_s)
+        self.end_s = max(self.end_s, done_s)
+        for gather in self.released_by.get(i, ()):
+            self.got(gather, start_s)
+        for reader in self.readers[i]:
+            self.got(reader, done_s)
+
+    def got(self, i: int, at_s: float) -> None:
+        """One of the things that work waits for is there."""
+        self.ready_s[i] = max(self.ready_s[i], at_s)
+        self.waits_for[i] -= 1
+        if not self.waits_for[i]:
+            self.arrived.append(i)
+
+    def arrive(self, i: int) -> None:
+        """Takes up work that waits for nothing any more, but perhaps for what it is combined with."""
+        group = self.groups.get(i)
+        if self.program[i].stream is Stream.NEITHER:
+            self.start(i, self.ready_s[i])
+        elif group is None:
+            self.queue(i, self.ready_s[i])
         else:
-            send_s += work.seconds
-        for value in work.makes:
-            there_s[value] = done_s
-        starts_s.append(start_s)
-        end_s = max(end_s, done_s)
-    return Ran(order=tuple(order), starts_s=tuple(starts_s), end_s=end_s, compute_s=compute_s, send_s=send_s)
+            group.there.append(i)
+            if len(group.there) == group.size:
+                self.release(group)
 
+    def release(self, group: _Group, not_before_s: float = 0.0) -> None:
+        ready_s = max(not_before_s, *(self.ready_s[i] for i in group.there))
+        for i in group.there:
+            del self.groups[i]
+            self.queue(i, ready_s)
 
-def order_of_issue(program: Sequence[Work], combined_bytes: int = 0) -> tuple[Work, ...]:
-    """Work in program order -> in the order in which a compiler issues it, by rules (1) to (4).
+    def dissolve(self) -> None:
+        """Where groups wait for each other, one of them starts as far as it is there."""
+        waiting = next((group for group in self.groups.values() if group.there), None)
+        assert waiting is not None, "nothing can start: work waits for what comes behind it in the program"
+        for i in [i for i, group in self.groups.items() if group is waiting and i not in waiting.there]:
+            del self.groups[i]
+        self.release(waiting, max(self.compute.free_s, self.send.free_s))
 
-    Each value has one maker, which stands before its readers, here as there.
-    """
-    if not any(work.stream is Stream.SEND for work in program):
-        return tuple(program)
-    makers, earliest = _makers(program), _ahead(program)
-    places = _places(program, makers, earliest)
-    for i, place in _combined(program, makers, places, combined_bytes).items():
-        earliest[i] = place
-    places = _places(program, makers, earliest)
-    issued: list[list[Work]] = [[] for _ in range(4 * len(program) + 1)]
-    for work, place in zip(program, places, strict=True):
-        issued[place].append(work)
-    return tuple(work for works in issued for work in works)
+    def queue(self, i: int, ready_s: float) -> None:
+        queue = self.send if self.program[i].stream is Stream.SEND else self.compute
+        heapq.heappush(queue.coming, (ready_s, (self.rank[i], i)))
 
 
 def _makers(program: Sequence[Work]) -> list[list[int]]:
@@ -205,78 +326,45 @@ def _makers(program: Sequence[Work]) -> list[list[int]]:
     return found
 
 
-# Places of issue are numbered: 2 p is right before position p of the program, 2 p + 1 is there; of one place, work is
-# issued in program order. From twice the length of the program on they are behind everything in it.
-
-
-def _ahead(program: Sequence[Work]) -> list[int]:
-    """(2): the first place at which a collective may start; 0 for reductions, by (1)."""
-    earliest = [0] * len(program)
-    gathers = [i for i, work in enumerate(program) if work.stream is Stream.SEND and work.reduction is None]
-    most_bytes = RESULTS_AHEAD * max((program[i].nbytes for i in gathers), default=0.0)
-    first, ahead_bytes = 0, 0.0
-    for i in gathers:
-        ahead_bytes += program[i].nbytes
-        while ahead_bytes > most_bytes:
-            ahead_bytes -= program[gathers[first]].nbytes
-            first += 1
-        # A gather stands right before its reader. Once that has its turn, the gather counts no more.
-        earliest[i] = 2 * (gathers[first - 1] + 1) if first else 0
-    return earliest
-
-
-def _places(program: Sequence[Work], makers: Sequence[Sequence[int]], earliest: Sequence[int]) -> list[int]:
-    """Where each piece of work is issued; what is neither sent nor light stays where it stands."""
-    end = 2 * len(program)
-    places = [2 * end if work.follows else 2 * i + 1 for i, work in enumerate(program)]
-    behind: list[int] = []  # the first place at which what a piece of work makes can be read
-    sent: list[bool] = []  # whether that has come from other devices
-    waits: list[bool] = []  # whether it is light work on what has come from other devices
-    for i, work in enumerate(program):
-        ready = max((behind[m] for m in makers[i]), default=0)
-        sends, of_sent = work.stream is Stream.SEND, any(sent[m] for m in makers[i])
-        if sends:
-            # What it reads comes along, by (3): not if computing would have to wait for that.
-            places[i] = 2 * i if any(waits[m] for m in makers[i]) else max(earliest[i], ready)
-        behind.append(places[i] if sends else ready if work.follows else 2 * i + 2)
-        sent.append(sends or (work.stream is Stream.NEITHER and of_sent))
-        waits.append(work.follows and (any(waits[m] for m in makers[i]) or (work.stream is Stream.COMPUTE and of_sent)))
-    for i in reversed(range(len(program))):
-        if places[i] == 2 * end:  # made for nobody here: at the end, what is ready first comes first
-            places[i] = end + behind[i]
-        for m in makers[i]:
-            if program[m].follows:
-                places[m] = min(places[m], places[i])
-    return places
-
-
-def _combined(
-    program: Sequence[Work], makers: Sequence[Sequence[int]], places: Sequence[int], combined_bytes: int
-) -> dict[int, int]:
-    """(4): the reductions that are combined, by position, and the place at which each of them starts."""
-    first_read = [len(program)] * len(program)
-    for i in reversed(range(len(program))):
-        for m in makers[i]:
-            first_read[m] = min(first_read[m], first_read[i] if program[i].follows else i)
-    reductions = [i for i, work in enumerate(program) if work.stream is Stream.SEND and work.reduction is not None]
-    groups: list[_Group] = []
-    open_group: dict[Hashable, _Group] = {}
-    for i in sorted(reductions, key=lambda i: (places[i], i)):
-        work = program[i]
-        group = open_group.get(work.reduction)
-        if group is None or group.nbytes + work.nbytes > combined_bytes or places[i] > 2 * group.until:
-            group = open_group[work.reduction] = _Group(until=first_read[i])
-            groups.append(group)
-        group.members.append(i)
-        group.nbytes += work.nbytes
-        group.until = min(group.until, first_read[i])
-    return {i: places[group.members[-1]] for group in groups if len(group.members) > 1 for i in group.members}
-
-
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """Reductions that start together: `until` is where in the program the first of them is read."""
+    """Reductions that start together, and those of them that could."""
 
-    until: int
-    members: list[int] = dataclasses.field(default_factory=list)
+    size: int = 0
     nbytes: float = 0.0
+    there: list[int] = dataclasses.field(default_factory=list)
+
+
+def _combined(program: Sequence[Work], makers: Sequence[Sequence[int]], combined_bytes: int) -> dict[int, _Group]:
+    """(4): the group of each reduction that is combined with others.
+
+    Reductions of one kind depend on each other only if one has more of the kind before it than the other.
+    """
+    of_kind: dict[Hashable, list[int]] = {}
+    for i, work in enumerate(program):
+        if work.stream is Stream.SEND and work.reduction is not None:
+            of_kind.setdefault(work.reduction, []).append(i)
+    groups: dict[int, _Group] = {}
+    for kind, reductions in of_kind.items():
+        before: list[int] = []  # reductions of the kind on the longest way to each piece of work
+        made: list[int] = []  # where the last computation on the way to it stands
+        for work_makers in makers:
+            before.append(max((before[m] + _is_of(program[m], kind) for m in work_makers), default=0))
+            made.append(max((m if _computes(program[m]) else made[m] for m in work_makers), default=-1))
+        open_group: dict[int, _Group] = {}
+        for i in sorted(reductions, key=lambda i: (made[i], i)):
+            group = open_group.get(before[i])
+            if group is None or group.nbytes + program[i].nbytes > combined_bytes:
+                group = open_group[before[i]] = _Group()
+            groups[i] = group
+            group.size += 1
+            group.nbytes += program[i].nbytes
+    return {i: group for i, group in groups.items() if group.size > 1}
+
+
+def _computes(work: Work) -> bool:
+    return work.stream in (Stream.COMPUTE, Stream.BOTH)
+
+
+def _is_of(work: Work, kind: Hashable) -> bool:
+    return work.stream is Stream.SEND and work.reduction == kind
