@@ -515,7 +515,7 @@ def parallelize(
         cluster: The hardware to plan for; None takes the devices of this program.
         num_microbatches: Into how many equal parts the batch is cut; "auto" leaves it to the search.
         schedule: In which order a pipeline's stages run them: one of `autopar.runtime.schedules.SCHEDULES`, or "auto".
-        memory_limit_bytes: Memory of one device that the step may use; None: what the device has.
+        memory_limit_bytes: Memory of one device that the step may use; None: what the device has, less a tenth.
         batch_argnums: The arguments whose leaves carry examples.
         donate_argnums: The arguments that the step replaces: their memory is reused for the results that replace them.
         static_argnums: Arguments that are no arrays; each value of them is a step of its own.

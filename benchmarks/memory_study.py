@@ -1,7 +1,8 @@
 """How far `autopar.memory` is from XLA's own figure: `python -m benchmarks.memory_study [CASE ...]`.
 
 Every case is compiled by plain `jax.jit` for one CPU device, state donated, at sizes where activations are tens of
-megabytes, and predicted from its jaxpr alone. XLA's figure is `memory.allocated_bytes`.
+megabytes, and predicted from its jaxpr alone. XLA's figure is `memory.allocated_bytes`; `lost` is the part of it that
+XLA's buffers leave between them (below zero where buffers that are alive share memory).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import itertools
 import json
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -292,10 +294,12 @@ def measured(name: str, step: Callable, args: tuple) -> dict[str, int]:
     kept = (
         pathlib.Path(tempfile.gettempdir())
         / "autopar_memory_study"
-        / f"{name} {jax.__version__}.json".replace(" ", "_")
+        / f"{name} {jax.__version__} with live.json".replace(" ", "_")
     )
     if not kept.exists():
-        compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
+        with tempfile.TemporaryDirectory() as dump:
+            compiled = jax.jit(step, donate_argnums=0).lower(*args).compile(compiler_options={"xla_dump_to": dump})
+            live_bytes = peak_of_live(pathlib.Path(dump))
         stats, text = compiled.memory_analysis(), compiled.as_text()
         assert stats is not None, "XLA's CPU compiler says what it allocates"
         assert text is not None, "XLA's CPU compiler gives its program"
@@ -308,15 +312,25 @@ def measured(name: str, step: Callable, args: tuple) -> dict[str, int]:
                     results=stats.output_size_in_bytes - stats.alias_size_in_bytes,
                     temporaries=stats.temp_size_in_bytes,
                     total=memory.allocated_bytes(stats),
+                    live=live_bytes,
                 )
             )
         )
     return json.loads(kept.read_text())
 
 
+def peak_of_live(dump: pathlib.Path) -> int:
+    """The most bytes that are alive at once in XLA's own order; what it allocates beyond them is lost."""
+    largest = max(dump.glob("*live-range.txt"), key=lambda path: path.stat().st_size)
+    found = re.search(r"peak usage: ([\d ]+) bytes", largest.read_text())
+    assert found is not None, "XLA's CPU compiler writes down what is alive at the peak"
+    return int(found.group(1).replace(" ", ""))
+
+
 def main(names: list[str]) -> None:
     print(f"jax {jax.__version__}")
-    print(f"{'model':18} {'steps':>6} {'predict s':>9} {'args MiB':>9} {'predicted':>10} {'XLA':>8} {'ratio':>6}")
+    columns = f"{'predicted':>10} {'XLA':>8} {'ratio':>6} {'lost':>6}"
+    print(f"{'model':18} {'steps':>6} {'predict s':>9} {'args MiB':>9} {columns}")
     for name in names or STUDY:
         step, args = STUDY[name]()
         closed = jax.make_jaxpr(step)(*args)
@@ -329,7 +343,7 @@ def main(names: list[str]) -> None:
         print(
             f"{name:18} {len(program.steps):6} {elapsed_s:9.4f} {found['arguments'] / MEBIBYTE:9.1f} "
             f"{predicted.peak_bytes / MEBIBYTE:10.1f} {found['total'] / MEBIBYTE:8.1f} "
-            f"{predicted.peak_bytes / found['total']:6.2f}",
+            f"{predicted.peak_bytes / found['total']:6.2f} {1 - found['live'] / found['total']:6.1%}",
             flush=True,
         )
 

@@ -10,6 +10,7 @@ import pytest
 import autopar
 from autopar import hardware
 from autopar.cluster import Cluster, Link
+from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError
 
 SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
@@ -71,7 +72,8 @@ def test_micro_batches_make_room():
     whole = plan(cluster(hosts=1, each=1), *args)
     limit_bytes = int(whole.predicted.peak_bytes[0] * 0.6)
     # On one device there is nothing to shard and nothing to cut into stages.
-    found = plan(cluster(hosts=1, each=1, memory_bytes=limit_bytes), *args, num_microbatches=16)
+    memory_bytes = int(limit_bytes / (1 - MEMORY_MARGIN))
+    found = plan(cluster(hosts=1, each=1, memory_bytes=memory_bytes), *args, num_microbatches=16)
     assert len(found.record.pipeline.stages) == 1
     assert found.record.pipeline.num_microbatches == 16
     assert max(found.predicted.peak_bytes) <= limit_bytes

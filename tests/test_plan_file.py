@@ -50,7 +50,7 @@ def test_the_text_has_mesh_arguments_collectives_memory_and_time(plan):
     text = str(plan)
     assert f"Plan of mlp_step on flat-8: 8 device(s), mesh {plan.mesh}" in text
     assert "predicted: compute" in text
-    assert "a device of 16 GB" in text
+    assert "a device of 14.4 GB" in text
     for path in ("state['first']", "state['second']", "batch['x']"):
         assert path in text
     for collective in plan.predicted.collectives:
