@@ -25,6 +25,8 @@ Parts = tuple[tuple[int, Names], ...]
 _UNKNOWN: Names = frozenset()
 # Operations that read a parameter as a matrix.
 _MULTIPLYING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+# Operations between whole dimensions and pieces of them.
+_IN_PIECES = frozenset({"concatenate", "slice", "split"})
 
 
 def described(graph: OpGraph) -> OpGraph:
@@ -258,8 +260,9 @@ def _handed_on(graph: OpGraph, followed: _Followed, dependent: set[int]) -> list
 
     Dimensions that operations of the forward pass treat as one are one width, such as that of all that is added up in
     a residual stream. Each product with weights joins two widths, what it sums over and what it makes, and one of them
-    is handed on, beginning with what the first product sums over: columns are cut, then rows. Where that cannot be,
-    since a product makes the width that it sums over, none of the widths that hang together is told apart.
+    is handed on: what the first product sums over whose width a later one makes again (before it stand embeddings), or
+    else what the first product sums over. So columns are cut, then rows. Where that cannot be, since a product makes
+    the width that it sums over, none of the widths that hang together is told apart.
     """
     width = _Widths()
     forward = [op for op in graph.ops() if op.rule is not None and op.role is Role.FORWARD]
@@ -275,13 +278,19 @@ def _handed_on(graph: OpGraph, followed: _Followed, dependent: set[int]) -> list
                 if isinstance(atom, int) and factors and unnamed(atom, d):
                     for f in factors:
                         width.join(at_factor.setdefault(f, (atom, d)), (atom, d))
+        if op.primitive in _IN_PIECES:
+            for v, out in itertools.product(read_by(op), op.outputs):
+                for d in range(len(graph.values[out].shape)):
+                    if unnamed(v, d) and unnamed(out, d):
+                        width.join((v, d), (out, d))
     for outer, inner, dropped in _links(graph.block):
         for d in range(len(graph.values[inner].shape)):
             if d + dropped < len(graph.values[outer].shape) and unnamed(inner, d) and unnamed(outer, d + dropped):
                 width.join((outer, d + dropped), (inner, d))
     joined: dict[_At, set[_At]] = {}
-    rows: dict[_At, _At] = {}
-    for op in forward:
+    first_read: dict[_At, int] = {}
+    last_made: dict[_At, int] = {}
+    for position, op in enumerate(forward):
         if op.primitive not in _MULTIPLYING:
             continue
         assert op.rule is not None
@@ -292,12 +301,14 @@ def _handed_on(graph: OpGraph, followed: _Followed, dependent: set[int]) -> list
             named = [(width.of((atom, d)), made.issuperset(fs)) for d, fs in enumerate(dims) if fs and unnamed(atom, d)]
             for one in (at for at, is_made in named if not is_made):
                 for other in (at for at, is_made in named if is_made):
-                    rows.setdefault(one, one)
+                    first_read.setdefault(one, position)
+                    last_made[other] = position
                     joined.setdefault(one, set()).add(other)
                     joined.setdefault(other, set()).add(one)
     found: set[_At] = set()
     seen: set[_At] = set()
-    for first in rows:
+    returning = [at for at, position in first_read.items() if last_made.get(at, position) > position]
+    for first in (*returning, *first_read):
         if first not in seen:
             sides = _two_sides(first, joined)
             seen |= sides.keys()

@@ -159,3 +159,13 @@ def test_without_a_residual_stream_columns_are_inner_widths_then_rows():
 
 def test_a_matrix_whose_result_is_added_to_what_it_reads_tells_no_widths_apart():
     assert widths(trained(lambda w, x: x + jnp.tanh(x @ w)), shape(8, 8), shape(16, 8)) == [[False, False]]
+
+
+def test_an_embedding_in_front_does_not_decide_which_width_is_handed_on():
+    def forward(params, x):
+        embedding, (first, second) = params
+        x = x @ embedding
+        return x + jnp.tanh(x @ first) @ second
+
+    shapes = (shape(4, 8), (shape(8, 32), shape(32, 8)))
+    assert widths(trained(forward), shapes, shape(16, 4)) == [[False, True], [True, False], [False, True]]
