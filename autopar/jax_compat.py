@@ -53,6 +53,18 @@ def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any], cons
     return jaxpr.replace(jaxpr=new, consts=list(consts))
 
 
+def closed_like(jaxpr: Any, inner: Any) -> Any:
+    """A jaxpr with the constants of a closed one around another inside."""
+    if hasattr(jaxpr, "jaxpr"):
+        return jaxpr.replace(jaxpr=inner)
+    return inner.replace(consts=list(jaxpr.consts))
+
+
+def variable_like(var: Any, shape: Sequence[int]) -> Any:
+    """A new variable of another shape."""
+    return type(var)(var.aval.update(shape=tuple(shape)))
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """(number of constants, number of carried values) of a scan; renamed in jax 0.11."""
     if "ft_in" in params:

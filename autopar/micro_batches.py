@@ -19,6 +19,7 @@ from autopar.alignment import with_numbers_of
 from autopar.batch_states import Follower, Form, Mixes, State, is_number, state_of
 from autopar.building import build_graph
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
+from autopar.extrapolation import extrapolated
 from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, free_values
 from autopar.rewriting import renumbered
 from autopar.rules import RuleBook
@@ -54,7 +55,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     whole = whole or build_graph(traced, rules)
     if num_microbatches == 1:
         return _Cutting(traced, whole, whole, 1).graph()
-    smaller = traced_at(traced, cut_avals(traced, num_microbatches))
+    smaller = smaller_step(traced, examples // num_microbatches)
     jaxpr = with_numbers_of(traced.jaxpr, smaller.jaxpr, traced.name)
     constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
     part = build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)
@@ -80,13 +81,24 @@ def example_leaves(traced: TracedStep) -> frozenset[int]:
     return frozenset(i for i in traced.batch if traced.in_avals[i].shape[:1] == (examples,))
 
 
-def cut_avals(traced: TracedStep, num_microbatches: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The shapes of the arguments with a micro-batch in place of the batch."""
+def smaller_step(traced: TracedStep, examples: int) -> TracedStep:
+    """The step traced on fewer examples. The program of one follows from those of two and of three.
+
+    Raises: UnsupportedError.
+    """
+    if examples > 1:
+        return traced_at(traced, cut_avals(traced, examples))
+    two, three = (traced_at(traced, cut_avals(traced, n)) for n in (2, 3))
+    jaxpr = extrapolated(two.jaxpr, three.jaxpr, traced.name)
+    out_avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
+    return dataclasses.replace(two, jaxpr=jaxpr, in_avals=cut_avals(traced, 1), out_avals=out_avals)
+
+
+def cut_avals(traced: TracedStep, examples: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of the arguments with so many examples in place of the batch."""
     leaves = example_leaves(traced)
     return tuple(
-        jax.ShapeDtypeStruct((a.shape[0] // num_microbatches, *a.shape[1:]), a.dtype, weak_type=a.weak_type)
-        if i in leaves
-        else a
+        jax.ShapeDtypeStruct((examples, *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in leaves else a
         for i, a in enumerate(traced.in_avals)
     )
 

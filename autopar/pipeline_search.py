@@ -101,7 +101,7 @@ def search_pipelines(
             with progress.pass_(f"{m} micro-batches"):
                 cuts[m] = cut_layers(step, m, rules, whole)
         except (UnsupportedError, BatchMismatchError) as error:
-            refused = error  # some sizes are traced to another program (one example, say): others may serve
+            refused = error  # some sizes are traced to another program: others may serve
             continue
         with progress.pass_("layer costs"):
             priced = tables(cuts[m], cluster, asked, limit_bytes, time_limit_s, decided)

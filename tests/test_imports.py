@@ -43,6 +43,7 @@ LAYER_OF = {
     "alignment": "front end",
     "batch_states": "front end",
     "building": "front end",
+    "extrapolation": "front end",
     "jax_compat": "front end",
     "layer_assignment": "front end",
     "layers": "front end",
