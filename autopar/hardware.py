@@ -99,6 +99,7 @@ class _Products:
 def _gpu(
     name: str, *, half: float, single: float, double: float, eight_bit: float | None, memory_gb: float,
     memory_gb_per_s: float, products: _Products, source: str, bfloat16: bool = True,
+    memory_efficiency: float | None = None,
 ) -> DeviceKind:  # fmt: skip
     """Rates in Tflop/s. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it."""
     rates = [("float16", half), ("float32", single), ("float64", double)]
@@ -111,7 +112,7 @@ def _gpu(
         peak_memory_bytes_per_s=memory_gb_per_s * _GIGA,
         launch_overhead_s=products.launch_us * _MICRO,
         flops_efficiency=products.single,
-        memory_efficiency=_GPU_MEMORY_EFFICIENCY,
+        memory_efficiency=memory_efficiency or _GPU_MEMORY_EFFICIENCY,
         dtype_efficiency=tuple(
             (dtype, products.half) for dtype in ("float16", "bfloat16") if products is not _UNMEASURED
         ),
@@ -149,10 +150,16 @@ _H100_PRODUCTS = _Products(launch_us=3.7, half=0.80, single=0.625, fill_us=4.5)
 _B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1)
 
 
+# One pair for all nine published iteration times of GPTs on A100s that `benchmarks.published_steps` lists (1.7B to 530B
+# parameters; Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5): all within 10 %.
+_AMPERE = _Products(launch_us=7.0, half=0.8, single=0.8)
+_AMPERE_MEMORY_EFFICIENCY = 0.8
+
+
 def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
     return _gpu(
         name, half=312.0, single=156.0, double=19.5, eight_bit=None, memory_gb=memory_gb,
-        memory_gb_per_s=memory_gb_per_s, products=_UNMEASURED, source=source,
+        memory_gb_per_s=memory_gb_per_s, products=_AMPERE, memory_efficiency=_AMPERE_MEMORY_EFFICIENCY, source=source,
     )  # fmt: skip
 
 
