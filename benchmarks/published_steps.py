@@ -7,10 +7,8 @@
 One set of constants for all rows (`Cluster.preset("dgx-a100-80g")`). Sources: Narayanan et al., "Efficient large-scale
 language model training on GPU clusters using Megatron-LM", 2021, table 1 (full recomputation; micro-batches and
 interleaving from its scripts); Korthikanti et al., "Reducing activation recomputation in large transformer models",
-2022, table 5 and section 6.3 (the same models with full recomputation, and with sequence parallelism and selective
-recomputation; 530B with 8 copies, whose times follow from the printed shares of the peak: a micro-batch of the single
-copy is one example, which is traced to another program). Iteration times of the first are its sequences times the
-model's flops over its achieved rate.
+2022, table 5 (the same models with full recomputation, and with sequence parallelism and selective recomputation).
+Iteration times of the first are its sequences times the model's flops over its achieved rate.
 """
 
 import argparse
@@ -73,13 +71,6 @@ class Published:
         return self.batch // self.dp // self.micro_batch
 
 
-def time_of_mfu(mfu: float, *, gpus: int, batch: int, layers: int, hidden: int) -> float:
-    """Seconds of a step in which A100s reach this share of their peak, by the flops that both papers count."""
-    h, s, v = hidden, 2048, 51_200
-    flops = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
-    return flops / (gpus * 312e12 * mfu)
-
-
 ROWS = {
     row.name: row
     for row in (
@@ -111,13 +102,12 @@ ROWS = {
             selective=True, step_time_s=1.10,
         ),
         Published(
-            name="530B", layers=105, hidden=20_480, heads=128, tp=8, pp=35, gpus=2240, batch=2240, micro_batch=1,
-            chunks=3, step_time_s=time_of_mfu(0.421, gpus=2240, batch=2240, layers=105, hidden=20_480),
+            name="530B", layers=105, hidden=20_480, heads=128, tp=8, pp=35, gpus=280, batch=280, micro_batch=1,
+            chunks=3, step_time_s=49.05,
         ),
         Published(
-            name="530B selective", layers=105, hidden=20_480, heads=128, tp=8, pp=35, gpus=2240, batch=2240,
-            micro_batch=1, chunks=3, selective=True,
-            step_time_s=time_of_mfu(0.542, gpus=2240, batch=2240, layers=105, hidden=20_480),
+            name="530B selective", layers=105, hidden=20_480, heads=128, tp=8, pp=35, gpus=280, batch=280,
+            micro_batch=1, chunks=3, selective=True, step_time_s=37.83,
         ),
     )
 }  # fmt: skip

@@ -20,10 +20,13 @@ TIMEOUT_S = 300.0  # of a child process, which is killed then
 
 
 def slow_cluster(num_devices: int = 8) -> autopar.Cluster:
-    """Devices so slow beside their links that even tiny products are worth splitting."""
+    """CPU devices so slow beside their links that even tiny products are worth splitting.
+
+    They bear the name of CPU devices, as which they are compiled for: memory is predicted by that compiler's rules.
+    """
     device = dataclasses.replace(
         hardware.V100,
-        name="slow",
+        name="CPU",
         peak_flops=tuple((dtype, rate / 1e4) for dtype, rate in hardware.V100.peak_flops),
         peak_memory_bytes_per_s=hardware.V100.peak_memory_bytes_per_s / 1e4,
     )

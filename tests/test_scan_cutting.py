@@ -123,20 +123,20 @@ def test_scans_and_updates_come_in_parts():
     first, second = "state['params']['w'].layers[0:2]", "state['params']['w'].layers[2:4]"
     assert text(cut_layers(cut, 1, BOOK).graph) == textwrap.dedent(f"""\
         before: %0 = split_batch batch['x']
-        before: %1 = broadcast_in_dim 1.0
-        forward: %2 %3 = scan %0 {first}
-        forward: %4 %5 = scan %2 {second}
-        forward: %6 = reduce_sum %4
-        forward: %7 = accumulate %6
-        backward: %8 %9 = scan %1 {second} %5
+        forward: %1 %2 = scan %0 {first}
+        forward: %3 %4 = scan %1 {second}
+        forward: %5 = reduce_sum %3
+        forward: %6 = accumulate %5
+        backward: %7 = broadcast_in_dim 1.0
+        backward: %8 %9 = scan %7 {second} %4
         backward: %10 = accumulate %9
-        backward: %11 %12 = scan %8 {first} %3
+        backward: %11 %12 = scan %8 {first} %2
         backward: %13 = accumulate %12
         after: %14 = mul 0.10000000149011612 %13
         after: %15 = mul 0.10000000149011612 %10
         after: %16 = sub {first} %14
         after: %17 = sub {second} %15
-        -> %16 %17 %7""")
+        -> %16 %17 %6""")
 
 
 def test_arguments_and_results_are_pieces():
