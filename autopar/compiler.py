@@ -81,7 +81,8 @@ def make_plan(
         graph = build_graph(traced, rules)
     limit_bytes = options.memory_limit_bytes or int((1 - MEMORY_MARGIN) * cluster.device.memory_bytes)
     asked = options.pipeline
-    if asked.num_stages is not None:
+    # A recipe that is cut into micro-batches is built as it says, with one stage where it names none.
+    if asked.num_stages is not None or (options.binding is not None and asked.is_asked):
         found = asked_pipeline(traced, cluster, options, limit_bytes, rules, progress)
         return named(staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress), options)
     best: Candidate | AutoparError | None = None

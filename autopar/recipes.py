@@ -47,6 +47,8 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None) -> Recipe:
         raise InvalidArgumentError(
             where="recipes.tensor_parallel(kind)", expected="'1d'", got=repr(kind), hint="leave it out"
         )
+    if size is not None:
+        check_number("recipes.tensor_parallel(size=...)", size)
     return _bound(dp=None if size is not None else 1, tp=size)
 
 
@@ -102,15 +104,16 @@ def combine(
         )
     if zero not in (0, 1, 2, 3):
         raise InvalidArgumentError(
-            where="zero", expected="0, 1, 2 or 3", got=repr(zero), hint="0 keeps the whole state on every device"
+            where="recipes.combine(zero=...)",
+            expected="0, 1, 2 or 3",
+            got=repr(zero),
+            hint="0 keeps the whole state on every device",
         )
-    staged = pp > 1 or num_microbatches is not None or recompute != "nothing"
+    # Only what is cut into micro-batches can be recomputed by layer; one stage and one micro-batch will do.
+    num_stages = pp if pp > 1 or recompute != "nothing" else None
     recipe = _bound(dp=dp, tp=tp, zero=zero, sequence_parallel=sequence_parallel)
     options = PipelineOptions(
-        num_stages=pp if staged else None,
-        num_microbatches=num_microbatches if num_microbatches is not None or pp > 1 or not staged else 1,
-        schedule=schedule,
-        chunks=chunks,
+        num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks
     )
     return dataclasses.replace(recipe, pipeline=options, recompute=recompute)
 

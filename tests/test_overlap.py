@@ -23,6 +23,7 @@ from autopar.rules import RuleBook
 from autopar.staging import trace
 from autopar.streams import Stream, Work, overlap_of, run
 from autopar.whole_search import evaluated
+from tests.small_steps import chain_step
 
 MEGABYTE = 1 << 20
 
@@ -228,23 +229,12 @@ def test_everything_runs_once_when_what_it_reads_is_there_and_its_stream_is_free
 WIDTH, EXAMPLES, LAYERS = 4096, 32_768, 4
 
 
-def step(params, batch):
-    def loss(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-
 def arguments():
     examples = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
     return [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS, {"x": examples, "y": examples}
 
 
-def plan(cluster, function=step, args=None, **options):
+def plan(cluster, function=chain_step, args=None, **options):
     made = autopar.parallelize(function, cluster=cluster, cache_dir=None, show_progress=False, **options)
     return made.plan(*(args or arguments()))
 

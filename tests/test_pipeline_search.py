@@ -12,19 +12,9 @@ from autopar import hardware
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError
+from tests.small_steps import chain_step
 
 SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
-
-
-def step(params, batch):
-    def loss(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
 def arguments(layers=8, width=16_384, batch=32_768):
@@ -45,7 +35,7 @@ def cluster(hosts=2, each=2, between=SLOW, memory_bytes=80 * 10**9):
 
 
 def plan(on, *args, **options):
-    return autopar.parallelize(step, cluster=on, cache_dir=None, show_progress=False, **options).plan(*args)
+    return autopar.parallelize(chain_step, cluster=on, cache_dir=None, show_progress=False, **options).plan(*args)
 
 
 def test_inside_of_a_host_with_fast_links_the_step_is_one_program():

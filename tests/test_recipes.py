@@ -116,12 +116,21 @@ def test_zero_2_keeps_parts_of_the_sums_over_micro_batches():
     assert max(parts.predicted.peak_bytes) < max(whole.predicted.peak_bytes)
 
 
+def test_micro_batches_asked_for_beside_a_recipe_are_bound_by_it():
+    step = autopar.parallelize(MLP.step, plan=recipes.zero(3), num_microbatches=2, cache_dir=None, show_progress=False)
+    plan = step.plan(jax.eval_shape(MLP.init, jax.random.key(0)), MLP.batch(0))
+    assert plan.record.pipeline.num_microbatches == 2
+    assert plan.groups() == {"data": [list(range(8))]}
+    assert all(any(v.layout.dims) for v in plan.record.arguments if v.kind == "state" and max(v.shape, default=0) > 7)
+
+
 @pytest.mark.parametrize(
     ("make", "where"),
     [
         (lambda: recipes.zero(4), "zero"),
         (lambda: recipes.tensor_parallel("4d"), "tensor_parallel"),
         (lambda: recipes.combine(tp=0), "tp"),
+        (lambda: recipes.tensor_parallel(size=0), "size"),
         (lambda: recipes.combine(schedule="2f2b"), "schedule"),
         (lambda: recipes.combine(recompute="everything"), "recompute"),
     ],
