@@ -31,6 +31,7 @@ from autopar.pipelining import (
     Submesh,
     cut_stages,
     model_of,
+    planned_stage,
     schedule_of,
     stage_program,
 )
@@ -95,9 +96,7 @@ def make_plan(
     notes: list[str] = []
     if asked.is_asked or (may_pay(best, cluster) and not bound):
         to_beat_s = best.step_time_s if isinstance(best, Candidate) else math.inf
-        # Stages are searched for without overlap: what they must beat is counted in the same way.
-        summed_s = to_beat_s + best.hidden_s if isinstance(best, Candidate) else math.inf
-        other, reason = searched_pipeline(traced, graph, cluster, options, limit_bytes, rules, progress, summed_s)
+        other, reason = searched_pipeline(traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s)
         if other is not None and other.staged.simulation.step_time_s < to_beat_s:
             return staged_plan(traced, trees, graph, cluster, limit_bytes, other, progress)
         notes.append(reason)
@@ -290,9 +289,11 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
         sharding_plan_of(s.decisions, s.solver, at.mesh, stage.graph)
         for s, at, stage in zip(made.stages, submeshes, stages, strict=True)
     ]
-    return stage_program(
-        cut.step, graph, layers, first_layers, stages, models, shardings, submeshes, schedule, plan.cluster
-    )
+    planned = [
+        planned_stage(first_layers[q], stage, models[q], shardings[q], schedule.mesh_of_stage[q], like=q)
+        for q, stage in enumerate(stages)
+    ]
+    return stage_program(cut.step, graph, layers, planned, submeshes, schedule, plan.cluster)
 
 
 def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Made:

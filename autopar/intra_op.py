@@ -143,6 +143,12 @@ class IntraOp:
                 nbytes = self.graph.values[value].nbytes / self._shards(home.layouts)
                 node_cost[home.node] = node_cost[home.node] + nbytes / self.model.device.memory_bytes_per_s
                 kinds[home.node] = number.setdefault(("batch", kinds[home.node], value), len(number))
+        for op in self.graph.block.ops:
+            # Adding to a sum over micro-batches reads and writes it every time: parts of it are cheaper than the whole.
+            if op.kind in (OpKind.SPLIT, OpKind.ACCUMULATE) and (home := assembly.raw.get(op.outputs[0])) is not None:
+                copied = op.count * np.array([copied_s(self.graph, op, at, self.model) for at in home.layouts])
+                node_cost[home.node] = node_cost[home.node] + copied
+                kinds[home.node] = number.setdefault(("copied", kinds[home.node], copied.tobytes()), len(number))
         for at, good in self._masks().items():
             node_cost[at] = np.where(good, node_cost[at], np.inf)
             kinds[at] = number.setdefault(("bound", kinds[at], good.tobytes()), len(number))
@@ -341,6 +347,15 @@ class IntraOp:
             report=report,
             wires=self.wires,
         )
+
+
+def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:
+    """Seconds of one run of what cuts, adds up or joins micro-batches, whose result lies in a layout: reads and writes
+    of memory.
+    """
+    passes = 3 if op.kind is OpKind.ACCUMULATE else 2 * graph.num_microbatches
+    nbytes = graph.values[op.outputs[0]].nbytes / layout.shards(model.links.mesh)
+    return passes * nbytes / model.device.memory_bytes_per_s
 
 
 class NodeCosts:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from autopar.collectives import Fabric
 from autopar.costs import is_fusible
 from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import CostModel, NodeCosts
+from autopar.intra_op import CostModel, NodeCosts, copied_s
 from autopar.layout import local_bytes
 from autopar.lowering import Accumulate, Compute, Instruction, Leave, Loop, LoweredBlock, Move, Pass, Split, Stack
 from autopar.prediction import CollectiveUse, use_of_step, uses_of_reduction
@@ -21,20 +21,19 @@ from autopar.timeline import DEVICES, LINKS, Timeline
 from autopar.timeline import Event as Shown
 
 
-def timed(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> Ran:
+def timed(graph: OpGraph, lowered: LoweredBlock, model: CostModel, costs: NodeCosts | None = None) -> Ran:
     """A block on the clock of one device, all its runs in a step together.
 
     A loop runs iteration after iteration, each by the same rules; of a branch, the alternative that takes longest.
+    `costs` of the same graph and model, where there are some already, save working them out again.
     """
-    return _Writer(graph, model).timed(lowered)
+    return _Writer(graph, model, costs or NodeCosts(graph, model)).timed(lowered)
 
 
-def copied_s(graph: OpGraph, instruction: Split | Accumulate | Stack, model: CostModel) -> float:
-    """Seconds of one run of what cuts, adds up or joins micro-batches: reads and writes of memory."""
-    value = graph.values[instruction.op.outputs[0]]
+def crossing_s(graph: OpGraph, instruction: Split | Accumulate | Stack, model: CostModel) -> float:
+    """Seconds of all runs, in a step, of what cuts, adds up or joins micro-batches."""
     layout = instruction.sum_[0] if isinstance(instruction, Accumulate) else instruction.result
-    passes = 3 if isinstance(instruction, Accumulate) else 2 * graph.num_microbatches
-    return passes * value.nbytes / layout.shards(model.links.mesh) / model.device.memory_bytes_per_s
+    return instruction.op.count * copied_s(graph, instruction.op, layout, model)
 
 
 def timeline_of(ran: Ran, allocation_s: float) -> Timeline:
@@ -62,9 +61,8 @@ def _shown(event: Event, start_s: float) -> Shown:
 class _Writer:
     """Instructions as work. Values are numbered, so that a place that is filled twice is two values."""
 
-    def __init__(self, graph: OpGraph, model: CostModel) -> None:
-        self.graph, self.model = graph, model
-        self.costs = NodeCosts(graph, model)
+    def __init__(self, graph: OpGraph, model: CostModel, costs: NodeCosts) -> None:
+        self.graph, self.model, self.costs = graph, model, costs
         self.num_values = 0
 
     def timed(self, lowered: LoweredBlock) -> Ran:
@@ -110,12 +108,11 @@ class _Writer:
                 works.append(_renamed((made[read],) if read in made else (), (value,)))
         elif not isinstance(instruction, Leave):
             op = instruction.op
-            runs = self.graph.num_microbatches if op.section.repeats else 1
             works.append(
                 Work(
                     name=_named(op.module),
                     stream=Stream.COMPUTE,
-                    seconds=runs * copied_s(self.graph, instruction, self.model),
+                    seconds=crossing_s(self.graph, instruction, self.model),
                     reads=reads,
                     makes=self.define(keys_made(instruction), made),
                 )

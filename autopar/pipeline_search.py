@@ -169,9 +169,8 @@ def built_out(
     best: Found | None = None
     for problem, answer, m, options in ranked:
         choice = choice_of(problem, answer, options)
-        # What the programme answers has no overlap: it is held against the same of the best one.
         over = best is None or best.rank(limit_bytes)[0]
-        beaten = best is not None and not over and answer.step_time_s >= best.staged.summed_s
+        beaten = best is not None and not over and answer.step_time_s >= best.staged.simulation.step_time_s
         if beaten or len(weighed) >= BUILT_OUT or answer.step_time_s > 1.2 * to_beat_s:
             text = f"{m} micro-batches, {choice.text}"
             weighed.append(PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes)))

@@ -27,7 +27,7 @@ from autopar.scan_cutting import CutStep
 from autopar.solver import Status
 from autopar.stage_assignment import assign
 from autopar.stage_graphs import StageGraph, cut, split_backward
-from autopar.tasks import LoweredStage, StagedProgram, assemble_pipeline
+from autopar.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
 from autopar.wires import wire_layouts
 
 
@@ -56,8 +56,9 @@ class PipelineOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """A stage with its decisions."""
+    """A stage with its decisions. Stages with one number `like` do the same, on operations of other numbers."""
 
+    like: int
     first_layer: int
     stage: StageGraph
     model: CostModel
@@ -93,14 +94,6 @@ class Staged:
     def program(self) -> Program:
         """The list of instructions with every buffer."""
         return emit(self.staged.pipeline, self.schedule)
-
-    @property
-    def summed_s(self) -> float:
-        """About what the step would take if tasks sent nothing while they compute, as the search's tables have it."""
-        runs = [self.graph.num_microbatches if task.kind.repeats else 1 for task in self.staged.tasks]
-        busy_s = sum(n * t for n, t in zip(runs, self.task_s, strict=True))
-        hidden_s = sum(n * t for n, t in zip(runs, self.hidden_s, strict=True))
-        return self.simulation.step_time_s * (1.0 + (hidden_s / busy_s if busy_s else 0.0))
 
 
 def default_chunks(name: str) -> int:
@@ -191,37 +184,39 @@ def solve_stage(
     return intra_op.decode(solution)
 
 
+def planned_stage(
+    first_layer: int, stage: StageGraph, model: CostModel, sharding: ShardingPlan, mesh_index: int, like: int
+) -> PlannedStage:
+    """Decisions -> instructions. `mesh_index` is the group of devices that runs the stage."""
+    lowered = LoweredStage(
+        stage=stage,
+        lowered=lower(stage.graph, sharding, model.links),
+        mesh=model.links.mesh,
+        mesh_index=mesh_index,
+    )
+    return PlannedStage(
+        like=like, first_layer=first_layer, stage=stage, model=model, sharding=sharding, lowered=lowered
+    )
+
+
 def stage_program(
     step: CutStep,
     graph: OpGraph,
     layers: Layers,
-    first_layers: Sequence[int],
-    stages: Sequence[StageGraph],
-    models: Sequence[CostModel],
-    shardings: Sequence[ShardingPlan],
+    planned: Sequence[PlannedStage],
     submeshes: Sequence[Submesh],
     schedule: Schedule,
     cluster: Cluster,
+    costs: TaskCosts | None = None,
 ) -> Staged:
-    """Decisions -> instructions -> tasks -> the list that runs them -> the same list on a virtual clock."""
-    planned = []
-    for number, (stage, model, sharding) in enumerate(zip(stages, models, shardings, strict=True)):
-        lowered = LoweredStage(
-            stage=stage,
-            lowered=lower(stage.graph, sharding, model.links),
-            mesh=model.links.mesh,
-            mesh_index=schedule.mesh_of_stage[number],
-        )
-        planned.append(
-            PlannedStage(first_layer=first_layers[number], stage=stage, model=model, sharding=sharding, lowered=lowered)
-        )
+    """Instructions -> tasks -> the list that runs them -> the same list on a virtual clock.
+
+    `costs` keeps what tasks cost from one program of these stages to the next.
+    """
+    costs = costs or TaskCosts()
     staged = assemble_pipeline([p.lowered for p in planned])
-    timed_s = [task_seconds(planned[t.stage], number, staged) for number, t in enumerate(staged.tasks)]
-    task_s = tuple(seconds for seconds, _ in timed_s)
-    task_bytes = tuple(
-        task_memory(planned[t.stage].stage.graph, t.instructions, t.inputs, t.outputs, planned[t.stage].model)
-        for t in staged.tasks
-    )
+    found = costs.of_all(planned, staged)
+    task_s, task_bytes = tuple(cost.seconds for cost in found), tuple(cost.nbytes for cost in found)
     transfer_s = tuple(transfer_seconds(staged, i, submeshes, cluster) for i in range(len(staged.pipeline.transfers)))
     # Equal buffers are one on the virtual clock, so that long pipelines of many micro-batches are simulated quickly.
     smaller, sent_s = merged(staged.pipeline, transfer_s)
@@ -236,21 +231,55 @@ def stage_program(
         schedule=schedule,
         simulated=program,
         task_s=task_s,
-        hidden_s=tuple(hidden for _, hidden in timed_s),
+        hidden_s=tuple(cost.hidden_s for cost in found),
         task_bytes=task_bytes,
         transfer_s=transfer_s,
         simulation=simulate(program, task_s, sent_s, task_bytes),
     )
 
 
-def task_seconds(planned: PlannedStage, number: int, staged: StagedProgram) -> tuple[float, float]:
-    """Seconds of one run of a task on its mesh (what it computes, sends within the mesh, and copies), and of what is
-    hidden in them: sent while something is computed."""
-    task, graph = staged.tasks[number], planned.stage.graph
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCost:
+    """One run of a task on its mesh: seconds (what it computes, sends within the mesh, and copies), of which
+    `hidden_s` in which something is sent while something is computed; bytes beside its buffers on one device.
+    """
+
+    seconds: float
+    hidden_s: float
+    nbytes: int
+
+
+class TaskCosts:
+    """What tasks cost, worked out once for all stages that do the same."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple, TaskCost] = {}
+
+    def of_all(self, planned: Sequence[PlannedStage], staged: StagedProgram) -> list[TaskCost]:
+        """The cost of every task of a program, whose stages are all planned."""
+        found, seen = [], dict.fromkeys(range(len(planned)), 0)
+        for task in staged.tasks:
+            stage, position = planned[task.stage], seen[task.stage]
+            seen[task.stage] += 1
+            # Stages that do the same may still be cut into other tasks, by what they wait for.
+            sizes = len(task.instructions), len(task.inputs), len(task.outputs)
+            key = (stage.like, position, task.kind, task.level, *sizes)
+            if key not in self.known:
+                self.known[key] = task_cost(stage, task)
+            found.append(self.known[key])
+        return found
+
+
+def task_cost(planned: PlannedStage, task: StageTask) -> TaskCost:
+    graph = planned.stage.graph
     block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
     ran = timed(graph, block, planned.model)
     runs = graph.num_microbatches if task.kind.repeats else 1
-    return ran.end_s / runs, ran.hidden_s / runs
+    return TaskCost(
+        seconds=ran.end_s / runs,
+        hidden_s=ran.hidden_s / runs,
+        nbytes=task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model),
+    )
 
 
 def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Submesh], cluster: Cluster) -> float:

@@ -106,12 +106,14 @@ def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> lis
     return out
 
 
-def compute_times_s(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> dict[int, float]:
+def compute_times_s(
+    graph: OpGraph, lowered: LoweredBlock, model: CostModel, costs: NodeCosts | None = None
+) -> dict[int, float]:
     """Seconds that one device computes each operation (by its number) in a step, collectives left out.
 
-    Of a branch, the alternative that takes longest.
+    Of a branch, the alternative that takes longest. `costs` of the same graph and model save working them out again.
     """
-    costs = NodeCosts(graph, model)
+    costs = costs or NodeCosts(graph, model)
 
     def of_block(block: LoweredBlock) -> dict[int, float]:
         out: dict[int, float] = {}

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.alike import Shape, carried_over, shape_of
+from autopar.alike import carried_over, shape_of
 from autopar.cluster import Cluster
 from autopar.constraints import Constraints
 from autopar.errors import UnsupportedError
@@ -18,12 +18,15 @@ from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import micro_batched
 from autopar.pipelining import (
+    PlannedStage,
     Staged,
     Submesh,
+    TaskCosts,
     check_directions,
     cut_stages,
     layers_of,
     model_of,
+    planned_stage,
     schedule_of,
     solve_stage,
     stage_program,
@@ -117,44 +120,89 @@ def place(group_meshes: Sequence[LogicalMesh], schedule: Schedule) -> list[Subme
     return [groups[g] for g in schedule.mesh_of_stage]
 
 
-def decide(
-    stages: Sequence[StageGraph],
-    models: Sequence[CostModel],
-    meshes: Sequence[LogicalMesh],
-    prices_s_per_byte: Sequence[float],
-    time_limit_s: float,
-    pieces: Mapping[int, int],
-    constraints: Constraints | None = None,
-) -> list[ShardingPlan]:
-    """Each stage's decisions; stages that are alike, on meshes that are alike, share them. Constraints bind all.
+class Decider:
+    """Decides the stages of one pipeline, at one price of memory after another.
 
-    `pieces` names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the stage
-    in the middle, which is like most others, chooses for its own.
+    Stages that are alike, on meshes that are alike, at one price, share their decisions. Constraints bind all. `pieces`
+    names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the stage in the
+    middle, which is like most others, chooses for its own.
     """
-    known: dict[Any, tuple[ShardingPlan, Shape]] = {}
-    layouts: dict[int, Layout] = {}
-    found: dict[int, ShardingPlan] = {}
-    all_wires = wires_of(stages, meshes)
-    middle = len(stages) // 2
-    for at in sorted(range(len(stages)), key=lambda q: (bool(pieces) and q != middle, q)):
-        stage, model, wires, price = stages[at], models[at], all_wires[at], prices_s_per_byte[at]
-        leaf_of = {v: pieces[p] for p, v in zip(stage.arguments, stage.graph.block.inputs, strict=False) if p in pieces}
-        fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts}
-        shape = shape_of(stage.graph)
+
+    def __init__(
+        self,
+        stages: Sequence[StageGraph],
+        models: Sequence[CostModel],
+        meshes: Sequence[LogicalMesh],
+        time_limit_s: float,
+        pieces: Mapping[int, int],
+        constraints: Constraints | None = None,
+    ) -> None:
+        self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
+        self.pieces, self.constraints = pieces, constraints
+        self.wires = wires_of(stages, meshes)
+        self.shapes = [shape_of(stage.graph) for stage in stages]
+        self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
+        self.solved: dict[tuple[Any, float], int] = {}  # problem and price -> which of them
+        self.of_problem: dict[Any, list[int]] = {}
+        self.carried: dict[tuple[int, int], ShardingPlan] = {}
+
+    def decide(self, prices_s_per_byte: Sequence[float]) -> list[tuple[int, ShardingPlan]]:
+        """For each stage its decisions, and their number: stages with one number do the same."""
+        layouts: dict[int, Layout] = {}
+        found: dict[int, tuple[int, ShardingPlan]] = {}
+        middle = len(self.stages) // 2
+        for at in sorted(range(len(self.stages)), key=lambda q: (bool(self.pieces) and q != middle, q)):
+            stage = self.stages[at]
+            inputs = zip(stage.arguments, stage.graph.block.inputs, strict=False)
+            leaf_of = {v: self.pieces[p] for p, v in inputs if p in self.pieces}
+            fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts}
+            number = self.number(at, prices_s_per_byte[at], fixed)
+            found[at] = number, self.of_stage(number, at)
+            for v, leaf in leaf_of.items():
+                whole = replicated(len(stage.graph.values[v].shape))
+                layouts.setdefault(leaf, found[at][1].placed.get(v, whole))
+        return [found[at] for at in range(len(self.stages))]
+
+    def number(self, at: int, price_s_per_byte: float, fixed: Mapping[int, Layout]) -> int:
+        """The decisions that a stage gets. Prices that lead to the same decisions lead to one number."""
+        problem = self.problem(at, fixed)
+        if (problem, price_s_per_byte) not in self.solved:
+            stage, model, wires = self.stages[at], self.models[at], self.wires[at]
+            sharding = solve_stage(stage, model, wires, self.time_limit_s, price_s_per_byte, fixed, self.constraints)
+            known = self.of_problem.setdefault(problem, [])
+            number = next((n for n in known if _decides_alike(self.of_stage(n, at), sharding)), len(self.made))
+            if number == len(self.made):
+                self.made.append((at, sharding))
+                known.append(number)
+            self.solved[problem, price_s_per_byte] = number
+        return self.solved[problem, price_s_per_byte]
+
+    def problem(self, at: int, fixed: Mapping[int, Layout]) -> Any:
+        """What there is to decide, but for the price, without the numbers of operations and values."""
+        shape, (received, sent) = self.shapes[at], self.wires[at]
         number = {v: i for i, v in enumerate(shape.values)}
         op_number = {op: i for i, op in enumerate(shape.ops)}
-        received = tuple(sorted((number[v], layout) for v, layout in wires[0].items() if v in number))
-        sent = tuple(sorted((op_number[op], layout) for op, layout in wires[1].items()))
-        given = tuple(sorted((number[v], layout) for v, layout in fixed.items()))
-        key = (shape.key, model.links, str(received), str(sent), price, str(given))
-        if key not in known:
-            known[key] = solve_stage(stage, model, wires, time_limit_s, price, fixed, constraints), shape
-            found[at] = known[key][0]
-        else:
-            found[at] = carried_over(*known[key], shape, stage.graph)
-        for v, leaf in leaf_of.items():
-            layouts.setdefault(leaf, found[at].placed.get(v, replicated(len(stage.graph.values[v].shape))))
-    return [found[at] for at in range(len(stages))]
+        arrives = sorted((number[v], layout) for v, layout in received.items() if v in number)
+        leaves = sorted((op_number[op], layout) for op, layout in sent.items())
+        given = sorted((number[v], layout) for v, layout in fixed.items())
+        return shape.key, self.models[at].links, str(arrives), str(leaves), str(given)
+
+    def of_stage(self, number: int, at: int) -> ShardingPlan:
+        """Decisions in the numbers of a stage."""
+        if (number, at) not in self.carried:
+            source, sharding = self.made[number]
+            self.carried[number, at] = (
+                sharding
+                if source == at
+                else carried_over(sharding, self.shapes[source], self.shapes[at], self.stages[at].graph)
+            )
+        return self.carried[number, at]
+
+
+def _decides_alike(one: ShardingPlan, other: ShardingPlan) -> bool:
+    """Whether all is split alike; what it was thought to cost may differ."""
+    names = ("strategy", "raw", "placed", "copies", "wires")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 # A stage that needs more memory than there is is decided anew with a higher price on the bytes of its state: how often,
@@ -181,19 +229,27 @@ def build(
     stages = cut_stages(graph, cut.layers, choice.first_layers, schedule.splits_backward, num_stages)
     submeshes = place(choice.group_meshes, schedule)
     models = [model_of(cluster, s.mesh) for s in submeshes]
-    meshes = [s.mesh for s in submeshes]
-    prices = list(choice.prices_s_per_byte)
+    decider = Decider(stages, models, [s.mesh for s in submeshes], time_limit_s, pieces_of(cut), constraints)
+    prices, costs = list(choice.prices_s_per_byte), TaskCosts()
+    planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
-        shardings = decide(stages, models, meshes, prices, time_limit_s, pieces_of(cut), constraints)
-        staged = stage_program(
-            cut.step, graph, cut.layers, choice.first_layers, stages, models, shardings, submeshes, schedule, cluster
-        )
+        decisions = decider.decide(prices)
+        if [n for n, _ in decisions] != [p.like for p in planned]:
+            planned = [
+                planned[q]
+                if planned and planned[q].like == like
+                else planned_stage(
+                    choice.first_layers[q], stages[q], models[q], sharding, schedule.mesh_of_stage[q], like
+                )
+                for q, (like, sharding) in enumerate(decisions)
+            ]
+            staged = stage_program(cut.step, graph, cut.layers, planned, submeshes, schedule, cluster, costs)
         peak_bytes = staged.simulation.peak_bytes
         over = [q for q, group in enumerate(schedule.mesh_of_stage) if peak_bytes[group] > limit_bytes]
         if not over or leaner == LEANER:
             break
         for q in over:
-            dear = FIRST_PRICE * shardings[q].report.objective_s / limit_bytes
+            dear = FIRST_PRICE * planned[q].sharding.report.objective_s / limit_bytes
             prices[q] = max(dear, prices[q] * PRICE_RISE)
     return staged
 

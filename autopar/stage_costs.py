@@ -14,11 +14,12 @@ import numpy as np
 from autopar.collectives import Link
 from autopar.contraction import Contracted
 from autopar.graph import OpKind, Section, read_by, walk
-from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, state_values
+from autopar.intra_op import CostModel, IntraOp, MemoryPrices, NodeCosts, ShardingPlan, state_values
 from autopar.layers import Layers, is_product
 from autopar.layout import local_bytes
-from autopar.lowering import Accumulate, Compute, Instruction, Loop, LoweredBlock, Move, Split, lower, section_of
+from autopar.lowering import Accumulate, Compute, Instruction, Loop, LoweredBlock, Move, Split, Stack, lower, section_of
 from autopar.mesh import LogicalMesh
+from autopar.overlap import crossing_s, timed
 from autopar.prediction import compute_times_s, predicted_collectives, task_memory
 from autopar.recomputation import Recompute
 from autopar.solver import StageOption, Status
@@ -164,7 +165,8 @@ class _Pricing:
         self.contracted, self.graph, self.model = contracted, contracted.graph, model
         self.lowered: LoweredBlock = lower(self.graph, sharding, model.links)
         self.rows = {layer: _Row() for layer in contracted.weight}
-        self.compute_s = compute_times_s(self.graph, self.lowered, model)
+        self.costs = NodeCosts(self.graph, model)
+        self.compute_s = compute_times_s(self.graph, self.lowered, model, self.costs)
         self.awaited = self.read_by_other_layers()
         repeating = [i for i in self.lowered.instructions if section_of(i).repeats]
         self.kept = frozenset(key for i in repeating for key in keys_read(i))
@@ -179,7 +181,7 @@ class _Pricing:
         for (layer, section), instructions in parts.items():
             row, weight = self.rows[layer], self.contracted.weight[layer]
             runs = weight * (m if section.repeats else 1)
-            seconds = [self.seconds(i) / runs for i in instructions]
+            seconds = self.seconds_of_all(instructions, runs)
             if section is Section.FORWARD:
                 self.entering(layer, instructions, made_forward)
                 row.forward_s += sum(seconds)
@@ -242,11 +244,21 @@ class _Pricing:
             parts.setdefault((layer, section_of(i)), []).append(i)
         return parts
 
+    def seconds_of_all(self, instructions: Sequence[Instruction], runs: float) -> list[float]:
+        """What each instruction of a layer's section adds to one run of it; what is hidden is taken from all alike."""
+        summed_s = [self.seconds(i) / runs for i in instructions]
+        block = dataclasses.replace(self.lowered, instructions=tuple(instructions))
+        taken_s = timed(self.graph, block, self.model, self.costs).end_s / runs
+        share = taken_s / sum(summed_s) if any(summed_s) else 1.0
+        return [t * share for t in summed_s]
+
     def seconds(self, instruction: Instruction) -> float:
         """Of all runs of an instruction in a step."""
         computed_s = 0.0
         if isinstance(instruction, Compute):
             computed_s = self.compute_s[instruction.op.id]
+        elif isinstance(instruction, (Split, Accumulate, Stack)):
+            computed_s = crossing_s(self.graph, instruction, self.model)
         elif isinstance(instruction, Loop):
             inside = (op.id for block in instruction.op.blocks for op in walk(block))
             computed_s = sum(self.compute_s.get(op, 0.0) for op in inside)

@@ -65,8 +65,7 @@ class PlanOptions:
 class Candidate:
     """The best plan found on one mesh, lowered, with its exact memory and time.
 
-    `hidden_s` is how much longer the step would take if nothing were sent while something is computed; `shared_out_s`
-    what it would take if nothing were sent at all and every operation split over all devices.
+    `shared_out_s` is what the step would take if nothing were sent and every operation split over all devices.
     """
 
     model: CostModel
@@ -76,7 +75,6 @@ class Candidate:
     estimate: memory.MemoryEstimate
     stands_for: dict[int, tuple[int, Any]]
     step_time_s: float
-    hidden_s: float
     shared_out_s: float
 
 
@@ -265,7 +263,6 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
         estimate=memory.estimate(program, model.compiler),
         stands_for=stands_for,
         step_time_s=ran.end_s,
-        hidden_s=ran.hidden_s,
         shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
     )
 

@@ -1,0 +1,84 @@
+"""What the tables of the search over stages say of a stage is what its tasks take once it is built."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar import hardware
+from autopar.cluster import Cluster, Link
+from autopar.graph import OpKind
+from autopar.intra_op import IntraOp, cost_model
+from autopar.mesh import LogicalMesh
+from autopar.pipeline_search import tables
+from autopar.pipelining import PipelineOptions
+from autopar.rules import RuleBook
+from autopar.runtime.program import TaskKind
+from autopar.scan_cutting import cut_scans
+from autopar.stage_building import Choice, build, cut_layers
+from autopar.staging import trace
+from tests.small_steps import chain_step
+
+LAYERS, WIDTH, BATCH = 8, 2048, 65_536  # large batches: to split examples is best by far
+FAST = Link(latency_s=1e-6, bytes_per_s=1e12, source="made up")
+SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up")
+
+
+def cluster(inside=hardware.NVLINK4, memory_bytes_per_s=None):
+    device = hardware.H100
+    if memory_bytes_per_s is not None:
+        device = dataclasses.replace(device, peak_memory_bytes_per_s=memory_bytes_per_s)
+    return Cluster(
+        name="two hosts", device=device, num_hosts=2, devices_per_host=2, inside_host=inside, between_hosts=SLOW
+    )
+
+
+def cut(num_microbatches):
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
+    examples = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    arguments = (params, {"x": examples, "y": examples})
+    rules = RuleBook()
+    traced = trace(chain_step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
+    return cut_layers(cut_scans(traced, 1, rules), num_microbatches, rules)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_takes_what_its_layers_take(schedule):
+    step, on = cut(8), cluster()
+    priced = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
+    option = next(p for p in priced if p.mesh.axis_sizes == (2,) and p.policy == "nothing")
+    half = len(step.layers) // 2
+    choice = Choice(
+        schedule=schedule,
+        chunks=1,
+        first_layers=(0, half),
+        group_meshes=(option.mesh, option.mesh),
+        policies=("nothing",) * len(step.layers),
+        prices_s_per_byte=(option.s_per_byte,) * 2,
+    )
+    built = build(step, choice, on, 80 * 10**9, 5.0)
+    for stage, layers in enumerate((slice(0, half), slice(half, None))):
+        took = dict.fromkeys(TaskKind, 0.0)
+        for task, seconds in zip(built.staged.tasks, built.task_s, strict=True):
+            if task.stage == stage:
+                took[task.kind] += seconds
+        table = option.option
+        assert table.forward_s[layers].sum() == pytest.approx(took[TaskKind.FORWARD], rel=0.02)
+        both = took[TaskKind.BACKWARD] + took[TaskKind.WEIGHT]
+        assert table.backward_s[layers].sum() == pytest.approx(both, rel=0.02)
+        if schedule == "zb-h1" and stage:  # no stage waits for anything of the first one's backward pass
+            assert table.weight_s[layers].sum() == pytest.approx(took[TaskKind.WEIGHT], rel=0.02)
+
+
+@pytest.mark.parametrize(("link", "memory_bytes_per_s", "put_off"), [(FAST, 1e11, False), (SLOW, 1e13, True)])
+def test_reductions_are_put_off_where_memory_is_faster_than_links(link, memory_bytes_per_s, put_off):
+    graph = cut(64).graph
+    on = cluster(link, memory_bytes_per_s)
+    on = dataclasses.replace(on, num_hosts=1, devices_per_host=4)
+    intra_op = IntraOp(graph, cost_model(on, LogicalMesh(axis_sizes=(4,))))
+    plan = intra_op.decode(intra_op.solve(time_limit_s=20.0))
+    sums = [op.outputs[0] for op in graph.block.ops if op.kind is OpKind.ACCUMULATE]
+    matrices = [plan.raw[v] for v in sums if graph.values[v].shape == (WIDTH, WIDTH)]
+    assert len(matrices) == LAYERS
+    assert any(layout.partial for layout in matrices) == put_off
