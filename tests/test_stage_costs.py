@@ -71,7 +71,7 @@ def test_a_stage_takes_what_its_layers_take(schedule):
             assert table.weight_s[layers].sum() == pytest.approx(took[TaskKind.WEIGHT], rel=0.02)
 
 
-@pytest.mark.parametrize(("link", "memory_bytes_per_s", "put_off"), [(FAST, 1e11, False), (SLOW, 1e13, True)])
+@pytest.mark.parametrize(("link", "memory_bytes_per_s", "put_off"), [(FAST, 1e11, False), (hardware.NVLINK4, 1e13, True)])
 def test_reductions_are_put_off_where_memory_is_faster_than_links(link, memory_bytes_per_s, put_off):
     graph = cut(64).graph
     on = cluster(link, memory_bytes_per_s)
