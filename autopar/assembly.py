@@ -179,8 +179,11 @@ class _Assembler:
             if node is not None and position in self.graph.donated:
                 self.state_nodes.add(node)
         self.block(block)
+        times = self.graph.times_made()
         for source, target in self.graph.tied:
-            self.read_into(block.outputs[target], self.placed.get(block.inputs[source]), Role.UPDATE, 1.0)
+            atom = block.outputs[target]
+            count = times.get(atom, 1.0) if isinstance(atom, int) else 1.0
+            self.read_into(atom, self.placed.get(block.inputs[source]), Role.UPDATE, count)
         for atom in block.outputs:
             if isinstance(atom, int):
                 self.followed.add(atom)  # a result of the step is whole, wherever it lies
@@ -258,7 +261,7 @@ class _Assembler:
         self.layout_node(target, "boundary", name, partial_too=partial_too)
         self.read_into(source, self.raw.get(target), op.role, op.count, raw=partial_too)
         if target in self.raw and partial_too:
-            self.place(target, f"{name}, placed", 1.0)
+            self.place(target, f"{name}, placed", op.count / self.graph.num_microbatches)
 
     def alias(self, source: Atom, target: int) -> None:
         """The target lies as the source does."""
@@ -474,7 +477,7 @@ class _Assembler:
             if len(counts) < 2 or len(source.layouts) == 1 or _any_partial(source.layouts):
                 return source
             # A copy for all of what no micro-batch changes is made once, before the first one, and kept.
-            count = 1.0 if readers == ALL and value in self.once else max(counts.values())
+            count = max(counts.values()) / (self.graph.num_microbatches if readers == ALL and value in self.once else 1)
             layouts = self.every_layout(value)
             name = f"{self.nodes[source.node].name} read by {readers}"
             copies[value, readers] = made = Home(self.node(len(layouts), "copy", name, layouts), layouts)

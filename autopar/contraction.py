@@ -21,7 +21,7 @@ class Contracted:
 
     `layer_of[op.id]` of the operations that stay (None as in `LayerAssignment`); `stands_for[l]` is the layer that
     layer l is like, itself where it stays; `weight[l]` how many layers one that stays counts for; `home_of[i]` the
-    layer of the i-th input.
+    layer of the i-th input; `alike` the operations of the first layer of each run with those of its last.
     """
 
     graph: OpGraph
@@ -29,6 +29,7 @@ class Contracted:
     stands_for: tuple[int, ...]
     weight: dict[int, float]
     home_of: tuple[int, ...]
+    alike: tuple[tuple[Op, Op], ...]
 
     def copies(self) -> dict[int, float]:
         """For each value of the smaller graph, for how many of the whole one it counts, where that is not one."""
@@ -122,8 +123,12 @@ def _without(
         half = (run[0] + run[-1] + 1) // 2
         stands_for.update({layer: run[0] if layer < half else run[-1] for layer in run})
     num_layers = 1 + max(members)
+    stays = {op.id: op for op in counted}
     return Contracted(
         graph=smaller,
+        alike=tuple(
+            (stays[a.id], stays[b.id]) for run in runs for a, b in zip(members[run[0]], members[run[-1]], strict=True)
+        ),
         layer_of={op.id: layer_of[op.id] for op in counted},
         stands_for=tuple(stands_for.get(layer, layer) for layer in range(num_layers)),
         weight=weight,

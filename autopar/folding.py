@@ -7,9 +7,10 @@ the same surroundings; nodes near the ends of the stack keep colours of their ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from autopar.assembly import Assembly
+from autopar.assembly import Assembly, Home
+from autopar.graph import Op
 
 ROUNDS = 6  # how far a node looks: about half a transformer layer in each direction
 SMALL = 150  # nodes up to which nothing is folded: such problems are solved whole
@@ -39,3 +40,41 @@ def fold(assembly: Assembly, kinds: Sequence[int], edge_kinds: Sequence[int]) ->
             for i in range(n)
         ]
     return tuple(colours)
+
+
+def tied(assembly: Assembly, classes: Sequence[int], alike: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:
+    """The classes, with those of operations that are to be decided alike, of what they make and of the arguments that
+    they read, made one, wherever they choose among the same.
+    """
+    parent = dict(zip(classes, classes, strict=True))
+
+    def of(node: int) -> int:
+        at = classes[node]
+        while parent[at] != at:
+            parent[at] = parent[parent[at]]
+            at = parent[at]
+        return at
+
+    def join(one: Home | None, other: Home | None) -> None:
+        if one is not None and other is not None and one.layouts == other.layouts:
+            nodes = assembly.nodes[one.node], assembly.nodes[other.node]
+            if nodes[0].layouts and nodes[0].layouts == nodes[1].layouts:
+                parent[of(other.node)] = of(one.node)
+
+    made = {v for pair in alike for op in pair for v in op.outputs}
+    readers: dict[int, list[str]] = {}
+    for v, reader in assembly.copies:
+        readers.setdefault(v, []).append(reader)
+    for a, b in alike:
+        if a.id in assembly.of_op and b.id in assembly.of_op:
+            (one, strategies), (other, others) = assembly.of_op[a.id], assembly.of_op[b.id]
+            if strategies == others:
+                parent[of(other)] = of(one)
+        inputs = [(x, y) for x, y in zip(a.inputs, b.inputs, strict=True) if isinstance(x, int) and isinstance(y, int)]
+        outside = [(x, y) for x, y in inputs if x not in made and y not in made]
+        for x, y in (*zip(a.outputs, b.outputs, strict=True), *outside):
+            join(assembly.raw.get(x), assembly.raw.get(y))
+            join(assembly.placed.get(x), assembly.placed.get(y))
+            for reader in readers.get(x, ()):
+                join(assembly.copies.get((x, reader)), assembly.copies.get((y, reader)))
+    return tuple(of(node) for node in range(len(classes)))

@@ -215,6 +215,13 @@ class OpGraph:
         before = (op for op in self.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
         return frozenset(found | {v for op in before for v in op.outputs})
 
+    def times_made(self) -> dict[int, float]:
+        """How often a step makes each value of the top block, all micro-batches together: once, but in a graph in which
+        one operation stands for several.
+        """
+        m = self.num_microbatches
+        return {v: op.count / (m if op.section.repeats else 1) for op in self.block.ops for v in op.outputs}
+
     def ops(self) -> Iterator[Op]:
         """Every operation, bodies of loops after their loop."""
         yield from walk(self.block)

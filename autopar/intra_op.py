@@ -12,7 +12,7 @@ from autopar.assembly import ALL, PLACED, RAW, Assembly, Home, Node, Reshard, as
 from autopar.cluster import Cluster, DeviceKind
 from autopar.constraints import Constraints
 from autopar.costs import Work, flops_of, is_fusible, time_s
-from autopar.folding import fold
+from autopar.folding import fold, tied
 from autopar.graph import Atom, Op, OpGraph, OpKind, Role, Section
 from autopar.jax_compat import jax_version
 from autopar.layout import Layout, replicated
@@ -108,9 +108,11 @@ class IntraOp:
         wires: dict[int, Layout] | None = None,
         arrivals: dict[int, Layout] | None = None,
         constraints: Constraints | None = None,
+        alike: Sequence[tuple[Op, Op]] = (),
     ) -> None:
         """`fixed` gives arguments the one layout they may have, `wires` SEND operations that of their operand,
-        `arrivals` what comes from other stages the one in which it comes; `constraints` bind everything else.
+        `arrivals` what comes from other stages the one in which it comes; `constraints` bind everything else. Pairs of
+        operations that are `alike` get the same decisions.
         """
         self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
         self.constraints = constraints
@@ -120,7 +122,8 @@ class IntraOp:
         self._numbers: dict[int, np.ndarray] = {}
         self._allowed: dict[tuple, np.ndarray] = {}  # what the constraints allow
         self._feeding: dict[int, Reshard] = {}  # by the position of its edge: the reshard that fills a copy node
-        self.problem, self.classes = self._build()
+        self.problem, classes = self._build()
+        self.classes = tied(self.assembly, classes, alike) if alike else classes
 
     def _build(self) -> tuple[solver.Problem, tuple[int, ...]]:
         assembly = self.assembly
@@ -276,6 +279,10 @@ class IntraOp:
     def cost(self, choice: Sequence[int]) -> float:
         """Seconds of a choice, without prices."""
         return solver.evaluate(self.problem, choice)[0]
+
+    def priced_bytes(self, choice: Sequence[int], prices: MemoryPrices) -> float:
+        """Bytes on one device that have a price, under a choice."""
+        return (solver.evaluate(self._priced(prices), choice)[0] - self.cost(choice)) / prices.s_per_byte
 
     def _priced(self, prices: MemoryPrices) -> solver.Problem:
         """The problem with the bytes of `prices.values` added to its costs.

@@ -203,9 +203,11 @@ class _Lowering:
         tied = {target: block.inputs[source] for source, target in self.graph.tied}
         scope.section = Section.AFTER if self.graph.is_cut else Section.WHOLE
         outputs: list[Place | None] = []
+        times = self.graph.times_made()
         for position, atom in enumerate(block.outputs):
             want = self.home(tied[position]) if position in tied else None
-            outputs.append(self.read(scope, atom, want, Role.UPDATE, "", 1.0))
+            count = times.get(atom, 1.0) if isinstance(atom, int) else 1.0
+            outputs.append(self.read(scope, atom, want, Role.UPDATE, "", count))
         return LoweredBlock(block=block, inputs=inputs, instructions=scope.instructions, outputs=tuple(outputs))
 
     def rank(self, value: int) -> int:
@@ -256,7 +258,8 @@ class _Lowering:
             return source
         section = scope.section
         if value in scope.once and section.repeats and target[1] in (ALL, PLACED) and not scope.is_inner:
-            section, count = Section.BEFORE, 1.0  # what no micro-batch changes and all read alike is moved once
+            # What no micro-batch changes and all read alike is moved once.
+            section, count = Section.BEFORE, count / self.graph.num_microbatches
         if not scope.has(value, target, section):
             move = Move(
                 value=value,

@@ -332,7 +332,6 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
         policies=tuple(
             o.policy for o, stage in zip(taken, answer.stages, strict=True) for _ in range(stage.first, stage.last)
         ),
-        prices_s_per_byte=tuple(o.s_per_byte for o in taken),
     )
 
 
@@ -360,7 +359,6 @@ def equal_choice(
             first_layers=first_layers,
             group_meshes=(mesh,) * (num_stages // chunks),
             policies=(recompute,) * len(cut.layers),
-            prices_s_per_byte=(0.0,) * num_stages,
         )
         for mesh in meshes
     ]

@@ -37,6 +37,7 @@ from autopar.rules import RuleBook
 from autopar.runtime.schedules import Schedule
 from autopar.scan_cutting import CutStep
 from autopar.sinking import sunk
+from autopar.stage_costs import lowest_price
 from autopar.stage_graphs import StageGraph
 
 
@@ -51,16 +52,13 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and the
-    price of a byte of state on each stage.
-    """
+    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes."""
 
     schedule: str
     chunks: int
     first_layers: tuple[int, ...]
     group_meshes: tuple[LogicalMesh, ...]
     policies: tuple[str, ...]
-    prices_s_per_byte: tuple[float, ...]
 
     @property
     def text(self) -> str:
@@ -207,7 +205,7 @@ def _decides_alike(one: ShardingPlan, other: ShardingPlan) -> bool:
 
 # A stage that needs more memory than there is is decided anew with a higher price on the bytes of its state: how often,
 # the first such price (as a part of its objective divided by the memory) and by how much it rises.
-LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.3, 10.0
+LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
 
 
 def build(
@@ -230,7 +228,7 @@ def build(
     submeshes = place(choice.group_meshes, schedule)
     models = [model_of(cluster, s.mesh) for s in submeshes]
     decider = Decider(stages, models, [s.mesh for s in submeshes], time_limit_s, pieces_of(cut), constraints)
-    prices, costs = list(choice.prices_s_per_byte), TaskCosts()
+    prices, costs = [lowest_price(model) for model in models], TaskCosts()
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
         decisions = decider.decide(prices)
@@ -266,7 +264,6 @@ def evened(cut: Cut, choice: Choice) -> Choice:
         first_layers=layers_of_pieces(cut) if cut.step.parts > 1 else (0,),
         group_meshes=(choice.group_meshes[middle],) * num_stages,
         policies=(policy,) * len(cut.layers),
-        prices_s_per_byte=(choice.prices_s_per_byte[middle],) * num_stages,
     )
 
 

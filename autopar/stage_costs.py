@@ -29,7 +29,7 @@ from autopar.tasks import Key, keys_made, keys_read
 TIE_BREAKING_READS = 0.1
 # Where state is too large, decisions are made with a higher price on its bytes: how often it is raised, the first price
 # (as a part of the step's time divided by the state's bytes) and by how much it rises.
-LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.3, 10.0
+LEANER, FIRST_PRICE, PRICE_RISE = 4, 0.05, 8.0
 POLICIES = tuple(policy.value for policy in Recompute)
 
 
@@ -63,17 +63,23 @@ class PricedOption:
 Decisions = tuple[tuple[float, ShardingPlan], ...]
 
 
+def lowest_price(model: CostModel) -> float:
+    """Seconds that a byte of state costs where there is memory enough."""
+    return TIE_BREAKING_READS / model.device.memory_bytes_per_s
+
+
 def layer_decisions(
     contracted: Contracted, model: CostModel, state_limit_bytes: float, time_limit_s: float
 ) -> Decisions:
     """The fastest decisions on the model's mesh, and where state takes much memory leaner ones too.
 
-    `state_limit_bytes` is what the state of all layers may take on this mesh.
+    `state_limit_bytes` is what the state of all layers, with copies of it that are kept, may take on this mesh.
     """
-    intra_op = IntraOp(contracted.graph, model)
+    # The layers that stay of a run stand for equal ones: what is best for one of them is so for the other.
+    intra_op = IntraOp(contracted.graph, model, alike=contracted.alike)
     values, copies = state_values(contracted.graph), contracted.copies()
     found: list[tuple[float, ShardingPlan]] = []
-    lowest = s_per_byte = TIE_BREAKING_READS / model.device.memory_bytes_per_s
+    lowest = s_per_byte = lowest_price(model)
     last: tuple[int, ...] | None = None
     for _ in range(LEANER):
         prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies)
@@ -83,24 +89,12 @@ def layer_decisions(
         if solution.choice != last:
             found.append((s_per_byte, intra_op.decode(solution)))
         last = solution.choice
-        state_bytes = _state_bytes(contracted, found[-1][1])
+        state_bytes = intra_op.priced_bytes(solution.choice, prices)
         if state_bytes <= state_limit_bytes:
             break
         dear = FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
         s_per_byte = dear if s_per_byte == lowest else s_per_byte * PRICE_RISE
     return tuple(found)
-
-
-def _state_bytes(contracted: Contracted, sharding: ShardingPlan) -> float:
-    """Bytes of arguments and sums over micro-batches of all layers on one device."""
-    graph, copies, total = contracted.graph, contracted.copies(), 0.0
-    held = [v for i, v in enumerate(graph.block.inputs) if i not in graph.batch]
-    held += [v for op in graph.block.ops if op.kind is OpKind.ACCUMULATE for v in op.outputs]
-    for v in held:
-        layout = sharding.raw.get(v)
-        shards = layout.shards(sharding.mesh) if layout is not None else 1
-        total += graph.values[v].nbytes / shards * copies.get(v, 1.0)
-    return total
 
 
 def stage_options(
@@ -227,17 +221,27 @@ class _Pricing:
         return frozenset(awaited)
 
     def parts(self) -> dict[tuple[int, Section], list[Instruction]]:
-        """Instructions by layer and section; a resharding goes with the operation that it is for."""
+        """Instructions by layer and section; a resharding in the loop goes with the operation that it is for, one that
+        is made once with what it reshards.
+        """
+        layer_of, graph = self.contracted.layer_of, self.graph
+        made_in = {v: layer_of[op.id] for op in graph.block.ops for v in op.outputs}
+        made_in |= dict(zip(graph.block.inputs, self.contracted.home_of, strict=True))
         parts: dict[tuple[int, Section], list[Instruction]] = {}
         waiting: list[Instruction] = []
         layer = next(iter(self.rows))
         for instruction in self.lowered.instructions:
-            waiting.append(instruction)
+            section = section_of(instruction)
             if isinstance(instruction, Move):
+                here = made_in.get(instruction.value)
+                if section.repeats or here not in self.rows:
+                    waiting.append(instruction)
+                else:
+                    parts.setdefault((here, section), []).append(instruction)
                 continue
-            here = self.contracted.layer_of.get(instruction.op.id)
+            here = layer_of.get(instruction.op.id)
             layer = here if here is not None else layer
-            for i in waiting:
+            for i in [*waiting, instruction]:
                 parts.setdefault((layer, section_of(i)), []).append(i)
             waiting = []
         for i in waiting:

@@ -55,7 +55,6 @@ def test_a_stage_takes_what_its_layers_take(schedule):
         first_layers=(0, half),
         group_meshes=(option.mesh, option.mesh),
         policies=("nothing",) * len(step.layers),
-        prices_s_per_byte=(option.s_per_byte,) * 2,
     )
     built = build(step, choice, on, 80 * 10**9, 5.0)
     for stage, layers in enumerate((slice(0, half), slice(half, None))):
@@ -71,7 +70,9 @@ def test_a_stage_takes_what_its_layers_take(schedule):
             assert table.weight_s[layers].sum() == pytest.approx(took[TaskKind.WEIGHT], rel=0.02)
 
 
-@pytest.mark.parametrize(("link", "memory_bytes_per_s", "put_off"), [(FAST, 1e11, False), (hardware.NVLINK4, 1e13, True)])
+@pytest.mark.parametrize(
+    ("link", "memory_bytes_per_s", "put_off"), [(FAST, 1e11, False), (hardware.NVLINK4, 1e13, True)]
+)
 def test_reductions_are_put_off_where_memory_is_faster_than_links(link, memory_bytes_per_s, put_off):
     graph = cut(64).graph
     on = cluster(link, memory_bytes_per_s)
