@@ -190,7 +190,7 @@ class IntraOp:
         for (value, readers), home in assembly.copies.items():
             good = self._good(value, home.layouts)
             # A copy for readers of all roles is kept between the passes, like the value itself.
-            bind(home.node, good, self._good(value, home.layouts, bound.lies_well) if readers == ALL else good)
+            bind(home.node, good, self._good(value, home.layouts, bound.copied_well) if readers == ALL else good)
         for op in self.graph.ops():
             if op.id not in assembly.of_op:
                 continue
@@ -219,7 +219,7 @@ class IntraOp:
         """Which layouts of a value the constraints allow, or grant a wish."""
         assert self.constraints is not None
         v = self.graph.values[value]
-        key = (id(layouts), v.dimensions, v.purpose, wish.__name__ if wish is not None else "")
+        key = (id(layouts), v.dimensions, v.sides, v.purpose, wish.__name__ if wish is not None else "")
         if key not in self._allowed:
             self._allowed[key] = (wish or self.constraints.allowed)(v, layouts)
         return self._allowed[key]
