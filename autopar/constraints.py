@@ -30,6 +30,7 @@ class AxisUse:
         side: Of matrices, and of what belongs to them, it may split dimensions of this side only.
         must: It must split values of these purposes, where they lie, if it may and one of their dimensions divides.
         reads: Operations must read values of these purposes split over it, if they can.
+        minor: Of a dimension of values of these purposes, where they hold no examples, it splits what other axes leave.
         keeps: Activations may be cut over it, and sums over it be left split, along dimensions that count these only.
         keeps_unnamed: And along dimensions that count none.
         keeps_copies: What several passes read may be kept as they read it, although it must lie split over the axis:
@@ -43,6 +44,7 @@ class AxisUse:
     side: Side | None = None
     must: tuple[Purpose, ...] = ()
     reads: tuple[Purpose, ...] = ()
+    minor: tuple[Purpose, ...] = ()
     keeps: tuple[Dimension, ...] = ()
     keeps_unnamed: bool = False
     keeps_copies: bool = False
@@ -68,6 +70,15 @@ class Constraints:
         if value.purpose in use.spread or names.intersection(use.dimensions):
             return True
         return use.unnamed and not names
+
+    def order_of(self, value: Value) -> tuple[int, ...]:
+        """The mesh axes, major ones first, in the order in which they split one dimension of a value.
+
+        A gather along the minor one leaves the parts of the others as they are.
+        """
+        # A constant that is spread over examples lies as the activations do that it is combined with.
+        purpose = None if any(Dimension.EXAMPLE in names for names in value.dimensions) else value.purpose
+        return tuple(sorted(range(len(self.axes)), key=lambda axis: purpose in self.axes[axis].minor))
 
     def lies_well(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Which layouts split a value as it must lie, as far as it can."""

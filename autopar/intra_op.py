@@ -114,7 +114,8 @@ class IntraOp:
         """
         self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
         self.constraints = constraints
-        self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals)
+        order_of = constraints.order_of if constraints is not None else None
+        self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals, order_of)
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
         self._numbers: dict[int, np.ndarray] = {}

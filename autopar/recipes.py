@@ -198,15 +198,18 @@ def _replicas(name: str) -> AxisUse:
     )
 
 
+_OF_WEIGHTS = _ZERO_SPREADS[3]
+_IN_PARTS = (*_EXAMPLES, *_ZERO_MUSTS[3], Purpose.MATRIX_COPY)
 # SUMMA's block of everything on each device of a square. What must lie split is gathered for each pass.
 _SQUARE = (
     AxisUse(
         name="row",
         dimensions=(Dimension.EXAMPLE,),
         side=Side.INPUT,
-        spread=_ZERO_SPREADS[3],
-        must=(*_EXAMPLES, *_ZERO_MUSTS[3], *_MATRICES),
+        spread=_OF_WEIGHTS,
+        must=_IN_PARTS,
         reads=_EXAMPLES,
+        minor=_OF_WEIGHTS,
         keeps=(Dimension.EXAMPLE,),
     ),
     AxisUse(
@@ -214,7 +217,7 @@ _SQUARE = (
         dimensions=(Dimension.FEATURE,),
         side=Side.OUTPUT,
         unnamed=True,
-        must=(*_EXAMPLES, *_ZERO_MUSTS[3], *_MATRICES),
+        must=_IN_PARTS,
         reads=_MATRICES,
         keeps=(Dimension.FEATURE,),
         keeps_unnamed=True,
@@ -226,9 +229,10 @@ _CUBE = (
     AxisUse(
         name="depth",
         dimensions=(Dimension.EXAMPLE,),
-        spread=_ZERO_SPREADS[3],
-        must=(*_EXAMPLES, *_ZERO_MUSTS[3], *_MATRICES),
+        spread=_OF_WEIGHTS,
+        must=_IN_PARTS,
         reads=_EXAMPLES,
+        minor=_OF_WEIGHTS,
         keeps=(Dimension.EXAMPLE,),
         keeps_copies=True,
     ),
@@ -236,7 +240,7 @@ _CUBE = (
         name="row",
         dimensions=(Dimension.EXAMPLE,),
         unnamed=True,
-        must=(*_EXAMPLES, *_ZERO_MUSTS[3], *_MATRICES),
+        must=_IN_PARTS,
         reads=_MATRICES,
         keeps=(Dimension.EXAMPLE,),
         keeps_unnamed=True,
@@ -245,7 +249,7 @@ _CUBE = (
     AxisUse(
         name="column",
         dimensions=(Dimension.EXAMPLE, Dimension.FEATURE),
-        must=(*_EXAMPLES, *_ZERO_MUSTS[3], *_MATRICES),
+        must=_IN_PARTS,
         reads=_MATRICES,
         keeps=(Dimension.EXAMPLE, Dimension.FEATURE),
         keeps_copies=True,
