@@ -227,7 +227,8 @@ class IntraOp:
 
     def _as_bound(self, matrix: np.ndarray, reshard: Reshard) -> np.ndarray:
         """The costs of an edge, without the ways that the constraints forbid."""
-        if self.constraints is None or self.assembly.nodes[reshard.target.node].kind == "wire":
+        # New state is laid as the old one, whatever it was before: a statistic of the batch comes as an activation.
+        if self.constraints is None or self.assembly.nodes[reshard.target.node].kind in ("wire", "argument"):
             return matrix
         v, sources = self.graph.values[reshard.value], reshard.source.layouts
         if self.assembly.nodes[reshard.source.node].kind == "wire":
