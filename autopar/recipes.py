@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.constraints import AxisUse, Binding
+from autopar.device_grids import cube, square
 from autopar.errors import InvalidArgumentError
-from autopar.graph import Dimension, Purpose, Side
+from autopar.graph import Dimension, Purpose
 from autopar.pipelining import PipelineOptions
 from autopar.recomputation import Recompute
 from autopar.runtime.schedules import SCHEDULES
@@ -40,44 +41,33 @@ def zero(stage: int) -> Recipe:
 def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | None = None) -> Recipe:
     """Matrices in parts, on a row of devices, a square, several squares or a cube.
 
-    "1d": by columns, then by rows, with an all-reduce behind each pair; attention by heads.
-    "2d": on q x q devices, of everything a block on each: examples over rows and features over columns; of matrices
-        what goes in over rows and what comes out over columns. What the broadcasts of SUMMA would send a product
-        gathers, and gathers again in the backward pass.
-    "2.5d": `depth` such squares, each with its part of the examples.
-    "3d": on q x q x q devices: what layers hand on is split over columns, what is inside of them over rows, and
-        examples over all that is left; a product gathers both operands and scatters its sums, each along one axis.
+    "1d": by columns, then by rows, with an all-reduce behind each pair; attention by heads. Source: Shoeybi et al.,
+        "Megatron-LM", 2019, section 3.
+    "2d", "2.5d" with `depth` squares, "3d": blocks of everything, gathered for each product (`autopar.device_grids`).
 
-    `size` devices hold a model together, all of them where it is None; what is left is data parallel. Sources: Shoeybi
-    et al., "Megatron-LM", 2019, section 3; Xu et al., "An efficient 2D method for training super-large deep learning
-    models", 2021; Wang et al., "2.5-dimensional distributed model training", 2021; Bian et al., "Maximizing parallelism
-    in distributed training for huge neural networks", 2021. Raises: InvalidArgumentError.
+    `size` devices hold a model together, all of them where it is None; what is left is data parallel. A mesh has three
+    axes, so "2.5d" and "3d" leave none for that (more depth of "2.5d" is the same). Raises: InvalidArgumentError.
     """
     if kind not in ("1d", "2d", "2.5d", "3d"):
         raise InvalidArgumentError(
             where="recipes.tensor_parallel(kind)",
             expected="'1d', '2d', '2.5d' or '3d'",
             got=repr(kind),
-            hint="1d is Megatron's, which is what most people mean",
+            hint="leave it out for '1d', Megatron's",
         )
-    if size is not None:
-        check_number("recipes.tensor_parallel(size=...)", size)
     if (kind == "2.5d") != (depth is not None):
         raise InvalidArgumentError(
             where="recipes.tensor_parallel(depth=...)",
-            expected="a depth for '2.5d', and for nothing else",
-            got=f"{kind!r} with depth {depth}",
+            expected="a depth of '2.5d', and of nothing else",
+            got=f"{kind!r} with depth={depth}",
             hint="'2.5d' of depth 1 is '2d'",
         )
-    if depth is not None:
-        check_number("recipes.tensor_parallel(depth=...)", depth)
+    for name, number in (("size", size), ("depth", depth)):
+        if number is not None:
+            check_number(f"recipes.tensor_parallel({name}=...)", number)
     if kind == "1d":
         return _bound(dp=None if size is not None else 1, tp=size)
-    if kind == "3d":
-        q = None if size is None else _root("recipes.tensor_parallel(size=...)", size, 3)
-        return _on(_CUBE, (None if size is not None else 1, q, q, q))
-    q = None if size is None else _root("recipes.tensor_parallel(size=...)", size, 2, depth or 1)
-    return _on((_replicas("depth"), *_SQUARE), (None if size is not None else 1, depth or 1, q, q))
+    return Recipe(binding=cube(size=size) if kind == "3d" else square(size=size, depth=depth))
 
 
 def combine(
@@ -185,95 +175,6 @@ def _bound(*, dp: int | None, tp: int | None, zero: int = 0, sequence_parallel: 
         keeps=positions,
     )
     return Recipe(binding=Binding(axes=(data, tensor), sizes=(dp, tp)))
-
-
-def _replicas(name: str) -> AxisUse:
-    """Devices with the same weights and other examples."""
-    return AxisUse(
-        name=name,
-        dimensions=(Dimension.EXAMPLE,),
-        must=_EXAMPLES,
-        reads=_EXAMPLES,
-        keeps=(Dimension.EXAMPLE,),
-    )
-
-
-_OF_WEIGHTS = _ZERO_SPREADS[3]
-_IN_PARTS = (*_EXAMPLES, *_ZERO_MUSTS[3], Purpose.MATRIX_COPY)
-# SUMMA's block of everything on each device of a square. What must lie split is gathered for each pass.
-_SQUARE = (
-    AxisUse(
-        name="row",
-        dimensions=(Dimension.EXAMPLE,),
-        side=Side.INPUT,
-        spread=_OF_WEIGHTS,
-        must=_IN_PARTS,
-        reads=_EXAMPLES,
-        minor=_OF_WEIGHTS,
-        keeps=(Dimension.EXAMPLE,),
-    ),
-    AxisUse(
-        name="column",
-        dimensions=(Dimension.FEATURE,),
-        side=Side.OUTPUT,
-        unnamed=True,
-        must=_IN_PARTS,
-        reads=_MATRICES,
-        keeps=(Dimension.FEATURE,),
-        keeps_unnamed=True,
-    ),
-)
-# Every product has its examples over depth, what layers hand on over columns, what is inside of them over rows. Between
-# products examples are split further, over the one of the two that features leave.
-_CUBE = (
-    AxisUse(
-        name="depth",
-        dimensions=(Dimension.EXAMPLE,),
-        spread=_OF_WEIGHTS,
-        must=_IN_PARTS,
-        reads=_EXAMPLES,
-        minor=_OF_WEIGHTS,
-        keeps=(Dimension.EXAMPLE,),
-        keeps_copies=True,
-    ),
-    AxisUse(
-        name="row",
-        dimensions=(Dimension.EXAMPLE,),
-        unnamed=True,
-        must=_IN_PARTS,
-        reads=_MATRICES,
-        keeps=(Dimension.EXAMPLE,),
-        keeps_unnamed=True,
-        keeps_copies=True,
-    ),
-    AxisUse(
-        name="column",
-        dimensions=(Dimension.EXAMPLE, Dimension.FEATURE),
-        must=_IN_PARTS,
-        reads=_MATRICES,
-        keeps=(Dimension.EXAMPLE, Dimension.FEATURE),
-        keeps_copies=True,
-    ),
-)
-
-
-def _on(axes: tuple[AxisUse, ...], sizes: tuple[int | None, ...]) -> Recipe:
-    """Groups of devices on these axes, and copies of the model over the first of the sizes."""
-    return Recipe(binding=Binding(axes=(_replicas("data"), *axes), sizes=sizes))
-
-
-def _root(where: str, number: int, power: int, depth: int = 1) -> int:
-    """q, of depth * q**power devices. Raises: InvalidArgumentError where no whole number is it."""
-    q = round((number / depth) ** (1 / power))
-    if depth * q**power != number:
-        of_depth = f"{depth} times " if depth > 1 else ""
-        raise InvalidArgumentError(
-            where=where,
-            expected=f"{of_depth}a {'square' if power == 2 else 'cube'} ({depth * 2**power}, {depth * 3**power}, ...)",
-            got=str(number),
-            hint="what the groups leave of the devices is data parallel",
-        )
-    return q
 
 
 def pipeline(
