@@ -153,3 +153,16 @@ def test_all_devices_must_make_the_square_where_no_size_is_given():
     batch = {"x": np.ones((8, 8), np.float32), "y": np.ones((8, 8), np.float32)}
     with pytest.raises(InvalidArgumentError, match=r"equal size \(row, column\)"):
         step.plan([np.ones((8, 8), np.float32)], batch)
+
+
+def test_a_mesh_has_no_axis_for_copies_of_a_cube():
+    step = autopar.parallelize(
+        chain_step,
+        plan=recipes.tensor_parallel("3d", size=8),
+        cluster=slow_cluster(16),
+        cache_dir=None,
+        show_progress=False,
+    )
+    batch = {"x": np.ones((8, 8), np.float32), "y": np.ones((8, 8), np.float32)}
+    with pytest.raises(InvalidArgumentError, match="at most 3 mesh axes"):
+        step.plan([np.ones((8, 8), np.float32)], batch)
