@@ -78,6 +78,35 @@ def test_a_linear_layer_sends_what_the_literature_says(recipe, devices, figure, 
     assert sum(found.values()) == pytest.approx(2 * figure * of_bytes)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "devices", "figure", "tensors"),
+    [
+        (SQUARE, 16, 6 * 3 / 4, 1 / 4),
+        (SQUARES, 18, 3 * 2 * 3 / (2 * 3), 1 / 3),
+        (CUBE, 27, 6 * 2 / 27, 1),
+    ],
+    ids=["2d", "2.5d", "3d"],
+)
+def test_larger_squares_and_cubes_are_planned_to_send_so_too(recipe, devices, figure, tensors):
+    n = 432
+
+    def planned(layers):
+        params = [jax.ShapeDtypeStruct((n, n), np.float32)] * layers
+        batch = {name: jax.ShapeDtypeStruct((n, n), np.float32) for name in "xy"}
+        plan = autopar.plan(
+            chain_step,
+            params,
+            batch,
+            cluster=bandwidth_cluster(devices),
+            plan=recipe,
+            cache_dir=None,
+            show_progress=False,
+        )
+        return sum(use.sent_bytes for use in plan.predicted.collectives if use.kind != "all-reduce")
+
+    assert planned(4) - planned(2) == pytest.approx(2 * figure * tensors * n * n * 4)
+
+
 def test_a_square_gathers_both_operands_twice_and_scatters_both_gradients():
     a, b = 32, 64
     tensors = 4 * (EXAMPLES * a + a * b + EXAMPLES * b + b * a)  # the inputs and the weights of both layers
