@@ -14,10 +14,10 @@ between a home and a reader is an edge.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.algebra import is_summing_type, sums_locally
-from autopar.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind, Role
+from autopar.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind, Role, Value
 from autopar.layout import Layout, enumerate_layouts, enumerate_with_partial, replicated
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials, find_partials
@@ -128,13 +128,15 @@ def assemble(
     mesh: LogicalMesh,
     wires: Mapping[int, Layout] | None = None,
     arrivals: Mapping[int, Layout] | None = None,
+    order_of: Callable[[Value], tuple[int, ...]] | None = None,
 ) -> Assembly:
     """Nodes and edges of a graph. The order is the program's, so it is the same in every process.
 
     `wires[op.id]` is the layout in which a SEND operation wants its operand, `arrivals[value]` the one in which an
-    input comes from another stage.
+    input comes from another stage. `order_of` a value are the mesh axes in the order in which they split one of its
+    dimensions, the lower one first where it is not given.
     """
-    return _Assembler(graph, mesh, wires or {}, arrivals or {}).run()
+    return _Assembler(graph, mesh, wires or {}, arrivals or {}, order_of or (lambda value: ())).run()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +152,15 @@ class _Read:
 
 class _Assembler:
     def __init__(
-        self, graph: OpGraph, mesh: LogicalMesh, wires: Mapping[int, Layout], arrivals: Mapping[int, Layout]
+        self,
+        graph: OpGraph,
+        mesh: LogicalMesh,
+        wires: Mapping[int, Layout],
+        arrivals: Mapping[int, Layout],
+        order_of: Callable[[Value], tuple[int, ...]],
     ) -> None:
         self.graph, self.mesh, self.wires, self.arrivals = graph, mesh, wires, arrivals
+        self.order_of = order_of
         self.once = graph.once() if graph.is_cut else frozenset()
         self.nodes: list[Node] = []
         self.raw: dict[int, Home] = {}
@@ -199,12 +207,16 @@ class _Assembler:
         return self.lists.one(layouts)
 
     def every_layout(self, value: int) -> Layouts:
-        return self.one(enumerate_layouts(self.graph.values[value].shape, self.mesh))
+        v = self.graph.values[value]
+        return self.one(enumerate_layouts(v.shape, self.mesh, self.order_of(v)))
 
     def strategies(self, op: Op, signature: Signature) -> tuple[Strategy, ...]:
-        key = (op.key, signature.linear)
+        # The order of what it reads and makes, where that is one: then nothing need be laid anew.
+        orders = {self.order_of(self.graph.values[a]) for a in (*op.inputs, *op.outputs) if isinstance(a, int)}
+        order = orders.pop() if len(orders) == 1 else ()
+        key = (op.key, signature.linear, order)
         if key not in self._enumerated:
-            self._enumerated[key] = enumerate_strategies(signature, self.mesh)
+            self._enumerated[key] = enumerate_strategies(signature, self.mesh, order)
         return self._enumerated[key]
 
     def following(self, op: Op, signature: Signature, i: int, layouts: Layouts) -> tuple[Strategy, ...] | None:
@@ -222,7 +234,8 @@ class _Assembler:
     def layout_node(self, value: int, kind: str, name: str, partial_too: bool = False) -> int | None:
         """A node that chooses among all layouts of a value and is its home; None if there is one layout only."""
         enumerate_all = enumerate_with_partial if partial_too else enumerate_layouts
-        layouts = self.one(enumerate_all(self.graph.values[value].shape, self.mesh))
+        v = self.graph.values[value]
+        layouts = self.one(enumerate_all(v.shape, self.mesh, self.order_of(v)))
         if len(layouts) == 1:
             return None
         node = self.node(len(layouts), kind, name, layouts)

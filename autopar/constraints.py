@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import InvalidArgumentError
-from autopar.graph import Dimension, Purpose, Value
+from autopar.graph import Dimension, Purpose, Side, Value
 from autopar.layout import Layout
 from autopar.mesh import AXIS_NAMES, LogicalMesh
 
@@ -27,18 +27,27 @@ class AxisUse:
         dimensions: It may split dimensions that count these, of any value.
         unnamed: It may split dimensions that count none of `Dimension` (heads, inner widths), of any value.
         spread: It may split values of these purposes along any dimension.
+        side: Of matrices, and of what belongs to them, it may split dimensions of this side only.
         must: It must split values of these purposes, where they lie, if it may and one of their dimensions divides.
         reads: Operations must read values of these purposes split over it, if they can.
+        minor: Of a dimension of values of these purposes, where they hold no examples, it splits what other axes leave.
         keeps: Activations may be cut over it, and sums over it be left split, along dimensions that count these only.
+        keeps_unnamed: And along dimensions that count none.
+        keeps_copies: What several passes read may be kept as they read it, although it must lie split over the axis:
+            it is sent once instead of once for each pass, and takes the memory.
     """
 
     name: str
     dimensions: tuple[Dimension, ...] = ()
     unnamed: bool = False
     spread: tuple[Purpose, ...] = ()
+    side: Side | None = None
     must: tuple[Purpose, ...] = ()
     reads: tuple[Purpose, ...] = ()
+    minor: tuple[Purpose, ...] = ()
     keeps: tuple[Dimension, ...] = ()
+    keeps_unnamed: bool = False
+    keeps_copies: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +64,29 @@ class Constraints:
         return all(self._may_split(self.axes[axis], value, d) for d, axes in enumerate(layout.dims) for axis in axes)
 
     def _may_split(self, use: AxisUse, value: Value, d: int) -> bool:
+        if use.side is not None and any(value.sides):
+            return use.side in value.sides[d]
         names = value.dimensions[d] if value.dimensions else frozenset()
         if value.purpose in use.spread or names.intersection(use.dimensions):
             return True
         return use.unnamed and not names
 
+    def order_of(self, value: Value) -> tuple[int, ...]:
+        """The mesh axes, major ones first, in the order in which they split one dimension of a value.
+
+        A gather along the minor one leaves the parts of the others as they are.
+        """
+        # A constant that is spread over examples lies as the activations do that it is combined with.
+        purpose = None if any(Dimension.EXAMPLE in names for names in value.dimensions) else value.purpose
+        return tuple(sorted(range(len(self.axes)), key=lambda axis: purpose in self.axes[axis].minor))
+
     def lies_well(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Which layouts split a value as it must lie, as far as it can."""
         return self._split(value, layouts, [value.purpose in use.must for use in self.axes])
+
+    def copied_well(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Which layouts split a copy, kept for several passes, of a value as it must lie, as far as it can."""
+        return self._split(value, layouts, [value.purpose in use.must and not use.keeps_copies for use in self.axes])
 
     def reads_well(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Which layouts split a value as operations must read it, as far as they can."""
@@ -86,7 +110,7 @@ class Constraints:
         for d, axes in enumerate(target.dims):
             for axis in axes:
                 use, names = self.axes[axis], value.dimensions[d] if value.dimensions else frozenset()
-                if axis in source.dims[d] or names.intersection(use.keeps):
+                if axis in source.dims[d] or names.intersection(use.keeps) or (use.keeps_unnamed and not names):
                     continue
                 if axis in source.partial and value.purpose not in use.spread:
                     return False
@@ -97,7 +121,10 @@ class Constraints:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """A mesh whose axes are for something: the size of each, None for all devices that the others leave."""
+    """A mesh whose axes are for something: the size of each, None for all devices that the others leave.
+
+    Several axes without a size are equally large.
+    """
 
     axes: tuple[AxisUse, ...]
     sizes: tuple[int | None, ...]
@@ -116,7 +143,8 @@ class Binding:
                 got=names,
                 hint="their product, and the number of pipeline stages, must be the number of devices",
             )
-        sizes = [num_devices // given if n is None else n for n in self.sizes]
+        equal = self._equal_size(num_devices // given)
+        sizes = [equal if n is None else n for n in self.sizes]
         used = [(a, n) for a, n in zip(self.axes, sizes, strict=True) if n > 1] or [(self.axes[0], 1)]
         if len(used) > len(AXIS_NAMES):
             raise InvalidArgumentError(
@@ -126,3 +154,20 @@ class Binding:
                 hint="leave one of them at 1",
             )
         return LogicalMesh(axis_sizes=tuple(n for _, n in used)), Constraints(axes=tuple(a for a, _ in used))
+
+    def _equal_size(self, num_devices: int) -> int:
+        """Of each axis without a size, that they make up so many devices together.
+
+        Raises: InvalidArgumentError where no whole number does.
+        """
+        num_axes = max(self.sizes.count(None), 1)
+        size = round(num_devices ** (1 / num_axes))
+        if size**num_axes != num_devices and None in self.sizes:
+            names = ", ".join(use.name for use, n in zip(self.axes, self.sizes, strict=True) if n is None)
+            raise InvalidArgumentError(
+                where="recipe",
+                expected=f"devices for mesh axes of equal size ({names}): n**{num_axes} of them",
+                got=f"{num_devices} devices",
+                hint="say how many devices hold a model together (size), and the rest is data parallel",
+            )
+        return size

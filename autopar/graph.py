@@ -59,6 +59,13 @@ class Dimension(enum.Enum):
     FEATURE = "feature"  # what layers hand on: the width of a model, not the width inside of a layer
 
 
+class Side(enum.Enum):
+    """What a product of the forward pass does with a dimension of a matrix."""
+
+    INPUT = "input"  # sums over it, with the features that it reads
+    OUTPUT = "output"  # makes it: the features of its result
+
+
 class Purpose(enum.Enum):
     """What a value is to a training step."""
 
@@ -107,8 +114,8 @@ class Rule:
 class Value:
     """One array of the program. `name` is set for arguments and constants; `weak_type` as jax has it.
 
-    `dimensions` (of each dimension what it counts, as far as that is known) and `purpose` are set by
-    `autopar.purposes`, for plans that are bound to them.
+    `dimensions` (of each dimension what it counts, as far as that is known), `sides` (of those of a matrix, and of what
+    belongs to it, which side they are) and `purpose` are set by `autopar.purposes`, for plans that are bound to them.
     """
 
     id: int
@@ -118,6 +125,7 @@ class Value:
     name: str = ""
     weak_type: bool = False
     dimensions: tuple[frozenset[Dimension], ...] = ()
+    sides: tuple[frozenset[Side], ...] = ()
     purpose: Purpose | None = None
 
     @property

@@ -116,7 +116,8 @@ class IntraOp:
         """
         self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
         self.constraints = constraints
-        self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals)
+        order_of = constraints.order_of if constraints is not None else None
+        self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals, order_of)
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
         self._numbers: dict[int, np.ndarray] = {}
@@ -199,7 +200,7 @@ class IntraOp:
         for (value, readers), home in assembly.copies.items():
             good = self._good(value, home.layouts)
             # A copy for readers of all roles is kept between the passes, like the value itself.
-            bind(home.node, good, self._good(value, home.layouts, bound.lies_well) if readers == ALL else good)
+            bind(home.node, good, self._good(value, home.layouts, bound.copied_well) if readers == ALL else good)
         for op in self.graph.ops():
             if op.id not in assembly.of_op:
                 continue
@@ -228,14 +229,15 @@ class IntraOp:
         """Which layouts of a value the constraints allow, or grant a wish."""
         assert self.constraints is not None
         v = self.graph.values[value]
-        key = (id(layouts), v.dimensions, v.purpose, wish.__name__ if wish is not None else "")
+        key = (id(layouts), v.dimensions, v.sides, v.purpose, wish.__name__ if wish is not None else "")
         if key not in self._allowed:
             self._allowed[key] = (wish or self.constraints.allowed)(v, layouts)
         return self._allowed[key]
 
     def _as_bound(self, matrix: np.ndarray, reshard: Reshard) -> np.ndarray:
         """The costs of an edge, without the ways that the constraints forbid."""
-        if self.constraints is None or self.assembly.nodes[reshard.target.node].kind == "wire":
+        # New state is laid as the old one, whatever it was before: a statistic of the batch comes as an activation.
+        if self.constraints is None or self.assembly.nodes[reshard.target.node].kind in ("wire", "argument"):
             return matrix
         v, sources = self.graph.values[reshard.value], reshard.source.layouts
         if self.assembly.nodes[reshard.source.node].kind == "wire":

@@ -59,32 +59,37 @@ def replicated(rank: int) -> Layout:
 
 
 @functools.cache
-def enumerate_layouts(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[Layout, ...]:
+def enumerate_layouts(shape: tuple[int, ...], mesh: LogicalMesh, order: tuple[int, ...] = ()) -> tuple[Layout, ...]:
     """Every layout of a value that divides evenly, none of them partial, the replicated one first.
 
-    Axes of size one are never used; where two axes split one dimension, the lower axis is the major one.
+    Axes of size one are never used; where two axes split one dimension, the major one is the one that comes first in
+    `order`, the lower one where no order is given.
     """
-    return _enumerate(shape, mesh, (None, *range(len(shape))))
+    return _enumerate(shape, mesh, (None, *range(len(shape))), order)
 
 
 @functools.cache
-def enumerate_with_partial(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[Layout, ...]:
+def enumerate_with_partial(
+    shape: tuple[int, ...], mesh: LogicalMesh, order: tuple[int, ...] = ()
+) -> tuple[Layout, ...]:
     """Every layout that divides evenly, partial over any of the axes that do not split it."""
-    return _enumerate(shape, mesh, (None, *range(len(shape)), _PARTIAL))
+    return _enumerate(shape, mesh, (None, *range(len(shape)), _PARTIAL), order)
 
 
 _PARTIAL = -1
 
 
-def _enumerate(shape: tuple[int, ...], mesh: LogicalMesh, choices: tuple[int | None, ...]) -> tuple[Layout, ...]:
-    axes = [a for a, n in enumerate(mesh.axis_sizes) if n > 1]
+def _enumerate(
+    shape: tuple[int, ...], mesh: LogicalMesh, choices: tuple[int | None, ...], order: tuple[int, ...]
+) -> tuple[Layout, ...]:
+    axes = [a for a in order or range(len(mesh.axis_sizes)) if mesh.axis_sizes[a] > 1]
     found = []
     for places in itertools.product(choices, repeat=len(axes)):
         on = [
             tuple(a for a, place in zip(axes, places, strict=True) if place == d)
             for d in (*range(len(shape)), _PARTIAL)
         ]
-        layout = Layout(tuple(on[:-1]), on[-1])
+        layout = Layout(tuple(on[:-1]), tuple(sorted(on[-1])))
         if layout.fits(shape, mesh):
             found.append(layout)
     return tuple(found)

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from autopar.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Value, read_by, walk
+from autopar.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by, walk
 
-Names = frozenset[Dimension]
-# A dimension in parts, major first: the size of each and what it counts.
-Parts = tuple[tuple[int, Names], ...]
+# What is followed: what dimensions count (`Dimension`), or which side of a matrix they are (`Side`).
+Name = TypeVar("Name", bound=enum.Enum)
+# A dimension in parts, major first: the size of each and its names.
+Parts = tuple[tuple[int, frozenset[Name]], ...]
 
-_UNKNOWN: Names = frozenset()
+_UNKNOWN: frozenset[Any] = frozenset()
 # Operations that read a parameter as a matrix.
 _MULTIPLYING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+# Values that are or belong to weights, without examples.
+_OF_WEIGHTS = frozenset(Purpose) - {Purpose.BATCH, Purpose.ACTIVATION}
 # Operations between whole dimensions and pieces of them.
 _IN_PIECES = frozenset({"concatenate", "slice", "split"})
 
@@ -35,9 +40,10 @@ def described(graph: OpGraph) -> OpGraph:
     A batch leaf's first dimension counts examples. The next ones count positions: of whole numbers (tokens) all of
     them, of others all but the last, which holds features. Experts are what a product of a parameter keeps apart
     although it counts neither examples nor positions. Features are what layers hand on: of two widths that a matrix
-    joins, one is handed on and the other stays inside of a layer (`_handed_on`).
+    joins, one is handed on and the other stays inside of a layer (`_handed_on`). The sides of matrices are followed
+    through weights only: their copies, gradients, and the optimiser's state.
     """
-    followed = _Followed(graph)
+    followed: _Followed[Dimension] = _Followed(graph)
     for position in graph.batch:
         value = graph.values[graph.block.inputs[position]]
         whole_numbers = not np.issubdtype(np.dtype(value.dtype), np.inexact)
@@ -56,20 +62,21 @@ def described(graph: OpGraph) -> OpGraph:
     followed.settle()
     named = [dataclasses.replace(v, dimensions=followed.names(v)) for v in graph.values]
     purposes = _purposes(graph, named, dependent)
-    values = tuple(dataclasses.replace(v, purpose=purposes.get(v.id, Purpose.ACTIVATION)) for v in named)
-    return dataclasses.replace(graph, values=values)
+    values = [dataclasses.replace(v, purpose=purposes.get(v.id, Purpose.ACTIVATION)) for v in named]
+    sides = _followed_sides(graph, values, dependent)
+    return dataclasses.replace(graph, values=tuple(dataclasses.replace(v, sides=sides.names(v)) for v in values))
 
 
 # A dimension of a value.
 _At = tuple[int, int]
 
 
-class _Followed:
-    """The parts of every dimension, as far as they are known."""
+class _Followed(Generic[Name]):
+    """The parts of every dimension, as far as they are known; of some values only, where those are given."""
 
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self.parts: dict[_At, Parts] = {}
+    def __init__(self, graph: OpGraph, within: Collection[int] | None = None) -> None:
+        self.graph, self.within = graph, within
+        self.parts: dict[_At, Parts[Name]] = {}
         self.waiting: collections.deque[int] = collections.deque()  # values whose news have not gone round
         self.of_value: dict[int, list[Callable[[], None]]] = {}
         for op in walk(graph.block):
@@ -95,13 +102,15 @@ class _Followed:
         for value in {value for value, _, _ in places}:
             self.of_value.setdefault(value, []).append(through)
 
-    def of(self, value: int, d: int) -> Parts:
+    def of(self, value: int, d: int) -> Parts[Name]:
         return self.parts.get((value, d), ((self.graph.values[value].shape[d], _UNKNOWN),))
 
-    def name(self, value: int, d: int, what: Dimension) -> None:
+    def name(self, value: int, d: int, what: Name) -> None:
         self.put((value, d), ((self.graph.values[value].shape[d], frozenset({what})),))
 
-    def put(self, at: _At, parts: Parts) -> None:
+    def put(self, at: _At, parts: Parts[Name]) -> None:
+        if self.within is not None and at[0] not in self.within:
+            return
         size = self.graph.values[at[0]].shape[at[1]]
         if size == 1 or math.prod(n for n, _ in parts) != size or all(not names for _, names in parts):
             return
@@ -110,7 +119,7 @@ class _Followed:
             self.parts[at] = merged
             self.waiting.append(at[0])
 
-    def names(self, value: Value) -> tuple[Names, ...]:
+    def names(self, value: Value) -> tuple[frozenset[Name], ...]:
         return tuple(frozenset().union(*(names for _, names in self.of(value.id, d))) for d in range(len(value.shape)))
 
     def settle(self) -> None:
@@ -140,7 +149,7 @@ class _Followed:
 
     def through(self, places: Sequence[tuple[int, int, tuple[int, ...]]], sizes: Sequence[int]) -> None:
         """What is known of a factor in one place is known of it in all."""
-        known: dict[int, Parts] = {}
+        known: dict[int, Parts[Name]] = {}
         for value, d, factors in places:
             if (value, d) not in self.parts:
                 continue
@@ -150,7 +159,7 @@ class _Followed:
             self.put((value, d), tuple(part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))))
 
 
-def _merged(a: Parts, b: Parts) -> Parts:
+def _merged(a: Parts[Name], b: Parts[Name]) -> Parts[Name]:
     """What both say; where they are cut differently, what the first says, if it says anything."""
     if a == b:
         return a
@@ -159,12 +168,12 @@ def _merged(a: Parts, b: Parts) -> Parts:
     return a if any(names for _, names in a) else b
 
 
-def _cut(parts: Parts, sizes: Sequence[int]) -> list[Parts]:
+def _cut(parts: Parts[Name], sizes: Sequence[int]) -> list[Parts[Name]]:
     """The parts that make up each of the factors of these sizes, major first; a part may be cut evenly."""
     rest = list(parts)
-    found: list[Parts] = []
+    found: list[Parts[Name]] = []
     for size in sizes:
-        mine: list[tuple[int, Names]] = []
+        mine: list[tuple[int, frozenset[Name]]] = []
         left = size
         while left > 1 and rest:
             n, names = rest[0]
@@ -178,8 +187,8 @@ def _cut(parts: Parts, sizes: Sequence[int]) -> list[Parts]:
             else:
                 break
         if left > 1:  # cut across: whatever is in there
-            names = frozenset().union(*(names for _, names in [*mine, *rest]))
-            mine = [(size, names)]
+            across: frozenset[Name] = frozenset().union(*(names for _, names in [*mine, *rest]))
+            mine = [(size, across)]
         found.append(tuple(mine) or ((size, _UNKNOWN),))
     return found
 
@@ -239,7 +248,9 @@ def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:
     return found
 
 
-def _expert_dimensions(graph: OpGraph, followed: _Followed, dependent: set[int]) -> Iterator[tuple[int, int]]:
+def _expert_dimensions(
+    graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]
+) -> Iterator[tuple[int, int]]:
     """Dimensions of weights that a product keeps apart and that are nothing else."""
     for op in graph.ops():
         if op.primitive != "dot_general" or op.rule is None:
@@ -255,7 +266,7 @@ def _expert_dimensions(graph: OpGraph, followed: _Followed, dependent: set[int])
                     yield atom, d
 
 
-def _handed_on(graph: OpGraph, followed: _Followed, dependent: set[int]) -> list[_At]:
+def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]) -> list[_At]:
     """Dimensions of the operands of products with weights that count what layers hand on.
 
     Dimensions that operations of the forward pass treat as one are one width, such as that of all that is added up in
@@ -411,3 +422,26 @@ def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> se
         if not op.blocks and wanted.intersection(op.outputs):
             wanted.update(a for a in op.inputs if isinstance(a, int) and a not in dependent)
     return wanted
+
+
+def _followed_sides(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> _Followed[Side]:
+    """Which side of a matrix each dimension of weights is. A matrix that one product reads as it is and another
+    transposed (an embedding that makes the logits too) may have dimensions that are both.
+    """
+    sides: _Followed[Side] = _Followed(graph, {v.id for v in values if v.purpose in _OF_WEIGHTS})
+    for op in graph.ops():
+        if op.primitive not in _MULTIPLYING or op.role is not Role.FORWARD:
+            continue
+        assert op.rule is not None
+        made = {f for dims in op.rule.results for fs in dims for f in fs}
+        for i, atom in enumerate(op.inputs):
+            if not isinstance(atom, int) or atom in dependent or not _has_columns(op, i, values[atom]):
+                continue
+            others = {f for j, dims in enumerate(op.rule.operands) if j != i for fs in dims for f in fs}
+            for d, factors in enumerate(op.rule.operands[i]):
+                if factors and others.issuperset(factors) and made.isdisjoint(factors):
+                    sides.name(atom, d, Side.INPUT)
+                elif factors and made.issuperset(factors) and others.isdisjoint(factors):
+                    sides.name(atom, d, Side.OUTPUT)
+    sides.settle()
+    return sides

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.constraints import AxisUse, Binding
+from autopar.device_grids import cube, square
 from autopar.errors import InvalidArgumentError
 from autopar.graph import Dimension, Purpose
 from autopar.pipelining import PipelineOptions
@@ -37,19 +38,36 @@ def zero(stage: int) -> Recipe:
     return combine(zero=stage)
 
 
-def tensor_parallel(kind: str = "1d", *, size: int | None = None) -> Recipe:
-    """Matrices in parts: by columns, then by rows, with an all-reduce behind each pair; attention by heads.
+def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | None = None) -> Recipe:
+    """Matrices in parts, on a row of devices, a square, several squares or a cube.
 
-    `size` devices hold a model together, all of them where it is None; what is left is data parallel. Source: Shoeybi
-    et al., "Megatron-LM", 2019, section 3. Raises: InvalidArgumentError.
+    "1d": by columns, then by rows, with an all-reduce behind each pair; attention by heads. Source: Shoeybi et al.,
+        "Megatron-LM", 2019, section 3.
+    "2d", "2.5d" with `depth` squares, "3d": blocks of everything, gathered for each product (`autopar.device_grids`).
+
+    `size` devices hold a model together, all of them where it is None; what is left is data parallel. A mesh has three
+    axes, so "2.5d" and "3d" leave none for that (more depth of "2.5d" is the same). Raises: InvalidArgumentError.
     """
-    if kind != "1d":
+    if kind not in ("1d", "2d", "2.5d", "3d"):
         raise InvalidArgumentError(
-            where="recipes.tensor_parallel(kind)", expected="'1d'", got=repr(kind), hint="leave it out"
+            where="recipes.tensor_parallel(kind)",
+            expected="'1d', '2d', '2.5d' or '3d'",
+            got=repr(kind),
+            hint="leave it out for '1d', Megatron's",
         )
-    if size is not None:
-        check_number("recipes.tensor_parallel(size=...)", size)
-    return _bound(dp=None if size is not None else 1, tp=size)
+    if (kind == "2.5d") != (depth is not None):
+        raise InvalidArgumentError(
+            where="recipes.tensor_parallel(depth=...)",
+            expected="a depth of '2.5d', and of nothing else",
+            got=f"{kind!r} with depth={depth}",
+            hint="'2.5d' of depth 1 is '2d'",
+        )
+    for name, number in (("size", size), ("depth", depth)):
+        if number is not None:
+            check_number(f"recipes.tensor_parallel({name}=...)", number)
+    if kind == "1d":
+        return _bound(dp=None if size is not None else 1, tp=size)
+    return Recipe(binding=cube(size=size) if kind == "3d" else square(size=size, depth=depth))
 
 
 def combine(

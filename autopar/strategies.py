@@ -49,10 +49,10 @@ class Signature:
 
 
 @functools.cache
-def enumerate_strategies(signature: Signature, mesh: LogicalMesh) -> tuple[Strategy, ...]:
-    """All strategies on a mesh; the first one replicates everything."""
+def enumerate_strategies(signature: Signature, mesh: LogicalMesh, order: tuple[int, ...] = ()) -> tuple[Strategy, ...]:
+    """All strategies on a mesh; the first one replicates everything. `order` as in `layout.enumerate_layouts`."""
     rule = signature.rule
-    axes = [a for a, n in enumerate(mesh.axis_sizes) if n > 1]
+    axes = [a for a in order or range(len(mesh.axis_sizes)) if mesh.axis_sizes[a] > 1]
     factors = [i for i, f in enumerate(rule.factors) if f.kind is not FactorKind.FIXED]
     choices: list[int | frozenset[int] | None] = [None, *factors, *signature.linear]
     found: dict[Strategy, None] = {}

@@ -98,6 +98,7 @@ LAYER_OF = {
     "__init__": "face",
     "__main__": "face",
     "api": "face",
+    "device_grids": "face",
     "recipes": "face",
     "verification": "face",
 }

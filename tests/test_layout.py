@@ -56,6 +56,10 @@ def test_every_layout_of_a_vector_partial_ones_too():
     ]  # fmt: skip
 
 
+def test_another_order_of_axes_splits_a_dimension_the_other_way_round():
+    assert texts(enumerate_layouts((8,), MESH, (1, 0))) == ["[-]", "[x]", "[y]", "[yx]"]
+
+
 def test_axes_of_size_one_are_never_used():
     mesh = LogicalMesh(axis_sizes=(1, 2))
     assert [layout.text(mesh) for layout in enumerate_layouts((4,), mesh)] == ["[-]", "[y]"]

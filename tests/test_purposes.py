@@ -169,3 +169,35 @@ def test_an_embedding_in_front_does_not_decide_which_width_is_handed_on():
 
     shapes = (shape(4, 8), (shape(8, 32), shape(32, 8)))
     assert widths(trained(forward), shapes, shape(16, 4)) == [[False, True], [True, False], [False, True]]
+
+
+def sides(forward, weights, x):
+    """The sides of each weight's dimensions, and of those of what it becomes."""
+
+    def step(weights, x):
+        grads = jax.grad(lambda weights: jnp.sum(forward(weights, x) ** 2))(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, grads), x
+
+    graph = graph_of(step, weights, x)
+    before = [graph.values[v].sides for i, v in enumerate(graph.block.inputs) if i not in graph.batch]
+    assert before == [graph.values[graph.block.outputs[after]].sides for _, after in graph.tied]
+    assert all(not any(v.sides) for v in graph.values if v.purpose in (Purpose.BATCH, Purpose.ACTIVATION))
+    return [["".join(sorted(side.value for side in names)) for names in of_weight] for of_weight in before]
+
+
+def test_a_matrix_has_an_input_and_an_output_side_and_its_bias_none():
+    found = sides(lambda weights, x: x @ weights[0] + weights[1], (shape(8, 4), shape(4)), shape(16, 8))
+    assert found == [["input", "output"], [""]]
+
+
+def test_a_matrix_that_is_read_both_ways_has_both_sides():
+    assert sides(lambda w, x: (x @ w) @ w.T, shape(8, 4), shape(16, 8)) == [["inputoutput", "inputoutput"]]
+
+
+def test_heads_are_an_output_and_experts_no_side():
+    assert sides(lambda w, x: jnp.einsum("bd,dhe->bhe", x, w), shape(8, 4, 2), shape(16, 8)) == [
+        ["input", "output", "output"]
+    ]
+    assert sides(lambda w, x: jnp.einsum("ebd,edf->ebf", jnp.stack([x] * 4), w), shape(4, 8, 6), shape(16, 8)) == [
+        ["", "input", "output"]
+    ]

@@ -64,6 +64,13 @@ def test_zero_3_gathers_parameters_for_each_pass():
     assert all(any(v.layout.dims) for v in plan.record.arguments if v.kind == "state" and max(v.shape, default=0) > 7)
 
 
+def test_statistics_of_the_batch_become_state_in_parts():
+    case = CASES["nnx_model"](batch=16)
+    _, plan = verified(case, recipes.zero(3), 8)
+    statistics = [v for v in plan.record.arguments if "['mean']" in v.path or "['var']" in v.path]
+    assert [v.layout.dims for v in statistics] == [((0,),), ((0,),)]
+
+
 def test_tensor_parallelism_reduces_four_activations_a_layer():
     _, plan = verified(GPT, recipes.tensor_parallel(), HEADS)
     activation = 2 * (HEADS - 1) / HEADS * BATCH * LENGTH * WIDTH * 4
