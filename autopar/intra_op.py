@@ -19,6 +19,7 @@ from autopar.layout import Layout, replicated
 from autopar.memory_steps import Compiler, compiler_for
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials
+from autopar.pins import PinnedLayout
 from autopar.record import SolverReport
 from autopar.resharding import MeshLinks, StepKind, paths
 from autopar.strategies import Strategy
@@ -108,12 +109,16 @@ class IntraOp:
         wires: dict[int, Layout] | None = None,
         arrivals: dict[int, Layout] | None = None,
         constraints: Constraints | None = None,
+        pins: Mapping[int, PinnedLayout] | None = None,
     ) -> None:
         """`fixed` gives arguments the one layout they may have, `wires` SEND operations that of their operand,
-        `arrivals` what comes from other stages the one in which it comes; `constraints` bind everything else.
+        `arrivals` what comes from other stages the one in which it comes; `pins` say how values lie, `constraints` bind
+        everything else.
+
+        Raises: InvalidArgumentError for a pin that a value cannot have.
         """
         self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
-        self.constraints = constraints
+        self.constraints, self.pins = constraints, pins or {}
         self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals)
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
@@ -136,6 +141,7 @@ class IntraOp:
                 allowed = np.array([at == layout for at in home.layouts])
                 node_cost[home.node] = np.where(allowed, node_cost[home.node], np.inf)
                 kinds[home.node] = number.setdefault(("fixed", value), len(number))
+        pinned = self._pinned_nodes()
         for position in self.graph.batch:
             # Each device takes its part of the batch in at least once: a whole batch everywhere is not for nothing.
             value = self.graph.block.inputs[position]
@@ -143,7 +149,7 @@ class IntraOp:
                 nbytes = self.graph.values[value].nbytes / self._shards(home.layouts)
                 node_cost[home.node] = node_cost[home.node] + nbytes / self.model.device.memory_bytes_per_s
                 kinds[home.node] = number.setdefault(("batch", kinds[home.node], value), len(number))
-        for at, good in self._masks().items():
+        for at, good in {**self._masks(), **pinned}.items():  # where a pin speaks, no other constraint does
             node_cost[at] = np.where(good, node_cost[at], np.inf)
             kinds[at] = number.setdefault(("bound", kinds[at], good.tobytes()), len(number))
         edges: list[solver.Edge] = []
@@ -167,6 +173,23 @@ class IntraOp:
             node_names=tuple(node.name for node in assembly.nodes),
         )
         return problem, fold(assembly, kinds, edge_kinds)
+
+    def _pinned_nodes(self) -> dict[int, np.ndarray]:
+        """For each node that pins speak of, which of its strategies they leave."""
+        found: dict[int, np.ndarray] = {}
+        for value, pin in self.pins.items():
+            home = self.assembly.placed.get(value)
+            if home is None:
+                if not pin.allows(replicated(len(self.graph.values[value].shape))):
+                    raise pin.impossible("it cannot be split")
+                continue
+            good = pin.allowed(home.layouts)
+            if not good.any():
+                raise pin.impossible("no way to compute it leaves it so")
+            found[home.node] = found[home.node] & good if home.node in found else good
+            if not found[home.node].any():
+                raise pin.impossible("another pin speaks of what is computed together with it")
+        return found
 
     def _masks(self) -> dict[int, np.ndarray]:
         """For each node that the constraints bind, which of its strategies they allow.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from autopar.intra_op import cost_model
 from autopar.layer_assignment import assign_layers, layer_kinds
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import num_examples
+from autopar.pins import PinsOnMesh, on_meshes
 from autopar.pipelining import (
     PipelineOptions,
     Staged,
@@ -53,6 +55,7 @@ class Found:
     staged: Staged
     choice: Choice
     weighed: tuple[PipelineTrial, ...]
+    pins: PinsOnMesh | None = None
 
     @property
     def trial(self) -> PipelineTrial:
@@ -345,15 +348,17 @@ def equal_choice(
     chunks: int,
     binding: Binding | None = None,
     recompute: str = "nothing",
+    meshes: Sequence[LogicalMesh] | None = None,
 ) -> list[Choice]:
     """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh of them that
-    a binding leaves.
+    a binding leaves, or those that are given.
 
     Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not cut the devices.
     """
     (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
     first_layers = layers_of_pieces(cut) if cut.step.parts > 1 else balanced(cut.layers, num_stages)
-    meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
+    if meshes is None:
+        meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
     return [
         Choice(
             schedule=schedule,
@@ -388,12 +393,20 @@ def asked_pipeline(
         cut = cut_layers(step, num_microbatches, rules)
         if binding is not None:
             cut = dataclasses.replace(cut, graph=described(cut.graph))
+    pinned: list[PinsOnMesh] = []
+    if options.pins is not None:
+        (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
+        found = options.pins.found(traced, cut.graph)
+        part = part_of(cluster, size)
+        pinned = on_meshes(found, part, options.max_mesh_axes, binding, cut.graph, cut.leaves)
+    meshes = [at.mesh for at in pinned] or None
+    choices = equal_choice(cut, cluster, name, num_stages, chunks, binding, options.recompute, meshes)
     built = []
-    for choice in equal_choice(cut, cluster, name, num_stages, chunks, binding, options.recompute):
+    for choice, pins in itertools.zip_longest(choices, pinned):
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
         with progress.pass_("build stages"):
-            staged = build(cut, choice, cluster, limit_bytes, options.time_limit_s, constraints)
-            built.append(Found(staged=staged, choice=choice, weighed=()))
+            staged = build(cut, choice, cluster, limit_bytes, options.time_limit_s, constraints, pins)
+            built.append(Found(staged=staged, choice=choice, weighed=(), pins=pins))
     best = min(built, key=lambda found: found.rank(limit_bytes))
     return dataclasses.replace(best, weighed=tuple(found.trial for found in built))
 

@@ -7,6 +7,7 @@ import dataclasses
 from autopar.constraints import AxisUse, Binding
 from autopar.errors import InvalidArgumentError
 from autopar.graph import Dimension, Purpose
+from autopar.pins import Pins
 from autopar.pipelining import PipelineOptions
 from autopar.recomputation import Recompute
 from autopar.runtime.schedules import SCHEDULES
@@ -19,6 +20,7 @@ class Recipe:
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
     binding: Binding | None = None
     recompute: str = "nothing"
+    pins: Pins | None = None
 
 
 def data_parallel() -> Recipe:

@@ -17,6 +17,7 @@ from autopar.layers import Layers
 from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import micro_batched
+from autopar.pins import PinnedLayout, PinsOnMesh
 from autopar.pipelining import (
     Staged,
     Submesh,
@@ -44,6 +45,11 @@ class Cut:
     step: CutStep
     graph: OpGraph
     layers: Layers
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The leaf that each argument is, or is a piece of."""
+        return tuple(piece.leaf for piece in self.step.arguments)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +131,10 @@ def decide(
     time_limit_s: float,
     pieces: Mapping[int, int],
     constraints: Constraints | None = None,
+    pins: Mapping[int, PinnedLayout] | None = None,
 ) -> list[ShardingPlan]:
-    """Each stage's decisions; stages that are alike, on meshes that are alike, share them. Constraints bind all.
+    """Each stage's decisions; stages that are alike, on meshes that are alike, share them. Constraints and pins
+    bind all.
 
     `pieces` names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the stage
     in the middle, which is like most others, chooses for its own.
@@ -146,9 +154,11 @@ def decide(
         received = tuple(sorted((number[v], layout) for v, layout in wires[0].items() if v in number))
         sent = tuple(sorted((op_number[op], layout) for op, layout in wires[1].items()))
         given = tuple(sorted((number[v], layout) for v, layout in fixed.items()))
-        key = (shape.key, model.links, str(received), str(sent), price, str(given))
+        pinned = {v: pin for v, pin in (pins or {}).items() if v in number}
+        held = tuple(sorted((number[v], str(pin.dims)) for v, pin in pinned.items()))
+        key = (shape.key, model.links, str(received), str(sent), price, str(given), held)
         if key not in known:
-            known[key] = solve_stage(stage, model, wires, time_limit_s, price, fixed, constraints), shape
+            known[key] = solve_stage(stage, model, wires, time_limit_s, price, fixed, constraints, pinned), shape
             found[at] = known[key][0]
         else:
             found[at] = carried_over(*known[key], shape, stage.graph)
@@ -169,10 +179,12 @@ def build(
     limit_bytes: int,
     time_limit_s: float,
     constraints: Constraints | None = None,
+    pins: PinsOnMesh | None = None,
 ) -> Staged:
     """Works a choice out: recomputation, stages, decisions, instructions, tasks, the list, its simulation.
 
-    Stages that do not fit into the memory are decided anew, leaner each time, a few times at most.
+    Stages that do not fit into the memory are decided anew, leaner each time, a few times at most. Pins hold on the
+    mesh of every stage.
     """
     graph = recomputed(cut, choice.policies)
     num_stages = len(choice.first_layers)
@@ -183,8 +195,9 @@ def build(
     models = [model_of(cluster, s.mesh) for s in submeshes]
     meshes = [s.mesh for s in submeshes]
     prices = list(choice.prices_s_per_byte)
+    pinned = pins.layouts(graph, cut.leaves) if pins is not None else None
     for leaner in range(LEANER + 1):
-        shardings = decide(stages, models, meshes, prices, time_limit_s, pieces_of(cut), constraints)
+        shardings = decide(stages, models, meshes, prices, time_limit_s, pieces_of(cut), constraints, pinned)
         staged = stage_program(
             cut.step, graph, cut.layers, choice.first_layers, stages, models, shardings, submeshes, schedule, cluster
         )

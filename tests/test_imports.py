@@ -49,6 +49,7 @@ LAYER_OF = {
     "layers": "front end",
     "micro_batches": "front end",
     "partials": "front end",
+    "pins": "front end",
     "recomputation": "front end",
     "rewriting": "front end",
     "rules": "front end",
@@ -84,6 +85,7 @@ LAYER_OF = {
     "intra_op": "compiler",
     "lowering": "compiler",
     "overlap": "compiler",
+    "pin_prices": "compiler",
     "memory_use": "compiler",
     "pipeline_search": "compiler",
     "pipelining": "compiler",
@@ -98,6 +100,7 @@ LAYER_OF = {
     "__init__": "face",
     "__main__": "face",
     "api": "face",
+    "constraining": "face",
     "recipes": "face",
     "verification": "face",
 }
