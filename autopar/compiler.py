@@ -99,6 +99,7 @@ def make_plan(
     bound = bound or options.pins is not None
     if options.binding is not None:
         graph = described(graph)
+        options.binding.check(graph, cluster.num_devices)
     if not asked.is_asked and (bound or cluster.num_devices <= WHOLE_UP_TO):
         best = whole_step(traced, graph, cluster, limit_bytes, options, trials, progress)
     notes: list[str] = []

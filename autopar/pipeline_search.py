@@ -234,11 +234,14 @@ def _one_part_a_group(step: CutStep, schedule: str, chunks: int) -> UnsupportedE
     )
 
 
-def few_bubbles(traced: TracedStep, num_stages: int) -> int:
-    """The divisor of the batch nearest to four micro-batches for each stage."""
+def few_bubbles(traced: TracedStep, num_stages: int, parts: int = 1) -> int:
+    """The divisor of the batch nearest to four micro-batches for each stage, of those that leave micro-batches which
+    can be cut into so many parts, where the batch can be.
+    """
     if num_stages == 1:
         return 1
-    return nearest_divisor(num_examples(traced), 4 * num_stages)
+    examples = num_examples(traced)
+    return nearest_divisor(examples // parts if examples % parts == 0 else examples, 4 * num_stages)
 
 
 def nearest_divisor(n: int, wanted: float) -> int:
@@ -389,10 +392,12 @@ def asked_pipeline(
         step = cut_scans(traced, num_stages, rules)
         if step.parts > 1 and chunks > 1:
             raise _one_part_a_group(step, name, chunks)
-        num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages)
+        parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
+        num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages, parts)
         cut = cut_layers(step, num_microbatches, rules)
         if binding is not None:
             cut = dataclasses.replace(cut, graph=described(cut.graph))
+            binding.check(cut.graph, cluster.num_devices * chunks // num_stages)
     pinned: list[PinsOnMesh] = []
     if options.pins is not None:
         (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
