@@ -214,6 +214,7 @@ class IntraOp:
             good = self._good(value, home.layouts)
             # A copy for readers of all roles is kept between the passes, like the value itself.
             bind(home.node, good, self._good(value, home.layouts, bound.lies_well) if readers == ALL else good)
+        updating = Role.UPDATE if self.graph.forward_role is Role.FORWARD else None
         for op in self.graph.ops():
             if op.id not in assembly.of_op:
                 continue
@@ -221,7 +222,7 @@ class IntraOp:
             allowed = wanted = np.ones(len(strategies), bool)
             for i, atom in enumerate(op.inputs):
                 # The update may read a part of whatever is there: what it makes decides.
-                if isinstance(atom, int) and op.role is not Role.UPDATE:
+                if isinstance(atom, int) and op.role is not updating:
                     layouts = assembly.operand_layouts(strategies, i)
                     allowed = allowed & self._good(atom, layouts)
                     wanted = wanted & self._good(atom, layouts, bound.reads_well)

@@ -21,7 +21,7 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.constraints import Binding
 from autopar.errors import InvalidArgumentError
-from autopar.graph import OpGraph, Role, Value, read_by
+from autopar.graph import OpGraph, Value, read_by
 from autopar.layout import Layout
 from autopar.mesh import AXIS_NAMES, LogicalMesh, factorisations
 from autopar.staging import TracedStep
@@ -71,7 +71,8 @@ class Pins:
         Raises: InvalidArgumentError for a pattern that names nothing, or for two that name one thing and disagree.
         """
         leaves = ["/".join(parts_of(path)) for path in traced.in_paths]
-        modules = sorted({op.module for op in graph.ops() if op.role is Role.FORWARD and op.module})
+        role = graph.forward_role
+        modules = sorted({op.module for op in graph.ops() if op.role is role and op.module})
         modules = sorted({prefix for module in modules for prefix in _prefixes(module)})
         of_leaf: dict[int, Pin] = {}
         of_module: dict[str, Pin] = {}
@@ -297,7 +298,8 @@ def _results_of(graph: OpGraph, module: str) -> list[int]:
     def is_inside(path: str) -> bool:
         return path == module or path.startswith(f"{module}/")
 
-    forward = [op for op in graph.ops() if op.role is Role.FORWARD]
+    role = graph.forward_role
+    forward = [op for op in graph.ops() if op.role is role]
     made = [v for op in forward if is_inside(op.module) and not op.blocks for v in op.outputs]
     read = {v for op in forward if not is_inside(op.module) for v in read_by(op)}
     read |= {v for v in graph.block.outputs if isinstance(v, int)}
