@@ -6,6 +6,8 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import InvalidArgumentError
+from autopar.graph import Dimension, Purpose, Value
+from autopar.layout import Layout
 from benchmarks.zoo import CASES
 
 LAYERS, WIDTH, EXPERTS, SLOTS, BATCH = 1, 32, 8, 5, 16  # slots of an expert for each sequence: 1.25 * 2 * 16 / 8
@@ -123,6 +125,27 @@ def test_steps_without_experts_or_with_an_odd_number_of_them(case, recipe, says)
     step = autopar.parallelize(case.step, plan=recipe, cache_dir=None, show_progress=False)
     with pytest.raises(InvalidArgumentError, match=says):
         step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
+
+
+def of(purpose, *dimensions):
+    names = tuple(frozenset(d) for d in dimensions)
+    return Value(id=0, shape=(8,) * len(names), dtype="float32", itemsize=4, dimensions=names, purpose=purpose)
+
+
+def test_what_the_expert_axis_may_split():
+    _, bound = recipes.expert_parallel().binding.on(8)
+    experts, width = {Dimension.EXPERT}, set()
+    weights, gate = of(Purpose.MATRIX, experts, width), of(Purpose.PARAMETER, width, width)
+    assert bound.allows(weights, Layout(((0,), ())))
+    assert not bound.allows(weights, Layout(((), (0,))))
+    assert not bound.allows(gate, Layout(((), (0,))))
+    tokens = of(Purpose.ACTIVATION, {Dimension.EXAMPLE}, experts)
+    assert bound.allows(tokens, Layout(((0,), ())))
+    assert bound.allows(tokens, Layout(((), (0,))))
+    # Of what counts examples no sum over the axis waits; of gradients, and of the loss, it may.
+    assert not bound.allows(tokens, Layout(((), ()), (0,)))
+    assert bound.allows(of(Purpose.GRADIENT, width), Layout(((),), (0,)))
+    assert bound.allows(of(Purpose.ACTIVATION), Layout((), (0,)))
 
 
 @pytest.mark.parametrize("make", [lambda: recipes.expert_parallel(0), lambda: recipes.combine(ep=0)])
