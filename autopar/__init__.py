@@ -4,7 +4,20 @@ from autopar import errors, recipes
 from autopar.api import Step, parallelize, plan
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
+from autopar.constraining import constrain
 from autopar.plan import Plan
 from autopar.verification import Verification, verify
 
-__all__ = ["Cluster", "Compiled", "Plan", "Step", "Verification", "errors", "parallelize", "plan", "recipes", "verify"]
+__all__ = [
+    "Cluster",
+    "Compiled",
+    "Plan",
+    "Step",
+    "Verification",
+    "constrain",
+    "errors",
+    "parallelize",
+    "plan",
+    "recipes",
+    "verify",
+]

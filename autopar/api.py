@@ -293,6 +293,7 @@ class Step:
             pipeline=options.pipeline,
             binding=options.recipe.binding,
             recompute=options.recipe.recompute,
+            pins=options.recipe.pins,
         )
         if options.follow is not None:
             wanted = _followed(wanted, options.follow, traced, self.__name__)
@@ -511,7 +512,8 @@ def parallelize(
     Args:
         fun: The step, any pure function of arrays in pytrees, or a step made before, to be planned in another way.
             Without it, a decorator is returned.
-        plan: A plan to run exactly as it is, or a recipe (`autopar.recipes`) for one; None searches.
+        plan: A plan to run exactly as it is, or a recipe (`autopar.recipes`, `autopar.constrain`) for one; None
+            searches.
         cluster: The hardware to plan for; None takes the devices of this program.
         num_microbatches: Into how many equal parts the batch is cut; "auto" leaves it to the search.
         schedule: In which order a pipeline's stages run them: one of `autopar.runtime.schedules.SCHEDULES`, or "auto".

@@ -16,6 +16,7 @@ from autopar.emission import Emitter
 from autopar.errors import (
     AutoparError,
     BatchMismatchError,
+    InvalidArgumentError,
     PlanMismatchError,
     SolverError,
     UnsupportedError,
@@ -25,6 +26,7 @@ from autopar.intra_op import cost_model
 from autopar.lowering import LoweredBlock, lower
 from autopar.memory_use import memory_of_program
 from autopar.mesh import LogicalMesh
+from autopar.pin_prices import price_in_one_program, price_in_stages
 from autopar.pipeline_search import Found, asked_pipeline, search_pipelines
 from autopar.pipelining import (
     Staged,
@@ -38,7 +40,7 @@ from autopar.pipelining import (
 from autopar.plan import Plan, Trees
 from autopar.progress import Progress
 from autopar.purposes import described
-from autopar.record import FORMAT_VERSION, Decisions, MeshTrial, PlanRecord
+from autopar.record import FORMAT_VERSION, Decisions, MeshTrial, PinsRecord, PlanRecord
 from autopar.recording import (
     decisions_of,
     module_rows,
@@ -82,15 +84,23 @@ def make_plan(
         graph = build_graph(traced, rules)
     limit_bytes = options.memory_limit_bytes or int((1 - MEMORY_MARGIN) * cluster.device.memory_bytes)
     asked = options.pipeline
+    if options.pins is not None:
+        check_pins(options)
     # A recipe that is cut into micro-batches is built as it says, with one stage where it names none.
-    if asked.num_stages is not None or (options.binding is not None and asked.is_asked):
+    if asked.num_stages is not None or (asked.is_asked and (options.binding is not None or options.pins is not None)):
         found = asked_pipeline(traced, cluster, options, limit_bytes, rules, progress)
-        return named(staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress), options)
+        plan = named(staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress), options)
+        if found.pins is None:
+            return plan
+        cost = price_in_stages(traced, cluster, options, limit_bytes, rules, progress, found)
+        return pinned(plan, found.pins.names, cost)
     best: Candidate | AutoparError | None = None
     trials: list[MeshTrial] = []
     bound = bool(options.fixed) or options.axis_sizes is not None or options.binding is not None
+    bound = bound or options.pins is not None
     if options.binding is not None:
         graph = described(graph)
+        options.binding.check(graph, cluster.num_devices)
     if not asked.is_asked and (bound or cluster.num_devices <= WHOLE_UP_TO):
         best = whole_step(traced, graph, cluster, limit_bytes, options, trials, progress)
     notes: list[str] = []
@@ -102,8 +112,38 @@ def make_plan(
         notes.append(reason)
     if not isinstance(best, Candidate):
         raise best or no_pipeline_fits(traced, cluster, limit_bytes, notes)
+    if options.pins is not None and options.binding is None:
+        notes.append("pins keep the step in one program: stages were not searched for, but may be asked for")
     with progress.pass_("record"):
-        return named(Plan(record(traced, graph, cluster, limit_bytes, best, trials, notes), trees), options)
+        plan = named(Plan(record(traced, graph, cluster, limit_bytes, best, trials, notes), trees), options)
+    if best.pins is None:
+        return plan
+    cost = price_in_one_program(traced, graph, cluster, limit_bytes, options, best, progress)
+    return pinned(plan, best.pins.names, cost)
+
+
+def check_pins(options: PlanOptions) -> None:
+    """Raises: InvalidArgumentError for what cannot be asked for beside pins."""
+    asked = options.pipeline
+    if asked.num_stages is None and (asked.schedule is not None or asked.chunks is not None):
+        raise InvalidArgumentError(
+            where="constrain",
+            expected="a number of stages, or none at all: under pins none is searched for",
+            got=f"schedule {asked.schedule} without a number of stages",
+            hint="name the stages: constrain(pins, recipe=autopar.recipes.pipeline(2, ...))",
+        )
+    if options.fixed or options.axis_sizes is not None:
+        raise InvalidArgumentError(
+            where="constrain",
+            expected="pins, or a step to follow",
+            got="both",
+            hint="leave out follow, and pin the state as that step has it: step.plan(...).record.arguments",
+        )
+
+
+def pinned(plan: Plan, axis_names: tuple[str, ...], cost: PinsRecord) -> Plan:
+    """The plan with what its pins call the mesh axes, and what they cost."""
+    return dataclasses.replace(plan, record=dataclasses.replace(plan.record, axis_names=axis_names, pinned=cost))
 
 
 def named(plan: Plan, options: PlanOptions) -> Plan:

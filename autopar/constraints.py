@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import InvalidArgumentError
-from autopar.graph import Dimension, Purpose, Side, Value
+from autopar.graph import Dimension, OpGraph, Purpose, Side, Value
 from autopar.layout import Layout
 from autopar.mesh import AXIS_NAMES, LogicalMesh
 
@@ -35,6 +35,9 @@ class AxisUse:
         keeps_unnamed: And along dimensions that count none.
         keeps_copies: What several passes read may be kept as they read it, although it must lie split over the axis:
             it is sent once instead of once for each pass, and takes the memory.
+        own: What counts one of these and no examples (weights, their gradients) is split along that dimension only.
+            The step has such matrices, and the size of the axis divides that dimension.
+        adds: Whether what counts examples may be a sum over it, still to be reduced.
     """
 
     name: str
@@ -48,6 +51,8 @@ class AxisUse:
     keeps: tuple[Dimension, ...] = ()
     keeps_unnamed: bool = False
     keeps_copies: bool = False
+    own: tuple[Dimension, ...] = ()
+    adds: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +66,16 @@ class Constraints:
         return np.array([self.allows(value, layout) for layout in layouts], bool)
 
     def allows(self, value: Value, layout: Layout) -> bool:
+        if any(not self.axes[axis].adds and _counts_examples(value) for axis in layout.partial):
+            return False
         return all(self._may_split(self.axes[axis], value, d) for d, axes in enumerate(layout.dims) for axis in axes)
 
     def _may_split(self, use: AxisUse, value: Value, d: int) -> bool:
         if use.side is not None and any(value.sides):
             return use.side in value.sides[d]
         names = value.dimensions[d] if value.dimensions else frozenset()
+        if use.own and not _counts_examples(value) and any(n.intersection(use.own) for n in value.dimensions):
+            return bool(names.intersection(use.own))
         if value.purpose in use.spread or names.intersection(use.dimensions):
             return True
         return use.unnamed and not names
@@ -117,6 +126,10 @@ class Constraints:
                 if value.purpose is Purpose.ACTIVATION:
                     return False
         return True
+
+
+def _counts_examples(value: Value) -> bool:
+    return any(Dimension.EXAMPLE in names for names in value.dimensions)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,3 +184,41 @@ class Binding:
                 hint="say how many devices hold a model together (size), and the rest is data parallel",
             )
         return size
+
+    def example_parts(self, num_devices: int) -> int:
+        """Into how many parts the axes on so many devices cut the examples."""
+        mesh, constraints = self.on(num_devices)
+        cutting = [a for a, use in enumerate(constraints.axes) if Dimension.EXAMPLE in use.dimensions]
+        return mesh.size(cutting)
+
+    def check(self, graph: OpGraph, num_devices: int) -> None:
+        """Raises: InvalidArgumentError where a step has no matrices that an axis could split along what it owns."""
+        mesh, constraints = self.on(num_devices)
+        for use, parts in zip(constraints.axes, mesh.axis_sizes, strict=True):
+            for what in use.own if parts > 1 else ():
+                _check_owned(graph, use.name, parts, what)
+
+
+def _check_owned(graph: OpGraph, axis: str, parts: int, what: Dimension) -> None:
+    sizes = {
+        value.name: n
+        for value in graph.values
+        if value.purpose is Purpose.MATRIX
+        for n, names in zip(value.shape, value.dimensions, strict=True)
+        if what in names
+    }
+    odd = next((name for name, n in sizes.items() if n % parts), None)
+    if odd is not None:
+        raise InvalidArgumentError(
+            where=f"recipe, {axis} axis of {parts} devices",
+            expected=f"a number of {what.value}s that divides by {parts}",
+            got=f"{sizes[odd]} in {odd}",
+            hint=f"choose a size that divides the number of {what.value}s",
+        )
+    if not sizes:
+        raise InvalidArgumentError(
+            where=f"recipe, {axis} axis of {parts} devices",
+            expected=f"a step with matrices of several {what.value}s",
+            got="none: no product of weights keeps a dimension apart that counts neither examples nor positions",
+            hint=f"leave the {axis} axis out, or write the {what.value}s as one array, (number, ...), in one einsum",
+        )

@@ -217,6 +217,12 @@ class OpGraph:
         """Whether the step is cut into sections."""
         return any(op.section is not Section.WHOLE for op in self.block.ops)
 
+    @property
+    def forward_role(self) -> Role:
+        """The role of the forward pass: where nothing is differentiated, that of all operations."""
+        trains = any(op.kind is OpKind.EQUATION and op.role is not Role.UPDATE for op in self.ops())
+        return Role.FORWARD if trains else Role.UPDATE
+
     def once(self) -> frozenset[int]:
         """The values of the top block that are the same for every micro-batch and known before the first one."""
         found = {v for i, v in enumerate(self.block.inputs) if i not in self.repeating}

@@ -19,6 +19,7 @@ from autopar.layout import Layout, replicated
 from autopar.memory_steps import Compiler, compiler_for
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials
+from autopar.pins import PinnedLayout
 from autopar.record import SolverReport
 from autopar.resharding import MeshLinks, StepKind, paths
 from autopar.strategies import Strategy
@@ -109,13 +110,16 @@ class IntraOp:
         arrivals: dict[int, Layout] | None = None,
         constraints: Constraints | None = None,
         alike: Sequence[tuple[Op, Op]] = (),
+        pins: Mapping[int, PinnedLayout] | None = None,
     ) -> None:
         """`fixed` gives arguments the one layout they may have, `wires` SEND operations that of their operand,
-        `arrivals` what comes from other stages the one in which it comes; `constraints` bind everything else. Pairs of
-        operations that are `alike` get the same decisions.
+        `arrivals` what comes from other stages the one in which it comes; `pins` say how values lie, `constraints` bind
+        everything else. Pairs of operations that are `alike` get the same decisions.
+
+        Raises: InvalidArgumentError for a pin that a value cannot have.
         """
         self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
-        self.constraints = constraints
+        self.constraints, self.pins = constraints, pins or {}
         order_of = constraints.order_of if constraints is not None else None
         self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals, order_of)
         self._costs = NodeCosts(graph, model)
@@ -140,6 +144,7 @@ class IntraOp:
                 allowed = np.array([at == layout for at in home.layouts])
                 node_cost[home.node] = np.where(allowed, node_cost[home.node], np.inf)
                 kinds[home.node] = number.setdefault(("fixed", value), len(number))
+        pinned = self._pinned_nodes()
         for position in self.graph.batch:
             # Each device takes its part of the batch in at least once: a whole batch everywhere is not for nothing.
             value = self.graph.block.inputs[position]
@@ -153,7 +158,7 @@ class IntraOp:
                 copied = op.count * np.array([copied_s(self.graph, op, at, self.model) for at in home.layouts])
                 node_cost[home.node] = node_cost[home.node] + copied
                 kinds[home.node] = number.setdefault(("copied", kinds[home.node], copied.tobytes()), len(number))
-        for at, good in self._masks().items():
+        for at, good in {**self._masks(), **pinned}.items():  # where a pin speaks, no other constraint does
             node_cost[at] = np.where(good, node_cost[at], np.inf)
             kinds[at] = number.setdefault(("bound", kinds[at], good.tobytes()), len(number))
         edges: list[solver.Edge] = []
@@ -178,6 +183,23 @@ class IntraOp:
         )
         return problem, fold(assembly, kinds, edge_kinds)
 
+    def _pinned_nodes(self) -> dict[int, np.ndarray]:
+        """For each node that pins speak of, which of its strategies they leave."""
+        found: dict[int, np.ndarray] = {}
+        for value, pin in self.pins.items():
+            home = self.assembly.placed.get(value)
+            if home is None:
+                if not pin.allows(replicated(len(self.graph.values[value].shape))):
+                    raise pin.impossible("it cannot be split")
+                continue
+            good = pin.allowed(home.layouts)
+            if not good.any():
+                raise pin.impossible("no way to compute it leaves it so")
+            found[home.node] = found[home.node] & good if home.node in found else good
+            if not found[home.node].any():
+                raise pin.impossible("another pin speaks of what is computed together with it")
+        return found
+
     def _masks(self) -> dict[int, np.ndarray]:
         """For each node that the constraints bind, which of its strategies they allow.
 
@@ -201,6 +223,7 @@ class IntraOp:
             good = self._good(value, home.layouts)
             # A copy for readers of all roles is kept between the passes, like the value itself.
             bind(home.node, good, self._good(value, home.layouts, bound.copied_well) if readers == ALL else good)
+        updating = Role.UPDATE if self.graph.forward_role is Role.FORWARD else None
         for op in self.graph.ops():
             if op.id not in assembly.of_op:
                 continue
@@ -208,7 +231,7 @@ class IntraOp:
             allowed = wanted = np.ones(len(strategies), bool)
             for i, atom in enumerate(op.inputs):
                 # The update may read a part of whatever is there: what it makes decides.
-                if isinstance(atom, int) and op.role is not Role.UPDATE:
+                if isinstance(atom, int) and op.role is not updating:
                     layouts = assembly.operand_layouts(strategies, i)
                     allowed = allowed & self._good(atom, layouts)
                     wanted = wanted & self._good(atom, layouts, bound.reads_well)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from autopar.intra_op import cost_model
 from autopar.layer_assignment import assign_layers, layer_kinds
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import num_examples
+from autopar.pins import PinsOnMesh, on_meshes
 from autopar.pipelining import (
     PipelineOptions,
     Staged,
@@ -53,6 +55,7 @@ class Found:
     staged: Staged
     choice: Choice
     weighed: tuple[PipelineTrial, ...]
+    pins: PinsOnMesh | None = None
 
     @property
     def trial(self) -> PipelineTrial:
@@ -230,11 +233,14 @@ def _one_part_a_group(step: CutStep, schedule: str, chunks: int) -> UnsupportedE
     )
 
 
-def few_bubbles(traced: TracedStep, num_stages: int) -> int:
-    """The divisor of the batch nearest to four micro-batches for each stage."""
+def few_bubbles(traced: TracedStep, num_stages: int, parts: int = 1) -> int:
+    """The divisor of the batch nearest to four micro-batches for each stage, of those that leave micro-batches which
+    can be cut into so many parts, where the batch can be.
+    """
     if num_stages == 1:
         return 1
-    return nearest_divisor(num_examples(traced), 4 * num_stages)
+    examples = num_examples(traced)
+    return nearest_divisor(examples // parts if examples % parts == 0 else examples, 4 * num_stages)
 
 
 def nearest_divisor(n: int, wanted: float) -> int:
@@ -343,15 +349,17 @@ def equal_choice(
     chunks: int,
     binding: Binding | None = None,
     recompute: str = "nothing",
+    meshes: Sequence[LogicalMesh] | None = None,
 ) -> list[Choice]:
     """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh of them that
-    a binding leaves.
+    a binding leaves, or those that are given.
 
     Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not cut the devices.
     """
     (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
     first_layers = layers_of_pieces(cut) if cut.step.parts > 1 else balanced(cut.layers, num_stages)
-    meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
+    if meshes is None:
+        meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
     return [
         Choice(
             schedule=schedule,
@@ -381,16 +389,26 @@ def asked_pipeline(
         step = cut_scans(traced, num_stages, rules)
         if step.parts > 1 and chunks > 1:
             raise _one_part_a_group(step, name, chunks)
-        num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages)
+        parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
+        num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages, parts)
         cut = cut_layers(step, num_microbatches, rules)
         if binding is not None:
             cut = dataclasses.replace(cut, graph=described(cut.graph))
+            binding.check(cut.graph, cluster.num_devices * chunks // num_stages)
+    pinned: list[PinsOnMesh] = []
+    if options.pins is not None:
+        (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
+        found = options.pins.found(traced, cut.graph)
+        part = part_of(cluster, size)
+        pinned = on_meshes(found, part, options.max_mesh_axes, binding, cut.graph, cut.leaves)
+    meshes = [at.mesh for at in pinned] or None
+    choices = equal_choice(cut, cluster, name, num_stages, chunks, binding, options.recompute, meshes)
     built = []
-    for choice in equal_choice(cut, cluster, name, num_stages, chunks, binding, options.recompute):
+    for choice, pins in itertools.zip_longest(choices, pinned):
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
         with progress.pass_("build stages"):
-            staged = build(cut, choice, cluster, limit_bytes, options.time_limit_s, constraints)
-            built.append(Found(staged=staged, choice=choice, weighed=()))
+            staged = build(cut, choice, cluster, limit_bytes, options.time_limit_s, constraints, pins)
+            built.append(Found(staged=staged, choice=choice, weighed=(), pins=pins))
     best = min(built, key=lambda found: found.rank(limit_bytes))
     return dataclasses.replace(best, weighed=tuple(found.trial for found in built))
 

@@ -17,6 +17,7 @@ from autopar.layout import Layout
 from autopar.lowering import lower
 from autopar.mesh import LogicalMesh
 from autopar.overlap import timed
+from autopar.pins import PinnedLayout
 from autopar.prediction import task_memory
 from autopar.runtime.emitting import emit
 from autopar.runtime.merging import merged
@@ -164,14 +165,15 @@ def solve_stage(
     s_per_byte: float = 0.0,
     fixed: Mapping[int, Layout] | None = None,
     constraints: Constraints | None = None,
+    pins: Mapping[int, PinnedLayout] | None = None,
 ) -> ShardingPlan:
     """The decisions of one stage on its mesh: the ILP over its forward, backward and update operations together.
 
     `s_per_byte` is what a byte of state costs, where memory is short; `fixed` gives arguments (by value) the one layout
-    they may have. Raises: SolverError.
+    they may have. Raises: SolverError, InvalidArgumentError for a pin that a value cannot have.
     """
     received, sent = wires
-    intra_op = IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints)
+    intra_op = IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
     prices = MemoryPrices(s_per_byte=s_per_byte, values=state_values(stage.graph)) if s_per_byte else None
     solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):

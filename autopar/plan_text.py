@@ -11,7 +11,7 @@ from rich.table import Table
 
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
-from autopar.record import MemoryKind, ModuleRow, PipelineRecord, PlannedValue, PlanRecord
+from autopar.record import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 
 WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
@@ -55,11 +55,27 @@ def table(record: PlanRecord) -> str:
             for t in record.tried
         )
         out.line(f"meshes tried: {trials}")
+    if record.pinned is not None:
+        _pins_lines(out, record, record.pinned)
     for weighed in record.weighed:
         out.line(f"weighed: {weighed.text}: {_seconds(weighed.step_time_s)}, peak {_bytes(weighed.peak_bytes)}")
     for note in record.notes:
         out.line(f"note: {note}")
     return out.text()
+
+
+def _pins_lines(out: _Text, record: PlanRecord, pinned: PinsRecord) -> None:
+    """The pins, which mesh axis each of their axes is, and what they cost."""
+    mesh = mesh_of(record, 0)
+    named = zip(record.axis_names, mesh.axis_sizes, mesh.axis_names, strict=True)
+    axes = ", ".join(f"{own}={n} ({name})" for own, n, name in named)
+    without = "no plan was found without them"
+    if pinned.free_step_time_s is not None and pinned.cost_s is not None:
+        without = f"{_seconds(pinned.free_step_time_s)} without them: they cost {_seconds(pinned.cost_s)}"
+    out.line(f"pins on {axes}: step {_seconds(pinned.step_time_s)} with them, {without}")
+    for pin in pinned.pins:
+        alone = f", {_seconds(pin.alone_s)} on this mesh with this pin alone" if pin.alone_s is not None else ""
+        out.line(f"  {pin.pattern}: {pin.spec}, {pin.count} {pin.of}{alone}")
 
 
 def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:

@@ -276,7 +276,8 @@ def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[in
     the width that it sums over, none of the widths that hang together is told apart.
     """
     width = _Widths()
-    forward = [op for op in graph.ops() if op.rule is not None and op.role is Role.FORWARD]
+    role = graph.forward_role
+    forward = [op for op in graph.ops() if op.rule is not None and op.role is role]
 
     def unnamed(value: int, d: int) -> bool:
         return not any(names for _, names in followed.of(value, d))
@@ -364,12 +365,13 @@ class _Widths:
 def _purposes(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> dict[int, Purpose]:
     found: dict[int, Purpose] = {}
     matrices = _feeding(graph, values, dependent)
+    forward_role = graph.forward_role
     for op in graph.ops():
         for v in op.outputs:
             has_examples = any(Dimension.EXAMPLE in names for names in values[v].dimensions)
             if op.kind is OpKind.ACCUMULATE:
                 found[v] = Purpose.ACCUMULATOR
-            elif op.role is Role.UPDATE and not has_examples:
+            elif op.role is Role.UPDATE and op.role is not forward_role and not has_examples:
                 found[v] = Purpose.UPDATE
             elif v not in dependent:
                 copied = v in matrices and len(values[v].shape) > 1
@@ -382,8 +384,10 @@ def _purposes(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> d
                     copied = v in matrices and len(values[v].shape) > 1
                     found[v] = Purpose.MATRIX_COPY if copied else Purpose.WEIGHT_COPY
     inputs = graph.block.inputs
-    state = {inputs[i] for i in {*graph.donated, *(i for i, _ in graph.tied)}}
-    forward = {v for op in graph.block.ops if op.role is not Role.UPDATE for v in read_by(op)}
+    # Parameters need not be replaced: an evaluation step reads them only, or closes over them.
+    state = {v for i, v in enumerate(inputs) if i >= len(graph.constants) or v in matrices}
+    updating = Role.UPDATE if forward_role is Role.FORWARD else None
+    forward = {v for op in graph.block.ops if op.role is not updating for v in read_by(op)}
     for position, v in enumerate(inputs):
         if position in graph.batch:
             found[v] = Purpose.BATCH
@@ -408,10 +412,11 @@ def _has_columns(op: Op, i: int, value: Value) -> bool:
 
 def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> set[int]:
     """What reaches a product of the forward pass as a matrix, by way of values that are computed of state alone."""
+    role = graph.forward_role
     wanted = {
         atom
         for op in graph.ops()
-        if op.primitive in _MULTIPLYING and op.role is Role.FORWARD
+        if op.primitive in _MULTIPLYING and op.role is role
         for i, atom in enumerate(op.inputs)
         if isinstance(atom, int) and atom not in dependent and _has_columns(op, i, values[atom])
     }

@@ -8,6 +8,7 @@ from autopar.constraints import AxisUse, Binding
 from autopar.device_grids import cube, square
 from autopar.errors import InvalidArgumentError
 from autopar.graph import Dimension, Purpose
+from autopar.pins import Pins
 from autopar.pipelining import PipelineOptions
 from autopar.recomputation import Recompute
 from autopar.runtime.schedules import SCHEDULES
@@ -20,6 +21,7 @@ class Recipe:
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
     binding: Binding | None = None
     recompute: str = "nothing"
+    pins: Pins | None = None
 
 
 def data_parallel() -> Recipe:
@@ -70,10 +72,24 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
     return Recipe(binding=cube(size=size) if kind == "3d" else square(size=size, depth=depth))
 
 
+def expert_parallel(size: int | None = None) -> Recipe:
+    """Experts in parts: `size` devices share the experts of each layer, all devices where it is None.
+
+    Each of them has all other parameters and its own examples; tokens travel to their experts and back by all-to-alls,
+    two in the forward pass and two in the backward pass of each layer. What is left of the devices is data parallel.
+    Sources: Lepikhin et al., "GShard", 2020, section 3; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5. Raises:
+    InvalidArgumentError.
+    """
+    if size is not None:
+        check_number("recipes.expert_parallel(size=...)", size)
+    return _bound(dp=None if size is not None else 1, tp=1, ep=size)
+
+
 def combine(
     *,
     dp: int | None = None,
     tp: int = 1,
+    ep: int = 1,
     pp: int = 1,
     zero: int = 0,
     sequence_parallel: bool = False,
@@ -82,14 +98,15 @@ def combine(
     chunks: int | None = None,
     recompute: str = "nothing",
 ) -> Recipe:
-    """Data, tensor and pipeline parallelism together, in Megatron's order: tensor groups are neighbours, then come data
-    groups, then stages.
+    """Data, tensor, expert and pipeline parallelism together, in Megatron's order: tensor groups are neighbours, then
+    come expert groups, data groups, and stages.
 
     Args:
         dp: Copies of the model; None: as many as the devices make.
         tp: Devices that share each matrix (`tensor_parallel("1d")`).
-        pp: Pipeline stages, each of `dp * tp` devices.
-        zero: What the copies share out, as in `zero`.
+        ep: Devices that share the experts of a copy, each with examples of its own (`expert_parallel`).
+        pp: Pipeline stages, each of `dp * ep * tp` devices.
+        zero: What the copies share out, as in `zero`; what is no expert's is shared out over `dp * ep` devices.
         sequence_parallel: Whether tensor groups split what lies between the matrices by positions (norms, dropout,
             residuals), with reduce-scatters and all-gathers in the place of all-reduces. Source: Korthikanti et al.,
             "Reducing activation recomputation in large transformer models", 2022, section 4.2.2.
@@ -105,6 +122,7 @@ def combine(
     for name, number in (
         ("dp", dp),
         ("tp", tp),
+        ("ep", ep),
         ("pp", pp),
         ("num_microbatches", num_microbatches),
         ("chunks", chunks),
@@ -129,7 +147,7 @@ def combine(
         )
     # Only what is cut into micro-batches can be recomputed by layer; one stage and one micro-batch will do.
     num_stages = pp if pp > 1 or recompute != "nothing" else None
-    recipe = _bound(dp=dp, tp=tp, zero=zero, sequence_parallel=sequence_parallel)
+    recipe = _bound(dp=dp, tp=tp, ep=ep, zero=zero, sequence_parallel=sequence_parallel)
     options = PipelineOptions(
         num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks
     )
@@ -156,7 +174,9 @@ _ZERO_MUSTS: tuple[tuple[Purpose, ...], ...] = (
 )
 
 
-def _bound(*, dp: int | None, tp: int | None, zero: int = 0, sequence_parallel: bool = False) -> Recipe:
+def _bound(
+    *, dp: int | None, tp: int | None, ep: int | None = 1, zero: int = 0, sequence_parallel: bool = False
+) -> Recipe:
     data = AxisUse(
         name="data",
         dimensions=(Dimension.EXAMPLE,),
@@ -174,7 +194,19 @@ def _bound(*, dp: int | None, tp: int | None, zero: int = 0, sequence_parallel: 
         reads=_MATRICES,
         keeps=positions,
     )
-    return Recipe(binding=Binding(axes=(data, tensor), sizes=(dp, tp)))
+    if ep == 1:
+        return Recipe(binding=Binding(axes=(data, tensor), sizes=(dp, tp)))
+    experts = AxisUse(
+        name="expert",
+        dimensions=(Dimension.EXAMPLE, Dimension.EXPERT),
+        spread=_ZERO_SPREADS[zero],
+        must=(*_EXAMPLES, *_MATRICES, *_ZERO_MUSTS[zero]),
+        reads=(*_EXAMPLES, *_MATRICES),
+        keeps=(Dimension.EXAMPLE, Dimension.EXPERT),
+        own=(Dimension.EXPERT,),
+        adds=False,
+    )
+    return Recipe(binding=Binding(axes=(data, experts, tensor), sizes=(dp, ep, tp)))
 
 
 def pipeline(

@@ -243,12 +243,44 @@ class PipelineTrial:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PinRecord:
+    """One pin: its pattern, its spec as Python writes it, and how many leaves or modules it names.
+
+    `alone_s` is what the step would take on the same mesh with this pin alone, where that was worked out.
+    """
+
+    pattern: str
+    spec: str
+    count: int
+    of: str
+    alone_s: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PinsRecord:
+    """What a plan was made to hold to, and what that costs.
+
+    `free_step_time_s` is what the step is predicted to take without pins, on the mesh that is best then; None where no
+    such plan was found.
+    """
+
+    pins: tuple[PinRecord, ...]
+    step_time_s: float
+    free_step_time_s: float | None
+
+    @property
+    def cost_s(self) -> float | None:
+        """Seconds that the pins add to a step."""
+        return None if self.free_step_time_s is None else self.step_time_s - self.free_step_time_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
     """Everything of a plan that is saved.
 
     Of a plan with a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names` says what
-    the axes are for (data, tensor), in a plan that was made by a recipe. `timeline` is that of a step in one program; a
-    pipeline has its own.
+    the axes are for (data, tensor), in a plan that was made by a recipe, or what pins call them. `timeline` is that of
+    a step in one program; a pipeline has its own.
     """
 
     format_version: int
@@ -269,6 +301,7 @@ class PlanRecord:
     weighed: tuple[PipelineTrial, ...] = ()
     axis_names: tuple[str, ...] = ()
     timeline: Timeline = NO_TIMELINE
+    pinned: PinsRecord | None = None
 
 
 def encode(record: PlanRecord) -> bytes:

@@ -17,6 +17,7 @@ from autopar.layers import Layers
 from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import micro_batched
+from autopar.pins import PinnedLayout, PinsOnMesh
 from autopar.pipelining import (
     PlannedStage,
     Staged,
@@ -48,6 +49,11 @@ class Cut:
     step: CutStep
     graph: OpGraph
     layers: Layers
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The leaf that each argument is, or is a piece of."""
+        return tuple(piece.leaf for piece in self.step.arguments)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +127,9 @@ def place(group_meshes: Sequence[LogicalMesh], schedule: Schedule) -> list[Subme
 class Decider:
     """Decides the stages of one pipeline, at one price of memory after another.
 
-    Stages that are alike, on meshes that are alike, at one price, share their decisions. Constraints bind all. `pieces`
-    names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the stage in the
-    middle, which is like most others, chooses for its own.
+    Stages that are alike, on meshes that are alike, at one price, share their decisions. Constraints and pins bind
+    all. `pieces` names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the
+    stage in the middle, which is like most others, chooses for its own.
     """
 
     def __init__(
@@ -134,9 +140,10 @@ class Decider:
         time_limit_s: float,
         pieces: Mapping[int, int],
         constraints: Constraints | None = None,
+        pins: Mapping[int, PinnedLayout] | None = None,
     ) -> None:
         self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
-        self.pieces, self.constraints = pieces, constraints
+        self.pieces, self.constraints, self.pins = pieces, constraints, pins or {}
         self.wires = wires_of(stages, meshes)
         self.shapes = [shape_of(stage.graph) for stage in stages]
         self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
@@ -166,7 +173,10 @@ class Decider:
         problem = self.problem(at, fixed)
         if (problem, price_s_per_byte) not in self.solved:
             stage, model, wires = self.stages[at], self.models[at], self.wires[at]
-            sharding = solve_stage(stage, model, wires, self.time_limit_s, price_s_per_byte, fixed, self.constraints)
+            pinned = self.pinned(at)
+            sharding = solve_stage(
+                stage, model, wires, self.time_limit_s, price_s_per_byte, fixed, self.constraints, pinned
+            )
             known = self.of_problem.setdefault(problem, [])
             number = next((n for n in known if _decides_alike(self.of_stage(n, at), sharding)), len(self.made))
             if number == len(self.made):
@@ -183,7 +193,13 @@ class Decider:
         arrives = sorted((number[v], layout) for v, layout in received.items() if v in number)
         leaves = sorted((op_number[op], layout) for op, layout in sent.items())
         given = sorted((number[v], layout) for v, layout in fixed.items())
-        return shape.key, self.models[at].links, str(arrives), str(leaves), str(given)
+        held = sorted((number[v], str(pin.dims)) for v, pin in self.pinned(at).items())
+        return shape.key, self.models[at].links, str(arrives), str(leaves), str(given), str(held)
+
+    def pinned(self, at: int) -> dict[int, PinnedLayout]:
+        """The pins of values of a stage."""
+        values = set(self.shapes[at].values)
+        return {v: pin for v, pin in self.pins.items() if v in values}
 
     def of_stage(self, number: int, at: int) -> ShardingPlan:
         """Decisions in the numbers of a stage."""
@@ -215,10 +231,12 @@ def build(
     limit_bytes: int,
     time_limit_s: float,
     constraints: Constraints | None = None,
+    pins: PinsOnMesh | None = None,
 ) -> Staged:
     """Works a choice out: recomputation, stages, decisions, instructions, tasks, the list, its simulation.
 
-    Stages that do not fit into the memory are decided anew, leaner each time, a few times at most.
+    Stages that do not fit into the memory are decided anew, leaner each time, a few times at most. Pins hold on the
+    mesh of every stage.
     """
     graph = recomputed(cut, choice.policies)
     num_stages = len(choice.first_layers)
@@ -227,7 +245,9 @@ def build(
     stages = cut_stages(graph, cut.layers, choice.first_layers, schedule.splits_backward, num_stages)
     submeshes = place(choice.group_meshes, schedule)
     models = [model_of(cluster, s.mesh) for s in submeshes]
-    decider = Decider(stages, models, [s.mesh for s in submeshes], time_limit_s, pieces_of(cut), constraints)
+    pinned = pins.layouts(graph, cut.leaves) if pins is not None else {}
+    meshes = [s.mesh for s in submeshes]
+    decider = Decider(stages, models, meshes, time_limit_s, pieces_of(cut), constraints, pinned)
     prices, costs = [lowest_price(model) for model in models], TaskCosts()
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):

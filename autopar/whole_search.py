@@ -22,6 +22,7 @@ from autopar.layout import Layout
 from autopar.lowering import LoweredBlock, lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
 from autopar.overlap import timed
+from autopar.pins import Pins, PinsOnMesh, on_meshes
 from autopar.pipelining import (
     PipelineOptions,
 )
@@ -48,7 +49,7 @@ class PlanOptions:
 
     `max_mesh_axes` bounds the logical meshes that are tried, `axis_sizes` names the only one. `fixed` gives argument
     leaves (by number) a layout that they must have. `binding` is a mesh whose axes have their uses, `recompute` what
-    each layer of a pipeline recomputes (`Recompute`).
+    each layer of a pipeline recomputes (`Recompute`), `pins` say how some arguments and values lie.
     """
 
     memory_limit_bytes: int | None = None
@@ -59,6 +60,7 @@ class PlanOptions:
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
     binding: Binding | None = None
     recompute: str = "nothing"
+    pins: Pins | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class Candidate:
     stands_for: dict[int, tuple[int, Any]]
     step_time_s: float
     shared_out_s: float
+    pins: PinsOnMesh | None = None
 
 
 def whole_step(
@@ -92,27 +95,36 @@ def whole_step(
     Adds to `trials` what was tried.
     """
     candidates: list[Candidate] = []
-    for mesh in logical_meshes(cluster, options):
+    for mesh, pins in logical_meshes(traced, graph, cluster, options):
         if not worth_trying(mesh, candidates, limit_bytes):
             status = f"not tried: the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}"
             trials.append(MeshTrial(axis_sizes=mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status))
             continue
         with progress.pass_(f"mesh {mesh}"):
             fitting_s = [c.step_time_s for c in candidates if c.estimate.peak_bytes <= limit_bytes]
-            found = search(graph, cost_model(cluster, mesh), limit_bytes, options, min(fitting_s, default=math.inf))
+            to_beat_s = min(fitting_s, default=math.inf)
+            found = search(graph, cost_model(cluster, mesh), limit_bytes, options, to_beat_s, pins)
         trials.append(trial(found))
         if isinstance(found, Candidate):
             candidates.append(found)
     return choose(traced, graph, candidates, trials, limit_bytes)
 
 
-def logical_meshes(cluster: Cluster, options: PlanOptions) -> tuple[LogicalMesh, ...]:
-    """What the options name, else the distinct meshes of the cluster."""
+def logical_meshes(
+    traced: TracedStep, graph: OpGraph, cluster: Cluster, options: PlanOptions
+) -> list[tuple[LogicalMesh, PinsOnMesh | None]]:
+    """What the options name, else the distinct meshes of the cluster; each with the pins on it, where there are any.
+
+    Raises: InvalidArgumentError for pins that name nothing, or that hold on no mesh.
+    """
+    if options.pins is not None:
+        found = options.pins.found(traced, graph)
+        return [(at.mesh, at) for at in on_meshes(found, cluster, options.max_mesh_axes, options.binding, graph)]
     if options.binding is not None:
-        return (options.binding.on(cluster.num_devices)[0],)
+        return [(options.binding.on(cluster.num_devices)[0], None)]
     if options.axis_sizes is not None:
-        return (LogicalMesh(axis_sizes=options.axis_sizes),)
-    return distinct_meshes(cluster, options.max_mesh_axes)
+        return [(LogicalMesh(axis_sizes=options.axis_sizes), None)]
+    return [(mesh, None) for mesh in distinct_meshes(cluster, options.max_mesh_axes)]
 
 
 def distinct_meshes(cluster: Cluster, max_axes: int) -> tuple[LogicalMesh, ...]:
@@ -164,7 +176,12 @@ def choose(
 
 
 def search(
-    graph: OpGraph, model: CostModel, limit_bytes: int, options: PlanOptions, to_beat_s: float = math.inf
+    graph: OpGraph,
+    model: CostModel,
+    limit_bytes: int,
+    options: PlanOptions,
+    to_beat_s: float = math.inf,
+    pins: PinsOnMesh | None = None,
 ) -> Candidate | MeshTrial:
     """The fastest plan on one mesh, within the memory limit where that can be had, else the smallest found.
 
@@ -181,12 +198,13 @@ def search(
     first_argument = len(graph.constants)
     fixed = {graph.block.inputs[first_argument + i]: layout for i, layout in options.fixed}
     constraints = options.binding.on(model.links.mesh.num_devices)[1] if options.binding is not None else None
-    intra_op = IntraOp(graph, model, fixed, constraints=constraints)
+    pinned = pins.layouts(graph) if pins is not None else None
+    intra_op = IntraOp(graph, model, fixed, constraints=constraints, pins=pinned)
     free = intra_op.solve(time_limit_s=options.time_limit_s)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
         status = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
         return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
-    best = evaluated(graph, model, intra_op.decode(free))
+    best = dataclasses.replace(evaluated(graph, model, intra_op.decode(free)), pins=pins)
     if best.estimate.peak_bytes <= limit_bytes or best.step_time_s >= to_beat_s:
         return best
     crowding = crowded(best, limit_bytes)
@@ -202,7 +220,7 @@ def search(
         told = dataclasses.replace(
             solution, status=Status.FEASIBLE, objective=cost, bound=free.bound, gap=_gap(cost, free.bound)
         )
-        candidate = evaluated(graph, model, intra_op.decode(told))
+        candidate = dataclasses.replace(evaluated(graph, model, intra_op.decode(told)), pins=pins)
         fits = candidate.estimate.peak_bytes <= limit_bytes
         if (not fits, rank(candidate, fits)) < (fits_at is None, rank(best, fits_at is not None)):
             best = candidate

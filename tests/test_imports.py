@@ -49,6 +49,7 @@ LAYER_OF = {
     "layers": "front end",
     "micro_batches": "front end",
     "partials": "front end",
+    "pins": "front end",
     "recomputation": "front end",
     "rewriting": "front end",
     "rules": "front end",
@@ -84,6 +85,7 @@ LAYER_OF = {
     "intra_op": "compiler",
     "lowering": "compiler",
     "overlap": "compiler",
+    "pin_prices": "compiler",
     "memory_use": "compiler",
     "pipeline_search": "compiler",
     "pipelining": "compiler",
@@ -99,6 +101,7 @@ LAYER_OF = {
     "__main__": "face",
     "api": "face",
     "device_grids": "face",
+    "constraining": "face",
     "recipes": "face",
     "verification": "face",
 }

@@ -201,3 +201,28 @@ def test_heads_are_an_output_and_experts_no_side():
     assert sides(lambda w, x: jnp.einsum("ebd,edf->ebf", jnp.stack([x] * 4), w), shape(4, 8, 6), shape(16, 8)) == [
         ["", "input", "output"]
     ]
+
+
+def of_arguments(step, *shapes, donate=()):
+    traced = trace(step, shapes, names=("params", "batch"), donate=donate, batch=(1,))
+    graph = described(build_graph(traced, RuleBook()))
+    return graph, [graph.values[v] for v in graph.block.inputs]
+
+
+def test_in_a_step_without_gradients_all_is_forward_and_what_is_no_batch_is_a_parameter():
+    def step(params, x):
+        return {"loss": jnp.mean(jnp.tanh(x @ params["first"] + params["bias"]) @ params["second"])}
+
+    params = {"bias": shape(32), "first": shape(8, 32), "second": shape(32, 8)}
+    graph, (bias, first, second, x) = of_arguments(step, params, shape(16, 8))
+    assert [v.purpose for v in (bias, first, second, x)] == [
+        Purpose.PARAMETER, Purpose.MATRIX, Purpose.MATRIX, Purpose.BATCH,
+    ]  # fmt: skip
+    assert [Dimension.FEATURE in names for names in first.dimensions] == [True, False]
+    assert of(graph, "tanh") == ([{EXAMPLE}, set()], Purpose.ACTIVATION)
+
+
+def test_parameters_need_not_be_given_up():
+    step = trained(lambda w, x: jnp.tanh(x @ w[0]) @ w[1])
+    _, (first, second, x) = of_arguments(step, [shape(8, 16), shape(16, 8)], shape(32, 8))
+    assert [v.purpose for v in (first, second, x)] == [Purpose.MATRIX, Purpose.MATRIX, Purpose.BATCH]

@@ -102,6 +102,13 @@ def test_three_kinds_of_parallelism_together(case):
     }
 
 
+def test_micro_batches_that_are_not_asked_for_leave_every_copy_an_example():
+    case, recipe = CASES["mlp"](batch=16), recipes.combine(pp=2)  # four copies of two stages
+    step = autopar.parallelize(case.step, plan=recipe, cache_dir=None, show_progress=False)
+    plan = step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
+    assert plan.record.pipeline.num_microbatches == 4
+
+
 def test_groups_of_sixteen_devices_are_megatrons():
     cluster = autopar.Cluster.preset("dgx-a100-40g", hosts=2)
     case = CASES["gpt"](layers=4, batch=16)

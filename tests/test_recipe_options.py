@@ -1,0 +1,105 @@
+"""Recipes beside what training steps ask for: cut batches, recomputation, half precision, every schedule.
+
+Numbers are held against plain `jax.jit` of the same step, collectives against the compiled program.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import recipes
+from benchmarks.zoo import CASES
+
+RECIPES = {
+    "data": {},
+    "zero 1": {"zero": 1},
+    "zero 2": {"zero": 2},
+    "zero 3": {"zero": 3},
+    "tensor": {"tp": 4},
+}
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+GPT = CASES["gpt"](layers=1, batch=16)
+BFLOAT16 = CASES["gpt_bf16"](layers=1, batch=16)
+DEEP = {"gpt": CASES["gpt"](layers=4, batch=16), "moe": CASES["moe"](layers=4, batch=16)}
+# A scale under which no gradient overflows in float16, and one under which they all do, whatever is summed first.
+NONE_OVERFLOWS, ALL_OVERFLOW = 2.0**10, 2.0**26
+
+
+def scaled(scale):
+    """Training in float16 from a loss scale on."""
+    case = CASES["loss_scaling"](batch=32)
+    return dataclasses.replace(case, init=lambda key: {**case.init(key), "scale": jnp.float32(scale)})
+
+
+def verified(case, recipe, devices=8):
+    step = autopar.parallelize(
+        case.step, plan=recipe, cluster=autopar.Cluster.local(devices), cache_dir=None, show_progress=False
+    )
+    state = jax.jit(case.init)(jax.random.key(0))
+    made = autopar.verify(step, state, case.batch(0))
+    assert made.difference <= case.tolerance, made
+    assert made.total.predicted == pytest.approx(made.total.compiled, rel=0.01), str(made)
+    return step.plan(state, case.batch(0)), made
+
+
+def all_but(*fast):
+    """Every recipe, of which only some are fast enough for every run."""
+    return [pytest.param(o, id=name, marks=[] if name in fast else pytest.mark.slow) for name, o in RECIPES.items()]
+
+
+@pytest.mark.parametrize("options", all_but())
+def test_a_batch_in_parts(options):
+    plan, _ = verified(GPT, recipes.combine(**options, num_microbatches=2))
+    assert plan.record.pipeline.num_microbatches == 2
+
+
+@pytest.mark.parametrize("recompute", ["matmuls", pytest.param("input", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", all_but("zero 3"))
+def test_recomputation_in_a_batch_in_parts(options, recompute):
+    plan, _ = verified(GPT, recipes.combine(**options, recompute=recompute, num_microbatches=2))
+    assert set(plan.record.pipeline.recomputed) == {recompute}
+
+
+@pytest.mark.parametrize("num_microbatches", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", all_but())
+def test_bfloat16_with_master_weights_in_float32(options, num_microbatches):
+    plan, _ = verified(BFLOAT16, recipes.combine(**options, num_microbatches=num_microbatches))
+    assert {v.dtype for v in plan.record.arguments if ".params[" in v.path} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("scale", "num_microbatches"),
+    [
+        (NONE_OVERFLOWS, 2),
+        pytest.param(NONE_OVERFLOWS, None, marks=pytest.mark.slow),
+        pytest.param(ALL_OVERFLOW, None, marks=pytest.mark.slow),
+        pytest.param(ALL_OVERFLOW, 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("options", all_but("zero 3"))
+def test_float16_with_a_loss_scale(options, scale, num_microbatches):
+    # The update stands in a `lax.cond` over all parameters, which is taken where no gradient has overflowed.
+    verified(scaled(scale), recipes.combine(**options, num_microbatches=num_microbatches))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_on_every_schedule(name, schedule):
+    plan, _ = verified(DEEP[name], recipes.pipeline(2, schedule, num_microbatches=4), 4)
+    assert plan.record.pipeline.schedule == schedule
+    assert len(plan.record.pipeline.stages) == (4 if schedule in ("interleaved", "zb-v") else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", all_but(*RECIPES))
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_stages_of_recipes(options, schedule):
+    options = {**options, "tp": min(options.get("tp", 1), 2)}
+    recipe = recipes.combine(pp=2, **options, schedule=schedule, num_microbatches=4)
+    plan, _ = verified(DEEP["gpt"], recipe, 4)
+    assert plan.record.pipeline.schedule == schedule
+    assert "pipeline" in plan.groups()
