@@ -14,8 +14,11 @@ import numpy as np
 
 from autopar.errors import InvalidArgumentError
 from autopar.graph import Dimension, Purpose, Value
-from autopar.layout import Layout
+from autopar.layout import Layout, replicated
 from autopar.mesh import AXIS_NAMES, LogicalMesh
+
+# What inner widths count.
+_WIDTHS = frozenset({Dimension.HEAD})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +28,13 @@ class AxisUse:
     Attributes:
         name: What people call it: data, tensor, sequence, expert.
         dimensions: It may split dimensions that count these, of any value.
-        unnamed: It may split dimensions that count none of `Dimension` (heads, inner widths), of any value.
+        unnamed: It may split dimensions that count heads, or none of `Dimension` (inner widths), of any value.
         spread: It may split values of these purposes along any dimension.
         must: It must split values of these purposes, where they lie, if it may and one of their dimensions divides.
         reads: Operations must read values of these purposes split over it, if they can.
         keeps: Activations may be cut over it, and sums over it be left split, along dimensions that count these only.
+        exchanges: Activations that it splits may be split along dimensions that count these instead (an all-to-all).
+            What has such dimensions and counts positions twice (scores of attention, masks) is split along these only.
     """
 
     name: str
@@ -39,6 +44,7 @@ class AxisUse:
     must: tuple[Purpose, ...] = ()
     reads: tuple[Purpose, ...] = ()
     keeps: tuple[Dimension, ...] = ()
+    exchanges: tuple[Dimension, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,12 @@ class Constraints:
     """The use of each axis of a mesh, in its order."""
 
     axes: tuple[AxisUse, ...]
+
+    def parts_of_heads(self, mesh: LogicalMesh) -> int:
+        """Among how many devices the heads of each attention must be shared, as they are exchanged for positions."""
+        if not any(Dimension.HEAD in use.exchanges for use in self.axes):
+            return 1
+        return mesh.size(a for a, use in enumerate(self.axes) if use.unnamed or Dimension.HEAD in use.exchanges)
 
     def allowed(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Which of the layouts the axes allow for a value; partial ones as the split beside the sum."""
@@ -56,9 +68,23 @@ class Constraints:
 
     def _may_split(self, use: AxisUse, value: Value, d: int) -> bool:
         names = value.dimensions[d] if value.dimensions else frozenset()
-        if value.purpose in use.spread or names.intersection(use.dimensions):
+        if value.purpose in use.spread:
             return True
-        return use.unnamed and not names
+        is_score = _is_score(value, use.exchanges)
+        if is_score or (value.purpose is Purpose.ACTIVATION and names.intersection(use.exchanges)):
+            return bool(names.intersection(use.exchanges))
+        return bool(names.intersection(use.dimensions)) or (use.unnamed and names <= _WIDTHS)
+
+    def natural(self, value: Value, mesh: LogicalMesh) -> Layout:
+        """A value split by each axis along the first dimension that counts what the axis is for, if one divides."""
+        layout = replicated(len(value.shape))
+        for axis, use in enumerate(self.axes):
+            for d, names in enumerate(value.dimensions):
+                dims = tuple((*on, axis) if e == d else on for e, on in enumerate(layout.dims))
+                if names.intersection(use.dimensions) and Layout(dims).fits(value.shape, mesh):
+                    layout = Layout(dims)
+                    break
+        return layout
 
     def lies_well(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Which layouts split a value as it must lie, as far as it can."""
@@ -78,6 +104,18 @@ class Constraints:
                 good = good & split if (good & split).any() else good
         return good
 
+    def meets_activations(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Which layouts of an operand may meet activations in one operation: where positions are exchanged for heads,
+        only activations are split so, for weights come behind the way back.
+        """
+        if value.purpose is Purpose.ACTIVATION or not any(use.exchanges for use in self.axes):
+            return np.ones(len(layouts), bool)
+        return np.array([not self._is_exchanged(value, layout) for layout in layouts], bool)
+
+    def _is_exchanged(self, value: Value, layout: Layout) -> bool:
+        split = ((value.dimensions[d], self.axes[axis]) for d, axes in enumerate(layout.dims) for axis in axes)
+        return any(names.intersection(use.exchanges) and not _is_score(value, use.exchanges) for names, use in split)
+
     def may_become(self, value: Value, source: Layout, target: Layout) -> bool:
         """Whether a value that lies in one layout may be laid in another: what its axes may newly split.
 
@@ -88,11 +126,19 @@ class Constraints:
                 use, names = self.axes[axis], value.dimensions[d] if value.dimensions else frozenset()
                 if axis in source.dims[d] or names.intersection(use.keeps):
                     continue
+                if axis in source.sharded_axes and names.intersection(use.exchanges):
+                    continue
                 if axis in source.partial and value.purpose not in use.spread:
                     return False
                 if value.purpose is Purpose.ACTIVATION:
                     return False
         return True
+
+
+def _is_score(value: Value, exchanges: tuple[Dimension, ...]) -> bool:
+    """Whether a value counts positions twice, for each of what can be exchanged for them."""
+    twice = sum(Dimension.SEQUENCE in names for names in value.dimensions) > 1
+    return twice and any(names.intersection(exchanges) for names in value.dimensions)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,13 @@ from autopar.cluster import Cluster, DeviceKind
 from autopar.constraints import Constraints
 from autopar.costs import Work, flops_of, is_fusible, time_s
 from autopar.folding import fold
-from autopar.graph import Atom, Op, OpGraph, OpKind, Role, Section
+from autopar.graph import Atom, Op, OpGraph, OpKind, Purpose, Role, Section
 from autopar.jax_compat import jax_version
 from autopar.layout import Layout, replicated
 from autopar.memory_steps import Compiler, compiler_for
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials
+from autopar.purposes import check_heads
 from autopar.record import SolverReport
 from autopar.resharding import MeshLinks, StepKind, paths
 from autopar.strategies import Strategy
@@ -111,9 +112,13 @@ class IntraOp:
     ) -> None:
         """`fixed` gives arguments the one layout they may have, `wires` SEND operations that of their operand,
         `arrivals` what comes from other stages the one in which it comes; `constraints` bind everything else.
+
+        Raises: UnsupportedError where the constraints ask for what the graph's attention cannot do.
         """
         self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
         self.constraints = constraints
+        if constraints is not None:
+            check_heads(graph, constraints.parts_of_heads(model.links.mesh))
         self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals)
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
@@ -196,11 +201,14 @@ class IntraOp:
                 continue
             node, strategies = assembly.of_op[op.id]
             allowed = wanted = np.ones(len(strategies), bool)
+            meets = any(isinstance(a, int) and self.graph.values[a].purpose is Purpose.ACTIVATION for a in op.inputs)
             for i, atom in enumerate(op.inputs):
                 # The update may read a part of whatever is there: what it makes decides.
                 if isinstance(atom, int) and op.role is not Role.UPDATE:
                     layouts = assembly.operand_layouts(strategies, i)
                     allowed = allowed & self._good(atom, layouts)
+                    if meets:
+                        allowed = allowed & self._good(atom, layouts, bound.meets_activations)
                     wanted = wanted & self._good(atom, layouts, bound.reads_well)
             for i, atom in enumerate(op.outputs):
                 layouts = assembly.result_layouts(strategies, i)

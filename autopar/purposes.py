@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from autopar.errors import UnsupportedError
 from autopar.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Value, read_by, walk
 
 Names = frozenset[Dimension]
@@ -35,7 +36,8 @@ def described(graph: OpGraph) -> OpGraph:
     A batch leaf's first dimension counts examples. The next ones count positions: of whole numbers (tokens) all of
     them, of others all but the last, which holds features. Experts are what a product of a parameter keeps apart
     although it counts neither examples nor positions. Features are what layers hand on: of two widths that a matrix
-    joins, one is handed on and the other stays inside of a layer (`_handed_on`).
+    joins, one is handed on and the other stays inside of a layer (`_handed_on`). Heads are what a product of two values
+    with positions keeps apart beside the examples; they are widths like others until then.
     """
     followed = _Followed(graph)
     for position in graph.batch:
@@ -56,8 +58,40 @@ def described(graph: OpGraph) -> OpGraph:
     followed.settle()
     named = [dataclasses.replace(v, dimensions=followed.names(v)) for v in graph.values]
     purposes = _purposes(graph, named, dependent)
-    values = tuple(dataclasses.replace(v, purpose=purposes.get(v.id, Purpose.ACTIVATION)) for v in named)
+    for at, parts in _heads(graph, followed, dependent):
+        followed.put(at, parts)
+    followed.settle()
+    values = tuple(
+        dataclasses.replace(v, dimensions=followed.names(v), purpose=purposes.get(v.id, Purpose.ACTIVATION))
+        for v in graph.values
+    )
     return dataclasses.replace(graph, values=values)
+
+
+def score_products(graph: OpGraph) -> Iterator[Op]:
+    """The products of a described graph whose result has the positions of both operands: queries by keys."""
+    for op in graph.ops():
+        if op.primitive != "dot_general" or op.rule is None:
+            continue
+        (result,), dimensions = op.rule.results, graph.values[op.outputs[0]].dimensions
+        positions = {f for fs, names in zip(result, dimensions, strict=True) if Dimension.SEQUENCE in names for f in fs}
+        left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands)
+        if positions - left and positions - right and all(isinstance(a, int) for a in op.inputs):
+            yield op
+
+
+def check_heads(graph: OpGraph, parts: int) -> None:
+    """Raises: UnsupportedError where attention has no heads that so many devices can share."""
+    for op in score_products(graph):
+        value = graph.values[op.outputs[0]]
+        heads = [n for n, names in zip(value.shape, value.dimensions, strict=True) if Dimension.HEAD in names]
+        if not any(n % parts == 0 for n in heads):
+            raise UnsupportedError(
+                where=f"attention in {op.module or 'the step'}",
+                expected=f"a dimension of heads that {parts} devices can share, apart from the examples",
+                got=f"scores of shape {list(value.shape)}, heads: {heads or 'none'}",
+                hint="share sequences among fewer devices (sp, size), or take another kind of sequence parallelism",
+            )
 
 
 # A dimension of a value.
@@ -253,6 +287,28 @@ def _expert_dimensions(graph: OpGraph, followed: _Followed, dependent: set[int])
                 unnamed = all(not names for _, names in followed.of(atom, d))
                 if unnamed and factors and kept_apart.issuperset(factors):
                     yield atom, d
+
+
+def _heads(graph: OpGraph, followed: _Followed, dependent: set[int]) -> Iterator[tuple[_At, Parts]]:
+    """Dimensions that scores and what they weigh keep apart; the parts of them that count nothing else are heads."""
+    for op in graph.ops():
+        if op.primitive != "dot_general" or op.rule is None or not dependent.issuperset(read_by(op)):
+            continue
+        if not all(isinstance(atom, int) and _has_positions(graph, followed, atom) for atom in op.inputs):
+            continue
+        (left, right), (result,) = op.rule.operands, op.rule.results
+        kept_apart = (
+            {f for dim in left for f in dim} & {f for dim in right for f in dim} & {f for dim in result for f in dim}
+        )
+        for d, factors in enumerate(result):
+            parts = followed.of(op.outputs[0], d)
+            if factors and kept_apart.issuperset(factors) and any(not names for _, names in parts):
+                yield (op.outputs[0], d), tuple((n, names or frozenset({Dimension.HEAD})) for n, names in parts)
+
+
+def _has_positions(graph: OpGraph, followed: _Followed, value: int) -> bool:
+    dimensions = range(len(graph.values[value].shape))
+    return any(Dimension.SEQUENCE in names for d in dimensions for _, names in followed.of(value, d))
 
 
 def _handed_on(graph: OpGraph, followed: _Followed, dependent: set[int]) -> list[_At]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from autopar.constraints import AxisUse, Binding
 from autopar.errors import InvalidArgumentError
@@ -52,29 +53,55 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None) -> Recipe:
     return _bound(dp=None if size is not None else 1, tp=size)
 
 
+def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Recipe:
+    """Positions in parts: each device has a part of every sequence.
+
+    `size` devices hold a sequence together, all of them where it is None; what is left is data parallel. The kinds:
+
+    * "megatron": between the matrices of `tensor_parallel("1d")`. Source: Korthikanti et al., "Reducing activation
+      recomputation in large transformer models", 2022, section 4.2.2.
+    * "ulysses": everywhere but inside of attention, which is split by heads; all-to-alls bring queries, keys and values
+      there and the result back. Parameters are whole (`combine(sp=..., zero=...)` shares them out). Source: Jacobs et
+      al., "DeepSpeed Ulysses", 2023, section 3.
+
+    Raises: InvalidArgumentError.
+    """
+    if size is not None:
+        check_number("recipes.sequence_parallel(size=...)", size)
+    dp = None if size is not None else 1
+    if kind == "megatron":
+        return _bound(dp=dp, tp=size, sequence_parallel=True)
+    check_sequence("recipes.sequence_parallel(kind)", kind, ("megatron", *_SEQUENCES))
+    return _bound(dp=dp, sp=size, sequence=kind)
+
+
 def combine(
     *,
     dp: int | None = None,
     tp: int = 1,
     pp: int = 1,
+    sp: int = 1,
     zero: int = 0,
+    sequence: str = "ulysses",
     sequence_parallel: bool = False,
     schedule: str | None = None,
     num_microbatches: int | None = None,
     chunks: int | None = None,
     recompute: str = "nothing",
 ) -> Recipe:
-    """Data, tensor and pipeline parallelism together, in Megatron's order: tensor groups are neighbours, then come data
-    groups, then stages.
+    """Data, sequence, tensor and pipeline parallelism together, in Megatron's order: tensor groups are neighbours, then
+    come sequence groups, data groups, and stages.
 
     Args:
         dp: Copies of the model; None: as many as the devices make.
         tp: Devices that share each matrix (`tensor_parallel("1d")`).
-        pp: Pipeline stages, each of `dp * tp` devices.
+        pp: Pipeline stages, each of `dp * sp * tp` devices.
+        sp: Devices that share each sequence, as `sequence` says. They have copies of the model, too.
         zero: What the copies share out, as in `zero`.
+        sequence: As the kind of `sequence_parallel`: "ulysses".
         sequence_parallel: Whether tensor groups split what lies between the matrices by positions (norms, dropout,
-            residuals), with reduce-scatters and all-gathers in the place of all-reduces. Source: Korthikanti et al.,
-            "Reducing activation recomputation in large transformer models", 2022, section 4.2.2.
+            residuals), with reduce-scatters and all-gathers in the place of all-reduces, as
+            `sequence_parallel("megatron")`.
         schedule: As in `pipeline`; "1f1b" where there are stages.
         num_microbatches: Into how many parts the batch is cut. Without stages None cuts nothing.
         chunks: As in `pipeline`.
@@ -88,11 +115,13 @@ def combine(
         ("dp", dp),
         ("tp", tp),
         ("pp", pp),
+        ("sp", sp),
         ("num_microbatches", num_microbatches),
         ("chunks", chunks),
     ):
         if number is not None:
             check_number(f"recipes.combine({name}=...)", number)
+    check_sequence("recipes.combine(sequence=...)", sequence, _SEQUENCES)
     if schedule is not None:
         check_schedule("recipes.combine(schedule=...)", schedule)
     if recompute not in [policy.value for policy in Recompute]:
@@ -111,13 +140,15 @@ def combine(
         )
     # Only what is cut into micro-batches can be recomputed by layer; one stage and one micro-batch will do.
     num_stages = pp if pp > 1 or recompute != "nothing" else None
-    recipe = _bound(dp=dp, tp=tp, zero=zero, sequence_parallel=sequence_parallel)
+    recipe = _bound(dp=dp, tp=tp, sp=sp, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel)
     options = PipelineOptions(
         num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks
     )
     return dataclasses.replace(recipe, pipeline=options, recompute=recompute)
 
 
+# The ways in which an axis of its own splits positions.
+_SEQUENCES = ("ulysses",)
 _EXAMPLES = (Purpose.BATCH, Purpose.ACTIVATION)
 _MATRICES = (Purpose.MATRIX, Purpose.MATRIX_COPY)
 # What ZeRO lets the copies of a model share out, stage by stage; what the update computes goes with its state.
@@ -138,7 +169,15 @@ _ZERO_MUSTS: tuple[tuple[Purpose, ...], ...] = (
 )
 
 
-def _bound(*, dp: int | None, tp: int | None, zero: int = 0, sequence_parallel: bool = False) -> Recipe:
+def _bound(
+    *,
+    dp: int | None,
+    tp: int | None = 1,
+    sp: int | None = 1,
+    zero: int = 0,
+    sequence: str = "ulysses",
+    sequence_parallel: bool = False,
+) -> Recipe:
     data = AxisUse(
         name="data",
         dimensions=(Dimension.EXAMPLE,),
@@ -146,6 +185,15 @@ def _bound(*, dp: int | None, tp: int | None, zero: int = 0, sequence_parallel: 
         must=(*_EXAMPLES, *_ZERO_MUSTS[zero]),
         reads=_EXAMPLES,
         keeps=(Dimension.EXAMPLE,),
+    )
+    split = AxisUse(
+        name="sequence",
+        dimensions=(Dimension.SEQUENCE,),
+        spread=_ZERO_SPREADS[zero],
+        must=(*_EXAMPLES, *_ZERO_MUSTS[zero]),
+        reads=_EXAMPLES,
+        keeps=(Dimension.SEQUENCE,),
+        exchanges=(Dimension.HEAD,),
     )
     positions = (Dimension.SEQUENCE,) if sequence_parallel else ()
     tensor = AxisUse(
@@ -156,7 +204,7 @@ def _bound(*, dp: int | None, tp: int | None, zero: int = 0, sequence_parallel: 
         reads=_MATRICES,
         keeps=positions,
     )
-    return Recipe(binding=Binding(axes=(data, tensor), sizes=(dp, tp)))
+    return Recipe(binding=Binding(axes=(data, split, tensor), sizes=(dp, sp, tp)))
 
 
 def pipeline(
@@ -200,6 +248,14 @@ def check_number(where: str, number: object) -> int:
             where=where, expected="a positive whole number", got=repr(number), hint="1 cuts nothing"
         )
     return number
+
+
+def check_sequence(where: str, kind: object, kinds: Sequence[str]) -> None:
+    """Raises: InvalidArgumentError for a way to split positions that is not one of the kinds."""
+    if kind not in kinds:
+        raise InvalidArgumentError(
+            where=where, expected=" or ".join(map(repr, kinds)), got=repr(kind), hint="leave it out"
+        )
 
 
 def check_schedule(where: str, name: object) -> None:

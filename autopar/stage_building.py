@@ -134,7 +134,7 @@ def decide(
     known: dict[Any, tuple[ShardingPlan, Shape]] = {}
     layouts: dict[int, Layout] = {}
     found: dict[int, ShardingPlan] = {}
-    all_wires = wires_of(stages, meshes)
+    all_wires = wires_of(stages, meshes, constraints)
     middle = len(stages) // 2
     for at in sorted(range(len(stages)), key=lambda q: (bool(pieces) and q != middle, q)):
         stage, model, wires, price = stages[at], models[at], all_wires[at], prices_s_per_byte[at]

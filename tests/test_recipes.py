@@ -5,7 +5,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, UnsupportedError
 from benchmarks.zoo import CASES
 
 MLP = CASES["mlp"](batch=32)
@@ -27,6 +27,10 @@ def verified(case, recipe, devices):
 
 def sent(made):
     return {c.name: c.compiled for c in made.collectives}
+
+
+def counts(made):
+    return {c.name: c.compiled for c in made.counts}
 
 
 def parameter_bytes(case):
@@ -84,6 +88,59 @@ def test_sequence_parallelism_has_no_large_all_reduce():
     assert sent(made)["reduce-scatter"] >= 4 * LAYERS * (HEADS - 1) / HEADS * activation
 
 
+def test_megatrons_sequence_parallelism_by_either_name():
+    assert recipes.sequence_parallel(size=HEADS) == recipes.combine(tp=HEADS, sequence_parallel=True)
+
+
+def test_ulysses_exchanges_positions_for_heads_and_back():
+    made, plan = verified(GPT, recipes.combine(dp=2, sp=HEADS), 8)
+    # Of queries, keys, values and what attention makes of them in each pass, of a whole copy's part of the batch.
+    part = BATCH * LENGTH * WIDTH * 4 / 8
+    assert counts(made)["all-to-all"] == 2 * 4 * LAYERS
+    assert sent(made)["all-to-all"] == 2 * 4 * LAYERS * part * (HEADS - 1) / HEADS
+    assert set(sent(made)) == {"all-to-all", "all-reduce", "total"}
+    # Every device has the whole model, but for the positions of the embedding that are its own.
+    whole = parameter_bytes(GPT) - LENGTH * WIDTH * 4
+    assert sent(made)["all-reduce"] == pytest.approx(2 * 7 / 8 * whole + LENGTH * WIDTH * 4 / HEADS, rel=0.001)
+    assert plan.groups() == {"data": [[0, 4], [1, 5], [2, 6], [3, 7]], "sequence": [[0, 1, 2, 3], [4, 5, 6, 7]]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "runs"),
+    [
+        ({"dp": 2, "sp": 4, "zero": 1}, 1),
+        ({"dp": 2, "sp": 4, "zero": 3}, 1),
+        ({"dp": 2, "sp": 2, "tp": 2}, 1),
+        ({"dp": 1, "sp": 4, "pp": 2, "num_microbatches": 2}, 2),
+    ],
+    ids=["zero 1", "zero 3", "tensor", "pipeline"],
+)
+def test_ulysses_with_other_kinds_of_parallelism(wanted, runs):
+    made, _ = verified(GPT, recipes.combine(**wanted), 8)
+    part = BATCH * LENGTH * WIDTH * 4 / (8 / wanted.get("pp", 1))
+    assert counts(made)["all-to-all"] == 2 * 4 * LAYERS * runs
+    assert sent(made)["all-to-all"] == 2 * 4 * LAYERS * part * (1 - 1 / wanted["sp"])
+    assert made.total.predicted == made.total.compiled
+
+
+def test_what_one_projection_makes_is_exchanged_at_once():
+    made, _ = verified(CASES["gpt_scan"](layers=LAYERS, batch=8, length=16, width=32), recipes.combine(dp=2, sp=4), 8)
+    part = 8 * 16 * 32 * 4 / 8
+    assert counts(made)["all-to-all"] == 2 * 2 * LAYERS
+    assert sent(made)["all-to-all"] == 2 * (3 + 1) * LAYERS * part * 3 / 4
+
+
+def test_ulysses_leaves_experts_alone():
+    made, _ = verified(MOE, recipes.combine(dp=2, sp=4), 8)
+    assert counts(made)["all-to-all"] == 2 * 4
+
+
+def test_attention_without_enough_heads_is_named():
+    step = autopar.parallelize(GPT.step, plan=recipes.sequence_parallel("ulysses"), cache_dir=None, show_progress=False)
+    with pytest.raises(UnsupportedError, match=r"layer0/self_attention.*8 devices can share.*heads: \[4\]"):
+        step.plan(jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0))
+
+
 @pytest.mark.parametrize("case", [GPT, MOE], ids=["gpt", "moe"])
 def test_three_kinds_of_parallelism_together(case):
     recipe = recipes.combine(dp=2, tp=2, pp=2, num_microbatches=2)
@@ -129,6 +186,9 @@ def test_micro_batches_asked_for_beside_a_recipe_are_bound_by_it():
     [
         (lambda: recipes.zero(4), "zero"),
         (lambda: recipes.tensor_parallel("4d"), "tensor_parallel"),
+        (lambda: recipes.sequence_parallel("rings"), "sequence_parallel"),
+        (lambda: recipes.combine(sp=2, sequence="rings"), "sequence"),
+        (lambda: recipes.combine(sp=0), "sp"),
         (lambda: recipes.combine(tp=0), "tp"),
         (lambda: recipes.tensor_parallel(size=0), "size"),
         (lambda: recipes.combine(schedule="2f2b"), "schedule"),
