@@ -81,6 +81,7 @@ class FactorKind(enum.Enum):
     PASS = "pass"  # operands and results are split alike, nothing is sent
     SUM = "sum"  # results are partial sums
     EXTREMUM = "extremum"  # results are combined by max, min, and, or
+    RING = "ring"  # operands and results are split alike, and parts of some operands go round all devices
     FIXED = "fixed"  # may not be split
 
 

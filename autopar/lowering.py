@@ -332,8 +332,8 @@ class _Lowering:
             (value,) = op.outputs
             (partial,) = results
             placed = self.plan.placed.get(value, partial)
-            # A sum that is wanted whole where it is made is left to the partitioner, which all-reduces it in place, once
-            # for each dimension that is summed over.
+            # A sum that is wanted whole where it is made is left to the partitioner, which all-reduces it in place,
+            # once for each dimension that is summed over.
             in_place = placed == partial.reduced and len(self.steps(value, partial, placed)) == 1
             in_place = in_place and sums_over_one_dimension(strategy, partial.partial)
             written_out = value in partials.kept or not in_place
