@@ -35,6 +35,7 @@ class AxisUse:
         keeps: Activations may be cut over it, and sums over it be left split, along dimensions that count these only.
         exchanges: Activations that it splits may be split along dimensions that count these instead (an all-to-all).
             What has such dimensions and counts positions twice (scores of attention, masks) is split along these only.
+        rings: Attention is split by positions too: keys and values go round it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class AxisUse:
     reads: tuple[Purpose, ...] = ()
     keeps: tuple[Dimension, ...] = ()
     exchanges: tuple[Dimension, ...] = ()
+    rings: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,10 @@ class Constraints:
         if not any(Dimension.HEAD in use.exchanges for use in self.axes):
             return 1
         return mesh.size(a for a, use in enumerate(self.axes) if use.unnamed or Dimension.HEAD in use.exchanges)
+
+    def parts_of_rings(self, mesh: LogicalMesh) -> int:
+        """Among how many devices the positions of each attention must be shared."""
+        return mesh.size(a for a, use in enumerate(self.axes) if use.rings)
 
     def allowed(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Which of the layouts the axes allow for a value; partial ones as the split beside the sum."""
@@ -147,6 +153,16 @@ class Binding:
 
     axes: tuple[AxisUse, ...]
     sizes: tuple[int | None, ...]
+
+    @property
+    def blockwise_attention(self) -> bool:
+        """Whether attention must be done in blocks, as one operation a pass."""
+        return any(use.rings and size != 1 for use, size in zip(self.axes, self.sizes, strict=True))
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether the positions of attention are shared, in one way or another."""
+        return any((use.rings or use.exchanges) and size != 1 for use, size in zip(self.axes, self.sizes, strict=True))
 
     def on(self, num_devices: int) -> tuple[LogicalMesh, Constraints]:
         """The mesh on so many devices, without axes of size one where there are others, and what binds it.

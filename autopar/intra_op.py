@@ -7,19 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from autopar import solver
+from autopar import attention, solver
 from autopar.assembly import ALL, PLACED, RAW, Assembly, Home, Node, Reshard, assemble
 from autopar.cluster import Cluster, DeviceKind
+from autopar.collectives import CollectiveKind
 from autopar.constraints import Constraints
 from autopar.costs import Work, flops_of, is_fusible, time_s
 from autopar.folding import fold
 from autopar.graph import Atom, Op, OpGraph, OpKind, Purpose, Role, Section
 from autopar.jax_compat import jax_version
-from autopar.layout import Layout, replicated
+from autopar.layout import Layout, local_bytes, replicated
 from autopar.memory_steps import Compiler, compiler_for
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials
-from autopar.purposes import check_heads
+from autopar.purposes import check_heads, check_rings
 from autopar.record import SolverReport
 from autopar.resharding import MeshLinks, StepKind, paths
 from autopar.strategies import Strategy
@@ -119,6 +120,7 @@ class IntraOp:
         self.constraints = constraints
         if constraints is not None:
             check_heads(graph, constraints.parts_of_heads(model.links.mesh))
+            check_rings(graph, constraints.parts_of_rings(model.links.mesh))
         self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals)
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
@@ -382,7 +384,7 @@ class NodeCosts:
                 tuple(replicated(len(self._shape(v))) for v in op.outputs),
                 split=1,
             )
-            seconds = self._strategy_s(op, self._work(op), dataclasses.replace(strategy, combined=()))
+            seconds = self._strategy_s(op, self._work(op), dataclasses.replace(strategy, combined=(), ring=()))
             self._seconds[key] = op.count * seconds
         return self._seconds[key]
 
@@ -416,4 +418,19 @@ class NodeCosts:
                 widening = self.model.widening(self.graph.values[v].dtype)
                 nbytes = self.graph.values[v].nbytes / n * widening
                 seconds += self.model.links.time_s(StepKind.ALL_REDUCE.value, nbytes, strategy.combined)
+        if strategy.ring:
+            for nbytes in ring_bytes(op, strategy, self.model):
+                permute_s = self.model.links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, strategy.ring)
+                seconds += (mesh.size(strategy.ring) - 1) * permute_s
         return seconds
+
+
+def ring_bytes(op: Op, strategy: Strategy, model: CostModel) -> list[float]:
+    """Bytes of each array that a device hands on, as often as there are other devices in the ring."""
+    found = []
+    for i, itemsize in attention.travelling(op.eqn):
+        aval = op.eqn.invars[i].aval
+        nbytes = local_bytes(aval.shape, itemsize, strategy.operands[i], model.links.mesh)
+        # Sums go round in 32 bits whatever the type of the operand is.
+        found.append(nbytes * (model.widening(str(aval.dtype)) if itemsize == aval.dtype.itemsize else 1.0))
+    return found

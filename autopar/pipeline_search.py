@@ -22,7 +22,7 @@ from autopar.pipelining import (
     part_of,
 )
 from autopar.progress import Progress
-from autopar.purposes import described
+from autopar.purposes import check_attention, described
 from autopar.record import PipelineTrial
 from autopar.rules import RuleBook
 from autopar.scan_cutting import CutStep, cut_scans, divisors, trips_of
@@ -388,6 +388,8 @@ def asked_pipeline(
         cut = cut_layers(step, num_microbatches, rules)
         if binding is not None:
             cut = dataclasses.replace(cut, graph=described(cut.graph))
+            if binding.shares_sequences:
+                check_attention(cut.graph)
     built = []
     for choice in equal_choice(cut, cluster, name, num_stages, chunks, binding, options.recompute):
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None

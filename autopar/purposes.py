@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from autopar.errors import UnsupportedError
-from autopar.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Value, read_by, walk
+from autopar.graph import Atom, Block, Dimension, FactorKind, Op, OpGraph, OpKind, Purpose, Role, Value, read_by, walk
 
 Names = frozenset[Dimension]
 # A dimension in parts, major first: the size of each and what it counts.
@@ -68,6 +68,18 @@ def described(graph: OpGraph) -> OpGraph:
     return dataclasses.replace(graph, values=values)
 
 
+def check_attention(graph: OpGraph) -> None:
+    """Raises: UnsupportedError where a described graph has no attention between positions of the batch."""
+    kinds = {factor.kind for op in graph.ops() if op.rule is not None for factor in op.rule.factors}
+    if FactorKind.RING not in kinds and not any(True for _ in score_products(graph)):
+        raise UnsupportedError(
+            where="recipe",
+            expected="a step with attention, between positions that can be followed from the batch",
+            got="none",
+            hint="sequence parallelism has nothing to share here: use data or tensor parallelism",
+        )
+
+
 def score_products(graph: OpGraph) -> Iterator[Op]:
     """The products of a described graph whose result has the positions of both operands: queries by keys."""
     for op in graph.ops():
@@ -92,6 +104,19 @@ def check_heads(graph: OpGraph, parts: int) -> None:
                 got=f"scores of shape {list(value.shape)}, heads: {heads or 'none'}",
                 hint="share sequences among fewer devices (sp, size), or take another kind of sequence parallelism",
             )
+
+
+def check_rings(graph: OpGraph, parts: int) -> None:
+    """Raises: UnsupportedError where attention has positions that so many devices cannot share evenly."""
+    for op in graph.ops():
+        for factor in op.rule.factors if op.rule is not None else ():
+            if factor.kind is FactorKind.RING and factor.size % parts:
+                raise UnsupportedError(
+                    where=f"attention in {op.module or 'the step'}",
+                    expected=f"positions that {parts} devices can share evenly",
+                    got=f"{factor.size} positions",
+                    hint="pad the sequences, or share them among fewer devices (sp, size)",
+                )
 
 
 # A dimension of a value.

@@ -63,6 +63,9 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Rec
     * "ulysses": everywhere but inside of attention, which is split by heads; all-to-alls bring queries, keys and values
       there and the result back. Parameters are whole (`combine(sp=..., zero=...)` shares them out). Source: Jacobs et
       al., "DeepSpeed Ulysses", 2023, section 3.
+    * "ring": everywhere, also inside of attention: keys and values go round all devices in parts (`autopar.attention`),
+      as the sums of their gradients do. Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence
+      Training from System Perspective", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023.
 
     Raises: InvalidArgumentError.
     """
@@ -98,7 +101,7 @@ def combine(
         pp: Pipeline stages, each of `dp * sp * tp` devices.
         sp: Devices that share each sequence, as `sequence` says. They have copies of the model, too.
         zero: What the copies share out, as in `zero`.
-        sequence: As the kind of `sequence_parallel`: "ulysses".
+        sequence: As the kind of `sequence_parallel`: "ulysses" or "ring".
         sequence_parallel: Whether tensor groups split what lies between the matrices by positions (norms, dropout,
             residuals), with reduce-scatters and all-gathers in the place of all-reduces, as
             `sequence_parallel("megatron")`.
@@ -148,7 +151,7 @@ def combine(
 
 
 # The ways in which an axis of its own splits positions.
-_SEQUENCES = ("ulysses",)
+_SEQUENCES = ("ulysses", "ring")
 _EXAMPLES = (Purpose.BATCH, Purpose.ACTIVATION)
 _MATRICES = (Purpose.MATRIX, Purpose.MATRIX_COPY)
 # What ZeRO lets the copies of a model share out, stage by stage; what the update computes goes with its state.
@@ -193,7 +196,8 @@ def _bound(
         must=(*_EXAMPLES, *_ZERO_MUSTS[zero]),
         reads=_EXAMPLES,
         keeps=(Dimension.SEQUENCE,),
-        exchanges=(Dimension.HEAD,),
+        exchanges=(Dimension.HEAD,) if sequence == "ulysses" else (),
+        rings=sequence == "ring",
     )
     positions = (Dimension.SEQUENCE,) if sequence_parallel else ()
     tensor = AxisUse(

@@ -135,6 +135,79 @@ def test_ulysses_leaves_experts_alone():
     assert counts(made)["all-to-all"] == 2 * 4
 
 
+@pytest.mark.parametrize(
+    ("wanted", "runs"),
+    [
+        ({"dp": 1, "sp": 8}, 1),
+        ({"dp": 2, "sp": 4, "zero": 3}, 1),
+        ({"dp": 2, "sp": 2, "tp": 2}, 1),
+        ({"dp": 1, "sp": 4, "pp": 2, "num_microbatches": 2}, 2),
+    ],
+    ids=["alone", "zero 3", "tensor", "pipeline"],
+)
+def test_a_ring_hands_keys_and_values_on_in_each_pass(wanted, runs):
+    made, _ = verified(GPT, recipes.combine(sequence="ring", **wanted), 8)
+    part = BATCH * LENGTH * WIDTH * 4 / (8 / wanted.get("pp", 1))
+    # Keys and values forward; keys, values and their gradients backward.
+    turns = (2 + 4) * LAYERS * (wanted["sp"] - 1)
+    assert counts(made)["collective-permute"] == turns * runs
+    assert sent(made)["collective-permute"] == turns * part
+    assert "all-to-all" not in sent(made)
+    assert made.total.predicted == made.total.compiled
+
+
+def test_a_ring_never_holds_all_scores():
+    case = CASES["gpt"](layers=1, width=16, length=512, batch=1, heads=1, vocabulary=16)
+    made, _ = verified(case, recipes.sequence_parallel("ring"), 8)
+    scores = 512 * 512 * 4
+    # Blocks of an eighth of the queries by an eighth of the keys, and activations.
+    assert made.peak.compiled < scores / 2
+    assert made.peak.predicted == pytest.approx(made.peak.compiled, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("case", "turns"),
+    [
+        (CASES["gpt_bf16"](batch=8), 2 * 6),
+        (MOE, 2 * 6),
+        # Scores are computed again, so that keys and values come round once more.
+        (CASES["gpt_scan_remat"](layers=2, batch=8), 2 * 8),
+        (CASES["bert"](), 2 * 6),
+    ],
+    ids=["bfloat16", "moe", "scan", "padded"],
+)
+def test_rings_of_other_models(case, turns):
+    made, _ = verified(case, recipes.combine(dp=2, sp=4, sequence="ring"), 8)
+    assert counts(made)["collective-permute"] == turns * 3
+
+
+def test_a_plan_with_a_ring_is_saved_and_run(tmp_path):
+    recipe = recipes.sequence_parallel("ring", size=4)
+    state, batch = jax.jit(GPT.init)(jax.random.key(0)), GPT.batch(0)
+    step = autopar.parallelize(GPT.step, plan=recipe, cache_dir=None, show_progress=False)
+    step.plan(state, batch).save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    again = autopar.verify(
+        autopar.parallelize(GPT.step, plan=loaded, cache_dir=None, show_progress=False), state, batch
+    )
+    assert counts(again)["collective-permute"] == 6 * LAYERS * 3
+    assert again.difference <= GPT.tolerance
+
+
+def test_positions_that_cannot_be_shared_evenly_are_named():
+    case = CASES["gpt"](length=12)
+    step = autopar.parallelize(case.step, plan=recipes.sequence_parallel("ring"), cache_dir=None, show_progress=False)
+    with pytest.raises(UnsupportedError, match=r"layer0/self_attention.*8 devices can share evenly.*12 positions"):
+        step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_a_step_without_attention_has_no_sequences_to_share(kind):
+    step = autopar.parallelize(MLP.step, plan=recipes.sequence_parallel(kind), cache_dir=None, show_progress=False)
+    with pytest.raises(UnsupportedError, match="a step with attention"):
+        step.plan(jax.eval_shape(MLP.init, jax.random.key(0)), MLP.batch(0))
+
+
 def test_attention_without_enough_heads_is_named():
     step = autopar.parallelize(GPT.step, plan=recipes.sequence_parallel("ulysses"), cache_dir=None, show_progress=False)
     with pytest.raises(UnsupportedError, match=r"layer0/self_attention.*8 devices can share.*heads: \[4\]"):
