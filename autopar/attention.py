@@ -299,7 +299,8 @@ BACKWARD = jax_compat.primitive("attention_backward", _here)
 PRIMITIVES = frozenset({FORWARD.name, BACKWARD.name})
 
 
-def equation(form: Form, gradients: Gradients | None, avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+@functools.cache
+def equation(form: Form, gradients: Gradients | None, avals: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
     """The equation of a pass on operands of these shapes."""
     primitive = FORWARD if gradients is None else BACKWARD
     closed = jax.make_jaxpr(lambda *args: primitive.bind(*args, form=form, gradients=gradients))(*avals)
