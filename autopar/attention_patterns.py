@@ -76,6 +76,22 @@ class Use:
     out: Labels
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Around:
+    """What a block sees of those around it: what made their values, and which of them its own inputs are."""
+
+    makers: Mapping[int, Op]
+    outside: Mapping[int, int]
+
+    def inside(self, block: Block, op: Op) -> Around:
+        """What the body of a scan sees: what does not change from one round to the next."""
+        outside = dict(self.outside)
+        if op.kind is OpKind.SCAN:
+            pairs = zip(op.inputs[: op.num_consts], op.blocks[0].inputs, strict=False)
+            outside.update({inner: outer for outer, inner in pairs if isinstance(outer, int)})
+        return Around({**self.makers, **{v: made for made in block.ops for v in made.outputs}}, outside)
+
+
 def blockwise(graph: OpGraph) -> OpGraph:
     """The graph with an operation for each pass of each attention.
 
@@ -84,7 +100,7 @@ def blockwise(graph: OpGraph) -> OpGraph:
     named = described(graph)
     wanted = {op.id for op in score_products(named)}
     fresh = Fresh(graph)
-    block = _rewritten(graph.block, named, wanted, fresh)
+    block = _rewritten(graph.block, named, wanted, fresh, Around({}, {}))
     values = tuple(dataclasses.replace(v, dimensions=(), purpose=None) for v in fresh.values)
     rewritten = renumbered(dataclasses.replace(graph, values=values, block=block))
     for op in score_products(described(rewritten)):
@@ -93,32 +109,121 @@ def blockwise(graph: OpGraph) -> OpGraph:
             expected="attention as softmax(scale * q k^T + mask) v with weights that nothing else reads, and as many "
             "positions of queries as of keys",
             got=f"scores of shape {list(graph.values[op.outputs[0]].shape)} that are used in another way",
-            hint="leave dropout out of the attention weights, put jax.checkpoint round the attention where a scan over "
-            "layers saves them, or take recipes.sequence_parallel('ulysses')",
+            hint="leave dropout out of the attention weights, put jax.checkpoint round the attention, or take "
+            "recipes.sequence_parallel('ulysses')",
         )
     return rewritten
 
 
-def _rewritten(block: Block, named: OpGraph, wanted: set[int], fresh: Fresh) -> Block:
+def _rewritten(block: Block, named: OpGraph, wanted: set[int], fresh: Fresh, around: Around) -> Block:
+    block = _with_joined_scans(block, named, wanted, fresh, around)
     ops: list[Op] = []
     for op in block.ops:
-        inner = tuple(_rewritten(b, named, wanted, fresh) for b in op.blocks)
+        inner = tuple(_rewritten(b, named, wanted, fresh, around.inside(block, op)) for b in op.blocks)
         ops.append(dataclasses.replace(op, blocks=inner) if inner else op)
     block = dataclasses.replace(block, ops=tuple(ops))
-    reader = _Reader(block, named, wanted)
+    reader = _Reader(block, named, wanted, around)
     reader.run()
     return _Writer(block, reader, named, fresh).run()
+
+
+def _with_joined_scans(block: Block, named: OpGraph, wanted: set[int], fresh: Fresh, around: Around) -> Block:
+    """The block with what scans over layers save of scores for the scans that go back over them taken out."""
+    ops = list(block.ops)
+    for behind, op in enumerate(ops):
+        made_by = {
+            v: i for i, earlier in enumerate(ops[:behind]) if earlier.kind is OpKind.SCAN for v in earlier.outputs
+        }
+        sources = [made_by[v] for v in op.inputs if v in made_by] if op.kind is OpKind.SCAN else []
+        for first in dict.fromkeys(i for i in sources if ops[i].trips == op.trips):
+            elsewhere = {v for i, other in enumerate(ops) if i != behind for v in read_by(other)}
+            elsewhere |= {a for a in block.outputs if isinstance(a, int)}
+            inner = around.inside(block, ops[first])
+            ops[first], ops[behind] = _joined_scans(ops[first], ops[behind], elsewhere, named, wanted, fresh, inner)
+    return dataclasses.replace(block, ops=tuple(ops))
+
+
+def _joined_scans(
+    first: Op, second: Op, elsewhere: set[int], named: OpGraph, wanted: set[int], fresh: Fresh, around: Around
+) -> tuple[Op, Op]:
+    """Two scans, the second of which reads what the first stacks up, with attention found as if their bodies were one.
+
+    What the second body then reads of the first is stacked, and nothing else but what is read `elsewhere`.
+    """
+    (one,), (two,) = first.blocks, second.blocks
+    c, fixed = first.num_carry, second.num_consts + second.num_carry
+    stacked = dict(zip(first.outputs[c:], one.outputs[c:], strict=True))
+    slices = list(zip(second.inputs[fixed:], two.inputs[fixed:], strict=True))
+    known = {a: v for a, v in zip(first.inputs, one.inputs[: first.num_consts], strict=False) if isinstance(a, int)}
+    fixed_too = zip(second.inputs, two.inputs[: second.num_consts], strict=False)
+    same: dict[int, int] = {}
+    for outer, inner in (*slices, *fixed_too):
+        made = {**stacked, **known}.get(outer) if isinstance(outer, int) else None
+        if isinstance(made, int):
+            same[inner] = made
+    handed_on = [v for v in stacked if v in elsewhere]
+    both = Block(
+        inputs=(*one.inputs, *(v for v in two.inputs if v not in same)),
+        outputs=(
+            *one.outputs[:c],
+            *(stacked[v] for v in handed_on),
+            *(same.get(a, a) if isinstance(a, int) else a for a in two.outputs),
+        ),
+        ops=(*one.ops, *(reading(op, same) for op in two.ops)),
+    )
+    reader = _Reader(both, named, wanted, around)
+    reader.run()
+    writer = _Writer(both, reader, named, fresh)
+    found = writer.run()
+    if not writer.added:
+        return first, second
+    in_first = {op.id for op in one.ops}
+    in_first |= {op.id for op in writer.added if writer.like[op.id] in in_first}
+    mine = tuple(op for op in found.ops if op.id in in_first)
+    theirs = tuple(op for op in found.ops if op.id not in in_first)
+    ends = found.outputs[c + len(handed_on) :]
+    there = {*one.inputs, *(v for op in mine for v in op.outputs)}
+    read = [*(v for op in theirs for v in read_by(op)), *(a for a in ends if isinstance(a, int))]
+    crossing = dict.fromkeys(v for v in read if v in there)
+    inside = {made: inner for inner, made in same.items() if made in crossing}
+    kept = [(outer, inner) for outer, inner in slices if inner not in same or inner in inside.values()]
+    ys = dict(zip(handed_on, found.outputs[c:], strict=False))
+    ys.update({outer: stacked[outer] for outer, inner in kept if isinstance(outer, int) and inner in same})
+    for v in crossing:
+        if v not in inside:
+            value = fresh.values[v]
+            outer = fresh.value((first.trips, *value.shape), value.dtype, value.itemsize)
+            inside[v], ys[outer] = fresh.copy_of(v), v
+            kept.append((outer, inside[v]))
+    first = dataclasses.replace(
+        first,
+        outputs=(*first.outputs[:c], *ys),
+        blocks=(Block(inputs=one.inputs, outputs=(*found.outputs[:c], *ys.values()), ops=mine),),
+    )
+    second = dataclasses.replace(
+        second,
+        inputs=(*second.inputs[:fixed], *(outer for outer, _ in kept)),
+        blocks=(
+            Block(
+                inputs=(*two.inputs[:fixed], *(inner for _, inner in kept)),
+                outputs=tuple(inside.get(a, a) if isinstance(a, int) else a for a in ends),
+                ops=tuple(reading(op, inside) for op in theirs),
+            ),
+        ),
+    )
+    return first, second
 
 
 class _Reader:
     """Reads the equations of one block in order."""
 
-    def __init__(self, block: Block, named: OpGraph, wanted: set[int]) -> None:
-        self.block, self.named, self.wanted = block, named, wanted
+    def __init__(self, block: Block, named: OpGraph, wanted: set[int], around: Around) -> None:
+        self.block, self.named, self.wanted, self.outside = block, named, wanted, around.outside
         self.known: dict[int, Read] = {}
         self.products: dict[int, Product] = {}
         self.uses: list[Use] = []
-        self.makers = {v: op for op in block.ops for v in op.outputs}
+        self.makers = {**around.makers, **{v: op for op in block.ops for v in op.outputs}}
+        self.own = {*block.inputs, *(v for op in block.ops for v in op.outputs)}
         self.weights: dict[Expression, tuple[Labels, Label]] = {}  # labels of the scores, and that of the keys
         self.slopes: dict[Expression, Sum] = {}  # the scores' sums, by tree
         self._parent: list[int] = []
@@ -359,7 +464,7 @@ class _Reader:
 
     def filled(self, value: int) -> float | None:
         """The number that an array is filled with."""
-        op = self.makers.get(value)
+        op = self.makers.get(self.outside.get(value, value))
         if op is None or op.kind is not OpKind.EQUATION:
             return None
         if op.primitive in ("broadcast_in_dim", "reshape", "convert_element_type", "copy"):
@@ -376,6 +481,10 @@ class _Reader:
         labels = labels if value.shape else ()
         if (number := self.filled(atom)) is not None:
             return ("const", number, value.dtype)
+        if atom in self.outside:
+            found = self.tree_of(self.outside[atom], labels)
+            if found is not None and all(node[1] in self.own for node in _nodes(found) if node[0] == "array"):
+                return found
         op = self.makers.get(atom)
         large = sum(n != 1 for n in value.shape)
         positions = sum(Dimension.SEQUENCE in names for names in value.dimensions)
@@ -427,7 +536,7 @@ class _Reader:
     def is_steady(self, value: int) -> bool:
         """Whether an array is made of positions and numbers alone."""
         if value not in self._steady:
-            op = self.makers.get(value)
+            op = self.makers.get(self.outside.get(value, value))
             simple = op is not None and op.kind is OpKind.EQUATION and not op.blocks
             self._steady[value] = (
                 op is not None and simple and all(self.is_steady(a) for a in op.inputs if isinstance(a, int))
@@ -474,6 +583,7 @@ class _Writer:
         self.block, self.reader, self.named, self.fresh = block, reader, named, fresh
         self.added: list[Op] = []
         self.position = {op.id: i for i, op in enumerate(block.ops)}
+        self.like: dict[int, int] = {}  # of each added operation, one in whose place it stands
         self.replaced: dict[int, int] = {}  # values by those that are made in their place
         self.uses: dict[Expression, list[Use]] = {}  # by the softmax whose weights are in them
         for use in reader.uses:
@@ -685,6 +795,7 @@ class _Writer:
             outputs=outputs, rule=attention.rule_of(eqn), key=equation_key(eqn),
         )  # fmt: skip
         self.added.append(op)
+        self.like[op.id] = like.id
         return op
 
 

@@ -141,6 +141,30 @@ def made(graph, op):
     return [graph.values[v] for v in op.outputs]
 
 
+def test_scans_over_layers_stack_no_scores():
+    def step(state, batch):
+        def layer(x, weights):
+            q, k, v = (jnp.einsum("blw,whd->blhd", x, w) for w in weights)
+            return x + causal(q, k, v, batch).reshape(x.shape), None
+
+        def loss(state):
+            return jnp.sum(jnp.sin(jax.lax.scan(layer, batch["x"], state)[0]))
+
+        return jax.grad(loss)(state)
+
+    state, batch = numbers()
+    state = tuple(jnp.stack([state[name], -state[name]]) for name in "qkv")
+    traced = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = build_graph(dataclasses.replace(traced, blockwise_attention=True), RuleBook())
+    assert operations(graph) == [("attention", Role.FORWARD), ("attention_backward", Role.BACKWARD)]
+    scans = [op for op in graph.block.ops if op.primitive == "scan"]
+    assert not any(graph.values[v].shape == (2, B, H, L, L) for scan in scans for v in scan.outputs)
+    env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves((state, batch))], strict=True))
+    run_ops(graph.block.ops, env, graph)
+    for a, b in zip(step(state, batch), (read(env, atom) for atom in graph.block.outputs), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+
+
 def test_the_mask_is_computed_of_positions():
     (op, *_) = (op for op in graph_of(causal).ops() if op.primitive == "attention")
     assert op.eqn.params["form"].arrays == ()

@@ -172,9 +172,10 @@ def test_a_ring_never_holds_all_scores():
         (MOE, 2 * 6),
         # Scores are computed again, so that keys and values come round once more.
         (CASES["gpt_scan_remat"](layers=2, batch=8), 2 * 8),
+        (CASES["gpt_scan"](layers=2, batch=8), 2 * 6),
         (CASES["bert"](), 2 * 6),
     ],
-    ids=["bfloat16", "moe", "scan", "padded"],
+    ids=["bfloat16", "moe", "recomputed", "scan", "padded"],
 )
 def test_rings_of_other_models(case, turns):
     made, _ = verified(case, recipes.combine(dp=2, sp=4, sequence="ring"), 8)
