@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autopar import jax_compat
+from autopar.attention_patterns import blockwise
 from autopar.errors import UnsupportedError
-from autopar.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, free_values, walk
+from autopar.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
+from autopar.rewriting import remove_dead
 from autopar.rules import RuleBook, equation_key
 from autopar.staging import TracedStep
 
@@ -21,7 +23,8 @@ _LOOPS = {"scan": OpKind.SCAN, "while": OpKind.WHILE, "cond": OpKind.COND}
 def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     """The graph of a traced step, every operation with its sharding rule.
 
-    Raises: UnsupportedError for equations that bring a mesh of their own (`shard_map`).
+    Raises: UnsupportedError for equations that bring a mesh of their own (`shard_map`), and for attention that cannot
+    be done in blocks where it has to be.
     """
     builder = _Builder()
     inputs = [builder.value(v, f"constant {i}") for i, v in enumerate(traced.jaxpr.constvars)]
@@ -36,7 +39,7 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION)
     block = _with_rules(block, rules)
     offset = len(inputs) - len(traced.in_avals)
-    return OpGraph(
+    graph = OpGraph(
         values=tuple(builder.values),
         block=block,
         constants=tuple(builder.constants),
@@ -44,6 +47,7 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
         donated=frozenset(offset + i for i in traced.donated),
         batch=frozenset(offset + i for i in traced.batch),
     )
+    return blockwise(graph) if traced.blockwise_attention else graph
 
 
 class _Builder:
@@ -202,21 +206,6 @@ def split_stack(stack: str) -> list[str]:
             parts.append(stack[start:i])
             start = i + 1
     return [*parts, stack[start:]]
-
-
-def remove_dead(block: Block) -> Block:
-    """The block without operations of which no result is used. Loops keep all that they carry."""
-    live = {a for a in block.outputs if isinstance(a, int)}
-    kept: list[Op] = []
-    for op in reversed(block.ops):
-        if live.isdisjoint(op.outputs):
-            continue
-        if op.blocks:
-            op = dataclasses.replace(op, blocks=tuple(remove_dead(b) for b in op.blocks))
-            live |= {i for inner in op.blocks for i in free_values(inner)}
-        live |= {a for a in op.inputs if isinstance(a, int)}
-        kept.append(op)
-    return dataclasses.replace(block, ops=tuple(reversed(kept)))
 
 
 def _with_rules(block: Block, rules: RuleBook) -> Block:

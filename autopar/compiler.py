@@ -39,7 +39,7 @@ from autopar.pipelining import (
 )
 from autopar.plan import Plan, Trees
 from autopar.progress import Progress
-from autopar.purposes import described
+from autopar.purposes import check_attention, described
 from autopar.record import FORMAT_VERSION, Decisions, MeshTrial, PinsRecord, PlanRecord
 from autopar.recording import (
     decisions_of,
@@ -80,6 +80,8 @@ def make_plan(
     Raises: MemoryLimitError when nothing fits; UnsupportedError; SolverError; what cutting into micro-batches and
     stages raises, where they were asked for.
     """
+    if options.binding is not None:
+        traced = dataclasses.replace(traced, blockwise_attention=options.binding.blockwise_attention)
     with progress.pass_("graph"):
         graph = build_graph(traced, rules)
     limit_bytes = options.memory_limit_bytes or int((1 - MEMORY_MARGIN) * cluster.device.memory_bytes)
@@ -101,6 +103,8 @@ def make_plan(
     if options.binding is not None:
         graph = described(graph)
         options.binding.check(graph, cluster.num_devices)
+        if options.binding.shares_sequences:
+            check_attention(graph)
     if not asked.is_asked and (bound or cluster.num_devices <= WHOLE_UP_TO):
         best = whole_step(traced, graph, cluster, limit_bytes, options, trials, progress)
     notes: list[str] = []
@@ -238,6 +242,7 @@ def staged_record(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_by
         format_version=FORMAT_VERSION,
         step=traced.name,
         fingerprint=traced.fingerprint,
+        blockwise_attention=traced.blockwise_attention,
         cluster=cluster,
         axis_sizes=(),
         memory_limit_bytes=limit_bytes,
@@ -272,6 +277,7 @@ def record(
         format_version=FORMAT_VERSION,
         step=traced.name,
         fingerprint=traced.fingerprint,
+        blockwise_attention=traced.blockwise_attention,
         cluster=cluster,
         axis_sizes=best.sharding.mesh.axis_sizes,
         memory_limit_bytes=limit_bytes,
@@ -315,6 +321,7 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
     Raises: PlanMismatchError when the plan was made for another step or other shapes.
     """
     check_plan(plan, traced)
+    traced = dataclasses.replace(traced, blockwise_attention=plan.record.blockwise_attention)
     made = plan.record.pipeline
     assert made is not None, "a plan without a pipeline is one function"
     cut = cut_layers(cut_scans(traced, made.scan_parts, rules), made.num_microbatches, rules)
@@ -342,6 +349,7 @@ def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -
     Raises: PlanMismatchError when the plan was made for another step or other shapes.
     """
     check_plan(plan, traced)
+    traced = dataclasses.replace(traced, blockwise_attention=plan.record.blockwise_attention)
     graph = build_graph(traced, rules)
     model = cost_model(plan.cluster, plan.mesh)
     sharding = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)

@@ -14,8 +14,11 @@ import numpy as np
 
 from autopar.errors import InvalidArgumentError
 from autopar.graph import Dimension, OpGraph, Purpose, Side, Value
-from autopar.layout import Layout
+from autopar.layout import Layout, replicated
 from autopar.mesh import AXIS_NAMES, LogicalMesh
+
+# What inner widths count.
+_WIDTHS = frozenset({Dimension.HEAD})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class AxisUse:
     Attributes:
         name: What people call it: data, tensor, sequence, expert.
         dimensions: It may split dimensions that count these, of any value.
-        unnamed: It may split dimensions that count none of `Dimension` (heads, inner widths), of any value.
+        unnamed: It may split dimensions that count heads, or none of `Dimension` (inner widths), of any value.
         spread: It may split values of these purposes along any dimension.
         side: Of matrices, and of what belongs to them, it may split dimensions of this side only.
         must: It must split values of these purposes, where they lie, if it may and one of their dimensions divides.
@@ -38,6 +41,9 @@ class AxisUse:
         own: What counts one of these and no examples (weights, their gradients) is split along that dimension only.
             The step has such matrices, and the size of the axis divides that dimension.
         adds: Whether what counts examples may be a sum over it, still to be reduced.
+        exchanges: Activations that it splits may be split along dimensions that count these instead (an all-to-all).
+            What has such dimensions and counts positions twice (scores of attention, masks) is split along these only.
+        rings: Attention is split by positions too: keys and values go round it.
     """
 
     name: str
@@ -53,6 +59,8 @@ class AxisUse:
     keeps_copies: bool = False
     own: tuple[Dimension, ...] = ()
     adds: bool = True
+    exchanges: tuple[Dimension, ...] = ()
+    rings: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +68,16 @@ class Constraints:
     """The use of each axis of a mesh, in its order."""
 
     axes: tuple[AxisUse, ...]
+
+    def parts_of_heads(self, mesh: LogicalMesh) -> int:
+        """Among how many devices the heads of each attention must be shared, as they are exchanged for positions."""
+        if not any(Dimension.HEAD in use.exchanges for use in self.axes):
+            return 1
+        return mesh.size(a for a, use in enumerate(self.axes) if use.unnamed or Dimension.HEAD in use.exchanges)
+
+    def parts_of_rings(self, mesh: LogicalMesh) -> int:
+        """Among how many devices the positions of each attention must be shared."""
+        return mesh.size(a for a, use in enumerate(self.axes) if use.rings)
 
     def allowed(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Which of the layouts the axes allow for a value; partial ones as the split beside the sum."""
@@ -76,9 +94,23 @@ class Constraints:
         names = value.dimensions[d] if value.dimensions else frozenset()
         if use.own and not _counts_examples(value) and any(n.intersection(use.own) for n in value.dimensions):
             return bool(names.intersection(use.own))
-        if value.purpose in use.spread or names.intersection(use.dimensions):
+        if value.purpose in use.spread:
             return True
-        return use.unnamed and not names
+        is_score = _is_score(value, use.exchanges)
+        if is_score or (value.purpose is Purpose.ACTIVATION and names.intersection(use.exchanges)):
+            return bool(names.intersection(use.exchanges))
+        return bool(names.intersection(use.dimensions)) or (use.unnamed and names <= _WIDTHS)
+
+    def natural(self, value: Value, mesh: LogicalMesh) -> Layout:
+        """A value split by each axis along the first dimension that counts what the axis is for, if one divides."""
+        layout = replicated(len(value.shape))
+        for axis, use in enumerate(self.axes):
+            for d, names in enumerate(value.dimensions):
+                dims = tuple((*on, axis) if e == d else on for e, on in enumerate(layout.dims))
+                if names.intersection(use.dimensions) and Layout(dims).fits(value.shape, mesh):
+                    layout = Layout(dims)
+                    break
+        return layout
 
     def order_of(self, value: Value) -> tuple[int, ...]:
         """The mesh axes, major ones first, in the order in which they split one dimension of a value.
@@ -111,6 +143,18 @@ class Constraints:
                 good = good & split if (good & split).any() else good
         return good
 
+    def meets_activations(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Which layouts of an operand may meet activations in one operation: where positions are exchanged for heads,
+        only activations are split so, for weights come behind the way back.
+        """
+        if value.purpose is Purpose.ACTIVATION or not any(use.exchanges for use in self.axes):
+            return np.ones(len(layouts), bool)
+        return np.array([not self._is_exchanged(value, layout) for layout in layouts], bool)
+
+    def _is_exchanged(self, value: Value, layout: Layout) -> bool:
+        split = ((value.dimensions[d], self.axes[axis]) for d, axes in enumerate(layout.dims) for axis in axes)
+        return any(names.intersection(use.exchanges) and not _is_score(value, use.exchanges) for names, use in split)
+
     def may_become(self, value: Value, source: Layout, target: Layout) -> bool:
         """Whether a value that lies in one layout may be laid in another: what its axes may newly split.
 
@@ -119,7 +163,9 @@ class Constraints:
         for d, axes in enumerate(target.dims):
             for axis in axes:
                 use, names = self.axes[axis], value.dimensions[d] if value.dimensions else frozenset()
-                if axis in source.dims[d] or names.intersection(use.keeps) or (use.keeps_unnamed and not names):
+                if axis in source.dims[d] or names.intersection(use.keeps) or (use.keeps_unnamed and names <= _WIDTHS):
+                    continue
+                if axis in source.sharded_axes and names.intersection(use.exchanges):
                     continue
                 if axis in source.partial and value.purpose not in use.spread:
                     return False
@@ -132,6 +178,12 @@ def _counts_examples(value: Value) -> bool:
     return any(Dimension.EXAMPLE in names for names in value.dimensions)
 
 
+def _is_score(value: Value, exchanges: tuple[Dimension, ...]) -> bool:
+    """Whether a value counts positions twice, for each of what can be exchanged for them."""
+    twice = sum(Dimension.SEQUENCE in names for names in value.dimensions) > 1
+    return twice and any(names.intersection(exchanges) for names in value.dimensions)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
     """A mesh whose axes are for something: the size of each, None for all devices that the others leave.
@@ -141,6 +193,16 @@ class Binding:
 
     axes: tuple[AxisUse, ...]
     sizes: tuple[int | None, ...]
+
+    @property
+    def blockwise_attention(self) -> bool:
+        """Whether attention must be done in blocks, as one operation a pass."""
+        return any(use.rings and size != 1 for use, size in zip(self.axes, self.sizes, strict=True))
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether the positions of attention are shared, in one way or another."""
+        return any((use.rings or use.exchanges) and size != 1 for use, size in zip(self.axes, self.sizes, strict=True))
 
     def on(self, num_devices: int) -> tuple[LogicalMesh, Constraints]:
         """The mesh on so many devices, without axes of size one where there are others, and what binds it.

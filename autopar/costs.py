@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from autopar import attention
 from autopar.cluster import DeviceKind
 from autopar.graph import FactorKind, Op
 from autopar.strategies import Strategy
@@ -21,7 +22,7 @@ _NOT_FUSED = frozenset(
         "triangular_solve", "lu", "qr", "eigh", "svd", "reduce_window", "reduce_window_sum", "reduce_window_max",
         "reduce_window_min", "select_and_scatter_add", "random_bits", "threefry2x32", "reduce_sum", "reduce_max",
         "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "concatenate", "pad",
-        "dynamic_update_slice",
+        "dynamic_update_slice", "attention", "attention_backward",
     }
 )  # fmt: skip
 # A fused operation makes no memory traffic of its own but shares its kernel's reads and writes. This is an assumption,
@@ -50,6 +51,8 @@ def flops_of(op: Op) -> float:
     assert op.rule is not None, "only equations have a rule"
     if op.primitive == "dot_general":
         return 2.0 * math.prod(f.size for f in op.rule.factors)
+    if op.primitive in attention.PRIMITIVES:
+        return attention.flops(op.eqn)
     if op.primitive == "conv_general_dilated":
         out, kernel = op.eqn.outvars[0].aval, op.eqn.invars[1].aval
         features = kernel.shape[op.eqn.params["dimension_numbers"].rhs_spec[0]]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from autopar import jax_compat
+from autopar import attention, jax_compat
 from autopar.assembly import RAW
 from autopar.graph import Constant, OpGraph, OpKind
 from autopar.layout import Layout
@@ -135,6 +135,8 @@ class Emitter:
             outs = jax.vmap(lambda *xs: jax_compat.bind(op.eqn, xs), in_axes=axes, out_axes=0)(*operands)
         elif instruction.written_out:
             outs = self.sum_by_hand(instruction, operands)
+        elif op.primitive in attention.PRIMITIVES:
+            outs = self.attention(instruction, operands)
         else:
             outs = jax_compat.bind(op.eqn, operands)
         for value, place, array in zip(op.outputs, instruction.places, outs, strict=True):
@@ -171,6 +173,26 @@ class Emitter:
             local, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_spec, axis_names=names, check_vma=False
         )
         return [run(*args)]
+
+    def attention(self, instruction: Compute, operands: list[Any]) -> list[Any]:
+        """Runs attention on each device's part; where positions are split, keys and values go round."""
+        op, strategy = instruction.op, instruction.strategy
+        if strategy is None:
+            return jax_compat.bind(op.eqn, operands)
+        form, gradients = op.eqn.params["form"], op.eqn.params["gradients"]
+        names, axes = attention.letters(form, gradients)[0], {}
+        for letters, layout in zip(names[:3], strategy.operands, strict=False):
+            for letter, on in zip(letters, layout.dims, strict=True):
+                axes[letter] = tuple(self.mesh.axis_names[a] for a in on)
+        places = attention.Places(axes=axes, sizes=dict(self.mesh.shape))
+        run = jax.shard_map(
+            lambda *parts: attention.run(form, gradients, places, parts),
+            mesh=self.mesh,
+            in_specs=tuple(partition_spec(layout, self.mesh.axis_names) for layout in strategy.operands),
+            out_specs=tuple(partition_spec(layout, self.mesh.axis_names) for layout in strategy.results),
+            check_vma=False,
+        )
+        return list(run(*operands))
 
     # Resharding
 

@@ -51,12 +51,13 @@ class Section(enum.Enum):
 
 
 class Dimension(enum.Enum):
-    """What a dimension of a value counts. What is none of these (heads, vocabularies, inner widths) has no name."""
+    """What a dimension of a value counts. What is none of these (vocabularies, inner widths) has no name."""
 
     EXAMPLE = "example"
     SEQUENCE = "sequence"  # positions of a text, of an image, of a sound
     EXPERT = "expert"  # of a mixture of experts
     FEATURE = "feature"  # what layers hand on: the width of a model, not the width inside of a layer
+    HEAD = "head"  # of attention: each has scores of its own
 
 
 class Side(enum.Enum):
@@ -87,6 +88,7 @@ class FactorKind(enum.Enum):
     PASS = "pass"  # operands and results are split alike, nothing is sent
     SUM = "sum"  # results are partial sums
     EXTREMUM = "extremum"  # results are combined by max, min, and, or
+    RING = "ring"  # operands and results are split alike, and parts of some operands go round all devices
     FIXED = "fixed"  # may not be split
 
 

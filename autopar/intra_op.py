@@ -7,19 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from autopar import solver
+from autopar import attention, solver
 from autopar.assembly import ALL, PLACED, RAW, Assembly, Home, Node, Reshard, assemble
 from autopar.cluster import Cluster, DeviceKind
+from autopar.collectives import CollectiveKind
 from autopar.constraints import Constraints
 from autopar.costs import Work, flops_of, is_fusible, time_s
 from autopar.folding import fold, tied
-from autopar.graph import Atom, Op, OpGraph, OpKind, Role, Section
+from autopar.graph import Atom, Op, OpGraph, OpKind, Purpose, Role, Section
 from autopar.jax_compat import jax_version
-from autopar.layout import Layout, replicated
+from autopar.layout import Layout, local_bytes, replicated
 from autopar.memory_steps import Compiler, compiler_for
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials
 from autopar.pins import PinnedLayout
+from autopar.purposes import check_heads, check_rings
 from autopar.record import SolverReport
 from autopar.resharding import MeshLinks, StepKind, paths
 from autopar.strategies import Strategy
@@ -116,10 +118,14 @@ class IntraOp:
         `arrivals` what comes from other stages the one in which it comes; `pins` say how values lie, `constraints` bind
         everything else. Pairs of operations that are `alike` get the same decisions.
 
-        Raises: InvalidArgumentError for a pin that a value cannot have.
+        Raises: InvalidArgumentError for a pin that a value cannot have, UnsupportedError where the constraints ask for
+        what the graph's attention cannot do.
         """
         self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
         self.constraints, self.pins = constraints, pins or {}
+        if constraints is not None:
+            check_heads(graph, constraints.parts_of_heads(model.links.mesh))
+            check_rings(graph, constraints.parts_of_rings(model.links.mesh))
         order_of = constraints.order_of if constraints is not None else None
         self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals, order_of)
         self._costs = NodeCosts(graph, model)
@@ -229,11 +235,14 @@ class IntraOp:
                 continue
             node, strategies = assembly.of_op[op.id]
             allowed = wanted = np.ones(len(strategies), bool)
+            meets = any(isinstance(a, int) and self.graph.values[a].purpose is Purpose.ACTIVATION for a in op.inputs)
             for i, atom in enumerate(op.inputs):
                 # The update may read a part of whatever is there: what it makes decides.
                 if isinstance(atom, int) and op.role is not updating:
                     layouts = assembly.operand_layouts(strategies, i)
                     allowed = allowed & self._good(atom, layouts)
+                    if meets:
+                        allowed = allowed & self._good(atom, layouts, bound.meets_activations)
                     wanted = wanted & self._good(atom, layouts, bound.reads_well)
             for i, atom in enumerate(op.outputs):
                 layouts = assembly.result_layouts(strategies, i)
@@ -421,7 +430,7 @@ class NodeCosts:
                 tuple(replicated(len(self._shape(v))) for v in op.outputs),
                 split=1,
             )
-            seconds = self._strategy_s(op, self._work(op), dataclasses.replace(strategy, combined=()))
+            seconds = self._strategy_s(op, self._work(op), dataclasses.replace(strategy, combined=(), ring=()))
             self._seconds[key] = op.count * seconds
         return self._seconds[key]
 
@@ -455,4 +464,19 @@ class NodeCosts:
                 widening = self.model.widening(self.graph.values[v].dtype)
                 nbytes = self.graph.values[v].nbytes / n * widening
                 seconds += self.model.links.time_s(StepKind.ALL_REDUCE.value, nbytes, strategy.combined)
+        if strategy.ring:
+            for nbytes in ring_bytes(op, strategy, self.model):
+                permute_s = self.model.links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, strategy.ring)
+                seconds += (mesh.size(strategy.ring) - 1) * permute_s
         return seconds
+
+
+def ring_bytes(op: Op, strategy: Strategy, model: CostModel) -> list[float]:
+    """Bytes of each array that a device hands on, as often as there are other devices in the ring."""
+    found = []
+    for i, itemsize in attention.travelling(op.eqn):
+        aval = op.eqn.invars[i].aval
+        nbytes = local_bytes(aval.shape, itemsize, strategy.operands[i], model.links.mesh)
+        # Sums go round in 32 bits whatever the type of the operand is.
+        found.append(nbytes * (model.widening(str(aval.dtype)) if itemsize == aval.dtype.itemsize else 1.0))
+    return found

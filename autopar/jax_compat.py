@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax._src.lib import xla_client
 from jax.extend import core as jax_core
 from jax.extend import source_info_util
 from jax.extend.mlir import ir, passmanager
+from jax.interpreters import mlir
 
 Literal = jax_core.Literal
 DropVar = jax_core.DropVar
@@ -93,6 +95,22 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
         else:
             out = primitive.bind(*args, **extra)
     return list(out) if primitive.multiple_results else [out]
+
+
+def primitive(name: str, function: Callable[..., Any]) -> Any:
+    """A new primitive with several results that does what a function of arrays and static parameters does."""
+    made = jax_core.Primitive(name)
+    made.multiple_results = True
+
+    def shapes(*avals: Any, **params: Any) -> list[Any]:
+        args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        out = jax.eval_shape(functools.partial(function, **params), *args)
+        return [jax.core.ShapedArray(a.shape, a.dtype) for a in out]
+
+    made.def_abstract_eval(shapes)
+    made.def_impl(function)
+    mlir.register_lowering(made, mlir.lower_fun(function, multiple_results=True))
+    return made
 
 
 @contextlib.contextmanager

@@ -335,8 +335,10 @@ class _Lowering:
             (value,) = op.outputs
             (partial,) = results
             placed = self.plan.placed.get(value, partial)
-            # A sum that is wanted whole where it is made is left to the partitioner, which all-reduces it in place.
+            # A sum that is wanted whole where it is made is left to the partitioner, which all-reduces it in place,
+            # once for each dimension that is summed over.
             in_place = placed == partial.reduced and len(self.steps(value, partial, placed)) == 1
+            in_place = in_place and sums_over_one_dimension(strategy, partial.partial)
             written_out = value in partials.kept or not in_place
             if not written_out:
                 reduced, results = partial.partial, (partial.reduced,)
@@ -402,6 +404,13 @@ class _Lowering:
             stacked = [Layout(self.home(v).dims[1:]) for v in op.outputs[op.num_carry :]]
             return [*((self.home(v), v in kept) for v in carried), *((layout, False) for layout in stacked)]
         return [(self.home(v), False) for v in op.outputs]
+
+
+def sums_over_one_dimension(strategy: Strategy | None, axes: tuple[int, ...]) -> bool:
+    """Whether each operand that the axes split has all of them in one dimension."""
+    assert strategy is not None, "a replicated operation sums nothing"
+    dims = [set(dim).intersection(axes) for layout in strategy.operands for dim in layout.dims]
+    return all(not on or len(on) == len(axes) for on in dims)
 
 
 def moves(block: LoweredBlock) -> Sequence[Move]:

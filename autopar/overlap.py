@@ -14,7 +14,7 @@ from autopar.graph import OpGraph, OpKind
 from autopar.intra_op import CostModel, NodeCosts, copied_s
 from autopar.layout import local_bytes
 from autopar.lowering import Accumulate, Compute, Instruction, Leave, Loop, LoweredBlock, Move, Pass, Split, Stack
-from autopar.prediction import CollectiveUse, use_of_step, uses_of_reduction
+from autopar.prediction import CollectiveUse, use_of_step, uses_of_reduction, uses_of_ring
 from autopar.streams import Event, Ran, Stream, Work, run
 from autopar.tasks import Key, keys_made, keys_read
 from autopar.timeline import DEVICES, LINKS, Timeline
@@ -121,7 +121,8 @@ class _Writer:
     def compute(self, compute: Compute, reads: tuple[int, ...], made: dict[Key, int], works: list[Work]) -> None:
         op = compute.op
         makes = self.define(keys_made(compute), made)
-        summands = tuple(self.new() for _ in makes) if compute.reduced else makes
+        turns = uses_of_ring(compute, self.model)
+        summands = tuple(self.new() for _ in makes) if compute.reduced or turns else makes
         works.append(
             Work(
                 name=_named(op.module),
@@ -132,6 +133,11 @@ class _Writer:
                 is_light=is_fusible(op.primitive),
             )
         )
+        if turns:
+            arrived = tuple(self.new() for _ in turns)
+            for use, there in zip(turns, arrived, strict=True):
+                works.append(self.collective(use, int(use.sent_bytes), reads, (there,), reduces=False))
+            works.append(_renamed((*summands, *arrived), makes))
         if compute.reduced:
             uses = uses_of_reduction(self.graph, compute, self.model)
             for use, v, layout, summand, value in zip(uses, op.outputs, compute.results, summands, makes, strict=True):

@@ -24,7 +24,7 @@ from autopar.pipelining import (
     part_of,
 )
 from autopar.progress import Progress
-from autopar.purposes import described
+from autopar.purposes import check_attention, described
 from autopar.record import PipelineTrial
 from autopar.rules import RuleBook
 from autopar.scan_cutting import CutStep, cut_scans, divisors, trips_of
@@ -41,7 +41,7 @@ SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro-batches
-TABLE_TIME_LIMIT_S = 0.5  # for one ILP of a table: good decisions come at once, proofs take longer
+TABLE_TIME_LIMIT_S = 2.0  # for one ILP of a table: good decisions come at once, proofs take longer
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
@@ -395,6 +395,8 @@ def asked_pipeline(
         if binding is not None:
             cut = dataclasses.replace(cut, graph=described(cut.graph))
             binding.check(cut.graph, cluster.num_devices * chunks // num_stages)
+            if binding.shares_sequences:
+                check_attention(cut.graph)
     pinned: list[PinsOnMesh] = []
     if options.pins is not None:
         (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))

@@ -29,7 +29,7 @@ from autopar.solver import Status
 from autopar.stage_assignment import assign
 from autopar.stage_graphs import StageGraph, cut, split_backward
 from autopar.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
-from autopar.wires import wire_layouts
+from autopar.wires import refined, wire_layouts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +141,10 @@ def cut_stages(
 Wires = tuple[dict[int, Layout], dict[int, Layout]]
 
 
-def wires_of(stages: Sequence[StageGraph], meshes: Sequence[LogicalMesh]) -> list[Wires]:
-    """In which layouts values cross between stages, for each stage."""
+def wires_of(
+    stages: Sequence[StageGraph], meshes: Sequence[LogicalMesh], constraints: Constraints | None = None
+) -> list[Wires]:
+    """In which layouts values cross between stages, for each stage; bound ones as they lie anyway, or split further."""
     found: list[Wires] = [({}, {}) for _ in stages]
     for source, stage in enumerate(stages):
         for op in stage.graph.block.ops:
@@ -151,7 +153,12 @@ def wires_of(stages: Sequence[StageGraph], meshes: Sequence[LogicalMesh]) -> lis
             (value,) = op.inputs
             assert isinstance(value, int), "values are sent, not literals"
             target = stage.sends[op.id]
-            leaves, arrives = wire_layouts(stage.graph.values[value].shape, meshes[source], meshes[target])
+            at = stage.graph.values[value]
+            if constraints is None:
+                leaves, arrives = wire_layouts(at.shape, meshes[source], meshes[target])
+            else:
+                ends = ((constraints.natural(at, mesh), mesh) for mesh in (meshes[source], meshes[target]))
+                leaves, arrives = refined(at.shape, *ends)
             found[source][1][op.id] = leaves
             found[target][0][value] = arrives
     return found

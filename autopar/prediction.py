@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar import memory
+from autopar import attention, memory
 from autopar.assembly import RAW
 from autopar.collectives import CollectiveKind, sent_bytes
 from autopar.costs import is_fusible
 from autopar.graph import Op, OpGraph, OpKind, Value
-from autopar.intra_op import CostModel, NodeCosts
+from autopar.intra_op import CostModel, NodeCosts, ring_bytes
 from autopar.layout import Layout, local_bytes
 from autopar.lowering import (
     Accumulate,
@@ -58,6 +58,8 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
                     found.append(use)
         elif isinstance(instruction, Compute) and instruction.reduced:
             found += uses_of_reduction(graph, instruction, model)
+        elif isinstance(instruction, Compute):
+            found += uses_of_ring(instruction, model)
         elif isinstance(instruction, Loop):
             inner = [predicted_collectives(graph, block, model) for block in instruction.blocks]
             if instruction.op.kind is OpKind.COND:
@@ -101,6 +103,29 @@ def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> lis
                 time_s=model.links.time_s(CollectiveKind.ALL_REDUCE, nbytes, compute.reduced) * op.count,
                 module=op.module,
                 value=value.name or f"{value.dtype}{list(value.shape)}",
+            )
+        )
+    return out
+
+
+def uses_of_ring(compute: Compute, model: CostModel) -> list[CollectiveUse]:
+    """The permutes by which parts of an operation's operands go round the devices that split it."""
+    op, strategy = compute.op, compute.strategy
+    if strategy is None or not strategy.ring:
+        return []
+    turns = model.links.mesh.size(strategy.ring) - 1
+    kind, out = CollectiveKind.COLLECTIVE_PERMUTE, []
+    for nbytes, (i, _) in zip(ring_bytes(op, strategy, model), attention.travelling(op.eqn), strict=True):
+        aval = op.eqn.invars[i].aval
+        out.append(
+            CollectiveUse(
+                kind=kind,
+                axes=strategy.ring,
+                sent_bytes=nbytes,
+                count=op.count * turns,
+                time_s=model.links.time_s(kind, nbytes, strategy.ring) * op.count * turns,
+                module=op.module,
+                value=f"{aval.dtype}{list(aval.shape)}",
             )
         )
     return out
@@ -262,6 +287,8 @@ class _MemoryWriter:
     def instruction(self, instruction: Instruction, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
         if isinstance(instruction, Move):
             self.move(instruction, env, steps)
+        elif isinstance(instruction, Compute) and instruction.op.primitive in attention.PRIMITIVES:
+            self.attention(instruction, env, steps)
         elif isinstance(instruction, Compute):
             op = instruction.op
             outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, instruction.places, strict=True))
@@ -287,6 +314,28 @@ class _MemoryWriter:
             self.loop(instruction, env, steps)
         elif not isinstance(instruction, Leave):
             self.crossing(instruction, env, steps)
+
+    def attention(self, compute: Compute, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
+        """A block of scores and one of weights, in 32 bits, beside the keys and values that have come round."""
+        op, inputs = compute.op, self.read(compute.op, compute.reads, env)
+        outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, compute.places, strict=True))
+        ring: list[int] = []
+        if compute.strategy is not None and compute.strategy.ring:
+            for i, itemsize in attention.travelling(op.eqn):
+                shape = op.eqn.invars[i].aval.shape
+                ring.append(self.new(local_bytes(shape, itemsize, compute.strategy.operands[i], self.mesh)))
+            steps.append(
+                MemoryStep(
+                    inputs=inputs, outputs=tuple(ring), kind="collective_permute", fusible=False, key=("ring", op.id)
+                )
+            )
+        nbytes = attention.block_bytes(op.eqn)
+        if compute.strategy is not None:
+            nbytes //= compute.strategy.split * self.mesh.size(compute.strategy.ring)
+        scores, weights = self.new(nbytes), self.new(nbytes)
+        at = (*inputs, *ring)
+        for made, read in (((scores,), at), ((weights,), (*at, scores)), (outputs, (*at, weights))):
+            steps.append(MemoryStep(inputs=read, outputs=made, kind=op.primitive, fusible=False, key=(op.id, made)))
 
     def crossing(
         self, instruction: Split | Accumulate | Stack, env: dict[tuple[int, Place], int], steps: list[MemoryStep]

@@ -18,7 +18,22 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from autopar.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by, walk
+from autopar.errors import UnsupportedError
+from autopar.graph import (
+    Atom,
+    Block,
+    Dimension,
+    FactorKind,
+    Op,
+    OpGraph,
+    OpKind,
+    Purpose,
+    Role,
+    Side,
+    Value,
+    read_by,
+    walk,
+)
 
 # What is followed: what dimensions count (`Dimension`), or which side of a matrix they are (`Side`).
 Name = TypeVar("Name", bound=enum.Enum)
@@ -40,8 +55,9 @@ def described(graph: OpGraph) -> OpGraph:
     A batch leaf's first dimension counts examples. The next ones count positions: of whole numbers (tokens) all of
     them, of others all but the last, which holds features. Experts are what a product of a parameter keeps apart
     although it counts neither examples nor positions. Features are what layers hand on: of two widths that a matrix
-    joins, one is handed on and the other stays inside of a layer (`_handed_on`). The sides of matrices are followed
-    through weights only: their copies, gradients, and the optimiser's state.
+    joins, one is handed on and the other stays inside of a layer (`_handed_on`). Heads are what a product of two values
+    with positions keeps apart beside the examples; they are widths like others until then. The sides of matrices are
+    followed through weights only: their copies, gradients, and the optimiser's state.
     """
     followed: _Followed[Dimension] = _Followed(graph)
     for position in graph.batch:
@@ -62,9 +78,66 @@ def described(graph: OpGraph) -> OpGraph:
     followed.settle()
     named = [dataclasses.replace(v, dimensions=followed.names(v)) for v in graph.values]
     purposes = _purposes(graph, named, dependent)
-    values = [dataclasses.replace(v, purpose=purposes.get(v.id, Purpose.ACTIVATION)) for v in named]
+    for at, parts in _heads(graph, followed, dependent):
+        followed.put(at, parts)
+    followed.settle()
+    values = [
+        dataclasses.replace(v, dimensions=followed.names(v), purpose=purposes.get(v.id, Purpose.ACTIVATION))
+        for v in graph.values
+    ]
     sides = _followed_sides(graph, values, dependent)
     return dataclasses.replace(graph, values=tuple(dataclasses.replace(v, sides=sides.names(v)) for v in values))
+
+
+def check_attention(graph: OpGraph) -> None:
+    """Raises: UnsupportedError where a described graph has no attention between positions of the batch."""
+    kinds = {factor.kind for op in graph.ops() if op.rule is not None for factor in op.rule.factors}
+    if FactorKind.RING not in kinds and not any(True for _ in score_products(graph)):
+        raise UnsupportedError(
+            where="recipe",
+            expected="a step with attention, between positions that can be followed from the batch",
+            got="none",
+            hint="sequence parallelism has nothing to share here: use data or tensor parallelism",
+        )
+
+
+def score_products(graph: OpGraph) -> Iterator[Op]:
+    """The products of a described graph whose result has the positions of both operands: queries by keys."""
+    for op in graph.ops():
+        if op.primitive != "dot_general" or op.rule is None:
+            continue
+        (result,), dimensions = op.rule.results, graph.values[op.outputs[0]].dimensions
+        positions = {f for fs, names in zip(result, dimensions, strict=True) if Dimension.SEQUENCE in names for f in fs}
+        left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands)
+        if positions - left and positions - right and all(isinstance(a, int) for a in op.inputs):
+            yield op
+
+
+def check_heads(graph: OpGraph, parts: int) -> None:
+    """Raises: UnsupportedError where attention has no heads that so many devices can share."""
+    for op in score_products(graph):
+        value = graph.values[op.outputs[0]]
+        heads = [n for n, names in zip(value.shape, value.dimensions, strict=True) if Dimension.HEAD in names]
+        if not any(n % parts == 0 for n in heads):
+            raise UnsupportedError(
+                where=f"attention in {op.module or 'the step'}",
+                expected=f"a dimension of heads that {parts} devices can share, apart from the examples",
+                got=f"scores of shape {list(value.shape)}, heads: {heads or 'none'}",
+                hint="share sequences among fewer devices (sp, size), or take another kind of sequence parallelism",
+            )
+
+
+def check_rings(graph: OpGraph, parts: int) -> None:
+    """Raises: UnsupportedError where attention has positions that so many devices cannot share evenly."""
+    for op in graph.ops():
+        for factor in op.rule.factors if op.rule is not None else ():
+            if factor.kind is FactorKind.RING and factor.size % parts:
+                raise UnsupportedError(
+                    where=f"attention in {op.module or 'the step'}",
+                    expected=f"positions that {parts} devices can share evenly",
+                    got=f"{factor.size} positions",
+                    hint="pad the sequences, or share them among fewer devices (sp, size)",
+                )
 
 
 # A dimension of a value.
@@ -264,6 +337,28 @@ def _expert_dimensions(
                 unnamed = all(not names for _, names in followed.of(atom, d))
                 if unnamed and factors and kept_apart.issuperset(factors):
                     yield atom, d
+
+
+def _heads(graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]) -> Iterator[tuple[_At, Parts]]:
+    """Dimensions that scores and what they weigh keep apart; the parts of them that count nothing else are heads."""
+    for op in graph.ops():
+        if op.primitive != "dot_general" or op.rule is None or not dependent.issuperset(read_by(op)):
+            continue
+        if not all(isinstance(atom, int) and _has_positions(graph, followed, atom) for atom in op.inputs):
+            continue
+        (left, right), (result,) = op.rule.operands, op.rule.results
+        kept_apart = (
+            {f for dim in left for f in dim} & {f for dim in right for f in dim} & {f for dim in result for f in dim}
+        )
+        for d, factors in enumerate(result):
+            parts = followed.of(op.outputs[0], d)
+            if factors and kept_apart.issuperset(factors) and any(not names for _, names in parts):
+                yield (op.outputs[0], d), tuple((n, names or frozenset({Dimension.HEAD})) for n, names in parts)
+
+
+def _has_positions(graph: OpGraph, followed: _Followed[Dimension], value: int) -> bool:
+    dimensions = range(len(graph.values[value].shape))
+    return any(Dimension.SEQUENCE in names for d in dimensions for _, names in followed.of(value, d))
 
 
 def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]) -> list[_At]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from autopar.constraints import AxisUse, Binding
 from autopar.device_grids import cube, square
@@ -85,31 +86,60 @@ def expert_parallel(size: int | None = None) -> Recipe:
     return _bound(dp=None if size is not None else 1, tp=1, ep=size)
 
 
+def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Recipe:
+    """Positions in parts: each device has a part of every sequence.
+
+    `size` devices hold a sequence together, all of them where it is None; what is left is data parallel. The kinds:
+
+    * "megatron": between the matrices of `tensor_parallel("1d")`. Source: Korthikanti et al., "Reducing activation
+      recomputation in large transformer models", 2022, section 4.2.2.
+    * "ulysses": everywhere but inside of attention, which is split by heads; all-to-alls bring queries, keys and values
+      there and the result back. Parameters are whole (`combine(sp=..., zero=...)` shares them out). Source: Jacobs et
+      al., "DeepSpeed Ulysses", 2023, section 3.
+    * "ring": everywhere, also inside of attention: keys and values go round all devices in parts (`autopar.attention`),
+      as the sums of their gradients do. Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence
+      Training from System Perspective", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023.
+
+    Raises: InvalidArgumentError.
+    """
+    if size is not None:
+        check_number("recipes.sequence_parallel(size=...)", size)
+    dp = None if size is not None else 1
+    if kind == "megatron":
+        return _bound(dp=dp, tp=size, sequence_parallel=True)
+    check_sequence("recipes.sequence_parallel(kind)", kind, ("megatron", *_SEQUENCES))
+    return _bound(dp=dp, sp=size, sequence=kind)
+
+
 def combine(
     *,
     dp: int | None = None,
     tp: int = 1,
     ep: int = 1,
     pp: int = 1,
+    sp: int = 1,
     zero: int = 0,
+    sequence: str = "ulysses",
     sequence_parallel: bool = False,
     schedule: str | None = None,
     num_microbatches: int | None = None,
     chunks: int | None = None,
     recompute: str = "nothing",
 ) -> Recipe:
-    """Data, tensor, expert and pipeline parallelism together, in Megatron's order: tensor groups are neighbours, then
-    come expert groups, data groups, and stages.
+    """Data, sequence, expert, tensor and pipeline parallelism together, in Megatron's order: tensor groups are
+    neighbours, then come sequence groups, expert groups, data groups, and stages.
 
     Args:
         dp: Copies of the model; None: as many as the devices make.
         tp: Devices that share each matrix (`tensor_parallel("1d")`).
         ep: Devices that share the experts of a copy, each with examples of its own (`expert_parallel`).
-        pp: Pipeline stages, each of `dp * ep * tp` devices.
-        zero: What the copies share out, as in `zero`; what is no expert's is shared out over `dp * ep` devices.
+        pp: Pipeline stages, each of `dp * ep * sp * tp` devices.
+        sp: Devices that share each sequence, as `sequence` says. They have copies of the model, too.
+        zero: What the copies share out, as in `zero`; what is no expert's is shared out over `dp * ep * sp` devices.
+        sequence: As the kind of `sequence_parallel`: "ulysses" or "ring".
         sequence_parallel: Whether tensor groups split what lies between the matrices by positions (norms, dropout,
-            residuals), with reduce-scatters and all-gathers in the place of all-reduces. Source: Korthikanti et al.,
-            "Reducing activation recomputation in large transformer models", 2022, section 4.2.2.
+            residuals), with reduce-scatters and all-gathers in the place of all-reduces, as
+            `sequence_parallel("megatron")`.
         schedule: As in `pipeline`; "1f1b" where there are stages.
         num_microbatches: Into how many parts the batch is cut. Without stages None cuts nothing.
         chunks: As in `pipeline`.
@@ -124,11 +154,13 @@ def combine(
         ("tp", tp),
         ("ep", ep),
         ("pp", pp),
+        ("sp", sp),
         ("num_microbatches", num_microbatches),
         ("chunks", chunks),
     ):
         if number is not None:
             check_number(f"recipes.combine({name}=...)", number)
+    check_sequence("recipes.combine(sequence=...)", sequence, _SEQUENCES)
     if schedule is not None:
         check_schedule("recipes.combine(schedule=...)", schedule)
     if recompute not in [policy.value for policy in Recompute]:
@@ -147,13 +179,15 @@ def combine(
         )
     # Only what is cut into micro-batches can be recomputed by layer; one stage and one micro-batch will do.
     num_stages = pp if pp > 1 or recompute != "nothing" else None
-    recipe = _bound(dp=dp, tp=tp, ep=ep, zero=zero, sequence_parallel=sequence_parallel)
+    recipe = _bound(dp=dp, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel)
     options = PipelineOptions(
         num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks
     )
     return dataclasses.replace(recipe, pipeline=options, recompute=recompute)
 
 
+# The ways in which an axis of its own splits positions.
+_SEQUENCES = ("ulysses", "ring")
 _EXAMPLES = (Purpose.BATCH, Purpose.ACTIVATION)
 _MATRICES = (Purpose.MATRIX, Purpose.MATRIX_COPY)
 # What ZeRO lets the copies of a model share out, stage by stage; what the update computes goes with its state.
@@ -175,7 +209,14 @@ _ZERO_MUSTS: tuple[tuple[Purpose, ...], ...] = (
 
 
 def _bound(
-    *, dp: int | None, tp: int | None, ep: int | None = 1, zero: int = 0, sequence_parallel: bool = False
+    *,
+    dp: int | None,
+    tp: int | None = 1,
+    sp: int | None = 1,
+    ep: int | None = 1,
+    zero: int = 0,
+    sequence: str = "ulysses",
+    sequence_parallel: bool = False,
 ) -> Recipe:
     data = AxisUse(
         name="data",
@@ -184,6 +225,16 @@ def _bound(
         must=(*_EXAMPLES, *_ZERO_MUSTS[zero]),
         reads=_EXAMPLES,
         keeps=(Dimension.EXAMPLE,),
+    )
+    split = AxisUse(
+        name="sequence",
+        dimensions=(Dimension.SEQUENCE,),
+        spread=_ZERO_SPREADS[zero],
+        must=(*_EXAMPLES, *_ZERO_MUSTS[zero]),
+        reads=_EXAMPLES,
+        keeps=(Dimension.SEQUENCE,),
+        exchanges=(Dimension.HEAD,) if sequence == "ulysses" else (),
+        rings=sequence == "ring",
     )
     positions = (Dimension.SEQUENCE,) if sequence_parallel else ()
     tensor = AxisUse(
@@ -194,8 +245,6 @@ def _bound(
         reads=_MATRICES,
         keeps=positions,
     )
-    if ep == 1:
-        return Recipe(binding=Binding(axes=(data, tensor), sizes=(dp, tp)))
     experts = AxisUse(
         name="expert",
         dimensions=(Dimension.EXAMPLE, Dimension.EXPERT),
@@ -206,7 +255,7 @@ def _bound(
         own=(Dimension.EXPERT,),
         adds=False,
     )
-    return Recipe(binding=Binding(axes=(data, experts, tensor), sizes=(dp, ep, tp)))
+    return Recipe(binding=Binding(axes=(data, experts, split, tensor), sizes=(dp, ep, sp, tp)))
 
 
 def pipeline(
@@ -250,6 +299,14 @@ def check_number(where: str, number: object) -> int:
             where=where, expected="a positive whole number", got=repr(number), hint="1 cuts nothing"
         )
     return number
+
+
+def check_sequence(where: str, kind: object, kinds: Sequence[str]) -> None:
+    """Raises: InvalidArgumentError for a way to split positions that is not one of the kinds."""
+    if kind not in kinds:
+        raise InvalidArgumentError(
+            where=where, expected=" or ".join(map(repr, kinds)), got=repr(kind), hint="leave it out"
+        )
 
 
 def check_schedule(where: str, name: object) -> None:

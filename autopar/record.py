@@ -13,7 +13,7 @@ from autopar.errors import PlanFormatError
 from autopar.layout import Layout
 from autopar.timeline import Timeline
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 NO_TIMELINE = Timeline(rows=(), links=(), events=())
 
 
@@ -43,6 +43,7 @@ class PlannedStrategy:
     results: tuple[int, ...]
     split: int
     combined: tuple[int, ...]
+    ring: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +281,8 @@ class PlanRecord:
 
     Of a plan with a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names` says what
     the axes are for (data, tensor), in a plan that was made by a recipe, or what pins call them. `timeline` is that of
-    a step in one program; a pipeline has its own.
+    a step in one program; a pipeline has its own. The graph of a step with `blockwise_attention` is another one, and
+    decisions are by its numbers.
     """
 
     format_version: int
@@ -300,6 +302,7 @@ class PlanRecord:
     pipeline: PipelineRecord | None = None
     weighed: tuple[PipelineTrial, ...] = ()
     axis_names: tuple[str, ...] = ()
+    blockwise_attention: bool = False
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
 

@@ -53,6 +53,7 @@ def decisions_of(plan: ShardingPlan) -> Decisions:
             results=tuple(map(number, s.results)),
             split=s.split,
             combined=s.combined,
+            ring=s.ring,
         )
         return strategies.setdefault(planned, len(strategies))
 
@@ -77,7 +78,11 @@ def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMe
     layouts = decisions.layouts
     strategies = [
         Strategy(
-            tuple(layouts[i] for i in s.operands), tuple(layouts[i] for i in s.results), s.split, tuple(s.combined)
+            tuple(layouts[i] for i in s.operands),
+            tuple(layouts[i] for i in s.results),
+            s.split,
+            tuple(s.combined),
+            tuple(s.ring),
         )
         for s in decisions.strategies
     ]

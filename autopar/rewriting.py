@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, MutableMapping
 
-from autopar.graph import Atom, Block, Op, OpGraph, Value, read_by
+from autopar.graph import Atom, Block, Op, OpGraph, Value, free_values, read_by
 
 
 class Fresh:
@@ -20,9 +20,29 @@ class Fresh:
         self.values.append(dataclasses.replace(self.values[value], id=len(self.values), name=""))
         return len(self.values) - 1
 
+    def value(self, shape: tuple[int, ...], dtype: str, itemsize: int) -> int:
+        """A new value."""
+        self.values.append(Value(len(self.values), tuple(shape), dtype, itemsize))
+        return len(self.values) - 1
+
     def op_id(self) -> int:
         self._next_op += 1
         return self._next_op - 1
+
+
+def remove_dead(block: Block) -> Block:
+    """The block without operations of which no result is used. Loops keep all that they carry."""
+    live = {a for a in block.outputs if isinstance(a, int)}
+    kept: list[Op] = []
+    for op in reversed(block.ops):
+        if live.isdisjoint(op.outputs):
+            continue
+        if op.blocks:
+            op = dataclasses.replace(op, blocks=tuple(remove_dead(b) for b in op.blocks))
+            live |= {i for inner in op.blocks for i in free_values(inner)}
+        live |= {a for a in op.inputs if isinstance(a, int)}
+        kept.append(op)
+    return dataclasses.replace(block, ops=tuple(reversed(kept)))
 
 
 def reading(op: Op, names: Mapping[int, int]) -> Op:

@@ -144,7 +144,7 @@ class Decider:
     ) -> None:
         self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
         self.pieces, self.constraints, self.pins = pieces, constraints, pins or {}
-        self.wires = wires_of(stages, meshes)
+        self.wires = wires_of(stages, meshes, constraints)
         self.shapes = [shape_of(stage.graph) for stage in stages]
         self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
         self.solved: dict[tuple[Any, float], int] = {}  # problem and price -> which of them

@@ -20,7 +20,8 @@ class TracedStep:
 
     `constants` are arrays the function closes over; `tied[i]` is the output leaf that becomes input leaf i in the next
     step, found for each donated argument; `fingerprint` identifies the jaxpr between processes; `retrace` traces the
-    function once more, on the leaves' shapes or on others.
+    function once more, on the leaves' shapes or on others. `blockwise_attention`: its graphs have attention as one
+    operation a pass (`autopar.attention`).
     """
 
     name: str
@@ -38,6 +39,7 @@ class TracedStep:
     tied: dict[int, int]
     fingerprint: str
     retrace: Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
+    blockwise_attention: bool = False
 
 
 NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"

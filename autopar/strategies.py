@@ -25,12 +25,14 @@ class Strategy:
     `operands` are the layouts it reads, `results` those it leaves, partial over axes given to a summed factor.
     `split` is among how many devices the work is divided. `combined` are axes over which the partitioner itself
     combines the results (max, min, integer sums, gathers from a split table): an all-reduce that cannot be put off.
+    Round `ring` go parts of operands while the operation runs.
     """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     split: int
     combined: tuple[int, ...] = ()
+    ring: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,11 +82,14 @@ def _strategy(
     rule = signature.rule
     summed: tuple[int, ...] = ()
     combined: tuple[int, ...] = ()
+    ring: tuple[int, ...] = ()
     for f, axes in by_factor.items():
         if rule.factors[f].kind is FactorKind.SUM and signature.sums_partially:
             summed += axes
         elif rule.factors[f].kind in (FactorKind.SUM, FactorKind.EXTREMUM):
             combined += axes
+        elif rule.factors[f].kind is FactorKind.RING:
+            ring += axes
     passed = tuple(a for axes in by_operands.values() for a in axes)
     operands = []
     for i, (dims, shape) in enumerate(zip(rule.operands, signature.operand_shapes, strict=True)):
@@ -100,7 +105,7 @@ def _strategy(
             return None
         results.append(layout)
     split = mesh.size(a for axes in by_factor.values() for a in axes)
-    return Strategy(tuple(operands), tuple(results), split, tuple(sorted(combined)))
+    return Strategy(tuple(operands), tuple(results), split, tuple(sorted(combined)), ring)
 
 
 def _layout(

@@ -41,6 +41,8 @@ LAYER_OF = {
     "user_cache": "vocabulary",
     "wires": "vocabulary",
     "alignment": "front end",
+    "attention": "front end",
+    "attention_patterns": "front end",
     "batch_states": "front end",
     "building": "front end",
     "extrapolation": "front end",

@@ -6,12 +6,12 @@ import numpy as np
 
 from autopar.building import build_graph
 from autopar.graph import Dimension, Purpose
-from autopar.purposes import described
+from autopar.purposes import described, score_products
 from autopar.rules import RuleBook
 from autopar.staging import trace
 from benchmarks.zoo import CASES
 
-EXAMPLE, SEQUENCE, EXPERT = Dimension.EXAMPLE, Dimension.SEQUENCE, Dimension.EXPERT
+EXAMPLE, SEQUENCE, EXPERT, HEAD = Dimension.EXAMPLE, Dimension.SEQUENCE, Dimension.EXPERT, Dimension.HEAD
 
 
 def graph_of(step, state, batch):
@@ -83,6 +83,20 @@ def test_experts_are_what_a_product_of_weights_keeps_apart():
     assert {name for name, dims in expert.items() if "expert_in" in name or "expert_out" in name} == {
         name for name, dims in expert.items() if dims == [0]
     }
+
+
+def test_heads_are_what_products_of_positions_keep_apart():
+    def forward(w, x):
+        heads = (x @ w).reshape(*x.shape[:2], 2, 4)
+        return jnp.einsum("bqhd,bkhd->bhqk", heads, heads)
+
+    graph = graph_of(trained(forward), shape(8, 8), shape(16, 32, 8))
+    assert of(graph, "dot_general")[0] == [{EXAMPLE}, {SEQUENCE}, {HEAD}]
+    assert [op.outputs for op in score_products(graph)] == [
+        op.outputs for op in graph.ops() if graph.values[op.outputs[0]].shape == (16, 2, 32, 32) and op.rule is not None
+    ][:1]
+    scores = graph.values[next(score_products(graph)).outputs[0]]
+    assert [set(names) for names in scores.dimensions] == [{EXAMPLE}, {HEAD}, {SEQUENCE}, {SEQUENCE}]
 
 
 def test_purposes_of_a_training_step():

@@ -5,7 +5,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, UnsupportedError
 from benchmarks.zoo import CASES
 
 MLP = CASES["mlp"](batch=32)
@@ -27,6 +27,10 @@ def verified(case, recipe, devices):
 
 def sent(made):
     return {c.name: c.compiled for c in made.collectives}
+
+
+def counts(made):
+    return {c.name: c.compiled for c in made.counts}
 
 
 def parameter_bytes(case):
@@ -91,6 +95,133 @@ def test_sequence_parallelism_has_no_large_all_reduce():
     assert sent(made)["reduce-scatter"] >= 4 * LAYERS * (HEADS - 1) / HEADS * activation
 
 
+def test_megatrons_sequence_parallelism_by_either_name():
+    assert recipes.sequence_parallel(size=HEADS) == recipes.combine(tp=HEADS, sequence_parallel=True)
+
+
+def test_ulysses_exchanges_positions_for_heads_and_back():
+    made, plan = verified(GPT, recipes.combine(dp=2, sp=HEADS), 8)
+    # Of queries, keys, values and what attention makes of them in each pass, of a whole copy's part of the batch.
+    part = BATCH * LENGTH * WIDTH * 4 / 8
+    assert counts(made)["all-to-all"] == 2 * 4 * LAYERS
+    assert sent(made)["all-to-all"] == 2 * 4 * LAYERS * part * (HEADS - 1) / HEADS
+    assert set(sent(made)) == {"all-to-all", "all-reduce", "total"}
+    # Every device has the whole model, but for the positions of the embedding that are its own.
+    whole = parameter_bytes(GPT) - LENGTH * WIDTH * 4
+    assert sent(made)["all-reduce"] == pytest.approx(2 * 7 / 8 * whole + LENGTH * WIDTH * 4 / HEADS, rel=0.001)
+    assert plan.groups() == {"data": [[0, 4], [1, 5], [2, 6], [3, 7]], "sequence": [[0, 1, 2, 3], [4, 5, 6, 7]]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "runs"),
+    [
+        ({"dp": 2, "sp": 4, "zero": 1}, 1),
+        ({"dp": 2, "sp": 4, "zero": 3}, 1),
+        ({"dp": 2, "sp": 2, "tp": 2}, 1),
+        ({"dp": 1, "sp": 4, "pp": 2, "num_microbatches": 2}, 2),
+    ],
+    ids=["zero 1", "zero 3", "tensor", "pipeline"],
+)
+def test_ulysses_with_other_kinds_of_parallelism(wanted, runs):
+    made, _ = verified(GPT, recipes.combine(**wanted), 8)
+    part = BATCH * LENGTH * WIDTH * 4 / (8 / wanted.get("pp", 1))
+    assert counts(made)["all-to-all"] == 2 * 4 * LAYERS * runs
+    assert sent(made)["all-to-all"] == 2 * 4 * LAYERS * part * (1 - 1 / wanted["sp"])
+    assert made.total.predicted == made.total.compiled
+
+
+def test_what_one_projection_makes_is_exchanged_at_once():
+    made, _ = verified(CASES["gpt_scan"](layers=LAYERS, batch=8, length=16, width=32), recipes.combine(dp=2, sp=4), 8)
+    part = 8 * 16 * 32 * 4 / 8
+    assert counts(made)["all-to-all"] == 2 * 2 * LAYERS
+    assert sent(made)["all-to-all"] == 2 * (3 + 1) * LAYERS * part * 3 / 4
+
+
+def test_ulysses_leaves_experts_alone():
+    made, _ = verified(MOE, recipes.combine(dp=2, sp=4), 8)
+    assert counts(made)["all-to-all"] == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "runs"),
+    [
+        ({"dp": 1, "sp": 8}, 1),
+        ({"dp": 2, "sp": 4, "zero": 3}, 1),
+        ({"dp": 2, "sp": 2, "tp": 2}, 1),
+        ({"dp": 1, "sp": 4, "pp": 2, "num_microbatches": 2}, 2),
+    ],
+    ids=["alone", "zero 3", "tensor", "pipeline"],
+)
+def test_a_ring_hands_keys_and_values_on_in_each_pass(wanted, runs):
+    made, _ = verified(GPT, recipes.combine(sequence="ring", **wanted), 8)
+    part = BATCH * LENGTH * WIDTH * 4 / (8 / wanted.get("pp", 1))
+    # Keys and values forward; keys, values and their gradients backward.
+    turns = (2 + 4) * LAYERS * (wanted["sp"] - 1)
+    assert counts(made)["collective-permute"] == turns * runs
+    assert sent(made)["collective-permute"] == turns * part
+    assert "all-to-all" not in sent(made)
+    assert made.total.predicted == made.total.compiled
+
+
+def test_a_ring_never_holds_all_scores():
+    case = CASES["gpt"](layers=1, width=16, length=512, batch=1, heads=1, vocabulary=16)
+    made, _ = verified(case, recipes.sequence_parallel("ring"), 8)
+    scores = 512 * 512 * 4
+    # Blocks of an eighth of the queries by an eighth of the keys, and activations.
+    assert made.peak.compiled < scores / 2
+    assert made.peak.predicted == pytest.approx(made.peak.compiled, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("case", "turns"),
+    [
+        (CASES["gpt_bf16"](batch=8), 2 * 6),
+        (MOE, 2 * 6),
+        # Scores are computed again, so that keys and values come round once more.
+        (CASES["gpt_scan_remat"](layers=2, batch=8), 2 * 8),
+        (CASES["gpt_scan"](layers=2, batch=8), 2 * 6),
+        (CASES["bert"](), 2 * 6),
+    ],
+    ids=["bfloat16", "moe", "recomputed", "scan", "padded"],
+)
+def test_rings_of_other_models(case, turns):
+    made, _ = verified(case, recipes.combine(dp=2, sp=4, sequence="ring"), 8)
+    assert counts(made)["collective-permute"] == turns * 3
+
+
+def test_a_plan_with_a_ring_is_saved_and_run(tmp_path):
+    recipe = recipes.sequence_parallel("ring", size=4)
+    state, batch = jax.jit(GPT.init)(jax.random.key(0)), GPT.batch(0)
+    step = autopar.parallelize(GPT.step, plan=recipe, cache_dir=None, show_progress=False)
+    step.plan(state, batch).save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    again = autopar.verify(
+        autopar.parallelize(GPT.step, plan=loaded, cache_dir=None, show_progress=False), state, batch
+    )
+    assert counts(again)["collective-permute"] == 6 * LAYERS * 3
+    assert again.difference <= GPT.tolerance
+
+
+def test_positions_that_cannot_be_shared_evenly_are_named():
+    case = CASES["gpt"](length=12)
+    step = autopar.parallelize(case.step, plan=recipes.sequence_parallel("ring"), cache_dir=None, show_progress=False)
+    with pytest.raises(UnsupportedError, match=r"layer0/self_attention.*8 devices can share evenly.*12 positions"):
+        step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_a_step_without_attention_has_no_sequences_to_share(kind):
+    step = autopar.parallelize(MLP.step, plan=recipes.sequence_parallel(kind), cache_dir=None, show_progress=False)
+    with pytest.raises(UnsupportedError, match="a step with attention"):
+        step.plan(jax.eval_shape(MLP.init, jax.random.key(0)), MLP.batch(0))
+
+
+def test_attention_without_enough_heads_is_named():
+    step = autopar.parallelize(GPT.step, plan=recipes.sequence_parallel("ulysses"), cache_dir=None, show_progress=False)
+    with pytest.raises(UnsupportedError, match=r"layer0/self_attention.*8 devices can share.*heads: \[4\]"):
+        step.plan(jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0))
+
+
 @pytest.mark.parametrize("case", [GPT, MOE], ids=["gpt", "moe"])
 def test_three_kinds_of_parallelism_together(case):
     recipe = recipes.combine(dp=2, tp=2, pp=2, num_microbatches=2)
@@ -143,6 +274,9 @@ def test_micro_batches_asked_for_beside_a_recipe_are_bound_by_it():
     [
         (lambda: recipes.zero(4), "zero"),
         (lambda: recipes.tensor_parallel("4d"), "tensor_parallel"),
+        (lambda: recipes.sequence_parallel("rings"), "sequence_parallel"),
+        (lambda: recipes.combine(sp=2, sequence="rings"), "sequence"),
+        (lambda: recipes.combine(sp=0), "sp"),
         (lambda: recipes.combine(tp=0), "tp"),
         (lambda: recipes.tensor_parallel(size=0), "size"),
         (lambda: recipes.combine(schedule="2f2b"), "schedule"),

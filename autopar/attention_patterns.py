@@ -1,0 +1,885 @@
+"""Finds attention in a graph by what its equations compute, and makes one operation of each of its passes.
+
+Equations are read as algebra, so that it does not matter how attention, its masks and its softmax are written, nor in
+which form differentiation leaves them. A value with scores is a sum of terms: numbers times powers of *atoms*, which
+are a product of queries and keys (or of the result's gradient and the values), the weights that softmax makes of one,
+sums over a row, and whatever else is multiplied with them. With P the weights, G such a product and D the sum of P G
+over a row, what multiplies the values must be P, and what multiplies the keys must be s (P G - D P), s being the
+derivative of the scores by the product. The sum of P over a row is 1: nothing passes back through the maximum.
+
+What cannot be read so (dropout on the weights, weights that are handed out, a gradient of a bias) stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import attention, jax_compat
+from autopar.attention import KEY, NONE, Expression, Form, Gradients
+from autopar.errors import UnsupportedError
+from autopar.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKind, read_by
+from autopar.purposes import described, score_products
+from autopar.rewriting import Fresh, reading, remove_dead, renumbered
+from autopar.rules import equation_key
+
+# A label stands for what a dimension counts; those that meet in one operation are joined. None: of size one.
+Label = int
+Labels = tuple[Label, ...]
+# Atoms with their powers, in order; a sum of such terms, each with a number.
+Term = tuple[tuple[Any, int], ...]
+Sum = dict[Term, float]
+ONE: Term = ()
+# Numbers are equal that differ by the rounding of the constants in a program.
+RELATIVE_ERROR = 1e-5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Read:
+    """What is known of a value that scores went into.
+
+    `sum` is None where it is nothing that is understood. `tree` computes it of one product. A row's largest value and
+    what is left of a tree when that is taken off are known as such, by the tree.
+    """
+
+    labels: Labels
+    sum: Sum | None
+    tree: Expression | None = None
+    largest_of: Expression | None = None
+    without_largest: Expression | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Product:
+    """Two arrays multiplied: the operation, and the labels of its operands' dimensions."""
+
+    op: Op
+    left: Labels
+    right: Labels
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """An array that is multiplied with what is known: `other` is the array, `at` its labels."""
+
+    op: Op
+    read: Read
+    other: int
+    at: Labels
+    summed: Labels
+    out: Labels
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Around:
+    """What a block sees of those around it: what made their values, and which of them its own inputs are."""
+
+    makers: Mapping[int, Op]
+    outside: Mapping[int, int]
+
+    def inside(self, block: Block, op: Op) -> Around:
+        """What the body of a scan sees: what does not change from one round to the next."""
+        outside = dict(self.outside)
+        if op.kind is OpKind.SCAN:
+            pairs = zip(op.inputs[: op.num_consts], op.blocks[0].inputs, strict=False)
+            outside.update({inner: outer for outer, inner in pairs if isinstance(outer, int)})
+        return Around({**self.makers, **{v: made for made in block.ops for v in made.outputs}}, outside)
+
+
+def blockwise(graph: OpGraph) -> OpGraph:
+    """The graph with an operation for each pass of each attention.
+
+    Raises: UnsupportedError where scores are left.
+    """
+    named = described(graph)
+    wanted = {op.id for op in score_products(named)}
+    fresh = Fresh(graph)
+    block = _rewritten(graph.block, named, wanted, fresh, Around({}, {}))
+    values = tuple(dataclasses.replace(v, dimensions=(), purpose=None) for v in fresh.values)
+    rewritten = renumbered(dataclasses.replace(graph, values=values, block=block))
+    for op in score_products(described(rewritten)):
+        raise UnsupportedError(
+            where=f"{op.module or 'the step'} at {jax_compat.source_line(op.eqn)}",
+            expected="attention as softmax(scale * q k^T + mask) v with weights that nothing else reads, and as many "
+            "positions of queries as of keys",
+            got=f"scores of shape {list(graph.values[op.outputs[0]].shape)} that are used in another way",
+            hint="leave dropout out of the attention weights, put jax.checkpoint round the attention, or take "
+            "recipes.sequence_parallel('ulysses')",
+        )
+    return rewritten
+
+
+def _rewritten(block: Block, named: OpGraph, wanted: set[int], fresh: Fresh, around: Around) -> Block:
+    block = _with_joined_scans(block, named, wanted, fresh, around)
+    ops: list[Op] = []
+    for op in block.ops:
+        inner = tuple(_rewritten(b, named, wanted, fresh, around.inside(block, op)) for b in op.blocks)
+        ops.append(dataclasses.replace(op, blocks=inner) if inner else op)
+    block = dataclasses.replace(block, ops=tuple(ops))
+    reader = _Reader(block, named, wanted, around)
+    reader.run()
+    return _Writer(block, reader, named, fresh).run()
+
+
+def _with_joined_scans(block: Block, named: OpGraph, wanted: set[int], fresh: Fresh, around: Around) -> Block:
+    """The block with what scans over layers save of scores for the scans that go back over them taken out."""
+    ops = list(block.ops)
+    for behind, op in enumerate(ops):
+        made_by = {
+            v: i for i, earlier in enumerate(ops[:behind]) if earlier.kind is OpKind.SCAN for v in earlier.outputs
+        }
+        sources = [made_by[v] for v in op.inputs if v in made_by] if op.kind is OpKind.SCAN else []
+        for first in dict.fromkeys(i for i in sources if ops[i].trips == op.trips):
+            elsewhere = {v for i, other in enumerate(ops) if i != behind for v in read_by(other)}
+            elsewhere |= {a for a in block.outputs if isinstance(a, int)}
+            inner = around.inside(block, ops[first])
+            ops[first], ops[behind] = _joined_scans(ops[first], ops[behind], elsewhere, named, wanted, fresh, inner)
+    return dataclasses.replace(block, ops=tuple(ops))
+
+
+def _joined_scans(
+    first: Op, second: Op, elsewhere: set[int], named: OpGraph, wanted: set[int], fresh: Fresh, around: Around
+) -> tuple[Op, Op]:
+    """Two scans, the second of which reads what the first stacks up, with attention found as if their bodies were one.
+
+    What the second body then reads of the first is stacked, and nothing else but what is read `elsewhere`.
+    """
+    (one,), (two,) = first.blocks, second.blocks
+    c, fixed = first.num_carry, second.num_consts + second.num_carry
+    stacked = dict(zip(first.outputs[c:], one.outputs[c:], strict=True))
+    slices = list(zip(second.inputs[fixed:], two.inputs[fixed:], strict=True))
+    known = {a: v for a, v in zip(first.inputs, one.inputs[: first.num_consts], strict=False) if isinstance(a, int)}
+    fixed_too = zip(second.inputs, two.inputs[: second.num_consts], strict=False)
+    same: dict[int, int] = {}
+    for outer, inner in (*slices, *fixed_too):
+        made = {**stacked, **known}.get(outer) if isinstance(outer, int) else None
+        if isinstance(made, int):
+            same[inner] = made
+    handed_on = [v for v in stacked if v in elsewhere]
+    both = Block(
+        inputs=(*one.inputs, *(v for v in two.inputs if v not in same)),
+        outputs=(
+            *one.outputs[:c],
+            *(stacked[v] for v in handed_on),
+            *(same.get(a, a) if isinstance(a, int) else a for a in two.outputs),
+        ),
+        ops=(*one.ops, *(reading(op, same) for op in two.ops)),
+    )
+    reader = _Reader(both, named, wanted, around)
+    reader.run()
+    writer = _Writer(both, reader, named, fresh)
+    found = writer.run()
+    if not writer.added:
+        return first, second
+    in_first = {op.id for op in one.ops}
+    in_first |= {op.id for op in writer.added if writer.like[op.id] in in_first}
+    mine = tuple(op for op in found.ops if op.id in in_first)
+    theirs = tuple(op for op in found.ops if op.id not in in_first)
+    ends = found.outputs[c + len(handed_on) :]
+    there = {*one.inputs, *(v for op in mine for v in op.outputs)}
+    read = [*(v for op in theirs for v in read_by(op)), *(a for a in ends if isinstance(a, int))]
+    crossing = dict.fromkeys(v for v in read if v in there)
+    inside = {made: inner for inner, made in same.items() if made in crossing}
+    kept = [(outer, inner) for outer, inner in slices if inner not in same or inner in inside.values()]
+    ys = dict(zip(handed_on, found.outputs[c:], strict=False))
+    ys.update({outer: stacked[outer] for outer, inner in kept if isinstance(outer, int) and inner in same})
+    for v in crossing:
+        if v not in inside:
+            value = fresh.values[v]
+            outer = fresh.value((first.trips, *value.shape), value.dtype, value.itemsize)
+            inside[v], ys[outer] = fresh.copy_of(v), v
+            kept.append((outer, inside[v]))
+    first = dataclasses.replace(
+        first,
+        outputs=(*first.outputs[:c], *ys),
+        blocks=(Block(inputs=one.inputs, outputs=(*found.outputs[:c], *ys.values()), ops=mine),),
+    )
+    second = dataclasses.replace(
+        second,
+        inputs=(*second.inputs[:fixed], *(outer for outer, _ in kept)),
+        blocks=(
+            Block(
+                inputs=(*two.inputs[:fixed], *(inner for _, inner in kept)),
+                outputs=tuple(inside.get(a, a) if isinstance(a, int) else a for a in ends),
+                ops=tuple(reading(op, inside) for op in theirs),
+            ),
+        ),
+    )
+    return first, second
+
+
+class _Reader:
+    """Reads the equations of one block in order."""
+
+    def __init__(self, block: Block, named: OpGraph, wanted: set[int], around: Around) -> None:
+        self.block, self.named, self.wanted, self.outside = block, named, wanted, around.outside
+        self.known: dict[int, Read] = {}
+        self.products: dict[int, Product] = {}
+        self.uses: list[Use] = []
+        self.makers = {**around.makers, **{v: op for op in block.ops for v in op.outputs}}
+        self.own = {*block.inputs, *(v for op in block.ops for v in op.outputs)}
+        self.weights: dict[Expression, tuple[Labels, Label]] = {}  # labels of the scores, and that of the keys
+        self.slopes: dict[Expression, Sum] = {}  # the scores' sums, by tree
+        self._parent: list[int] = []
+        self._steady: dict[int, bool] = {}
+
+    # Labels
+
+    def label(self) -> Label:
+        self._parent.append(len(self._parent))
+        return len(self._parent) - 1
+
+    def of(self, label: Label) -> Label:
+        while self._parent[label] != label:
+            self._parent[label] = self._parent[self._parent[label]]
+            label = self._parent[label]
+        return label
+
+    def all(self, labels: Labels) -> Labels:
+        return tuple(map(self.of, labels))
+
+    def join(self, one: Labels, other: Labels) -> Labels:
+        for a, b in zip(one, other, strict=True):
+            first, second = sorted((self.of(a), self.of(b)))
+            self._parent[second] = first
+        return one
+
+    def shape(self, atom: Atom) -> tuple[int, ...]:
+        return self.named.values[atom].shape if isinstance(atom, int) else atom.shape
+
+    # Operations
+
+    def run(self) -> None:
+        for op in self.block.ops:
+            if op.kind is OpKind.BARRIER:
+                for source, target in zip(op.inputs, op.outputs, strict=True):
+                    if isinstance(source, int) and source in self.known:
+                        self.known[target] = self.known[source]
+            elif op.kind is OpKind.EQUATION:
+                self.equation(op)
+
+    def equation(self, op: Op) -> None:
+        reads = [self.known.get(a) if isinstance(a, int) else None for a in op.inputs]
+        if op.primitive == "dot_general":
+            self.product(op, reads)
+        elif any(read is not None for read in reads):
+            found = self.followed(op, reads) if len(op.outputs) == 1 else None
+            for v in op.outputs:
+                self.known[v] = found or self.unknown(v)
+
+    def unknown(self, value: int) -> Read:
+        return Read(tuple(self.label() for _ in self.shape(value)), None)
+
+    def product(self, op: Op, reads: Sequence[Read | None]) -> None:
+        (left, right) = op.inputs
+        (left_sum, right_sum), (left_kept, right_kept) = op.eqn.params["dimension_numbers"]
+        if all(read is not None for read in reads):
+            self.known[op.outputs[0]] = self.unknown(op.outputs[0])
+            return
+        if all(read is None for read in reads):
+            if op.id not in self.wanted:
+                return
+            first = tuple(self.label() for _ in self.shape(left))
+            second = [self.label() for _ in self.shape(right)]
+            for a, b in (*zip(left_sum, right_sum, strict=True), *zip(left_kept, right_kept, strict=True)):
+                second[b] = first[a]
+            out = self.result(first, tuple(second), op)
+            self.products[op.id] = Product(op, first, tuple(second))
+            self.known[op.outputs[0]] = Read(out, {((("product", op.id), 1),): 1.0}, ("score", op.id))
+            return
+        which = 0 if reads[0] is not None else 1
+        read, other = reads[which], op.inputs[1 - which]
+        assert read is not None, "one of the operands is known"
+        if not isinstance(other, int):
+            self.known[op.outputs[0]] = self.unknown(op.outputs[0])
+            return
+        at = [self.label() for _ in self.shape(other)]
+        mine, theirs = ((left_sum, left_kept), (right_sum, right_kept))[:: 1 if which == 0 else -1]
+        for pairs in zip(mine, theirs, strict=True):
+            for a, b in zip(*pairs, strict=True):
+                at[b] = read.labels[a]
+        left_at, right_at = (read.labels, tuple(at))[:: 1 if which == 0 else -1]
+        summed = tuple(read.labels[d] for d in mine[0])
+        self.uses.append(Use(op, read, other, tuple(at), summed, self.result(left_at, right_at, op)))
+
+    def result(self, left: Labels, right: Labels, op: Op) -> Labels:
+        """The labels of a product's dimensions: what is kept apart, what the left has alone, what the right has."""
+        (left_sum, right_sum), (left_kept, right_kept) = op.eqn.params["dimension_numbers"]
+        return (
+            *(left[d] for d in left_kept),
+            *(x for d, x in enumerate(left) if d not in (*left_sum, *left_kept)),
+            *(x for d, x in enumerate(right) if d not in (*right_sum, *right_kept)),
+        )
+
+    def followed(self, op: Op, reads: Sequence[Read | None]) -> Read | None:
+        """What an equation makes of scores; None where that is not understood."""
+        name, params, (first, *_) = op.primitive, op.eqn.params, reads
+        if name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"):
+            labels = self.moved(op, first.labels) if first is not None else None
+            return dataclasses.replace(first, labels=labels) if first is not None and labels is not None else None
+        if name in ("convert_element_type", "copy", "reduce_precision", "stop_gradient"):
+            is_float = all(np.dtype(v.aval.dtype).kind in "fV" for v in (*op.eqn.invars, *op.eqn.outvars))
+            return first if is_float else None
+        if name in ("reduce_max", "reduce_sum"):
+            return self.reduced(op, first) if first is not None else None
+        if name == "exp":
+            return self.exponential(first) if first is not None else None
+        out = self.shape(op.outputs[0])
+        if any(len(self.shape(a)) not in (0, len(out)) for a in op.inputs):
+            return None
+        labels = tuple(self.label() for _ in out)
+        for a, read in zip(op.inputs, reads, strict=True):
+            for d, x in enumerate(read.labels if read is not None else ()):
+                if self.shape(a)[d] == out[d]:
+                    self.join((x,), (labels[d],))
+        labels = self.all(labels)
+        if name == "sub" and reads[0] is not None and reads[1] is not None and reads[1].largest_of is not None:
+            same = reads[0].tree is not None and self.same(reads[0].tree, reads[1].largest_of)
+            return Read(labels, None, without_largest=reads[0].tree) if same else None
+        if name == "max":
+            row = next((r for r in reads if r is not None and r.largest_of is not None), None)
+            others = [a for a, r in zip(op.inputs, reads, strict=True) if r is not row]
+            if row is not None and all(self.number(a) == -math.inf for a in others):
+                return row
+        if name not in attention.ELEMENTWISE and name != "integer_pow":
+            return None
+        sums = [r.sum if r is not None else self.sum_of(a, labels) for a, r in zip(op.inputs, reads, strict=True)]
+        trees = [r.tree if r is not None else self.tree_of(a, labels) for a, r in zip(op.inputs, reads, strict=True)]
+        tree: Expression | None = None
+        if all(t is not None for t in trees):
+            tree = (name, (params["y"],) if name == "integer_pow" else (), *trees)
+        return Read(labels, self.combined(name, params, sums, trees[0]), tree)
+
+    def combined(self, name: str, params: Mapping[str, Any], sums: Sequence[Sum | None], which: Any) -> Sum | None:
+        """The sum that an elementwise operation makes."""
+        if name in ("mul", "div") and sums[0] == {}:
+            return {}
+        if name == "mul" and sums[1] == {}:
+            return {}
+        if name == "select_n":
+            no, yes = sums[1:]
+            if no == {} and yes == {}:
+                return {}
+            if no is None or yes is None or which is None:
+                return None
+            chosen: Sum = {((("chosen", self.settled(which)), 1),): 1.0}
+            return _added(no, _times(chosen, _added(yes, _scaled(no, -1.0))))
+        if any(s is None for s in sums):
+            return None
+        known = [s for s in sums if s is not None]
+        match name:
+            case "neg":
+                return _scaled(known[0], -1.0)
+            case "add" | "add_any":
+                return _added(*known)
+            case "sub":
+                return _added(known[0], _scaled(known[1], -1.0))
+            case "mul":
+                return _times(*known)
+            case "div":
+                inverse = _power(known[1], -1)
+                return _times(known[0], inverse) if inverse is not None else None
+            case "integer_pow":
+                return _power(known[0], params["y"])
+        return None
+
+    def moved(self, op: Op, labels: Labels) -> Labels | None:
+        """The labels behind an operation that moves dimensions; None where it splits or joins them."""
+        shape, out = self.shape(op.inputs[0]), self.shape(op.outputs[0])
+        if op.primitive == "transpose":
+            return tuple(labels[d] for d in op.eqn.params["permutation"])
+        if op.primitive == "broadcast_in_dim":
+            made = [self.label() for _ in out]
+            for d, at in enumerate(op.eqn.params["broadcast_dimensions"]):
+                if shape[d] == out[at]:
+                    made[at] = labels[d]
+            return tuple(made)
+        if [n for n in shape if n != 1] != [n for n in out if n != 1]:
+            return None
+        large = iter(x for x, n in zip(labels, shape, strict=True) if n != 1)
+        return tuple(next(large) if n != 1 else self.label() for n in out)
+
+    def reduced(self, op: Op, read: Read) -> Read | None:
+        axes = op.eqn.params["axes"]
+        left = tuple(x for d, x in enumerate(read.labels) if d not in axes)
+        axes = [d for d in axes if self.shape(op.inputs[0])[d] != 1]
+        if not axes:
+            return dataclasses.replace(read, labels=left)
+        if op.primitive == "reduce_max":
+            if read.tree is None or len(axes) != 1 or not attention.has_score(read.tree):
+                return None
+            labels, key = self.weights.setdefault(self.settled(read.tree), (read.labels, read.labels[axes[0]]))
+            if self.all(labels) != self.all(read.labels) or self.of(key) != self.of(read.labels[axes[0]]):
+                return None
+            self.slopes[self.settled(read.tree)] = read.sum or {}
+            return Read(left, None, largest_of=read.tree)
+        if read.sum is None:
+            return None
+        return self.row_sums(read, axes, left)
+
+    def row_sums(self, read: Read, axes: Sequence[int], left: Labels) -> Read | None:
+        """Sums over the keys: of the weights 1, of the weights times a product a number for each row."""
+        total: Sum = {}
+        for term, number in (read.sum or {}).items():
+            weights = [(atom, n) for atom, n in term if atom[0] == "weights"]
+            products = [(atom, n) for atom, n in term if atom[0] == "product"]
+            rest = [(atom, n) for atom, n in term if atom[0] in ("total", "along")]
+            if len(weights) + len(products) + len(rest) != len(term) or [n for _, n in weights] != [1]:
+                return None
+            (_, tree), _ = weights[0]
+            if len(axes) != 1 or self.of(self.weights[tree][1]) != self.of(read.labels[axes[0]]):
+                return None
+            if products:
+                if [n for _, n in products] != [1]:
+                    return None
+                rest.append((("along", tree, products[0][0][1]), 1))
+            total = _added(total, _times({ONE: number}, {_sorted(rest): 1.0}))
+        return Read(left, total)
+
+    def exponential(self, read: Read) -> Read | None:
+        if read.without_largest is None:
+            return None
+        tree = self.settled(read.without_largest)
+        return Read(read.labels, {_sorted([(("weights", tree), 1), (("total", tree), 1)]): 1.0})
+
+    # What is read beside scores
+
+    def sum_of(self, atom: Atom, labels: Labels) -> Sum | None:
+        number = self.number(atom)
+        if number is not None:
+            return {ONE: number} if number else {}
+        tree = self.tree_of(atom, labels)
+        return {((("other", self.settled(tree)), 1),): 1.0} if tree is not None else None
+
+    def number(self, atom: Atom) -> float | None:
+        """The number that a value is everywhere."""
+        number = _number(atom)
+        return self.filled(atom) if number is None and isinstance(atom, int) else number
+
+    def filled(self, value: int) -> float | None:
+        """The number that an array is filled with."""
+        op = self.makers.get(self.outside.get(value, value))
+        if op is None or op.kind is not OpKind.EQUATION:
+            return None
+        if op.primitive in ("broadcast_in_dim", "reshape", "convert_element_type", "copy"):
+            (source,) = op.inputs[:1]
+            return self.number(source)
+        return None
+
+    def tree_of(self, atom: Atom, labels: Labels) -> Expression | None:
+        """An array that meets scores as an expression of positions, numbers and arrays that lack rows or keys."""
+        if not isinstance(atom, int):
+            number = _number(atom)
+            return None if number is None else ("const", number, str(atom.literal.aval.dtype))
+        value = self.named.values[atom]
+        labels = labels if value.shape else ()
+        if (number := self.filled(atom)) is not None:
+            return ("const", number, value.dtype)
+        if atom in self.outside:
+            found = self.tree_of(self.outside[atom], labels)
+            if found is not None and all(node[1] in self.own for node in _nodes(found) if node[0] == "array"):
+                return found
+        op = self.makers.get(atom)
+        large = sum(n != 1 for n in value.shape)
+        positions = sum(Dimension.SEQUENCE in names for names in value.dimensions)
+        if op is None or op.kind is not OpKind.EQUATION or (positions < 2 and large and not self.is_steady(atom)):
+            return ("array", atom, labels)
+        found = self.expanded(op, labels)
+        return found if found is not None else ("array", atom, labels)
+
+    def expanded(self, op: Op, labels: Labels) -> Expression | None:
+        """An operation as an expression of what it reads; None where it is none of the simple ones."""
+        name, params = op.primitive, op.eqn.params
+        if name == "iota":
+            d = params["dimension"]
+            return ("iota", labels[d], str(op.eqn.outvars[0].aval.dtype)) if self.shape(op.outputs[0])[d] != 1 else None
+        if name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "copy"):
+            (source,) = op.inputs[:1]
+            before = self.moved_back(op, labels)
+            return self.tree_of(source, before) if before is not None else None
+        simple = name in attention.ELEMENTWISE or name in ("convert_element_type", "integer_pow")
+        if name == "div" and np.dtype(op.eqn.outvars[0].aval.dtype).kind not in "fV":
+            simple = False
+        if not simple or any(len(self.shape(a)) not in (0, len(labels)) for a in op.inputs):
+            return None
+        operands = [self.tree_of(a, labels if self.shape(a) else ()) for a in op.inputs]
+        if any(o is None for o in operands):
+            return None
+        own = {"convert_element_type": "new_dtype", "integer_pow": "y"}.get(name)
+        return (name, (_plain(params[own]),) if own else (), *operands)
+
+    def moved_back(self, op: Op, labels: Labels) -> Labels | None:
+        shape, out = self.shape(op.inputs[0]), self.shape(op.outputs[0])
+        if op.primitive == "copy":
+            return labels
+        if op.primitive == "transpose":
+            made = [0] * len(shape)
+            for at, d in enumerate(op.eqn.params["permutation"]):
+                made[d] = labels[at]
+            return tuple(made)
+        if op.primitive == "broadcast_in_dim":
+            return tuple(
+                labels[at] if shape[d] == out[at] else self.label()
+                for d, at in enumerate(op.eqn.params["broadcast_dimensions"])
+            )
+        if [n for n in shape if n != 1] != [n for n in out if n != 1]:
+            return None
+        large = iter(x for x, n in zip(labels, out, strict=True) if n != 1)
+        return tuple(next(large) if n != 1 else self.label() for n in shape)
+
+    def is_steady(self, value: int) -> bool:
+        """Whether an array is made of positions and numbers alone."""
+        if value not in self._steady:
+            op = self.makers.get(self.outside.get(value, value))
+            simple = op is not None and op.kind is OpKind.EQUATION and not op.blocks
+            self._steady[value] = (
+                op is not None and simple and all(self.is_steady(a) for a in op.inputs if isinstance(a, int))
+            )
+        return self._steady[value]
+
+    def same(self, one: Expression, other: Expression) -> bool:
+        return self.settled(one) == self.settled(other)
+
+    def settled(self, tree: Expression) -> Expression:
+        """An expression with labels as they are joined by now."""
+        match tree:
+            case ("iota", label, dtype):
+                return ("iota", self.of(label), dtype)
+            case ("array", value, labels):
+                shape = self.named.values[value].shape
+                return ("array", value, tuple(self.of(x) if n != 1 else -1 for x, n in zip(labels, shape, strict=True)))
+            case ("score", _) | ("const", _, _):
+                return tree
+            case (name, params, *operands):
+                return (name, params, *map(self.settled, operands))
+        raise AssertionError(f"no expression: {tree}")
+
+
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """One softmax of a block: what its weights multiply (values), and what multiplies them in the backward pass."""
+
+    tree: Expression
+    product: Product
+    query: int
+    key: int
+    query_at: Labels
+    key_at: Labels
+    values: list[Use] = dataclasses.field(default_factory=list)
+    of_values: list[Use] = dataclasses.field(default_factory=list)  # gradients of the values
+    of_products: list[tuple[Use, int]] = dataclasses.field(default_factory=list)  # with the product D comes from
+
+
+class _Writer:
+    """Puts an operation in the place of each pass of what was read in a block."""
+
+    def __init__(self, block: Block, reader: _Reader, named: OpGraph, fresh: Fresh) -> None:
+        self.block, self.reader, self.named, self.fresh = block, reader, named, fresh
+        self.added: list[Op] = []
+        self.position = {op.id: i for i, op in enumerate(block.ops)}
+        self.like: dict[int, int] = {}  # of each added operation, one in whose place it stands
+        self.replaced: dict[int, int] = {}  # values by those that are made in their place
+        self.uses: dict[Expression, list[Use]] = {}  # by the softmax whose weights are in them
+        for use in reader.uses:
+            atoms = {atom for term in use.read.sum or () for atom, _ in term}
+            for atom in atoms:
+                if atom[0] == "weights":
+                    self.uses.setdefault(atom[1], []).append(use)
+
+    def run(self) -> Block:
+        for found in self.found():
+            self.write(found)
+        return _in_order(self.block, self.added, self.replaced) if self.added else self.block
+
+    def found(self) -> Iterator[_Found]:
+        reader = self.reader
+        for tree, (labels, key) in reader.weights.items():
+            numbers = {node[1] for node in _nodes(tree) if node[0] == "score"}
+            if len(numbers) != 1 or len(set(reader.all(labels))) != len(labels):
+                continue
+            product = reader.products[numbers.pop()]
+            sides = self.sides(product, reader.of(key))
+            if sides is None:
+                continue
+            (key_value, key_at), (query_value, query_at) = sides
+            found = _Found(tree, product, query_value, key_value, query_at, key_at)
+            for use in self.uses.get(tree, ()):
+                self.sort(found, use)
+            yield found
+
+    def sides(self, product: Product, key: Label) -> tuple[tuple[int, Labels], tuple[int, Labels]] | None:
+        """The operand of a product that has the keys' positions, and the other."""
+        operands = zip(product.op.inputs, (product.left, product.right), strict=True)
+        sides = [(a, at) for a, at in operands if isinstance(a, int)]
+        sides.sort(key=lambda side: key not in self.reader.all(side[1]))
+        has_key = [key in self.reader.all(at) for _, at in sides]
+        return (sides[0], sides[1]) if has_key == [True, False] else None
+
+    def sort(self, found: _Found, use: Use) -> None:
+        """Enters a use of a softmax's weights, or of the gradient of its product, where it belongs."""
+        assert use.read.sum is not None, "it has weights"
+        key = self.reader.of(self.reader.weights[found.tree][1])
+        if _equal(use.read.sum, {((("weights", found.tree), 1),): 1.0}):
+            over_keys = self.reader.all(use.summed) == (key,)
+            (found.values if over_keys else found.of_values).append(use)
+            return
+        for number in {atom[1] for term in use.read.sum for atom, _ in term if atom[0] == "product"}:
+            if _equal(use.read.sum, self.gradient(found, number)):
+                found.of_products.append((use, number))
+
+    def gradient(self, found: _Found, number: int) -> Sum:
+        """What the gradient of the scores' product is: the slope times (P G - D P)."""
+        own = ("product", found.product.op.id)
+        slope: Sum = {}
+        for term, n in self.reader.slopes[found.tree].items():
+            if (own, 1) in term:
+                slope = _added(slope, {tuple(part for part in term if part != (own, 1)): n})
+        weights, along = ("weights", found.tree), ("along", found.tree, number)
+        changes: Sum = {
+            _sorted([(weights, 1), (("product", number), 1)]): 1.0,
+            _sorted([(weights, 1), (along, 1)]): -1.0,
+        }
+        return _times(slope, changes)
+
+    def write(self, found: _Found) -> None:
+        forward: dict[int, tuple[Op, Form]] = {}  # by the values that are weighed
+        for use in found.values:
+            if use.other not in forward:
+                made = self.forward(found, use.other, use.at, use.out, use.op)
+                if made is None:
+                    return
+                forward[use.other] = made
+            op, form = forward[use.other]
+            if self.letters(found, use.out, use.at) == form.out:
+                self.replaced[use.op.outputs[0]] = op.outputs[0]
+        for number in dict.fromkeys(number for _, number in found.of_products):
+            self.backward(found, number, forward)
+
+    def backward(self, found: _Found, number: int, forward: dict[int, tuple[Op, Form]]) -> None:
+        """One operation for the gradients that go back from one gradient of a result (`change`)."""
+        product = self.reader.products[number]
+        sides = self.sides(product, self.reader.of(self.reader.weights[found.tree][1]))
+        if sides is None:
+            return
+        (value, value_at), (change, change_at) = sides
+        if value not in forward:
+            # The scores are computed again: the result, which nobody asks for, is laid out as its gradient.
+            made = self.forward(found, value, value_at, change_at, product.op)
+            if made is None:
+                return
+            forward[value] = made
+        op, form = forward[value]
+        groups = {
+            "query": (
+                form.query,
+                found.key_at,
+                [u for u, n in found.of_products if n == number and u.other == found.key],
+            ),
+            "key": (
+                form.key,
+                found.query_at,
+                [u for u, n in found.of_products if n == number and u.other == found.query],
+            ),
+            "value": (form.value, change_at, [u for u in found.of_values if u.other == change]),
+        }
+        out = self.letters(found, change_at, value_at)
+        if out is None or sorted(out) != sorted(form.out) or self.letters(found, value_at, value_at) != form.value:
+            return
+        dims: dict[str, str] = {}
+        replaced: dict[int, str] = {}
+        for name, (own, at, uses) in groups.items():
+            for use in uses:
+                letters = self.letters(found, self.as_known(found, use, at), value_at)
+                if letters is None or sorted(letters) != sorted(own) or dims.setdefault(name, letters) != letters:
+                    return
+                replaced[use.op.outputs[0]] = name
+        order = ("query", "key", "value")
+        query, key, value_dims = (dims.get(name, groups[name][0]) for name in order)
+        gradients = Gradients(out=out, query=query, key=key, value=value_dims)
+        uses = [use for _, _, uses in groups.values() for use in uses]
+        first = min((use.op for use in uses), key=lambda o: self.position[o.id])
+        operands = (*op.inputs[:3], *op.outputs, change, *op.inputs[3:])
+        results = dict(zip(order, self.operation(form, gradients, operands, first).outputs, strict=True))
+        self.replaced.update({v: results[name] for v, name in replaced.items()})
+
+    def as_known(self, found: _Found, use: Use, at: Labels) -> Labels:
+        """The labels of a use's result, those of its own dimensions by the labels that the array is known to have."""
+        scores = set(self.reader.all(self.reader.weights[found.tree][0]))
+        pairs = zip(self.reader.all(use.at), self.reader.all(at), strict=True)
+        known = {a: b for a, b in pairs if a not in scores and b not in scores}
+        return tuple(known.get(x, x) for x in self.reader.all(use.out))
+
+    # Letters
+
+    def names(self, found: _Found, value_at: Labels) -> dict[Label, str]:
+        """A letter for each label: those of scores, of what queries and keys are summed over, of values' own."""
+        reader = self.reader
+        scores, key = reader.weights[found.tree]
+        order = [*reader.all(scores), *reader.all(found.query_at), *reader.all(value_at)]
+        alphabet = (chr(c) for c in range(ord("a"), ord("z") + 1) if chr(c) != KEY)
+        return {x: KEY if x == reader.of(key) else next(alphabet) for x in dict.fromkeys(order)}
+
+    def letters(self, found: _Found, labels: Labels, value_at: Labels) -> str | None:
+        names = self.names(found, value_at)
+        found_letters = [names.get(self.reader.of(x)) for x in labels]
+        return "".join(x for x in found_letters if x) if all(found_letters) else None
+
+    def forward(self, found: _Found, value: int, value_at: Labels, out_at: Labels, like: Op) -> tuple[Op, Form] | None:
+        """The operation of a forward pass; None where its dimensions are not those of one."""
+        scores, _ = self.reader.weights[found.tree]
+        parts = [self.letters(found, at, value_at) for at in (found.query_at, found.key_at, value_at, out_at, scores)]
+        if any(p is None or len(set(p)) != len(p) for p in parts):
+            return None
+        query, key, weighed, out, scored = (p for p in parts if p is not None)
+        rows = scored.replace(KEY, "")
+        if set(out) != (set(weighed) - {KEY}) | set(rows):
+            return None
+        at = self.named.values[found.query]
+        keys = self.named.values[found.key].shape[key.index(KEY)]
+        positions = [
+            letter
+            for letter, n, names in zip(query, at.shape, at.dimensions, strict=True)
+            if letter in rows and letter not in key and n == keys and Dimension.SEQUENCE in names
+        ]
+        arrays: dict[tuple[int, str], int] = {}
+        score = self.written(found, value_at, found.tree, arrays)
+        if len(positions) != 1 or score is None or any(set(a) - set(scored) - {NONE} for _, a in arrays):
+            return None
+        form = Form(
+            query=query, key=key, value=weighed, out=out, rows=rows, position=positions[0], score=score,
+            arrays=tuple(letters for _, letters in arrays),
+        )  # fmt: skip
+        operands = (found.query, found.key, value, *(v for v, _ in arrays))
+        return self.operation(form, None, operands, like), form
+
+    def written(
+        self, found: _Found, value_at: Labels, tree: Expression, arrays: dict[tuple[int, str], int]
+    ) -> Expression | None:
+        """An expression in letters, its arrays numbered."""
+        names = self.names(found, value_at)
+        match tree:
+            case ("score", _):
+                return ("score",)
+            case ("const", _, _):
+                return tree
+            case ("iota", label, dtype):
+                letter = names.get(self.reader.of(label))
+                return ("iota", letter, dtype) if letter else None
+            case ("array", value, labels):
+                shape = self.named.values[value].shape
+                at = [NONE if n == 1 else names.get(self.reader.of(x)) for x, n in zip(labels, shape, strict=True)]
+                if not all(at):
+                    return None
+                return ("array", arrays.setdefault((value, "".join(x for x in at if x)), len(arrays)))
+            case (name, params, *operands):
+                inner = [self.written(found, value_at, o, arrays) for o in operands]
+                return None if any(o is None for o in inner) else (name, params, *inner)
+        raise AssertionError(f"no expression: {tree}")
+
+    # Operations
+
+    def operation(self, form: Form, gradients: Gradients | None, operands: Sequence[Atom], like: Op) -> Op:
+        values = [self.fresh.values[v] for v in operands if isinstance(v, int)]
+        avals = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
+        eqn = attention.equation(form, gradients, avals)
+        made = [v.aval for v in eqn.outvars]
+        outputs = tuple(self.fresh.value(a.shape, str(a.dtype), jax_compat.itemsize(a)) for a in made)
+        op = dataclasses.replace(
+            like, id=self.fresh.op_id(), primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(operands),
+            outputs=outputs, rule=attention.rule_of(eqn), key=equation_key(eqn),
+        )  # fmt: skip
+        self.added.append(op)
+        self.like[op.id] = like.id
+        return op
+
+
+def _nodes(tree: Expression) -> Iterator[Expression]:
+    yield tree
+    if tree[0] not in ("score", "iota", "array", "const"):
+        for operand in tree[2:]:
+            yield from _nodes(operand)
+
+
+def _in_order(block: Block, added: Sequence[Op], replaced: Mapping[int, int]) -> Block:
+    """The block with more operations, in an order in which everything is made before it is read, without dead ones."""
+    ops = [reading(op, replaced) for op in (*block.ops, *added)]
+    outputs = tuple(replaced.get(a, a) if isinstance(a, int) else a for a in block.outputs)
+    maker = {v: op for op in ops for v in op.outputs}
+    placed: dict[int, Op] = {}
+
+    def place(op: Op) -> None:
+        if op.id not in placed:
+            for v in read_by(op):
+                if v in maker:
+                    place(maker[v])
+            placed[op.id] = op
+
+    for op in ops:
+        place(op)
+    return remove_dead(dataclasses.replace(block, ops=tuple(placed.values()), outputs=outputs))
+
+
+# Sums
+
+
+def _sorted(atoms: Sequence[tuple[Any, int]]) -> Term:
+    """Atoms as a term: powers added up; what was chosen once is chosen."""
+    powers: dict[Any, int] = {}
+    for atom, n in atoms:
+        powers[atom] = 1 if atom[0] == "chosen" else powers.get(atom, 0) + n
+    return tuple(sorted(((a, n) for a, n in powers.items() if n), key=repr))
+
+
+def _added(one: Sum, other: Sum) -> Sum:
+    out = dict(one)
+    for term, number in other.items():
+        total = out.get(term, 0.0) + number
+        if abs(total) <= RELATIVE_ERROR * max(abs(number), abs(out.get(term, 0.0))):
+            out.pop(term, None)
+        else:
+            out[term] = total
+    return out
+
+
+def _scaled(one: Sum, by: float) -> Sum:
+    return {term: number * by for term, number in one.items()}
+
+
+def _times(one: Sum, other: Sum) -> Sum:
+    out: Sum = {}
+    for (a, x), (b, y) in itertools.product(one.items(), other.items()):
+        out = _added(out, {_sorted((*a, *b)): x * y})
+    return out
+
+
+def _power(one: Sum, n: int) -> Sum | None:
+    """A power of a single term."""
+    if len(one) != 1 or any(atom[0] == "chosen" for term in one for atom, _ in term):
+        return None
+    ((term, number),) = one.items()
+    return {tuple((atom, power * n) for atom, power in term): number**n}
+
+
+def _equal(one: Sum, other: Sum) -> bool:
+    return one.keys() == other.keys() and all(
+        math.isclose(number, other[term], rel_tol=RELATIVE_ERROR) for term, number in one.items()
+    )
+
+
+def _number(atom: Atom) -> float | None:
+    """The number that a literal is."""
+    if not isinstance(atom, Constant) or atom.shape:
+        return None
+    dtype = atom.literal.aval.dtype
+    return None if jax_compat.is_key_dtype(dtype) else _plain(np.asarray(atom.literal.val).item())
+
+
+def _plain(value: Any) -> Any:
+    """A parameter as a number, or a type as its name."""
+    return value if isinstance(value, (bool, int, float)) else str(np.dtype(value))
