@@ -255,7 +255,9 @@ def _bound(
         own=(Dimension.EXPERT,),
         adds=False,
     )
-    return Recipe(binding=Binding(axes=(data, experts, split, tensor), sizes=(dp, ep, sp, tp)))
+    shared = [(use, size) for use, size in ((experts, ep), (split, sp)) if size != 1]
+    axes = [(data, dp), *shared, (tensor, tp)]
+    return Recipe(binding=Binding(axes=tuple(use for use, _ in axes), sizes=tuple(size for _, size in axes)))
 
 
 def pipeline(
