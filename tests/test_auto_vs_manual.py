@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 
 from autopar import Cluster
+from autopar.errors import MemoryLimitError, UnsupportedError
+from benchmarks.auto_vs_manual import __main__ as main
 from benchmarks.auto_vs_manual import reports
 from benchmarks.auto_vs_manual.__main__ import finished, lines_of
 from benchmarks.auto_vs_manual.manual import Outcome, Point, Problem, first_point, megatron, walk
 from benchmarks.auto_vs_manual.models import chosen, models
-from benchmarks.auto_vs_manual.planning import cluster_of, refused
+from benchmarks.auto_vs_manual.planning import cluster_of, line_of, refused
 from benchmarks.auto_vs_manual.rows import Row, Rows, Status
 from benchmarks.auto_vs_manual.suites import Job, selected
-
-from autopar.errors import MemoryLimitError, UnsupportedError  # isort: skip
 
 GPT = models()["gpt-2.6B"]
 ROW = Row(model="gpt-2.6B", cluster="p3.16xlarge", recipe="auto", devices=8, status=Status.PLANNED, step_time_s=1.0)
@@ -120,6 +120,19 @@ def test_a_process_that_takes_too_long_leaves_its_row_as_far_as_it_came():
     job = Job(model=GPT, cluster="p3.16xlarge", recipe="auto")
     assert finished(job, dataclasses.replace(ROW, attempts=2), wrong).why == "stopped after 3 s and 2 attempts"
     assert finished(job, None, wrong).status is Status.FAILED
+
+
+def test_a_row_is_what_its_process_said_last(monkeypatch):
+    def lines(command, timeout_s, each):
+        for attempts in (1, 2):
+            each(line_of(dataclasses.replace(ROW, attempts=attempts)))
+        return ""
+
+    monkeypatch.setattr(main, "lines_of", lines)
+    told = []
+    job = Job(model=GPT, cluster="p3.16xlarge", recipe="auto")
+    assert main.planned(job, 1.0, 4, told.append) == dataclasses.replace(ROW, attempts=2)
+    assert [row.attempts for row in told] == [1, 2]
 
 
 def test_a_process_that_fails_tells_why():

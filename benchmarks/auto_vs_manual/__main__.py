@@ -86,7 +86,8 @@ def planned(job: Job, timeout_s: float, most_attempts: int, told: Callable[[Row]
         told(seen[-1])
 
     command = [sys.executable, "-m", "benchmarks.auto_vs_manual.planning", *job.key, str(most_attempts)]
-    return finished(job, seen[-1] if seen else None, lines_of(command, timeout_s, each))
+    wrong = lines_of(command, timeout_s, each)
+    return finished(job, seen[-1] if seen else None, wrong)
 
 
 def measured(jobs: Sequence[Job], timeout_s: float) -> list[Row]:
