@@ -7,7 +7,7 @@ import pytest
 from autopar import Cluster
 from autopar.errors import MemoryLimitError, UnsupportedError
 from benchmarks.auto_vs_manual import __main__ as main
-from benchmarks.auto_vs_manual import reports
+from benchmarks.auto_vs_manual import findings, reports
 from benchmarks.auto_vs_manual.__main__ import finished, lines_of
 from benchmarks.auto_vs_manual.manual import Outcome, Point, Problem, first_point, megatron, walk
 from benchmarks.auto_vs_manual.models import chosen, models
@@ -165,6 +165,6 @@ def test_findings_say_what_is_missing_and_what_holds():
         dataclasses.replace(ROW, model="moe-2.4B", flops=1.0),
         dataclasses.replace(ROW, model="moe-2.4B", recipe="expert and data", step_time_s=2.0),
     ]
-    moe = [finding for finding in reports.findings(rows) if finding.published.startswith("MoE")]
+    moe = [finding for finding in findings.findings(rows) if finding.published.startswith("MoE")]
     assert [(f.ours, f.holds) for f in moe] == [("2.4B on 1: 2.00x", True)]
-    assert {finding.holds for finding in reports.findings([])} == {None}
+    assert {finding.holds for finding in findings.findings([])} == {None}

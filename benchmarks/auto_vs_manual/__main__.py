@@ -129,9 +129,11 @@ def show_names(console: Console) -> None:
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    shown = Table(*reports.COLUMNS)
+    """The columns that fit into a terminal."""
+    shown = Table(*reports.SHOWN)
+    places = [reports.COLUMNS.index(name) for name in reports.SHOWN]
     for cells in reports.cells_of(rows):
-        shown.add_row(*cells)
+        shown.add_row(*(cells[place] for place in places))
     return shown
 
 

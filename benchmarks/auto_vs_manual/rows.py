@@ -4,9 +4,11 @@ import csv
 import dataclasses
 import enum
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+TIE = 1e-3  # two times that differ by less count as equal: what simulation and sums may differ by
 
 
 class Status(enum.StrEnum):
@@ -108,7 +110,7 @@ class Rows:
                 row = row_of(fields)
                 self._rows[row.key], self._made_on[row.key] = row, machine
 
-    def __iter__(self) -> Iterable[Row]:
+    def __iter__(self) -> Iterator[Row]:
         return iter(self._rows.values())
 
     def get(self, model: str, cluster: str, recipe: str) -> Row | None:
@@ -136,9 +138,3 @@ def cell(value: Any) -> str:
     if value is None:
         return ""
     return json.dumps(value) if isinstance(value, (dict, tuple)) else str(value)
-
-
-def best(rows: Sequence[Row]) -> Row | None:
-    """The fastest row that fits."""
-    fitting = [row for row in rows if row.status is Status.PLANNED and row.step_time_s is not None]
-    return min(fitting, key=lambda row: row.step_time_s or 0.0, default=None)
