@@ -17,13 +17,13 @@ from benchmarks.zoo.data import image_batch
 from benchmarks.zoo.training import cross_entropy, training_case
 
 BLOCKS = {14: (1, 1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}  # layers -> blocks of each stage
-MOST_GROUPS = 32
+MOST_GROUPS, GROUP = 32, 4  # so many groups at most, of so many features at least: norms of few numbers are unstable
 
 
 def conv_norm(x: jax.Array, features: int, kernel: int, stride: int, name: str) -> jax.Array:
     """Convolution and normalisation, to be called inside of a compact module."""
     x = nn.Conv(features, (kernel, kernel), stride, use_bias=False, name=f"{name}_conv")(x)
-    return nn.GroupNorm(math.gcd(MOST_GROUPS, features), name=f"{name}_norm")(x)
+    return nn.GroupNorm(math.gcd(MOST_GROUPS, features // GROUP), name=f"{name}_norm")(x)
 
 
 class Bottleneck(nn.Module):
@@ -67,7 +67,7 @@ def wide_resnet(
     layers: int = 14,
     base: int = 8,
     width_factor: int = 2,
-    image: int = 32,
+    image: int = 64,
     channels: int = 3,
     classes: int = 10,
     batch: int = 8,
