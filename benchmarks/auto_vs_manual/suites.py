@@ -61,8 +61,8 @@ def weak_scaling() -> list[Job]:
 
 
 def intra_operator() -> list[Job]:
-    """The integer program alone, without stages and micro-batches, beside ZeRO and the like."""
-    names = ("intra-operator only", "data parallel", "zero 2", "zero 3", "shard the largest")
+    """The integer program alone, without stages and micro-batches, beside ZeRO and the like; and the whole search."""
+    names = (AUTO, "intra-operator only", "data parallel", "zero 2", "zero 3", "shard the largest")
     return [
         Job(model=model, cluster=p3(model.gpus), recipe=name)
         for model in models().values()
