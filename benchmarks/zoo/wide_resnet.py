@@ -20,14 +20,18 @@ BLOCKS = {14: (1, 1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}  # layers -> b
 MOST_GROUPS, GROUP = 32, 4  # so many groups at most, of so many features at least: norms of few numbers are unstable
 
 
-def conv_norm(x: jax.Array, features: int, kernel: int, stride: int, name: str) -> jax.Array:
-    """Convolution and normalisation, to be called inside of a compact module."""
+def conv_norm(x: jax.Array, features: int, kernel: int, stride: int, name: str, scale: float = 1.0) -> jax.Array:
+    """Convolution and normalisation, whose scale begins as given; to be called inside of a compact module."""
     x = nn.Conv(features, (kernel, kernel), stride, use_bias=False, name=f"{name}_conv")(x)
-    return nn.GroupNorm(math.gcd(MOST_GROUPS, features // GROUP), name=f"{name}_norm")(x)
+    groups, begin = math.gcd(MOST_GROUPS, features // GROUP), nn.initializers.constant(scale)
+    return nn.GroupNorm(groups, scale_init=begin, name=f"{name}_norm")(x)
 
 
 class Bottleneck(nn.Module):
-    """1x1 down to `base`, 3x3 at `base * width_factor`, 1x1 up to `4 * base`, beside a residual connection."""
+    """1x1 down to `base`, 3x3 at `base * width_factor`, 1x1 up to `4 * base`, beside a residual connection.
+
+    The last scale begins with zeros, so that a new block adds nothing (Goyal et al., 2017, section 5.1).
+    """
 
     base: int
     width_factor: int
@@ -37,7 +41,7 @@ class Bottleneck(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = nn.relu(conv_norm(x, self.base, 1, 1, "reduce"))
         y = nn.relu(conv_norm(y, self.base * self.width_factor, 3, self.stride, "spatial"))
-        y = conv_norm(y, 4 * self.base, 1, 1, "expand")
+        y = conv_norm(y, 4 * self.base, 1, 1, "expand", scale=0.0)
         if y.shape != x.shape:
             x = conv_norm(x, 4 * self.base, 1, self.stride, "shortcut")
         return nn.relu(x + y)
