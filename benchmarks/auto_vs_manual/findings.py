@@ -67,11 +67,19 @@ def comparison(rows: ByKey, family: str, recipe: str, published: str) -> Finding
     found = [(model, speedup(rows, model, recipe)) for model in scaled(family)]
     known = [(model, value) for model, value in found if value is not None]
     texts = [
-        f"{model.size} on {hosts_of(model)}: " + (f"{value:.2f}x" if isinstance(value, float) else f"{recipe} {value}")
+        f"{model.size} on {hosts_of(model)}: "
+        + (f"{value:.2f}x" if isinstance(value, float) else f"{recipe} {value}")
+        + early(row_for(rows, model, recipe))
         for model, value in known
     ]
     good = [value >= 1 - TIE if isinstance(value, float) else not value.startswith(f"{AUTO} ") for _, value in known]
     return Finding(published=published, ours="; ".join(texts) or "not run", holds=all(good) if good else None)
+
+
+def early(row: Row | None) -> str:
+    """That not all of a recipe was tried, where it is so."""
+    cut_short = row is not None and row.status is Status.PLANNED and row.why
+    return f" (the best of {row.attempts} attempts: {row.why})" if row is not None and cut_short else ""
 
 
 def rates(rows: ByKey, family: str, recipe: str) -> dict[int, float]:
