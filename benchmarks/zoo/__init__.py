@@ -14,14 +14,17 @@ from benchmarks.zoo.gnn import gnn
 from benchmarks.zoo.gpt import gpt, gpt_bf16, gpt_odd, gpt_remat
 from benchmarks.zoo.gpt_scan import gpt_scan, gpt_scan_remat
 from benchmarks.zoo.haiku_model import haiku_model
+from benchmarks.zoo.llama import llama
 from benchmarks.zoo.loss_scaling import loss_scaling
 from benchmarks.zoo.lstm import lstm
 from benchmarks.zoo.mlp import mlp
-from benchmarks.zoo.moe import moe
+from benchmarks.zoo.moe import gshard_moe, moe
 from benchmarks.zoo.nnx_model import nnx_model
 from benchmarks.zoo.optimizers import gpt_adafactor, gpt_adamw, mlp_ema, mlp_multi_steps
 from benchmarks.zoo.resnet import resnet
+from benchmarks.zoo.unet import unet
 from benchmarks.zoo.vit import vit
+from benchmarks.zoo.wide_resnet import wide_resnet
 
 CASES: dict[str, Callable[..., Case]] = {
     case.__name__: case
@@ -42,12 +45,16 @@ CASES: dict[str, Callable[..., Case]] = {
         gpt_adafactor,
         gpt_scan,
         gpt_scan_remat,
+        llama,
         moe,
+        gshard_moe,
         bert,
         encoder_decoder,
         vit,
         clip,
         resnet,
+        wide_resnet,
+        unet,
         lstm,
         gnn,
         nnx_model,

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
+from jax.typing import DTypeLike
 
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.data import Batch
@@ -18,18 +20,19 @@ class EncoderDecoder(nn.Module):
     width: int
     heads: int
     vocabulary: int
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, source: jax.Array, target: jax.Array) -> jax.Array:
-        embedding = nn.Embed(self.vocabulary, self.width, name="embedding")
+        embedding = nn.Embed(self.vocabulary, self.width, dtype=self.dtype, name="embedding")
         memory = embedding(source)
         for i in range(self.layers):
-            memory = Block(self.heads, name=f"encoder{i}")(memory)
-        memory = nn.LayerNorm(name="encoder_norm")(memory)
+            memory = Block(self.heads, dtype=self.dtype, name=f"encoder{i}")(memory)
+        memory = nn.LayerNorm(dtype=self.dtype, name="encoder_norm")(memory)
         x, mask = embedding(target), nn.make_causal_mask(target)
         for i in range(self.layers):
-            x = Block(self.heads, name=f"decoder{i}")(x, mask, memory)
-        return embedding.attend(nn.LayerNorm(name="decoder_norm")(x))
+            x = Block(self.heads, dtype=self.dtype, name=f"decoder{i}")(x, mask, memory)
+        return embedding.attend(nn.LayerNorm(dtype=self.dtype, name="decoder_norm")(x))
 
 
 def encoder_decoder(
@@ -41,8 +44,11 @@ def encoder_decoder(
     source_length: int = 24,
     target_length: int = 16,
     batch: int = 8,
+    dtype: DTypeLike = jnp.float32,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> Case:
-    model = EncoderDecoder(layers, width, heads, vocabulary)
+    """`encoder_decoder(layers=24, width=1024, heads=16, vocabulary=32_128)` is as large as T5-large."""
+    model = EncoderDecoder(layers, width, heads, vocabulary, dtype)
 
     def make_batch(seed: int) -> Batch:
         rng = np.random.default_rng(seed)
@@ -56,4 +62,6 @@ def encoder_decoder(
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         return cross_entropy(model.apply(params, batch["source"], batch["decoder_input"]), batch["targets"])
 
-    return training_case(name="encoder_decoder", init_params=init_params, loss=loss, batch=make_batch)
+    return training_case(
+        name="encoder_decoder", init_params=init_params, loss=loss, batch=make_batch, optimizer=optimizer
+    )

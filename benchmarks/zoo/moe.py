@@ -7,6 +7,7 @@ section 2.2. Left out: the random dispatch of the second expert.
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.data import next_token_batch
@@ -44,7 +45,9 @@ def route(gates: jax.Array, *, top_k: int, capacity: int) -> tuple[jax.Array, ja
 
 def experts_layer(x: jax.Array, params: PyTree, *, top_k: int, capacity: int) -> tuple[jax.Array, jax.Array]:
     """(group, token, width) to the same and the balancing loss."""
-    combine, balance = route(jax.nn.softmax(x @ params["router"]), top_k=top_k, capacity=capacity)
+    gates = jax.nn.softmax((x @ params["router"]).astype(jnp.float32))
+    combine, balance = route(gates, top_k=top_k, capacity=capacity)
+    combine = combine.astype(x.dtype)
     dispatched = jnp.einsum("gtes,gtw->egsw", (combine > 0).astype(x.dtype), x)
     hidden = jax.nn.gelu(jnp.einsum("egsw,ewf->egsf", dispatched, params["expert_in"]))
     outputs = jnp.einsum("egsf,efw->egsw", hidden, params["expert_out"])
@@ -57,47 +60,78 @@ def moe(
     width: int = 32,
     heads: int = 4,
     experts: int = 8,
+    every: int = 1,
     top_k: int = 2,
     capacity_factor: float = 1.25,
+    feed_forward_ratio: int = 4,
     vocabulary: int = 64,
     length: int = 16,
     batch: int = 8,
+    dtype: DTypeLike = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
+    name: str = "moe",
 ) -> Case:
-    """Every layer has attention and `experts` feed-forward networks, of which each token visits `top_k`."""
+    """Layers of attention and `experts` feed-forward networks, of which each token visits `top_k`.
+
+    Only one in `every` layers has experts, the last of them; the others have one feed-forward network. Parameters are
+    float32 whatever `dtype` is, and so is the routing.
+    """
     capacity = round(capacity_factor * top_k * length / experts)
 
     def init_params(key: jax.Array) -> PyTree:
         def normal(key: jax.Array, *shape: int) -> jax.Array:
             return 0.1 * jax.random.normal(key, shape)
 
-        def init_layer(key: jax.Array) -> PyTree:
-            keys = jax.random.split(key, 5)
-            return {
+        def init_layer(number: int, key: jax.Array) -> PyTree:
+            keys, inner = jax.random.split(key, 5), feed_forward_ratio * width
+            made = {
                 "attention_scale": jnp.ones(width),
                 "qkv": normal(keys[0], width, 3, heads, width // heads),
                 "attention_out": normal(keys[1], heads, width // heads, width),
+            }
+            if (number + 1) % every:
+                return made | {
+                    "feed_forward_scale": jnp.ones(width),
+                    "feed_forward_in": normal(keys[3], width, inner),
+                    "feed_forward_out": normal(keys[4], inner, width),
+                }
+            return made | {
                 "experts_scale": jnp.ones(width),
                 "router": normal(keys[2], width, experts),
-                "expert_in": normal(keys[3], experts, width, 4 * width),
-                "expert_out": normal(keys[4], experts, 4 * width, width),
+                "expert_in": normal(keys[3], experts, width, inner),
+                "expert_out": normal(keys[4], experts, inner, width),
             }
 
         embedding_key, *layer_keys = jax.random.split(key, layers + 1)
-        return {"embedding": normal(embedding_key, vocabulary, width), "layers": [init_layer(k) for k in layer_keys]}
+        made = [init_layer(number, key) for number, key in enumerate(layer_keys)]
+        return {"embedding": normal(embedding_key, vocabulary, width), "layers": made}
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
         x, balance = params["embedding"][batch["tokens"]], 0.0
         for layer in params["layers"]:
             x = x + attention(rms_norm(x, layer["attention_scale"]), layer["qkv"], layer["attention_out"])
+            if "router" not in layer:
+                h = rms_norm(x, layer["feed_forward_scale"]) @ layer["feed_forward_in"]
+                x = x + jax.nn.gelu(h) @ layer["feed_forward_out"]
+                continue
             y, layer_balance = experts_layer(rms_norm(x, layer["experts_scale"]), layer, top_k=top_k, capacity=capacity)
             x, balance = x + y, balance + layer_balance
         return cross_entropy(x @ params["embedding"].T, batch["targets"]) + BALANCE_WEIGHT * balance
 
     return training_case(
-        name="moe",
+        name=name,
         init_params=init_params,
         loss=loss,
         batch=next_token_batch(batch=batch, length=length, vocabulary=vocabulary),
         optimizer=optimizer,
     )
+
+
+def gshard_moe(**sizes) -> Case:
+    """Every other layer has experts, all networks are twice as wide inside: as Alpa sized it (OSDI 2022, table 6).
+
+    `gshard_moe(layers=8, width=768, heads=16, experts=8, vocabulary=32_000, length=1024)` is its 380M. Capacity is what
+    the tokens need if experts are equally loaded. Alpa's groups of 2,048 tokens are two sequences, ours is one.
+    """
+    return moe(**{"every": 2, "feed_forward_ratio": 8, "capacity_factor": 1.0, "name": "gshard_moe"} | sizes)

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
+from jax.typing import DTypeLike
 
 from benchmarks.zoo.case import Case
 from benchmarks.zoo.data import image_batch
@@ -18,17 +20,24 @@ class ViT(nn.Module):
     heads: int
     patch: int
     classes: int
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        x = nn.Conv(self.width, (self.patch, self.patch), self.patch, padding="VALID", name="patches")(images)
+        patches = nn.Conv(
+            self.width, (self.patch, self.patch), self.patch, padding="VALID", dtype=self.dtype, name="patches"
+        )
+        x = patches(images)
         x = x.reshape(x.shape[0], -1, self.width)
         class_token = self.param("class_token", nn.initializers.normal(0.02), (1, 1, self.width))
+        class_token = class_token.astype(self.dtype)
         x = jnp.concatenate([jnp.broadcast_to(class_token, (x.shape[0], 1, self.width)), x], axis=1)
-        x = x + self.param("position_embedding", nn.initializers.normal(0.02), x.shape[1:])
+        positions = self.param("position_embedding", nn.initializers.normal(0.02), x.shape[1:])
+        x = x + positions.astype(self.dtype)
         for i in range(self.layers):
-            x = Block(self.heads, name=f"layer{i}")(x)
-        return nn.Dense(self.classes, name="head")(nn.LayerNorm(name="final_norm")(x)[:, 0])
+            x = Block(self.heads, dtype=self.dtype, name=f"layer{i}")(x)
+        x = nn.LayerNorm(dtype=self.dtype, name="final_norm")(x)[:, 0]
+        return nn.Dense(self.classes, dtype=self.dtype, name="head")(x)
 
 
 def vit(
@@ -41,11 +50,14 @@ def vit(
     channels: int = 3,
     classes: int = 10,
     batch: int = 8,
+    dtype: DTypeLike = jnp.float32,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> Case:
-    model = ViT(layers, width, heads, patch, classes)
+    model = ViT(layers, width, heads, patch, classes, dtype)
     return training_case(
         name="vit",
         init_params=lambda key: model.init(key, jnp.zeros((1, image, image, channels))),
         loss=lambda params, batch: cross_entropy(model.apply(params, batch["images"]), batch["labels"]),
         batch=image_batch(batch=batch, image=image, channels=channels, classes=classes),
+        optimizer=optimizer,
     )

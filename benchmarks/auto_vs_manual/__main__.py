@@ -1,0 +1,193 @@
+"""The search's plans beside those that experts write, predicted under one model of costs, and run where they are small.
+
+    python -m benchmarks.auto_vs_manual --suite weak-scaling --keep     Alpa's models on 1 to 8 p3.16xlarge hosts
+    python -m benchmarks.auto_vs_manual --suite intra-operator --keep   the integer program alone beside ZeRO
+    python -m benchmarks.auto_vs_manual --suite measured --keep         small models, run on 8 virtual CPU devices
+    python -m benchmarks.auto_vs_manual --models gpt-2.6B llama --clusters dgx-h100 dgx-h100x4 --recipes auto "zero*"
+    python -m benchmarks.auto_vs_manual                                 everything, which takes days
+
+Models are named by family, by family and size, or by a pattern; `--list` shows them, the clusters and the recipes. Each
+row (one model, cluster and recipe: the best of all that the recipe leaves open) is made in a fresh process, and kept as
+soon as it is there: a run that was interrupted goes on where it stopped. Rows are kept in the user's cache directory,
+with --keep in results/auto_vs_manual, where tables and plots are written too (`pip install "autopar[plots]"`).
+The exit status tells whether a recipe was faster than the search anywhere.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from autopar.user_cache import default_directory
+from benchmarks.auto_vs_manual import reports
+from benchmarks.auto_vs_manual.manual import AUTO, RECIPES
+from benchmarks.auto_vs_manual.models import models
+from benchmarks.auto_vs_manual.planning import MOST_ATTEMPTS
+from benchmarks.auto_vs_manual.rows import Row, Rows, Status, row_of
+from benchmarks.auto_vs_manual.suites import CLUSTERS, SUITES, Job, selected
+from benchmarks.machine import description
+
+RESULTS = Path(__file__).parent.parent / "results" / "auto_vs_manual"
+TIMEOUT_S = 1800.0
+DEVICE_FLAG = "--xla_force_host_platform_device_count"
+LAST_LINES = 3  # of what a process that failed wrote
+
+
+def lines_of(command: Sequence[str], timeout_s: float, each: Callable[[str], None]) -> str:
+    """Runs a process and hands on its lines as they come; why it did not end well, or nothing."""
+    environment = dict(os.environ)
+    if DEVICE_FLAG not in environment.get("XLA_FLAGS", ""):
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8".strip()
+    errors: list[str] = []
+    late = threading.Event()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as process:
+        assert process.stdout is not None, "it is a pipe"
+        reader = threading.Thread(target=lambda lines=process.stderr: errors.extend(lines), daemon=True)
+
+        def stop() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(timeout_s, stop)
+        reader.start()
+        timer.start()
+        try:
+            for line in process.stdout:
+                each(line)
+            process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+        reader.join()
+    if late.is_set():
+        return f"stopped after {timeout_s:.0f} s"
+    if process.returncode < 0:
+        return f"ended by signal {-process.returncode}"
+    return " ".join("".join(errors).strip().splitlines()[-LAST_LINES:]) if process.returncode else ""
+
+
+def planned(job: Job, timeout_s: float, most_attempts: int, told: Callable[[Row], None]) -> Row:
+    """A row that is only predicted."""
+    seen: list[Row] = []
+
+    def each(line: str) -> None:
+        seen.append(row_of(json.loads(line)))
+        told(seen[-1])
+
+    command = [sys.executable, "-m", "benchmarks.auto_vs_manual.planning", *job.key, str(most_attempts)]
+    wrong = lines_of(command, timeout_s, each)
+    return finished(job, seen[-1] if seen else None, wrong)
+
+
+def measured(jobs: Sequence[Job], timeout_s: float) -> list[Row]:
+    """The rows of one small model, run in turns."""
+    seen: dict[str, Row] = {}
+
+    def each(line: str) -> None:
+        if line.startswith("{"):
+            row = row_of(json.loads(line))
+            seen[row.recipe] = row
+
+    first = jobs[0]
+    command = [sys.executable, "-m", "benchmarks.auto_vs_manual.measuring", first.model.name, first.cluster]
+    wrong = lines_of([*command, *(job.recipe for job in jobs)], timeout_s, each)
+    return [finished(job, seen.get(job.recipe), wrong if job.recipe not in seen else "") for job in jobs]
+
+
+def finished(job: Job, row: Row | None, wrong: str) -> Row:
+    """A row as far as it came, with what cut it short."""
+    if row is None:
+        model, cluster, recipe = job.key
+        return Row(model=model, cluster=cluster, recipe=recipe, devices=0, status=Status.FAILED, why=wrong)
+    if not wrong:
+        return row
+    return dataclasses.replace(row, why=f"{row.why}; {wrong} and {row.attempts} attempts".lstrip("; "))
+
+
+def groups(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs that are made together: those of one small model on one cluster, all others alone."""
+    found: dict[tuple[str, ...], list[Job]] = {}
+    for job in jobs:
+        found.setdefault(job.key[:2] if job.model.small else job.key, []).append(job)
+    return list(found.values())
+
+
+def show_names(console: Console) -> None:
+    for title, names in (("models", models()), ("clusters", CLUSTERS), ("recipes", RECIPES), ("suites", SUITES)):
+        console.print(f"[bold]{title}[/bold]: {', '.join(names)}")
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """The columns that fit into a terminal."""
+    shown = Table(*reports.SHOWN)
+    places = [reports.COLUMNS.index(name) for name in reports.SHOWN]
+    for cells in reports.cells_of(rows):
+        shown.add_row(*(cells[place] for place in places))
+    return shown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=[], help="rows that belong together")
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="families, names or patterns")
+    parser.add_argument("--clusters", nargs="+", metavar="CLUSTER", help="as `autopar plan --cluster`")
+    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help=f"of {', '.join(RECIPES)}, or patterns")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for a row")
+    parser.add_argument("--attempts", type=int, default=MOST_ATTEMPTS, help="most plans that are made for a row")
+    parser.add_argument("--again", action="store_true", help="make rows anew that are there")
+    parser.add_argument("--keep", action="store_true", help=f"keep rows, tables and plots in {RESULTS.name}")
+    parser.add_argument("--list", action="store_true", help="show the names and end")
+    arguments = parser.parse_args()
+    console = Console(width=200) if not sys.stdout.isatty() else Console()
+    if arguments.list:
+        show_names(console)
+        return 0
+    directory = RESULTS if arguments.keep else default_directory() / "auto_vs_manual"
+    rows, machine = Rows(directory), description()
+    jobs = selected(arguments.suite, arguments.models, arguments.clusters, arguments.recipes)
+    missing = [job for job in jobs if arguments.again or rows.get(*job.key) is None]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(jobs), completed=len(jobs) - len(missing))
+        for group in groups(missing):
+            name = " | ".join((*group[0].key[:2], *(job.recipe for job in group)))
+            progress.update(task, description=name)
+
+            def told(row: Row, name: str = name) -> None:
+                progress.update(task, description=f"{name}: {row.attempts} attempts, {row.came_to()}"[:120])
+
+            begun = time.perf_counter()
+            if group[0].model.small:
+                made = measured(group, arguments.timeout)
+            else:
+                made = [planned(job, arguments.timeout, arguments.attempts, told) for job in group]
+            for row in made:
+                rows.add(row, machine)
+                console.print(
+                    f"{' | '.join(row.key)}: {row.came_to()} | {row.plan} | {row.attempts} attempts, "
+                    f"{time.perf_counter() - begun:.0f} s", markup=False,
+                )  # fmt: skip
+            progress.advance(task, len(group))
+    found = [row for job in jobs if (row := rows.get(*job.key)) is not None]
+    console.print(table_of(found))
+    if arguments.keep:
+        reports.write(directory, list(rows), rows.machines)
+    slower = [(row, own) for row, own in reports.beside_auto(found) if reports.is_slower(own, row)]
+    for row, own in slower:
+        console.print(f"{AUTO} is slower: {' | '.join(row.key)}: {own.came_to()} against {row.came_to()}", markup=False)
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""The recipes that the search is compared with: a table, in which each is a walk over the plans that it may mean.
+
+A recipe such as data parallelism leaves open into how many micro-batches the batch is cut and what is recomputed, and
+Megatron's grid leaves open how many devices share what. Each recipe is therefore a generator: it yields attempts, is
+told what each came to, and goes on from the best. A new one is a function here and a line of `RECIPES`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Iterator
+
+from autopar import recipes
+from autopar.api import even_layout
+from autopar.cluster import Cluster
+from autopar.constraints import Binding
+from autopar.graph import Dimension, Purpose
+from autopar.mesh import LogicalMesh
+from autopar.recipes import Recipe
+from autopar.staging import TracedStep
+from autopar.whole_search import PlanOptions, distinct_meshes
+from benchmarks.auto_vs_manual.models import Model
+
+AUTO = "auto"
+FIRST_EXAMPLES = 4  # of each copy of the model in a micro-batch, where a walk begins
+MOST_STAGES = 16
+RECOMPUTE = ("nothing", "matmuls", "input")  # in the order of what they save
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A model's step, traced, on a cluster."""
+
+    model: Model
+    traced: TracedStep
+    cluster: Cluster
+
+    @property
+    def examples(self) -> int:
+        return self.model.sizes["batch"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One plan to be made."""
+
+    text: str
+    options: PlanOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What an attempt came to."""
+
+    step_time_s: float
+    peak_bytes: int
+    fits: bool
+
+    def rank(self) -> tuple[bool, float]:
+        """Smaller is better: what fits first, then what is faster; of what does not fit, the smaller."""
+        return not self.fits, self.step_time_s if self.fits else float(self.peak_bytes)
+
+
+Walk = Generator[Attempt, Outcome | None, None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """One setting: devices that share each matrix, stages, ZeRO, examples of a copy in a micro-batch, recomputation."""
+
+    tp: int = 1
+    pp: int = 1
+    zero: int = 0
+    examples: int
+    recompute: str
+
+    def num_microbatches(self, problem: Problem) -> int | None:
+        """None where the batch cannot be cut so."""
+        together = problem.cluster.num_devices // (self.tp * self.pp) * self.examples
+        return problem.examples // together if problem.examples % together == 0 else None
+
+    def saves_more(self, other: "Point") -> bool:
+        """Whether the same setting needs less memory than another, or as much, by micro-batches and recomputation."""
+        same = (self.tp, self.pp, self.zero) == (other.tp, other.pp, other.zero)
+        level = RECOMPUTE.index
+        return same and self.examples <= other.examples and level(self.recompute) >= level(other.recompute)
+
+
+def first_point(problem: Problem, **setting: int) -> Point | None:
+    """Where a walk over a setting begins: a few examples at a time and everything recomputed, or the batch as it is.
+
+    None where the batch has fewer examples than there are copies of the model.
+    """
+    copies = problem.cluster.num_devices // (setting.get("tp", 1) * setting.get("pp", 1))
+    share, rest = divmod(problem.examples, copies)
+    if rest or not share:
+        return None
+    examples = max(e for e in range(1, min(share, FIRST_EXAMPLES) + 1) if share % e == 0)
+    whole = examples == share and setting.get("pp", 1) == 1
+    return Point(examples=examples, recompute="nothing" if whole else "input", **setting)
+
+
+def neighbours(point: Point, fits: bool, zeros: Iterable[int]) -> Iterator[Point]:
+    """A point with one thing changed that may be better: leaner where it does not fit, else faster.
+
+    Smaller micro-batches are faster where there are stages, for they leave smaller bubbles; and where they make room to
+    keep more for the backward pass.
+    """
+    level = RECOMPUTE.index(point.recompute)
+    half = [point.examples // 2] if point.examples % 2 == 0 else []
+    if fits:
+        yield dataclasses.replace(point, examples=2 * point.examples)
+        if level > 0:
+            for examples in (point.examples, *half):
+                yield dataclasses.replace(point, examples=examples, recompute=RECOMPUTE[level - 1])
+    if not fits or point.pp > 1:
+        for examples in half:
+            yield dataclasses.replace(point, examples=examples)
+    if not fits and level + 1 < len(RECOMPUTE):
+        yield dataclasses.replace(point, recompute=RECOMPUTE[level + 1])
+    for zero in zeros:
+        if zero != point.zero:
+            yield dataclasses.replace(point, zero=zero)
+
+
+def walk(
+    problem: Problem,
+    starts: Iterable[Point | None],
+    recipe_of: Callable[[Point, int], Recipe],
+    zeros: Iterable[int] = (),
+) -> Walk:
+    """All starts, then from the best of them to its neighbours for as long as one is better."""
+    seen: dict[Point, Outcome | None] = {}
+
+    def tried(points: Iterable[Point | None]) -> Generator[Attempt, Outcome | None, None]:
+        for point in points:
+            if point is None or point in seen or (m := point.num_microbatches(problem)) is None:
+                continue
+            if any(o is not None and not o.fits and known.saves_more(point) for known, o in seen.items()):
+                continue  # a leaner one did not fit
+            text = [f"tp {point.tp}"] * (point.tp > 1) + [f"{point.pp} stages"] * (point.pp > 1)
+            text += [f"ZeRO {point.zero}"] * (point.zero > 0) + [f"{m} micro-batches"] * (m > 1)
+            text += [f"recompute {point.recompute}"] * (point.recompute != "nothing")
+            seen[point] = yield Attempt(text=", ".join(text) or "one program", options=of(recipe_of(point, m)))
+
+    def best() -> Point | None:
+        known = [(outcome.rank(), n, point) for n, (point, outcome) in enumerate(seen.items()) if outcome is not None]
+        return min(known)[2] if known else None
+
+    yield from tried(starts)
+    here = best()
+    while here is not None:
+        outcome = seen[here]
+        assert outcome is not None, "the best came to something"
+        yield from tried(neighbours(here, outcome.fits, zeros))
+        if best() == here:
+            return
+        here = best()
+
+
+def of(recipe: Recipe) -> PlanOptions:
+    return PlanOptions(pipeline=recipe.pipeline, binding=recipe.binding, recompute=recipe.recompute)
+
+
+def cut(m: int, pp: int = 1) -> int | None:
+    """The number of micro-batches to ask for: none where nothing is cut."""
+    return m if m > 1 or pp > 1 else None
+
+
+# The recipes
+
+
+def auto(problem: Problem) -> Walk:
+    yield Attempt(text="", options=PlanOptions())
+
+
+def data_parallel(problem: Problem, zero: int = 0) -> Walk:
+    return walk(
+        problem,
+        [first_point(problem, zero=zero)],
+        lambda p, m: recipes.combine(zero=zero, num_microbatches=cut(m), recompute=p.recompute),
+    )
+
+
+def tensor_parallel(problem: Problem) -> Walk:
+    """All devices of a host share each matrix, hosts are copies."""
+    tp = min(problem.cluster.devices_per_host, problem.cluster.num_devices)
+    return walk(
+        problem,
+        [first_point(problem, tp=tp)],
+        lambda p, m: recipes.combine(tp=tp, num_microbatches=cut(m), recompute=p.recompute),
+    )
+
+
+def megatron(problem: Problem, most_tp: int | None = None) -> Walk:
+    """Every product of tensor (inside of a host), pipeline and data parallelism; the optimiser's state in parts."""
+    n, inside = problem.cluster.num_devices, problem.cluster.devices_per_host
+    starts = [
+        first_point(problem, tp=tp, pp=pp, zero=1 if tp * pp < n else 0)
+        for tp in powers(most_tp or inside)
+        for pp in powers(MOST_STAGES)
+        if n % (tp * pp) == 0 and inside % tp == 0
+    ]
+    return walk(
+        problem,
+        starts,
+        lambda p, m: recipes.combine(
+            tp=p.tp, pp=p.pp, zero=p.zero, num_microbatches=cut(m, p.pp), recompute=p.recompute
+        ),
+    )
+
+
+def expert_and_data(problem: Problem) -> Walk:
+    """Experts in parts over as many devices as divide them, examples over all; ZeRO-2 for what is not of experts.
+
+    Source: Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5; Lepikhin et al., "GShard", 2020, section 3.
+    """
+    n = problem.cluster.num_devices
+    experts = problem.model.sizes.get("experts", 1)
+    ep = max(d for d in range(1, n + 1) if n % d == 0 and experts % d == 0)
+
+    def recipe_of(point: Point, m: int) -> Recipe:
+        recipe = recipes.combine(zero=point.zero, num_microbatches=cut(m), recompute=point.recompute)
+        assert recipe.binding is not None, "combine binds"
+        data = recipe.binding.axes[0]
+        both = (Dimension.EXAMPLE, Dimension.EXPERT)
+        owned = (Purpose.MATRIX, Purpose.MATRIX_COPY, Purpose.OPTIMIZER, Purpose.ACCUMULATOR)
+        expert = dataclasses.replace(
+            data, name="expert", dimensions=both, keeps=both, must=tuple(dict.fromkeys((*data.must, *owned)))
+        )
+        return dataclasses.replace(recipe, binding=Binding(axes=(data, expert), sizes=(n // ep, ep)))
+
+    return walk(problem, [first_point(problem, zero=2)], recipe_of, zeros=(0, 2, 3))
+
+
+def unbound(point: Point, m: int) -> Recipe:
+    """Stages of equal arithmetic, or one; inside of each the integer program is free."""
+    recipe = recipes.pipeline(point.pp, num_microbatches=m)
+    return dataclasses.replace(recipe, recompute=point.recompute)
+
+
+def intra_operator(problem: Problem) -> Walk:
+    """One program on all devices, without stages, laid out by the integer program."""
+    for mesh in distinct_meshes(problem.cluster, 2):
+        if problem.examples <= problem.cluster.num_devices * FIRST_EXAMPLES:
+            yield Attempt(text=f"mesh {mesh}", options=PlanOptions(axis_sizes=mesh.axis_sizes))
+    yield from walk(problem, [first_point(problem)], unbound)
+
+
+def equal_stages(problem: Problem) -> Walk:
+    """Two stages or more of equal arithmetic on equal submeshes."""
+    sizes = [pp for pp in powers(MOST_STAGES) if pp > 1 and problem.cluster.num_devices % pp == 0]
+    return walk(problem, [first_point(problem, pp=pp) for pp in sizes], unbound)
+
+
+def inter_operator(problem: Problem) -> Walk:
+    """As many stages as devices."""
+    return walk(problem, [first_point(problem, pp=problem.cluster.num_devices)], unbound)
+
+
+def shard_the_largest(problem: Problem) -> Walk:
+    """Every array that the step takes split along its largest dimension over all devices; the rest follows best."""
+    mesh = LogicalMesh(axis_sizes=(problem.cluster.num_devices,))
+    fixed = tuple((i, even_layout(aval.shape, mesh)) for i, aval in enumerate(problem.traced.in_avals))
+    yield Attempt(text=f"mesh {mesh}", options=PlanOptions(axis_sizes=mesh.axis_sizes, fixed=fixed))
+
+
+def powers(most: int) -> list[int]:
+    """Powers of two up to a number."""
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+RECIPES: dict[str, Callable[[Problem], Walk]] = {
+    AUTO: auto,
+    "data parallel": data_parallel,
+    "zero 1": lambda problem: data_parallel(problem, 1),
+    "zero 2": lambda problem: data_parallel(problem, 2),
+    "zero 3": lambda problem: data_parallel(problem, 3),
+    "tensor parallel": tensor_parallel,
+    "megatron grid": megatron,
+    "pipeline and data": lambda problem: megatron(problem, most_tp=1),
+    "expert and data": expert_and_data,
+    "equal stages": equal_stages,
+    "inter-operator only": inter_operator,
+    "intra-operator only": intra_operator,
+    "shard the largest": shard_the_largest,
+}

@@ -1,0 +1,125 @@
+"""Decoder-only language model as Llama has it, in plain jax.numpy, for long sequences.
+
+Touvron et al., "Llama 2", 2023, and Grattafiori et al., "The Llama 3 herd of models", 2024: RMSNorm before each half
+of a layer, rotary positions (Su et al., 2021), a gated feed-forward network (SwiGLU, Shazeer, 2020), fewer heads for
+keys and values than for queries (Ainslie et al., "GQA", 2023), input and output embeddings of their own. Scores are
+computed for one block of queries at a time and again in the backward pass, so that they never stand for a whole
+sequence (as in Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021).
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.data import next_token_batch
+from benchmarks.zoo.gpt_scan import rms_norm
+from benchmarks.zoo.training import cross_entropy, training_case
+
+ROTARY_BASE = 500_000.0  # Llama 3's, for long contexts
+
+
+def rotary(x: jax.Array) -> jax.Array:
+    """Turns each pair of a head's numbers by an angle that grows with the position; (batch, length, ..., head)."""
+    length, half = x.shape[1], x.shape[-1] // 2
+    frequency = ROTARY_BASE ** (-jnp.arange(half) / half)
+    angle = jnp.arange(length)[:, None] * frequency
+    angle = angle.reshape(length, *[1] * (x.ndim - 3), half)
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+    one, other = x[..., :half], x[..., half:]
+    return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
+
+
+def attention(x: jax.Array, params: PyTree, block: int) -> jax.Array:
+    """Causal self-attention, (batch, length, width) in and out; g counts the queries that share keys and values."""
+    query = rotary(jnp.einsum("blw,wkgh->blkgh", x, params["query"]))
+    key = rotary(jnp.einsum("blw,wkh->blkh", x, params["key"]))
+    value = jnp.einsum("blw,wkh->blkh", x, params["value"])
+    length = x.shape[1]
+
+    @jax.checkpoint
+    def of_block(query: jax.Array, first: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bqkgh,bskh->bkgqs", query, key).astype(jnp.float32) / query.shape[-1] ** 0.5
+        seen = jnp.arange(length) <= first + jnp.arange(query.shape[1])[:, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min)).astype(x.dtype)
+        return jnp.einsum("bkgqs,bskh->bqkgh", weights, value)
+
+    if length <= block:
+        mixed = of_block(query, jnp.int32(0))
+    else:
+        blocks = jnp.moveaxis(query.reshape(query.shape[0], length // block, block, *query.shape[2:]), 1, 0)
+        firsts = block * jnp.arange(length // block)
+        _, mixed = jax.lax.scan(lambda _, at: (None, of_block(*at)), None, (blocks, firsts))
+        mixed = jnp.moveaxis(mixed, 0, 1).reshape(query.shape)
+    return jnp.einsum("blkgh,kghw->blw", mixed, params["out"])
+
+
+def layer(x: jax.Array, params: PyTree, block: int) -> jax.Array:
+    x = x + attention(rms_norm(x, params["attention_scale"]), params, block)
+    h = rms_norm(x, params["feed_forward_scale"])
+    return x + (jax.nn.silu(h @ params["gate"]) * (h @ params["up"])) @ params["down"]
+
+
+def llama(
+    *,
+    layers: int = 2,
+    width: int = 32,
+    heads: int = 4,
+    kv_heads: int = 2,
+    feed_forward: int = 96,
+    vocabulary: int = 64,
+    length: int = 16,
+    batch: int = 8,
+    block: int = 8,
+    dtype: DTypeLike = jnp.float32,
+    optimizer: optax.GradientTransformation | None = None,
+    tolerance: float = 1e-5,
+) -> Case:
+    """`llama(layers=32, width=4096, heads=32, kv_heads=8, feed_forward=14_336, vocabulary=128_256)` is Llama 3 8B.
+
+    `block` divides the length, or is as long; parameters are float32 whatever `dtype` is.
+    """
+    head = width // heads
+
+    def init_params(key: jax.Array) -> PyTree:
+        def normal(key: jax.Array, *shape: int) -> jax.Array:
+            return 0.02 * jax.random.normal(key, shape)
+
+        def init_layer(key: jax.Array) -> PyTree:
+            keys = jax.random.split(key, 7)
+            return {
+                "attention_scale": jnp.ones(width),
+                "query": normal(keys[0], width, kv_heads, heads // kv_heads, head),
+                "key": normal(keys[1], width, kv_heads, head),
+                "value": normal(keys[2], width, kv_heads, head),
+                "out": normal(keys[3], kv_heads, heads // kv_heads, head, width),
+                "feed_forward_scale": jnp.ones(width),
+                "gate": normal(keys[4], width, feed_forward),
+                "up": normal(keys[5], width, feed_forward),
+                "down": normal(keys[6], feed_forward, width),
+            }
+
+        embedding_key, head_key, *layer_keys = jax.random.split(key, layers + 2)
+        return {
+            "embedding": normal(embedding_key, vocabulary, width),
+            "layers": [init_layer(k) for k in layer_keys],
+            "final_scale": jnp.ones(width),
+            "head": normal(head_key, width, vocabulary),
+        }
+
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        x = params["embedding"][batch["tokens"]]
+        for layer_params in params["layers"]:
+            x = layer(x, layer_params, block)
+        return cross_entropy(rms_norm(x, params["final_scale"]) @ params["head"], batch["targets"])
+
+    return training_case(
+        name="llama",
+        init_params=init_params,
+        loss=loss,
+        batch=next_token_batch(batch=batch, length=length, vocabulary=vocabulary),
+        optimizer=optimizer,
+        tolerance=tolerance,
+    )

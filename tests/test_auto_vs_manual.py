@@ -1,0 +1,170 @@
+"""How recipes are walked through, and how rows are kept and compared, without any planning."""
+
+import dataclasses
+
+import pytest
+
+from autopar import Cluster
+from autopar.errors import MemoryLimitError, UnsupportedError
+from benchmarks.auto_vs_manual import __main__ as main
+from benchmarks.auto_vs_manual import findings, reports
+from benchmarks.auto_vs_manual.__main__ import finished, lines_of
+from benchmarks.auto_vs_manual.manual import Outcome, Point, Problem, first_point, megatron, walk
+from benchmarks.auto_vs_manual.models import chosen, models
+from benchmarks.auto_vs_manual.planning import cluster_of, line_of, refused
+from benchmarks.auto_vs_manual.rows import Row, Rows, Status
+from benchmarks.auto_vs_manual.suites import Job, selected
+
+GPT = models()["gpt-2.6B"]
+ROW = Row(model="gpt-2.6B", cluster="p3.16xlarge", recipe="auto", devices=8, status=Status.PLANNED, step_time_s=1.0)
+
+
+def problem(cluster: str = "p3.16xlarge") -> Problem:
+    return Problem(model=GPT, traced=None, cluster=Cluster.parse(cluster))
+
+
+def walked(made, outcome_of) -> list[str]:
+    """The texts of all attempts, where each comes to what a function of its text says."""
+    texts, outcome = [], None
+    while True:
+        try:
+            attempt = made.send(outcome)
+        except StopIteration:
+            return texts
+        texts.append(attempt.text)
+        outcome = outcome_of(attempt.text)
+
+
+def test_a_walk_goes_on_from_the_best_and_ends_where_nothing_is_better():
+    times = {"128 micro-batches": 3.0, "64 micro-batches": 2.0, "32 micro-batches": 4.0}
+    came_to = lambda text: Outcome(step_time_s=times.get(text.split(",")[0], 9.0), peak_bytes=1, fits=True)
+    start = Point(examples=1, recompute="input")
+    texts = walked(walk(problem(), [start], lambda p, m: megatron_recipe()), came_to)
+    assert texts[0] == "128 micro-batches, recompute input"
+    assert "32 micro-batches, recompute input" in texts  # what lies beyond the best was looked at
+    assert not [t for t in texts if t.startswith("16 ")]
+    assert len(texts) == len(set(texts))
+
+
+def test_what_needs_more_than_a_point_that_did_not_fit_is_not_tried():
+    refusing = lambda text: Outcome(step_time_s=1.0, peak_bytes=1, fits=False)
+    texts = walked(walk(problem(), [Point(examples=4, recompute="input")], lambda p, m: megatron_recipe()), refusing)
+    assert texts == ["32 micro-batches, recompute input", "64 micro-batches, recompute input"]
+
+
+def test_a_point_with_smaller_micro_batches_is_tried_where_a_larger_one_does_not_fit():
+    fits = lambda text: Outcome(step_time_s=1.0, peak_bytes=5 if text.startswith("32 ") else 1, fits="64 " in text)
+    texts = walked(walk(problem(), [Point(examples=4, recompute="input")], lambda p, m: megatron_recipe()), fits)
+    assert "64 micro-batches, recompute input" in texts
+
+
+def megatron_recipe():
+    from autopar import recipes
+
+    return recipes.combine()
+
+
+def test_the_grid_holds_all_products_of_tensor_pipeline_and_data_parallelism():
+    first = []
+    made, outcome = megatron(problem()), None
+    for _ in range(10):
+        first.append(made.send(outcome).text)
+        outcome = None
+    shapes = {tuple(part for part in text.split(", ") if part.startswith("tp") or "stages" in part) for text in first}
+    assert len(shapes) == 10  # tp x pp with tp * pp a divisor of 8
+    assert ("tp 2", "4 stages") in shapes
+
+
+def test_a_walk_begins_with_the_batch_as_it_is_where_it_is_small():
+    small = dataclasses.replace(problem(), model=models()["gpt-small"])
+    assert first_point(small) == Point(examples=2, recompute="nothing")
+    assert first_point(problem()) == Point(examples=4, recompute="input")
+
+
+def test_rows_survive_their_file(tmp_path):
+    row = dataclasses.replace(ROW, collectives={"all-reduce": (2.0, 3.0)}, measured_quartiles_s=(1.0, 2.0))
+    Rows(tmp_path).add(row, "machine")
+    known = Rows(tmp_path)
+    assert known.get(*row.key) == row
+    assert list(known.machines.values()) == ["machine"]
+    known.add(dataclasses.replace(row, step_time_s=2.0), "another")
+    assert [r.step_time_s for r in Rows(tmp_path)] == [2.0]
+    assert (tmp_path / "rows.csv").read_text().startswith("model,cluster,recipe")
+
+
+def test_a_row_without_a_plan_says_by_how_much_it_is_over():
+    error = MemoryLimitError(where="", limit_bytes=10**9, needed_bytes=3 * 10**9, largest=[], hint="")
+    row = refused(dataclasses.replace(ROW, status=Status.FAILED), "dp", error)
+    assert row.status is Status.OUT_OF_MEMORY
+    assert row.came_to() == "out of memory, 2 GB over"
+
+
+def test_what_is_not_supported_says_where():
+    error = UnsupportedError(where="BatchNorm", expected="a mean", got="a statistic", hint="")
+    row = refused(dataclasses.replace(ROW, status=Status.FAILED), "dp", error)
+    assert row.came_to() == "unsupported: BatchNorm: expected a mean, got a statistic"
+
+
+def test_a_slower_search_is_found():
+    row = dataclasses.replace(ROW, recipe="zero 3", step_time_s=0.9)
+    assert [reports.is_slower(own, other) for other, own in reports.beside_auto([ROW, row])] == [True]
+    missing = dataclasses.replace(ROW, status=Status.OUT_OF_MEMORY)
+    assert [reports.is_slower(own, other) for other, own in reports.beside_auto([missing, row])] == [True]
+    assert not reports.is_slower(ROW, dataclasses.replace(row, step_time_s=1.5))
+
+
+def test_a_process_that_takes_too_long_leaves_its_row_as_far_as_it_came():
+    said = []
+    wrong = lines_of(["python", "-c", "import time; print('so far', flush=True); time.sleep(60)"], 3.0, said.append)
+    assert said == ["so far\n"]
+    job = Job(model=GPT, cluster="p3.16xlarge", recipe="auto")
+    assert finished(job, dataclasses.replace(ROW, attempts=2), wrong).why == "stopped after 3 s and 2 attempts"
+    assert finished(job, None, wrong).status is Status.FAILED
+
+
+def test_a_row_is_what_its_process_said_last(monkeypatch):
+    def lines(command, timeout_s, each):
+        for attempts in (1, 2):
+            each(line_of(dataclasses.replace(ROW, attempts=attempts)))
+        return ""
+
+    monkeypatch.setattr(main, "lines_of", lines)
+    told = []
+    job = Job(model=GPT, cluster="p3.16xlarge", recipe="auto")
+    assert main.planned(job, 1.0, 4, told.append) == dataclasses.replace(ROW, attempts=2)
+    assert [row.attempts for row in told] == [1, 2]
+
+
+def test_a_process_that_fails_tells_why():
+    assert "boom" in lines_of(["python", "-c", "raise SystemExit('boom')"], 30.0, lambda line: None)
+
+
+def test_models_are_chosen_by_family_name_and_pattern():
+    known = list(models())
+    assert chosen(["gpt-2.6B"], known) == ["gpt-2.6B"]
+    assert {models()[name].family for name in chosen(["llama", "bert*"], known)} == {"llama", "bert"}
+    with pytest.raises(SystemExit, match="nothing-like-it"):
+        chosen(["nothing-like-it"], known)
+
+
+def test_jobs_of_a_suite_are_narrowed_down():
+    jobs = selected(["weak-scaling"], ["gpt"], ["p3.16xlargex2"], ["auto", "megatron*"])
+    assert [job.key for job in jobs] == [
+        ("gpt-6.7B", "p3.16xlargex2", "auto"),
+        ("gpt-6.7B", "p3.16xlargex2", "megatron grid"),
+    ]
+
+
+def test_a_part_of_a_host_is_a_cluster():
+    assert cluster_of("p3.16xlarge/4").num_devices == 4
+    assert cluster_of("p3.16xlargex2").num_devices == 16
+
+
+def test_findings_say_what_is_missing_and_what_holds():
+    rows = [
+        dataclasses.replace(ROW, model="moe-2.4B", flops=1.0),
+        dataclasses.replace(ROW, model="moe-2.4B", recipe="expert and data", step_time_s=2.0),
+    ]
+    moe = [finding for finding in findings.findings(rows) if finding.published.startswith("MoE")]
+    assert [(f.ours, f.holds) for f in moe] == [("2.4B on 1: 2.00x", True)]
+    assert {finding.holds for finding in findings.findings([])} == {None}
