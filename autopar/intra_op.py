@@ -80,6 +80,9 @@ class ShardingPlan:
     wires: dict[int, Layout] = dataclasses.field(default_factory=dict)
 
 
+HIDDEN_SENDS_COUNT = 0.1  # the share of a send that counts where computing is thought to hide it
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPrices:
     """What a byte on one device costs, in seconds, for the values (with their states) that crowd the memory.
@@ -300,12 +303,19 @@ class IntraOp:
             self._numbers[id(layouts)] = np.array([table.index[layout] for layout in layouts])
         return self._numbers[id(layouts)]
 
-    def solve(self, *, time_limit_s: float, prices: MemoryPrices | None = None) -> solver.Solution:
+    def solve(
+        self, *, time_limit_s: float, prices: MemoryPrices | None = None, sends_count: float = 1.0
+    ) -> solver.Solution:
         """Solves the folded problem; the solution's choice is that of the unfolded one.
 
-        With prices, the objective holds the priced memory too.
+        With prices, the objective holds the priced memory too. `sends_count` is the share of what is sent between
+        operations that the objective counts: less than one where computing hides it.
         """
         problem = self.problem if prices is None else self._priced(prices)
+        if sends_count != 1.0:
+            sends, prices_of_copies = problem.edges[: len(self.problem.edges)], problem.edges[len(self.problem.edges) :]
+            sends = tuple(dataclasses.replace(e, cost=e.cost * sends_count) for e in sends)
+            problem = dataclasses.replace(problem, edges=(*sends, *prices_of_copies))
         tied, undo = solver.tie(problem, self.classes)
         solution = solver.solve(tied, time_limit_s=time_limit_s)
         return dataclasses.replace(solution, choice=undo(solution.choice) if solution.choice else ())

@@ -41,7 +41,7 @@ SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro-batches
-TABLE_TIME_LIMIT_S = 2.0  # for one ILP of a table: good decisions come at once, proofs take longer
+TABLE_TIME_LIMIT_S = 1.0  # for one ILP of a table: good decisions come at once, proofs take longer
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
@@ -338,6 +338,7 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
         policies=tuple(
             o.policy for o, stage in zip(taken, answer.stages, strict=True) for _ in range(stage.first, stage.last)
         ),
+        sends_counts=tuple(o.sends_count for o in taken),
     )
 
 
@@ -367,6 +368,7 @@ def equal_choice(
             first_layers=first_layers,
             group_meshes=(mesh,) * (num_stages // chunks),
             policies=(recompute,) * len(cut.layers),
+            sends_counts=(1.0,) * num_stages,
         )
         for mesh in meshes
     ]

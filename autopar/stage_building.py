@@ -58,13 +58,16 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes."""
+    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and
+    for each stage the share of sends that counts where it is decided.
+    """
 
     schedule: str
     chunks: int
     first_layers: tuple[int, ...]
     group_meshes: tuple[LogicalMesh, ...]
     policies: tuple[str, ...]
+    sends_counts: tuple[float, ...]
 
     @property
     def text(self) -> str:
@@ -141,7 +144,9 @@ class Decider:
         pieces: Mapping[int, int],
         constraints: Constraints | None = None,
         pins: Mapping[int, PinnedLayout] | None = None,
+        sends_counts: Sequence[float] | None = None,
     ) -> None:
+        self.sends_counts = sends_counts or [1.0] * len(stages)
         self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
         self.pieces, self.constraints, self.pins = pieces, constraints, pins or {}
         self.wires = wires_of(stages, meshes, constraints)
@@ -175,7 +180,15 @@ class Decider:
             stage, model, wires = self.stages[at], self.models[at], self.wires[at]
             pinned = self.pinned(at)
             sharding = solve_stage(
-                stage, model, wires, self.time_limit_s, price_s_per_byte, fixed, self.constraints, pinned
+                stage,
+                model,
+                wires,
+                self.time_limit_s,
+                price_s_per_byte,
+                fixed,
+                self.constraints,
+                pinned,
+                self.sends_counts[at],
             )
             known = self.of_problem.setdefault(problem, [])
             number = next((n for n in known if _decides_alike(self.of_stage(n, at), sharding)), len(self.made))
@@ -194,7 +207,7 @@ class Decider:
         leaves = sorted((op_number[op], layout) for op, layout in sent.items())
         given = sorted((number[v], layout) for v, layout in fixed.items())
         held = sorted((number[v], str(pin.dims)) for v, pin in self.pinned(at).items())
-        return shape.key, self.models[at].links, str(arrives), str(leaves), str(given), str(held)
+        return shape.key, self.models[at].links, str(arrives), str(leaves), str(given), str(held), self.sends_counts[at]
 
     def pinned(self, at: int) -> dict[int, PinnedLayout]:
         """The pins of values of a stage."""
@@ -247,7 +260,7 @@ def build(
     models = [model_of(cluster, s.mesh) for s in submeshes]
     pinned = pins.layouts(graph, cut.leaves) if pins is not None else {}
     meshes = [s.mesh for s in submeshes]
-    decider = Decider(stages, models, meshes, time_limit_s, pieces_of(cut), constraints, pinned)
+    decider = Decider(stages, models, meshes, time_limit_s, pieces_of(cut), constraints, pinned, choice.sends_counts)
     prices, costs = [lowest_price(model) for model in models], TaskCosts()
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
@@ -284,6 +297,7 @@ def evened(cut: Cut, choice: Choice) -> Choice:
         first_layers=layers_of_pieces(cut) if cut.step.parts > 1 else (0,),
         group_meshes=(choice.group_meshes[middle],) * num_stages,
         policies=(policy,) * len(cut.layers),
+        sends_counts=(choice.sends_counts[middle],) * num_stages,
     )
 
 

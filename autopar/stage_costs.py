@@ -7,14 +7,14 @@ one ILP for each mesh; a stage costs what its layers do together.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from autopar.collectives import Link
 from autopar.contraction import Contracted
 from autopar.graph import OpKind, Section, read_by, walk
-from autopar.intra_op import CostModel, IntraOp, MemoryPrices, NodeCosts, ShardingPlan, state_values
+from autopar.intra_op import HIDDEN_SENDS_COUNT, CostModel, IntraOp, MemoryPrices, NodeCosts, ShardingPlan, state_values
 from autopar.layers import Layers, is_product
 from autopar.layout import local_bytes
 from autopar.lowering import Accumulate, Compute, Instruction, Loop, LoweredBlock, Move, Split, Stack, lower, section_of
@@ -29,7 +29,7 @@ from autopar.tasks import Key, keys_made, keys_read
 TIE_BREAKING_READS = 0.1
 # Where state is too large, decisions are made with a higher price on its bytes: how often it is raised, the first price
 # (as a part of the step's time divided by the state's bytes) and by how much it rises.
-LEANER, FIRST_PRICE, PRICE_RISE = 4, 0.05, 8.0
+LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.1, 10.0
 POLICIES = tuple(policy.value for policy in Recompute)
 
 
@@ -51,16 +51,27 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricedOption:
-    """A way to run layers: the mesh, what they recompute, the price of a byte of state under which it is decided."""
+    """A way to run layers: the mesh, what they recompute, and the price of a byte of state and the share of sends that
+    counts under which it is decided.
+    """
 
     option: StageOption
     mesh: LogicalMesh
     policy: str
     s_per_byte: float
+    sends_count: float
 
 
-# Decisions for a graph on one mesh, with the price of a byte of state under which each was made.
-Decisions = tuple[tuple[float, ShardingPlan], ...]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """Decisions for a graph on one mesh, and under which price and share of sends they were made."""
+
+    s_per_byte: float
+    sends_count: float
+    sharding: ShardingPlan
+
+
+Decisions = tuple[Decided, ...]
 
 
 def lowest_price(model: CostModel) -> float:
@@ -71,30 +82,30 @@ def lowest_price(model: CostModel) -> float:
 def layer_decisions(
     contracted: Contracted, model: CostModel, state_limit_bytes: float, time_limit_s: float
 ) -> Decisions:
-    """The fastest decisions on the model's mesh, and where state takes much memory leaner ones too.
+    """The fastest decisions on the model's mesh, where all that is sent counts and where next to nothing does; and
+    leaner ones too where state takes much memory.
 
     `state_limit_bytes` is what the state of all layers, with copies of it that are kept, may take on this mesh.
     """
     # The layers that stay of a run stand for equal ones: what is best for one of them is so for the other.
     intra_op = IntraOp(contracted.graph, model, alike=contracted.alike)
     values, copies = state_values(contracted.graph), contracted.copies()
-    found: list[tuple[float, ShardingPlan]] = []
-    lowest = s_per_byte = lowest_price(model)
-    last: tuple[int, ...] | None = None
-    for _ in range(LEANER):
-        prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies)
-        solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices)
-        if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
-            break
-        if solution.choice != last:
-            found.append((s_per_byte, intra_op.decode(solution)))
-        last = solution.choice
-        state_bytes = intra_op.priced_bytes(solution.choice, prices)
-        if state_bytes <= state_limit_bytes:
-            break
-        dear = FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
-        s_per_byte = dear if s_per_byte == lowest else s_per_byte * PRICE_RISE
-    return tuple(found)
+    found: dict[tuple[int, ...], Decided] = {}
+    for sends_count in (1.0, HIDDEN_SENDS_COUNT) if model.overlap.kinds else (1.0,):
+        lowest = s_per_byte = lowest_price(model)
+        for _ in range(LEANER):
+            prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies)
+            solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, sends_count=sends_count)
+            if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+                break
+            decided = Decided(s_per_byte=s_per_byte, sends_count=sends_count, sharding=intra_op.decode(solution))
+            found.setdefault(tuple(solution.choice), decided)
+            state_bytes = intra_op.priced_bytes(solution.choice, prices)
+            if state_bytes <= state_limit_bytes:
+                break
+            dear = FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
+            s_per_byte = dear if s_per_byte == lowest else s_per_byte * PRICE_RISE
+    return tuple(found.values())
 
 
 def stage_options(
@@ -107,15 +118,16 @@ def stage_options(
     devices = model.links.mesh.num_devices
     send_s = np.array([link.latency_s + b / devices / link.bytes_per_s for b in layers.crossing_bytes])
     found: list[PricedOption] = []
-    for s_per_byte, sharding in decisions:
-        rows = layer_rows(contracted, model, sharding)
+    for decided in decisions:
+        rows = layer_rows(contracted, model, decided.sharding)
         table = [rows[contracted.stands_for[layer]] for layer in range(len(layers))]
         found += [
             PricedOption(
                 option=_option(policy, table, devices, send_s, model),
                 mesh=model.links.mesh,
                 policy=policy,
-                s_per_byte=s_per_byte,
+                s_per_byte=decided.s_per_byte,
+                sends_count=decided.sends_count,
             )
             for policy in POLICIES
         ]
@@ -167,6 +179,8 @@ class _Pricing:
 
     def run(self) -> dict[int, _Row]:
         parts = self.parts()
+        summed_s = {where: [self.seconds(i) for i in instructions] for where, instructions in parts.items()}
+        shares = self.shares(parts, summed_s)
         mesh, m = self.model.links.mesh, self.graph.num_microbatches
         made_forward: dict[Key, int] = {}
         for (layer, section), instructions in parts.items():
@@ -175,7 +189,7 @@ class _Pricing:
         for (layer, section), instructions in parts.items():
             row, weight = self.rows[layer], self.contracted.weight[layer]
             runs = weight * (m if section.repeats else 1)
-            seconds = self.seconds_of_all(instructions, runs)
+            seconds = [shares[section] * t / runs for t in summed_s[layer, section]]
             if section is Section.FORWARD:
                 self.entering(layer, instructions, made_forward)
                 row.forward_s += sum(seconds)
@@ -248,13 +262,21 @@ class _Pricing:
             parts.setdefault((layer, section_of(i)), []).append(i)
         return parts
 
-    def seconds_of_all(self, instructions: Sequence[Instruction], runs: float) -> list[float]:
-        """What each instruction of a layer's section adds to one run of it; what is hidden is taken from all alike."""
-        summed_s = [self.seconds(i) / runs for i in instructions]
-        block = dataclasses.replace(self.lowered, instructions=tuple(instructions))
-        taken_s = timed(self.graph, block, self.model, self.costs).end_s / runs
-        share = taken_s / sum(summed_s) if any(summed_s) else 1.0
-        return [t * share for t in summed_s]
+    def shares(
+        self,
+        parts: Mapping[tuple[int, Section], Sequence[Instruction]],
+        seconds: Mapping[tuple[int, Section], Sequence[float]],
+    ) -> dict[Section, float]:
+        """What is left of the seconds of each section where what is sent hides behind what is computed, also of the
+        layer before or behind it.
+        """
+        found = {}
+        for section in {section for _, section in parts}:
+            together = tuple(i for (_, where), instructions in parts.items() if where is section for i in instructions)
+            summed_s = sum(sum(of_part) for (_, where), of_part in seconds.items() if where is section)
+            block = dataclasses.replace(self.lowered, instructions=together)
+            found[section] = timed(self.graph, block, self.model, self.costs).end_s / summed_s if summed_s else 1.0
+        return found
 
     def seconds(self, instruction: Instruction) -> float:
         """Of all runs of an instruction in a step."""

@@ -11,8 +11,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from autopar import recipes
 from autopar.api import even_layout
 from autopar.cluster import Cluster
-from autopar.constraints import Binding
-from autopar.graph import Dimension, Purpose
 from autopar.mesh import LogicalMesh
 from autopar.recipes import Recipe
 from autopar.staging import TracedStep
@@ -217,18 +215,31 @@ def expert_and_data(problem: Problem) -> Walk:
     experts = problem.model.sizes.get("experts", 1)
     ep = max(d for d in range(1, n + 1) if n % d == 0 and experts % d == 0)
 
-    def recipe_of(point: Point, m: int) -> Recipe:
-        recipe = recipes.combine(zero=point.zero, num_microbatches=cut(m), recompute=point.recompute)
-        assert recipe.binding is not None, "combine binds"
-        data = recipe.binding.axes[0]
-        both = (Dimension.EXAMPLE, Dimension.EXPERT)
-        owned = (Purpose.MATRIX, Purpose.MATRIX_COPY, Purpose.OPTIMIZER, Purpose.ACCUMULATOR)
-        expert = dataclasses.replace(
-            data, name="expert", dimensions=both, keeps=both, must=tuple(dict.fromkeys((*data.must, *owned)))
-        )
-        return dataclasses.replace(recipe, binding=Binding(axes=(data, expert), sizes=(n // ep, ep)))
+    return walk(
+        problem,
+        [first_point(problem, zero=2)],
+        lambda p, m: recipes.combine(ep=ep, zero=p.zero, num_microbatches=cut(m), recompute=p.recompute),
+        zeros=(0, 2, 3),
+    )
 
-    return walk(problem, [first_point(problem, zero=2)], recipe_of, zeros=(0, 2, 3))
+
+def sequence(problem: Problem, kind: str) -> Walk:
+    """The devices of a host share each sequence, hosts are copies."""
+    sp = min(problem.cluster.devices_per_host, problem.cluster.num_devices)
+    return walk(
+        problem,
+        [first_point(problem, tp=sp)],
+        lambda p, m: recipes.combine(sp=sp, sequence=kind, num_microbatches=cut(m), recompute=p.recompute),
+    )
+
+
+def grid_of_devices(problem: Problem, kind: str) -> Walk:
+    """Tensor parallelism on a square or a cube of all devices, where they make one."""
+    n, depth = problem.cluster.num_devices, 2 if kind == "2.5d" else None
+    sizes = {"2d": [q * q for q in range(2, 65)], "2.5d": [2 * q * q for q in range(2, 65)]}
+    if n in sizes.get(kind, [q**3 for q in range(2, 17)]):
+        recipe = recipes.tensor_parallel(kind, size=n, depth=depth)
+        yield Attempt(text=f"{kind}, {n} devices", options=of(recipe))
 
 
 def unbound(point: Point, m: int) -> Recipe:
@@ -278,6 +289,11 @@ RECIPES: dict[str, Callable[[Problem], Walk]] = {
     "megatron grid": megatron,
     "pipeline and data": lambda problem: megatron(problem, most_tp=1),
     "expert and data": expert_and_data,
+    "ulysses": lambda problem: sequence(problem, "ulysses"),
+    "ring attention": lambda problem: sequence(problem, "ring"),
+    "2d tensor parallel": lambda problem: grid_of_devices(problem, "2d"),
+    "2.5d tensor parallel": lambda problem: grid_of_devices(problem, "2.5d"),
+    "3d tensor parallel": lambda problem: grid_of_devices(problem, "3d"),
     "equal stages": equal_stages,
     "inter-operator only": inter_operator,
     "intra-operator only": intra_operator,
