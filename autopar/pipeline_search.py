@@ -42,6 +42,7 @@ SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro-batches
 TABLE_TIME_LIMIT_S = 1.0  # for one ILP of a table: good decisions come at once, proofs take longer
+FEW_MESHES = 20  # on which a stage may run, for each of which decisions are made twice, in twice the time
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
@@ -280,17 +281,20 @@ def tables(
     contracted = contract(cut.graph, assignment, layer_kinds(cut.graph, assignment, len(cut.layers)))
     wiring = hash(wiring_of(contracted.graph))
     options: list[PricedOption] = []
-    for size in submesh_sizes(cluster, asked, len(cut.layers)):
-        part = part_of(cluster, size)
-        # Some boundary lies between hosts, and the slowest stage sets the pace.
-        link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
-        for mesh in meshes_inside(part):
-            model = cost_model(part, mesh)
-            if (mesh, wiring) not in decided:
-                # A stage on this mesh holds about its share of the layers.
-                share = limit_bytes * STATE_SHARE * cluster.num_devices / size
-                decided[mesh, wiring] = layer_decisions(contracted, model, share, min(time_limit_s, TABLE_TIME_LIMIT_S))
-            options += stage_options(contracted, cut.layers, model, link, decided[mesh, wiring])
+    parts = [part_of(cluster, size) for size in submesh_sizes(cluster, asked, len(cut.layers))]
+    models = [cost_model(part, mesh) for part in parts for mesh in meshes_inside(part)]
+    # Some boundary lies between hosts, and the slowest stage sets the pace.
+    link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
+    # On many meshes there is less time for each.
+    few = len(models) <= FEW_MESHES
+    limit_s = min(time_limit_s, TABLE_TIME_LIMIT_S if few else TABLE_TIME_LIMIT_S / 2)
+    for model in models:
+        mesh = model.links.mesh
+        if (mesh, wiring) not in decided:
+            # A stage on this mesh holds about its share of the layers.
+            share = limit_bytes * STATE_SHARE * cluster.num_devices / mesh.num_devices
+            decided[mesh, wiring] = layer_decisions(contracted, model, share, limit_s, with_hidden_sends=few)
+        options += stage_options(contracted, cut.layers, model, link, decided[mesh, wiring])
     return tuple(options)
 
 

@@ -80,10 +80,10 @@ def lowest_price(model: CostModel) -> float:
 
 
 def layer_decisions(
-    contracted: Contracted, model: CostModel, state_limit_bytes: float, time_limit_s: float
+    contracted: Contracted, model: CostModel, state_limit_bytes: float, time_limit_s: float, with_hidden_sends: bool
 ) -> Decisions:
-    """The fastest decisions on the model's mesh, where all that is sent counts and where next to nothing does; and
-    leaner ones too where state takes much memory.
+    """The fastest decisions on the model's mesh, and leaner ones too where state takes much memory; all of them
+    `with_hidden_sends` once more as if next to nothing that is sent counted, where computing may hide it.
 
     `state_limit_bytes` is what the state of all layers, with copies of it that are kept, may take on this mesh.
     """
@@ -91,7 +91,7 @@ def layer_decisions(
     intra_op = IntraOp(contracted.graph, model, alike=contracted.alike)
     values, copies = state_values(contracted.graph), contracted.copies()
     found: dict[tuple[int, ...], Decided] = {}
-    for sends_count in (1.0, HIDDEN_SENDS_COUNT) if model.overlap.kinds else (1.0,):
+    for sends_count in (1.0, HIDDEN_SENDS_COUNT) if model.overlap.kinds and with_hidden_sends else (1.0,):
         lowest = s_per_byte = lowest_price(model)
         for _ in range(LEANER):
             prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies)
