@@ -83,7 +83,14 @@ def _forward(
         if op.kind is not OpKind.EQUATION or op.rule is None or len(op.outputs) != 1:
             continue
         (result,) = op.outputs
-        if any(f.kind is FactorKind.SUM for f in op.rule.factors):
+        summed = [f for f in op.rule.factors if f.kind is FactorKind.SUM]
+        operand = op.inputs[0] if op.primitive == "reduce_sum" else None
+        if all(f.size == 1 for f in summed) and isinstance(operand, int) and operand in origins:
+            # A sum over a dimension of size one (what is left of a broadcast in a gradient) only drops it.
+            origins[result] = origins[operand]
+            carriers[result] = (op, frozenset({0}))
+            continue
+        if summed:
             if sums_locally(op.eqn) and is_summing_type(op.eqn):
                 origins[result] = frozenset({op.id})
             continue

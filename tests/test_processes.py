@@ -1,6 +1,7 @@
 """Pipelines over several processes, with real ones: the numbers of one process, and what happens when one is lost."""
 
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def test_a_process_that_dies_is_named_by_the_others(tmp_path):
 
 def test_processes_with_different_steps_are_refused(tmp_path):
     for code, text, _ in launch(tmp_path, 2, 1, 120.0, **MLP, differs=1):
-        assert code == 1, text
+        # JAX may abort a process that has raised its error, when it sees that the other has ended already.
+        assert code in (1, -signal.SIGABRT), text
         assert "ProcessMismatchError" in text
         assert "got another one in process 1 than in process 0" in text
 

@@ -342,7 +342,8 @@ def reductions(compiled):
 )
 def test_gradients_are_reduced_once_a_step(case):
     """Examples are split over the devices of a stage, parameters are on all of them."""
-    step = staged(case, cluster=slow_cluster())
+    data_parallel = autopar.recipes.combine(pp=2, num_microbatches=4)
+    step = staged(case, data_parallel, cluster=slow_cluster())
     state = jax.eval_shape(case.init, jax.random.key(0))
     batch = shapes(case.batch(0))
     plan, compiled = step.plan(state, batch), step.compile(state, batch)
