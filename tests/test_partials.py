@@ -37,6 +37,16 @@ def test_linear_operations_in_between_carry_them():
     assert found == ["dot_general", "dot_general", "mul", "transpose", "add"]
 
 
+def test_a_sum_over_a_dimension_of_size_one_carries_them():
+    """As in the gradient of what was broadcast: over the examples first, then over what is left of that dimension."""
+
+    def bias(a):
+        return jnp.sum(a, axis=0).reshape(1, 2).sum(axis=0)
+
+    found = kept(lambda a, b: bias(a) + bias(b), shape(4, 2), shape(4, 2))
+    assert found.count("reduce_sum") == 4
+
+
 def test_three_products_are_one_sum():
     found = kept(lambda a, b, c: gram(a) + gram(b) + gram(c), *[shape(4, 2)] * 3)
     assert found.count("dot_general") == 3
