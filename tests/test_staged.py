@@ -333,15 +333,18 @@ def reductions(compiled):
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "tied"),
     [
-        CASES["mlp"](layers=3, width=16, features=16, classes=8, batch=512),
-        pytest.param(CASES["gpt"](layers=2, batch=256, length=8), marks=pytest.mark.slow),
+        (CASES["mlp"](layers=3, width=16, features=16, classes=8, batch=512), 0),
+        pytest.param(CASES["gpt"](layers=2, batch=256, length=8), 1, marks=pytest.mark.slow),
     ],
-    ids=lambda case: case.name,
+    ids=["mlp", "gpt"],
 )
-def test_gradients_are_reduced_once_a_step(case):
-    """Examples are split over the devices of a stage, parameters are on all of them."""
+def test_gradients_are_reduced_once_a_step(case, tied):
+    """Examples are split over the devices of a stage, parameters are on all of them.
+
+    A parameter that two stages read has a gradient on each.
+    """
     data_parallel = autopar.recipes.combine(pp=2, num_microbatches=4)
     step = staged(case, data_parallel, cluster=slow_cluster())
     state = jax.eval_shape(case.init, jax.random.key(0))
@@ -355,7 +358,7 @@ def test_gradients_are_reduced_once_a_step(case):
     after = sum(n for (kind, collective), n in found.items() if kind is TaskKind.AFTER and collective in REDUCTIONS)
     assert 0 < after <= len(layouts) + 1, "each gradient at most once, and the loss"
     predicted = plan.predicted.by_kind()
-    assert sum(predicted.get(kind.value, (0, 0))[0] for kind in REDUCTIONS) <= len(layouts) + 1
+    assert sum(predicted.get(kind.value, (0, 0))[0] for kind in REDUCTIONS) <= len(layouts) + 1 + tied
 
 
 @pytest.mark.parametrize(
