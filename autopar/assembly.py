@@ -187,11 +187,9 @@ class _Assembler:
             if node is not None and position in self.graph.donated:
                 self.state_nodes.add(node)
         self.block(block)
-        times = self.graph.times_made()
+        counts = self.graph.result_counts()
         for source, target in self.graph.tied:
-            atom = block.outputs[target]
-            count = times.get(atom, 1.0) if isinstance(atom, int) else 1.0
-            self.read_into(atom, self.placed.get(block.inputs[source]), Role.UPDATE, count)
+            self.read_into(block.outputs[target], self.placed.get(block.inputs[source]), Role.UPDATE, counts[target])
         for atom in block.outputs:
             if isinstance(atom, int):
                 self.followed.add(atom)  # a result of the step is whole, wherever it lies

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from autopar.attention_checks import check_attention
 from autopar.building import build_graph
 from autopar.cluster import Cluster
 from autopar.costs import flops_of
@@ -39,7 +40,7 @@ from autopar.pipelining import (
 )
 from autopar.plan import Plan, Trees
 from autopar.progress import Progress
-from autopar.purposes import check_attention, described
+from autopar.purposes import described
 from autopar.record import FORMAT_VERSION, Decisions, MeshTrial, PinsRecord, PlanRecord
 from autopar.recording import (
     decisions_of,

@@ -42,7 +42,7 @@ def fold(assembly: Assembly, kinds: Sequence[int], edge_kinds: Sequence[int]) ->
     return tuple(colours)
 
 
-def tied(assembly: Assembly, classes: Sequence[int], alike: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:
+def joined(assembly: Assembly, classes: Sequence[int], alike: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:
     """The classes, with those of operations that are to be decided alike, of what they make and of the arguments that
     they read, made one, wherever they choose among the same.
     """

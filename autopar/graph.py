@@ -231,12 +231,13 @@ class OpGraph:
         before = (op for op in self.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
         return frozenset(found | {v for op in before for v in op.outputs})
 
-    def times_made(self) -> dict[int, float]:
-        """How often a step makes each value of the top block, all micro-batches together: once, but in a graph in which
-        one operation stands for several.
+    def result_counts(self) -> tuple[float, ...]:
+        """How often a step makes each of its results, all micro-batches together: once, but in a graph in which one
+        operation stands for several.
         """
         m = self.num_microbatches
-        return {v: op.count / (m if op.section.repeats else 1) for op in self.block.ops for v in op.outputs}
+        made = {v: op.count / (m if op.section.repeats else 1) for op in self.block.ops for v in op.outputs}
+        return tuple(made.get(atom, 1.0) if isinstance(atom, int) else 1.0 for atom in self.block.outputs)
 
     def ops(self) -> Iterator[Op]:
         """Every operation, bodies of loops after their loop."""

@@ -9,11 +9,12 @@ import numpy as np
 
 from autopar import attention, solver
 from autopar.assembly import ALL, PLACED, RAW, Assembly, Home, Node, Reshard, assemble
+from autopar.attention_checks import check_heads, check_rings
 from autopar.cluster import Cluster, DeviceKind
 from autopar.collectives import CollectiveKind
 from autopar.constraints import Constraints
 from autopar.costs import Work, flops_of, is_fusible, time_s
-from autopar.folding import fold, tied
+from autopar.folding import fold, joined
 from autopar.graph import Atom, Op, OpGraph, OpKind, Purpose, Role, Section
 from autopar.jax_compat import jax_version
 from autopar.layout import Layout, local_bytes, replicated
@@ -21,7 +22,6 @@ from autopar.memory_steps import Compiler, compiler_for
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials
 from autopar.pins import PinnedLayout
-from autopar.purposes import check_heads, check_rings
 from autopar.record import SolverReport
 from autopar.resharding import MeshLinks, StepKind, paths
 from autopar.strategies import Strategy
@@ -137,7 +137,7 @@ class IntraOp:
         self._allowed: dict[tuple, np.ndarray] = {}  # what the constraints allow
         self._feeding: dict[int, Reshard] = {}  # by the position of its edge: the reshard that fills a copy node
         self.problem, classes = self._build()
-        self.classes = tied(self.assembly, classes, alike) if alike else classes
+        self.classes = joined(self.assembly, classes, alike) if alike else classes
 
     def _build(self) -> tuple[solver.Problem, tuple[int, ...]]:
         assembly = self.assembly

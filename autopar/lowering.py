@@ -203,10 +203,8 @@ class _Lowering:
         tied = {target: block.inputs[source] for source, target in self.graph.tied}
         scope.section = Section.AFTER if self.graph.is_cut else Section.WHOLE
         outputs: list[Place | None] = []
-        times = self.graph.times_made()
-        for position, atom in enumerate(block.outputs):
+        for position, (atom, count) in enumerate(zip(block.outputs, self.graph.result_counts(), strict=True)):
             want = self.home(tied[position]) if position in tied else None
-            count = times.get(atom, 1.0) if isinstance(atom, int) else 1.0
             outputs.append(self.read(scope, atom, want, Role.UPDATE, "", count))
         return LoweredBlock(block=block, inputs=inputs, instructions=scope.instructions, outputs=tuple(outputs))
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from autopar.attention_checks import check_attention
 from autopar.cluster import Cluster
 from autopar.constraints import Binding
 from autopar.contraction import contract
@@ -24,7 +25,7 @@ from autopar.pipelining import (
     part_of,
 )
 from autopar.progress import Progress
-from autopar.purposes import check_attention, described
+from autopar.purposes import described
 from autopar.record import PipelineTrial
 from autopar.rules import RuleBook
 from autopar.scan_cutting import CutStep, cut_scans, divisors, trips_of

@@ -142,13 +142,13 @@ class Decider:
         meshes: Sequence[LogicalMesh],
         time_limit_s: float,
         pieces: Mapping[int, int],
-        constraints: Constraints | None = None,
-        pins: Mapping[int, PinnedLayout] | None = None,
-        sends_counts: Sequence[float] | None = None,
+        constraints: Constraints | None,
+        pins: Mapping[int, PinnedLayout],
+        sends_counts: Sequence[float],
     ) -> None:
-        self.sends_counts = sends_counts or [1.0] * len(stages)
         self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
-        self.pieces, self.constraints, self.pins = pieces, constraints, pins or {}
+        self.pieces, self.constraints, self.pins = pieces, constraints, pins
+        self.sends_counts = sends_counts
         self.wires = wires_of(stages, meshes, constraints)
         self.shapes = [shape_of(stage.graph) for stage in stages]
         self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how

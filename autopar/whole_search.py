@@ -207,7 +207,7 @@ def search(
         return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
     best = dataclasses.replace(evaluated(graph, model, intra_op.decode(free)), pins=pins)
     sends_count = 1.0
-    if model.overlap.kinds and num_sends(best):
+    if model.overlap.kinds and sends(best):
         hidden = intra_op.solve(time_limit_s=max(deadline - time.perf_counter(), 1.0), sends_count=HIDDEN_SENDS_COUNT)
         if hidden.status in (Status.OPTIMAL, Status.FEASIBLE):
             candidate = evaluated(graph, model, intra_op.decode(_told(hidden, intra_op, free)))
@@ -244,10 +244,10 @@ def search(
     return best
 
 
-def num_sends(candidate: Candidate) -> int:
-    """How many reshardings of a plan send something."""
-    found = (i for i in candidate.lowered.instructions if isinstance(i, Move))
-    return sum(any(step.kind.collective is not None for step in move.steps) for move in found)
+def sends(candidate: Candidate) -> bool:
+    """Whether a resharding of a plan sends anything."""
+    moves = (i for i in candidate.lowered.instructions if isinstance(i, Move))
+    return any(step.kind.collective is not None for move in moves for step in move.steps)
 
 
 def _told(solution: Solution, intra_op: IntraOp, free: Solution) -> Solution:

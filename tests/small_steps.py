@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import autopar
 from autopar import hardware
@@ -181,3 +182,23 @@ def chain_step(params, batch):
 
     value, grads = jax.value_and_grad(loss)(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def verified(case, recipe, num_devices: int = 8):
+    """A case under a recipe: it gives the numbers of plain `jax.jit` and sends the bytes that are predicted.
+
+    Returns what `autopar.verify` found, and the plan.
+    """
+    step = autopar.parallelize(
+        case.step, plan=recipe, cluster=autopar.Cluster.local(num_devices), cache_dir=None, show_progress=False
+    )
+    args = jax.jit(case.init)(jax.random.key(0)), case.batch(0)
+    return verified_step(step, args, case.tolerance), step.plan(*args)
+
+
+def verified_step(step, args, tolerance: float):
+    """What `autopar.verify` found of a step that gives the numbers of `jax.jit` and sends the bytes predicted."""
+    made = autopar.verify(step, *args)
+    assert made.difference <= tolerance, made
+    assert made.total.predicted == pytest.approx(made.total.compiled, rel=0.01), str(made)
+    return made

@@ -15,7 +15,7 @@ from autopar.pins import matches, parts_of
 from autopar.rules import RuleBook
 from autopar.staging import trace
 from benchmarks.zoo import CASES
-from tests.small_steps import slow_cluster
+from tests.small_steps import slow_cluster, verified_step
 
 WIDTH = 32
 
@@ -69,10 +69,7 @@ def planned(pins, *, cluster=None, options=None, **wishes):
 
 
 def verified(step):
-    state = jax.jit(layers_init)(jax.random.key(0))
-    made = autopar.verify(step, state, layers_batch())
-    assert made.difference <= 1e-5, made
-    assert made.total.predicted == pytest.approx(made.total.compiled, rel=0.01), str(made)
+    return verified_step(step, (jax.jit(layers_init)(jax.random.key(0)), layers_batch()), 1e-5)
 
 
 def lie(plan, end):

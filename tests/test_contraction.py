@@ -1,7 +1,6 @@
 """Repeated layers taken out of a graph: what stays, what it counts for, and that it is a graph still."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,24 +13,16 @@ from autopar.micro_batches import micro_batched
 from autopar.staging import trace
 from benchmarks.zoo import CASES
 from tests.sections import BOOK
-
-
-def step(params, batch):
-    def loss(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+from tests.small_steps import chain_step
 
 
 def chain(num_layers, width=8):
     """A train step of equal square layers, in two micro-batches."""
     examples = jax.ShapeDtypeStruct((4, width), np.float32)
     params = [jax.ShapeDtypeStruct((width, width), np.float32)] * num_layers
-    traced = trace(step, (params, {"x": examples, "y": examples}), names=("params", "batch"), donate=(0,), batch=(1,))
+    traced = trace(
+        chain_step, (params, {"x": examples, "y": examples}), names=("params", "batch"), donate=(0,), batch=(1,)
+    )
     return micro_batched(traced, 2, BOOK)
 
 

@@ -9,6 +9,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.graph import Dimension, Purpose, Value
 from autopar.layout import Layout
 from benchmarks.zoo import CASES
+from tests.small_steps import verified
 
 LAYERS, WIDTH, EXPERTS, SLOTS, BATCH = 1, 32, 8, 5, 16  # slots of an expert for each sequence: 1.25 * 2 * 16 / 8
 MOE = CASES["moe"](layers=LAYERS, width=WIDTH, experts=EXPERTS, batch=BATCH)
@@ -16,15 +17,9 @@ DEEPER = CASES["moe"](layers=2, width=WIDTH, experts=EXPERTS, batch=BATCH)
 MOST_SCALARS = 100  # bytes of losses that are summed over devices
 
 
-def verified(recipe, devices=8, case=MOE):
-    step = autopar.parallelize(
-        case.step, plan=recipe, cluster=autopar.Cluster.local(devices), cache_dir=None, show_progress=False
-    )
-    state = jax.jit(case.init)(jax.random.key(0))
-    made = autopar.verify(step, state, case.batch(0))
-    assert made.difference <= case.tolerance, made
-    assert made.total.predicted == pytest.approx(made.total.compiled, rel=0.01), str(made)
-    return {c.name: c.compiled for c in made.collectives if c.compiled > MOST_SCALARS}, step.plan(state, case.batch(0))
+def sent_and_plan(recipe, devices=8, case=MOE):
+    made, plan = verified(case, recipe, devices)
+    return {c.name: c.compiled for c in made.collectives if c.compiled > MOST_SCALARS}, plan
 
 
 def parameter_bytes():
@@ -53,7 +48,7 @@ def experts_of(plan):
 
 
 def test_experts_on_all_devices_exchange_tokens_and_reduce_no_gradients():
-    sent, plan = verified(recipes.expert_parallel())
+    sent, plan = sent_and_plan(recipes.expert_parallel())
     _, others = parameter_bytes()
     assert sent == pytest.approx(
         {
@@ -69,7 +64,7 @@ def test_experts_on_all_devices_exchange_tokens_and_reduce_no_gradients():
 
 
 def test_gradients_of_experts_are_reduced_over_the_copies_only():
-    sent, plan = verified(recipes.expert_parallel(4))
+    sent, plan = sent_and_plan(recipes.expert_parallel(4))
     experts, others = parameter_bytes()
     assert sent["all-to-all"] == pytest.approx(dispatched_bytes(2, 4))
     assert sent["all-reduce"] == pytest.approx(reduced(experts / 4, 2) + reduced(others, 8), abs=MOST_SCALARS)
@@ -80,7 +75,7 @@ def test_gradients_of_experts_are_reduced_over_the_copies_only():
 
 @pytest.mark.slow
 def test_zero_shares_out_experts_over_copies_and_the_rest_over_all():
-    sent, plan = verified(recipes.combine(ep=4, zero=1))
+    sent, plan = sent_and_plan(recipes.combine(ep=4, zero=1))
     experts, others = parameter_bytes()
     once = 0.5 * experts / 4 + 7 / 8 * others
     assert sent["all-to-all"] == pytest.approx(dispatched_bytes(2, 4))
@@ -95,7 +90,7 @@ def test_zero_shares_out_experts_over_copies_and_the_rest_over_all():
     "options", [{}, {"zero": 3}, {"zero": 2, "num_microbatches": 2}, {"pp": 2}, {"tp": 2}], ids=str
 )
 def test_experts_beside_everything_else(options):
-    sent, plan = verified(recipes.combine(ep=2, **options), case=DEEPER)
+    sent, plan = sent_and_plan(recipes.combine(ep=2, **options), case=DEEPER)
     assert sent["all-to-all"] >= 2 * dispatched_bytes(4, 2)
     of_first = [v for v in plan.record.arguments if "expert_" in v.path and "[0]" in v.path]
     axis = plan.record.axis_names.index("expert")
@@ -105,7 +100,7 @@ def test_experts_beside_everything_else(options):
 
 @pytest.mark.slow
 def test_experts_tensors_and_stages_together():
-    _, plan = verified(recipes.combine(ep=2, tp=2, pp=2), case=DEEPER)
+    _, plan = sent_and_plan(recipes.combine(ep=2, tp=2, pp=2), case=DEEPER)
     assert plan.groups() == {
         "expert": [[0, 2], [1, 3], [4, 6], [5, 7]],
         "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],

@@ -5,13 +5,12 @@ Numbers are held against plain `jax.jit` of the same step, collectives against t
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-import autopar
 from autopar import recipes
 from benchmarks.zoo import CASES
+from tests.small_steps import verified
 
 RECIPES = {
     "data": {},
@@ -34,17 +33,6 @@ def scaled(scale):
     return dataclasses.replace(case, init=lambda key: {**case.init(key), "scale": jnp.float32(scale)})
 
 
-def verified(case, recipe, devices=8):
-    step = autopar.parallelize(
-        case.step, plan=recipe, cluster=autopar.Cluster.local(devices), cache_dir=None, show_progress=False
-    )
-    state = jax.jit(case.init)(jax.random.key(0))
-    made = autopar.verify(step, state, case.batch(0))
-    assert made.difference <= case.tolerance, made
-    assert made.total.predicted == pytest.approx(made.total.compiled, rel=0.01), str(made)
-    return step.plan(state, case.batch(0)), made
-
-
 def all_but(*fast):
     """Every recipe, of which only some are fast enough for every run."""
     return [pytest.param(o, id=name, marks=[] if name in fast else pytest.mark.slow) for name, o in RECIPES.items()]
@@ -52,21 +40,21 @@ def all_but(*fast):
 
 @pytest.mark.parametrize("options", all_but())
 def test_a_batch_in_parts(options):
-    plan, _ = verified(GPT, recipes.combine(**options, num_microbatches=2))
+    _, plan = verified(GPT, recipes.combine(**options, num_microbatches=2))
     assert plan.record.pipeline.num_microbatches == 2
 
 
 @pytest.mark.parametrize("recompute", ["matmuls", pytest.param("input", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", all_but("zero 3"))
 def test_recomputation_in_a_batch_in_parts(options, recompute):
-    plan, _ = verified(GPT, recipes.combine(**options, recompute=recompute, num_microbatches=2))
+    _, plan = verified(GPT, recipes.combine(**options, recompute=recompute, num_microbatches=2))
     assert set(plan.record.pipeline.recomputed) == {recompute}
 
 
 @pytest.mark.parametrize("num_microbatches", [None, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", all_but())
 def test_bfloat16_with_master_weights_in_float32(options, num_microbatches):
-    plan, _ = verified(BFLOAT16, recipes.combine(**options, num_microbatches=num_microbatches))
+    _, plan = verified(BFLOAT16, recipes.combine(**options, num_microbatches=num_microbatches))
     assert {v.dtype for v in plan.record.arguments if ".params[" in v.path} == {"float32"}
 
 
@@ -89,7 +77,7 @@ def test_float16_with_a_loss_scale(options, scale, num_microbatches):
 @pytest.mark.parametrize("name", DEEP)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_on_every_schedule(name, schedule):
-    plan, _ = verified(DEEP[name], recipes.pipeline(2, schedule, num_microbatches=4), 4)
+    _, plan = verified(DEEP[name], recipes.pipeline(2, schedule, num_microbatches=4), 4)
     assert plan.record.pipeline.schedule == schedule
     assert len(plan.record.pipeline.stages) == (4 if schedule in ("interleaved", "zb-v") else 2)
 
@@ -100,6 +88,6 @@ def test_stages_on_every_schedule(name, schedule):
 def test_stages_of_recipes(options, schedule):
     options = {**options, "tp": min(options.get("tp", 1), 2)}
     recipe = recipes.combine(pp=2, **options, schedule=schedule, num_microbatches=4)
-    plan, _ = verified(DEEP["gpt"], recipe, 4)
+    _, plan = verified(DEEP["gpt"], recipe, 4)
     assert plan.record.pipeline.schedule == schedule
     assert "pipeline" in plan.groups()

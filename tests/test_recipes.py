@@ -7,22 +7,12 @@ import autopar
 from autopar import recipes
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from benchmarks.zoo import CASES
+from tests.small_steps import verified
 
 MLP = CASES["mlp"](batch=32)
 GPT = CASES["gpt"](layers=2, width=64, length=32, batch=16)
 MOE = CASES["moe"](batch=16)
 WIDTH, LENGTH, BATCH, LAYERS, HEADS = 64, 32, 16, 2, 4
-
-
-def verified(case, recipe, devices):
-    step = autopar.parallelize(
-        case.step, plan=recipe, cluster=autopar.Cluster.local(devices), cache_dir=None, show_progress=False
-    )
-    state = jax.jit(case.init)(jax.random.key(0))
-    made = autopar.verify(step, state, case.batch(0))
-    assert made.difference <= case.tolerance, made
-    assert made.total.predicted == pytest.approx(made.total.compiled, rel=0.01), str(made)
-    return made, step.plan(state, case.batch(0))
 
 
 def sent(made):
