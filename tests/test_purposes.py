@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.attention_checks import score_products
 from autopar.building import build_graph
 from autopar.graph import Dimension, Purpose
-from autopar.purposes import described, score_products
+from autopar.purposes import described
 from autopar.rules import RuleBook
 from autopar.staging import trace
 from benchmarks.zoo import CASES
