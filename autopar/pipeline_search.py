@@ -42,8 +42,6 @@ SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro-batches
-TABLE_TIME_LIMIT_S = 1.0  # for one ILP of a table: good decisions come at once, proofs take longer
-FEW_MESHES = 20  # on which a stage may run, for each of which decisions are made twice, in twice the time
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
@@ -286,15 +284,12 @@ def tables(
     models = [cost_model(part, mesh) for part in parts for mesh in meshes_inside(part)]
     # Some boundary lies between hosts, and the slowest stage sets the pace.
     link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
-    # On many meshes there is less time for each.
-    few = len(models) <= FEW_MESHES
-    limit_s = min(time_limit_s, TABLE_TIME_LIMIT_S if few else TABLE_TIME_LIMIT_S / 2)
     for model in models:
         mesh = model.links.mesh
         if (mesh, wiring) not in decided:
             # A stage on this mesh holds about its share of the layers.
             share = limit_bytes * STATE_SHARE * cluster.num_devices / mesh.num_devices
-            decided[mesh, wiring] = layer_decisions(contracted, model, share, limit_s, with_hidden_sends=few)
+            decided[mesh, wiring] = layer_decisions(contracted, model, share, time_limit_s)
         options += stage_options(contracted, cut.layers, model, link, decided[mesh, wiring])
     return tuple(options)
 
@@ -343,7 +338,7 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
         policies=tuple(
             o.policy for o, stage in zip(taken, answer.stages, strict=True) for _ in range(stage.first, stage.last)
         ),
-        sends_counts=tuple(o.sends_count for o in taken),
+        s_per_byte=tuple(o.s_per_byte for o in taken),
     )
 
 
@@ -373,7 +368,6 @@ def equal_choice(
             first_layers=first_layers,
             group_meshes=(mesh,) * (num_stages // chunks),
             policies=(recompute,) * len(cut.layers),
-            sends_counts=(1.0,) * num_stages,
         )
         for mesh in meshes
     ]

@@ -173,18 +173,17 @@ def solve_stage(
     fixed: Mapping[int, Layout] | None = None,
     constraints: Constraints | None = None,
     pins: Mapping[int, PinnedLayout] | None = None,
-    sends_count: float = 1.0,
 ) -> ShardingPlan:
     """The decisions of one stage on its mesh: the ILP over its forward, backward and update operations together.
 
     `s_per_byte` is what a byte of state costs, where memory is short; `fixed` gives arguments (by value) the one layout
-    they may have, `sends_count` the share of sends that counts. Raises: SolverError, InvalidArgumentError for a pin
+    they may have. Raises: SolverError, InvalidArgumentError for a pin
     that a value cannot have.
     """
     received, sent = wires
     intra_op = IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
     prices = MemoryPrices(s_per_byte=s_per_byte, values=state_values(stage.graph)) if s_per_byte else None
-    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, sends_count=sends_count)
+    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=model.hidden_count)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise SolverError(
             where=f"a stage on mesh {model.links.mesh}",

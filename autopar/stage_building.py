@@ -58,8 +58,8 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and
-    for each stage the share of sends that counts where it is decided.
+    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and the
+    price of a byte of state under which each stage is thought to fit, where that is known.
     """
 
     schedule: str
@@ -67,7 +67,7 @@ class Choice:
     first_layers: tuple[int, ...]
     group_meshes: tuple[LogicalMesh, ...]
     policies: tuple[str, ...]
-    sends_counts: tuple[float, ...]
+    s_per_byte: tuple[float, ...] = ()
 
     @property
     def text(self) -> str:
@@ -144,11 +144,9 @@ class Decider:
         pieces: Mapping[int, int],
         constraints: Constraints | None,
         pins: Mapping[int, PinnedLayout],
-        sends_counts: Sequence[float],
     ) -> None:
         self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
         self.pieces, self.constraints, self.pins = pieces, constraints, pins
-        self.sends_counts = sends_counts
         self.wires = wires_of(stages, meshes, constraints)
         self.shapes = [shape_of(stage.graph) for stage in stages]
         self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
@@ -188,7 +186,6 @@ class Decider:
                 fixed,
                 self.constraints,
                 pinned,
-                self.sends_counts[at],
             )
             known = self.of_problem.setdefault(problem, [])
             number = next((n for n in known if _decides_alike(self.of_stage(n, at), sharding)), len(self.made))
@@ -207,7 +204,7 @@ class Decider:
         leaves = sorted((op_number[op], layout) for op, layout in sent.items())
         given = sorted((number[v], layout) for v, layout in fixed.items())
         held = sorted((number[v], str(pin.dims)) for v, pin in self.pinned(at).items())
-        return shape.key, self.models[at].links, str(arrives), str(leaves), str(given), str(held), self.sends_counts[at]
+        return shape.key, self.models[at].links, str(arrives), str(leaves), str(given), str(held)
 
     def pinned(self, at: int) -> dict[int, PinnedLayout]:
         """The pins of values of a stage."""
@@ -260,7 +257,7 @@ def build(
     models = [model_of(cluster, s.mesh) for s in submeshes]
     pinned = pins.layouts(graph, cut.leaves) if pins is not None else {}
     meshes = [s.mesh for s in submeshes]
-    decider = Decider(stages, models, meshes, time_limit_s, pieces_of(cut), constraints, pinned, choice.sends_counts)
+    decider = Decider(stages, models, meshes, time_limit_s, pieces_of(cut), constraints, pinned)
     prices, costs = [lowest_price(model) for model in models], TaskCosts()
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
@@ -281,7 +278,8 @@ def build(
             break
         for q in over:
             dear = FIRST_PRICE * planned[q].sharding.report.objective_s / limit_bytes
-            prices[q] = max(dear, prices[q] * PRICE_RISE)
+            thought = choice.s_per_byte[q] if choice.s_per_byte else dear
+            prices[q] = thought if prices[q] < thought else max(dear, prices[q] * PRICE_RISE)
     return staged
 
 
@@ -297,7 +295,7 @@ def evened(cut: Cut, choice: Choice) -> Choice:
         first_layers=layers_of_pieces(cut) if cut.step.parts > 1 else (0,),
         group_meshes=(choice.group_meshes[middle],) * num_stages,
         policies=(policy,) * len(cut.layers),
-        sends_counts=(choice.sends_counts[middle],) * num_stages,
+        s_per_byte=choice.s_per_byte and (choice.s_per_byte[middle],) * num_stages,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from autopar.collectives import Link
 from autopar.contraction import Contracted
 from autopar.graph import OpKind, Section, read_by, walk
-from autopar.intra_op import HIDDEN_SENDS_COUNT, CostModel, IntraOp, MemoryPrices, NodeCosts, ShardingPlan, state_values
+from autopar.intra_op import CostModel, IntraOp, MemoryPrices, NodeCosts, ShardingPlan, state_values
 from autopar.layers import Layers, is_product
 from autopar.layout import local_bytes
 from autopar.lowering import Accumulate, Compute, Instruction, Loop, LoweredBlock, Move, Split, Stack, lower, section_of
@@ -29,7 +29,8 @@ from autopar.tasks import Key, keys_made, keys_read
 TIE_BREAKING_READS = 0.1
 # Where state is too large, decisions are made with a higher price on its bytes: how often it is raised, the first price
 # (as a part of the step's time divided by the state's bytes) and by how much it rises.
-LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.1, 10.0
+LEANER, FIRST_PRICE, PRICE_RISE = 4, 0.1, 3.0
+ROUNDS = 16  # of the solver, for one ILP: more find nothing better (the layers of GPT-3 on 28 meshes)
 POLICIES = tuple(policy.value for policy in Recompute)
 
 
@@ -51,23 +52,19 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricedOption:
-    """A way to run layers: the mesh, what they recompute, and the price of a byte of state and the share of sends that
-    counts under which it is decided.
-    """
+    """A way to run layers: the mesh, what they recompute, and under which price of a byte of state it is decided."""
 
     option: StageOption
     mesh: LogicalMesh
     policy: str
     s_per_byte: float
-    sends_count: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """Decisions for a graph on one mesh, and under which price and share of sends they were made."""
+    """Decisions for a graph on one mesh, and under which price of a byte of state they were made."""
 
     s_per_byte: float
-    sends_count: float
     sharding: ShardingPlan
 
 
@@ -80,10 +77,9 @@ def lowest_price(model: CostModel) -> float:
 
 
 def layer_decisions(
-    contracted: Contracted, model: CostModel, state_limit_bytes: float, time_limit_s: float, with_hidden_sends: bool
+    contracted: Contracted, model: CostModel, state_limit_bytes: float, time_limit_s: float
 ) -> Decisions:
-    """The fastest decisions on the model's mesh, and leaner ones too where state takes much memory; all of them
-    `with_hidden_sends` once more as if next to nothing that is sent counted, where computing may hide it.
+    """The fastest decisions on the model's mesh, and leaner ones too where state takes much memory.
 
     `state_limit_bytes` is what the state of all layers, with copies of it that are kept, may take on this mesh.
     """
@@ -91,20 +87,21 @@ def layer_decisions(
     intra_op = IntraOp(contracted.graph, model, alike=contracted.alike)
     values, copies = state_values(contracted.graph), contracted.copies()
     found: dict[tuple[int, ...], Decided] = {}
-    for sends_count in (1.0, HIDDEN_SENDS_COUNT) if model.overlap.kinds and with_hidden_sends else (1.0,):
-        lowest = s_per_byte = lowest_price(model)
-        for _ in range(LEANER):
-            prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies)
-            solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, sends_count=sends_count)
-            if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
-                break
-            decided = Decided(s_per_byte=s_per_byte, sends_count=sends_count, sharding=intra_op.decode(solution))
-            found.setdefault(tuple(solution.choice), decided)
-            state_bytes = intra_op.priced_bytes(solution.choice, prices)
-            if state_bytes <= state_limit_bytes:
-                break
-            dear = FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
-            s_per_byte = dear if s_per_byte == lowest else s_per_byte * PRICE_RISE
+    lowest = s_per_byte = lowest_price(model)
+    for _ in range(LEANER):
+        prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies)
+        solution = intra_op.solve(
+            time_limit_s=time_limit_s, prices=prices, hidden_count=model.hidden_count, rounds=ROUNDS
+        )
+        if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+            break
+        decided = Decided(s_per_byte=s_per_byte, sharding=intra_op.decode(solution))
+        found.setdefault(tuple(solution.choice), decided)
+        state_bytes = intra_op.priced_bytes(solution.choice, prices)
+        if state_bytes <= state_limit_bytes:
+            break
+        dear = FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
+        s_per_byte = dear if s_per_byte == lowest else s_per_byte * PRICE_RISE
     return tuple(found.values())
 
 
@@ -127,7 +124,6 @@ def stage_options(
                 mesh=model.links.mesh,
                 policy=policy,
                 s_per_byte=decided.s_per_byte,
-                sends_count=decided.sends_count,
             )
             for policy in POLICIES
         ]

@@ -17,7 +17,7 @@ from autopar.errors import (
     SolverError,
 )
 from autopar.graph import OpGraph
-from autopar.intra_op import HIDDEN_SENDS_COUNT, CostModel, IntraOp, MemoryPrices, ShardingPlan, cost_model
+from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, cost_model
 from autopar.layout import Layout
 from autopar.lowering import LoweredBlock, Move, lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
@@ -41,6 +41,7 @@ GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be 
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
+HIDDEN_COUNTS = (0.3, 0.1)  # what may count of a send that computing can hide: how much hides depends on all others
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,13 +186,13 @@ def search(
 ) -> Candidate | MeshTrial:
     """The fastest plan on one mesh, within the memory limit where that can be had, else the smallest found.
 
-    The ILP is solved without memory first. Where the exact estimate of its plan is over the limit, bytes get a price:
-    those of the values that are alive where memory is short in any plan seen. The price rises until a plan fits, and is
-    then halved towards the cheapest plan that fits (the Lagrangian relaxation of formula (4)). Its objective adds up
-    what is computed and sent, an upper bound of the time with overlap that plans are compared by; on platforms with
-    overlap it is solved once more with sends next to free, and the search goes on from the faster plan. Where the plan
-    without prices does not beat `to_beat_s`, the time of a plan that fits on another mesh, none is tried. The whole
-    search takes `options.time_limit_s` at most, but for its last solution.
+    The ILP is solved without memory first. Its objective adds up what is computed and sent, an upper bound of the time
+    with overlap that plans are compared by; on platforms with overlap it is solved again with what computing can hide
+    nearly free (`slack`), and the search goes on from the fastest plan. Where the exact estimate of that one is over
+    the limit, bytes get a price: those of the values that are alive where memory is short in any plan seen. The price
+    rises until a plan fits, and is then halved towards the cheapest plan that fits (the Lagrangian relaxation of
+    formula (4)). Where the plan without prices does not beat `to_beat_s`, the time of a plan that fits on another mesh,
+    none is tried. The whole search takes `options.time_limit_s` at most, but for its last solution.
 
     Returns the reason, as a trial, when the time limit passed without any plan.
     """
@@ -206,13 +207,13 @@ def search(
         status = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
         return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
     best = dataclasses.replace(evaluated(graph, model, intra_op.decode(free)), pins=pins)
-    sends_count = 1.0
-    if model.overlap.kinds and sends(best):
-        hidden = intra_op.solve(time_limit_s=max(deadline - time.perf_counter(), 1.0), sends_count=HIDDEN_SENDS_COUNT)
+    hidden_count = 1.0
+    for count in HIDDEN_COUNTS if model.overlap.kinds and sends(best) else ():
+        hidden = intra_op.solve(time_limit_s=max(deadline - time.perf_counter(), 1.0), hidden_count=count)
         if hidden.status in (Status.OPTIMAL, Status.FEASIBLE):
             candidate = evaluated(graph, model, intra_op.decode(_told(hidden, intra_op, free)))
             if candidate.step_time_s < best.step_time_s:
-                best, sends_count = dataclasses.replace(candidate, pins=pins), HIDDEN_SENDS_COUNT
+                best, hidden_count = dataclasses.replace(candidate, pins=pins), count
     if best.estimate.peak_bytes <= limit_bytes or best.step_time_s >= to_beat_s:
         return best
     crowding = crowded(best, limit_bytes)
@@ -222,7 +223,7 @@ def search(
             break
         prices = MemoryPrices(s_per_byte=s_per_byte, values=crowding)
         left_s = max(deadline - time.perf_counter(), 1.0)
-        solution = intra_op.solve(time_limit_s=left_s, prices=prices, sends_count=sends_count)
+        solution = intra_op.solve(time_limit_s=left_s, prices=prices, hidden_count=hidden_count)
         if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
             break
         candidate = dataclasses.replace(

@@ -108,15 +108,11 @@ def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[St
         firsts = balanced(cut.layers, len(model.stages))
         lasts = [*firsts[1:], len(cut.layers)]
         shapes = [tuple(n for n in shape if n > 1) or (1,) for shape in model.stages]
-        kinds = {(o.policy, round(o.s_per_byte, 15), o.sends_count) for o in options}
-        for policy, price, sends_count in sorted(kinds):
+        kinds = {(o.policy, round(o.s_per_byte, 15)) for o in options}
+        for policy, price in sorted(kinds):
             stages = []
             for first, last, shape in zip(firsts, lasts, shapes, strict=True):
-                same = [
-                    i
-                    for i, o in enumerate(options)
-                    if (o.mesh.axis_sizes, o.policy, o.sends_count) == (shape, policy, sends_count)
-                ]
+                same = [i for i, o in enumerate(options) if (o.mesh.axis_sizes, o.policy) == (shape, policy)]
                 if not same:
                     break
                 nearest = min(same, key=lambda i: abs(options[i].s_per_byte - price))

@@ -5,6 +5,9 @@ improved by tree moves that ignore the limit but pay the prices (the Lagrangian'
 repaired to fit and polished (the incumbent), and the master of `columns` for the next prices. Both cores work: the two
 searches, and the sweeps beside the polishing. Rounds depend on the seed and on each other, never on time, so that a
 number of rounds gives the same answer again.
+
+Where no memory row can bind there are no prices to change what a round looks at: the next one starts from the best
+choice with most nodes drawn anew (iterated local search, Lourenço, Martin and Stützle 2003).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ MIX = 0.6  # of the best prices in those tried, Wentges' weight
 WARM_SWEEPS = 200  # at most, before prices come in: messages that have settled without prices follow prices quickly
 FEW_SWEEPS, MANY_SWEEPS = 5, 80  # a round, while prices move; once they have settled
 RECENT = 32  # choices kept for `settle` to combine
+DRAWN = 0.6  # of the nodes drawn anew before a round without prices: tree moves put right what they can
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +136,18 @@ class Core:
                 self.offer(choice, self.flat.room - np.rint(used).astype(np.int64))
         reach, _, used, self.candidate = found[0]
         self._remember(self.candidate)
-        return self._next_prices(reach, used)
+        line = self._next_prices(reach, used)
+        if not len(self.flat.room) and self.choice is not None:
+            self.candidate = self._drawn_anew(self.choice)
+        return line
+
+    def _drawn_anew(self, choice: np.ndarray) -> np.ndarray:
+        """The choice with some nodes at random strategies of theirs."""
+        choice, flat = choice.copy(), self.flat
+        for node in np.flatnonzero(self.rng.random(len(choice)) < DRAWN).tolist():
+            begin, end = int(flat.first[node]), int(flat.first[node + 1])
+            choice[node] = self.rng.choice(np.flatnonzero(np.isfinite(flat.cost[begin:end])))
+        return choice
 
     def _polish(self, choice: np.ndarray, price: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Make a choice fit by moves that pay the prices, then improve it by moves that do not."""
@@ -210,14 +225,14 @@ def improve(
     seed: int,
     relative_gap: float,
     report: Callable[[np.ndarray, float], None],
-    settle: Callable[[Best], Settled],
+    settle: Callable[[Best], Settled] | None,
     log: Callable[[str], None],
 ) -> Best:
     """Improve choice and bound until the deadline, the number of rounds, or the gap.
 
     start: a choice to begin from, which need not fit. deadline: on the clock of time.perf_counter. report: called at
     each better choice. settle: called now and then once prices have settled, to search among the best choices and to
-    end the search where the exact program can take over. log: called each round.
+    end the search where the exact program can take over (None = not at all). log: called each round.
     """
     core = Core(flat, start, seed, report)
     core.warm_up(deadline)
@@ -230,7 +245,7 @@ def improve(
                 break
             log(core.round(pool))
             longest_s = max(time.perf_counter() - begun, 0.7 * longest_s)
-            if core.choice is not None and core.settled and core.done >= next_settle:
+            if settle is not None and core.choice is not None and core.settled and core.done >= next_settle:
                 settled = settle(core.best())
                 if settled.choice is not None:
                     core.offer(settled.choice, core.loops.left(settled.choice))

@@ -46,8 +46,8 @@ def solve(
 ) -> Solution:
     """The cheapest choice that fits, or the best found by the time limit with its bound and gap.
 
-    rounds: stop the anytime core after this many rounds: with a time limit that is not reached, the answer is the same
-    each time.
+    rounds: stop the anytime core after this many rounds, and give what has no limit to keep to nothing that stops by
+    the clock: with a time limit that is not reached, its answer is the same each time, on any machine.
     log: called with a line of progress now and then.
 
     Raises: ValueError when shapes or values of the problem are wrong.
@@ -210,7 +210,7 @@ def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None) -> A
     if offset is not None and _fits(part, start):
         run.offer(checking.evaluate(part, start.tolist())[0] + offset)
     bound = -math.inf
-    if _entries(part) <= EXACT_ENTRIES:
+    if _entries(part) <= EXACT_ENTRIES and (limited or run.rounds is None):
         now = time.perf_counter()
         settings = replace(run.settings, deadline=now + EXACT_PART * (run.settings.deadline - now))
         answer = solve_lazily(part, flat, settings)
@@ -251,7 +251,7 @@ def _solve_anytime(
         seed=settings.seed,
         relative_gap=settings.relative_gap,
         report=report,
-        settle=finish.settle,
+        settle=finish.settle if run.rounds is None or len(can_bind(flat)) else None,
         log=lambda line: run.log(f"{run.seconds():.1f} s: {line}"),
     )
     choice = tuple(best.choice.tolist()) if best.choice is not None else None

@@ -67,6 +67,7 @@ LAYER_OF = {
     "sinking": "front end",
     "staging": "front end",
     "assembly": "strategies and costs",
+    "slack": "strategies and costs",
     "costs": "strategies and costs",
     "folding": "strategies and costs",
     "memory": "strategies and costs",

@@ -55,7 +55,6 @@ def test_a_stage_takes_what_its_layers_take(schedule):
         first_layers=(0, half),
         group_meshes=(option.mesh, option.mesh),
         policies=("nothing",) * len(step.layers),
-        sends_counts=(option.sends_count,) * 2,
     )
     built = build(step, choice, on, 80 * 10**9, 5.0)
     for stage, layers in enumerate((slice(0, half), slice(half, None))):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import Problem, Status, brute_force, evaluate, solve, solving
+from autopar.solver import Edge, Problem, Status, anytime, brute_force, evaluate, solve, solving
 from autopar.solver.anytime import Best, Settled, improve
 from autopar.solver.fixing import combine, drop_costly
 from autopar.solver.flat import flatten
@@ -118,6 +118,37 @@ def test_rounds_repeat_themselves() -> None:
     assert second.choice is not None
     assert first.choice.tolist() == second.choice.tolist()
     assert (first.cost, first.bound) == (second.cost, second.bound)
+
+
+def test_rounds_without_memory_reach_what_is_best_and_ask_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layered_problem(8, width=4, strategies=6, seed=7)
+    expected = solve(problem)
+    assert expected.status is Status.OPTIMAL
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the program stops by the clock")
+
+    monkeypatch.setattr(solving, "solve_lazily", refuse)
+    monkeypatch.setattr(solving, "solve_by_tables", lambda _: None)
+    found = solve(problem, time_limit_s=60, rounds=16)
+    assert found.objective == pytest.approx(expected.objective)
+
+
+def test_rounds_without_memory_leave_what_tree_moves_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every node has an edge to every other, trees are pairs, and moves of pairs end at what is not the best."""
+
+    def dense(seed: int) -> Problem:
+        random = np.random.default_rng(seed)
+        costs = tuple(random.random(4) for _ in range(24))
+        pairs = [(i, j) for i in range(24) for j in range(i)]
+        edges = tuple(Edge(source=i, target=j, cost=random.random((4, 4))) for i, j in pairs)
+        return Problem(node_cost=costs, edges=edges, limit_bytes=None)
+
+    found = [run(dense(seed), rounds=16).cost for seed in range(6)]
+    monkeypatch.setattr(anytime, "DRAWN", 0.0)
+    stuck = [run(dense(seed), rounds=16).cost for seed in range(6)]
+    assert all(a <= b for a, b in zip(found, stuck, strict=True))
+    assert found != stuck
 
 
 def test_the_time_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
