@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
+from autopar.assembly import HOST
 from autopar.compiler import make_function, make_staged
 from autopar.errors import UnsupportedError
 from autopar.global_step import GlobalStep, naming_the_lost
@@ -145,8 +146,10 @@ class CompiledPipeline:
 def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> Compiled | CompiledPipeline:
     """Emits, lowers and compiles a step under a plan for this program's devices.
 
-    Raises: NotEnoughDevicesError, PlanMismatchError.
+    Raises: NotEnoughDevicesError, PlanMismatchError, UnsupportedError where the plan keeps state in the memory of the
+    host and this program's devices cannot.
     """
+    plan.check_devices()
     if plan.record.pipeline is not None:
         return build_pipeline(traced, plan, rules)
     return build_whole(traced, plan, plan.concrete_mesh(), rules)
@@ -155,8 +158,8 @@ def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> Compiled | Compile
 def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
     """Compiles a step as one program for the devices of a mesh."""
     made = make_function(traced, plan, mesh, rules)
-    inputs = [named_sharding(layout, mesh) for layout in made.lowered.inputs]
-    results = [named_sharding(v.layout, mesh) for v in plan.record.results]
+    inputs = [named_sharding(layout, mesh, in_host=state == HOST) for layout, state in made.lowered.entries()]
+    results = [named_sharding(v.layout, mesh, in_host=v.in_host) for v in plan.record.results]
     constants = tuple(inputs[: len(made.graph.constants)])
     arguments = jax.tree.unflatten(traced.in_tree, inputs[len(constants) :])
 
