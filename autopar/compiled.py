@@ -25,7 +25,7 @@ from autopar.runtime.recutting import End
 from autopar.runtime.transfers import route
 from autopar.runtime.verifier import verify_program
 from autopar.seams import Seams, seams_of
-from autopar.specs import named_sharding, submesh
+from autopar.specs import check_host_memory, named_sharding, submesh
 from autopar.staging import TracedStep
 from autopar.task_programs import compile_tasks, sharding_of
 from autopar.tasks import layout_of
@@ -156,8 +156,15 @@ def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> Compiled | Compile
 
 
 def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
-    """Compiles a step as one program for the devices of a mesh."""
+    """Compiles a step as one program for the devices of a mesh.
+
+    Raises: PlanMismatchError, UnsupportedError where the plan keeps state in the memory of the host and these devices
+    cannot.
+    """
     made = make_function(traced, plan, mesh, rules)
+    if made.lowered.in_host:
+        here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        check_host_memory(f"plan of {plan.record.step}", (here or list(mesh.devices.flat))[0])
     inputs = [named_sharding(layout, mesh, in_host=state == HOST) for layout, state in made.lowered.entries()]
     results = [named_sharding(v.layout, mesh, in_host=v.in_host) for v in plan.record.results]
     constants = tuple(inputs[: len(made.graph.constants)])

@@ -120,7 +120,7 @@ class Plan:
         largest = max((self.stage_mesh(s) for s in stages), key=lambda at: at[1] + at[0].num_devices)
         submesh(*largest)
         if any(value.in_host for value in self.record.arguments):
-            check_host_memory(f"plan of {self.record.step}")
+            check_host_memory(f"plan of {self.record.step}", jax.local_devices()[0])
 
     # Shardings
 

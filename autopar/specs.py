@@ -49,15 +49,16 @@ def submesh(mesh: LogicalMesh, first_device: int) -> Mesh:
     return Mesh(grid, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_sizes))
 
 
-def check_host_memory(where: str) -> None:
-    """Raises: UnsupportedError where this program's devices cannot keep arrays in the memory of the host."""
-    kinds = sorted(memory.kind for memory in jax.local_devices()[0].addressable_memories())
+def check_host_memory(where: str, device: Any) -> None:
+    """Raises: UnsupportedError where a device cannot keep arrays in the memory of its host; jax ignores them then."""
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
     if HOST_MEMORY not in kinds:
         raise UnsupportedError(
             where=where,
             expected=f"devices with jax's memory kind {HOST_MEMORY!r}, where the plan keeps the optimiser's state",
-            got=f"{jax.default_backend()} devices with {', '.join(map(repr, kinds)) or 'none'}",
-            hint="plan without offload='optimizer', or run where jax has memory kinds (GPU, TPU, CPU from jax 0.5 on)",
+            got=f"{device.platform} devices with {', '.join(map(repr, kinds)) or 'none'}",
+            hint="plan without offload='optimizer', or run where jax has memory kinds: on GPU, TPU and CPU, but not "
+            "when compiling for GPUs that are not here",
         )
 
 

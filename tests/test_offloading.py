@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import hardware, recipes, specs
+from autopar import elsewhere_gpu, hardware, recipes
 from autopar.compiler import make_function
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.lowering import HostCopy
@@ -309,10 +309,18 @@ def test_a_cluster_must_know_its_link_to_the_host():
 def test_devices_without_memory_kinds_are_refused(monkeypatch):
     step, batch = step_under(recipes.zero(1, offload="optimizer")), new_batch()
     step.plan(jax.eval_shape(new_state), batch)  # a plan may be made anywhere
-    device = types.SimpleNamespace(addressable_memories=lambda: [types.SimpleNamespace(kind="device")])
-    monkeypatch.setattr(specs.jax, "local_devices", lambda: [device])
+    memory = types.SimpleNamespace(kind="device")
+    device = types.SimpleNamespace(addressable_memories=lambda: [memory], platform="cpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
     with pytest.raises(UnsupportedError, match=r"pinned_host.*got cpu devices with 'device'") as caught:
         step(new_state(), batch)
     assert "without offload='optimizer'" in str(caught.value)
     with pytest.raises(UnsupportedError, match="pinned_host"):
         step.init(new_state)
+
+
+@pytest.mark.skipif(not elsewhere_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
+def test_gpus_that_are_not_here_have_no_memory_kinds():
+    step = step_under(recipes.zero(1, offload="optimizer"), cluster=autopar.Cluster.preset("dgx-h100"))
+    with pytest.raises(UnsupportedError, match=r"pinned_host.*got gpu devices with none"):
+        compiled_elsewhere(step, "gpu:h100:8", jax.eval_shape(new_state), new_batch())
