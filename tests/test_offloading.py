@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import elsewhere_gpu, hardware, recipes
+from autopar import elsewhere_gpu, hardware, local_devices, recipes
 from autopar.compiler import make_function
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.lowering import HostCopy
@@ -252,16 +252,21 @@ def test_few_buckets_are_on_a_device_at_once(clips):
     lowered = make_function(traced, plan, plan.concrete_mesh(), made._rule_book()).lowered
     copies = [i for i in lowered.instructions if isinstance(i, HostCopy)]
     assert sum(not c.to_host for c in copies) == sum(c.to_host for c in copies) == 2 * layers
-    seen, there, most = set(), 0, 0
-    for instruction in copies:
-        there += -1 if instruction.to_host else 1
-        most = max(most, there)
-        # What it waits for comes before it, or is made by the backward pass.
-        assert all(key in seen or key[1][1] != "host" for key in instruction.behind)
-        seen.add((instruction.value, instruction.target))
-    assert most <= (AHEAD + 1) * 2 * layers // BUCKETS
-    first = next(c for c in copies if not c.to_host)
-    assert first.behind, "the first one waits for a gradient"
+    a_bucket = 2 * layers // BUCKETS
+    seen, come, gone, waiting = set(), 0, 0, 0
+    for copy in copies:
+        of_host = [key for key in copy.behind if key[1][1] == "host"]
+        assert seen.issuperset(of_host), "what it waits for comes before it"
+        seen.add((copy.value, copy.target))
+        if copy.to_host:
+            gone += 1
+            continue
+        come += 1
+        assert come - gone <= (AHEAD + 1) * a_bucket
+        assert len(copy.behind) == len(of_host) + 1, "and it waits for a gradient"
+        waiting += len(of_host) == a_bucket
+    # All but the first two buckets wait for a whole one to have gone.
+    assert waiting == 2 * layers - AHEAD * a_bucket
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
@@ -304,6 +309,17 @@ def test_a_cluster_must_know_its_link_to_the_host():
     step = step_under(recipes.zero(1, offload="optimizer"), cluster=cluster)
     with pytest.raises(InvalidArgumentError, match="host_link_bytes_per_s"):
         step.plan(jax.eval_shape(new_state), new_batch())
+
+
+def test_a_measurement_leaves_the_host_link_to_the_tables():
+    found = local_devices.find(measured=False)
+    older = dataclasses.replace(found.device, host_link_bytes_per_s=None, launch_overhead_s=1.0)
+    measurement = types.SimpleNamespace(
+        device=older, inside_host=found.inside_host, between_hosts=found.between_hosts, fits=()
+    )
+    device = local_devices.as_measured(found, measurement).device
+    assert device.launch_overhead_s == 1.0
+    assert device.host_link_bytes_per_s == found.device.host_link_bytes_per_s > 0
 
 
 def test_devices_without_memory_kinds_are_refused(monkeypatch):
