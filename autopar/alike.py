@@ -62,4 +62,5 @@ def carried_over(plan: ShardingPlan, source: Shape, target: Shape, graph: OpGrap
         placed={value[v]: layout for v, layout in plan.placed.items()},
         copies={(value[v], readers): layout for (v, readers), layout in plan.copies.items()},
         wires={op[o]: layout for o, layout in plan.wires.items()},
+        in_host=frozenset(value[v] for v in plan.in_host),
     )

@@ -30,7 +30,7 @@ from autopar.recipes import Recipe, pipeline_options
 from autopar.record import decode, encode
 from autopar.rules import RuleBook
 from autopar.runtime.agreement import agree
-from autopar.specs import concrete_mesh, named_sharding
+from autopar.specs import HOST_MEMORY, concrete_mesh, named_sharding
 from autopar.staging import TracedStep, abstract, check_purity, flatten_arguments, name_of, trace
 from autopar.user_cache import default_directory
 from autopar.whole_search import PlanOptions
@@ -159,10 +159,10 @@ class Step:
     def plain(self, *args: Any) -> Any:
         """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing.
 
-        State that lies on the stages of a pipeline is brought together first.
+        State that lies on the stages of a pipeline, or in the memory of the host, is brought together first.
         """
         static = self._options.static_argnums
-        if any(isinstance(x, jax.Array) and len(x.devices()) > 1 for x in jax.tree.leaves(self._dynamic(args))):
+        if any(isinstance(x, jax.Array) and _is_elsewhere(x) for x in jax.tree.leaves(self._dynamic(args))):
             one = jax.devices()[0]
             args = tuple(a if i in static else jax.device_put(a, one) for i, a in enumerate(args))
         return jax.jit(self._function, static_argnums=static)(*args)
@@ -396,6 +396,11 @@ def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
     return Layout(tuple((0,) if d == chosen else () for d in range(len(shape))))
 
 
+def _is_elsewhere(array: jax.Array) -> bool:
+    """Whether an array is not simply on one device."""
+    return len(array.devices()) > 1 or array.sharding.memory_kind == HOST_MEMORY
+
+
 def _can_be_run(args: Sequence[Any]) -> bool:
     """Whether the arrays that a step takes over hold data, each in one place.
 
@@ -469,7 +474,8 @@ def _followed(wanted: PlanOptions, step: Step, traced: TracedStep, name: str) ->
         window = avals[first : first + len(state)]
         if [(tuple(a.shape), str(a.dtype)) for a in window] == shapes:
             fixed = tuple((first + i, v.layout) for i, v in enumerate(state))
-            return dataclasses.replace(wanted, axis_sizes=plan.record.axis_sizes, fixed=fixed)
+            in_host = tuple(first + i for i, v in enumerate(state) if v.in_host)
+            return dataclasses.replace(wanted, axis_sizes=plan.record.axis_sizes, fixed=fixed, in_host=in_host)
     raise InvalidArgumentError(
         where=f"{name}, follow={step.__name__}",
         expected=f"an argument with the {len(state)} state leaves of {step.__name__}",

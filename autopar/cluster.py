@@ -298,7 +298,7 @@ _GPU_HOSTS: dict[str, tuple[DeviceKind, int, Link, Link]] = {
     "dgx-h100": (hardware.H100, 8, hardware.NVLINK4, hardware.NDR400),
     "dgx-h200": (hardware.H200, 8, hardware.NVLINK4, hardware.NDR400),
     "dgx-b200": (hardware.B200, 8, hardware.NVLINK5, hardware.NDR400),
-    "gb200-nvl72": (hardware.B200, 72, hardware.NVLINK5_NVL72, hardware.NDR400),
+    "gb200-nvl72": (hardware.GB200, 72, hardware.NVLINK5_NVL72, hardware.NDR400),
 }
 # Name -> device, axes of the torus.
 _TPUS: dict[str, tuple[DeviceKind, int]] = {

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
+from autopar.assembly import HOST
 from autopar.compiler import make_function, make_staged
 from autopar.errors import UnsupportedError
 from autopar.global_step import GlobalStep, naming_the_lost
@@ -24,7 +25,7 @@ from autopar.runtime.recutting import End
 from autopar.runtime.transfers import route
 from autopar.runtime.verifier import verify_program
 from autopar.seams import Seams, seams_of
-from autopar.specs import named_sharding, submesh
+from autopar.specs import check_host_memory, named_sharding, submesh
 from autopar.staging import TracedStep
 from autopar.task_programs import compile_tasks, sharding_of
 from autopar.tasks import layout_of
@@ -145,18 +146,27 @@ class CompiledPipeline:
 def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> Compiled | CompiledPipeline:
     """Emits, lowers and compiles a step under a plan for this program's devices.
 
-    Raises: NotEnoughDevicesError, PlanMismatchError.
+    Raises: NotEnoughDevicesError, PlanMismatchError, UnsupportedError where the plan keeps state in the memory of the
+    host and this program's devices cannot.
     """
+    plan.check_devices()
     if plan.record.pipeline is not None:
         return build_pipeline(traced, plan, rules)
     return build_whole(traced, plan, plan.concrete_mesh(), rules)
 
 
 def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
-    """Compiles a step as one program for the devices of a mesh."""
+    """Compiles a step as one program for the devices of a mesh.
+
+    Raises: PlanMismatchError, UnsupportedError where the plan keeps state in the memory of the host and these devices
+    cannot.
+    """
     made = make_function(traced, plan, mesh, rules)
-    inputs = [named_sharding(layout, mesh) for layout in made.lowered.inputs]
-    results = [named_sharding(v.layout, mesh) for v in plan.record.results]
+    if made.lowered.in_host:
+        here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        check_host_memory(f"plan of {plan.record.step}", (here or list(mesh.devices.flat))[0])
+    inputs = [named_sharding(layout, mesh, in_host=state == HOST) for layout, state in made.lowered.entries()]
+    results = [named_sharding(v.layout, mesh, in_host=v.in_host) for v in plan.record.results]
     constants = tuple(inputs[: len(made.graph.constants)])
     arguments = jax.tree.unflatten(traced.in_tree, inputs[len(constants) :])
 

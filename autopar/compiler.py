@@ -27,6 +27,7 @@ from autopar.intra_op import cost_model
 from autopar.lowering import LoweredBlock, lower
 from autopar.memory_use import memory_of_program
 from autopar.mesh import LogicalMesh
+from autopar.offloading import with_host_copies
 from autopar.pin_prices import price_in_one_program, price_in_stages
 from autopar.pipeline_search import Found, asked_pipeline, search_pipelines
 from autopar.pipelining import (
@@ -89,6 +90,7 @@ def make_plan(
     asked = options.pipeline
     if options.pins is not None:
         check_pins(options)
+    check_host_link(cluster, options)
     # A recipe that is cut into micro-batches is built as it says, with one stage where it names none.
     if asked.num_stages is not None or (asked.is_asked and (options.binding is not None or options.pins is not None)):
         found = asked_pipeline(traced, cluster, options, limit_bytes, rules, progress)
@@ -143,6 +145,19 @@ def check_pins(options: PlanOptions) -> None:
             expected="pins, or a step to follow",
             got="both",
             hint="leave out follow, and pin the state as that step has it: step.plan(...).record.arguments",
+        )
+
+
+def check_host_link(cluster: Cluster, options: PlanOptions) -> None:
+    """Raises: InvalidArgumentError where nothing is known of the link to the host's memory, and state is kept there."""
+    offloads = bool(options.in_host) or (options.binding is not None and options.binding.offloads_optimizer)
+    if offloads and cluster.device.host_link_bytes_per_s is None:
+        raise InvalidArgumentError(
+            where=f"offload='optimizer' on cluster {cluster.name}",
+            expected="a rate of the link between a device and the memory of its host",
+            got=f"none for {cluster.device.name}",
+            hint="give it: dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, "
+            "host_link_bytes_per_s=...))",
         )
 
 
@@ -354,7 +369,7 @@ def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -
     graph = build_graph(traced, rules)
     model = cost_model(plan.cluster, plan.mesh)
     sharding = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)
-    lowered = lower(graph, sharding, model.links)
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, plan.mesh)
     emitter = Emitter(graph, mesh)
     return Made(function=lambda *args: emitter(lowered, args), graph=graph, lowered=lowered)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import InvalidArgumentError
-from autopar.graph import Dimension, OpGraph, Purpose, Side, Value
+from autopar.graph import Dimension, OpGraph, Purpose, Side, Value, read_by
 from autopar.layout import Layout, replicated
 from autopar.mesh import AXIS_NAMES, LogicalMesh
 
@@ -65,9 +65,14 @@ class AxisUse:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """The use of each axis of a mesh, in its order."""
+    """The use of each axis of a mesh, in its order; and whether the optimiser's state is in the host's memory."""
 
     axes: tuple[AxisUse, ...]
+    offloads_optimizer: bool = False
+
+    def in_host(self, graph: OpGraph) -> frozenset[int]:
+        """The arguments of a described graph, or of a stage of one, that are kept in the memory of the host."""
+        return optimizer_state(graph) if self.offloads_optimizer else frozenset()
 
     def parts_of_heads(self, mesh: LogicalMesh) -> int:
         """Among how many devices the heads of each attention must be shared, as they are exchanged for positions."""
@@ -174,6 +179,20 @@ class Constraints:
         return True
 
 
+def optimizer_state(graph: OpGraph) -> frozenset[int]:
+    """What a step replaces and only its update reads: moments, master weights. Of a step that replaces nothing, what it
+    is handed and does not read.
+
+    Numbers (counts of steps) are left out: they cost more to copy than to keep.
+    """
+    inputs, outputs = graph.block.inputs, graph.block.outputs
+    read = {v for op in graph.block.ops for v in read_by(op)}
+    replaced = {inputs[i] for i, o in graph.tied if isinstance(outputs[o], int)}
+    handed = {v for i, v in enumerate(inputs) if i >= len(graph.constants) and v not in read | set(outputs)}
+    found = replaced or (set() if graph.tied else handed)
+    return frozenset(v for v in found if graph.values[v].purpose is Purpose.OPTIMIZER and graph.values[v].shape)
+
+
 def _counts_examples(value: Value) -> bool:
     return any(Dimension.EXAMPLE in names for names in value.dimensions)
 
@@ -188,11 +207,13 @@ def _is_score(value: Value, exchanges: tuple[Dimension, ...]) -> bool:
 class Binding:
     """A mesh whose axes are for something: the size of each, None for all devices that the others leave.
 
-    Several axes without a size are equally large.
+    Several axes without a size are equally large. `offloads_optimizer`: between steps, the optimiser's state is in the
+    memory of the host.
     """
 
     axes: tuple[AxisUse, ...]
     sizes: tuple[int | None, ...]
+    offloads_optimizer: bool = False
 
     @property
     def blockwise_attention(self) -> bool:
@@ -228,7 +249,8 @@ class Binding:
                 got=names,
                 hint="leave one of them at 1",
             )
-        return LogicalMesh(axis_sizes=tuple(n for _, n in used)), Constraints(axes=tuple(a for a, _ in used))
+        constraints = Constraints(axes=tuple(a for a, _ in used), offloads_optimizer=self.offloads_optimizer)
+        return LogicalMesh(axis_sizes=tuple(n for _, n in used)), constraints
 
     def _equal_size(self, num_devices: int) -> int:
         """Of each axis without a size, that they make up so many devices together.
@@ -254,7 +276,16 @@ class Binding:
         return mesh.size(cutting)
 
     def check(self, graph: OpGraph, num_devices: int) -> None:
-        """Raises: InvalidArgumentError where a step has no matrices that an axis could split along what it owns."""
+        """Raises: InvalidArgumentError where a step has no matrices that an axis could split along what it owns, or no
+        state of an optimiser that could be kept in the memory of the host.
+        """
+        if self.offloads_optimizer and not optimizer_state(graph):
+            raise InvalidArgumentError(
+                where="recipe, offload='optimizer'",
+                expected="a step with arrays among its donated arguments that only the update reads, such as moments",
+                got="none",
+                hint="leave offload out, or donate the optimiser's state (donate_argnums)",
+            )
         mesh, constraints = self.on(num_devices)
         for use, parts in zip(constraints.axes, mesh.axis_sizes, strict=True):
             for what in use.own if parts > 1 else ():

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from autopar import attention, jax_compat
-from autopar.assembly import RAW
+from autopar.assembly import HOST, RAW
 from autopar.graph import Constant, OpGraph, OpKind
 from autopar.layout import Layout
 from autopar.lowering import (
     Accumulate,
     Compute,
+    HostCopy,
     Instruction,
     Leave,
     Loop,
@@ -32,7 +33,7 @@ from autopar.lowering import (
     Stack,
 )
 from autopar.resharding import Step, StepKind
-from autopar.specs import named_sharding, partition_spec
+from autopar.specs import DEVICE_MEMORY, named_sharding, partition_spec
 
 Environment = dict[tuple[int, Place], Any]
 
@@ -53,8 +54,8 @@ class Emitter:
 
     def block(self, lowered: LoweredBlock, args: Sequence[Any], outer: Environment) -> list[Any]:
         env = dict(outer)
-        for value, layout, array in zip(lowered.block.inputs, lowered.inputs, args, strict=True):
-            env[value, (layout, RAW)] = self.pin(array, layout)
+        for value, place, array in zip(lowered.block.inputs, lowered.entries(), args, strict=True):
+            env[value, place] = array if place[1] == HOST else self.pin(array, place[0])
         for instruction in lowered.instructions:
             self.run(instruction, env)
         return [
@@ -85,6 +86,8 @@ class Emitter:
                 env[value, (place[0], RAW)] = self.pin(array, place[0])
         elif isinstance(instruction, Loop):
             self.loop(instruction, env)
+        elif isinstance(instruction, HostCopy):
+            self.host_copy(instruction, env)
         elif not isinstance(instruction, Leave):
             self.crossing(instruction, env)
 
@@ -193,6 +196,30 @@ class Emitter:
             check_vma=False,
         )
         return list(run(*operands))
+
+    # The memory of the host
+
+    def host_copy(self, copy: HostCopy, env: Environment) -> None:
+        array, (layout, _) = env[copy.value, copy.source], copy.target
+        waited_for = [env[key] for key in copy.behind if key in env]
+        if waited_for:
+            array, *_ = jax.lax.optimization_barrier((array, *waited_for))
+        sharding = named_sharding(layout, self.mesh, in_host=copy.to_host)
+        if copy.to_host:
+            array = jax.device_put(self.in_rows(array, layout), sharding)
+        else:
+            array = self.in_rows(jax.device_put(array, sharding.with_memory_kind(DEVICE_MEMORY)), layout)
+        env[copy.value, copy.target] = array
+
+    def in_rows(self, array: Any, layout: Layout) -> Any:
+        """An array on the devices, each part of it laid out in memory row by row, as it lies in the host's.
+
+        Else a compiler may choose another order for the update, and have the host's copy brought, transposed, and sent
+        back before it is read. Said on each device's part: a partitioner gathers what it does not know.
+        """
+        spec = partition_spec(layout, self.mesh.axis_names)
+        run = jax.shard_map(jax_compat.in_rows, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return run(array)
 
     # Resharding
 

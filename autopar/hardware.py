@@ -35,6 +35,9 @@ class DeviceKind:
         float32_fill_s: Time of filling and draining the matrix units in a float32 product, beside its arithmetic.
         fresh_bytes_per_s: Rate at which memory can be had that was given back after the last run, as large blocks of a
             CPU device's are; None where a program keeps what it once had.
+        host_link_bytes_per_s: Rate, one way, at which one device copies from pinned memory of its host, or to it; None
+            where it is not known, so that nothing can be kept there.
+        host_link_source: Where that rate comes from.
     """
 
     name: str
@@ -49,6 +52,8 @@ class DeviceKind:
     dtype_efficiency: tuple[tuple[str, float], ...] = ()
     float32_fill_s: float = 0.0
     fresh_bytes_per_s: float | None = None
+    host_link_bytes_per_s: float | None = None
+    host_link_source: str = ""
 
     def __post_init__(self) -> None:
         if "float32" in dict(self.peak_flops):
@@ -81,9 +86,39 @@ class DeviceKind:
             return 0.0
         return temporary_bytes / self.fresh_bytes_per_s
 
+    def host_copy_s(self, nbytes: float) -> float:
+        """Time of bringing so many bytes from the host's memory, or of taking them there."""
+        assert self.host_link_bytes_per_s is not None, "without a rate nothing is kept in the host's memory"
+        return self.launch_overhead_s + nbytes / self.host_link_bytes_per_s
+
     def fill_s(self, dtype: str) -> float:
         """Time of filling and draining the matrix units: shorter by as much as the dtype's peak is higher."""
         return self.float32_fill_s * self.peak_flops_per_s("float32") / self.peak_flops_per_s(dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _HostLink:
+    """Between a device and the memory of its host, one way."""
+
+    gb_per_s: float
+    source: str
+
+    def of(self, device: DeviceKind) -> DeviceKind:
+        return dataclasses.replace(device, host_link_bytes_per_s=self.gb_per_s * _GIGA, host_link_source=self.source)
+
+
+# One device at a time, pinned memory: two GPUs that share a switch on their way to the host get less each.
+_PCIE3 = _HostLink(gb_per_s=12.2, source="PCIe 3 x16: bandwidthTest on a P100, 12.2 to, 12.9 back (gearshifft 82)")
+_PCIE4 = _HostLink(gb_per_s=25.1, source="PCIe 4 x16: nvbandwidth on an A100-SXM4 (NVIDIA/nvbandwidth 42)")
+_PCIE5 = _HostLink(gb_per_s=52.8, source="PCIe 5 x16: nvbandwidth on 8 H100, device to host (NVIDIA/nvbandwidth 24)")
+_C2C_GH200 = _HostLink(
+    gb_per_s=346.0, source="NVLink-C2C, 450 GB/s one way: GH200's copy engines (NVIDIA/nvbandwidth 23)"
+)
+# A Grace processor has two B200 beside it; how much of the link each can use was found in no measurement.
+_C2C_GB200 = _HostLink(
+    gb_per_s=173.0, source="NVLink-C2C, 450 GB/s one way for two GPUs (NVIDIA GB200 data sheet), the share as on GH200"
+)
+_TPU_HOST = _HostLink(gb_per_s=15.0, source="PCIe of a TPU host: 1.5e10 bytes/s a chip (scaling-book tpus.md)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +133,7 @@ class _Products:
 
 def _gpu(
     name: str, *, half: float, single: float, double: float, eight_bit: float | None, memory_gb: float,
-    memory_gb_per_s: float, products: _Products, source: str, bfloat16: bool = True,
+    memory_gb_per_s: float, products: _Products, host: _HostLink, source: str, bfloat16: bool = True,
     memory_efficiency: float | None = None,
 ) -> DeviceKind:  # fmt: skip
     """Rates in Tflop/s. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it."""
@@ -118,6 +153,8 @@ def _gpu(
         ),
         float32_fill_s=products.fill_us * _MICRO,
         source=source,
+        host_link_bytes_per_s=host.gb_per_s * _GIGA,
+        host_link_source=host.source,
     )
 
 
@@ -131,6 +168,8 @@ def _tpu(name: str, *, half: float, int8: float, memory_gb: float, memory_gb_per
         launch_overhead_s=_TPU_LAUNCH_US * _MICRO,
         flops_efficiency=_TPU_EFFICIENCY,
         memory_efficiency=_TPU_MEMORY_EFFICIENCY,
+        host_link_bytes_per_s=_TPU_HOST.gb_per_s * _GIGA,
+        host_link_source=_TPU_HOST.source,
         source="jax-ml/scaling-book tpus.md and Google Cloud TPU documentation (rates, memory)",
     )
 
@@ -159,20 +198,21 @@ _AMPERE_MEMORY_EFFICIENCY = 0.8
 def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
     return _gpu(
         name, half=312.0, single=156.0, double=19.5, eight_bit=None, memory_gb=memory_gb,
-        memory_gb_per_s=memory_gb_per_s, products=_AMPERE, memory_efficiency=_AMPERE_MEMORY_EFFICIENCY, source=source,
+        memory_gb_per_s=memory_gb_per_s, products=_AMPERE, host=_PCIE4, memory_efficiency=_AMPERE_MEMORY_EFFICIENCY,
+        source=source,
     )  # fmt: skip
 
 
 def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
     return _gpu(
         name, half=989.0, single=494.5, double=67.0, eight_bit=1979.0, memory_gb=memory_gb,
-        memory_gb_per_s=memory_gb_per_s, products=_H100_PRODUCTS, source=source,
+        memory_gb_per_s=memory_gb_per_s, products=_H100_PRODUCTS, host=_PCIE5, source=source,
     )  # fmt: skip
 
 
 V100 = _gpu(
     "V100-SXM2-16GB", half=125.0, single=15.7, double=7.8, eight_bit=None, memory_gb=16, memory_gb_per_s=900.0,
-    products=_UNMEASURED, bfloat16=False, source="NVIDIA V100 data sheet",
+    products=_UNMEASURED, host=_PCIE3, bfloat16=False, source="NVIDIA V100 data sheet",
 )  # fmt: skip
 A100_40GB = _ampere(
     "A100-SXM4-40GB", memory_gb=40, memory_gb_per_s=1555.0, source="NVIDIA A100 data sheet; openxla a100_sxm_40"
@@ -184,8 +224,10 @@ H100 = _hopper("H100-SXM5-80GB", memory_gb=80, memory_gb_per_s=3352.0, source="s
 H200 = _hopper("H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet; openxla h200")
 B200 = _gpu(
     "B200", half=2250.0, single=1125.0, double=37.0, eight_bit=4500.0, memory_gb=180, memory_gb_per_s=7672.0,
-    products=_B200_PRODUCTS, source="scaling-book gpus.md; openxla b200",
+    products=_B200_PRODUCTS, host=_PCIE5, source="scaling-book gpus.md; openxla b200",
 )  # fmt: skip
+# The same beside a Grace processor.
+GH200, GB200 = _C2C_GH200.of(H200), _C2C_GB200.of(B200)
 TPU_V4 = _tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0)
 TPU_V5E = _tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0)
 TPU_V5P = _tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0)
@@ -197,10 +239,10 @@ BY_JAX_NAME: tuple[tuple[str, DeviceKind], ...] = (
     ("NVIDIA A100-SXM4-40GB", A100_40GB),
     ("NVIDIA A100", A100_80GB),
     ("NVIDIA H200", H200),
-    ("NVIDIA GH200", H200),
+    ("NVIDIA GH200", GH200),
     ("NVIDIA H100", H100),
     ("NVIDIA B200", B200),
-    ("NVIDIA GB200", B200),
+    ("NVIDIA GB200", GB200),
     ("TPU v4", TPU_V4),
     ("TPU v5 lite", TPU_V5E),
     ("TPU v5e", TPU_V5E),
@@ -311,6 +353,9 @@ def cpu_device(*, num_devices: int, cores: int, host_bytes: int) -> DeviceKind:
         flops_efficiency=1.0,
         memory_efficiency=1.0,
         widens_bfloat16=True,
+        # The device's memory is the host's: a copy reads it and writes it.
+        host_link_bytes_per_s=_CPU_MEMORY_BYTES_PER_S_PER_HOST / num_devices / 2,
+        host_link_source=f"half of the memory's rate, {_CPU_SOURCE}",
         source=f"{_CPU_SOURCE}: rates as reached, not peaks; float64 as half of float32 (half as many in a register)",
     )
 

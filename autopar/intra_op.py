@@ -73,7 +73,7 @@ class ShardingPlan:
 
     `strategy[op.id]` of every operation that has a choice (the others are replicated); `raw`, `placed` and `copies` are
     layouts of values as in `Assembly`; a value that is in none of them is replicated. `wires[op.id]` is the layout in
-    which a value leaves for another stage.
+    which a value leaves for another stage. Arguments that are `in_host` lie in the memory of the host between steps.
     """
 
     mesh: LogicalMesh
@@ -84,6 +84,7 @@ class ShardingPlan:
     copies: dict[tuple[int, str], Layout]
     report: SolverReport
     wires: dict[int, Layout] = dataclasses.field(default_factory=dict)
+    in_host: frozenset[int] = frozenset()
 
 
 # What counts of a send, for as long as there is computing to hide it: all that is sent shares the links. For the layers
@@ -124,16 +125,19 @@ class IntraOp:
         constraints: Constraints | None = None,
         alike: Sequence[tuple[Op, Op]] = (),
         pins: Mapping[int, PinnedLayout] | None = None,
+        in_host: frozenset[int] = frozenset(),
     ) -> None:
         """`fixed` gives arguments the one layout they may have, `wires` SEND operations that of their operand,
         `arrivals` what comes from other stages the one in which it comes; `pins` say how values lie, `constraints` bind
-        everything else. Pairs of operations that are `alike` get the same decisions.
+        everything else. Arguments `in_host` come from the memory of the host, beside those that constraints keep there.
+        Pairs of operations that are `alike` get the same decisions.
 
         Raises: InvalidArgumentError for a pin that a value cannot have, UnsupportedError where the constraints ask for
         what the graph's attention cannot do.
         """
         self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
         self.constraints, self.pins = constraints, pins or {}
+        self.in_host = in_host | (constraints.in_host(graph) if constraints is not None else frozenset())
         if constraints is not None:
             check_heads(graph, constraints.parts_of_heads(model.links.mesh))
             check_rings(graph, constraints.parts_of_rings(model.links.mesh))
@@ -429,6 +433,7 @@ class IntraOp:
             copies={key: at(home) for key, home in assembly.copies.items()},
             report=report,
             wires=self.wires,
+            in_host=self.in_host,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax._src import config, distributed
 from jax._src.lib import xla_client
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jax_core
 from jax.extend import source_info_util
 from jax.extend.mlir import ir, passmanager
@@ -259,3 +260,8 @@ def shared_store() -> SharedStore | None:
     """What the processes of this program share; None where `jax.distributed` is not in use."""
     client = distributed.global_state.client
     return None if client is None else SharedStore(client)
+
+
+def in_rows(array: Any) -> Any:
+    """The array laid out in memory row by row, which else the compiler chooses."""
+    return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))

@@ -43,7 +43,12 @@ def as_measured(found: LocalDevices, measurement: Measurement) -> LocalDevices:
     """Devices with the rates and links of a measurement. Their memory is what this program has, not that one."""
     return dataclasses.replace(
         found,
-        device=dataclasses.replace(measurement.device, memory_bytes=found.device.memory_bytes),
+        device=dataclasses.replace(
+            measurement.device,
+            memory_bytes=found.device.memory_bytes,
+            host_link_bytes_per_s=found.device.host_link_bytes_per_s,
+            host_link_source=found.device.host_link_source,
+        ),
         inside_host=measurement.inside_host,
         between_hosts=measurement.between_hosts,
         fits=measurement.fits,

@@ -10,7 +10,7 @@ import dataclasses
 from collections import ChainMap
 from collections.abc import Sequence
 
-from autopar.assembly import ALL, PLACED, RAW
+from autopar.assembly import ALL, HOST, PLACED, RAW
 from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section
 from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, replicated
@@ -19,7 +19,7 @@ from autopar.resharding import MeshLinks, Step, StepKind, fits, gather_and_slice
 from autopar.strategies import Strategy
 
 # Where a value lies: its layout, and as what: RAW as its operation left it, PLACED once its sums are reduced, a copy
-# for ALL readers, or one for the readers of a role (by the role's name).
+# for ALL readers, or one for the readers of a role (by the role's name), or in the memory of the HOST.
 Place = tuple[Layout, str]
 
 
@@ -117,22 +117,52 @@ class Leave:
     read: Place | None
 
 
-Instruction = Move | Compute | Pass | Loop | Split | Accumulate | Stack | Leave
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """Copies each device's part of a value from the memory of the host, or to it: one of the places is a HOST one.
+
+    It waits for what lies in the places `behind`, of those that are made before it in the same program.
+    """
+
+    value: int
+    source: Place
+    target: Place
+    module: str
+    section: Section
+    behind: tuple[tuple[int, Place], ...] = ()
+
+    @property
+    def to_host(self) -> bool:
+        return self.target[1] == HOST
+
+
+Instruction = Move | Compute | Pass | Loop | Split | Accumulate | Stack | Leave | HostCopy
 
 
 def section_of(instruction: Instruction) -> Section:
     """The section in which an instruction of the top block runs."""
-    return instruction.section if isinstance(instruction, Move) else instruction.op.section
+    return instruction.section if isinstance(instruction, (Move, HostCopy)) else instruction.op.section
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredBlock:
-    """Instructions of a block, the layouts its inputs come in, and where its outputs lie (None: literals)."""
+    """Instructions of a block, the layouts its inputs come in, and where its outputs lie (None: literals).
+
+    Inputs that are `in_host` come in the memory of the host, all others in that of the devices.
+    """
 
     block: Block
     inputs: tuple[Layout, ...]
     instructions: tuple[Instruction, ...]
     outputs: tuple[Place | None, ...]
+    in_host: frozenset[int] = frozenset()
+
+    def entries(self) -> tuple[Place, ...]:
+        """The places in which the inputs come."""
+        return tuple(
+            (layout, HOST if v in self.in_host else RAW)
+            for v, layout in zip(self.block.inputs, self.inputs, strict=True)
+        )
 
 
 def lower(graph: OpGraph, plan: ShardingPlan, links: MeshLinks) -> LoweredBlock:

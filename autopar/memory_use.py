@@ -14,7 +14,7 @@ from autopar import memory
 from autopar.assembly import RAW
 from autopar.graph import OpGraph, OpKind, Role, Section, read_by
 from autopar.layout import local_bytes
-from autopar.lowering import Instruction, LoweredBlock, Move, Pass, section_of
+from autopar.lowering import HostCopy, Instruction, LoweredBlock, Move, Pass, section_of
 from autopar.mesh import LogicalMesh
 from autopar.pipelining import Staged
 from autopar.prediction import task_program
@@ -39,6 +39,8 @@ def saved_for_backward(graph: OpGraph, instructions: Sequence[Instruction]) -> d
     behind: dict[int, Key] = {}
     received = {v for i, v in enumerate(graph.block.inputs) if i in graph.repeating}
     for instruction in instructions:
+        if isinstance(instruction, HostCopy):
+            continue  # of what only the update reads
         role = instruction.role if isinstance(instruction, Move) else instruction.op.role
         if role is Role.BACKWARD:
             module = instruction.module if isinstance(instruction, Move) else instruction.op.module

@@ -2,6 +2,7 @@
 
 The number and the timeline come from the same run. `autopar.streams` has the rules. What the partitioner reduces in
 place (`Compute.reduced`) is an all-reduce of its own once it is compiled, which a compiler takes apart like any other.
+Copies from the memory of the host and to it are taken to hold up computing, and each other.
 """
 
 from __future__ import annotations
@@ -13,8 +14,20 @@ from autopar.costs import is_fusible
 from autopar.graph import OpGraph, OpKind
 from autopar.intra_op import CostModel, NodeCosts, copied_s
 from autopar.layout import local_bytes
-from autopar.lowering import Accumulate, Compute, Instruction, Leave, Loop, LoweredBlock, Move, Pass, Split, Stack
-from autopar.prediction import CollectiveUse, use_of_step, uses_of_reduction, uses_of_ring
+from autopar.lowering import (
+    Accumulate,
+    Compute,
+    HostCopy,
+    Instruction,
+    Leave,
+    Loop,
+    LoweredBlock,
+    Move,
+    Pass,
+    Split,
+    Stack,
+)
+from autopar.prediction import CollectiveUse, host_copy_s, use_of_step, uses_of_reduction, uses_of_ring
 from autopar.streams import Event, Ran, Stream, Work, run
 from autopar.tasks import Key, keys_made, keys_read
 from autopar.timeline import DEVICES, LINKS, Timeline
@@ -106,6 +119,18 @@ class _Writer:
             makes = self.define(keys_made(instruction), made)
             for read, value in zip(keys_read(instruction), makes, strict=True):
                 works.append(_renamed((made[read],) if read in made else (), (value,)))
+        elif isinstance(instruction, HostCopy):
+            behind = tuple(made[key] for key in instruction.behind if key in made)
+            way = "to" if instruction.to_host else "from"
+            works.append(
+                Work(
+                    name=f"{way} the host's memory, {_named(instruction.module)}",
+                    stream=Stream.BOTH,
+                    seconds=host_copy_s(self.graph, instruction, self.model),
+                    reads=(*reads, *behind),
+                    makes=self.define(keys_made(instruction), made),
+                )
+            )
         elif not isinstance(instruction, Leave):
             op = instruction.op
             works.append(

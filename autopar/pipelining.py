@@ -16,6 +16,7 @@ from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
 from autopar.lowering import lower
 from autopar.mesh import LogicalMesh
+from autopar.offloading import with_host_copies
 from autopar.overlap import timed
 from autopar.pins import PinnedLayout
 from autopar.prediction import task_memory
@@ -200,7 +201,9 @@ def planned_stage(
     """Decisions -> instructions. `mesh_index` is the group of devices that runs the stage."""
     lowered = LoweredStage(
         stage=stage,
-        lowered=lower(stage.graph, sharding, model.links),
+        lowered=with_host_copies(
+            stage.graph, lower(stage.graph, sharding, model.links), sharding.in_host, model.links.mesh
+        ),
         mesh=model.links.mesh,
         mesh_index=mesh_index,
     )

@@ -18,8 +18,10 @@ from autopar.mesh import LogicalMesh
 from autopar.plan_timeline import timeline_of
 from autopar.record import PlannedValue, PlanRecord, Predicted, decode, encode
 from autopar.specs import (
+    HOST_MEMORY,
     abstract_joint_mesh,
     abstract_mesh,
+    check_host_memory,
     concrete_mesh,
     joint_mesh,
     partition_spec,
@@ -111,10 +113,14 @@ class Plan:
         return concrete_mesh(self.mesh)
 
     def check_devices(self) -> None:
-        """Raises: NotEnoughDevicesError where this program has fewer devices than the plan is for."""
+        """Raises: NotEnoughDevicesError where this program has fewer devices than the plan is for, UnsupportedError
+        where they cannot keep arrays in the memory of the host and the plan does.
+        """
         stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
         largest = max((self.stage_mesh(s) for s in stages), key=lambda at: at[1] + at[0].num_devices)
         submesh(*largest)
+        if any(value.in_host for value in self.record.arguments):
+            check_host_memory(f"plan of {self.record.step}", jax.local_devices()[0])
 
     # Shardings
 
@@ -164,8 +170,11 @@ class Plan:
         """How an argument or result lies on its stage's devices, or in parts on those of several stages."""
         mesh = self.stage_mesh(value.stage)[0]
         if value.stages:
-            return NamedSharding(self._joint_mesh(value.stages), stacked_spec(value.layout, mesh.axis_names))
-        return NamedSharding(self.jax_mesh(value.stage), partition_spec(value.layout, mesh.axis_names))
+            joint = self._joint_mesh(value.stages)
+            sharding = NamedSharding(joint, stacked_spec(value.layout, mesh.axis_names))
+        else:
+            sharding = NamedSharding(self.jax_mesh(value.stage), partition_spec(value.layout, mesh.axis_names))
+        return sharding.with_memory_kind(HOST_MEMORY) if value.in_host else sharding
 
     # Files and text
 

@@ -37,6 +37,11 @@ def table(record: PlanRecord) -> str:
         f"peak {_bytes(max(made.peak_bytes))} a device"
         + (f" of {_bytes(record.memory_limit_bytes)}" if record.memory_limit_bytes else "")
     )
+    if made.host_bytes:
+        out.line(
+            f"host memory: {_bytes(max(made.host_bytes))} a device, of which each step copies "
+            f"{_bytes(made.host_copied_bytes)}, there and back, in {_seconds(made.host_time_s)}"
+        )
     out.line(
         f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
         f"{record.solver.classes}, {_seconds(record.solver.wall_s)}"
@@ -120,7 +125,7 @@ def explain(record: PlanRecord, what: str) -> str:
     for value in (*record.arguments, *record.results):
         if what in value.path:
             lies = describe(value.layout, mesh_of(record, value.stage))
-            where = _stages(record, value)
+            where = _stages(record, value) + _memory(value)
             out.line(f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {lies}{where}")
     for row in record.modules:
         if what in row.module:
@@ -151,6 +156,11 @@ def diff(one: PlanRecord, other: PlanRecord) -> str:
         ("mesh", _meshes(one), _meshes(other)),
         ("step time", _seconds(one.predicted.step_time_s), _seconds(other.predicted.step_time_s)),
         ("peak memory", _bytes(max(one.predicted.peak_bytes)), _bytes(max(other.predicted.peak_bytes))),
+        (
+            "host memory",
+            _bytes(max(one.predicted.host_bytes, default=0)),
+            _bytes(max(other.predicted.host_bytes, default=0)),
+        ),
         ("sent per device", _bytes(one.predicted.sent_bytes), _bytes(other.predicted.sent_bytes)),
     ]
     a_kinds, b_kinds = one.predicted.by_kind(), other.predicted.by_kind()
@@ -186,7 +196,11 @@ def _meshes(record: PlanRecord) -> str:
 
 
 def _place(record: PlanRecord, value: PlannedValue) -> str:
-    return value.layout.text(mesh_of(record, value.stage)) + _stages(record, value)
+    return value.layout.text(mesh_of(record, value.stage)) + _stages(record, value) + _memory(value)
+
+
+def _memory(value: PlannedValue) -> str:
+    return ", in host memory" if value.in_host else ""
 
 
 def _stages(record: PlanRecord, value: PlannedValue) -> str:
@@ -235,8 +249,8 @@ def _values_table(record: PlanRecord) -> Table:
     shown = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
     groups: dict[tuple, list[PlannedValue]] = {}
     for v in record.arguments:
-        groups.setdefault((_pattern(v.path), v.kind, v.shape, v.layout, v.stage, v.stages), []).append(v)
-    for (_, kind, shape, layout, stage, stages), values in groups.items():
+        groups.setdefault((_pattern(v.path), v.kind, v.shape, v.layout, v.stage, v.stages, v.in_host), []).append(v)
+    for (_, kind, shape, layout, stage, stages, _), values in groups.items():
         mesh = mesh_of(record, stage)
         name = values[0].path if len(values) == 1 else _pattern(values[0].path)
         local = sum(v.nbytes for v in values) // (layout.shards(mesh) * max(len(stages), 1))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar import attention, memory
-from autopar.assembly import RAW
+from autopar.assembly import HOST, RAW
 from autopar.collectives import CollectiveKind, sent_bytes
 from autopar.costs import is_fusible
 from autopar.graph import Op, OpGraph, OpKind, Value
@@ -15,6 +15,7 @@ from autopar.layout import Layout, local_bytes
 from autopar.lowering import (
     Accumulate,
     Compute,
+    HostCopy,
     Instruction,
     Leave,
     Loop,
@@ -131,6 +132,39 @@ def uses_of_ring(compute: Compute, model: CostModel) -> list[CollectiveUse]:
     return out
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostUse:
+    """What one device keeps in the memory of its host, and copies from there and back in a step."""
+
+    kept_bytes: int
+    copied_bytes: int
+    time_s: float
+
+
+def host_use(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> HostUse:
+    """Of the state that a lowered step finds in the memory of the host."""
+    mesh = model.links.mesh
+
+    def local(value: int, layout: Layout) -> int:
+        v = graph.values[value]
+        return local_bytes(v.shape, v.itemsize, layout, mesh)
+
+    entries = zip(lowered.block.inputs, lowered.entries(), strict=True)
+    copies = [i for i in lowered.instructions if isinstance(i, HostCopy)]
+    return HostUse(
+        kept_bytes=sum(local(v, layout) for v, (layout, state) in entries if state == HOST),
+        copied_bytes=sum(local(t.value, t.target[0]) for t in copies),
+        time_s=sum(host_copy_s(graph, t, model) for t in copies),
+    )
+
+
+def host_copy_s(graph: OpGraph, copy: HostCopy, model: CostModel) -> float:
+    """Seconds of a copy from the memory of the host, or to it."""
+    value = graph.values[copy.value]
+    nbytes = local_bytes(value.shape, value.itemsize, copy.target[0], model.links.mesh)
+    return model.device.host_copy_s(nbytes)
+
+
 def compute_times_s(
     graph: OpGraph, lowered: LoweredBlock, model: CostModel, costs: NodeCosts | None = None
 ) -> dict[int, float]:
@@ -171,9 +205,7 @@ def memory_program(
     writer = _MemoryWriter(graph, model)
     steps: list[MemoryStep] = []
     env: dict[tuple[int, Place], int] = {}
-    arguments = [
-        writer.define(v, (layout, RAW), env) for v, layout in zip(lowered.block.inputs, lowered.inputs, strict=True)
-    ]
+    arguments = [writer.define(v, place, env) for v, place in zip(lowered.block.inputs, lowered.entries(), strict=True)]
     writer.block(lowered, env, steps)
     results: list[int] = []
     for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True):
@@ -263,7 +295,7 @@ class _MemoryWriter:
         return local_bytes(v.shape, v.itemsize, layout, self.mesh)
 
     def define(self, value: int, place: Place, env: dict[tuple[int, Place], int]) -> int:
-        number = env[value, place] = self.new(self.local(value, place[0]))
+        number = env[value, place] = self.new(0 if place[1] == HOST else self.local(value, place[0]))
         self.stands_for[number] = (value, place)
         return number
 
@@ -312,6 +344,11 @@ class _MemoryWriter:
             steps.append(MemoryStep(inputs=inputs, outputs=outputs, kind="optimization_barrier", fusible=False))
         elif isinstance(instruction, Loop):
             self.loop(instruction, env, steps)
+        elif isinstance(instruction, HostCopy):
+            at, waited_for = env[instruction.value, instruction.source], instruction.behind
+            inputs = (at, *(env[key] for key in waited_for if key in env))
+            output = self.define(instruction.value, instruction.target, env)
+            steps.append(MemoryStep(inputs=inputs, outputs=(output,), kind="host_copy", fusible=False))
         elif not isinstance(instruction, Leave):
             self.crossing(instruction, env, steps)
 

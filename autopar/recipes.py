@@ -33,12 +33,14 @@ def data_parallel() -> Recipe:
     return combine()
 
 
-def zero(stage: int) -> Recipe:
+def zero(stage: int, *, offload: str = "nothing") -> Recipe:
     """Data parallelism with the optimiser's state (1), the summed gradients too (2), the parameters too (3) in parts.
 
-    Source: Rajbhandari et al., "ZeRO", 2020, section 5. Raises: InvalidArgumentError.
+    With `offload="optimizer"` the optimiser's state lies in the memory of the hosts between steps, as in `combine`.
+    Sources: Rajbhandari et al., "ZeRO", 2020, section 5; Ren et al., "ZeRO-Offload", 2021. Raises:
+    InvalidArgumentError.
     """
-    return combine(zero=stage)
+    return combine(zero=stage, offload=offload)
 
 
 def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | None = None) -> Recipe:
@@ -125,6 +127,7 @@ def combine(
     num_microbatches: int | None = None,
     chunks: int | None = None,
     recompute: str = "nothing",
+    offload: str = "nothing",
 ) -> Recipe:
     """Data, sequence, expert, tensor and pipeline parallelism together, in Megatron's order: tensor groups are
     neighbours, then come sequence groups, expert groups, data groups, and stages.
@@ -145,6 +148,9 @@ def combine(
         chunks: As in `pipeline`.
         recompute: What each layer does again in its backward pass: "nothing", "matmuls" (all but matrix products),
             "input" (everything).
+        offload: What lies in the memory of the hosts between steps (jax's memory kind "pinned_host"): "nothing", or
+            "optimizer", the arrays that only the update reads (moments, master weights). They come to the devices for
+            the update, a few parameters' at a time, and go back.
 
     Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
     Raises: InvalidArgumentError.
@@ -170,6 +176,13 @@ def combine(
             got=repr(recompute),
             hint="leave it out to keep everything",
         )
+    if offload not in _OFFLOADS:
+        raise InvalidArgumentError(
+            where="recipes.combine(offload=...)",
+            expected=" or ".join(map(repr, _OFFLOADS)),
+            got=repr(offload),
+            hint="leave it out to keep everything on the devices",
+        )
     if zero not in (0, 1, 2, 3):
         raise InvalidArgumentError(
             where="recipes.combine(zero=...)",
@@ -179,7 +192,9 @@ def combine(
         )
     # Only what is cut into micro-batches can be recomputed by layer; one stage and one micro-batch will do.
     num_stages = pp if pp > 1 or recompute != "nothing" else None
-    recipe = _bound(dp=dp, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel)
+    recipe = _bound(
+        dp=dp, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel, offload=offload
+    )
     options = PipelineOptions(
         num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks
     )
@@ -188,6 +203,7 @@ def combine(
 
 # The ways in which an axis of its own splits positions.
 _SEQUENCES = ("ulysses", "ring")
+_OFFLOADS = ("nothing", "optimizer")
 _EXAMPLES = (Purpose.BATCH, Purpose.ACTIVATION)
 _MATRICES = (Purpose.MATRIX, Purpose.MATRIX_COPY)
 # What ZeRO lets the copies of a model share out, stage by stage; what the update computes goes with its state.
@@ -217,6 +233,7 @@ def _bound(
     zero: int = 0,
     sequence: str = "ulysses",
     sequence_parallel: bool = False,
+    offload: str = "nothing",
 ) -> Recipe:
     data = AxisUse(
         name="data",
@@ -257,7 +274,13 @@ def _bound(
     )
     shared = [(use, size) for use, size in ((experts, ep), (split, sp)) if size != 1]
     axes = [(data, dp), *shared, (tensor, tp)]
-    return Recipe(binding=Binding(axes=tuple(use for use, _ in axes), sizes=tuple(size for _, size in axes)))
+    return Recipe(
+        binding=Binding(
+            axes=tuple(use for use, _ in axes),
+            sizes=tuple(size for _, size in axes),
+            offloads_optimizer=offload == "optimizer",
+        )
+    )
 
 
 def pipeline(

@@ -13,7 +13,7 @@ from autopar.errors import PlanFormatError
 from autopar.layout import Layout
 from autopar.timeline import Timeline
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 NO_TIMELINE = Timeline(rows=(), links=(), events=())
 
 
@@ -22,7 +22,8 @@ class PlannedValue:
     """An argument or a result of the step. `kind` is state, batch, constant, other or result.
 
     `stage` is the one whose mesh the layout is on; the first one for what several stages read. Where `stages` are
-    given, each of them holds an equal part along dimension 0, in this order, and the layout is that of a part.
+    given, each of them holds an equal part along dimension 0, in this order, and the layout is that of a part. What is
+    `in_host` lies in the memory of the host before and after the step.
     """
 
     path: str
@@ -33,6 +34,7 @@ class PlannedValue:
     layout: Layout
     stage: int = 0
     stages: tuple[int, ...] = ()
+    in_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class Decisions:
 
     Layouts and strategies are tables; `of_op` maps an operation to its strategy; `raw`, `placed` map a value to its
     layout, `copies` holds (value, readers, layout), `wires` the layout in which an operation sends its operand to
-    another stage.
+    another stage; `in_host` are the arguments that lie in the memory of the host between steps.
     """
 
     layouts: tuple[Layout, ...]
@@ -62,6 +64,7 @@ class Decisions:
     placed: dict[int, int]
     copies: tuple[tuple[int, str, int], ...]
     wires: dict[int, int] = dataclasses.field(default_factory=dict)
+    in_host: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +131,11 @@ class Predicted:
     `peak_bytes` per device, one number for each group of devices (of a pipeline; else one), and `memory` what they are
     held for; `flops` of all devices; `allocation_time_s` what it waits for memory; `hidden_time_s` for how long
     something is computed while something else is sent within the mesh. A step in one program takes compute +
-    collectives - hidden + allocation.
+    collectives - hidden + allocation + host.
+
+    Of state in the memory of the host, `host_bytes` are what a device keeps there (one number for each group of
+    devices, none where there is no such state), `host_copied_bytes` what it copies from there and back in a step, and
+    `host_time_s` how long it does so; of a pipeline means over the devices.
     """
 
     step_time_s: float
@@ -142,6 +149,9 @@ class Predicted:
     memory: tuple[MemoryUse, ...]
     allocation_time_s: float = 0.0
     hidden_time_s: float = 0.0
+    host_bytes: tuple[int, ...] = ()
+    host_copied_bytes: float = 0.0
+    host_time_s: float = 0.0
 
     @property
     def sent_bytes(self) -> float:

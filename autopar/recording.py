@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from autopar.assembly import HOST, RAW
 from autopar.errors import UnsupportedError
 from autopar.graph import Op, OpGraph
 from autopar.intra_op import CostModel, ShardingPlan
 from autopar.layout import Layout, local_bytes, replicated
-from autopar.lowering import Compute, Loop, LoweredBlock
+from autopar.lowering import Compute, Loop, LoweredBlock, Place
 from autopar.memory import MemoryEstimate
 from autopar.memory_use import memory_of_stages, saved_bytes
 from autopar.mesh import LogicalMesh
 from autopar.overlap import timed, timeline_of
 from autopar.partials import find_partials
 from autopar.pipelining import PlannedStage, Staged
-from autopar.prediction import CollectiveUse, allocation_s, compute_times_s, predicted_collectives
+from autopar.prediction import CollectiveUse, allocation_s, compute_times_s, host_use, predicted_collectives
 from autopar.record import (
     Decisions,
     MemoryUse,
@@ -70,6 +71,7 @@ def decisions_of(plan: ShardingPlan) -> Decisions:
         placed=placed,
         copies=copies,
         wires=wires,
+        in_host=tuple(sorted(plan.in_host)),
     )
 
 
@@ -95,6 +97,7 @@ def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMe
         copies={(v, readers): layouts[i] for v, readers, i in decisions.copies},
         report=report,
         wires={op: layouts[i] for op, i in decisions.wires.items()},
+        in_host=frozenset(decisions.in_host),
     )
 
 
@@ -104,12 +107,18 @@ def planned_values(
     """(arguments, constants first; results) with their layouts."""
     num_constants = len(lowered.inputs) - len(traced.in_avals)
     arguments = []
-    for position, (v, layout) in enumerate(zip(lowered.block.inputs, lowered.inputs, strict=True)):
+    for position, (v, (layout, state)) in enumerate(zip(lowered.block.inputs, lowered.entries(), strict=True)):
         value = graph.values[v]
         kind = kind_of_argument(graph, position, num_constants)
         arguments.append(
             PlannedValue(
-                path=value.name, shape=value.shape, dtype=value.dtype, nbytes=value.nbytes, kind=kind, layout=layout
+                path=value.name,
+                shape=value.shape,
+                dtype=value.dtype,
+                nbytes=value.nbytes,
+                kind=kind,
+                layout=layout,
+                in_host=state == HOST,
             )
         )
     results = []
@@ -117,7 +126,13 @@ def planned_values(
         layout = place[0] if place is not None else replicated(len(aval.shape))
         results.append(
             PlannedValue(
-                path=path, shape=tuple(aval.shape), dtype=str(aval.dtype), nbytes=0, kind="result", layout=layout
+                path=path,
+                shape=tuple(aval.shape),
+                dtype=str(aval.dtype),
+                nbytes=0,
+                kind="result",
+                layout=layout,
+                in_host=place is not None and place[1] == HOST,
             )
         )
     return arguments, results
@@ -130,13 +145,13 @@ def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue
     """
     program, graph, cut = staged.staged, staged.graph, staged.step
     first_constant = len(graph.constants)
-    placed: dict[int, tuple[int, Layout]] = {}
+    placed: dict[int, tuple[int, Place]] = {}
     for position, b in zip(program.arguments, program.pipeline.inputs, strict=True):
-        placed.setdefault(position, (program.stage_of[b], program.key_of[b][1][0]))
+        placed.setdefault(position, (program.stage_of[b], program.key_of[b][1]))
     arguments = []
     for position, v in enumerate(graph.block.inputs):
         value = graph.values[v]
-        stage, layout = placed.get(position, (0, replicated(len(value.shape))))
+        stage, (layout, state) = placed.get(position, (0, (replicated(len(value.shape)), RAW)))
         arguments.append(
             PlannedValue(
                 path=value.name,
@@ -146,15 +161,16 @@ def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue
                 kind=kind_of_argument(graph, position, first_constant),
                 layout=layout,
                 stage=stage,
+                in_host=state == HOST,
             )
         )
     made = {
-        position: (program.stage_of[b], program.key_of[b][1][0])
+        position: (program.stage_of[b], program.key_of[b][1])
         for position, b in zip(program.results, program.pipeline.outputs, strict=True)
     }
     results = []
     for position, (path, aval) in enumerate(zip(cut.traced.out_paths, cut.traced.out_avals, strict=True)):
-        stage, layout = made.get(position, (0, replicated(len(aval.shape))))
+        stage, (layout, state) = made.get(position, (0, (replicated(len(aval.shape)), RAW)))
         results.append(
             PlannedValue(
                 path=path,
@@ -164,6 +180,7 @@ def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue
                 kind="result",
                 layout=layout,
                 stage=stage,
+                in_host=state == HOST,
             )
         )
     leaves = leaves_of_pieces(arguments[first_constant:], cut.arguments, traced.in_paths)
@@ -258,7 +275,8 @@ def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int) -> P
 def staged_predicted(staged: Staged, flops: float) -> Predicted:
     """What a pipelined step is predicted to take. Times of computing and sending are means over the devices."""
     simulation, devices = staged.simulation, 0
-    compute_s = collective_s = hidden_s = 0.0
+    compute_s = collective_s = hidden_s = host_s = copied_bytes = 0.0
+    kept_bytes = [0] * len(simulation.peak_bytes)
     collectives: list[PredictedCollective] = []
     for planned in staged.stages:
         graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
@@ -267,6 +285,10 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         uses = predicted_collectives(graph, block, model)
         collective_s += n * sum(use.time_s for use in uses)
         collectives += grouped(uses, model.links.mesh)
+        host = host_use(graph, block, model)
+        kept_bytes[planned.lowered.mesh_index] += host.kept_bytes
+        host_s += n * host.time_s
+        copied_bytes += n * host.copied_bytes
     for task, seconds in zip(staged.staged.tasks, staged.hidden_s, strict=True):
         runs = staged.graph.num_microbatches if task.kind.repeats else 1
         hidden_s += staged.submeshes[task.stage].mesh.num_devices * runs * seconds
@@ -285,6 +307,9 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         bubble_fraction=simulation.bubble_fraction,
         collectives=tuple(collectives),
         memory=memory_of_stages(staged),
+        host_bytes=tuple(kept_bytes) if any(kept_bytes) else (),
+        host_copied_bytes=copied_bytes / devices,
+        host_time_s=host_s / devices,
     )
 
 
@@ -300,6 +325,7 @@ def predicted(
     uses = predicted_collectives(graph, lowered, model)
     compute_s = sum(compute_times_s(graph, lowered, model).values())
     collective_s = sum(use.time_s for use in uses)
+    host = host_use(graph, lowered, model)
     allocation = allocation_s(estimate, model)
     ran = timed(graph, lowered, model)
     step_s = ran.end_s + allocation
@@ -316,6 +342,9 @@ def predicted(
         bubble_fraction=0.0,
         collectives=grouped(uses, model.links.mesh),
         memory=(use,),
+        host_bytes=(host.kept_bytes,) if host.kept_bytes else (),
+        host_copied_bytes=float(host.copied_bytes),
+        host_time_s=host.time_s,
     )
     return made, timeline_of(ran, allocation)
 

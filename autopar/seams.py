@@ -84,5 +84,5 @@ def _seam(value: PlannedValue, plan: Plan) -> Seam:
         path=value.path,
         shape=value.shape,
         sharding=plan.sharding_of(value),
-        parts=tuple(named_sharding(value.layout, mesh) for mesh in meshes),
+        parts=tuple(named_sharding(value.layout, mesh, in_host=value.in_host) for mesh in meshes),
     )

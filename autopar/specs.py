@@ -9,11 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.errors import NotEnoughDevicesError
+from autopar.errors import NotEnoughDevicesError, UnsupportedError
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
 
 STAGE_AXIS = "stage"  # of a mesh over several stages
+# What jax calls memory of the host that devices copy from and to, and their own.
+HOST_MEMORY, DEVICE_MEMORY = "pinned_host", "device"
 
 
 def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:
@@ -45,6 +47,19 @@ def submesh(mesh: LogicalMesh, first_device: int) -> Mesh:
         )
     grid = np.array(devices[first_device:needed]).reshape(mesh.axis_sizes)
     return Mesh(grid, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_sizes))
+
+
+def check_host_memory(where: str, device: Any) -> None:
+    """Raises: UnsupportedError where a device cannot keep arrays in the memory of its host; jax ignores them then."""
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if HOST_MEMORY not in kinds:
+        raise UnsupportedError(
+            where=where,
+            expected=f"devices with jax's memory kind {HOST_MEMORY!r}, where the plan keeps the optimiser's state",
+            got=f"{device.platform} devices with {', '.join(map(repr, kinds)) or 'none'}",
+            hint="plan without offload='optimizer', or run where jax has memory kinds: on GPU, TPU and CPU, but not "
+            "when compiling for GPUs that are not here",
+        )
 
 
 def joint_mesh(mesh: LogicalMesh, first_devices: Sequence[int]) -> Mesh:
@@ -85,5 +100,6 @@ def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*dims)
 
 
-def named_sharding(layout: Layout, mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, partition_spec(layout, mesh.axis_names))
+def named_sharding(layout: Layout, mesh: Mesh, *, in_host: bool = False) -> NamedSharding:
+    spec = partition_spec(layout, mesh.axis_names)
+    return NamedSharding(mesh, spec, memory_kind=HOST_MEMORY) if in_host else NamedSharding(mesh, spec)

@@ -225,7 +225,7 @@ class Decider:
 
 def _decides_alike(one: ShardingPlan, other: ShardingPlan) -> bool:
     """Whether all is split alike; what it was thought to cost may differ."""
-    names = ("strategy", "raw", "placed", "copies", "wires")
+    names = ("strategy", "raw", "placed", "copies", "wires", "in_host")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 

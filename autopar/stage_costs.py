@@ -17,7 +17,19 @@ from autopar.graph import OpKind, Section, read_by, walk
 from autopar.intra_op import CostModel, IntraOp, MemoryPrices, NodeCosts, ShardingPlan, state_values
 from autopar.layers import Layers, is_product
 from autopar.layout import local_bytes
-from autopar.lowering import Accumulate, Compute, Instruction, Loop, LoweredBlock, Move, Split, Stack, lower, section_of
+from autopar.lowering import (
+    Accumulate,
+    Compute,
+    HostCopy,
+    Instruction,
+    Loop,
+    LoweredBlock,
+    Move,
+    Split,
+    Stack,
+    lower,
+    section_of,
+)
 from autopar.mesh import LogicalMesh
 from autopar.overlap import crossing_s, timed
 from autopar.prediction import compute_times_s, predicted_collectives, task_memory
@@ -190,14 +202,16 @@ class _Pricing:
                 self.entering(layer, instructions, made_forward)
                 row.forward_s += sum(seconds)
                 row.cheap_forward_s += sum(
-                    t for t, i in zip(seconds, instructions, strict=True) if isinstance(i, Move) or not is_product(i.op)
+                    t
+                    for t, i in zip(seconds, instructions, strict=True)
+                    if isinstance(i, (Move, HostCopy)) or not is_product(i.op)
                 )
             elif section.repeats:
                 row.backward_s += sum(seconds)
                 row.weight_s += sum(
                     t
                     for t, i in zip(seconds, instructions, strict=True)
-                    if not isinstance(i, Move) and self.awaited.isdisjoint(i.op.outputs)
+                    if not isinstance(i, (Move, HostCopy)) and self.awaited.isdisjoint(i.op.outputs)
                 )
                 self.saved(layer, instructions, made_forward)
             else:
@@ -242,7 +256,7 @@ class _Pricing:
         layer = next(iter(self.rows))
         for instruction in self.lowered.instructions:
             section = section_of(instruction)
-            if isinstance(instruction, Move):
+            if isinstance(instruction, (Move, HostCopy)):
                 here = made_in.get(instruction.value)
                 if section.repeats or here not in self.rows:
                     waiting.append(instruction)
@@ -313,7 +327,7 @@ class _Pricing:
         read = {key for i in instructions for key in keys_read(i)}
         row.entering_bytes += sum(self.nbytes(k) for k in read if k in made_forward and made_forward[k] != layer)
         for i in instructions:
-            if not isinstance(i, Move) and is_product(i.op):
+            if not isinstance(i, (Move, HostCopy)) and is_product(i.op):
                 row.products_bytes += sum(self.nbytes(key) for key in keys_made(i))
 
     def saved(self, layer: int, instructions: Sequence[Instruction], made_forward: dict[Key, int]) -> None:

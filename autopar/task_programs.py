@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import jax_compat
+from autopar.assembly import HOST
 from autopar.emission import Emitter
 from autopar.lowering import Stack
 from autopar.specs import named_sharding
@@ -76,7 +77,7 @@ def task_function(task: StageTask, stage: LoweredStage, mesh: Mesh, groups: int)
 
 
 def sharding_of(key: Key, mesh: Mesh) -> NamedSharding:
-    return named_sharding(layout_of(key), mesh)
+    return named_sharding(layout_of(key), mesh, in_host=key[1][1] == HOST)
 
 
 def aval_of(stage: LoweredStage, key: Key) -> jax.ShapeDtypeStruct:

@@ -6,12 +6,13 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from autopar.assembly import RAW
-from autopar.graph import Atom, OpGraph, OpKind, Section
+from autopar.assembly import HOST, RAW
+from autopar.graph import Atom, OpGraph, OpKind, Section, read_by
 from autopar.layout import Layout, local_bytes
 from autopar.lowering import (
     Accumulate,
     Compute,
+    HostCopy,
     Instruction,
     Leave,
     Loop,
@@ -99,6 +100,14 @@ def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
         waiting: list[Instruction] = []
         level = 0
         for instruction in chosen:
+            if isinstance(instruction, HostCopy):
+                # With what brings its value to where it is taken from, on the level on which that is made; a value
+                # that comes from the host is there from the first level on which it is read.
+                along = [i for i in waiting if isinstance(i, Move) and i.value == instruction.value]
+                waiting = [i for i in waiting if i not in along]
+                level = _level_of_copy(stage.stage, instruction)
+                groups.setdefault((kind, level), []).extend([*along, instruction])
+                continue
             waiting.append(instruction)
             if not isinstance(instruction, Move):
                 level = 0 if section.repeats else stage.stage.level_of[instruction.op.id]
@@ -151,6 +160,15 @@ def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
     return tasks
 
 
+def _level_of_copy(stage: StageGraph, copy: HostCopy) -> int:
+    if copy.section.repeats:
+        return 0
+    if copy.to_host:
+        return _first_level(stage, copy.value, copy.section)
+    readers = (op for op in stage.graph.block.ops if copy.value in read_by(op) and op.section is copy.section)
+    return min((stage.level_of[op.id] for op in readers), default=0)
+
+
 def _first_level(stage: StageGraph, value: int, section: Section) -> int:
     """The first level of a section on which a value is there."""
     if value in stage.arrival:
@@ -171,7 +189,7 @@ def _accumulator(instruction: Accumulate) -> Key:
 
 def keys_read(instruction: Instruction) -> list[Key]:
     """The places that an instruction reads, those inside of loops included."""
-    if isinstance(instruction, Move):
+    if isinstance(instruction, (HostCopy, Move)):
         return [(instruction.value, instruction.source)]
     if isinstance(instruction, Accumulate):
         return [*_pairs(instruction.op.inputs, [instruction.read]), _accumulator(instruction)]
@@ -190,7 +208,7 @@ def keys_read(instruction: Instruction) -> list[Key]:
 
 def keys_made(instruction: Instruction) -> list[Key]:
     """The places that an instruction fills."""
-    if isinstance(instruction, Move):
+    if isinstance(instruction, (HostCopy, Move)):
         return [(instruction.value, instruction.target)]
     if isinstance(instruction, Accumulate):
         return [_accumulator(instruction)]
@@ -269,7 +287,7 @@ class _Linker:
 
     def entry(self, stage: LoweredStage, value: int) -> Place:
         at = stage.lowered.block.inputs.index(value)
-        return stage.lowered.inputs[at], RAW
+        return stage.lowered.inputs[at], HOST if value in stage.lowered.in_host else RAW
 
     def buffer(self, stage: int, key: Key, repeating: Sequence[frozenset[int]]) -> int:
         if (stage, key) not in self.number:
@@ -283,7 +301,7 @@ class _Linker:
                 Buffer(
                     name=f"{v.name or f'{v.dtype}{list(v.shape)} #{value}'} {layout.text(lowered.mesh)} {state}",
                     mesh=lowered.mesh_index,
-                    nbytes=local_bytes(v.shape, v.itemsize, layout, lowered.mesh),
+                    nbytes=0 if state == HOST else local_bytes(v.shape, v.itemsize, layout, lowered.mesh),
                     repeats=value in repeating[stage] or (stage, key) in self.made_in_loop,
                 )
             )

@@ -21,6 +21,7 @@ from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, cos
 from autopar.layout import Layout
 from autopar.lowering import LoweredBlock, Move, lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
+from autopar.offloading import with_host_copies
 from autopar.overlap import timed
 from autopar.pins import Pins, PinsOnMesh, on_meshes
 from autopar.pipelining import (
@@ -49,8 +50,9 @@ class PlanOptions:
     """What may be asked of the search.
 
     `max_mesh_axes` bounds the logical meshes that are tried, `axis_sizes` names the only one. `fixed` gives argument
-    leaves (by number) a layout that they must have. `binding` is a mesh whose axes have their uses, `recompute` what
-    each layer of a pipeline recomputes (`Recompute`), `pins` say how some arguments and values lie.
+    leaves (by number) a layout that they must have; those `in_host` come from the memory of the host. `binding` is a
+    mesh whose axes have their uses, `recompute` what each layer of a pipeline recomputes (`Recompute`), `pins` say how
+    some arguments and values lie.
     """
 
     memory_limit_bytes: int | None = None
@@ -58,6 +60,7 @@ class PlanOptions:
     max_mesh_axes: int = 3
     axis_sizes: tuple[int, ...] | None = None
     fixed: tuple[tuple[int, Layout], ...] = ()
+    in_host: tuple[int, ...] = ()
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
     binding: Binding | None = None
     recompute: str = "nothing"
@@ -201,7 +204,8 @@ def search(
     fixed = {graph.block.inputs[first_argument + i]: layout for i, layout in options.fixed}
     constraints = options.binding.on(model.links.mesh.num_devices)[1] if options.binding is not None else None
     pinned = pins.layouts(graph) if pins is not None else None
-    intra_op = IntraOp(graph, model, fixed, constraints=constraints, pins=pinned)
+    in_host = frozenset(graph.block.inputs[first_argument + i] for i in options.in_host)
+    intra_op = IntraOp(graph, model, fixed, constraints=constraints, pins=pinned, in_host=in_host)
     free = intra_op.solve(time_limit_s=options.time_limit_s)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
         status = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
@@ -289,7 +293,7 @@ def crowded(candidate: Candidate, limit_bytes: int) -> frozenset[tuple[int, str]
 
 def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candidate:
     """Lowers decisions and reads off what they will do."""
-    lowered = lower(graph, sharding, model.links)
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, model.links.mesh)
     program, stands_for = memory_program(graph, lowered, model)
     seconds = compute_times_s(graph, lowered, model)
     ran = timed(graph, lowered, model)

@@ -58,7 +58,10 @@ def from_whole(value: Any, aval: Any, sharding: NamedSharding) -> Any:
     if not jax_compat.is_key_dtype(aval.dtype):
         value = np.asarray(value, aval.dtype)
     parts = sharding.addressable_devices_indices_map(tuple(aval.shape))
-    shards = [jax.device_put(value[index] if aval.shape else value, device) for device, index in parts.items()]
+    shards = []
+    for device, index in parts.items():
+        at = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        shards.append(jax.device_put(value[index] if aval.shape else value, at))
     return jax.make_array_from_single_device_arrays(tuple(aval.shape), sharding, shards)
 
 
@@ -96,7 +99,9 @@ def _narrow(array: Any, sharding: NamedSharding, held: Sequence[Any], wanted: Se
         shards = [at[d] for d in wanted if d in at]
     if not shards:
         return absent(array.shape, array.dtype, sharding)
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+    on_devices = NamedSharding(sharding.mesh, sharding.spec)
+    narrow = jax.make_array_from_single_device_arrays(array.shape, on_devices, shards)
+    return narrow if sharding.memory_kind == on_devices.memory_kind else _relaid(narrow, sharding)
 
 
 def _relaid(array: Any, sharding: NamedSharding) -> Any:

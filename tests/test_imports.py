@@ -90,6 +90,7 @@ LAYER_OF = {
     "global_step": "compiler",
     "intra_op": "compiler",
     "lowering": "compiler",
+    "offloading": "compiler",
     "overlap": "compiler",
     "pin_prices": "compiler",
     "memory_use": "compiler",

@@ -56,6 +56,12 @@ def test_two_stages_in_two_processes_give_the_numbers_of_one(tmp_path):
     check_numbers(tmp_path, train(tmp_path, 2, 2, **MLP), **MLP)
 
 
+def test_two_processes_keep_moments_in_the_memory_of_their_hosts(tmp_path):
+    task = MLP | {"offloads": True}  # without a plan first: the state is made in another layout, and moved
+    check_numbers(tmp_path, train(tmp_path, 2, 2, **task), **task)
+    assert autopar.Plan.load(tmp_path / "plan.json").predicted.host_bytes[0] > 0
+
+
 def test_a_process_that_dies_is_named_by_the_others(tmp_path):
     task = MLP | {"steps": 1000, "dies": [1, 2], "lost_after_s": 4.0}
     (code, text, ended_s), (died, _, died_s) = launch(tmp_path, 2, 2, 120.0, **task)

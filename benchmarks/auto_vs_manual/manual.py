@@ -170,11 +170,11 @@ def auto(problem: Problem) -> Walk:
     yield Attempt(text="", options=PlanOptions())
 
 
-def data_parallel(problem: Problem, zero: int = 0) -> Walk:
+def data_parallel(problem: Problem, zero: int = 0, offload: str = "nothing") -> Walk:
     return walk(
         problem,
         [first_point(problem, zero=zero)],
-        lambda p, m: recipes.combine(zero=zero, num_microbatches=cut(m), recompute=p.recompute),
+        lambda p, m: recipes.combine(zero=zero, num_microbatches=cut(m), recompute=p.recompute, offload=offload),
     )
 
 
@@ -285,6 +285,7 @@ RECIPES: dict[str, Callable[[Problem], Walk]] = {
     "zero 1": lambda problem: data_parallel(problem, 1),
     "zero 2": lambda problem: data_parallel(problem, 2),
     "zero 3": lambda problem: data_parallel(problem, 3),
+    "zero 2 offload": lambda problem: data_parallel(problem, 2, offload="optimizer"),
     "tensor parallel": tensor_parallel,
     "megatron grid": megatron,
     "pipeline and data": lambda problem: megatron(problem, most_tp=1),
