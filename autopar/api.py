@@ -20,6 +20,7 @@ from autopar.cluster import Cluster
 from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
 from autopar.compiler import check_plan, make_plan
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
+from autopar.garbage import collected_seldom
 from autopar.global_step import make_state
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
@@ -249,12 +250,13 @@ class Step:
             if self._plans:
                 logger.warning("%s: arguments of new shapes or types: planning again", self.__name__)
             progress = Progress(f"autopar {self.__name__}", show=self._options.show_progress)
-            with progress.pass_("trace"):
-                traced, trees = self._traced(args)
-            if jax.process_count() > 1:
-                plan = self._agreed_plan(traced, trees, progress)
-            else:
-                plan = self._given_plan(traced, trees) or self._search(traced, trees, progress)
+            with collected_seldom():
+                with progress.pass_("trace"):
+                    traced, trees = self._traced(args)
+                if jax.process_count() > 1:
+                    plan = self._agreed_plan(traced, trees, progress)
+                else:
+                    plan = self._given_plan(traced, trees) or self._search(traced, trees, progress)
             self._plans[key] = (traced, plan)
             self.last_progress = progress
         return self._plans[key]

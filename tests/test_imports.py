@@ -20,6 +20,7 @@ LAYER_OF = {
     "device_clock": "vocabulary",
     "errors": "vocabulary",
     "fitting": "vocabulary",
+    "garbage": "vocabulary",
     "graph": "vocabulary",
     "hardware": "vocabulary",
     "hlo": "vocabulary",
