@@ -101,17 +101,15 @@ def make_plan(
         return pinned(plan, found.pins.names, cost)
     best: Candidate | AutoparError | None = None
     trials: list[MeshTrial] = []
-    bound = bool(options.fixed) or options.axis_sizes is not None or options.binding is not None
-    bound = bound or options.pins is not None
     if options.binding is not None:
         graph = described(graph)
         options.binding.check(graph, cluster.num_devices)
         if options.binding.shares_sequences:
             check_attention(graph)
-    if not asked.is_asked and (bound or cluster.num_devices <= WHOLE_UP_TO):
+    if not asked.is_asked and (not options.is_free or cluster.num_devices <= WHOLE_UP_TO):
         best = whole_step(traced, graph, cluster, limit_bytes, options, trials, progress)
     notes: list[str] = []
-    if asked.is_asked or (may_pay(best, cluster) and not bound):
+    if asked.is_asked or (options.is_free and may_pay(best, cluster)):
         to_beat_s = best.step_time_s if isinstance(best, Candidate) else math.inf
         other, reason = searched_pipeline(traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s)
         if other is not None and other.staged.simulation.step_time_s < to_beat_s:

@@ -24,18 +24,17 @@ columns beyond examples, and experts and positions are not split.
 
 from __future__ import annotations
 
+from autopar.axis_uses import EXAMPLES, MATRICES
 from autopar.constraints import AxisUse, Binding
 from autopar.errors import InvalidArgumentError
 from autopar.graph import Dimension, Purpose, Side
 
-_EXAMPLES = (Purpose.BATCH, Purpose.ACTIVATION)
-_MATRICES = (Purpose.MATRIX, Purpose.MATRIX_COPY)
 _WEIGHTS = (
-    *_MATRICES, Purpose.PARAMETER, Purpose.WEIGHT_COPY, Purpose.OPTIMIZER, Purpose.UPDATE, Purpose.GRADIENT,
+    *MATRICES, Purpose.PARAMETER, Purpose.WEIGHT_COPY, Purpose.OPTIMIZER, Purpose.UPDATE, Purpose.GRADIENT,
     Purpose.ACCUMULATOR,
 )  # fmt: skip
 # What each device holds its block of; the rest follows from these.
-_BLOCKS = (*_EXAMPLES, *_MATRICES, Purpose.PARAMETER, Purpose.OPTIMIZER, Purpose.ACCUMULATOR)
+_BLOCKS = (*EXAMPLES, *MATRICES, Purpose.PARAMETER, Purpose.OPTIMIZER, Purpose.ACCUMULATOR)
 
 _SQUARE = (
     AxisUse(
@@ -44,7 +43,7 @@ _SQUARE = (
         side=Side.INPUT,
         spread=_WEIGHTS,
         must=_BLOCKS,
-        reads=_EXAMPLES,
+        reads=EXAMPLES,
         minor=_WEIGHTS,
         keeps=(Dimension.EXAMPLE,),
     ),
@@ -54,7 +53,7 @@ _SQUARE = (
         unnamed=True,
         side=Side.OUTPUT,
         must=_BLOCKS,
-        reads=_MATRICES,
+        reads=MATRICES,
         keeps=(Dimension.FEATURE,),
         keeps_unnamed=True,
     ),
@@ -65,7 +64,7 @@ _CUBE = (
         dimensions=(Dimension.EXAMPLE,),
         spread=_WEIGHTS,
         must=_BLOCKS,
-        reads=_EXAMPLES,
+        reads=EXAMPLES,
         minor=_WEIGHTS,
         keeps=(Dimension.EXAMPLE,),
         keeps_copies=True,
@@ -75,7 +74,7 @@ _CUBE = (
         dimensions=(Dimension.EXAMPLE,),
         unnamed=True,
         must=_BLOCKS,
-        reads=_MATRICES,
+        reads=MATRICES,
         keeps=(Dimension.EXAMPLE,),
         keeps_unnamed=True,
         keeps_copies=True,
@@ -84,7 +83,7 @@ _CUBE = (
         name="column",
         dimensions=(Dimension.EXAMPLE, Dimension.FEATURE),
         must=_BLOCKS,
-        reads=_MATRICES,
+        reads=MATRICES,
         keeps=(Dimension.EXAMPLE, Dimension.FEATURE),
         keeps_copies=True,
     ),
@@ -119,8 +118,8 @@ def _replicas(name: str) -> AxisUse:
     return AxisUse(
         name=name,
         dimensions=(Dimension.EXAMPLE,),
-        must=_EXAMPLES,
-        reads=_EXAMPLES,
+        must=EXAMPLES,
+        reads=EXAMPLES,
         keeps=(Dimension.EXAMPLE,),
     )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar.constraints import AxisUse, Binding
+from autopar.axis_uses import data_axis, expert_axis, sequence_axis, tensor_axis
+from autopar.constraints import Binding
 from autopar.device_grids import cube, square
 from autopar.errors import InvalidArgumentError
-from autopar.graph import Dimension, Purpose
 from autopar.pins import Pins
 from autopar.pipelining import PipelineOptions
 from autopar.recomputation import Recompute
@@ -204,24 +204,6 @@ def combine(
 # The ways in which an axis of its own splits positions.
 _SEQUENCES = ("ulysses", "ring")
 _OFFLOADS = ("nothing", "optimizer")
-_EXAMPLES = (Purpose.BATCH, Purpose.ACTIVATION)
-_MATRICES = (Purpose.MATRIX, Purpose.MATRIX_COPY)
-# What ZeRO lets the copies of a model share out, stage by stage; what the update computes goes with its state.
-_ZERO_SPREADS: tuple[tuple[Purpose, ...], ...] = (
-    (),
-    (Purpose.OPTIMIZER, Purpose.UPDATE, Purpose.GRADIENT, Purpose.ACCUMULATOR),
-    (Purpose.OPTIMIZER, Purpose.UPDATE, Purpose.GRADIENT, Purpose.ACCUMULATOR),
-    (
-        Purpose.OPTIMIZER, Purpose.UPDATE, Purpose.GRADIENT, Purpose.ACCUMULATOR, Purpose.MATRIX, Purpose.PARAMETER,
-        Purpose.MATRIX_COPY, Purpose.WEIGHT_COPY,
-    ),
-)  # fmt: skip
-_ZERO_MUSTS: tuple[tuple[Purpose, ...], ...] = (
-    (),
-    (Purpose.OPTIMIZER,),
-    (Purpose.OPTIMIZER, Purpose.ACCUMULATOR),
-    (Purpose.OPTIMIZER, Purpose.ACCUMULATOR, Purpose.MATRIX, Purpose.PARAMETER),
-)
 
 
 def _bound(
@@ -235,45 +217,8 @@ def _bound(
     sequence_parallel: bool = False,
     offload: str = "nothing",
 ) -> Recipe:
-    data = AxisUse(
-        name="data",
-        dimensions=(Dimension.EXAMPLE,),
-        spread=_ZERO_SPREADS[zero],
-        must=(*_EXAMPLES, *_ZERO_MUSTS[zero]),
-        reads=_EXAMPLES,
-        keeps=(Dimension.EXAMPLE,),
-    )
-    split = AxisUse(
-        name="sequence",
-        dimensions=(Dimension.SEQUENCE,),
-        spread=_ZERO_SPREADS[zero],
-        must=(*_EXAMPLES, *_ZERO_MUSTS[zero]),
-        reads=_EXAMPLES,
-        keeps=(Dimension.SEQUENCE,),
-        exchanges=(Dimension.HEAD,) if sequence == "ulysses" else (),
-        rings=sequence == "ring",
-    )
-    positions = (Dimension.SEQUENCE,) if sequence_parallel else ()
-    tensor = AxisUse(
-        name="tensor",
-        dimensions=positions,
-        unnamed=True,
-        must=(*_MATRICES, Purpose.ACTIVATION) if sequence_parallel else _MATRICES,
-        reads=_MATRICES,
-        keeps=positions,
-    )
-    experts = AxisUse(
-        name="expert",
-        dimensions=(Dimension.EXAMPLE, Dimension.EXPERT),
-        spread=_ZERO_SPREADS[zero],
-        must=(*_EXAMPLES, *_MATRICES, *_ZERO_MUSTS[zero]),
-        reads=(*_EXAMPLES, *_MATRICES),
-        keeps=(Dimension.EXAMPLE, Dimension.EXPERT),
-        own=(Dimension.EXPERT,),
-        adds=False,
-    )
-    shared = [(use, size) for use, size in ((experts, ep), (split, sp)) if size != 1]
-    axes = [(data, dp), *shared, (tensor, tp)]
+    shared = [(use, size) for use, size in ((expert_axis(zero), ep), (sequence_axis(sequence, zero), sp)) if size != 1]
+    axes = [(data_axis(zero), dp), *shared, (tensor_axis(sequence_parallel=sequence_parallel), tp)]
     return Recipe(
         binding=Binding(
             axes=tuple(use for use, _ in axes),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar import memory
+from autopar.axis_uses import data_axis
 from autopar.cluster import Cluster
 from autopar.constraints import Binding
 from autopar.errors import (
@@ -19,7 +20,7 @@ from autopar.errors import (
 from autopar.graph import OpGraph
 from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, cost_model
 from autopar.layout import Layout
-from autopar.lowering import LoweredBlock, Move, lower
+from autopar.lowering import Compute, Instruction, Loop, LoweredBlock, Move, lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
 from autopar.offloading import with_host_copies
 from autopar.overlap import timed
@@ -29,6 +30,7 @@ from autopar.pipelining import (
 )
 from autopar.prediction import compute_times_s, memory_program
 from autopar.progress import Progress
+from autopar.purposes import described
 from autopar.record import MeshTrial
 from autopar.recording import (
     place_names,
@@ -42,6 +44,9 @@ GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be 
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
+# Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
+# parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
+ZERO_STAGES = (0, 1, 3)
 HIDDEN_COUNTS = (0.3, 0.1)  # what may count of a send that computing can hide: how much hides depends on all others
 
 
@@ -65,6 +70,11 @@ class PlanOptions:
     binding: Binding | None = None
     recompute: str = "nothing"
     pins: Pins | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is said of how the step lies on the devices."""
+        return not self.fixed and self.axis_sizes is None and self.binding is None and self.pins is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +121,46 @@ def whole_step(
         trials.append(trial(found))
         if isinstance(found, Candidate):
             candidates.append(found)
+    if candidates and options.is_free and any(c.model.overlap.kinds and sends(c.lowered) for c in candidates):
+        with progress.pass_("data parallelism"):
+            candidates += known_plans(graph, cluster, limit_bytes, options, trials)
     return choose(traced, graph, candidates, trials, limit_bytes)
+
+
+def known_plans(
+    graph: OpGraph, cluster: Cluster, limit_bytes: int, options: PlanOptions, trials: list[MeshTrial]
+) -> list[Candidate]:
+    """The best plans that are data parallelism of some kind, or keep state as FSDP does. Adds to `trials` what was
+    tried.
+    """
+    whole = LogicalMesh(axis_sizes=(cluster.num_devices,))
+    model = cost_model(cluster, whole)
+    along_largest = dataclasses.replace(options, fixed=state_along_largest(graph, whole))
+    tried = [("state along its largest dimension", search(graph, model, limit_bytes, along_largest))]
+    named = described(graph)
+    for zero in ZERO_STAGES:
+        bound = dataclasses.replace(options, binding=Binding(axes=(data_axis(zero),), sizes=(None,)))
+        name = f"ZeRO-{zero}" if zero else "data parallelism"
+        tried.append((name, search(named, model, limit_bytes, bound)))
+    for name, found in tried:
+        made = trial(found)
+        trials.append(dataclasses.replace(made, status=f"{name}, {made.status}"))
+    return [found for _, found in tried if isinstance(found, Candidate)]
+
+
+def state_along_largest(graph: OpGraph, mesh: LogicalMesh) -> tuple[tuple[int, Layout], ...]:
+    """Each array of the state, by its number among the arguments, split over a mesh of one axis along the largest
+    dimension that divides.
+    """
+    found = []
+    for position in sorted(graph.donated):
+        shape = graph.values[graph.block.inputs[position]].shape
+        for d in sorted(range(len(shape)), key=lambda d: -shape[d]):
+            layout = Layout(tuple((0,) if e == d else () for e in range(len(shape))))
+            if layout.fits(shape, mesh):
+                found.append((position - len(graph.constants), layout))
+                break
+    return tuple(found)
 
 
 def logical_meshes(
@@ -176,7 +225,8 @@ def choose(
     if not fitting:
         return no_plan_fits(traced, graph, candidates, limit_bytes)
     fastest_s = min(c.step_time_s for c in fitting)
-    return next(c for c in fitting if c.step_time_s <= fastest_s * (1 + NEARLY_EQUAL))
+    near = [c for c in fitting if c.step_time_s <= fastest_s * (1 + NEARLY_EQUAL)]
+    return min(near, key=lambda c: (len(c.model.links.mesh.axis_sizes), c.step_time_s))
 
 
 def search(
@@ -212,7 +262,7 @@ def search(
         return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
     best = dataclasses.replace(evaluated(graph, model, intra_op.decode(free)), pins=pins)
     hidden_count = 1.0
-    for count in HIDDEN_COUNTS if model.overlap.kinds and sends(best) else ():
+    for count in HIDDEN_COUNTS if model.overlap.kinds and sends(best.lowered) else ():
         hidden = intra_op.solve(time_limit_s=max(deadline - time.perf_counter(), 1.0), hidden_count=count)
         if hidden.status in (Status.OPTIMAL, Status.FEASIBLE):
             candidate = evaluated(graph, model, intra_op.decode(_told(hidden, intra_op, free)))
@@ -249,10 +299,15 @@ def search(
     return best
 
 
-def sends(candidate: Candidate) -> bool:
-    """Whether a resharding of a plan sends anything."""
-    moves = (i for i in candidate.lowered.instructions if isinstance(i, Move))
-    return any(step.kind.collective is not None for move in moves for step in move.steps)
+def sends(block: LoweredBlock) -> bool:
+    """Whether anything is sent between operations, or reduced where it is made."""
+
+    def does(i: Instruction) -> bool:
+        if isinstance(i, Move):
+            return any(step.kind.collective is not None for step in i.steps)
+        return bool(i.reduced) if isinstance(i, Compute) else isinstance(i, Loop) and any(map(sends, i.blocks))
+
+    return any(map(does, block.instructions))
 
 
 def _told(solution: Solution, intra_op: IntraOp, free: Solution) -> Solution:

@@ -14,6 +14,7 @@ LAYERS = ("vocabulary", "front end", "strategies and costs", "solver | runtime",
 # Every module of the package, or sub-package. A new file is entered here.
 LAYER_OF = {
     "algebra": "vocabulary",
+    "axis_uses": "vocabulary",
     "cluster": "vocabulary",
     "constraints": "vocabulary",
     "collectives": "vocabulary",

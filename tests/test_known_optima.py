@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import folding, solver
+from autopar import folding, recipes, solver
 from autopar.building import build_graph
 from autopar.cluster import Cluster, Link
 from autopar.hardware import H100
@@ -28,6 +28,7 @@ from autopar.rules import RuleBook
 from autopar.staging import trace
 from autopar.whole_search import evaluated
 from benchmarks.zoo.moe import experts_layer
+from tests.small_steps import chain_step
 
 LINK = Link(latency_s=1e-7, bytes_per_s=1e9, overhead_s=1e-6, source="test")
 SLOW_LINK = dataclasses.replace(LINK, bytes_per_s=1e8)
@@ -420,3 +421,20 @@ def test_the_page_on_how_a_plan_is_chosen_shows_what_its_snippets_print():
             assert block == printed.getvalue()
             compared += 1
     assert compared >= 7
+
+
+# Overlap
+
+
+@pytest.mark.parametrize(("width", "layers", "examples"), [(1024, 6, 8192), (4096, 4, 4096)])
+def test_no_kind_of_data_parallelism_is_faster_where_what_it_sends_hides(width, layers, examples):
+    matrices = [shape(width, width)] * layers
+    batch = {"x": shape(examples, width), "y": shape(examples, width)}
+
+    def step_time_s(recipe):
+        cluster = Cluster.preset("p3.16xlarge", hosts=1)
+        options = {"cluster": cluster, "plan": recipe, "cache_dir": None, "show_progress": False}
+        return autopar.plan(chain_step, matrices, batch, **options).predicted.step_time_s
+
+    by_hand = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3))]
+    assert step_time_s(None) <= min(map(step_time_s, by_hand))
