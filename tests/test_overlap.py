@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
-from autopar import hardware
+from autopar import hardware, recipes
 from autopar.building import build_graph
 from autopar.cluster import Cluster, Fabric, Link
 from autopar.collectives import CollectiveKind
@@ -344,3 +344,17 @@ def test_of_a_branch_the_longest_counts(fabric):
     assert ran.compute_s == pytest.approx(computed_s)
     assert ran.send_s == pytest.approx(sent_s)
     assert max(ran.compute_s, ran.send_s) <= ran.end_s <= ran.compute_s + ran.send_s + 1e-15
+
+
+@pytest.mark.parametrize(("width", "layers", "examples"), [(1024, 6, 8192), (4096, 4, 4096)])
+def test_no_kind_of_data_parallelism_is_faster_where_what_it_sends_hides(width, layers, examples):
+    matrices = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    batch = dict.fromkeys(("x", "y"), jax.ShapeDtypeStruct((examples, width), jnp.float32))
+
+    def step_time_s(recipe):
+        cluster = Cluster.preset("p3.16xlarge", hosts=1)
+        options = {"cluster": cluster, "plan": recipe, "cache_dir": None, "show_progress": False}
+        return autopar.plan(chain_step, matrices, batch, **options).predicted.step_time_s
+
+    by_hand = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3))]
+    assert step_time_s(None) <= min(map(step_time_s, by_hand))
