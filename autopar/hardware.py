@@ -191,8 +191,8 @@ _B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1)
 
 # One pair for all nine published iteration times of GPTs on A100s that `benchmarks.published_steps` lists (1.7B to 530B
 # parameters; Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5): all within 10 %.
-_AMPERE = _Products(launch_us=7.0, half=0.8, single=0.8)
-_AMPERE_MEMORY_EFFICIENCY = 0.8
+_AMPERE = _Products(launch_us=7.0, half=0.78, single=0.78)
+_AMPERE_MEMORY_EFFICIENCY = 0.78
 
 
 def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:

@@ -184,7 +184,9 @@ def solve_stage(
     received, sent = wires
     intra_op = IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
     prices = MemoryPrices(s_per_byte=s_per_byte, values=state_values(stage.graph)) if s_per_byte else None
-    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=model.hidden_count)
+    # A recipe means the plan that sends least of all that it allows, as its source describes it.
+    hidden_count = model.hidden_count if constraints is None else 1.0
+    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=hidden_count)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise SolverError(
             where=f"a stage on mesh {model.links.mesh}",

@@ -262,7 +262,9 @@ def search(
         return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
     best = dataclasses.replace(evaluated(graph, model, intra_op.decode(free)), pins=pins)
     hidden_count = 1.0
-    for count in HIDDEN_COUNTS if model.overlap.kinds and sends(best.lowered) else ():
+    # A recipe means the plan that sends least of all that it allows, as its source describes it.
+    hides = model.overlap.kinds and options.binding is None and sends(best.lowered)
+    for count in HIDDEN_COUNTS if hides else ():
         hidden = intra_op.solve(time_limit_s=max(deadline - time.perf_counter(), 1.0), hidden_count=count)
         if hidden.status in (Status.OPTIMAL, Status.FEASIBLE):
             candidate = evaluated(graph, model, intra_op.decode(_told(hidden, intra_op, free)))
