@@ -40,7 +40,7 @@ class CostModel:
 
     @property
     def hidden_count(self) -> float:
-        """What counts in a decision of a send that computing can hide."""
+        """What counts of a send that computing can hide, where stages are decided without a recipe."""
         return HIDDEN_COUNT if self.overlap.kinds else 1.0
 
     def widening(self, dtype: str) -> float:
@@ -148,6 +148,7 @@ class IntraOp:
         self._numbers: dict[int, np.ndarray] = {}
         self._allowed: dict[tuple, np.ndarray] = {}  # what the constraints allow
         self._feeding: dict[int, Reshard] = {}  # by the position of its edge: the reshard that fills a copy node
+        self._slacks_s: tuple[float, ...] | None = None
         self._sent: list[int] = []  # by the position of its edge, the number of the reshard
         self.problem, classes = self._build()
         self.classes = joined(self.assembly, classes, alike) if alike else classes
@@ -328,8 +329,8 @@ class IntraOp:
         """Solves the folded problem; the solution's choice is that of the unfolded one.
 
         With prices, the objective holds the priced memory too. Of what is sent between operations `hidden_count` counts
-        for as long as there is computing to hide it (`slack`). `rounds` end the search, as in `solver.solve`, for an
-        answer that does not depend on how fast the machine is.
+        for as long as there is computing to hide it (`slack`), but for what one node makes and reads. `rounds` end the
+        search, as in `solver.solve`, for an answer that does not depend on how fast the machine is.
         """
         problem = self.problem if prices is None else self._priced(prices)
         if hidden_count != 1.0:
@@ -341,15 +342,20 @@ class IntraOp:
 
     def _counted(self, sends: Sequence[solver.Edge], hidden_count: float) -> list[solver.Edge]:
         """What is sent, at its cost with what can hide behind computing counted as it is said."""
-        slacks = slacks_s(self.graph, self.assembly, self._least_s)
+        if self._slacks_s is None:
+            self._slacks_s = slacks_s(self.graph, self.assembly, self._least_s)
         found: list[solver.Edge] = []
+        counted: dict[tuple[int, float], np.ndarray] = {}  # one matrix for equal ones, as `solver.tie` wants them
         for edge, number in zip(sends, self._sent, strict=True):
-            hidden = np.minimum(edge.cost, slacks[number], where=np.isfinite(edge.cost), out=np.zeros_like(edge.cost))
-            found.append(dataclasses.replace(edge, cost=edge.cost - (1 - hidden_count) * hidden))
+            cost, slack_s = edge.cost, self._slacks_s[number]
+            if slack_s and (id(cost), slack_s) not in counted:
+                hidden = np.minimum(cost, slack_s, where=np.isfinite(cost), out=np.zeros_like(cost))
+                counted[id(cost), slack_s] = cost - (1 - hidden_count) * hidden
+            found.append(dataclasses.replace(edge, cost=counted[id(cost), slack_s]) if slack_s else edge)
         return found
 
     def _least_s(self, op: Op) -> float:
-        """Seconds of an operation at its fastest, without the collectives it makes."""
+        """Seconds of an operation at its fastest, its blocks apart."""
         if op.blocks:
             return 0.0
         if op.id not in self.assembly.of_op:

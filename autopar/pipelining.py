@@ -184,7 +184,7 @@ def solve_stage(
     received, sent = wires
     intra_op = IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
     prices = MemoryPrices(s_per_byte=s_per_byte, values=state_values(stage.graph)) if s_per_byte else None
-    # A recipe means the plan that sends least of all that it allows, as its source describes it.
+    # A recipe means the plan that its source describes, which does not count on what is hidden.
     hidden_count = model.hidden_count if constraints is None else 1.0
     solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=hidden_count)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):

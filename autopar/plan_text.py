@@ -55,7 +55,7 @@ def table(record: PlanRecord) -> str:
     out.table(_largest_table(record))
     if len(record.tried) > 1:
         trials = ", ".join(
-            f"{'x'.join(map(str, t.axis_sizes))} "
+            f"{'x'.join(map(str, t.axis_sizes))} {t.name and f'({t.name}) '}"
             + (f"{_seconds(t.step_time_s)}" if t.step_time_s is not None else t.status)
             for t in record.tried
         )

@@ -182,12 +182,16 @@ class SolverReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeshTrial:
-    """One logical mesh that was tried. Without a plan that fits, the time is None and `status` says why."""
+    """One logical mesh that was tried. Without a plan, the time is None and `status` says why.
+
+    `name` says what the plan was held to, where it was.
+    """
 
     axis_sizes: tuple[int, ...]
     step_time_s: float | None
     peak_bytes: int | None
     status: str
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

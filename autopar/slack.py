@@ -23,8 +23,8 @@ def slacks_s(graph: OpGraph, assembly: Assembly, compute_s: Callable[[Op], float
 
     `compute_s` of an operation, without its blocks. Operations that take next to no time wait without holding up
     others: what counts is who waits for them. Arguments have all the time there is: they can be sent ahead. In a step
-    that is cut into micro-batches nothing is sent beside what another section computes, and what is gathered once for
-    all micro-batches comes before any computing.
+    that is cut into micro-batches nothing is sent beside what another section computes, what arrives from another stage
+    is there when the section begins, and what is gathered once for all micro-batches comes before any computing.
     """
     return _Slacks(graph, assembly, compute_s).run()
 
@@ -43,8 +43,9 @@ class _Slacks:
 
     def run(self) -> tuple[float, ...]:
         end_s = self.block(self.graph.block)
-        for v in self.graph.block.inputs:
-            self.made_s[v] = -math.inf
+        for position, v in enumerate(self.graph.block.inputs):
+            if position not in self.graph.repeating:
+                self.made_s[v] = -math.inf
         once = self.graph.once() if self.graph.is_cut else NO_VALUES
         return tuple(self.slack_s(reshard, once, end_s) for reshard in self.assembly.reshards)
 
@@ -58,7 +59,8 @@ class _Slacks:
         for op in block.ops:
             begins_s.append(now_s)
             self.section_s.setdefault(op.section, now_s)
-            now_s += self.compute_s(op) + sum(self.block(inner) for inner in op.blocks)
+            inside_s = [self.block(inner) for inner in op.blocks]
+            now_s += self.compute_s(op) + (max(inside_s) if op.kind is OpKind.COND else sum(inside_s))
             ends_s[op.section] = now_s
             for v in op.outputs:
                 self.made_s[v], self.made_in[v] = now_s, op.section

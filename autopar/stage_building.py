@@ -67,7 +67,7 @@ class Choice:
     first_layers: tuple[int, ...]
     group_meshes: tuple[LogicalMesh, ...]
     policies: tuple[str, ...]
-    s_per_byte: tuple[float, ...] = ()
+    prices_s_per_byte: tuple[float, ...] = ()
 
     @property
     def text(self) -> str:
@@ -278,7 +278,7 @@ def build(
             break
         for q in over:
             dear = FIRST_PRICE * planned[q].sharding.report.objective_s / limit_bytes
-            thought = choice.s_per_byte[q] if choice.s_per_byte else dear
+            thought = choice.prices_s_per_byte[q] if choice.prices_s_per_byte else dear
             prices[q] = thought if prices[q] < thought else max(dear, prices[q] * PRICE_RISE)
     return staged
 
@@ -295,7 +295,7 @@ def evened(cut: Cut, choice: Choice) -> Choice:
         first_layers=layers_of_pieces(cut) if cut.step.parts > 1 else (0,),
         group_meshes=(choice.group_meshes[middle],) * num_stages,
         policies=(policy,) * len(cut.layers),
-        s_per_byte=choice.s_per_byte and (choice.s_per_byte[middle],) * num_stages,
+        prices_s_per_byte=choice.prices_s_per_byte and (choice.prices_s_per_byte[middle],) * num_stages,
     )
 
 

@@ -18,9 +18,9 @@ from autopar.errors import (
     SolverError,
 )
 from autopar.graph import OpGraph
-from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, cost_model
+from autopar.intra_op import HIDDEN_COUNT, CostModel, IntraOp, MemoryPrices, ShardingPlan, cost_model
 from autopar.layout import Layout
-from autopar.lowering import Compute, Instruction, Loop, LoweredBlock, Move, lower
+from autopar.lowering import LoweredBlock, lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
 from autopar.offloading import with_host_copies
 from autopar.overlap import timed
@@ -47,7 +47,8 @@ MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
 # Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
 # parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
 ZERO_STAGES = (0, 1, 3)
-HIDDEN_COUNTS = (0.3, 0.1)  # what may count of a send that computing can hide: how much hides depends on all others
+# What may count of a send that computing can hide: how much of it does depends on what else is sent.
+HIDDEN_COUNTS = (HIDDEN_COUNT, 0.1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,8 @@ class PlanOptions:
 class Candidate:
     """The best plan found on one mesh, lowered, with its exact memory and time.
 
-    `shared_out_s` is what the step would take if nothing were sent and every operation split over all devices.
+    `shared_out_s` is what the step would take if nothing were sent and every operation split over all devices; `sends`
+    whether anything is.
     """
 
     model: CostModel
@@ -92,6 +94,7 @@ class Candidate:
     stands_for: dict[int, tuple[int, Any]]
     step_time_s: float
     shared_out_s: float
+    sends: bool
     pins: PinsOnMesh | None = None
 
 
@@ -121,30 +124,37 @@ def whole_step(
         trials.append(trial(found))
         if isinstance(found, Candidate):
             candidates.append(found)
-    if candidates and options.is_free and any(c.model.overlap.kinds and sends(c.lowered) for c in candidates):
+    if candidates and options.is_free and any(c.model.overlap.kinds and c.sends for c in candidates):
         with progress.pass_("data parallelism"):
-            candidates += known_plans(graph, cluster, limit_bytes, options, trials)
+            fitting_s = [c.step_time_s for c in candidates if c.estimate.peak_bytes <= limit_bytes]
+            candidates += known_plans(graph, cluster, limit_bytes, options, trials, min(fitting_s, default=math.inf))
     return choose(traced, graph, candidates, trials, limit_bytes)
 
 
 def known_plans(
-    graph: OpGraph, cluster: Cluster, limit_bytes: int, options: PlanOptions, trials: list[MeshTrial]
+    graph: OpGraph,
+    cluster: Cluster,
+    limit_bytes: int,
+    options: PlanOptions,
+    trials: list[MeshTrial],
+    to_beat_s: float,
 ) -> list[Candidate]:
     """The best plans that are data parallelism of some kind, or keep state as FSDP does. Adds to `trials` what was
     tried.
     """
     whole = LogicalMesh(axis_sizes=(cluster.num_devices,))
     model = cost_model(cluster, whole)
-    along_largest = dataclasses.replace(options, fixed=state_along_largest(graph, whole))
-    tried = [("state along its largest dimension", search(graph, model, limit_bytes, along_largest))]
+    tried: list[tuple[str, Candidate | MeshTrial]] = []
+    along_largest = state_along_largest(graph, whole)
+    if along_largest:
+        fixed = dataclasses.replace(options, fixed=along_largest)
+        tried.append(("state along its largest dimension", search(graph, model, limit_bytes, fixed, to_beat_s)))
     named = described(graph)
     for zero in ZERO_STAGES:
         bound = dataclasses.replace(options, binding=Binding(axes=(data_axis(zero),), sizes=(None,)))
         name = f"ZeRO-{zero}" if zero else "data parallelism"
-        tried.append((name, search(named, model, limit_bytes, bound)))
-    for name, found in tried:
-        made = trial(found)
-        trials.append(dataclasses.replace(made, status=f"{name}, {made.status}"))
+        tried.append((name, search(named, model, limit_bytes, bound, to_beat_s)))
+    trials += [dataclasses.replace(trial(found), name=name) for name, found in tried]
     return [found for _, found in tried if isinstance(found, Candidate)]
 
 
@@ -240,12 +250,13 @@ def search(
     """The fastest plan on one mesh, within the memory limit where that can be had, else the smallest found.
 
     The ILP is solved without memory first. Its objective adds up what is computed and sent, an upper bound of the time
-    with overlap that plans are compared by; on platforms with overlap it is solved again with what computing can hide
-    nearly free (`slack`), and the search goes on from the fastest plan. Where the exact estimate of that one is over
-    the limit, bytes get a price: those of the values that are alive where memory is short in any plan seen. The price
-    rises until a plan fits, and is then halved towards the cheapest plan that fits (the Lagrangian relaxation of
-    formula (4)). Where the plan without prices does not beat `to_beat_s`, the time of a plan that fits on another mesh,
-    none is tried. The whole search takes `options.time_limit_s` at most, but for its last solution.
+    with overlap that plans are compared by; on platforms with overlap, and without a recipe, it is solved again with a
+    part of what computing can hide (`slack`, `HIDDEN_COUNTS`), and the search goes on from the fastest plan. Where the
+    exact estimate of that one is over the limit, bytes get a price: those of the values that are alive where memory is
+    short in any plan seen. The price rises until a plan fits, and is then halved towards the cheapest plan that fits
+    (the Lagrangian relaxation of formula (4)). Where the plan without prices does not beat `to_beat_s`, the time of a
+    plan that fits on another mesh, none is tried. The whole search takes `options.time_limit_s` at most, but for its
+    last solution.
 
     Returns the reason, as a trial, when the time limit passed without any plan.
     """
@@ -262,8 +273,8 @@ def search(
         return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
     best = dataclasses.replace(evaluated(graph, model, intra_op.decode(free)), pins=pins)
     hidden_count = 1.0
-    # A recipe means the plan that sends least of all that it allows, as its source describes it.
-    hides = model.overlap.kinds and options.binding is None and sends(best.lowered)
+    # A recipe means the plan that its source describes, which does not count on what is hidden.
+    hides = model.overlap.kinds and options.binding is None and best.sends
     for count in HIDDEN_COUNTS if hides else ():
         hidden = intra_op.solve(time_limit_s=max(deadline - time.perf_counter(), 1.0), hidden_count=count)
         if hidden.status in (Status.OPTIMAL, Status.FEASIBLE):
@@ -299,17 +310,6 @@ def search(
         if fits_at is not None and s_per_byte > 0.8 * fits_at:
             break
     return best
-
-
-def sends(block: LoweredBlock) -> bool:
-    """Whether anything is sent between operations, or reduced where it is made."""
-
-    def does(i: Instruction) -> bool:
-        if isinstance(i, Move):
-            return any(step.kind.collective is not None for step in i.steps)
-        return bool(i.reduced) if isinstance(i, Compute) else isinstance(i, Loop) and any(map(sends, i.blocks))
-
-    return any(map(does, block.instructions))
 
 
 def _told(solution: Solution, intra_op: IntraOp, free: Solution) -> Solution:
@@ -364,6 +364,7 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
         estimate=memory.estimate(program, model.compiler),
         stands_for=stands_for,
         step_time_s=ran.end_s,
+        sends=ran.send_s > 0,
         shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
     )
 

@@ -1,9 +1,9 @@
 """The solver's one door: reduce, solve what is left, undo, and say what is proven.
 
 Memory mostly does not bind: a problem is first solved without it, exactly and by elimination as far as that goes. If
-the answer passes the limit it is reduced with its memory, and solved by the integer program when that is
-small, by the anytime core when it is not; strategies that the core's bound rules out are dropped until the program can
-finish the proof.
+the answer passes the limit it is reduced with its memory, and solved by the integer program when that is small, by the
+anytime core when it is not, or when a number of rounds was asked for without a limit; strategies that the core's bound
+rules out are dropped until the program can finish the proof.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _solve_anytime(
     run: _Run, part: Problem, flat: Flat, offset: float | None, start: np.ndarray, bound: float
 ) -> Answer:
     """The anytime core, with the exact program on what its bound and its choices leave; bound: known before."""
-    from .anytime import improve  # compiled: only large problems pay for it
+    from .anytime import improve  # compiled: small problems need not wait for it
     from .finishing import Finish
 
     settings = run.settings

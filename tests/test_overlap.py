@@ -22,7 +22,7 @@ from autopar.prediction import compute_times_s, predicted_collectives
 from autopar.rules import RuleBook
 from autopar.staging import trace
 from autopar.streams import Stream, Work, overlap_of, run
-from autopar.whole_search import evaluated
+from autopar.whole_search import evaluated, state_along_largest
 from tests.small_steps import chain_step
 
 MEGABYTE = 1 << 20
@@ -358,3 +358,16 @@ def test_no_kind_of_data_parallelism_is_faster_where_what_it_sends_hides(width, 
 
     by_hand = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3))]
     assert step_time_s(None) <= min(map(step_time_s, by_hand))
+
+
+def test_a_state_lies_along_the_largest_dimension_that_divides():
+    def step(state, batch):
+        return jax.tree.map(lambda leaf: leaf + jnp.sum(batch), state)
+
+    shapes = {"tall": (64, 8), "odd": (63, 8), "neither": (63, 7), "number": ()}
+    state = {name: jax.ShapeDtypeStruct(dims, jnp.float32) for name, dims in shapes.items()}
+    batch = jax.ShapeDtypeStruct((16,), jnp.float32)
+    graph = build_graph(trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,)), RuleBook())
+    found = state_along_largest(graph, LogicalMesh(axis_sizes=(4,)))
+    names = sorted(shapes)
+    assert {names[number]: layout.dims for number, layout in found} == {"tall": ((0,), ()), "odd": ((), (0,))}

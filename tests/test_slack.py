@@ -9,8 +9,11 @@ from autopar.assembly import assemble
 from autopar.building import build_graph
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import micro_batched
+from autopar.pipelining import cut_stages, wires_of
 from autopar.rules import RuleBook
+from autopar.scan_cutting import cut_scans
 from autopar.slack import slacks_s
+from autopar.stage_building import cut_layers
 from autopar.staging import trace
 from tests.small_steps import chain_step
 
@@ -57,3 +60,21 @@ def test_nothing_hides_behind_another_section():
     assert found["accumulate"] == [3.0, 0.0, 0.0]
     # A copy of a parameter for all readers is gathered once, ahead of everything; those for one pass can come ahead.
     assert found["params[1]"] == [0.0, math.inf, math.inf]
+
+
+def test_what_arrives_from_another_stage_is_there_when_its_section_begins():
+    rules = RuleBook()
+    cut = cut_layers(cut_scans(traced(), 1, rules), 4, rules)
+    assert len(cut.layers) == 2
+    mesh = LogicalMesh(axis_sizes=(4,))
+    stages = cut_stages(cut.graph, cut.layers, (0, 1), False, 2)
+    received, sent = wires_of(stages, [mesh, mesh])[1]
+    second = stages[1]
+    inputs = {second.graph.block.inputs[position] for position in second.graph.repeating}
+    assembly = assemble(second.graph, mesh, sent, received)
+    times = slacks_s(second.graph, assembly, lambda op: float(op.primitive == "dot_general"))
+    found = [slack_s for r, slack_s in zip(assembly.reshards, times, strict=True) if r.value in inputs]
+    assert found
+    assert all(math.isfinite(slack_s) for slack_s in found)
+    # The second stage's product waits for it at once, in its forward pass and as the first of its backward pass.
+    assert min(found) == 0.0
