@@ -121,7 +121,9 @@ class Watch:
     def _look_at_the_judge(self) -> str | None:
         """The verdict on process 0, which does not judge any more once it has ended."""
         _, steps, state = (self._store.wait_for(f"{_PREFIX}0", BEAT_S / 2) or f"0 0 {_ALIVE}").split()
-        if state == _FAILED or (state == _ENDED and int(steps) < self._steps):
+        if state == _FAILED:
+            return f"0 ended on an exception in or after step {steps}"
+        if state == _ENDED and int(steps) < self._steps:
             return f"0 has ended after step {steps}"
         return None
 
