@@ -39,6 +39,7 @@ from benchmarks.zoo import CASES
 
 RESULTS = Path(__file__).parent / "results" / "alpa_plans.md"
 TIME_LIMIT_S = 20.0
+BUILT = 8  # of the settings for Alpa's stages so many are built out: more than the search builds of its own answers
 COLUMNS = ("model", "V100s", "ours", "Alpa's", "Alpa's / ours", "our plan", "Alpa's plan", "planned in")
 
 
@@ -91,8 +92,8 @@ def traced_step(model: Model):
 
 
 def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[Staged, Choice, int]:
-    """The published stages, with the rest chosen best for them."""
-    best: tuple[tuple[bool, float], Choice, int] | None = None
+    """The published stages, with the rest chosen best for them: of the best few by the tables the fastest as built."""
+    ranked: list[tuple[tuple[bool, float], Choice, int]] = []
     limit_bytes, decided = cluster.device.memory_bytes, {}
     for m, cut in cuts.items():
         options = tables(cut, cluster, PipelineOptions(), limit_bytes, TIME_LIMIT_S, decided)
@@ -121,12 +122,13 @@ def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[St
                 continue
             peak = max(peak_bytes(problem, stages))
             rank = (peak > limit_bytes, solver.step_time_s(problem, stages))
-            if best is None or rank < best[0]:
-                plan = solver.StagePlan(stages=tuple(stages), step_time_s=rank[1], bound_s=rank[1], peak_bytes=(peak,))
-                best = rank, choice_of(problem, plan, options), m
-    assert best is not None, "the published meshes are among those of the tables"
-    _, choice, m = best
-    return build(cuts[m], choice, cluster, limit_bytes, TIME_LIMIT_S), choice, m
+            plan = solver.StagePlan(stages=tuple(stages), step_time_s=rank[1], bound_s=rank[1], peak_bytes=(peak,))
+            entry = rank, choice_of(problem, plan, options), m
+            ranked += [entry] if entry not in ranked else []
+    assert ranked, "the published meshes are among those of the tables"
+    ranked.sort(key=lambda entry: entry[0])
+    built = [(build(cuts[m], choice, cluster, limit_bytes, TIME_LIMIT_S), choice, m) for _, choice, m in ranked[:BUILT]]
+    return min(built, key=lambda b: (max(b[0].simulation.peak_bytes) > limit_bytes, b[0].simulation.step_time_s))
 
 
 def compare(name: str) -> Row:
