@@ -88,8 +88,17 @@ class ShardingPlan:
 
 
 # What counts of a send, for as long as there is computing to hide it: all that is sent shares the links. For the layers
-# of GPT 15B on four and eight V100 0.2 to 0.4 give the best decisions.
-HIDDEN_COUNT = 0.3
+# of GPT 15B on four and eight V100 0.2 to 0.4 give the best decisions; where state is split to save memory, its gathers
+# hide better than that.
+HIDDEN_COUNT, LEAST_HIDDEN_COUNT = 0.3, 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What is decided under: the price of a byte of state, and what counts of a send that computing can hide."""
+
+    s_per_byte: float
+    hidden_count: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -338,7 +338,7 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
         policies=tuple(
             o.policy for o, stage in zip(taken, answer.stages, strict=True) for _ in range(stage.first, stage.last)
         ),
-        prices_s_per_byte=tuple(o.s_per_byte for o in taken),
+        terms=tuple(o.terms for o in taken),
     )
 
 

@@ -11,7 +11,7 @@ from autopar.constraints import Constraints
 from autopar.costs import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.graph import OpGraph, OpKind, Section
-from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, cost_model, state_values
+from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, Terms, cost_model, state_values
 from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
 from autopar.lowering import lower
@@ -170,23 +170,20 @@ def solve_stage(
     model: CostModel,
     wires: Wires,
     time_limit_s: float,
-    s_per_byte: float = 0.0,
+    terms: Terms,
     fixed: Mapping[int, Layout] | None = None,
     constraints: Constraints | None = None,
     pins: Mapping[int, PinnedLayout] | None = None,
 ) -> ShardingPlan:
     """The decisions of one stage on its mesh: the ILP over its forward, backward and update operations together.
 
-    `s_per_byte` is what a byte of state costs, where memory is short; `fixed` gives arguments (by value) the one layout
-    they may have. Raises: SolverError, InvalidArgumentError for a pin
+    `fixed` gives arguments (by value) the one layout they may have. Raises: SolverError, InvalidArgumentError for a pin
     that a value cannot have.
     """
     received, sent = wires
     intra_op = IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
-    prices = MemoryPrices(s_per_byte=s_per_byte, values=state_values(stage.graph)) if s_per_byte else None
-    # A recipe means the plan that its source describes, which does not count on what is hidden.
-    hidden_count = model.hidden_count if constraints is None else 1.0
-    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=hidden_count)
+    prices = MemoryPrices(s_per_byte=terms.s_per_byte, values=state_values(stage.graph))
+    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise SolverError(
             where=f"a stage on mesh {model.links.mesh}",

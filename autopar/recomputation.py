@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from autopar.graph import Op, OpGraph, OpKind, Role, Section, read_by
-from autopar.layer_assignment import LayerAssignment, assign_layers
+from autopar.layer_assignment import assign_layers
 from autopar.layers import Layers, is_product
 from autopar.rewriting import Fresh, clone, reading, renumbered
 
@@ -38,7 +38,7 @@ def rematerialise(graph: OpGraph, layers: Layers, policy: Recompute | Sequence[R
     assert len(policies) == len(layers), f"{len(policies)} policies for {len(layers)} layers"
     ids = [op.id for op in graph.ops()]
     assert ids == list(range(len(ids))), "operations are numbered in program order (`renumbered`)"
-    readers = _Readers(graph, assign_layers(graph, layers))
+    readers = _Readers(graph, _layer_of(graph, layers))
     fresh = Fresh(graph)
     inserted: dict[int, list[Op]] = {}  # by position
     found: dict[int, list[tuple[int, dict[int, int]]]] = {}
@@ -60,12 +60,17 @@ def rematerialise(graph: OpGraph, layers: Layers, policy: Recompute | Sequence[R
     return renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block))
 
 
+def _layer_of(graph: OpGraph, layers: Layers) -> dict[int, int | None]:
+    assignment = assign_layers(graph, layers)
+    return {op.id: layer for op, layer in zip(graph.block.ops, assignment.layer_of, strict=True)}
+
+
 def saved_bytes(graph: OpGraph, layers: Layers) -> tuple[int, ...]:
     """Bytes that one micro-batch keeps for the backward pass, at the first layer whose backward operations read them.
 
     Values of the forward section and parts of the batch, unsharded; arguments and hoisted values are there anyway.
     """
-    readers = _Readers(graph, assign_layers(graph, layers))
+    readers = _Readers(graph, _layer_of(graph, layers))
     out = [0] * len(layers)
     for op in graph.block.ops:
         if op.section is Section.FORWARD or op.kind is OpKind.SPLIT:
@@ -75,13 +80,25 @@ def saved_bytes(graph: OpGraph, layers: Layers) -> tuple[int, ...]:
     return tuple(out)
 
 
+def computed_again(graph: OpGraph, layer_of: Mapping[int, int | None], policy: Recompute) -> dict[int, frozenset[int]]:
+    """For each layer the ids of the forward operations that a policy computes again; `layer_of[op.id]` as in
+    `LayerAssignment`.
+    """
+    readers = _Readers(graph, layer_of)
+    found = {}
+    for layer in sorted({layer for layer in layer_of.values() if layer is not None}):
+        _, again = _again(layer, policy, readers) if policy is not Recompute.NOTHING else ([], [])
+        found[layer] = frozenset(op.id for op in again)
+    return found
+
+
 class _Readers:
     """Who reads what in the backward section. `layers[v]` are the layers that need v, through barriers and portable
     operations too."""
 
-    def __init__(self, graph: OpGraph, assignment: LayerAssignment) -> None:
+    def __init__(self, graph: OpGraph, layer_of: Mapping[int, int | None]) -> None:
         self.ops = graph.block.ops
-        self.layer = {op.id: at for op, at in zip(self.ops, assignment.layer_of, strict=True)}
+        self.layer = layer_of
         self.position = {v: i for i, op in enumerate(self.ops) for v in op.outputs}
         self.layers: dict[int, set[int]] = {}
         for op in reversed(self.ops):
@@ -113,15 +130,12 @@ class _Readers:
         return reading(op, here)
 
 
-def _recomputation(
-    layer: int, what: Recompute, readers: _Readers, fresh: Fresh
-) -> tuple[int, list[Op], dict[int, int]]:
-    """(position, operations that go there, new names for what the layer's backward operations read)."""
-    ops = readers.ops
+def _again(layer: int, what: Recompute, readers: _Readers) -> tuple[list[int], list[Op]]:
+    """(values that the layer's backward operations read anew, the operations that make them, in program order)."""
     # What every stage can make for itself (masks) is made again too; each layer makes its own.
     forward = [
         op
-        for op in ops
+        for op in readers.ops
         if op.section is Section.FORWARD
         and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK, OpKind.SPLIT, OpKind.BARRIER)
         and readers.layer[op.id] in (layer, None)
@@ -134,6 +148,15 @@ def _recomputation(
                 if readers.layers.get(v, {layer}) != {layer}:
                     made.pop(v, None)
     wanted = [v for v in made if layer in readers.layers.get(v, ())]
+    return wanted, _needed(wanted, made, forward)
+
+
+def _recomputation(
+    layer: int, what: Recompute, readers: _Readers, fresh: Fresh
+) -> tuple[int, list[Op], dict[int, int]]:
+    """(position, operations that go there, new names for what the layer's backward operations read)."""
+    ops = readers.ops
+    wanted, again = _again(layer, what, readers)
     backward = [
         i
         for i, op in enumerate(ops)
@@ -142,7 +165,6 @@ def _recomputation(
     at = next((i for i in backward if not {*wanted}.isdisjoint(read_by(ops[i]))), None)
     if at is None:
         return 0, [], {}
-    again = _needed(wanted, made, forward)
     results = {v for op in again for v in op.outputs}
     starts = dict.fromkeys(v for op in again for v in read_by(op) if v not in results)
     cotangents = _cotangents(layer, at, backward, readers)

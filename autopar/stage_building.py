@@ -12,7 +12,7 @@ from autopar.cluster import Cluster
 from autopar.constraints import Constraints
 from autopar.errors import UnsupportedError
 from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import CostModel, ShardingPlan
+from autopar.intra_op import CostModel, ShardingPlan, Terms
 from autopar.layers import Layers
 from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh
@@ -59,7 +59,7 @@ class Cut:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and the
-    price of a byte of state under which each stage is thought to fit, where that is known.
+    terms under which each stage is thought to fit, where they are known.
     """
 
     schedule: str
@@ -67,7 +67,7 @@ class Choice:
     first_layers: tuple[int, ...]
     group_meshes: tuple[LogicalMesh, ...]
     policies: tuple[str, ...]
-    prices_s_per_byte: tuple[float, ...] = ()
+    terms: tuple[Terms, ...] = ()
 
     @property
     def text(self) -> str:
@@ -128,9 +128,9 @@ def place(group_meshes: Sequence[LogicalMesh], schedule: Schedule) -> list[Subme
 
 
 class Decider:
-    """Decides the stages of one pipeline, at one price of memory after another.
+    """Decides the stages of one pipeline, on one set of terms after another.
 
-    Stages that are alike, on meshes that are alike, at one price, share their decisions. Constraints and pins bind
+    Stages that are alike, on meshes that are alike, on equal terms, share their decisions. Constraints and pins bind
     all. `pieces` names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the
     stage in the middle, which is like most others, chooses for its own.
     """
@@ -150,11 +150,11 @@ class Decider:
         self.wires = wires_of(stages, meshes, constraints)
         self.shapes = [shape_of(stage.graph) for stage in stages]
         self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
-        self.solved: dict[tuple[Any, float], int] = {}  # problem and price -> which of them
+        self.solved: dict[tuple[Any, Terms], int] = {}  # problem and terms -> which of them
         self.of_problem: dict[Any, list[int]] = {}
         self.carried: dict[tuple[int, int], ShardingPlan] = {}
 
-    def decide(self, prices_s_per_byte: Sequence[float]) -> list[tuple[int, ShardingPlan]]:
+    def decide(self, terms: Sequence[Terms]) -> list[tuple[int, ShardingPlan]]:
         """For each stage its decisions, and their number: stages with one number do the same."""
         layouts: dict[int, Layout] = {}
         found: dict[int, tuple[int, ShardingPlan]] = {}
@@ -164,17 +164,17 @@ class Decider:
             inputs = zip(stage.arguments, stage.graph.block.inputs, strict=False)
             leaf_of = {v: self.pieces[p] for p, v in inputs if p in self.pieces}
             fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts}
-            number = self.number(at, prices_s_per_byte[at], fixed)
+            number = self.number(at, terms[at], fixed)
             found[at] = number, self.of_stage(number, at)
             for v, leaf in leaf_of.items():
                 whole = replicated(len(stage.graph.values[v].shape))
                 layouts.setdefault(leaf, found[at][1].placed.get(v, whole))
         return [found[at] for at in range(len(self.stages))]
 
-    def number(self, at: int, price_s_per_byte: float, fixed: Mapping[int, Layout]) -> int:
-        """The decisions that a stage gets. Prices that lead to the same decisions lead to one number."""
+    def number(self, at: int, terms: Terms, fixed: Mapping[int, Layout]) -> int:
+        """The decisions that a stage gets. Terms that lead to the same decisions lead to one number."""
         problem = self.problem(at, fixed)
-        if (problem, price_s_per_byte) not in self.solved:
+        if (problem, terms) not in self.solved:
             stage, model, wires = self.stages[at], self.models[at], self.wires[at]
             pinned = self.pinned(at)
             sharding = solve_stage(
@@ -182,7 +182,7 @@ class Decider:
                 model,
                 wires,
                 self.time_limit_s,
-                price_s_per_byte,
+                terms,
                 fixed,
                 self.constraints,
                 pinned,
@@ -192,11 +192,11 @@ class Decider:
             if number == len(self.made):
                 self.made.append((at, sharding))
                 known.append(number)
-            self.solved[problem, price_s_per_byte] = number
-        return self.solved[problem, price_s_per_byte]
+            self.solved[problem, terms] = number
+        return self.solved[problem, terms]
 
     def problem(self, at: int, fixed: Mapping[int, Layout]) -> Any:
-        """What there is to decide, but for the price, without the numbers of operations and values."""
+        """What there is to decide, but for the terms, without the numbers of operations and values."""
         shape, (received, sent) = self.shapes[at], self.wires[at]
         number = {v: i for i, v in enumerate(shape.values)}
         op_number = {op: i for i, op in enumerate(shape.ops)}
@@ -258,10 +258,13 @@ def build(
     pinned = pins.layouts(graph, cut.leaves) if pins is not None else {}
     meshes = [s.mesh for s in submeshes]
     decider = Decider(stages, models, meshes, time_limit_s, pieces_of(cut), constraints, pinned)
+    thought = choice.terms
+    # A recipe means the plan that its source describes, which does not count on what is hidden.
+    counts = [t.hidden_count for t in thought] or [m.hidden_count if constraints is None else 1.0 for m in models]
     prices, costs = [lowest_price(model) for model in models], TaskCosts()
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
-        decisions = decider.decide(prices)
+        decisions = decider.decide([Terms(s_per_byte=p, hidden_count=c) for p, c in zip(prices, counts, strict=True)])
         if [n for n, _ in decisions] != [p.like for p in planned]:
             planned = [
                 planned[q]
@@ -278,8 +281,8 @@ def build(
             break
         for q in over:
             dear = FIRST_PRICE * planned[q].sharding.report.objective_s / limit_bytes
-            thought = choice.prices_s_per_byte[q] if choice.prices_s_per_byte else dear
-            prices[q] = thought if prices[q] < thought else max(dear, prices[q] * PRICE_RISE)
+            known = thought[q].s_per_byte if thought else dear
+            prices[q] = known if prices[q] < known else max(dear, prices[q] * PRICE_RISE)
     return staged
 
 
@@ -295,7 +298,7 @@ def evened(cut: Cut, choice: Choice) -> Choice:
         first_layers=layers_of_pieces(cut) if cut.step.parts > 1 else (0,),
         group_meshes=(choice.group_meshes[middle],) * num_stages,
         policies=(policy,) * len(cut.layers),
-        prices_s_per_byte=choice.prices_s_per_byte and (choice.prices_s_per_byte[middle],) * num_stages,
+        terms=choice.terms and (choice.terms[middle],) * num_stages,
     )
 
 

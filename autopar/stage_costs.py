@@ -14,8 +14,17 @@ import numpy as np
 from autopar.collectives import Link
 from autopar.contraction import Contracted
 from autopar.graph import OpKind, Section, read_by, walk
-from autopar.intra_op import CostModel, IntraOp, MemoryPrices, NodeCosts, ShardingPlan, state_values
-from autopar.layers import Layers, is_product
+from autopar.intra_op import (
+    LEAST_HIDDEN_COUNT,
+    CostModel,
+    IntraOp,
+    MemoryPrices,
+    NodeCosts,
+    ShardingPlan,
+    Terms,
+    state_values,
+)
+from autopar.layers import Layers
 from autopar.layout import local_bytes
 from autopar.lowering import (
     Accumulate,
@@ -33,7 +42,7 @@ from autopar.lowering import (
 from autopar.mesh import LogicalMesh
 from autopar.overlap import crossing_s, timed
 from autopar.prediction import compute_times_s, predicted_collectives, task_memory
-from autopar.recomputation import Recompute
+from autopar.recomputation import Recompute, computed_again
 from autopar.solver import StageOption, Status
 from autopar.tasks import Key, keys_made, keys_read
 
@@ -41,42 +50,42 @@ from autopar.tasks import Key, keys_made, keys_read
 TIE_BREAKING_READS = 0.1
 # Where state is too large, decisions are made with a higher price on its bytes: how often it is raised, the first price
 # (as a part of the step's time divided by the state's bytes) and by how much it rises.
-LEANER, FIRST_PRICE, PRICE_RISE = 4, 0.1, 3.0
+LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.1, 3.0
 ROUNDS = 16  # of the solver, for one ILP: more find nothing better (the layers of GPT-3 on 28 meshes)
-POLICIES = tuple(policy.value for policy in Recompute)
 
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """Of one layer. Seconds of one micro-batch, but for `once_s`; bytes on one device."""
+    """Of one layer. Seconds of one micro-batch, but for `once_s`; bytes on one device.
+
+    For each policy of recomputation what is computed again, and what is kept for the backward pass.
+    """
 
     forward_s: float = 0.0
-    cheap_forward_s: float = 0.0
     backward_s: float = 0.0
     weight_s: float = 0.0
     once_s: float = 0.0
+    again_s: dict[Recompute, float] = dataclasses.field(default_factory=dict)
     state_bytes: int = 0
-    saved_bytes: int = 0
-    products_bytes: int = 0
-    entering_bytes: int = 0
+    saved_bytes: dict[Recompute, int] = dataclasses.field(default_factory=dict)
     working_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricedOption:
-    """A way to run layers: the mesh, what they recompute, and under which price of a byte of state it is decided."""
+    """A way to run layers: the mesh, what they recompute, and the terms under which it is decided."""
 
     option: StageOption
     mesh: LogicalMesh
     policy: str
-    s_per_byte: float
+    terms: Terms
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """Decisions for a graph on one mesh, and under which price of a byte of state they were made."""
+    """Decisions for a graph on one mesh, and the terms under which they were made."""
 
-    s_per_byte: float
+    terms: Terms
     sharding: ShardingPlan
 
 
@@ -99,21 +108,27 @@ def layer_decisions(
     intra_op = IntraOp(contracted.graph, model, alike=contracted.alike)
     values, copies = state_values(contracted.graph), contracted.copies()
     found: dict[tuple[int, ...], Decided] = {}
-    lowest = s_per_byte = lowest_price(model)
-    for _ in range(LEANER):
-        prices = MemoryPrices(s_per_byte=s_per_byte, values=values, copies=copies)
+
+    def decide(terms: Terms) -> tuple[float, float]:
+        """(bytes of state, seconds) of the decisions under these terms, which are added to those found."""
+        prices = MemoryPrices(s_per_byte=terms.s_per_byte, values=values, copies=copies)
         solution = intra_op.solve(
-            time_limit_s=time_limit_s, prices=prices, hidden_count=model.hidden_count, rounds=ROUNDS
+            time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count, rounds=ROUNDS
         )
         if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
-            break
-        decided = Decided(s_per_byte=s_per_byte, sharding=intra_op.decode(solution))
-        found.setdefault(tuple(solution.choice), decided)
-        state_bytes = intra_op.priced_bytes(solution.choice, prices)
-        if state_bytes <= state_limit_bytes:
-            break
-        dear = FIRST_PRICE * intra_op.cost(solution.choice) / state_bytes
-        s_per_byte = dear if s_per_byte == lowest else s_per_byte * PRICE_RISE
+            return 0.0, 0.0
+        found.setdefault(tuple(solution.choice), Decided(terms=terms, sharding=intra_op.decode(solution)))
+        return intra_op.priced_bytes(solution.choice, prices), intra_op.cost(solution.choice)
+
+    state_bytes, seconds = decide(Terms(s_per_byte=lowest_price(model), hidden_count=model.hidden_count))
+    if state_bytes > state_limit_bytes:
+        dear = FIRST_PRICE * seconds / state_bytes
+        if model.overlap.kinds:
+            decide(Terms(s_per_byte=dear, hidden_count=LEAST_HIDDEN_COUNT))
+        for leaner in range(LEANER):
+            state_bytes, _ = decide(Terms(s_per_byte=dear * PRICE_RISE**leaner, hidden_count=model.hidden_count))
+            if state_bytes <= state_limit_bytes:
+                break
     return tuple(found.values())
 
 
@@ -134,38 +149,30 @@ def stage_options(
             PricedOption(
                 option=_option(policy, table, devices, send_s, model),
                 mesh=model.links.mesh,
-                policy=policy,
-                s_per_byte=decided.s_per_byte,
+                policy=policy.value,
+                terms=decided.terms,
             )
-            for policy in POLICIES
+            for policy in Recompute
         ]
     return tuple(found)
 
 
-def _option(policy: str, table: Sequence[_Row], num_devices: int, send_s: np.ndarray, model: CostModel) -> StageOption:
-    again = {
-        "nothing": [0.0 for _ in table],
-        "matmuls": [row.cheap_forward_s for row in table],
-        "input": [row.forward_s for row in table],
-    }[policy]
-    saved = {
-        "nothing": [row.saved_bytes for row in table],
-        "matmuls": [min(row.saved_bytes, row.products_bytes + row.entering_bytes) for row in table],
-        "input": [min(row.saved_bytes, row.entering_bytes) for row in table],
-    }[policy]
+def _option(
+    policy: Recompute, table: Sequence[_Row], num_devices: int, send_s: np.ndarray, model: CostModel
+) -> StageOption:
     # What is computed again is there while the layer's backward pass runs.
-    rest = [row.saved_bytes - kept for row, kept in zip(table, saved, strict=True)]
+    rest = [row.saved_bytes[Recompute.NOTHING] - row.saved_bytes[policy] for row in table]
     return StageOption(
         num_devices=num_devices,
         forward_s=np.array([row.forward_s for row in table]),
-        backward_s=np.array([row.backward_s for row in table]) + np.array(again),
+        backward_s=np.array([row.backward_s + row.again_s[policy] for row in table]),
         weight_s=np.array([row.weight_s for row in table]),
         once_s=np.array([row.once_s for row in table]),
         state_bytes=np.array([row.state_bytes for row in table], dtype=np.int64),
-        saved_bytes=np.array(saved, dtype=np.int64),
+        saved_bytes=np.array([row.saved_bytes[policy] for row in table], dtype=np.int64),
         working_bytes=np.array([row.working_bytes for row in table]) + np.array(rest, dtype=np.int64),
         send_s=send_s,
-        name=f"{model.links.mesh}, recompute {policy}",
+        name=f"{model.links.mesh}, recompute {policy.value}",
     )
 
 
@@ -184,28 +191,21 @@ class _Pricing:
         self.awaited = self.read_by_other_layers()
         repeating = [i for i in self.lowered.instructions if section_of(i).repeats]
         self.kept = frozenset(key for i in repeating for key in keys_read(i))
+        self.again = {p: computed_again(self.graph, contracted.layer_of, p) for p in Recompute}
 
     def run(self) -> dict[int, _Row]:
         parts = self.parts()
         summed_s = {where: [self.seconds(i) for i in instructions] for where, instructions in parts.items()}
         shares = self.shares(parts, summed_s)
         mesh, m = self.model.links.mesh, self.graph.num_microbatches
-        made_forward: dict[Key, int] = {}
-        for (layer, section), instructions in parts.items():
-            if section is Section.FORWARD:
-                made_forward.update({key: layer for i in instructions for key in keys_made(i)})
+        forward: dict[int, list[tuple[Instruction, float]]] = {}
         for (layer, section), instructions in parts.items():
             row, weight = self.rows[layer], self.contracted.weight[layer]
             runs = weight * (m if section.repeats else 1)
             seconds = [shares[section] * t / runs for t in summed_s[layer, section]]
             if section is Section.FORWARD:
-                self.entering(layer, instructions, made_forward)
+                forward[layer] = list(zip(instructions, seconds, strict=True))
                 row.forward_s += sum(seconds)
-                row.cheap_forward_s += sum(
-                    t
-                    for t, i in zip(seconds, instructions, strict=True)
-                    if isinstance(i, (Move, HostCopy)) or not is_product(i.op)
-                )
             elif section.repeats:
                 row.backward_s += sum(seconds)
                 row.weight_s += sum(
@@ -213,7 +213,6 @@ class _Pricing:
                     for t, i in zip(seconds, instructions, strict=True)
                     if not isinstance(i, (Move, HostCopy)) and self.awaited.isdisjoint(i.op.outputs)
                 )
-                self.saved(layer, instructions, made_forward)
             else:
                 row.once_s += sum(seconds)
             reads, made = self.ends(instructions)
@@ -223,6 +222,13 @@ class _Pricing:
                     row.state_bytes += self.nbytes((i.op.outputs[0], i.sum_))
                 elif section is Section.BEFORE and not isinstance(i, Split):
                     row.state_bytes += sum(self.nbytes(key) for key in keys_made(i) if key in self.kept)
+        made_forward = {key for ran in forward.values() for i, _ in ran for key in keys_made(i)}
+        for layer, row in self.rows.items():
+            for policy in Recompute:
+                backward = parts.get((layer, Section.BACKWARD), [])
+                again_s, kept = self.recomputed(self.again[policy][layer], forward.get(layer, []), backward)
+                row.again_s[policy] = again_s
+                row.saved_bytes[policy] = sum(self.nbytes(key) for key in kept & made_forward)
         inputs = zip(self.lowered.block.inputs, self.lowered.inputs, self.contracted.home_of, strict=True)
         for position, (v, layout, home) in enumerate(inputs):
             if position not in self.graph.batch and home in self.rows:
@@ -321,16 +327,31 @@ class _Pricing:
             made.update(keys_made(i))
         return list(read), [key for key in made if key not in inside]
 
-    def entering(self, layer: int, instructions: Sequence[Instruction], made_forward: dict[Key, int]) -> None:
-        """Adds what enters a layer's forward pass from others, and what its matrix products make."""
-        row = self.rows[layer]
-        read = {key for i in instructions for key in keys_read(i)}
-        row.entering_bytes += sum(self.nbytes(k) for k in read if k in made_forward and made_forward[k] != layer)
-        for i in instructions:
-            if not isinstance(i, (Move, HostCopy)) and is_product(i.op):
-                row.products_bytes += sum(self.nbytes(key) for key in keys_made(i))
+    def recomputed(
+        self,
+        again: frozenset[int],
+        forward: Sequence[tuple[Instruction, float]],
+        backward: Sequence[Instruction],
+    ) -> tuple[float, set[Key]]:
+        """(seconds of what is computed again where the given operations of a layer are, what that and the layer's
+        backward pass read from outside).
 
-    def saved(self, layer: int, instructions: Sequence[Instruction], made_forward: dict[Key, int]) -> None:
-        """Adds what the forward section keeps for the backward one, at the layer that reads it."""
-        read = {key for i in instructions for key in keys_read(i)}
-        self.rows[layer].saved_bytes += sum(self.nbytes(key) for key in read if key in made_forward)
+        What is kept of the layer is kept as it is read, and not sent again; what enters the layer, as it arrives.
+        """
+        made_by = {v: i.op.id for i, _ in forward if not isinstance(i, (Move, HostCopy)) for v in i.op.outputs}
+        kept = {key for i in backward for key in keys_read(i)}
+        read: set[Key] = set()
+        made: set[Key] = set()
+        seconds = 0.0
+        for i, time_s in reversed(forward):
+            if not isinstance(i, (Move, HostCopy)):
+                repeats = i.op.id in again
+            elif i.value in made_by:
+                repeats = made_by[i.value] in again and not (read | kept).isdisjoint(keys_made(i))
+            else:
+                repeats = not (read - kept).isdisjoint(keys_made(i))
+            if repeats:
+                seconds += time_s
+                read.update(keys_read(i))
+                made.update(keys_made(i))
+        return seconds, (read | kept) - made

@@ -18,7 +18,15 @@ from autopar.errors import (
     SolverError,
 )
 from autopar.graph import OpGraph
-from autopar.intra_op import HIDDEN_COUNT, CostModel, IntraOp, MemoryPrices, ShardingPlan, cost_model
+from autopar.intra_op import (
+    HIDDEN_COUNT,
+    LEAST_HIDDEN_COUNT,
+    CostModel,
+    IntraOp,
+    MemoryPrices,
+    ShardingPlan,
+    cost_model,
+)
 from autopar.layout import Layout
 from autopar.lowering import LoweredBlock, lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
@@ -48,7 +56,7 @@ MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
 # parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
 ZERO_STAGES = (0, 1, 3)
 # What may count of a send that computing can hide: how much of it does depends on what else is sent.
-HIDDEN_COUNTS = (HIDDEN_COUNT, 0.1)
+HIDDEN_COUNTS = (HIDDEN_COUNT, LEAST_HIDDEN_COUNT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,26 +109,40 @@ def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[St
         firsts = balanced(cut.layers, len(model.stages))
         lasts = [*firsts[1:], len(cut.layers)]
         shapes = [tuple(n for n in shape if n > 1) or (1,) for shape in model.stages]
-        kinds = {(o.policy, round(o.s_per_byte, 15)) for o in options}
-        for policy, price in sorted(kinds):
-            stages = []
-            for first, last, shape in zip(firsts, lasts, shapes, strict=True):
-                same = [i for i, o in enumerate(options) if (o.mesh.axis_sizes, o.policy) == (shape, policy)]
-                if not same:
-                    break
-                nearest = min(same, key=lambda i: abs(options[i].s_per_byte - price))
-                stages.append(solver.Stage(first=first, last=last, option=nearest))
-            if len(stages) < len(shapes):
-                continue
+        ways = [[i for i, o in enumerate(options) if o.mesh.axis_sizes == shape] for shape in shapes]
+        assert all(ways), "the published meshes are among those of the tables"
+        # All stages decided and recomputed alike, and each stage its own fastest way that fits.
+        several = [[of[min(n, len(of) - 1)] for of in ways] for n in range(max(map(len, ways)))]
+        spans = list(zip(firsts, lasts, strict=True))
+        for chosen in [*several, fastest_that_fit(problem, spans, ways)]:
+            stages = stages_of(spans, chosen)
             peak = max(peak_bytes(problem, stages))
             rank = (peak > limit_bytes, solver.step_time_s(problem, stages))
-            plan = solver.StagePlan(stages=tuple(stages), step_time_s=rank[1], bound_s=rank[1], peak_bytes=(peak,))
+            plan = solver.StagePlan(stages=stages, step_time_s=rank[1], bound_s=rank[1], peak_bytes=(peak,))
             entry = rank, choice_of(problem, plan, options), m
             ranked += [entry] if entry not in ranked else []
-    assert ranked, "the published meshes are among those of the tables"
     ranked.sort(key=lambda entry: entry[0])
     built = [(build(cuts[m], choice, cluster, limit_bytes, TIME_LIMIT_S), choice, m) for _, choice, m in ranked[:BUILT]]
     return min(built, key=lambda b: (max(b[0].simulation.peak_bytes) > limit_bytes, b[0].simulation.step_time_s))
+
+
+def stages_of(spans: list[tuple[int, int]], chosen: list[int]) -> tuple[solver.Stage, ...]:
+    return tuple(solver.Stage(first=a, last=b, option=i) for (a, b), i in zip(spans, chosen, strict=True))
+
+
+def fastest_that_fit(problem: StageProblem, spans: list[tuple[int, int]], ways: list[list[int]]) -> list[int]:
+    """For each stage the fastest of its ways that fits where it stands, the smallest where none does."""
+    found = [of[0] for of in ways]
+    for q, (first, last) in enumerate(spans):
+
+        def rank(i: int, q: int = q, first: int = first, last: int = last) -> tuple[int, float]:
+            peak = peak_bytes(problem, stages_of(spans, [*found[:q], i, *found[q + 1 :]]))[q]
+            option = problem.options[i]
+            seconds = float((option.forward_s + option.backward_s)[first:last].sum())
+            return max(peak, problem.limit_bytes), seconds
+
+        found[q] = min(ways[q], key=rank)
+    return found
 
 
 def compare(name: str) -> Row:

@@ -34,13 +34,34 @@ def cluster(inside=hardware.NVLINK4, memory_bytes_per_s=None):
     )
 
 
-def cut(num_microbatches):
-    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
+MATRIX = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+
+
+def cut(num_microbatches, step=chain_step, matrix=MATRIX):
     examples = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
-    arguments = (params, {"x": examples, "y": examples})
+    arguments = ([matrix] * LAYERS, {"x": examples, "y": examples})
     rules = RuleBook()
-    traced = trace(chain_step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
+    traced = trace(step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
     return cut_layers(cut_scans(traced, 1, rules), num_microbatches, rules)
+
+
+def residual_step(params, batch):
+    """Layers of two products, of which no backward pass reads what the second one makes."""
+
+    def loss(params):
+        x = batch["x"]
+        for w in params:
+            x = x + jnp.tanh(x @ w["in"]) @ w["out"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+RESIDUAL = {
+    "in": jax.ShapeDtypeStruct((WIDTH, 2 * WIDTH), jnp.float32),
+    "out": jax.ShapeDtypeStruct((2 * WIDTH, WIDTH), jnp.float32),
+}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -68,6 +89,38 @@ def test_a_stage_takes_what_its_layers_take(schedule):
         assert table.backward_s[layers].sum() == pytest.approx(both, rel=0.02)
         if schedule == "zb-h1" and stage:  # no stage waits for anything of the first one's backward pass
             assert table.weight_s[layers].sum() == pytest.approx(took[TaskKind.WEIGHT], rel=0.02)
+
+
+X_BYTES = BATCH // 8 // 2 * WIDTH * 4  # of one micro-batch on one of two devices
+
+
+# What tanh makes is kept beside its operand where nothing is computed again.
+@pytest.mark.parametrize(
+    ("policy", "kept_bytes"), [("nothing", 5 * X_BYTES), ("matmuls", 3 * X_BYTES), ("input", X_BYTES)]
+)
+def test_a_stage_that_recomputes_takes_and_keeps_what_its_layers_do(policy, kept_bytes):
+    step, on = cut(8, residual_step, RESIDUAL), cluster()
+    priced = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
+    option = next(p for p in priced if p.mesh.axis_sizes == (2,) and p.policy == policy)
+    half = len(step.layers) // 2
+    choice = Choice(
+        schedule="1f1b",
+        chunks=1,
+        first_layers=(0, half),
+        group_meshes=(option.mesh, option.mesh),
+        policies=(policy,) * len(step.layers),
+    )
+    built = build(step, choice, on, 80 * 10**9, 5.0)
+    for stage, layers in enumerate((slice(0, half), slice(half, None))):
+        took = [
+            (task.kind, seconds)
+            for task, seconds in zip(built.staged.tasks, built.task_s, strict=True)
+            if task.stage == stage and task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+        ]
+        table = option.option
+        seconds = table.forward_s[layers].sum() + table.backward_s[layers].sum()
+        assert seconds == pytest.approx(sum(s for _, s in took), rel=0.02)
+    assert set(option.option.saved_bytes[1:-1]) == {kept_bytes}
 
 
 @pytest.mark.parametrize(
