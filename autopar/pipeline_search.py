@@ -33,7 +33,7 @@ from autopar.solver import NoStages, StagePlan, StageProblem, best_stages
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_assignment import balanced
 from autopar.stage_building import Choice, Cut, build, cut_layers, evened, layers_of_pieces
-from autopar.stage_costs import Decisions, PricedOption, layer_decisions, stage_options
+from autopar.stage_costs import Decisions, PricedOption, again_of, layer_decisions, stage_options, undominated
 from autopar.staging import TracedStep
 from autopar.whole_search import PlanOptions, distinct_meshes
 
@@ -107,7 +107,7 @@ def search_pipelines(
             refused = error  # some sizes are traced to another program: others may serve
             continue
         with progress.pass_("layer costs"):
-            priced = tables(cuts[m], cluster, asked, limit_bytes, time_limit_s, decided)
+            priced = undominated(tables(cuts[m], cluster, asked, limit_bytes, time_limit_s, decided))
         for name in schedules_of(asked):
             chunks = asked.chunks or default_chunks(name)
             if step.parts > 1 and chunks > 1:
@@ -278,7 +278,7 @@ def tables(
     """
     assignment = assign_layers(cut.graph, cut.layers)
     contracted = contract(cut.graph, assignment, layer_kinds(cut.graph, assignment, len(cut.layers)))
-    wiring = hash(wiring_of(contracted.graph))
+    wiring, again = hash(wiring_of(contracted.graph)), again_of(contracted)
     options: list[PricedOption] = []
     parts = [part_of(cluster, size) for size in submesh_sizes(cluster, asked, len(cut.layers))]
     models = [cost_model(part, mesh) for part in parts for mesh in meshes_inside(part)]
@@ -290,7 +290,7 @@ def tables(
             # A stage on this mesh holds about its share of the layers.
             share = limit_bytes * STATE_SHARE * cluster.num_devices / mesh.num_devices
             decided[mesh, wiring] = layer_decisions(contracted, model, share, time_limit_s)
-        options += stage_options(contracted, cut.layers, model, link, decided[mesh, wiring])
+        options += stage_options(contracted, again, cut.layers, model, link, decided[mesh, wiring])
     return tuple(options)
 
 

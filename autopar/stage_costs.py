@@ -44,8 +44,10 @@ from autopar.overlap import crossing_s, timed
 from autopar.prediction import compute_times_s, predicted_collectives, task_memory
 from autopar.recomputation import Recompute, computed_again
 from autopar.solver import StageOption, Status
+from autopar.solver.stages import weight_seconds
 from autopar.tasks import Key, keys_made, keys_read
 
+_LESS_IS_BETTER = ("forward_s", "backward_s", "once_s", "state_bytes", "saved_bytes", "working_bytes", "send_s")
 # A byte always costs a little (a part of reading it once), so that of equally fast decisions the leanest is taken.
 TIE_BREAKING_READS = 0.1
 # Where state is too large, decisions are made with a higher price on its bytes: how often it is raised, the first price
@@ -90,6 +92,8 @@ class Decided:
 
 
 Decisions = tuple[Decided, ...]
+# For each policy and each layer the forward operations that are computed again.
+Again = Mapping[Recompute, Mapping[int, frozenset[int]]]
 
 
 def lowest_price(model: CostModel) -> float:
@@ -132,18 +136,23 @@ def layer_decisions(
     return tuple(found.values())
 
 
+def again_of(contracted: Contracted) -> Again:
+    return {policy: computed_again(contracted.graph, contracted.layer_of, policy) for policy in Recompute}
+
+
 def stage_options(
-    contracted: Contracted, layers: Layers, model: CostModel, link: Link, decisions: Decisions
+    contracted: Contracted, again: Again, layers: Layers, model: CostModel, link: Link, decisions: Decisions
 ) -> tuple[PricedOption, ...]:
     """Options for stages on the model's mesh: each of the decisions with each policy of recomputation.
 
-    `link` joins a stage with the next one. What crosses a boundary is sent split over all devices of the mesh.
+    `again` is `again_of(contracted)`; `link` joins a stage with the next one. What crosses a boundary is sent split
+    over all devices of the mesh.
     """
     devices = model.links.mesh.num_devices
     send_s = np.array([link.latency_s + b / devices / link.bytes_per_s for b in layers.crossing_bytes])
     found: list[PricedOption] = []
     for decided in decisions:
-        rows = layer_rows(contracted, model, decided.sharding)
+        rows = _Pricing(contracted, again, model, decided.sharding).run()
         table = [rows[contracted.stands_for[layer]] for layer in range(len(layers))]
         found += [
             PricedOption(
@@ -155,6 +164,17 @@ def stage_options(
             for policy in Recompute
         ]
     return tuple(found)
+
+
+def undominated(options: Sequence[PricedOption]) -> tuple[PricedOption, ...]:
+    """Without those that another one on as many devices is at least as good as, for every layer."""
+    found: dict[int, list[tuple[np.ndarray, PricedOption]]] = {}
+    for o in options:
+        costs = np.stack([*(getattr(o.option, name) for name in _LESS_IS_BETTER), -weight_seconds(o.option)])
+        alike = found.setdefault(o.option.num_devices, [])
+        if not any((other <= costs).all() for other, _ in alike):
+            alike[:] = [kept for kept in alike if not (costs <= kept[0]).all()] + [(costs, o)]
+    return tuple(o for alike in found.values() for _, o in alike)
 
 
 def _option(
@@ -176,14 +196,11 @@ def _option(
     )
 
 
-def layer_rows(contracted: Contracted, model: CostModel, sharding: ShardingPlan) -> dict[int, _Row]:
-    """What each layer of a contracted graph costs under decisions."""
-    return _Pricing(contracted, model, sharding).run()
-
-
 class _Pricing:
-    def __init__(self, contracted: Contracted, model: CostModel, sharding: ShardingPlan) -> None:
-        self.contracted, self.graph, self.model = contracted, contracted.graph, model
+    """What each layer of a contracted graph costs under decisions."""
+
+    def __init__(self, contracted: Contracted, again: Again, model: CostModel, sharding: ShardingPlan) -> None:
+        self.contracted, self.graph, self.model, self.again = contracted, contracted.graph, model, again
         self.lowered: LoweredBlock = lower(self.graph, sharding, model.links)
         self.rows = {layer: _Row() for layer in contracted.weight}
         self.costs = NodeCosts(self.graph, model)
@@ -191,7 +208,6 @@ class _Pricing:
         self.awaited = self.read_by_other_layers()
         repeating = [i for i in self.lowered.instructions if section_of(i).repeats]
         self.kept = frozenset(key for i in repeating for key in keys_read(i))
-        self.again = {p: computed_again(self.graph, contracted.layer_of, p) for p in Recompute}
 
     def run(self) -> dict[int, _Row]:
         parts = self.parts()

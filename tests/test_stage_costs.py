@@ -4,19 +4,22 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autopar import hardware
 from autopar.cluster import Cluster, Link
 from autopar.graph import OpKind
-from autopar.intra_op import IntraOp, cost_model
+from autopar.intra_op import IntraOp, Terms, cost_model
 from autopar.mesh import LogicalMesh
 from autopar.pipeline_search import tables
 from autopar.pipelining import PipelineOptions
 from autopar.rules import RuleBook
 from autopar.runtime.program import TaskKind
 from autopar.scan_cutting import cut_scans
+from autopar.solver import StageOption
 from autopar.stage_building import Choice, build, cut_layers
+from autopar.stage_costs import PricedOption, undominated
 from autopar.staging import trace
 from tests.small_steps import chain_step
 
@@ -67,8 +70,8 @@ RESIDUAL = {
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_stage_takes_what_its_layers_take(schedule):
     step, on = cut(8), cluster()
-    priced = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
-    option = next(p for p in priced if p.mesh.axis_sizes == (2,) and p.policy == "nothing")
+    found = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
+    option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == "nothing")
     half = len(step.layers) // 2
     choice = Choice(
         schedule=schedule,
@@ -100,8 +103,8 @@ X_BYTES = BATCH // 8 // 2 * WIDTH * 4  # of one micro-batch on one of two device
 )
 def test_a_stage_that_recomputes_takes_and_keeps_what_its_layers_do(policy, kept_bytes):
     step, on = cut(8, residual_step, RESIDUAL), cluster()
-    priced = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
-    option = next(p for p in priced if p.mesh.axis_sizes == (2,) and p.policy == policy)
+    found = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
+    option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
     half = len(step.layers) // 2
     choice = Choice(
         schedule="1f1b",
@@ -136,3 +139,34 @@ def test_reductions_are_put_off_where_memory_is_faster_than_links(link, memory_b
     matrices = [plan.raw[v] for v in sums if graph.values[v].shape == (WIDTH, WIDTH)]
     assert len(matrices) == LAYERS
     assert any(layout.partial for layout in matrices) == put_off
+
+
+def priced(name, num_devices=1, **changed):
+    names = ("forward_s", "backward_s", "weight_s", "once_s", "state_bytes", "saved_bytes", "working_bytes", "send_s")
+    costs = {name: np.array([2, 2]) for name in names} | {k: np.array(v) for k, v in changed.items()}
+    return PricedOption(
+        option=StageOption(num_devices=num_devices, name=name, **costs),
+        mesh=LogicalMesh(axis_sizes=(num_devices,)),
+        policy="nothing",
+        terms=Terms(s_per_byte=0.0, hidden_count=1.0),
+    )
+
+
+def test_options_that_are_nowhere_better_than_another_are_left_out():
+    options = [
+        priced("slower", forward_s=[2, 3]),
+        priced("plain"),
+        priced("equal"),
+        priced("leaner, slower", state_bytes=[1, 1], backward_s=[3, 3]),
+        priced("faster in one layer, slower in the other", forward_s=[1, 3]),
+        priced("puts off more", weight_s=[3, 2], working_bytes=[3, 2]),
+        priced("on two devices", num_devices=2, forward_s=[9, 9]),
+    ]
+    kept = [o.option.name for o in undominated(options)]
+    assert kept == [
+        "plain",
+        "leaner, slower",
+        "faster in one layer, slower in the other",
+        "puts off more",
+        "on two devices",
+    ]
