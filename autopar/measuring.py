@@ -52,7 +52,7 @@ CPU_SIZES = Sizes(
     widths=(16, 128, 256, 512),
     other_widths=(128, 256),
     row_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 23),
-    fresh_bytes=(1 << 24, 1 << 25),
+    fresh_bytes=(1 << 22, 1 << 24),
 )
 # One that has the host to itself, or shares it with another, gets larger parts of a step.
 ROOMY_CPU_SIZES = dataclasses.replace(
@@ -138,7 +138,7 @@ def median_times(
     for number, growing in enumerate(series):
         with progress.pass_(f"{number + 1}/{len(series)} {_name(growing[0])}"):
             for run in growing:
-                if clock.prepare(run) > LONGEST_S:
+                if clock.prepare(run) > LONGEST_S and not isinstance(run, FreshRun):  # large steps wait for theirs
                     break
                 ready.append(run)
     samples: dict[Run, list[float]] = {run: [] for run in ready}
