@@ -140,7 +140,7 @@ def _gpu(
     rates = [("float16", half), ("float32", single), ("float64", double)]
     rates += [("bfloat16", half)] if bfloat16 else []
     rates += [("float8", eight_bit), ("int8", eight_bit)] if eight_bit else []
-    return DeviceKind(
+    device = DeviceKind(
         name=name,
         peak_flops=tuple((dtype, tera * _TERA) for dtype, tera in rates),
         memory_bytes=int(memory_gb * _GIGA),
@@ -153,14 +153,13 @@ def _gpu(
         ),
         float32_fill_s=products.fill_us * _MICRO,
         source=source,
-        host_link_bytes_per_s=host.gb_per_s * _GIGA,
-        host_link_source=host.source,
     )
+    return host.of(device)
 
 
 def _tpu(name: str, *, half: float, int8: float, memory_gb: float, memory_gb_per_s: float) -> DeviceKind:
     """Rates in Tflop/s. float32 products run as bfloat16 ones: JAX's default precision on TPU is one bfloat16 pass."""
-    return DeviceKind(
+    device = DeviceKind(
         name=name,
         peak_flops=(("bfloat16", half * _TERA), ("float32", half * _TERA), ("int8", int8 * _TERA)),
         memory_bytes=int(memory_gb * _GIGA),
@@ -168,10 +167,9 @@ def _tpu(name: str, *, half: float, int8: float, memory_gb: float, memory_gb_per
         launch_overhead_s=_TPU_LAUNCH_US * _MICRO,
         flops_efficiency=_TPU_EFFICIENCY,
         memory_efficiency=_TPU_MEMORY_EFFICIENCY,
-        host_link_bytes_per_s=_TPU_HOST.gb_per_s * _GIGA,
-        host_link_source=_TPU_HOST.source,
         source="jax-ml/scaling-book tpus.md and Google Cloud TPU documentation (rates, memory)",
     )
+    return _TPU_HOST.of(device)
 
 
 # Share of the peak and time of the smallest kernel where no measurement of a GPU was found, and share of its memory's

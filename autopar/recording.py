@@ -105,37 +105,10 @@ def planned_values(
     traced: TracedStep, graph: OpGraph, lowered: LoweredBlock
 ) -> tuple[list[PlannedValue], list[PlannedValue]]:
     """(arguments, constants first; results) with their layouts."""
+    places = [(0, place) for place in lowered.entries()]
+    made = [(0, place) if place is not None else None for place in lowered.outputs]
     num_constants = len(lowered.inputs) - len(traced.in_avals)
-    arguments = []
-    for position, (v, (layout, state)) in enumerate(zip(lowered.block.inputs, lowered.entries(), strict=True)):
-        value = graph.values[v]
-        kind = kind_of_argument(graph, position, num_constants)
-        arguments.append(
-            PlannedValue(
-                path=value.name,
-                shape=value.shape,
-                dtype=value.dtype,
-                nbytes=value.nbytes,
-                kind=kind,
-                layout=layout,
-                in_host=state == HOST,
-            )
-        )
-    results = []
-    for path, aval, place in zip(traced.out_paths, traced.out_avals, lowered.outputs, strict=True):
-        layout = place[0] if place is not None else replicated(len(aval.shape))
-        results.append(
-            PlannedValue(
-                path=path,
-                shape=tuple(aval.shape),
-                dtype=str(aval.dtype),
-                nbytes=0,
-                kind="result",
-                layout=layout,
-                in_host=place is not None and place[1] == HOST,
-            )
-        )
-    return arguments, results
+    return _arguments(graph, num_constants, places), _results(traced, made)
 
 
 def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue], list[PlannedValue]]:
@@ -145,33 +118,47 @@ def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue
     """
     program, graph, cut = staged.staged, staged.graph, staged.step
     first_constant = len(graph.constants)
-    placed: dict[int, tuple[int, Place]] = {}
+    placed: dict[int, _Placed] = {}
     for position, b in zip(program.arguments, program.pipeline.inputs, strict=True):
         placed.setdefault(position, (program.stage_of[b], program.key_of[b][1]))
-    arguments = []
-    for position, v in enumerate(graph.block.inputs):
+    made = {
+        position: (program.stage_of[b], program.key_of[b][1])
+        for position, b in zip(program.results, program.pipeline.outputs, strict=True)
+    }
+    arguments = _arguments(graph, first_constant, [placed.get(p) for p in range(len(graph.block.inputs))])
+    results = _results(cut.traced, [made.get(p) for p in range(len(cut.traced.out_avals))])
+    leaves = leaves_of_pieces(arguments[first_constant:], cut.arguments, traced.in_paths)
+    return [*arguments[:first_constant], *leaves], leaves_of_pieces(results, cut.results, traced.out_paths)
+
+
+_Placed = tuple[int, Place]  # stage and place; None for what is the same everywhere
+
+
+def _arguments(graph: OpGraph, num_constants: int, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
+    found = []
+    for position, (v, where) in enumerate(zip(graph.block.inputs, placed, strict=True)):
         value = graph.values[v]
-        stage, (layout, state) = placed.get(position, (0, (replicated(len(value.shape)), RAW)))
-        arguments.append(
+        stage, (layout, state) = where or (0, (replicated(len(value.shape)), RAW))
+        found.append(
             PlannedValue(
                 path=value.name,
                 shape=value.shape,
                 dtype=value.dtype,
                 nbytes=value.nbytes,
-                kind=kind_of_argument(graph, position, first_constant),
+                kind=kind_of_argument(graph, position, num_constants),
                 layout=layout,
                 stage=stage,
                 in_host=state == HOST,
             )
         )
-    made = {
-        position: (program.stage_of[b], program.key_of[b][1])
-        for position, b in zip(program.results, program.pipeline.outputs, strict=True)
-    }
-    results = []
-    for position, (path, aval) in enumerate(zip(cut.traced.out_paths, cut.traced.out_avals, strict=True)):
-        stage, (layout, state) = made.get(position, (0, (replicated(len(aval.shape)), RAW)))
-        results.append(
+    return found
+
+
+def _results(traced: TracedStep, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
+    found = []
+    for path, aval, where in zip(traced.out_paths, traced.out_avals, placed, strict=True):
+        stage, (layout, state) = where or (0, (replicated(len(aval.shape)), RAW))
+        found.append(
             PlannedValue(
                 path=path,
                 shape=tuple(aval.shape),
@@ -183,8 +170,7 @@ def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue
                 in_host=state == HOST,
             )
         )
-    leaves = leaves_of_pieces(arguments[first_constant:], cut.arguments, traced.in_paths)
-    return [*arguments[:first_constant], *leaves], leaves_of_pieces(results, cut.results, traced.out_paths)
+    return found
 
 
 def leaves_of_pieces(

@@ -171,16 +171,17 @@ def transformer(layers: int = 2, width: int = 32, heads: int = 4, vocabulary: in
     )
 
 
+def chain_loss(params, batch):
+    """Of products one after the other."""
+    x = batch["x"]
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
 def chain_step(params, batch):
     """Products one after the other, by plain gradient descent."""
-
-    def loss(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.value_and_grad(chain_loss)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 

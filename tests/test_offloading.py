@@ -19,7 +19,7 @@ from autopar.offloading import AHEAD, BUCKETS
 from autopar.record import MemoryKind
 from autopar.verification import compiled_elsewhere
 from benchmarks.zoo import CASES
-from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, mlp_step, slow_cluster, verified
+from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, chain_loss, mlp_step, slow_cluster, verified
 
 GPT = CASES["gpt_adamw"](layers=1, batch=16)
 MOE = CASES["moe"](layers=1, batch=16)
@@ -28,14 +28,7 @@ WIDTH, EXAMPLES = 64, 32
 
 def adam_step(state, batch):
     """Products one after the other, their gradients clipped by their norm, under Adam."""
-
-    def loss(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(state["params"])
+    value, grads = jax.value_and_grad(chain_loss)(state["params"], batch)
     updates, moments = ADAM.update(grads, state["moments"], state["params"])
     return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, value
 
