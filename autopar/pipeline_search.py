@@ -303,7 +303,9 @@ def wiring_of(graph: OpGraph) -> tuple:
 
 
 def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> list[int]:
-    """Powers of two inside of a host, then whole hosts by powers of two, and all; no smaller than layers allow."""
+    """Powers of two inside of a host, then whole hosts by powers of two, and all; no smaller than layers allow, but for
+    what is left over.
+    """
     n, total = cluster.devices_per_host, cluster.num_devices
     if asked.num_stages is not None:
         if total % asked.num_stages:
@@ -317,7 +319,13 @@ def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> 
     inside = [size for size in (2**i for i in range(n.bit_length())) if n % size == 0]
     hosts = [n * 2**i for i in range(cluster.num_hosts.bit_length()) if 2**i <= cluster.num_hosts]
     sizes = sorted({*inside, *hosts, total})
-    return [size for size in sizes if size * num_layers >= total]
+    enough = [size for size in sizes if size * num_layers >= total]
+    # Where the devices are no multiple of the smallest of these, smaller stages make up the rest.
+    for size in reversed(sizes[: -len(enough)]):
+        if total % enough[0] == 0:
+            break
+        enough.insert(0, size)
+    return enough
 
 
 def meshes_inside(part: Cluster) -> list[LogicalMesh]:

@@ -52,6 +52,7 @@ GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be 
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
+LONG_STEP = 5_000  # operations; a search for what fits takes minutes, where nothing can
 # Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
 # parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
 ZERO_STAGES = (0, 1, 3)
@@ -119,6 +120,11 @@ def whole_step(
 
     Adds to `trials` what was tried.
     """
+    if options.is_free and cluster.num_devices > 1 and len(graph.block.ops) > LONG_STEP:
+        with progress.pass_("least memory"):
+            refusal = cannot_fit(traced, graph, cluster, limit_bytes, options.time_limit_s)
+        if refusal is not None:
+            return refusal
     candidates: list[Candidate] = []
     for mesh, pins in logical_meshes(traced, graph, cluster, options):
         if not worth_trying(mesh, candidates, limit_bytes):
@@ -137,6 +143,22 @@ def whole_step(
             fitting_s = [c.step_time_s for c in candidates if c.estimate.peak_bytes <= limit_bytes]
             candidates += known_plans(graph, cluster, limit_bytes, options, trials, min(fitting_s, default=math.inf))
     return choose(traced, graph, candidates, trials, limit_bytes)
+
+
+def cannot_fit(
+    traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_bytes: int, time_limit_s: float
+) -> MemoryLimitError | None:
+    """The error of a step that needs too much memory even if every value of it were split over all devices.
+
+    Short steps are searched all the same, for the least that they need as things stand: plans split few steps so well.
+    """
+    model = cost_model(cluster, LogicalMesh(axis_sizes=(1,)))
+    intra_op = IntraOp(graph, model)
+    alone = evaluated(graph, model, intra_op.decode(intra_op.solve(time_limit_s=time_limit_s)))
+    if alone.estimate.peak_bytes <= limit_bytes * cluster.num_devices:
+        return None
+    where = f"{traced.name}, if every value were split over all {cluster.num_devices} devices of {cluster.name}"
+    return out_of_memory(where, graph, alone, limit_bytes, cluster.num_devices)
 
 
 def known_plans(
@@ -403,13 +425,19 @@ def no_plan_fits(
 ) -> MemoryLimitError:
     """The error that says by how much the smallest plan is over, and what holds the memory."""
     least = min(candidates, key=lambda c: c.estimate.peak_bytes)
-    names = place_names(graph, least.stands_for, made_by(graph), least.sharding.mesh)
-    largest = [(names.get(v, "a temporary value"), n) for v, n in least.estimate.at_peak[:5]]
+    return out_of_memory(f"{traced.name} on mesh {least.sharding.mesh}", graph, least, limit_bytes)
+
+
+def out_of_memory(
+    where: str, graph: OpGraph, found: Candidate, limit_bytes: int, shared_by: int = 1
+) -> MemoryLimitError:
+    """The error of a plan that does not fit, of whose bytes each device has so small a share."""
+    names = place_names(graph, found.stands_for, made_by(graph), found.sharding.mesh)
     return MemoryLimitError(
-        where=f"{traced.name} on mesh {least.sharding.mesh}",
+        where=where,
         limit_bytes=limit_bytes,
-        needed_bytes=least.estimate.peak_bytes,
-        largest=largest,
+        needed_bytes=-(-found.estimate.peak_bytes // shared_by),
+        largest=[(names.get(v, "a temporary value"), n // shared_by) for v, n in found.estimate.at_peak[:5]],
         hint="use more devices, a smaller batch or gradient accumulation, jax.checkpoint around the layers whose "
         "activations are named here, or a smaller optimiser state (Adafactor, bfloat16 moments)",
     )

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import hardware
+from autopar import hardware, whole_search
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
-from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError
+from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
+from autopar.pipeline_search import submesh_sizes
+from autopar.pipelining import PipelineOptions
 from tests.small_steps import chain_step
 
 SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
@@ -99,3 +101,27 @@ def test_the_simulated_step_is_the_planned_one():
 def test_what_cannot_be_is_refused(recipe, kind, names):
     with pytest.raises(kind, match=names):
         plan(cluster(), *arguments(), plan=recipe)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "num_layers", "sizes"),
+    [
+        (2, 8, [2, 4, 8, 16]),  # stages of one device would be more than there are layers
+        (4, 100, [1, 2, 4, 8, 16, 32]),
+        (315, 107, [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 2520]),  # 2,520 is no multiple of 32 or 16
+        (8, 16, [4, 8, 16, 32, 64]),
+    ],
+)
+def test_stages_may_have_sizes_that_cover_all_devices(hosts, num_layers, sizes):
+    on = Cluster.preset("dgx-a100-80g", hosts=hosts)
+    assert submesh_sizes(on, PipelineOptions(), num_layers) == sizes
+
+
+def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(monkeypatch):
+    monkeypatch.setattr(whole_search, "LONG_STEP", 10)
+    monkeypatch.setattr(whole_search, "search", lambda *_: pytest.fail("it was"))
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments()[0]))
+    limit = state_bytes // 8
+    with pytest.raises(MemoryLimitError, match="if every value were split over all 4 devices") as caught:
+        plan(cluster(), *arguments(), memory_limit_bytes=limit)
+    assert state_bytes / 4 < caught.value.needed_bytes
