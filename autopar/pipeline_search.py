@@ -45,6 +45,7 @@ LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
+MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
 FINEST_PARTS = 48  # in which a scan over layers is priced; the stages of a pipeline are seldom more
 
 
@@ -304,7 +305,7 @@ def wiring_of(graph: OpGraph) -> tuple:
 
 def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> list[int]:
     """Powers of two inside of a host, then whole hosts by powers of two, and all; no smaller than layers allow, but for
-    what is left over.
+    what is left over. Many hosts that this leaves in small parts are cut evenly, each size into the next smaller one.
     """
     n, total = cluster.devices_per_host, cluster.num_devices
     if asked.num_stages is not None:
@@ -325,7 +326,19 @@ def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> 
         if total % enough[0] == 0:
             break
         enough.insert(0, size)
-    return enough
+    if total // enough[0] <= MOST_PARTS:
+        return enough
+    chain = [*inside, *(n * of_hosts for of_hosts in _divisor_chain(cluster.num_hosts))]
+    return sorted({size for size in chain if size * num_layers >= total})
+
+
+def _divisor_chain(n: int) -> list[int]:
+    """1 and n with numbers between them of which each divides the next, by the smallest factor that there is."""
+    chain = [1]
+    while chain[-1] < n:
+        rest = n // chain[-1]
+        chain.append(chain[-1] * divisors(rest)[1])
+    return chain
 
 
 def meshes_inside(part: Cluster) -> list[LogicalMesh]:

@@ -108,7 +108,8 @@ def test_what_cannot_be_is_refused(recipe, kind, names):
     [
         (2, 8, [2, 4, 8, 16]),  # stages of one device would be more than there are layers
         (4, 100, [1, 2, 4, 8, 16, 32]),
-        (315, 107, [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 2520]),  # 2,520 is no multiple of 32 or 16
+        (7, 3, [8, 16, 32, 56]),  # 56 is no multiple of 32 or 16
+        (315, 107, [24, 72, 360, 2520]),  # 2,520 is no multiple of 32 or 16, and too many parts of 8
         (8, 16, [4, 8, 16, 32, 64]),
     ],
 )
