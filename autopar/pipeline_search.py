@@ -204,7 +204,19 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     most = min(most, MICROBATCHES_A_STAGE * min(cluster.num_devices, MOST_STAGES))
     several = MICROBATCH_SIZES if len(traced.jaxpr.eqns) <= LONG_STEP else 2
     wanted = [max(1.0, most / MICROBATCH_RATIO**i) for i in range(several)]
-    return list(dict.fromkeys(nearest_divisor(examples, number) for number in wanted))
+    groups = examples // odd_part(examples, cluster)
+    return list(dict.fromkeys(nearest_divisor(groups, number) for number in wanted))
+
+
+def odd_part(examples: int, cluster: Cluster) -> int:
+    """The odd number of devices that examples can be split over, not many of them: micro-batches of a power of two
+    would leave stages of three or nine hosts without data parallelism.
+    """
+    odd = cluster.num_devices
+    while odd % 2 == 0:
+        odd //= 2
+    fitting = [d for d in _divisor_chain(odd) if examples % d == 0 and d <= MICROBATCH_RATIO * SMALLEST_MICROBATCH]
+    return max(fitting)
 
 
 def finest(trips: int) -> int:

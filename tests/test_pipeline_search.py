@@ -12,7 +12,7 @@ from autopar import hardware, whole_search
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
-from autopar.pipeline_search import submesh_sizes
+from autopar.pipeline_search import odd_part, submesh_sizes
 from autopar.pipelining import PipelineOptions
 from tests.small_steps import chain_step
 
@@ -116,6 +116,11 @@ def test_what_cannot_be_is_refused(recipe, kind, names):
 def test_stages_may_have_sizes_that_cover_all_devices(hosts, num_layers, sizes):
     on = Cluster.preset("dgx-a100-80g", hosts=hosts)
     assert submesh_sizes(on, PipelineOptions(), num_layers) == sizes
+
+
+@pytest.mark.parametrize(("hosts", "odd"), [(2, 1), (3, 3), (5, 1), (9, 9), (315, 9)])
+def test_micro_batches_can_be_split_over_an_odd_number_of_hosts(hosts, odd):
+    assert odd_part(2520 if hosts == 315 else 72, Cluster.preset("dgx-a100-80g", hosts=hosts)) == odd
 
 
 def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(monkeypatch):
