@@ -2,7 +2,7 @@
 
     python -m benchmarks.grids                              three models on four clusters (an hour)
     python -m benchmarks.grids gpt --clusters dgx-h100      one of each
-    python -m benchmarks.grids --keep                       also keeps the table in results/grids.md
+    python -m benchmarks.grids --keep                       also keeps the table in results/grids.md, row by row
 
 For each model and cluster every recipe `combine(tp, pp, dp, num_microbatches, zero, recompute)` is planned and
 predicted under the same model as the search's own plan, which must not be slower than the best of them that fits. No
@@ -116,6 +116,10 @@ def compared(model: str, cluster_name: str, progress: Progress) -> list[str]:
     return [model, cluster_name, str(len(wanted)), str(fitting), found[0], found[1], text, found[2], found[3], took]
 
 
+def keep(rows: list[list[str]]) -> None:
+    RESULTS.write_text(f"# The search beside all grids\n\n{description()}\n\n{markdown(COLUMNS, rows)}\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
@@ -127,12 +131,12 @@ def main() -> int:
         for model, cluster in itertools.product(arguments.models, arguments.clusters):
             rows.append(compared(model, cluster, progress))
             console.print(" | ".join(rows[-1]))
+            if arguments.keep:
+                keep(rows)
     shown = Table(*COLUMNS)
     for row in rows:
         shown.add_row(*row)
     console.print(shown)
-    if arguments.keep:
-        RESULTS.write_text(f"# The search beside all grids\n\n{description()}\n\n{markdown(COLUMNS, rows)}\n")
     return 0 if all(not row[8] or float(row[8]) >= 1 - TIE for row in rows) else 1
 
 
