@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning_at_scale                        GPT-3, unrolled and as a scan, for 128 hosts of 8 A100
     python -m benchmarks.planning_at_scale unrolled --hosts 1 16 2048 --model 1T
-    python -m benchmarks.planning_at_scale --all --keep           every size; keeps the table and a plot of it
+    python -m benchmarks.planning_at_scale --all --keep           every size (an hour); keeps a table and a plot of it
 
 Each plan is made by `autopar.plan` in a fresh process with nothing cached, tracing included; no device is needed. Where
 no plan fits into the memory, finding that out is what is timed.
@@ -10,11 +10,12 @@ Sizes: GPT-3 from Brown et al., "Language models are few-shot learners", 2020, t
 "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021, table 1. Batches of 1,536
 sequences of 2,048 tokens as there, and of one for every four devices on more than 6,144; master weights and AdamW in
 float32. The unrolled model computes in bfloat16, the scanned one in float32 with `jax.checkpoint` on the body.
-The plot needs matplotlib: `pip install "autopar[plots]"`.
+Rows are kept as they are made, beside those kept before. The plot needs matplotlib: `pip install "autopar[plots]"`.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import resource
 import subprocess
@@ -28,6 +29,7 @@ from rich.table import Table
 from benchmarks.machine import description, markdown
 
 RESULTS = Path(__file__).parent / "results" / "planning_at_scale.md"
+ROWS = RESULTS.with_suffix(".json")
 PLOT = RESULTS.with_suffix(".png")
 SIZES = {
     "GPT-3": {"layers": 96, "width": 12_288, "heads": 96, "vocabulary": 51_200, "length": 2048},
@@ -154,6 +156,19 @@ def plot(rows: list[Row]) -> None:
     figure.savefig(PLOT, dpi=110)
 
 
+def keep(row: Row) -> None:
+    """Adds a row to those kept, in the place of one for the same, and writes table and plot of all."""
+    kept = [Row(**fields) for fields in json.loads(ROWS.read_text())] if ROWS.exists() else []
+    rows = {(r.model, r.form, r.devices): r for r in [*kept, row]}
+    order = [*itertools.product(SIZES, CASES_OF, [8 * n for n in HOSTS])]
+    rows = dict(sorted(rows.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    ROWS.write_text(json.dumps([dataclasses.asdict(r) for r in rows.values()], indent=1) + "\n")
+    table = markdown(COLUMNS, [cells(r) for r in rows.values()])
+    plot(list(rows.values()))
+    title = "# Planning for thousands of devices"
+    RESULTS.write_text(f"{title}\n\nThe last row: {description()}\n\n![time and memory]({PLOT.name})\n\n{table}\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("forms", nargs="*", default=list(CASES_OF), help=f"of {', '.join(CASES_OF)}")
@@ -174,15 +189,12 @@ def main() -> int:
             for n in hosts:
                 rows.append(planned(model, form, n))
                 console.print(" | ".join(cells(rows[-1])))
+                if arguments.keep:
+                    keep(rows[-1])
     shown = Table(*COLUMNS)
     for row in rows:
         shown.add_row(*cells(row))
     console.print(shown)
-    if arguments.keep:
-        title = "# Planning for thousands of devices"
-        table = markdown(COLUMNS, [cells(row) for row in rows])
-        plot(rows)
-        RESULTS.write_text(f"{title}\n\n{description()}\n\n![time and memory]({PLOT.name})\n\n{table}\n")
     good = [r.wall_s <= TARGET_S and r.memory_bytes <= MEMORY_TARGET_BYTES for r in rows]
     return 0 if all(good) and all(r.stages_s <= STAGES_TARGET_S for r in rows) else 1
 
