@@ -60,7 +60,7 @@ from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
 from autopar.stage_building import cut_layers, recomputed
 from autopar.staging import TracedStep
-from autopar.whole_search import Candidate, PlanOptions, whole_step
+from autopar.whole_search import LONG_STEP, Candidate, PlanOptions, check_state_fits, whole_step
 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.
@@ -99,6 +99,8 @@ def make_plan(
             return plan
         cost = price_in_stages(traced, cluster, options, limit_bytes, rules, progress, found)
         return pinned(plan, found.pins.names, cost)
+    if options.is_free and not options.in_host and len(graph.block.ops) > LONG_STEP:
+        check_state_fits(traced, graph, cluster, limit_bytes)
     best: Candidate | AutoparError | None = None
     trials: list[MeshTrial] = []
     if options.binding is not None:

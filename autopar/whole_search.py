@@ -145,6 +145,25 @@ def whole_step(
     return choose(traced, graph, candidates, trials, limit_bytes)
 
 
+def check_state_fits(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_bytes: int) -> None:
+    """Raises: MemoryLimitError for a step whose arguments are more than the memory of all devices: then nothing fits,
+    stages neither.
+    """
+    given = [graph.values[v] for v in graph.block.inputs]
+    needed_bytes = -(-sum(v.nbytes for v in given) // cluster.num_devices)
+    if needed_bytes <= limit_bytes:
+        return
+    largest = sorted(given, key=lambda v: -v.nbytes)[:5]
+    raise MemoryLimitError(
+        where=f"the state of {traced.name}, split over all {cluster.num_devices} devices of {cluster.name}",
+        limit_bytes=limit_bytes,
+        needed_bytes=needed_bytes,
+        largest=[(v.name or "a constant", v.nbytes // cluster.num_devices) for v in largest],
+        hint="use more devices, a smaller model, a smaller optimiser state (Adafactor, bfloat16 moments), or keep that "
+        'in the memory of the hosts: plan=autopar.recipes.zero(2, offload="optimizer")',
+    )
+
+
 def cannot_fit(
     traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_bytes: int, time_limit_s: float
 ) -> MemoryLimitError | None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import hardware, whole_search
+from autopar import compiler, hardware, whole_search
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
@@ -118,6 +118,10 @@ def test_stages_may_have_sizes_that_cover_all_devices(hosts, num_layers, sizes):
     assert submesh_sizes(on, PipelineOptions(), num_layers) == sizes
 
 
+def arguments_bytes():
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments()))
+
+
 @pytest.mark.parametrize(("hosts", "odd"), [(2, 1), (3, 3), (5, 1), (9, 9), (315, 9)])
 def test_micro_batches_can_be_split_over_an_odd_number_of_hosts(hosts, odd):
     assert odd_part(2520 if hosts == 315 else 72, Cluster.preset("dgx-a100-80g", hosts=hosts)) == odd
@@ -127,7 +131,15 @@ def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(mon
     monkeypatch.setattr(whole_search, "LONG_STEP", 10)
     monkeypatch.setattr(whole_search, "search", lambda *_: pytest.fail("it was"))
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments()[0]))
-    limit = state_bytes // 8
     with pytest.raises(MemoryLimitError, match="if every value were split over all 4 devices") as caught:
-        plan(cluster(), *arguments(), memory_limit_bytes=limit)
+        plan(cluster(), *arguments(), memory_limit_bytes=(state_bytes + arguments_bytes()) // 4)
     assert state_bytes / 4 < caught.value.needed_bytes
+
+
+def test_a_long_step_whose_state_does_not_fit_is_not_searched_for_anything(monkeypatch):
+    monkeypatch.setattr(compiler, "LONG_STEP", 10)
+    monkeypatch.setattr(compiler, "searched_pipeline", lambda *_: pytest.fail("it was"))
+    with pytest.raises(MemoryLimitError, match="the state of chain_step, split over all 4 devices") as caught:
+        plan(cluster(), *arguments(), memory_limit_bytes=arguments_bytes() // 4 - 1)
+    assert caught.value.needed_bytes == arguments_bytes() // 4
+    assert {name for name, _ in caught.value.largest} >= {"batch['x']", "params[0]"}
