@@ -52,7 +52,9 @@ GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be 
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
-LONG_STEP = 5_000  # operations; a search for what fits takes minutes, where nothing can
+# Where nothing can fit, a search for what does takes minutes: for a step of so many operations, and after so long, it
+# is first asked whether anything can.
+LONG_STEP, SLOW_SEARCH_S = 5_000, 10.0
 # Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
 # parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
 ZERO_STAGES = (0, 1, 3)
@@ -120,17 +122,20 @@ def whole_step(
 
     Adds to `trials` what was tried.
     """
-    if options.is_free and cluster.num_devices > 1 and len(graph.block.ops) > LONG_STEP:
-        with progress.pass_("least memory"):
-            refusal = cannot_fit(traced, graph, cluster, limit_bytes, options.time_limit_s)
-        if refusal is not None:
-            return refusal
     candidates: list[Candidate] = []
+    begun_s, may_fit = time.perf_counter(), not options.is_free or cluster.num_devices == 1
     for mesh, pins in logical_meshes(traced, graph, cluster, options):
         if not worth_trying(mesh, candidates, limit_bytes):
             status = f"not tried: the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}"
             trials.append(MeshTrial(axis_sizes=mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status))
             continue
+        slow = len(graph.block.ops) > LONG_STEP or time.perf_counter() - begun_s > SLOW_SEARCH_S
+        if slow and not may_fit and all(c.estimate.peak_bytes > limit_bytes for c in candidates):
+            with progress.pass_("least memory"):
+                refusal = cannot_fit(traced, graph, cluster, limit_bytes, options.time_limit_s)
+            if refusal is not None:
+                return refusal
+            may_fit = True
         with progress.pass_(f"mesh {mesh}"):
             fitting_s = [c.step_time_s for c in candidates if c.estimate.peak_bytes <= limit_bytes]
             to_beat_s = min(fitting_s, default=math.inf)
@@ -169,7 +174,7 @@ def cannot_fit(
 ) -> MemoryLimitError | None:
     """The error of a step that needs too much memory even if every value of it were split over all devices.
 
-    Short steps are searched all the same, for the least that they need as things stand: plans split few steps so well.
+    What is searched quickly is searched all the same, for the least that it needs: plans split few steps so well.
     """
     model = cost_model(cluster, LogicalMesh(axis_sizes=(1,)))
     intra_op = IntraOp(graph, model)
