@@ -93,6 +93,11 @@ class ShardingPlan:
 HIDDEN_COUNT, LEAST_HIDDEN_COUNT = 0.3, 0.1
 
 
+# Of the solver, for the decisions of layers and of stages: more find nothing better (the layers of GPT-3 on 28 meshes),
+# and a clock would make plans depend on what else the machine does.
+ROUNDS = 16
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """What is decided under: the price of a byte of state, and what counts of a send that computing can hide."""

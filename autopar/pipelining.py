@@ -11,7 +11,7 @@ from autopar.constraints import Constraints
 from autopar.costs import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.graph import OpGraph, OpKind, Section
-from autopar.intra_op import CostModel, IntraOp, MemoryPrices, ShardingPlan, Terms, cost_model, state_values
+from autopar.intra_op import ROUNDS, CostModel, IntraOp, MemoryPrices, ShardingPlan, Terms, cost_model, state_values
 from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
 from autopar.lowering import lower
@@ -183,7 +183,7 @@ def solve_stage(
     received, sent = wires
     intra_op = IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
     prices = MemoryPrices(s_per_byte=terms.s_per_byte, values=state_values(stage.graph))
-    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count)
+    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count, rounds=ROUNDS)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise SolverError(
             where=f"a stage on mesh {model.links.mesh}",

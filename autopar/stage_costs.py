@@ -16,6 +16,7 @@ from autopar.contraction import Contracted
 from autopar.graph import OpKind, Section, read_by, walk
 from autopar.intra_op import (
     LEAST_HIDDEN_COUNT,
+    ROUNDS,
     CostModel,
     IntraOp,
     MemoryPrices,
@@ -53,7 +54,6 @@ TIE_BREAKING_READS = 0.1
 # Where state is too large, decisions are made with a higher price on its bytes: how often it is raised, the first price
 # (as a part of the step's time divided by the state's bytes) and by how much it rises.
 LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.1, 3.0
-ROUNDS = 16  # of the solver, for one ILP: more find nothing better (the layers of GPT-3 on 28 meshes)
 
 
 @dataclasses.dataclass(slots=True)
