@@ -181,7 +181,7 @@ def _option(
     policy: Recompute, table: Sequence[_Row], num_devices: int, send_s: np.ndarray, model: CostModel
 ) -> StageOption:
     # What is computed again is there while the layer's backward pass runs.
-    rest = [row.saved_bytes[Recompute.NOTHING] - row.saved_bytes[policy] for row in table]
+    rest = [max(0, row.saved_bytes[Recompute.NOTHING] - row.saved_bytes[policy]) for row in table]
     return StageOption(
         num_devices=num_devices,
         forward_s=np.array([row.forward_s for row in table]),
