@@ -35,13 +35,12 @@ from autopar.stage_assignment import balanced
 from autopar.stage_building import Choice, Cut, build, cut_layers, evened, layers_of_pieces
 from autopar.stage_costs import Decisions, PricedOption, again_of, layer_decisions, stage_options, undominated
 from autopar.staging import TracedStep
-from autopar.whole_search import PlanOptions, distinct_meshes
+from autopar.whole_search import LONG_STEP, PlanOptions, distinct_meshes
 
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
-LONG_STEP = 5_000  # equations; a step of more is traced on fewer sizes of micro-batches
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
 
@@ -202,7 +201,7 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     examples = num_examples(traced)
     most = examples / min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
     most = min(most, MICROBATCHES_A_STAGE * min(cluster.num_devices, MOST_STAGES))
-    several = MICROBATCH_SIZES if len(traced.jaxpr.eqns) <= LONG_STEP else 2
+    several = MICROBATCH_SIZES if len(traced.jaxpr.eqns) <= LONG_STEP else 2  # each size is traced and priced anew
     wanted = [max(1.0, most / MICROBATCH_RATIO**i) for i in range(several)]
     groups = examples // odd_part(examples, cluster)
     return list(dict.fromkeys(nearest_divisor(groups, number) for number in wanted))

@@ -52,9 +52,10 @@ GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be 
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
-# Where nothing can fit, a search for what does takes minutes: for a step of so many operations, and after so long, it
-# is first asked whether anything can.
-LONG_STEP, SLOW_SEARCH_S = 5_000, 10.0
+LONG_STEP = 5_000  # operations; whatever is done to a longer step takes long
+# Where nothing can fit, a search for what does takes minutes: for a long step, and after so much time, it is first
+# asked whether anything can.
+SLOW_SEARCH_S = 10.0
 # Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
 # parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
 ZERO_STAGES = (0, 1, 3)

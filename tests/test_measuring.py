@@ -138,6 +138,13 @@ def test_what_takes_too_long_is_left_out():
     assert found.device.flops_per_s("bfloat16") == found.device.flops_per_s("float32")  # as all that is not listed
 
 
+def test_fresh_memory_is_measured_however_slow_it_is():
+    clock = KnownClock()
+    known = clock._seconds
+    clock._seconds = lambda run: 100.0 * run.nbytes / 2**22 if isinstance(run, FreshRun) else known(run)
+    assert measured(clock=clock).device.fresh_bytes_per_s == pytest.approx(2**22 / 100.0)
+
+
 def test_a_short_budget_ends_the_rounds():
     clock = KnownClock()
     measured(clock=clock, budget_s=0.0)

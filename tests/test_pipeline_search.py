@@ -122,9 +122,11 @@ def arguments_bytes():
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments()))
 
 
-@pytest.mark.parametrize(("hosts", "odd"), [(2, 1), (3, 3), (5, 1), (9, 9), (315, 9)])
-def test_micro_batches_can_be_split_over_an_odd_number_of_hosts(hosts, odd):
-    assert odd_part(2520 if hosts == 315 else 72, Cluster.preset("dgx-a100-80g", hosts=hosts)) == odd
+@pytest.mark.parametrize(
+    ("hosts", "examples", "odd"), [(2, 72, 1), (3, 72, 3), (3, 32, 1), (5, 72, 1), (9, 72, 9), (315, 2520, 9)]
+)
+def test_micro_batches_can_be_split_over_an_odd_number_of_hosts(hosts, examples, odd):
+    assert odd_part(examples, Cluster.preset("dgx-a100-80g", hosts=hosts)) == odd
 
 
 def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(monkeypatch):
