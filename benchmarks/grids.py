@@ -27,7 +27,7 @@ from rich.table import Table
 
 import autopar
 from autopar.errors import AutoparError
-from benchmarks.machine import description, markdown
+from benchmarks.machine import description, kept_rows, markdown
 from benchmarks.zoo import CASES
 
 RESULTS = Path(__file__).parent / "results" / "grids.md"
@@ -117,7 +117,10 @@ def compared(model: str, cluster_name: str, progress: Progress) -> list[str]:
 
 
 def keep(rows: list[list[str]]) -> None:
-    RESULTS.write_text(f"# The search beside all grids\n\n{description()}\n\n{markdown(COLUMNS, rows)}\n")
+    """Rows kept before stay, but for those made again."""
+    found = {tuple(row[:2]): row for row in kept_rows(RESULTS) + rows}
+    ordered = [found[key] for key in itertools.product(MODELS, CLUSTERS) if key in found]
+    RESULTS.write_text(f"# The search beside all grids\n\n{description()}\n\n{markdown(COLUMNS, ordered)}\n")
 
 
 def main() -> int:

@@ -33,3 +33,10 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; rows may be short."""
     lines = [columns, ["---"] * len(columns), *([*row, *[""] * (len(columns) - len(row))] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def kept_rows(path: Path) -> list[list[str]]:
+    """The rows of the table that `markdown` wrote into a file; none where there is no file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    tables = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    return tables[2:]
