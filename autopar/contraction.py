@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from autopar.graph import Block, Op, OpGraph, read_by
+from autopar.graph import Block, Op, OpGraph, OpKind, read_by
 from autopar.layer_assignment import LayerAssignment
+from autopar.layer_kinds import layer_kinds, members_of
 from autopar.rewriting import reading
 
 
@@ -19,9 +20,10 @@ from autopar.rewriting import reading
 class Contracted:
     """A smaller graph with the numbers of the whole one.
 
-    `layer_of[op.id]` of the operations that stay (None as in `LayerAssignment`); `stands_for[l]` is the layer that
-    layer l is like, itself where it stays; `weight[l]` how many layers one that stays counts for; `home_of[i]` the
-    layer of the i-th input; `alike` the operations of the first layer of each run with those of its last.
+    `layer_of[op.id]` of the operations that stay (None as in `LayerAssignment`, but only where several layers read what
+    is made); `stands_for[l]` is the layer that layer l is like, itself where it stays; `weight[l]` how many layers one
+    that stays counts for; `home_of[i]` the layer of the i-th input; `alike` the operations of the first layer of each
+    run with those of its last.
     """
 
     graph: OpGraph
@@ -41,20 +43,17 @@ class Contracted:
         return {v: n for v, n in found.items() if n != 1.0}
 
 
-def contract(graph: OpGraph, assignment: LayerAssignment, kinds: Sequence[int]) -> Contracted:
+def contract(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> Contracted:
     """Takes out the inner layers of every run of three or more equal ones.
 
     A value of a layer that was taken out is read from the one that stays instead: by what comes later in the program
     from the layer that ran first, so that every value is made before it is read. A run whose values cannot be had so
     (a layer reads something of a layer beyond its neighbour that has no counterpart) stays whole.
     """
-    runs = [list(members) for _, members in itertools.groupby(range(len(kinds)), key=lambda layer: kinds[layer])]
+    members = members_of(graph, assignment)
+    kinds = layer_kinds(graph, members, num_layers)
+    runs = [list(equal) for _, equal in itertools.groupby(range(num_layers), key=lambda layer: kinds[layer])]
     layer_of = dict(zip((op.id for op in graph.block.ops), assignment.layer_of, strict=True))
-    members: dict[int, list[Op]] = {}
-    for op in graph.block.ops:
-        layer = layer_of[op.id]
-        if layer is not None:
-            members.setdefault(layer, []).append(op)
     while True:
         made = _without([run for run in runs if len(run) > 2], graph, assignment, layer_of, members)
         if isinstance(made, Contracted):
@@ -95,6 +94,8 @@ def _without(
                 names[v] = found[-1] if layer_making[found[-1]] != here else found[0]
         kept.append(reading(op, names) if names else op)
         made.update(op.outputs)
+    kept, alone = _wanted(kept, graph, layer_of)
+    layer_of = {**layer_of, **alone}
     weight = {layer: 1.0 for layer in members if layer not in dropped}
     for run in runs:
         weight[run[0]] = weight[run[-1]] = len(run) / 2
@@ -134,6 +135,29 @@ def _without(
         weight=weight,
         home_of=tuple(assignment.homes[i] for i in inputs),
     )
+
+
+def _wanted(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | None]) -> tuple[list[Op], dict[int, int]]:
+    """The operations without those that have no layer and that none which stay read: they were made for layers that
+    were taken out. And the layers of those without one that are made for one layer alone.
+    """
+    wanted = {atom for atom in graph.block.outputs if isinstance(atom, int)}
+    readers: dict[int, set[int | None]] = {v: {None} for v in wanted}
+    found: list[Op] = []
+    alone: dict[int, int] = {}
+    for op in reversed(ops):
+        layer = layer_of[op.id]
+        if layer is None and wanted.isdisjoint(op.outputs):
+            continue
+        if layer is None and op.kind is OpKind.EQUATION:
+            layers = set().union(*(readers.get(v, ()) for v in op.outputs))
+            if len(layers) == 1 and (only := next(iter(layers))) is not None:
+                layer = alone[op.id] = only
+        for v in read_by(op):
+            readers.setdefault(v, set()).add(layer)
+        wanted.update(read_by(op))
+        found.append(op)
+    return found[::-1], alone
 
 
 def _running(op: Op, times: float) -> Op:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from autopar.graph import Op, OpGraph, OpKind, Section, read_by
-from autopar.layers import Layers, portable_ops, structure
+from autopar.layers import Layers, portable_ops
 from autopar.rewriting import makers
 
 _SUMS = (OpKind.ACCUMULATE, OpKind.STACK)
@@ -38,16 +38,6 @@ def assign_layers(graph: OpGraph, layers: Layers) -> LayerAssignment:
     else with the largest operand. (6) State: at the first layer that reads it.
     """
     return _Assignment(graph, layers).result()
-
-
-def layer_kinds(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> tuple[int, ...]:
-    """Equal numbers for layers whose forward, backward and update operations have equal structure."""
-    members: list[list[Op]] = [[] for _ in range(num_layers)]
-    for op, layer in zip(graph.block.ops, assignment.layer_of, strict=True):
-        if layer is not None:
-            members[layer].append(op)
-    number: dict[tuple, int] = {}
-    return tuple(number.setdefault(structure(ops, graph), len(number)) for ops in members)
 
 
 class _Assignment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from autopar.attention_checks import check_attention
 from autopar.cluster import Cluster
@@ -14,7 +14,7 @@ from autopar.contraction import contract
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, UnsupportedError
 from autopar.graph import OpGraph
 from autopar.intra_op import cost_model
-from autopar.layer_assignment import assign_layers, layer_kinds
+from autopar.layer_assignment import assign_layers
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import num_examples
 from autopar.pins import PinsOnMesh, on_meshes
@@ -42,7 +42,12 @@ SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
-BUILT_OUT = 3  # of the best plans by the search's model, so many are worked out exactly
+# Of the plans that are best by the search's model, for each number of micro-batches in turn, so many are worked out
+# exactly, and the best of one stage; and how far from the best they may be, for steps that are not long. The model is
+# off by as much.
+BUILT_OUT, NEAR_THE_BEST = 3, 1.15
+# Where such a plan needs more memory than the search took it for, it is searched again with so much less, so often.
+TIGHTENED = 2
 
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
 FINEST_PARTS = 48  # in which a scan over layers is priced; the stages of a pipeline are seldom more
@@ -136,58 +141,101 @@ def search_pipelines(
     alone = [n for n, p in enumerate(problems) if p.chunks == 1 and asked.num_stages is None and step.parts == 1]
     problems += [dataclasses.replace(problems[n], fixed_num_stages=1) for n in alone]
     of_problem += [of_problem[n] for n in alone]
-    staged = len(problems) - len(alone)
-    with progress.pass_("stages"):
-        answers = [*best_stages(problems[:staged]), *(best_stages(problems[staged:]) if alone else ())]
-    plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
-    ranked = sorted((plan.step_time_s, number) for number, plan in plans.items())
-    first_alone = next((entry for entry in ranked if entry[1] >= staged), None)
-    ranked = [entry for entry in ranked if entry[1] < staged or entry == first_alone]
-    if first_alone in ranked[BUILT_OUT:]:
-        ranked.remove(first_alone)
-        ranked.insert(BUILT_OUT - 1, first_alone)
-    found = built_out(
-        [(problems[n], plans[n], *of_problem[n]) for _, n in ranked],
+    first_alone = len(problems) - len(alone)
+    builder = _BuiltOut(
         cuts, cluster, limit_bytes, time_limit_s, to_beat_s, progress,
         lambda cut, num_stages: cut_layers(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules),
     )  # fmt: skip
-    return found if found is not None else why_no_pipeline(answers)
+    within = 1.0 if len(traced.jaxpr.eqns) > LONG_STEP else NEAR_THE_BEST
+    reasons: list[StagePlan | NoStages] = []
+    searched_bytes = limit_bytes
+    for tightened in range(1 + TIGHTENED):
+        with progress.pass_("stages"):
+            at_limit = [dataclasses.replace(p, limit_bytes=searched_bytes) for p in problems]
+            answers = [*best_stages(at_limit[:first_alone], within)]
+            answers += best_stages(at_limit[first_alone:]) if alone else ()
+        reasons = reasons or answers
+        plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
+        ranked = in_turn((of_problem[n][0], plan.step_time_s, n) for n, plan in plans.items() if n < first_alone)
+        _, alone_at = min(((p.step_time_s, n) for n, p in plans.items() if n >= first_alone), default=(0.0, None))
+        if alone_at is not None:
+            ranked.insert(BUILT_OUT, alone_at)
+        most = 1 if tightened else BUILT_OUT + (alone_at is not None)
+        tighter_bytes = builder.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], most)
+        if tighter_bytes is None:
+            break
+        searched_bytes = tighter_bytes
+    return builder.found() or why_no_pipeline(reasons)
 
 
-def built_out(
-    ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]],
-    cuts: dict[int, Cut],
-    cluster: Cluster,
-    limit_bytes: int,
-    time_limit_s: float,
-    to_beat_s: float,
-    progress: Progress,
-    in_stages: Callable[[Cut, int], Cut],
-) -> Found | None:
-    """Works the best answers out exactly and takes the one that is fastest on the virtual clock and fits.
+class _BuiltOut:
+    """The answers of the search over stages worked out exactly: the fastest on the virtual clock that fits.
 
     `in_stages` cuts a step with a scan in small parts into as many as there are stages.
     """
-    weighed: list[PipelineTrial] = []
-    best: Found | None = None
-    for problem, answer, m, options in ranked:
-        choice = choice_of(problem, answer, options)
-        over = best is None or best.rank(limit_bytes)[0]
-        beaten = best is not None and not over and answer.step_time_s >= best.staged.simulation.step_time_s
-        if beaten or len(weighed) >= BUILT_OUT or answer.step_time_s > 1.2 * to_beat_s:
-            text = f"{m} micro-batches, {choice.text}"
-            weighed.append(PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes)))
-            continue
-        with progress.pass_("build stages"):
-            cut = cuts[m]
-            if cut.step.parts > 1:
-                cut = in_stages(cut, len(answer.stages))
-                choice = evened(cut, choice)
-            found = Found(staged=build(cut, choice, cluster, limit_bytes, time_limit_s), choice=choice, weighed=())
-        weighed.append(found.trial)
-        if best is None or found.rank(limit_bytes) < best.rank(limit_bytes):
-            best = found
-    return dataclasses.replace(best, weighed=tuple(weighed)) if best is not None else None
+
+    def __init__(
+        self,
+        cuts: dict[int, Cut],
+        cluster: Cluster,
+        limit_bytes: int,
+        time_limit_s: float,
+        to_beat_s: float,
+        progress: Progress,
+        in_stages: Callable[[Cut, int], Cut],
+    ) -> None:
+        self.cuts, self.cluster, self.limit_bytes, self.time_limit_s = cuts, cluster, limit_bytes, time_limit_s
+        self.to_beat_s, self.progress, self.in_stages = to_beat_s, progress, in_stages
+        self.weighed: list[PipelineTrial] = []
+        self.best: Found | None = None
+
+    def run(
+        self, ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]], most: int
+    ) -> int | None:
+        """Works out at most so many more of some answers, which come fastest first. Where the fastest does not fit:
+        what the search should keep to, for plans that need as much more than it takes them for.
+        """
+        tighter_bytes: int | None = None
+        built = 0
+        for problem, answer, m, options in ranked:
+            choice = choice_of(problem, answer, options)
+            over = self.best is None or self.best.rank(self.limit_bytes)[0]
+            beaten = self.best is not None and not over and answer.step_time_s >= self.best.trial.step_time_s
+            if beaten or built >= most or answer.step_time_s > 1.2 * self.to_beat_s:
+                text = f"{m} micro-batches, {choice.text}"
+                self.weighed.append(
+                    PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes))
+                )
+                continue
+            built += 1
+            with self.progress.pass_("build stages"):
+                cut = self.cuts[m]
+                if cut.step.parts > 1:
+                    cut = self.in_stages(cut, len(answer.stages))
+                    choice = evened(cut, choice)
+                staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s)
+                found = Found(staged=staged, choice=choice, weighed=())
+            self.weighed.append(found.trial)
+            if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
+                self.best = found
+            if built == 1 and found.rank(self.limit_bytes)[0]:
+                tighter_bytes = max(answer.peak_bytes) * self.limit_bytes // found.trial.peak_bytes
+        return tighter_bytes
+
+    def found(self) -> Found | None:
+        return dataclasses.replace(self.best, weighed=tuple(self.weighed)) if self.best is not None else None
+
+
+def in_turn(plans: Iterable[tuple[int, float, int]]) -> list[int]:
+    """Of plans given as (kind, seconds, number) the numbers: the fastest of each kind, fastest first, then the second
+    of each, and so on.
+    """
+    turn: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+    for kind, _, number in sorted(plans, key=lambda plan: plan[1]):
+        turn[kind] = turn.get(kind, -1) + 1
+        found.append((turn[kind], number))
+    return [number for _, number in sorted(found, key=lambda entry: entry[0])]
 
 
 def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOptions) -> list[int]:
@@ -289,7 +337,7 @@ def tables(
     numbers and hang together alike, and only priced anew. Adds to it what is decided here.
     """
     assignment = assign_layers(cut.graph, cut.layers)
-    contracted = contract(cut.graph, assignment, layer_kinds(cut.graph, assignment, len(cut.layers)))
+    contracted = contract(cut.graph, assignment, len(cut.layers))
     wiring, again = hash(wiring_of(contracted.graph)), again_of(contracted)
     options: list[PricedOption] = []
     parts = [part_of(cluster, size) for size in submesh_sizes(cluster, asked, len(cut.layers))]

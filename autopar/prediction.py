@@ -208,9 +208,11 @@ def memory_program(
     arguments = [writer.define(v, place, env) for v, place in zip(lowered.block.inputs, lowered.entries(), strict=True)]
     writer.block(lowered, env, steps)
     results: list[int] = []
+    taken = set(arguments)
     for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True):
         source = env[atom, place] if isinstance(atom, int) and place is not None else writer.literal(steps)
-        results.append(writer.own(source, {*arguments, *results}, steps))
+        results.append(writer.own(source, taken, steps))
+        taken.add(results[-1])
     tied = {arguments[i]: results[o] for i, o in graph.tied}
     program = memory.Program(
         steps=tuple(steps), nbytes=writer.nbytes, arguments=tuple(arguments), results=tuple(results), donated=tied
@@ -244,20 +246,26 @@ def task_program(
     writer = _MemoryWriter(graph, model)
     steps: list[MemoryStep] = []
     env: dict[tuple[int, Place], int] = {}
-    arguments = [writer.define(value, place, env) for value, place in inputs]
+    arguments = {(value, place): writer.define(value, place, env) for value, place in inputs}
     for instruction in instructions:
         writer.instruction(instruction, env, steps)
     results: list[int] = []
+    taken = set(arguments.values())
     donated: dict[int, int] = {}
     for value, place in outputs:
         if (value, place) not in env:
             results.append(writer.literal(steps))  # an accumulator's zeros
             continue
-        results.append(writer.own(env[value, place], {*arguments, *results}, steps))
-        if (value, place) in inputs:
-            donated[arguments[list(inputs).index((value, place))]] = results[-1]
+        results.append(writer.own(env[value, place], taken, steps))
+        taken.add(results[-1])
+        if (value, place) in arguments:
+            donated[arguments[value, place]] = results[-1]
     program = memory.Program(
-        steps=tuple(steps), nbytes=writer.nbytes, arguments=tuple(arguments), results=tuple(results), donated=donated
+        steps=tuple(steps),
+        nbytes=writer.nbytes,
+        arguments=tuple(arguments.values()),
+        results=tuple(results),
+        donated=donated,
     )
     return program, writer.stands_for
 

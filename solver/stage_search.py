@@ -37,12 +37,12 @@ def solve_stages(problem: StageProblem) -> StagePlan | NoStages:
     return best_stages((problem,))[0]
 
 
-def best_stages(problems: Sequence[StageProblem]) -> tuple[StagePlan | NoStages, ...]:
+def best_stages(problems: Sequence[StageProblem], within: float = 1.0) -> tuple[StagePlan | NoStages, ...]:
     """An answer for each problem; the best of them is proven the least over all.
 
-    A problem that cannot beat the best so far is not searched through: its answer is the best plan seen on the way,
-    or NoStages, with the bound proven. Problems should share their options' arrays where they can (several schedules
-    at one number of micro-batches): sums over layers are then made once.
+    A problem whose plans all take more than `within` times the best so far is not searched through: its answer is the
+    best plan seen on the way, or NoStages, with the bound proven. Problems should share their options' arrays where
+    they can (several schedules at one number of micro-batches): sums over layers are then made once.
 
     Raises: ValueError when a problem is not well formed.
     """
@@ -52,11 +52,11 @@ def best_stages(problems: Sequence[StageProblem]) -> tuple[StagePlan | NoStages,
     first: dict[int, _First] = {}
     best_s = math.inf
     for number in sorted(range(len(problems)), key=lambda number: _guess_s(problems[number])):
-        first[number] = _first(problems[number], shared, best_s)
+        first[number] = _first(problems[number], shared, best_s * within)
         best_s = min(best_s, first[number].step_time_s)
     answers: dict[int, StagePlan | NoStages] = {}
     for number in sorted(first, key=lambda number: first[number].step_time_s):
-        answers[number] = _solve(problems[number], shared, first[number], best_s)
+        answers[number] = _solve(problems[number], shared, first[number], best_s * within)
         answer = answers[number]
         if isinstance(answer, StagePlan):
             best_s = min(best_s, answer.step_time_s)

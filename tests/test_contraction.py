@@ -7,7 +7,8 @@ import pytest
 from autopar.contraction import contract
 from autopar.costs import flops_of
 from autopar.graph import OpKind, read_by
-from autopar.layer_assignment import assign_layers, layer_kinds
+from autopar.layer_assignment import assign_layers
+from autopar.layer_kinds import layer_kinds, members_of
 from autopar.layers import find_layers
 from autopar.micro_batches import micro_batched
 from autopar.staging import trace
@@ -36,8 +37,8 @@ def contracted(graph):
     """(kinds of layers, the smaller graph)."""
     layers = find_layers(graph, flops_of)
     assignment = assign_layers(graph, layers)
-    kinds = layer_kinds(graph, assignment, len(layers))
-    return kinds, contract(graph, assignment, kinds)
+    kinds = layer_kinds(graph, members_of(graph, assignment), len(layers))
+    return kinds, contract(graph, assignment, len(layers))
 
 
 def flops(graph):
@@ -71,6 +72,18 @@ def test_short_chains_stay_whole(num_layers):
     assert smaller.graph == graph
     assert smaller.stands_for == tuple(range(len(kinds)))
     assert set(smaller.weight.values()) == {1.0}
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_adamw"])
+def test_layers_are_equal_however_their_names_are_sorted(name):
+    """A tree of twelve layers is sorted 0, 1, 10, 11, 2: of two that make one layer, the second may come first."""
+    graph = of_zoo(name, layers=12)
+    layers = find_layers(graph, flops_of, max_layers=7)
+    members = members_of(graph, assign_layers(graph, layers))
+    assert layer_kinds(graph, members, len(layers)) == (0, 1, 1, 1, 1, 1, 2)
+    for found in members.values():
+        made = {v: position for position, op in enumerate(found) for v in op.outputs}
+        assert all(made[v] < position for position, op in enumerate(found) for v in read_by(op) if v in made)
 
 
 def test_the_size_is_that_of_two_layers_whatever_the_depth():

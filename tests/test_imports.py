@@ -53,6 +53,7 @@ LAYER_OF = {
     "extrapolation": "front end",
     "jax_compat": "front end",
     "layer_assignment": "front end",
+    "layer_kinds": "front end",
     "layers": "front end",
     "micro_batches": "front end",
     "partials": "front end",

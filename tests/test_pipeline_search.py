@@ -12,7 +12,7 @@ from autopar import compiler, hardware, whole_search
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
-from autopar.pipeline_search import odd_part, submesh_sizes
+from autopar.pipeline_search import in_turn, odd_part, submesh_sizes
 from autopar.pipelining import PipelineOptions
 from tests.small_steps import chain_step
 
@@ -75,6 +75,11 @@ def test_what_was_asked_for_is_kept():
     found = plan(cluster(), *arguments(), num_microbatches=8, schedule="gpipe")
     assert found.record.pipeline.num_microbatches == 8
     assert found.record.pipeline.schedule == "gpipe"
+
+
+def test_plans_are_built_out_of_each_number_of_micro_batches_in_turn():
+    plans = [(64, 1.0, 0), (64, 1.1, 1), (16, 1.05, 2), (16, 1.2, 3), (4, 1.3, 4), (64, 0.9, 5)]
+    assert in_turn(plans) == [5, 2, 4, 0, 3, 1]
 
 
 def test_every_device_is_used_once():

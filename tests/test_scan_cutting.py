@@ -15,7 +15,7 @@ from autopar.collectives import Link
 from autopar.contraction import contract
 from autopar.costs import flops_of
 from autopar.errors import DonatedStateError, InvalidArgumentError, UnsupportedError
-from autopar.layer_assignment import assign_layers, layer_kinds
+from autopar.layer_assignment import assign_layers
 from autopar.recomputation import Recompute, rematerialise
 from autopar.scan_cutting import CutStep, Piece, cut_scans
 from autopar.stage_assignment import assign
@@ -286,7 +286,7 @@ def test_several_stages_of_a_stack_on_one_group_of_devices_are_refused():
 def test_parts_that_stand_for_others_count_for_them():
     cut = cut_layers(cut_scans(traced(plain_step(), make_state(layers=8)), 8, BOOK), 2, BOOK)
     assignment = assign_layers(cut.graph, cut.layers)
-    smaller = contract(cut.graph, assignment, layer_kinds(cut.graph, assignment, len(cut.layers))).graph
+    smaller = contract(cut.graph, assignment, len(cut.layers)).graph
 
     def flops(graph):
         return sum(flops_of(op) * op.count for op in graph.ops() if op.primitive == "dot_general")

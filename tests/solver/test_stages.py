@@ -275,6 +275,21 @@ def test_the_best_of_several_problems():
             assert answer.bound_s <= time_s * (1 + CLOSE) + CLOSE
 
 
+def test_all_that_are_near_the_best_are_found():
+    near = 0
+    for seed in range(60):
+        asked = [random_problem(number) for number in range(5 * seed, 5 * seed + 5)]
+        apart = [brute_force_stages(one) for one in asked]
+        times = [a.step_time_s if isinstance(a, StagePlan) else math.inf for a in apart]
+        for answer, time_s in zip(best_stages(asked, 1.5), times, strict=True):
+            assert answer.bound_s <= time_s * (1 + CLOSE) + CLOSE
+            if time_s <= 1.5 * min(times) * (1 - CLOSE) and time_s < math.inf:
+                assert isinstance(answer, StagePlan)
+                assert answer.step_time_s == pytest.approx(time_s, rel=CLOSE, abs=CLOSE)
+                near += 1
+    assert near > 80
+
+
 # What must hold whatever the costs
 
 
