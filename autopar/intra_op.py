@@ -15,7 +15,7 @@ from autopar.collectives import CollectiveKind
 from autopar.constraints import Constraints
 from autopar.costs import Work, flops_of, is_fusible, time_s
 from autopar.folding import fold, joined
-from autopar.graph import Atom, Op, OpGraph, OpKind, Purpose, Role, Section
+from autopar.graph import Atom, Op, OpGraph, OpKind, Purpose, Role, Section, read_by
 from autopar.jax_compat import jax_version
 from autopar.layout import Layout, local_bytes, replicated
 from autopar.memory_steps import Compiler, compiler_for
@@ -100,10 +100,13 @@ ROUNDS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What is decided under: the price of a byte of state, and what counts of a send that computing can hide."""
+    """What is decided under: the price of a byte of state, and what counts of a send that computing can hide. What is
+    saved for the backward passes of micro-batches `in_flight` has the price too.
+    """
 
     s_per_byte: float
     hidden_count: float
+    in_flight: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,13 @@ def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
     sums = {v for op in graph.block.ops if op.kind is OpKind.ACCUMULATE for v in op.outputs}
     hoisted = {v for op in graph.block.ops if op.section is Section.BEFORE for v in op.outputs}
     return frozenset((v, state) for v in arguments | sums | hoisted for state in (RAW, ALL))
+
+
+def saved_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
+    """What lies in memory from the forward pass of a micro-batch to its backward pass."""
+    made = {v for op in graph.block.ops if op.section is Section.FORWARD for v in op.outputs}
+    behind = (op for op in graph.block.ops if op.section in (Section.BACKWARD, Section.WEIGHT))
+    return frozenset((v, state) for op in behind for v in read_by(op) if v in made for state in (RAW, PLACED, ALL))
 
 
 class IntraOp:

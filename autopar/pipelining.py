@@ -11,7 +11,17 @@ from autopar.constraints import Constraints
 from autopar.costs import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.graph import OpGraph, OpKind, Section
-from autopar.intra_op import ROUNDS, CostModel, IntraOp, MemoryPrices, ShardingPlan, Terms, cost_model, state_values
+from autopar.intra_op import (
+    ROUNDS,
+    CostModel,
+    IntraOp,
+    MemoryPrices,
+    ShardingPlan,
+    Terms,
+    cost_model,
+    saved_values,
+    state_values,
+)
 from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
 from autopar.lowering import lower
@@ -182,7 +192,12 @@ def solve_stage(
     """
     received, sent = wires
     intra_op = IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
-    prices = MemoryPrices(s_per_byte=terms.s_per_byte, values=state_values(stage.graph))
+    saved = saved_values(stage.graph) if terms.in_flight else frozenset()
+    prices = MemoryPrices(
+        s_per_byte=terms.s_per_byte,
+        values=state_values(stage.graph) | saved,
+        copies=dict.fromkeys((v for v, _ in saved), float(terms.in_flight)),
+    )
     solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count, rounds=ROUNDS)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise SolverError(

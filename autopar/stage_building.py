@@ -229,8 +229,9 @@ def _decides_alike(one: ShardingPlan, other: ShardingPlan) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-# A stage that needs more memory than there is is decided anew with a higher price on the bytes of its state: how often,
-# the first such price (as a part of its objective divided by the memory) and by how much it rises.
+# A stage that needs more memory than there is is decided anew with a higher price on the bytes of its state, then with
+# that price on what is saved for backward passes too, then with higher ones on both: how often, the first such price
+# (as a part of its objective divided by the memory) and by how much it rises.
 LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
 
 
@@ -262,9 +263,15 @@ def build(
     # A recipe means the plan that its source describes, which does not count on what is hidden.
     counts = [t.hidden_count for t in thought] or [m.hidden_count if constraints is None else 1.0 for m in models]
     prices, costs = [lowest_price(model) for model in models], TaskCosts()
+    in_flight = [0] * num_stages
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
-        decisions = decider.decide([Terms(s_per_byte=p, hidden_count=c) for p, c in zip(prices, counts, strict=True)])
+        decisions = decider.decide(
+            [
+                Terms(s_per_byte=p, hidden_count=c, in_flight=n)
+                for p, c, n in zip(prices, counts, in_flight, strict=True)
+            ]
+        )
         if [n for n, _ in decisions] != [p.like for p in planned]:
             planned = [
                 planned[q]
@@ -282,8 +289,18 @@ def build(
         for q in over:
             dear = FIRST_PRICE * planned[q].sharding.report.objective_s / limit_bytes
             known = thought[q].s_per_byte if thought else dear
-            prices[q] = known if prices[q] < known else max(dear, prices[q] * PRICE_RISE)
+            if prices[q] < known:
+                prices[q] = known
+            elif not in_flight[q]:
+                in_flight[q] = _rounded_up(schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks)
+            else:
+                prices[q] = max(dear, prices[q] * PRICE_RISE)
     return staged
+
+
+def _rounded_up(n: int) -> int:
+    """To a power of two: stages that are alike but for what is in flight are decided together."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def evened(cut: Cut, choice: Choice) -> Choice:
