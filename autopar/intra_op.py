@@ -133,7 +133,7 @@ def saved_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
     """What lies in memory from the forward pass of a micro-batch to its backward pass."""
     made = {v for op in graph.block.ops if op.section is Section.FORWARD for v in op.outputs}
     behind = (op for op in graph.block.ops if op.section in (Section.BACKWARD, Section.WEIGHT))
-    return frozenset((v, state) for op in behind for v in read_by(op) if v in made for state in (RAW, PLACED, ALL))
+    return frozenset((v, state) for op in behind for v in read_by(op) if v in made for state in (PLACED, ALL))
 
 
 class IntraOp:

@@ -10,7 +10,7 @@ import pytest
 from autopar import hardware
 from autopar.cluster import Cluster, Link
 from autopar.graph import OpKind
-from autopar.intra_op import IntraOp, Terms, cost_model
+from autopar.intra_op import IntraOp, MemoryPrices, Terms, cost_model, saved_values
 from autopar.mesh import LogicalMesh
 from autopar.pipeline_search import tables
 from autopar.pipelining import PipelineOptions
@@ -40,8 +40,8 @@ def cluster(inside=hardware.NVLINK4, memory_bytes_per_s=None):
 MATRIX = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
 
 
-def cut(num_microbatches, step=chain_step, matrix=MATRIX):
-    examples = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+def cut(num_microbatches, step=chain_step, matrix=MATRIX, batch=BATCH):
+    examples = jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
     arguments = ([matrix] * LAYERS, {"x": examples, "y": examples})
     rules = RuleBook()
     traced = trace(step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
@@ -150,6 +150,32 @@ def priced(name, num_devices=1, **changed):
         policy="nothing",
         terms=Terms(s_per_byte=0.0, hidden_count=1.0),
     )
+
+
+def test_two_values_a_layer_are_saved_for_the_backward_pass():
+    graph = cut(2).graph
+    saved = {v for v, _ in saved_values(graph)}
+    # What tanh makes and one minus it, which its derivative is made of; the loss's difference.
+    assert [graph.values[v].shape for v in saved] == [(BATCH // 2, WIDTH)] * (2 * LAYERS + 1)
+
+
+def test_what_is_saved_has_its_price():
+    """Few examples and wide layers: activations are best had whole on every device, unless they crowd the memory."""
+    graph = cut(2, batch=64).graph
+    model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
+    intra_op = IntraOp(graph, model)
+    saved = saved_values(graph)
+    value_bytes = 64 // 2 * WIDTH * 4
+
+    def held_bytes(s_per_byte: float) -> float:
+        prices = MemoryPrices(s_per_byte=s_per_byte, values=saved, copies={v: 16.0 for v, _ in saved})
+        choice = intra_op.solve(time_limit_s=5.0, prices=prices).choice
+        return intra_op.priced_bytes(choice, prices)
+
+    most, least = 16 * (2 * LAYERS + 1) * value_bytes, 16 * (2 * LAYERS + 1) * value_bytes / 2
+    assert held_bytes(1e-16) > least * 1.01
+    assert least <= held_bytes(1e-6) < most
+    assert held_bytes(1e-6) == pytest.approx(least, rel=1e-3)
 
 
 def test_options_that_are_nowhere_better_than_another_are_left_out():
