@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+import numpy as np
+
 from autopar import attention, memory
 from autopar.assembly import HOST, RAW
 from autopar.collectives import CollectiveKind, sent_bytes
@@ -277,9 +280,12 @@ def kind_of(op: Op) -> str:
     return op.primitive
 
 
+_HALF_PRECISION = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
+
+
 def is_half_precision(op: Op) -> bool:
     """Whether all operands and results are 16-bit floats."""
-    return all(str(v.aval.dtype) in ("bfloat16", "float16") for v in (*op.eqn.invars, *op.eqn.outvars))
+    return all(v.aval.dtype in _HALF_PRECISION for v in (*op.eqn.invars, *op.eqn.outvars))
 
 
 def reduces_last(op: Op) -> bool:

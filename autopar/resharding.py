@@ -68,7 +68,7 @@ class MeshLinks:
         return max((self.links[a] for a in axes), key=lambda link: 1.0 / link.bytes_per_s)
 
     def time_s(self, kind: CollectiveKind, result_bytes: float, axes: tuple[int, ...]) -> float:
-        return float(time_s(kind, result_bytes, self.mesh.size(axes), self.link(axes)))
+        return _time_s(kind, result_bytes, self.mesh.size(axes), self.link(axes))
 
     def as_compiled(self, step: Step, nbytes: float) -> tuple[CollectiveKind, float] | None:
         """(kind, bytes of the result on one device) of a step's collective, for a value of `nbytes` in all.
@@ -83,6 +83,11 @@ class MeshLinks:
         if kind is CollectiveKind.REDUCE_SCATTER and self.scatters_by_all_reduce and over_all:
             return CollectiveKind.ALL_REDUCE, result_bytes * self.mesh.size(step.axes)
         return kind, result_bytes
+
+
+@functools.lru_cache(maxsize=1 << 16)  # few sizes and links, asked for at every send of every plan
+def _time_s(kind: CollectiveKind, result_bytes: float, n: int, link: Link) -> float:
+    return float(time_s(kind, result_bytes, n, link))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

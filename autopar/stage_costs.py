@@ -151,8 +151,9 @@ def stage_options(
     devices = model.links.mesh.num_devices
     send_s = np.array([link.latency_s + b / devices / link.bytes_per_s for b in layers.crossing_bytes])
     found: list[PricedOption] = []
+    costs = NodeCosts(contracted.graph, model)
     for decided in decisions:
-        rows = _Pricing(contracted, again, model, decided.sharding).run()
+        rows = _Pricing(contracted, again, model, decided.sharding, costs).run()
         table = [rows[contracted.stands_for[layer]] for layer in range(len(layers))]
         found += [
             PricedOption(
@@ -199,11 +200,13 @@ def _option(
 class _Pricing:
     """What each layer of a contracted graph costs under decisions."""
 
-    def __init__(self, contracted: Contracted, again: Again, model: CostModel, sharding: ShardingPlan) -> None:
+    def __init__(
+        self, contracted: Contracted, again: Again, model: CostModel, sharding: ShardingPlan, costs: NodeCosts
+    ) -> None:
         self.contracted, self.graph, self.model, self.again = contracted, contracted.graph, model, again
         self.lowered: LoweredBlock = lower(self.graph, sharding, model.links)
         self.rows = {layer: _Row() for layer in contracted.weight}
-        self.costs = NodeCosts(self.graph, model)
+        self.costs = costs
         self.compute_s = compute_times_s(self.graph, self.lowered, model, self.costs)
         self.awaited = self.read_by_other_layers()
         repeating = [i for i in self.lowered.instructions if section_of(i).repeats]
