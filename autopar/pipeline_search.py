@@ -29,7 +29,7 @@ from autopar.purposes import described
 from autopar.record import PipelineTrial
 from autopar.rules import RuleBook
 from autopar.scan_cutting import CutStep, cut_scans, divisors, trips_of
-from autopar.solver import NoStages, StagePlan, StageProblem, best_stages
+from autopar.solver import NoStages, Stage, StagePlan, StageProblem, best_stages
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_assignment import balanced
 from autopar.stage_building import Choice, Cut, build, cut_layers, evened, layers_of_pieces
@@ -103,6 +103,7 @@ def search_pipelines(
     of_problem: list[tuple[int, tuple[PricedOption, ...]]] = []
     step = cut_scans(traced, finest(trips_of(traced, rules)), rules)
     numbers = microbatch_numbers(traced, cluster, asked)
+    is_long = len(traced.jaxpr.eqns) > LONG_STEP
     refused: AutoparError | None = None
     for m in numbers:
         try:
@@ -113,6 +114,9 @@ def search_pipelines(
             continue
         with progress.pass_("layer costs"):
             priced = undominated(tables(cuts[m], cluster, asked, limit_bytes, time_limit_s, decided))
+            if is_long:  # what is nowhere better with small micro-batches is not priced for large ones
+                better = {(o.mesh, o.terms) for o in priced}
+                decided = {key: tuple(d for d in of if (key[0], d.terms) in better) for key, of in decided.items()}
         for name in schedules_of(asked):
             chunks = asked.chunks or default_chunks(name)
             if step.parts > 1 and chunks > 1:
@@ -146,7 +150,7 @@ def search_pipelines(
         cuts, cluster, limit_bytes, time_limit_s, to_beat_s, progress,
         lambda cut, num_stages: cut_layers(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules),
     )  # fmt: skip
-    within = 1.0 if len(traced.jaxpr.eqns) > LONG_STEP else NEAR_THE_BEST
+    within = 1.0 if is_long else NEAR_THE_BEST
     reasons: list[StagePlan | NoStages] = []
     searched_bytes = limit_bytes
     for tightened in range(1 + TIGHTENED):
@@ -419,7 +423,21 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
             o.policy for o, stage in zip(taken, answer.stages, strict=True) for _ in range(stage.first, stage.last)
         ),
         terms=tuple(o.terms for o in taken),
+        crowded=tuple(
+            _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
+            for o, stage in zip(taken, answer.stages, strict=True)
+        ),
     )
+
+
+def _cheapest(options: Sequence[PricedOption], like: PricedOption) -> PricedOption:
+    """The option on the same mesh, with the same recomputation, that was decided where bytes cost least."""
+    alike = (o for o in options if (o.mesh, o.policy) == (like.mesh, like.policy))
+    return min(alike, key=lambda o: o.terms.s_per_byte)
+
+
+def _state_bytes(option: PricedOption, stage: Stage) -> int:
+    return int(option.option.state_bytes[stage.first : stage.last].sum())
 
 
 def equal_choice(

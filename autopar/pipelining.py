@@ -175,38 +175,40 @@ def wires_of(
     return found
 
 
-def solve_stage(
+def stage_problem(
     stage: StageGraph,
     model: CostModel,
     wires: Wires,
-    time_limit_s: float,
-    terms: Terms,
     fixed: Mapping[int, Layout] | None = None,
     constraints: Constraints | None = None,
     pins: Mapping[int, PinnedLayout] | None = None,
-) -> ShardingPlan:
-    """The decisions of one stage on its mesh: the ILP over its forward, backward and update operations together.
+) -> IntraOp:
+    """What there is to decide of one stage on its mesh: the ILP over its forward, backward and update operations.
 
-    `fixed` gives arguments (by value) the one layout they may have. Raises: SolverError, InvalidArgumentError for a pin
-    that a value cannot have.
+    `fixed` gives arguments (by value) the one layout they may have. Raises: InvalidArgumentError for a pin that a value
+    cannot have.
     """
     received, sent = wires
-    intra_op = IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
-    saved = saved_values(stage.graph) if terms.in_flight else frozenset()
+    return IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
+
+
+def solve_stage(problem: IntraOp, terms: Terms, time_limit_s: float) -> ShardingPlan:
+    """The decisions of one stage under some terms. Raises: SolverError."""
+    saved = saved_values(problem.graph) if terms.in_flight else frozenset()
     prices = MemoryPrices(
         s_per_byte=terms.s_per_byte,
-        values=state_values(stage.graph) | saved,
+        values=state_values(problem.graph) | saved,
         copies=dict.fromkeys((v for v, _ in saved), float(terms.in_flight)),
     )
-    solution = intra_op.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count, rounds=ROUNDS)
+    solution = problem.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count, rounds=ROUNDS)
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise SolverError(
-            where=f"a stage on mesh {model.links.mesh}",
+            where=f"a stage on mesh {problem.model.links.mesh}",
             expected="decisions for its operations",
             got=f"{solution.status.value} after {solution.wall_s:.1f} s",
             hint="give the search more time (time_limit_s)",
         )
-    return intra_op.decode(solution)
+    return problem.decode(solution)
 
 
 def planned_stage(

@@ -12,7 +12,7 @@ from autopar.cluster import Cluster
 from autopar.constraints import Constraints
 from autopar.errors import UnsupportedError
 from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import CostModel, ShardingPlan, Terms
+from autopar.intra_op import CostModel, IntraOp, ShardingPlan, Terms
 from autopar.layers import Layers
 from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh
@@ -30,6 +30,7 @@ from autopar.pipelining import (
     planned_stage,
     schedule_of,
     solve_stage,
+    stage_problem,
     stage_program,
     wires_of,
 )
@@ -59,7 +60,8 @@ class Cut:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and the
-    terms under which each stage is thought to fit, where they are known.
+    terms under which each stage is thought to fit, where they are known, and whether its state alone would not fit if
+    bytes cost next to nothing.
     """
 
     schedule: str
@@ -68,6 +70,7 @@ class Choice:
     group_meshes: tuple[LogicalMesh, ...]
     policies: tuple[str, ...]
     terms: tuple[Terms, ...] = ()
+    crowded: tuple[bool, ...] = ()
 
     @property
     def text(self) -> str:
@@ -151,6 +154,7 @@ class Decider:
         self.shapes = [shape_of(stage.graph) for stage in stages]
         self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
         self.solved: dict[tuple[Any, Terms], int] = {}  # problem and terms -> which of them
+        self.problems: dict[Any, tuple[int, IntraOp]] = {}  # with the stage whose numbers it has
         self.of_problem: dict[Any, list[int]] = {}
         self.carried: dict[tuple[int, int], ShardingPlan] = {}
 
@@ -173,29 +177,22 @@ class Decider:
 
     def number(self, at: int, terms: Terms, fixed: Mapping[int, Layout]) -> int:
         """The decisions that a stage gets. Terms that lead to the same decisions lead to one number."""
-        problem = self.problem(at, fixed)
-        if (problem, terms) not in self.solved:
-            stage, model, wires = self.stages[at], self.models[at], self.wires[at]
-            pinned = self.pinned(at)
-            sharding = solve_stage(
-                stage,
-                model,
-                wires,
-                self.time_limit_s,
-                terms,
-                fixed,
-                self.constraints,
-                pinned,
-            )
-            known = self.of_problem.setdefault(problem, [])
-            number = next((n for n in known if _decides_alike(self.of_stage(n, at), sharding)), len(self.made))
+        key = self.key(at, fixed)
+        if (key, terms) not in self.solved:
+            if key not in self.problems:
+                args = self.stages[at], self.models[at], self.wires[at], fixed, self.constraints, self.pinned(at)
+                self.problems[key] = at, stage_problem(*args)
+            source, problem = self.problems[key]
+            sharding = solve_stage(problem, terms, self.time_limit_s)
+            known = self.of_problem.setdefault(key, [])
+            number = next((n for n in known if _decides_alike(self.of_stage(n, source), sharding)), len(self.made))
             if number == len(self.made):
-                self.made.append((at, sharding))
+                self.made.append((source, sharding))
                 known.append(number)
-            self.solved[problem, terms] = number
-        return self.solved[problem, terms]
+            self.solved[key, terms] = number
+        return self.solved[key, terms]
 
-    def problem(self, at: int, fixed: Mapping[int, Layout]) -> Any:
+    def key(self, at: int, fixed: Mapping[int, Layout]) -> Any:
         """What there is to decide, but for the terms, without the numbers of operations and values."""
         shape, (received, sent) = self.shapes[at], self.wires[at]
         number = {v: i for i, v in enumerate(shape.values)}
@@ -263,6 +260,8 @@ def build(
     # A recipe means the plan that its source describes, which does not count on what is hidden.
     counts = [t.hidden_count for t in thought] or [m.hidden_count if constraints is None else 1.0 for m in models]
     prices, costs = [lowest_price(model) for model in models], TaskCosts()
+    for q in (q for q, crowded in enumerate(choice.crowded) if crowded):
+        prices[q] = thought[q].s_per_byte
     in_flight = [0] * num_stages
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
@@ -316,6 +315,7 @@ def evened(cut: Cut, choice: Choice) -> Choice:
         group_meshes=(choice.group_meshes[middle],) * num_stages,
         policies=(policy,) * len(cut.layers),
         terms=choice.terms and (choice.terms[middle],) * num_stages,
+        crowded=choice.crowded and (choice.crowded[middle],) * num_stages,
     )
 
 
