@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import compiler, hardware, whole_search
+from autopar import compiler, hardware, pipeline_search, whole_search
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
@@ -80,6 +80,26 @@ def test_what_was_asked_for_is_kept():
 def test_plans_are_built_out_of_each_number_of_micro_batches_in_turn():
     plans = [(64, 1.0, 0), (64, 1.1, 1), (16, 1.05, 2), (16, 1.2, 3), (4, 1.3, 4), (64, 0.9, 5)]
     assert in_turn(plans) == [5, 2, 4, 0, 3, 1]
+
+
+def test_a_plan_that_needs_more_than_it_was_taken_for_is_searched_again(monkeypatch):
+    args = arguments()
+    first = plan(cluster(), *args)
+    peak_bytes = max(first.predicted.peak_bytes)
+    limit_bytes = int(1.1 * peak_bytes)
+    small = cluster(memory_bytes=int(limit_bytes / (1 - MEMORY_MARGIN)))
+    build = pipeline_search.build
+
+    def as_if_larger(*given, **named):
+        staged = build(*given, **named)
+        larger = tuple(int(1.3 * n) for n in staged.simulation.peak_bytes)
+        return dataclasses.replace(staged, simulation=dataclasses.replace(staged.simulation, peak_bytes=larger))
+
+    monkeypatch.setattr(pipeline_search, "build", as_if_larger)
+    found = plan(small, *args)
+    fits = [t for t in found.record.weighed if t.peak_bytes <= limit_bytes]
+    assert found.record.weighed[0].peak_bytes > limit_bytes
+    assert found.predicted.step_time_s == min(t.step_time_s for t in fits)
 
 
 def test_every_device_is_used_once():
