@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from autopar import hardware, local_devices, torus
-from autopar.collectives import Fabric, Link
+from autopar.collectives import CollectiveKind, Fabric, Link
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import DeviceKind
 from autopar.measurement import FitQuality, Measurement
@@ -95,12 +95,18 @@ class Cluster:
         outside = self.between_hosts
         if together == 1:
             return outside
+        apart = dict(inside.kind_bytes_per_s + outside.kind_bytes_per_s)
         return Link(
             latency_s=((hosts - 1) * outside.latency_s + (n - hosts) * inside.latency_s) / (n - 1),
             bytes_per_s=min(inside.bytes_per_s, together * outside.bytes_per_s),
             overhead_s=max(inside.overhead_s, outside.overhead_s),
             fabric=outside.fabric,
             source=f"{together} devices a host on {hosts} hosts; inside: {inside.source}; between: {outside.source}",
+            kind_bytes_per_s=tuple(
+                (kind, min(inside.rate_of(kind), together * outside.rate_of(kind)))
+                for kind in CollectiveKind
+                if kind in apart and outside.fabric is Fabric.SHARED_MEMORY
+            ),
         )
 
     def _check_mesh(self, sizes: tuple[int, ...]) -> None:

@@ -3,7 +3,8 @@
 Time = fixed overhead + steps * latency (alpha) + bytes sent * seconds per byte (1 / beta). The bytes are those of ring
 algorithms, which are the least that any algorithm can send for large arrays (Chan et al., "Collective communication:
 theory, practice and experience", 2007); the steps depend on what joins the devices (`Fabric`). Where more was measured
-of a switched link, it stands in `SwitchDetail`. All but permutes are affine in the bytes.
+of a switched link, it stands in `SwitchDetail`; threads that share a memory may have a rate for each kind, as some
+kinds copy an array more often than others. All but permutes are affine in the bytes.
 
 Not modelled: contention between collectives that run at the same time, and the way from the protocols for small
 messages to those for large ones: measured times of 4 to 64 MB are up to 1.5 times what an affine function says.
@@ -90,6 +91,7 @@ class Link:
         fabric: What kind of network it is.
         rings: On a torus, the number of physical axes that the mesh axis spans; else 1.
         detail: On a switched fabric, what more is known of it.
+        kind_bytes_per_s: In shared memory, (kind, rate) where a kind's was measured apart, instead of `bytes_per_s`.
     """
 
     latency_s: float
@@ -99,8 +101,16 @@ class Link:
     fabric: Fabric = Fabric.SWITCHED
     rings: int = 1
     detail: SwitchDetail | None = None
+    kind_bytes_per_s: tuple[tuple[CollectiveKind, float], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.kind_bytes_per_s and self.fabric is not Fabric.SHARED_MEMORY:
+            raise InvalidArgumentError(
+                where=f"Link(source={self.source!r}).kind_bytes_per_s",
+                expected="rates of single kinds in shared memory only",
+                got=f"{len(self.kind_bytes_per_s)} on {self.fabric.value}",
+                hint="leave kind_bytes_per_s out: the bytes that a kind sends over wires are known",
+            )
         if self.detail is not None and self.fabric is not Fabric.SWITCHED:
             raise InvalidArgumentError(
                 where=f"Link(source={self.source!r}).detail",
@@ -108,14 +118,19 @@ class Link:
                 got=f"one on {self.fabric.value}",
                 hint="leave detail out: nothing would read it",
             )
-        if self.bytes_per_s > 0 and min(self.latency_s, self.overhead_s) >= 0:
+        rates = (self.bytes_per_s, *(rate for _, rate in self.kind_bytes_per_s))
+        if min(rates) > 0 and min(self.latency_s, self.overhead_s) >= 0:
             return
         raise InvalidArgumentError(
             where=f"Link(source={self.source!r})",
-            expected="bytes_per_s above zero, latency_s and overhead_s of zero or more",
-            got=f"bytes_per_s={self.bytes_per_s}, latency_s={self.latency_s}, overhead_s={self.overhead_s}",
+            expected="bytes_per_s above zero, of each kind too, latency_s and overhead_s of zero or more",
+            got=f"bytes_per_s={min(rates)}, latency_s={self.latency_s}, overhead_s={self.overhead_s}",
             hint="give seconds and bytes per second, not microseconds or gigabytes",
         )
+
+    def rate_of(self, kind: CollectiveKind) -> float:
+        """Bytes that one device sends in a second, in collectives of this kind."""
+        return dict(self.kind_bytes_per_s).get(kind, self.bytes_per_s)
 
 
 def sent_bytes(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike) -> NDArray[np.float64]:
@@ -180,7 +195,7 @@ def _latencies_s(kind: CollectiveKind, n: ArrayLike, link: Link) -> NDArray[np.f
 
 
 def _transfer_s(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike, link: Link) -> NDArray[np.float64]:
-    seconds = wire_bytes(kind, result_bytes, n, link.fabric, link.rings) / link.bytes_per_s
+    seconds = wire_bytes(kind, result_bytes, n, link.fabric, link.rings) / link.rate_of(kind)
     detail = link.detail
     if detail is None:
         return seconds

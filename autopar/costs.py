@@ -1,7 +1,8 @@
 """Time of operations on one device: a roofline of arithmetic and memory traffic.
 
 Time = launch + max(operations / rate + fill, bytes / memory's rate), of one shard. Small products run at a part of the
-rate that large ones reach: filling and draining the matrix units takes its time, whatever is between.
+rate that large ones reach: filling and draining the matrix units takes its time, whatever is between. On CPU the
+operands of a product are packed before its arithmetic, which few rows do not make up for: + operands / packing's rate.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ def is_fusible(primitive: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result."""
+    """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result.
+
+    `is_product`: a matrix product, whose operands are packed where devices do that.
+    """
 
     flops: float
     dtype: str
     operand_bytes: tuple[int, ...]
     result_bytes: tuple[int, ...]
     fusible: bool
+    is_product: bool = False
 
 
 def flops_of(op: Op) -> float:
@@ -73,4 +78,6 @@ def time_s(
     if work.fusible:
         return FUSED_TRAFFIC_SHARE * written / device.memory_bytes_per_s
     arithmetic_s = work.flops / strategy.split / device.flops_per_s(work.dtype) + device.fill_s(work.dtype)
+    if work.is_product:
+        arithmetic_s += device.packing_s(read)
     return max(arithmetic_s, (read + written) / device.memory_bytes_per_s) + device.launch_overhead_s

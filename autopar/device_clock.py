@@ -36,20 +36,27 @@ class CollectiveRun:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulRun:
-    """The products of a linear layer in training, all square, `width` a side, on every device.
+    """The products of a linear layer in training, of `rows` rows and `width` columns, on every device.
 
     Forward, gradient of the weights, gradient of the input: one operand of each of the latter is transposed, which
-    costs up to a third of their rate on CPU.
+    costs up to a third of their rate on CPU. `rows=None`: all are square.
     """
 
     dtype: str
     width: int
+    rows: int | None = None
 
     PRODUCTS: ClassVar[int] = 3
 
     @property
     def flops(self) -> float:
-        return self.PRODUCTS * 2.0 * self.width**3
+        return self.PRODUCTS * 2.0 * (self.rows or self.width) * self.width**2
+
+    @property
+    def operand_bytes(self) -> float:
+        """Of all three: the rows that come in, those that go out and the weights, each twice."""
+        rows = self.rows or self.width
+        return jnp.dtype(self.dtype).itemsize * (4.0 * rows * self.width + 2.0 * self.width**2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,11 +230,11 @@ def _work(run: Run) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarray]]:
     """(one repetition: values to values, the values on each device at first)."""
     match run:
         case MatmulRun():
-            # A reflection: its products with itself are orthogonal too, and stay as large, however many there are.
+            # A reflection: what is multiplied with it and its transpose stays as large, however often.
             normal = np.random.default_rng(0).standard_normal(run.width)
             reflection = np.eye(run.width) - 2 * np.outer(normal, normal) / (normal @ normal)
             matrix = reflection.astype(jnp.dtype(run.dtype))
-            return _layer, [matrix, matrix]
+            return _layer, [matrix[: run.rows], matrix, matrix]
         case StreamRun():
             size = max(1, run.array_bytes // 4)
             return lambda x, factor: (x * factor, factor), [np.ones(size, np.float32), np.ones(1, np.float32)]
@@ -240,10 +247,14 @@ def _work(run: Run) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarray]]:
             raise AssertionError("fresh memory is no program of a device")
 
 
-def _layer(x: Any, weights: Any) -> tuple[Any, Any]:
+def _layer(x: Any, weights: Any, _: Any) -> tuple[Any, Any, Any]:
+    """(gradient of the input, weights, their gradient), taking y for its own gradient.
+
+    The gradient of the weights goes round the loop although nobody reads it: like all that does it is laid out row by
+    row, as an optimizer wants it. If a product read it in the loop, XLA would choose the layout that suits the two.
+    """
     y = x @ weights
-    gradient = x.T @ y
-    return y @ gradient.T, weights
+    return y @ weights.T, weights, x.T @ y
 
 
 def _collective(run: CollectiveRun) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarray]]:

@@ -35,6 +35,8 @@ class DeviceKind:
         float32_fill_s: Time of filling and draining the matrix units in a float32 product, beside its arithmetic.
         fresh_bytes_per_s: Rate at which memory can be had that was given back after the last run, as large blocks of a
             CPU device's are; None where a program keeps what it once had.
+        packing_bytes_per_s: Rate at which operands of a matrix product are laid out anew before its arithmetic, as
+            libraries for CPUs do; None where that costs nothing beside it.
         host_link_bytes_per_s: Rate, one way, at which one device copies from pinned memory of its host, or to it; None
             where it is not known, so that nothing can be kept there.
         host_link_source: Where that rate comes from.
@@ -52,6 +54,7 @@ class DeviceKind:
     dtype_efficiency: tuple[tuple[str, float], ...] = ()
     float32_fill_s: float = 0.0
     fresh_bytes_per_s: float | None = None
+    packing_bytes_per_s: float | None = None
     host_link_bytes_per_s: float | None = None
     host_link_source: str = ""
 
@@ -85,6 +88,10 @@ class DeviceKind:
         if self.fresh_bytes_per_s is None or temporary_bytes <= _KEPT_UP_TO_BYTES:
             return 0.0
         return temporary_bytes / self.fresh_bytes_per_s
+
+    def packing_s(self, operand_bytes: float) -> float:
+        """Time of laying the operands of a matrix product out anew."""
+        return 0.0 if self.packing_bytes_per_s is None else operand_bytes / self.packing_bytes_per_s
 
     def host_copy_s(self, nbytes: float) -> float:
         """Time of bringing so many bytes from the host's memory, or of taking them there."""

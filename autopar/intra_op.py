@@ -530,6 +530,7 @@ class NodeCosts:
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
             result_bytes=tuple(self._nbytes(v) for v in op.outputs),
             fusible=is_fusible(op.primitive),
+            is_product=op.primitive == "dot_general",
         )
 
     def _nbytes(self, atom: Atom) -> int:

@@ -18,7 +18,7 @@ from autopar import local_devices
 from autopar.collectives import CollectiveKind, Fabric, Link
 from autopar.device_clock import Clock, CollectiveRun, DeviceClock, FreshRun, MatmulRun, RowsRun, Run, StreamRun
 from autopar.errors import InvalidArgumentError
-from autopar.fitting import LinkFit, RateFit, Timing, fit_link, fit_rate
+from autopar.fitting import LinkFit, RateFit, Timing, fit_link, fit_products, fit_rate
 from autopar.hardware import DeviceKind
 from autopar.local_devices import LocalDevices
 from autopar.measurement import FitQuality, MeasuredOn, Measurement, text_of_bytes, text_of_rate, text_of_s
@@ -33,11 +33,15 @@ LONGEST_S = 0.25
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is timed: arrays in collectives (the whole one: gathered, or to be scattered), matrices, streamed arrays."""
+    """What is timed: arrays in collectives (the whole one: gathered, or to be scattered), matrices, streamed arrays.
+
+    `few_rows`: (rows, width) of float32 products that are not square, where packing of operands may cost time.
+    """
 
     array_bytes: tuple[int, ...]
     widths: tuple[int, ...]
     other_widths: tuple[int, ...]
+    few_rows: tuple[tuple[int, int], ...] = ()
     stream_bytes: tuple[int, ...] = ()
     row_bytes: tuple[int, ...] = ()
     fresh_bytes: tuple[int, ...] = ()
@@ -51,12 +55,17 @@ CPU_SIZES = Sizes(
     array_bytes=(1 << 12, 1 << 20, 1 << 22),
     widths=(16, 128, 256, 512),
     other_widths=(128, 256),
+    few_rows=((16, 256), (16, 512), (16, 1024), (64, 512), (64, 1024)),
     row_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 23),
     fresh_bytes=(1 << 22, 1 << 24),
 )
 # One that has the host to itself, or shares it with another, gets larger parts of a step.
 ROOMY_CPU_SIZES = dataclasses.replace(
-    CPU_SIZES, widths=(16, 256, 512, 1024), other_widths=(256, 512), row_bytes=(1 << 20, 1 << 22, 1 << 24)
+    CPU_SIZES,
+    widths=(16, 256, 512, 1024),
+    other_widths=(256, 512),
+    few_rows=((16, 512), (64, 512), (16, 1024), (64, 1024)),
+    row_bytes=(1 << 20, 1 << 22, 1 << 24),
 )
 ACCELERATOR_SIZES = Sizes(
     array_bytes=(1 << 12, 1 << 18, 1 << 22, 1 << 26, 1 << 28),
@@ -109,6 +118,8 @@ def runs(found: LocalDevices, sizes: Sizes) -> list[list[Run]]:
         [MatmulRun(dtype=dtype, width=w) for w in (sizes.widths if dtype == "float32" else sizes.other_widths)]
         for dtype in sizes.dtypes
     ]
+    for rows in dict.fromkeys(rows for rows, _ in sizes.few_rows):
+        series.append([MatmulRun(dtype="float32", width=w, rows=r) for r, w in sizes.few_rows if r == rows])
     series.append([StreamRun(array_bytes=n) for n in sizes.stream_bytes])
     series.append([RowsRun(array_bytes=n) for n in sizes.row_bytes])
     series.append([FreshRun(nbytes=n) for n in sizes.fresh_bytes])
@@ -202,9 +213,13 @@ def _link(
         return table, timings
     fit: LinkFit = fit_link(timings, fabric=table.fabric, source=source)
     link, (timing, ratio) = fit.link, fit.worst
-    constants = (
-        f"overhead {text_of_s(link.overhead_s)}, latency {text_of_s(link.latency_s)}, "
-        f"{text_of_rate(link.bytes_per_s, 'B')}"
+    rates = [f"{kind.value} {text_of_rate(rate, 'B')}" for kind, rate in link.kind_bytes_per_s]
+    constants = ", ".join(
+        [
+            f"overhead {text_of_s(link.overhead_s)}",
+            f"latency {text_of_s(link.latency_s)}",
+            *(rates or [text_of_rate(link.bytes_per_s, "B")]),
+        ]
     )
     worst = f"{timing.kind.value} of {text_of_bytes(timing.result_bytes)} over {timing.n}: {ratio:.2f} of its time"
     fits.append(
@@ -223,12 +238,7 @@ def _device(
     table: DeviceKind, platform: str, times: dict[Run, float], source: str, fits: list[FitQuality]
 ) -> DeviceKind:
     """The table's device with measured rates; its peaks stay, where they are peaks (not on CPU)."""
-    rates: dict[str, RateFit] = {}
-    for dtype in dict.fromkeys(run.dtype for run in times if isinstance(run, MatmulRun)):
-        points = [(r.flops, s) for r, s in times.items() if isinstance(r, MatmulRun) and r.dtype == dtype]
-        if len(points) > 1:
-            rates[dtype] = fit = fit_rate(points)
-            fits.append(_rate_quality(f"{dtype} products", fit, len(points), "flop"))
+    rates = _products(times, fits)
     streamed = [(run.moved_bytes, seconds) for run, seconds in times.items() if isinstance(run, StreamRun | RowsRun)]
     if "float32" not in rates or len(streamed) < 2:
         raise InvalidArgumentError(
@@ -250,6 +260,7 @@ def _device(
         launch_overhead_s=launch_s,
         float32_fill_s=fill_s,
         fresh_bytes_per_s=fit.rate_per_s if len(fresh) > 1 else None,
+        packing_bytes_per_s=rates["float32"].packing_bytes_per_s,
         source=f"{table.source}; {source}",
     )
     if platform == "cpu":
@@ -271,23 +282,46 @@ def _device(
     )
 
 
+def _products(times: dict[Run, float], fits: list[FitQuality]) -> dict[str, RateFit]:
+    """Rates of matrix products by dtype. How fast operands are packed follows from float32 products of few rows."""
+    rates: dict[str, RateFit] = {}
+    packing_bytes_per_s: float | None = None
+    products = {run: seconds for run, seconds in times.items() if isinstance(run, MatmulRun)}
+    for dtype in dict.fromkeys(["float32", *(run.dtype for run in products)]):
+        timed = [(run, seconds) for run, seconds in products.items() if run.dtype == dtype]
+        if len(timed) < 2:
+            continue
+        packs = packing_bytes_per_s is not None or any(run.rows is not None for run, _ in timed)
+        if packs:
+            points = [(run.flops, run.operand_bytes, seconds) for run, seconds in timed]
+            fit = fit_products(points, packing_bytes_per_s=packing_bytes_per_s)
+            packing_bytes_per_s = fit.packing_bytes_per_s
+        else:
+            fit = fit_rate([(run.flops, seconds) for run, seconds in timed])
+        rates[dtype] = fit
+        fits.append(_rate_quality(f"{dtype} products", fit, len(timed), "flop"))
+    return rates
+
+
 def _launch_and_fill(fit: RateFit, times: dict[Run, float]) -> tuple[float, float]:
     """Of a float32 product: what the smallest takes beyond its arithmetic, and what larger ones take beyond that."""
     smallest, seconds = min(
         ((r, s) for r, s in times.items() if isinstance(r, MatmulRun) and r.dtype == "float32"),
-        key=lambda timed: timed[0].width,
+        key=lambda timed: timed[0].flops,
     )
+    packing_s = 0.0 if fit.packing_bytes_per_s is None else smallest.operand_bytes / fit.packing_bytes_per_s
     overhead_s = fit.overhead_s / MatmulRun.PRODUCTS
-    least_s = max(0.0, seconds - smallest.flops / fit.rate_per_s) / MatmulRun.PRODUCTS
+    least_s = max(0.0, seconds - smallest.flops / fit.rate_per_s - packing_s) / MatmulRun.PRODUCTS
     launch_s = min(overhead_s, least_s)
     return launch_s, overhead_s - launch_s
 
 
 def _rate_quality(what: str, fit: RateFit, points: int, unit: str) -> FitQuality:
     (work, _), ratio = fit.worst
+    packing = [] if fit.packing_bytes_per_s is None else [f"packing {text_of_rate(fit.packing_bytes_per_s, 'B')}"]
     return FitQuality(
         what=what,
-        constants=f"{text_of_rate(fit.rate_per_s, unit)}, overhead {text_of_s(fit.overhead_s)}",
+        constants=", ".join([text_of_rate(fit.rate_per_s, unit), *packing, f"overhead {text_of_s(fit.overhead_s)}"]),
         points=points,
         median_error=fit.median_error,
         worst=f"{work:.3g} {unit}: {ratio:.2f} of its time",

@@ -130,6 +130,20 @@ def test_latency_over_hosts_counts_each_step_where_it_runs():
     assert 15 * link.latency_s == pytest.approx(14e-6 + 14 * 3.4e-6)
 
 
+def test_rates_of_single_kinds_over_processes_are_those_of_the_slower_link():
+    reduce, gather, exchange = CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL
+    inside = dataclasses.replace(hardware.cpu_link(4), bytes_per_s=3e9, kind_bytes_per_s=((exchange, 1e9),))
+    between = dataclasses.replace(hardware.cpu_process_link(4), bytes_per_s=0.5e9, kind_bytes_per_s=((reduce, 0.2e9),))
+    device = hardware.cpu_device(num_devices=4, cores=2, host_bytes=8_000_000_000)
+    cluster = Cluster(
+        name="two", device=device, num_hosts=2, devices_per_host=4, inside_host=inside, between_hosts=between
+    )
+    (link,) = cluster.axis_links((8,))
+    # Four devices of a host send at once: 2e9 together, of all-reduces 0.8e9; an all-to-all is as slow inside.
+    assert [link.rate_of(kind) for kind in (reduce, gather, exchange)] == [0.8e9, 2e9, 1e9]
+    assert cluster.axis_links((2, 4)) == (between, inside)
+
+
 def test_axes_of_size_one_run_inside():
     cluster = Cluster.preset("dgx-h100", hosts=2)
     assert cluster.axis_links((1, 16))[0] == hardware.NVLINK4

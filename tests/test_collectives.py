@@ -1,5 +1,7 @@
 """Bytes and seconds of collectives: closed forms, and the programs that XLA compiles."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -146,7 +148,45 @@ def test_an_all_to_all_on_two_rings_goes_half_as_far():
     assert ratio == pytest.approx(8)
 
 
-@pytest.mark.parametrize("wrong", [{"bytes_per_s": 0.0}, {"latency_s": -1.0}, {"overhead_s": -1e-9}])
+def in_memory(*apart: tuple[CollectiveKind, float]) -> Link:
+    return Link(
+        latency_s=1e-6,
+        bytes_per_s=2e9,
+        overhead_s=5e-6,
+        fabric=Fabric.SHARED_MEMORY,
+        source="test",
+        kind_bytes_per_s=apart,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected_s"),
+    [
+        (CollectiveKind.ALL_TO_ALL, 5e-6 + 7 * 1e-6 + 7e6 / 0.5e9),  # at its own rate
+        (CollectiveKind.ALL_GATHER, 5e-6 + 7 * 1e-6 + 7e6 / 2e9),  # at that of all others
+    ],
+)
+def test_a_kind_of_collective_in_shared_memory_may_have_its_own_rate(kind, expected_s):
+    link = in_memory((CollectiveKind.ALL_TO_ALL, 0.5e9))
+    assert time_s(kind, 8 * MEGABYTE, 8, link) == pytest.approx(expected_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("fabric", [Fabric.SWITCHED, Fabric.TORUS])
+def test_only_shared_memory_has_rates_of_single_kinds(fabric):
+    apart = in_memory((CollectiveKind.ALL_TO_ALL, 0.5e9))
+    with pytest.raises(InvalidArgumentError, match="rates of single kinds in shared memory only"):
+        dataclasses.replace(apart, fabric=fabric)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"bytes_per_s": 0.0},
+        {"latency_s": -1.0},
+        {"overhead_s": -1e-9},
+        {"fabric": Fabric.SHARED_MEMORY, "kind_bytes_per_s": ((CollectiveKind.ALL_REDUCE, 0.0),)},
+    ],
+)
 def test_a_link_has_sensible_constants(wrong):
     with pytest.raises(InvalidArgumentError, match="bytes_per_s above zero"):
         Link(**{"latency_s": 1e-6, "bytes_per_s": 1e9, "source": "test", **wrong})

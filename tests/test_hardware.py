@@ -1,5 +1,7 @@
 """The tables of constants."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,11 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar import hardware, hlo
 from autopar.collectives import CollectiveKind
+from autopar.costs import Work, time_s
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import DeviceKind
+from autopar.layout import Layout
+from autopar.strategies import Strategy
 from benchmarks import hardware_model
 
 KINDS = sorted({kind.name: kind for _, kind in hardware.BY_JAX_NAME}.values(), key=lambda kind: kind.name)
@@ -74,6 +79,36 @@ def test_presets_give_published_rates(point):
     # Two measurements that contradict each other: XLA's table has 250 GB/s of 2 GB over two H100, and is followed.
     tolerance = 0.3 if (point.what, point.kind) == ("2 H100", CollectiveKind.ALL_REDUCE) else 0.2
     assert hardware_model.rate_gb_per_s(point) == pytest.approx(point.gb_per_s, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("packing", "is_product", "expected_s"),
+    [
+        # a shard of 1 Gflop and 4 + 1 MB of operands, 10 MB in all
+        (None, True, 1e-6 + 1e9 / 1e11),
+        (1e9, False, 1e-6 + 1e9 / 1e11),
+        (1e9, True, 1e-6 + 1e9 / 1e11 + 5e6 / 1e9),
+        (1e12, True, 1e-6 + 1e9 / 1e11 + 5e6 / 1e12),
+    ],
+)
+def test_operands_of_products_are_packed_before_their_arithmetic(packing, is_product, expected_s):
+    device = dataclasses.replace(
+        hardware.cpu_device(num_devices=1, cores=1, host_bytes=1),
+        peak_flops=(("float32", 1e11),),
+        peak_memory_bytes_per_s=1e11,
+        launch_overhead_s=1e-6,
+        packing_bytes_per_s=packing,
+    )
+    work = Work(
+        flops=4e9,
+        dtype="float32",
+        operand_bytes=(8_000_000, 4_000_000),
+        result_bytes=(10_000_000,),
+        fusible=False,
+        is_product=is_product,
+    )
+    whole = Layout(((), ()))
+    assert time_s(work, Strategy((whole, whole), (whole,), 4), ((2, 4), (2,)), device) == pytest.approx(expected_s)
 
 
 def test_a_device_needs_a_rate_for_float32():

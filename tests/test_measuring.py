@@ -160,6 +160,40 @@ def test_times_that_do_not_grow_are_refused():
         measured(clock=Stuck())
 
 
+def test_packing_and_rates_of_single_kinds_are_found_again():
+    apart = tuple((kind, (2 + i) * 1e9) for i, kind in enumerate(CollectiveKind))
+    link = dataclasses.replace(LINK, kind_bytes_per_s=apart)
+
+    class Packing(KnownClock):
+        def _seconds(self, run: Run) -> float:
+            match run:
+                case CollectiveRun():
+                    return float(time_s(run.kind, run.result_bytes, run.n, link))
+                case MatmulRun():
+                    return super()._seconds(run) + run.operand_bytes / 2e9
+                case _:
+                    return super()._seconds(run)
+
+    found = measured(clock=Packing())
+    assert found.device.packing_bytes_per_s == pytest.approx(2e9, rel=1e-3)
+    for dtype, rate in FLOPS_PER_S.items():
+        assert found.device.flops_per_s(dtype) == pytest.approx(rate, rel=1e-3)
+    assert found.device.launch_overhead_s == pytest.approx(LAUNCH_S, rel=1e-3)
+    for kind, rate in apart:
+        assert found.inside_host.rate_of(kind) == pytest.approx(rate, rel=1e-3), kind
+    text = str(found)
+    assert "30 Gflop/s, packing 2 GB/s, overhead 9 us" in text
+    assert "all-reduce 2 GB/s, all-gather 3 GB/s" in text
+
+
+def test_operands_of_a_linear_layer_are_counted():
+    # x (2 x 8) and its weights; x again and y; y again and the weights again
+    run = MatmulRun(dtype="bfloat16", width=8, rows=2)
+    assert run.operand_bytes == 2 * (4 * 16 + 2 * 64)
+    assert run.flops == 3 * 2 * 2 * 8 * 8
+    assert MatmulRun(dtype="float32", width=8).operand_bytes == 6 * 4 * 64
+
+
 def test_a_saved_measurement_is_taken_up_by_the_local_cluster(directory):
     before = Cluster.local()
     assert not before.fits
@@ -203,7 +237,7 @@ def test_accelerators_do_not_share_so_that_more_of_them_hold_for_fewer(directory
 def test_damaged_measurements_count_as_absent(directory):
     path = measured().save()
     assert path is not None
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 0'))
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 1'))
     assert Cluster.local() == Cluster.local(measured=False)
     path.write_text("{")
     assert Cluster.local() == Cluster.local(measured=False)
