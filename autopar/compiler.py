@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from autopar.attention_checks import check_attention
 from autopar.building import build_graph
+from autopar.built_out import Found
 from autopar.cluster import Cluster
 from autopar.costs import flops_of
 from autopar.emission import Emitter
@@ -29,7 +30,7 @@ from autopar.memory_use import memory_of_program
 from autopar.mesh import LogicalMesh
 from autopar.offloading import with_host_copies
 from autopar.pin_prices import price_in_one_program, price_in_stages
-from autopar.pipeline_search import Found, asked_pipeline, search_pipelines
+from autopar.pipeline_search import asked_pipeline, search_pipelines
 from autopar.pipelining import (
     Staged,
     Submesh,

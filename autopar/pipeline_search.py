@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from autopar.attention_checks import check_attention
+from autopar.built_out import BuiltOut, Found
 from autopar.cluster import Cluster
 from autopar.constraints import Binding
 from autopar.contraction import contract
@@ -20,19 +21,17 @@ from autopar.micro_batches import num_examples
 from autopar.pins import PinsOnMesh, on_meshes
 from autopar.pipelining import (
     PipelineOptions,
-    Staged,
     default_chunks,
     part_of,
 )
 from autopar.progress import Progress
 from autopar.purposes import described
-from autopar.record import PipelineTrial
 from autopar.rules import RuleBook
 from autopar.scan_cutting import CutStep, cut_scans, divisors, trips_of
-from autopar.solver import NoStages, Stage, StagePlan, StageProblem, best_stages
+from autopar.solver import NoStages, StagePlan, StageProblem
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_assignment import balanced
-from autopar.stage_building import Choice, Cut, build, cut_layers, evened, layers_of_pieces
+from autopar.stage_building import Choice, Cut, build, cut_layers, layers_of_pieces
 from autopar.stage_costs import Decisions, PricedOption, again_of, layer_decisions, stage_options, undominated
 from autopar.staging import TracedStep
 from autopar.whole_search import LONG_STEP, PlanOptions, distinct_meshes
@@ -42,37 +41,9 @@ SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
-# Of the plans that are best by the search's model, for each number of micro-batches in turn, so many are worked out
-# exactly, and the best of one stage; and how far from the best they may be, for steps that are not long. The model is
-# off by as much.
-BUILT_OUT, NEAR_THE_BEST = 3, 1.15
-# Where such a plan needs more memory than the search took it for, it is searched again with so much less, so often.
-TIGHTENED = 2
-
+NEAR_THE_BEST = 1.15  # so far from the best are answers looked at for steps that are not long: the tables are off by it
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
 FINEST_PARTS = 48  # in which a scan over layers is priced; the stages of a pipeline are seldom more
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The best pipeline, built out, and what was weighed on the way."""
-
-    staged: Staged
-    choice: Choice
-    weighed: tuple[PipelineTrial, ...]
-    pins: PinsOnMesh | None = None
-
-    @property
-    def trial(self) -> PipelineTrial:
-        """What it came to."""
-        made = self.staged.simulation
-        text = f"{self.staged.graph.num_microbatches} micro-batches, {self.choice.text}"
-        return PipelineTrial(text=text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes))
-
-    def rank(self, limit_bytes: int) -> tuple[bool, float]:
-        """Smaller is better: what fits first, then what is faster."""
-        made = self.staged.simulation
-        return max(made.peak_bytes) > limit_bytes, made.step_time_s
 
 
 def search_pipelines(
@@ -146,100 +117,12 @@ def search_pipelines(
     problems += [dataclasses.replace(problems[n], fixed_num_stages=1) for n in alone]
     of_problem += [of_problem[n] for n in alone]
     first_alone = len(problems) - len(alone)
-    builder = _BuiltOut(
+    builder = BuiltOut(
         cuts, cluster, limit_bytes, time_limit_s, to_beat_s, progress,
         lambda cut, num_stages: cut_layers(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules),
     )  # fmt: skip
-    within = 1.0 if is_long else NEAR_THE_BEST
-    reasons: list[StagePlan | NoStages] = []
-    searched_bytes = limit_bytes
-    for tightened in range(1 + TIGHTENED):
-        with progress.pass_("stages"):
-            at_limit = [dataclasses.replace(p, limit_bytes=searched_bytes) for p in problems]
-            answers = [*best_stages(at_limit[:first_alone], within)]
-            answers += best_stages(at_limit[first_alone:]) if alone else ()
-        reasons = reasons or answers
-        plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
-        ranked = in_turn((of_problem[n][0], plan.step_time_s, n) for n, plan in plans.items() if n < first_alone)
-        _, alone_at = min(((p.step_time_s, n) for n, p in plans.items() if n >= first_alone), default=(0.0, None))
-        if alone_at is not None:
-            ranked.insert(BUILT_OUT, alone_at)
-        most = 1 if tightened else BUILT_OUT + (alone_at is not None)
-        tighter_bytes = builder.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], most)
-        if tighter_bytes is None:
-            break
-        searched_bytes = tighter_bytes
-    return builder.found() or why_no_pipeline(reasons)
-
-
-class _BuiltOut:
-    """The answers of the search over stages worked out exactly: the fastest on the virtual clock that fits.
-
-    `in_stages` cuts a step with a scan in small parts into as many as there are stages.
-    """
-
-    def __init__(
-        self,
-        cuts: dict[int, Cut],
-        cluster: Cluster,
-        limit_bytes: int,
-        time_limit_s: float,
-        to_beat_s: float,
-        progress: Progress,
-        in_stages: Callable[[Cut, int], Cut],
-    ) -> None:
-        self.cuts, self.cluster, self.limit_bytes, self.time_limit_s = cuts, cluster, limit_bytes, time_limit_s
-        self.to_beat_s, self.progress, self.in_stages = to_beat_s, progress, in_stages
-        self.weighed: list[PipelineTrial] = []
-        self.best: Found | None = None
-
-    def run(
-        self, ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]], most: int
-    ) -> int | None:
-        """Works out at most so many more of some answers, which come fastest first. Where the fastest does not fit:
-        what the search should keep to, for plans that need as much more than it takes them for.
-        """
-        tighter_bytes: int | None = None
-        built = 0
-        for problem, answer, m, options in ranked:
-            choice = choice_of(problem, answer, options)
-            over = self.best is None or self.best.rank(self.limit_bytes)[0]
-            beaten = self.best is not None and not over and answer.step_time_s >= self.best.trial.step_time_s
-            if beaten or built >= most or answer.step_time_s > 1.2 * self.to_beat_s:
-                text = f"{m} micro-batches, {choice.text}"
-                self.weighed.append(
-                    PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes))
-                )
-                continue
-            built += 1
-            with self.progress.pass_("build stages"):
-                cut = self.cuts[m]
-                if cut.step.parts > 1:
-                    cut = self.in_stages(cut, len(answer.stages))
-                    choice = evened(cut, choice)
-                staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s)
-                found = Found(staged=staged, choice=choice, weighed=())
-            self.weighed.append(found.trial)
-            if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
-                self.best = found
-            if built == 1 and found.rank(self.limit_bytes)[0]:
-                tighter_bytes = max(answer.peak_bytes) * self.limit_bytes // found.trial.peak_bytes
-        return tighter_bytes
-
-    def found(self) -> Found | None:
-        return dataclasses.replace(self.best, weighed=tuple(self.weighed)) if self.best is not None else None
-
-
-def in_turn(plans: Iterable[tuple[int, float, int]]) -> list[int]:
-    """Of plans given as (kind, seconds, number) the numbers: the fastest of each kind, fastest first, then the second
-    of each, and so on.
-    """
-    turn: dict[int, int] = {}
-    found: list[tuple[int, int]] = []
-    for kind, _, number in sorted(plans, key=lambda plan: plan[1]):
-        turn[kind] = turn.get(kind, -1) + 1
-        found.append((turn[kind], number))
-    return [number for _, number in sorted(found, key=lambda entry: entry[0])]
+    answers = builder.search(problems, of_problem, first_alone, 1.0 if is_long else NEAR_THE_BEST)
+    return builder.found() or why_no_pipeline(answers)
 
 
 def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOptions) -> list[int]:
@@ -408,36 +291,6 @@ def meshes_inside(part: Cluster) -> list[LogicalMesh]:
     """The logical meshes of a stage, of at most two axes, of which the inner one stays inside of a host."""
     meshes = distinct_meshes(part, 2)
     return [m for m in meshes if len(m.axis_sizes) == 1 or m.axis_sizes[-1] <= part.devices_per_host]
-
-
-def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[PricedOption]) -> Choice:
-    """What an answer of the dynamic programme stands for."""
-    taken = [options[stage.option] for stage in answer.stages]
-    groups = len(answer.stages) // problem.chunks
-    return Choice(
-        schedule=problem.schedule.value,
-        chunks=problem.chunks,
-        first_layers=tuple(stage.first for stage in answer.stages),
-        group_meshes=tuple(o.mesh for o in taken[:groups]),
-        policies=tuple(
-            o.policy for o, stage in zip(taken, answer.stages, strict=True) for _ in range(stage.first, stage.last)
-        ),
-        terms=tuple(o.terms for o in taken),
-        crowded=tuple(
-            _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
-            for o, stage in zip(taken, answer.stages, strict=True)
-        ),
-    )
-
-
-def _cheapest(options: Sequence[PricedOption], like: PricedOption) -> PricedOption:
-    """The option on the same mesh, with the same recomputation, that was decided where bytes cost least."""
-    alike = (o for o in options if (o.mesh, o.policy) == (like.mesh, like.policy))
-    return min(alike, key=lambda o: o.terms.s_per_byte)
-
-
-def _state_bytes(option: PricedOption, stage: Stage) -> int:
-    return int(option.option.state_bytes[stage.first : stage.last].sum())
 
 
 def equal_choice(

@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import solver
+from autopar.built_out import choice_of
 from autopar.cluster import Cluster
-from autopar.pipeline_search import choice_of, microbatch_numbers, search_pipelines, tables
+from autopar.pipeline_search import microbatch_numbers, search_pipelines, tables
 from autopar.pipelining import PipelineOptions, Staged
 from autopar.progress import Progress
 from autopar.rules import RuleBook

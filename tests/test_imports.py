@@ -97,6 +97,7 @@ LAYER_OF = {
     "overlap": "compiler",
     "pin_prices": "compiler",
     "memory_use": "compiler",
+    "built_out": "compiler",
     "pipeline_search": "compiler",
     "pipelining": "compiler",
     "prediction": "compiler",

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import compiler, hardware, pipeline_search, whole_search
+from autopar import built_out, compiler, hardware, whole_search
+from autopar.built_out import in_turn
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
-from autopar.pipeline_search import in_turn, odd_part, submesh_sizes
+from autopar.pipeline_search import odd_part, submesh_sizes
 from autopar.pipelining import PipelineOptions
 from tests.small_steps import chain_step
 
@@ -88,14 +89,14 @@ def test_a_plan_that_needs_more_than_it_was_taken_for_is_searched_again(monkeypa
     peak_bytes = max(first.predicted.peak_bytes)
     limit_bytes = int(1.1 * peak_bytes)
     small = cluster(memory_bytes=int(limit_bytes / (1 - MEMORY_MARGIN)))
-    build = pipeline_search.build
+    build = built_out.build
 
     def as_if_larger(*given, **named):
         staged = build(*given, **named)
         larger = tuple(int(1.3 * n) for n in staged.simulation.peak_bytes)
         return dataclasses.replace(staged, simulation=dataclasses.replace(staged.simulation, peak_bytes=larger))
 
-    monkeypatch.setattr(pipeline_search, "build", as_if_larger)
+    monkeypatch.setattr(built_out, "build", as_if_larger)
     found = plan(small, *args)
     fits = [t for t in found.record.weighed if t.peak_bytes <= limit_bytes]
     assert found.record.weighed[0].peak_bytes > limit_bytes

@@ -1,0 +1,174 @@
+"""Answers of the search over stages worked out to the last instruction and simulated, and the best of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from autopar.cluster import Cluster
+from autopar.pins import PinsOnMesh
+from autopar.pipelining import Staged
+from autopar.progress import Progress
+from autopar.record import PipelineTrial
+from autopar.solver import NoStages, Stage, StagePlan, StageProblem, best_stages
+from autopar.stage_building import Choice, Cut, build, evened
+from autopar.stage_costs import PricedOption
+
+# Of the plans that are best by the search's model, for each number of micro-batches in turn, so many are worked out
+# exactly, and the best of one stage.
+MOST_BUILT = 3
+# Where such a plan needs more memory than the search took it for, it is searched again with so much less, so often.
+TIGHTENED = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best pipeline, built out, and what was weighed on the way."""
+
+    staged: Staged
+    choice: Choice
+    weighed: tuple[PipelineTrial, ...]
+    pins: PinsOnMesh | None = None
+
+    @property
+    def trial(self) -> PipelineTrial:
+        """What it came to."""
+        made = self.staged.simulation
+        text = f"{self.staged.graph.num_microbatches} micro-batches, {self.choice.text}"
+        return PipelineTrial(text=text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes))
+
+    def rank(self, limit_bytes: int) -> tuple[bool, float]:
+        """Smaller is better: what fits first, then what is faster."""
+        made = self.staged.simulation
+        return max(made.peak_bytes) > limit_bytes, made.step_time_s
+
+
+class BuiltOut:
+    """The answers of the search over stages, worked out exactly: the fastest on the virtual clock that fits.
+
+    `in_stages` cuts a step with a scan in small parts into as many as there are stages.
+    """
+
+    def __init__(
+        self,
+        cuts: dict[int, Cut],
+        cluster: Cluster,
+        limit_bytes: int,
+        time_limit_s: float,
+        to_beat_s: float,
+        progress: Progress,
+        in_stages: Callable[[Cut, int], Cut],
+    ) -> None:
+        self.cuts, self.cluster, self.limit_bytes, self.time_limit_s = cuts, cluster, limit_bytes, time_limit_s
+        self.to_beat_s, self.progress, self.in_stages = to_beat_s, progress, in_stages
+        self.weighed: list[PipelineTrial] = []
+        self.best: Found | None = None
+
+    def search(
+        self,
+        problems: Sequence[StageProblem],
+        of_problem: Sequence[tuple[int, tuple[PricedOption, ...]]],
+        first_alone: int,
+        within: float,
+    ) -> Sequence[StagePlan | NoStages]:
+        """Solves the problems, which from `first_alone` on have one stage, and works the best answers out; again with
+        less memory where the fastest needs more than there is. `of_problem` is each one's number of micro-batches with
+        its options. Returns the answers at the limit itself.
+        """
+        first_answers: Sequence[StagePlan | NoStages] = ()
+        searched_bytes = self.limit_bytes
+        for tightened in range(1 + TIGHTENED):
+            with self.progress.pass_("stages"):
+                at_limit = [dataclasses.replace(p, limit_bytes=searched_bytes) for p in problems]
+                several, alone = at_limit[:first_alone], at_limit[first_alone:]
+                answers = [*best_stages(several, within), *(best_stages(alone) if alone else ())]
+            first_answers = first_answers or answers
+            plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
+            ranked = in_turn((of_problem[n][0], plan.step_time_s, n) for n, plan in plans.items() if n < first_alone)
+            _, alone_at = min(((p.step_time_s, n) for n, p in plans.items() if n >= first_alone), default=(0.0, None))
+            if alone_at is not None:
+                ranked.insert(MOST_BUILT, alone_at)
+            most = 1 if tightened else MOST_BUILT + (alone_at is not None)
+            tighter_bytes = self.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], most)
+            if tighter_bytes is None:
+                break
+            searched_bytes = tighter_bytes
+        return first_answers
+
+    def run(
+        self, ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]], most: int
+    ) -> int | None:
+        """Works out at most so many more of some answers, which come fastest first. Where the fastest does not fit:
+        what the search should keep to, for plans that need as much more than it takes them for.
+        """
+        tighter_bytes: int | None = None
+        built = 0
+        for problem, answer, m, options in ranked:
+            choice = choice_of(problem, answer, options)
+            over = self.best is None or self.best.rank(self.limit_bytes)[0]
+            beaten = self.best is not None and not over and answer.step_time_s >= self.best.trial.step_time_s
+            if beaten or built >= most or answer.step_time_s > 1.2 * self.to_beat_s:
+                text = f"{m} micro-batches, {choice.text}"
+                self.weighed.append(
+                    PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes))
+                )
+                continue
+            built += 1
+            with self.progress.pass_("build stages"):
+                cut = self.cuts[m]
+                if cut.step.parts > 1:
+                    cut = self.in_stages(cut, len(answer.stages))
+                    choice = evened(cut, choice)
+                staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s)
+                found = Found(staged=staged, choice=choice, weighed=())
+            self.weighed.append(found.trial)
+            if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
+                self.best = found
+            if built == 1 and found.rank(self.limit_bytes)[0]:
+                tighter_bytes = max(answer.peak_bytes) * self.limit_bytes // found.trial.peak_bytes
+        return tighter_bytes
+
+    def found(self) -> Found | None:
+        return dataclasses.replace(self.best, weighed=tuple(self.weighed)) if self.best is not None else None
+
+
+def in_turn(plans: Iterable[tuple[int, float, int]]) -> list[int]:
+    """Of plans given as (kind, seconds, number) the numbers: the fastest of each kind, fastest first, then the second
+    of each, and so on.
+    """
+    turn: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+    for kind, _, number in sorted(plans, key=lambda plan: plan[1]):
+        turn[kind] = turn.get(kind, -1) + 1
+        found.append((turn[kind], number))
+    return [number for _, number in sorted(found, key=lambda entry: entry[0])]
+
+
+def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[PricedOption]) -> Choice:
+    """What an answer of the dynamic programme stands for."""
+    taken = [options[stage.option] for stage in answer.stages]
+    groups = len(answer.stages) // problem.chunks
+    return Choice(
+        schedule=problem.schedule.value,
+        chunks=problem.chunks,
+        first_layers=tuple(stage.first for stage in answer.stages),
+        group_meshes=tuple(o.mesh for o in taken[:groups]),
+        policies=tuple(
+            o.policy for o, stage in zip(taken, answer.stages, strict=True) for _ in range(stage.first, stage.last)
+        ),
+        terms=tuple(o.terms for o in taken),
+        crowded=tuple(
+            _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
+            for o, stage in zip(taken, answer.stages, strict=True)
+        ),
+    )
+
+
+def _cheapest(options: Sequence[PricedOption], like: PricedOption) -> PricedOption:
+    """The option on the same mesh, with the same recomputation, that was decided where bytes cost least."""
+    alike = (o for o in options if (o.mesh, o.policy) == (like.mesh, like.policy))
+    return min(alike, key=lambda o: o.terms.s_per_byte)
+
+
+def _state_bytes(option: PricedOption, stage: Stage) -> int:
+    return int(option.option.state_bytes[stage.first : stage.last].sum())
