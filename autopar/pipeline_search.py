@@ -129,7 +129,8 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     """The numbers of micro-batches to search through, most first.
 
     At most so many that each has a few examples for the devices of a stage, and that bubbles are small whatever the
-    number of stages; then fewer, larger ones, which read parameters less often.
+    number of stages; then fewer, larger ones, which read parameters less often. The first have examples for powers of
+    two of devices, as stages mostly are; the others for an odd number of hosts too.
     """
     if asked.num_microbatches is not None:
         return [asked.num_microbatches]
@@ -139,18 +140,22 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     several = MICROBATCH_SIZES if len(traced.jaxpr.eqns) <= LONG_STEP else 2  # each size is traced and priced anew
     wanted = [max(1.0, most / MICROBATCH_RATIO**i) for i in range(several)]
     groups = examples // odd_part(examples, cluster)
-    return list(dict.fromkeys(nearest_divisor(groups, number) for number in wanted))
+    stages_are_odd = _odd(cluster.num_devices) > MOST_PARTS
+    of = [groups if i or stages_are_odd else examples for i in range(several)]
+    return list(dict.fromkeys(nearest_divisor(n, number) for n, number in zip(of, wanted, strict=True)))
+
+
+def _odd(n: int) -> int:
+    """What is left of a number without its factors of two."""
+    return n // (n & -n)
 
 
 def odd_part(examples: int, cluster: Cluster) -> int:
     """The odd number of devices that examples can be split over, not many of them: micro-batches of a power of two
     would leave stages of three or nine hosts without data parallelism.
     """
-    odd = cluster.num_devices
-    while odd % 2 == 0:
-        odd //= 2
-    fitting = [d for d in _divisor_chain(odd) if examples % d == 0 and d <= MICROBATCH_RATIO * SMALLEST_MICROBATCH]
-    return max(fitting)
+    most = MICROBATCH_RATIO * SMALLEST_MICROBATCH
+    return max(d for d in _divisor_chain(_odd(cluster.num_devices)) if examples % d == 0 and d <= most)
 
 
 def finest(trips: int) -> int:

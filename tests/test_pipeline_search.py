@@ -13,8 +13,9 @@ from autopar.built_out import in_turn
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
-from autopar.pipeline_search import odd_part, submesh_sizes
+from autopar.pipeline_search import microbatch_numbers, odd_part, submesh_sizes
 from autopar.pipelining import PipelineOptions
+from autopar.staging import trace
 from tests.small_steps import chain_step
 
 SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
@@ -153,6 +154,20 @@ def arguments_bytes():
 )
 def test_micro_batches_can_be_split_over_an_odd_number_of_hosts(hosts, examples, odd):
     assert odd_part(examples, Cluster.preset("dgx-a100-80g", hosts=hosts)) == odd
+
+
+@pytest.mark.parametrize(
+    ("hosts", "examples", "numbers"),
+    [
+        (32, 1024, [256, 64, 16]),
+        (35, 280, [70, 14, 4]),  # stages on powers of two of devices; 56 and so on divide among five or seven
+        (315, 2520, [280, 140, 40]),  # stages on nine hosts and the like: each number leaves them nine examples or more
+    ],
+)
+def test_numbers_of_micro_batches(hosts, examples, numbers):
+    traced = trace(chain_step, arguments(2, 8, examples), names=("params", "batch"), donate=(0,), batch=(1,))
+    found = microbatch_numbers(traced, Cluster.preset("dgx-a100-80g", hosts=hosts), PipelineOptions())
+    assert found == numbers
 
 
 def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(monkeypatch):
