@@ -3,6 +3,7 @@
     python -m benchmarks.grids                              three models on four clusters (an hour)
     python -m benchmarks.grids gpt --clusters dgx-h100      one of each
     python -m benchmarks.grids --keep                       also keeps the table in results/grids.md, row by row
+    python -m benchmarks.grids --search --keep              after a change of the search: the grids that were kept stay
 
 For each model and cluster every recipe `combine(tp, pp, dp, num_microbatches, zero, recompute)` is planned and
 predicted under the same model as the search's own plan, which must not be slower than the best of them that fits. No
@@ -82,8 +83,8 @@ def grids(cluster: autopar.Cluster) -> Iterator[Grid]:
             yield Grid(tp=tp, pp=pp, dp=dp, num_microbatches=m, zero=zero, recompute=recompute)
 
 
-def compared(model: str, cluster_name: str, progress: Progress) -> list[str]:
-    """The cells of a row."""
+def compared(model: str, cluster_name: str, progress: Progress, kept: list[str] | None) -> list[str]:
+    """The cells of a row. With one that was kept, its grids stay, and only the search plans again."""
     case = CASES[model](**MODELS[model])
     state = jax.eval_shape(case.init, jax.random.key(0))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0))
@@ -91,6 +92,11 @@ def compared(model: str, cluster_name: str, progress: Progress) -> list[str]:
     options = {"cluster": cluster, "cache_dir": None, "show_progress": False}
     started_s = time.perf_counter()
     chosen = autopar.plan(case.step, state, batch, **options)
+    if kept is not None:
+        num_grids, fitting_grids, grid, grid_s = kept[2:6]
+        ratio = f"{float(grid_s.split()[0]) / chosen.predicted.step_time_s:.3f}"
+        ours = text_of(chosen), f"{chosen.predicted.step_time_s:.4g} s"
+        return [model, cluster_name, num_grids, fitting_grids, grid, grid_s, *ours, ratio, "the search alone"]
     best: tuple[float, Grid] | None = None
     wanted, fitting = list(grids(cluster)), 0
     for grid in progress.track(wanted, description=f"{model} on {cluster_name}"):
@@ -104,16 +110,20 @@ def compared(model: str, cluster_name: str, progress: Progress) -> list[str]:
         fitting += 1
         if best is None or plan.predicted.step_time_s < best[0]:
             best = plan.predicted.step_time_s, grid
-    text = f"mesh {chosen.mesh}"
-    if chosen.record.pipeline is not None:
-        same = [w.text for w in chosen.record.weighed if w.step_time_s == chosen.predicted.step_time_s]
-        text = same[0] if same else repr(chosen)
+    text = text_of(chosen)
     ours_s = chosen.predicted.step_time_s
     found = ("none fits", "", f"{ours_s:.4g} s", "") if best is None else (
         str(best[1]), f"{best[0]:.4g} s", f"{ours_s:.4g} s", f"{best[0] / ours_s:.3f}",
     )  # fmt: skip
     took = f"{time.perf_counter() - started_s:.0f} s"
     return [model, cluster_name, str(len(wanted)), str(fitting), found[0], found[1], text, found[2], found[3], took]
+
+
+def text_of(plan: autopar.Plan) -> str:
+    if plan.record.pipeline is None:
+        return f"mesh {plan.mesh}"
+    same = [w.text for w in plan.record.weighed if w.step_time_s == plan.predicted.step_time_s]
+    return same[0] if same else repr(plan)
 
 
 def keep(rows: list[list[str]]) -> None:
@@ -127,12 +137,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
+    parser.add_argument("--search", action="store_true", help="plan by search alone, beside the grids that were kept")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
     console, rows = Console(width=180), []
+    known = {tuple(row[:2]): row for row in kept_rows(RESULTS)} if arguments.search else {}
     with Progress(console=console) as progress:
         for model, cluster in itertools.product(arguments.models, arguments.clusters):
-            rows.append(compared(model, cluster, progress))
+            rows.append(compared(model, cluster, progress, known.get((model, cluster))))
             console.print(" | ".join(rows[-1]))
             if arguments.keep:
                 keep(rows)
