@@ -25,7 +25,7 @@ from rich.table import Table
 
 import autopar
 from autopar.errors import AutoparError
-from benchmarks.machine import description, markdown
+from benchmarks.machine import description, kept_rows, markdown
 from benchmarks.zoo import CASES
 
 RESULTS = Path(__file__).parent / "results" / "published_steps.md"
@@ -171,6 +171,14 @@ def compared(row: Published, search: bool) -> tuple[list[str], bool]:
     return cells, abs(predicted_s / row.step_time_s - 1) <= TARGET
 
 
+def keep(made: list[str]) -> None:
+    """Writes a row among those that were kept."""
+    found = {row[0]: row for row in [*kept_rows(RESULTS), made]}
+    rows = [found[row.name] for row in ROWS.values() if row.name in found]
+    columns = SEARCHED if any(len(row) > len(COLUMNS) for row in rows) else COLUMNS
+    RESULTS.write_text(f"# Published step times\n\n{description()}\n\n{markdown(columns, rows)}\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", default=list(ROWS), help=f"of {', '.join(ROWS)}")
@@ -181,14 +189,13 @@ def main() -> int:
     for name in arguments.rows:
         found.append(compared(ROWS[name], arguments.search))
         console.print(" | ".join(found[-1][0]))
+        if arguments.keep:
+            keep(found[-1][0])
     columns = SEARCHED if arguments.search else COLUMNS
     shown = Table(*columns)
     for cells, _ in found:
         shown.add_row(*cells)
     console.print(shown)
-    if arguments.keep:
-        table = markdown(columns, [cells for cells, _ in found])
-        RESULTS.write_text(f"# Published step times\n\n{description()}\n\n{table}\n")
     return 0 if all(good for _, good in found) else 1
 
 
