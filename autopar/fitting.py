@@ -198,7 +198,7 @@ def _rate(where: str, work: Array, seconds: Array, packing_s: Array, packing_byt
     """Overhead and rate beside a known time of packing at each point."""
     overhead_s, s_per_unit = _least_relative(np.stack([np.ones_like(work), work], axis=1), seconds, packing_s)
     if not s_per_unit > 0:
-        raise _unusable(where, "times that grow with the work", f"none up to {work.max():.3g}")
+        raise _unusable(where, "times that grow with the work", f"none up to {float(np.max(work)):.3g}")
     median, worst, ratio = _quality(overhead_s + work * s_per_unit + packing_s, seconds)
     return RateFit(
         overhead_s=overhead_s,
