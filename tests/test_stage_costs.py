@@ -9,7 +9,7 @@ import pytest
 
 from autopar import hardware
 from autopar.cluster import Cluster, Link
-from autopar.graph import OpKind
+from autopar.graph import OpKind, Section
 from autopar.intra_op import IntraOp, MemoryPrices, Terms, cost_model, saved_values
 from autopar.mesh import LogicalMesh
 from autopar.pipeline_search import tables
@@ -152,11 +152,19 @@ def priced(name, num_devices=1, **changed):
     )
 
 
-def test_two_values_a_layer_are_saved_for_the_backward_pass():
+def made_and_read(graph):
+    """Values of the forward section that the backward section reads, in the order in which they are made."""
+    read = {a for op in graph.block.ops if op.section is Section.BACKWARD for a in op.inputs if isinstance(a, int)}
+    return [v for op in graph.block.ops if op.section is Section.FORWARD for v in op.outputs if v in read]
+
+
+def test_what_is_saved_for_the_backward_pass():
     graph = cut(2).graph
     saved = {v for v, _ in saved_values(graph)}
-    # What tanh makes and one minus it, which its derivative is made of; the loss's difference.
-    assert [graph.values[v].shape for v in saved] == [(BATCH // 2, WIDTH)] * (2 * LAYERS + 1)
+    # At least what each tanh makes and the loss's difference; versions of jax keep its derivative too, or not.
+    assert saved == set(made_and_read(graph))
+    assert LAYERS + 1 <= len(saved) <= 2 * LAYERS + 1
+    assert {graph.values[v].shape for v in saved} == {(BATCH // 2, WIDTH)}
 
 
 def test_what_is_saved_has_its_price():
@@ -165,16 +173,14 @@ def test_what_is_saved_has_its_price():
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
     intra_op = IntraOp(graph, model)
     saved = saved_values(graph)
-    value_bytes = 64 // 2 * WIDTH * 4
+    least = 16 * len(made_and_read(graph)) * (64 // 2 * WIDTH * 4) / 2
 
     def held_bytes(s_per_byte: float) -> float:
         prices = MemoryPrices(s_per_byte=s_per_byte, values=saved, copies={v: 16.0 for v, _ in saved})
         choice = intra_op.solve(time_limit_s=5.0, prices=prices).choice
         return intra_op.priced_bytes(choice, prices)
 
-    most, least = 16 * (2 * LAYERS + 1) * value_bytes, 16 * (2 * LAYERS + 1) * value_bytes / 2
     assert held_bytes(1e-16) > least * 1.01
-    assert least <= held_bytes(1e-6) < most
     assert held_bytes(1e-6) == pytest.approx(least, rel=1e-3)
 
 
