@@ -62,6 +62,7 @@ class BuiltOut:
         self.cuts, self.cluster, self.limit_bytes, self.time_limit_s = cuts, cluster, limit_bytes, time_limit_s
         self.to_beat_s, self.progress, self.in_stages = to_beat_s, progress, in_stages
         self.weighed: list[PipelineTrial] = []
+        self.built: set[tuple[int, Choice]] = set()  # with fewer bytes the programme may give an answer again
         self.best: Found | None = None
 
     def search(
@@ -81,7 +82,7 @@ class BuiltOut:
             with self.progress.pass_("stages"):
                 at_limit = [dataclasses.replace(p, limit_bytes=searched_bytes) for p in problems]
                 several, alone = at_limit[:first_alone], at_limit[first_alone:]
-                answers = [*best_stages(several, within), *(best_stages(alone) if alone else ())]
+                answers = [*best_stages(several, within), *best_stages(alone)]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
             ranked = in_turn((of_problem[n][0], plan.step_time_s, n) for n, plan in plans.items() if n < first_alone)
@@ -105,6 +106,8 @@ class BuiltOut:
         built = 0
         for problem, answer, m, options in ranked:
             choice = choice_of(problem, answer, options)
+            if (m, choice) in self.built:
+                continue
             over = self.best is None or self.best.rank(self.limit_bytes)[0]
             beaten = self.best is not None and not over and answer.step_time_s >= self.best.trial.step_time_s
             if beaten or built >= most or answer.step_time_s > 1.2 * self.to_beat_s:
@@ -114,6 +117,7 @@ class BuiltOut:
                 )
                 continue
             built += 1
+            self.built.add((m, choice))
             with self.progress.pass_("build stages"):
                 cut = self.cuts[m]
                 if cut.step.parts > 1:

@@ -29,6 +29,7 @@ from rich.table import Table
 import autopar
 from autopar.errors import AutoparError
 from benchmarks.machine import description, kept_rows, markdown
+from benchmarks.plan_text import text_of
 from benchmarks.zoo import CASES
 
 RESULTS = Path(__file__).parent / "results" / "grids.md"
@@ -119,18 +120,13 @@ def compared(model: str, cluster_name: str, progress: Progress, kept: list[str] 
     return [model, cluster_name, str(len(wanted)), str(fitting), found[0], found[1], text, found[2], found[3], took]
 
 
-def text_of(plan: autopar.Plan) -> str:
-    if plan.record.pipeline is None:
-        return f"mesh {plan.mesh}"
-    same = [w.text for w in plan.record.weighed if w.step_time_s == plan.predicted.step_time_s]
-    return same[0] if same else repr(plan)
-
-
 def keep(rows: list[list[str]]) -> None:
     """Rows kept before stay, but for those made again."""
     found = {tuple(row[:2]): row for row in kept_rows(RESULTS) + rows}
     ordered = [found[key] for key in itertools.product(MODELS, CLUSTERS) if key in found]
-    RESULTS.write_text(f"# The search beside all grids\n\n{description()}\n\n{markdown(COLUMNS, ordered)}\n")
+    RESULTS.write_text(
+        f"# The search beside all grids\n\nThe last row: {description()}\n\n{markdown(COLUMNS, ordered)}\n"
+    )
 
 
 def main() -> int:

@@ -67,6 +67,7 @@ def plan_once(model: str, form: str, hosts: int) -> Row:
 
     import autopar
     from autopar.errors import MemoryLimitError, SolverError
+    from benchmarks.plan_text import text_of
     from benchmarks.zoo import CASES
 
     dtype = {"dtype": jnp.bfloat16} if form == "unrolled" else {}
@@ -95,14 +96,11 @@ def plan_once(model: str, form: str, hosts: int) -> Row:
     )
     if plan is None:
         return dataclasses.replace(row, text=f"none: {refusal.got}"[:120])
-    made = plan.record.pipeline
-    text = plan.record.weighed[0].text if made is not None else f"mesh {plan.mesh}"
-    best = [w.text for w in plan.record.weighed if w.step_time_s == plan.predicted.step_time_s]
     return dataclasses.replace(
         row,
         step_time_s=plan.predicted.step_time_s,
         mfu=plan.predicted.mfu,
-        text=best[0] if best else text,
+        text=text_of(plan),
     )
 
 
@@ -165,8 +163,13 @@ def keep(row: Row) -> None:
     ROWS.write_text(json.dumps([dataclasses.asdict(r) for r in rows.values()], indent=1) + "\n")
     table = markdown(COLUMNS, [cells(r) for r in rows.values()])
     plot(list(rows.values()))
+    rounded = [f"{r.model} {r.form} {r.devices}" for r in rows.values() if r.wall_s == int(r.wall_s)]
+    remarks = "Each row is of the search of its time, on a machine that may have had other work.\n\n"
+    if rounded:
+        remarks += f"Taken from printed lines of a run that was ended, and rounded: {', '.join(rounded)}.\n\n"
     title = "# Planning for thousands of devices"
-    RESULTS.write_text(f"{title}\n\nThe last row: {description()}\n\n![time and memory]({PLOT.name})\n\n{table}\n")
+    head = f"{title}\n\nThe last row: {description()}\n\n{remarks}![time and memory]({PLOT.name})"
+    RESULTS.write_text(f"{head}\n\n{table}\n")
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ from rich.table import Table
 import autopar
 from autopar.errors import AutoparError
 from benchmarks.machine import description, kept_rows, markdown
+from benchmarks.plan_text import text_of
 from benchmarks.zoo import CASES
 
 RESULTS = Path(__file__).parent / "results" / "published_steps.md"
@@ -166,8 +167,7 @@ def compared(row: Published, search: bool) -> tuple[list[str], bool]:
         except AutoparError as error:
             cells += ["none", str(error)[:80]]
         else:
-            texts = [w.text for w in own.record.weighed if w.step_time_s == own.predicted.step_time_s]
-            cells += [f"{own.predicted.step_time_s:.2f} s", texts[0] if texts else str(own.mesh)]
+            cells += [f"{own.predicted.step_time_s:.2f} s", text_of(own)]
     return cells, abs(predicted_s / row.step_time_s - 1) <= TARGET
 
 
@@ -176,7 +176,7 @@ def keep(made: list[str]) -> None:
     found = {row[0]: row for row in [*kept_rows(RESULTS), made]}
     rows = [found[row.name] for row in ROWS.values() if row.name in found]
     columns = SEARCHED if any(len(row) > len(COLUMNS) for row in rows) else COLUMNS
-    RESULTS.write_text(f"# Published step times\n\n{description()}\n\n{markdown(columns, rows)}\n")
+    RESULTS.write_text(f"# Published step times\n\nThe last row: {description()}\n\n{markdown(columns, rows)}\n")
 
 
 def main() -> int:

@@ -25,6 +25,7 @@ from autopar.staging import trace
 from benchmarks.auto_vs_manual.manual import RECIPES, Outcome, Problem
 from benchmarks.auto_vs_manual.models import Model, models
 from benchmarks.auto_vs_manual.rows import Row, Status
+from benchmarks.plan_text import text_of
 
 MOST_ATTEMPTS = 40
 NUMBER_OF_DEVICES = re.compile(r"(.+)/(\d+)")
@@ -139,14 +140,6 @@ def refused(row: Row, text: str, error: AutoparError) -> Row:
         why=f"{error.where}: expected {error.expected}, got {error.got}",
         plan=text,
     )
-
-
-def text_of(plan: Plan) -> str:
-    """What the search chose, in short."""
-    if plan.record.pipeline is None:
-        return f"mesh {plan.mesh}"
-    same = [w.text for w in plan.record.weighed if w.step_time_s == plan.predicted.step_time_s]
-    return same[0] if same else repr(plan)
 
 
 def line_of(row: Row) -> str:
