@@ -10,15 +10,16 @@ from autopar.pins import PinsOnMesh
 from autopar.pipelining import Staged
 from autopar.progress import Progress
 from autopar.record import PipelineTrial
-from autopar.solver import NoStages, Stage, StagePlan, StageProblem, best_stages
+from autopar.solver import NoStages, Schedule, Stage, StagePlan, StageProblem, best_stages
 from autopar.stage_building import Choice, Cut, build, evened
 from autopar.stage_costs import PricedOption
 
 # Of the plans that are best by the search's model, for each number of micro-batches in turn, so many are worked out
 # exactly, and the best of one stage.
 MOST_BUILT = 3
-# Where such a plan needs more memory than the search took it for, it is searched again with so much less, so often.
-TIGHTENED = 2
+# Where such a plan needs more memory than the search took it for, it is searched again with so much less, so often:
+# for one schedule, for another, and once more.
+TIGHTENED = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +73,14 @@ class BuiltOut:
         first_alone: int,
         within: float,
     ) -> Sequence[StagePlan | NoStages]:
-        """Solves the problems, which from `first_alone` on have one stage, and works the best answers out; again with
-        less memory where the fastest needs more than there is. `of_problem` is each one's number of micro-batches with
-        its options. Returns the answers at the limit itself.
+        """Solves the problems, which from `first_alone` on have one stage, and works the best answers out. Where the
+        fastest needs more memory than there is, all are solved again, those of its schedule with so much less.
+        `of_problem` is each one's number of micro-batches with its options. Returns the answers at the limit itself.
         """
         first_answers: Sequence[StagePlan | NoStages] = ()
-        searched_bytes = self.limit_bytes
+        at_limit = list(problems)
         for tightened in range(1 + TIGHTENED):
             with self.progress.pass_("stages"):
-                at_limit = [dataclasses.replace(p, limit_bytes=searched_bytes) for p in problems]
                 several, alone = at_limit[:first_alone], at_limit[first_alone:]
                 answers = [*best_stages(several, within), *best_stages(alone)]
             first_answers = first_answers or answers
@@ -90,19 +90,22 @@ class BuiltOut:
             if alone_at is not None:
                 ranked.insert(MOST_BUILT, alone_at)
             most = 1 if tightened else MOST_BUILT + (alone_at is not None)
-            tighter_bytes = self.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], most)
-            if tighter_bytes is None:
+            too_large = self.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], most)
+            if too_large is None:
                 break
-            searched_bytes = tighter_bytes
+            schedule, tighter_bytes = too_large
+            at_limit = [
+                dataclasses.replace(p, limit_bytes=tighter_bytes) if p.schedule is schedule else p for p in at_limit
+            ]
         return first_answers
 
     def run(
         self, ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]], most: int
-    ) -> int | None:
-        """Works out at most so many more of some answers, which come fastest first. Where the fastest does not fit:
-        what the search should keep to, for plans that need as much more than it takes them for.
+    ) -> tuple[Schedule, int] | None:
+        """Works out at most so many more of some answers, which come fastest first. Where the fastest does not fit: its
+        schedule, and the bytes to keep to, for plans that need as much more than the search takes them for.
         """
-        tighter_bytes: int | None = None
+        too_large: tuple[Schedule, int] | None = None
         built = 0
         for problem, answer, m, options in ranked:
             choice = choice_of(problem, answer, options)
@@ -129,8 +132,8 @@ class BuiltOut:
             if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
                 self.best = found
             if built == 1 and found.rank(self.limit_bytes)[0]:
-                tighter_bytes = max(answer.peak_bytes) * self.limit_bytes // found.trial.peak_bytes
-        return tighter_bytes
+                too_large = problem.schedule, max(answer.peak_bytes) * self.limit_bytes // found.trial.peak_bytes
+        return too_large
 
     def found(self) -> Found | None:
         return dataclasses.replace(self.best, weighed=tuple(self.weighed)) if self.best is not None else None

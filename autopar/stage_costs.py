@@ -48,7 +48,9 @@ from autopar.solver import StageOption, Status
 from autopar.solver.stages import weight_seconds
 from autopar.tasks import Key, keys_made, keys_read
 
-_LESS_IS_BETTER = ("forward_s", "backward_s", "once_s", "state_bytes", "saved_bytes", "working_bytes", "send_s")
+_LESS_IS_BETTER = (
+    "forward_s", "backward_s", "once_s", "state_bytes", "saved_bytes", "deferred_bytes", "working_bytes", "send_s",
+)  # fmt: skip
 # A byte always costs a little (a part of reading it once), so that of equally fast decisions the leanest is taken.
 TIE_BREAKING_READS = 0.1
 # Where state is too large, decisions are made with a higher price on its bytes: how often it is raised, the first price
@@ -60,7 +62,8 @@ LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.1, 3.0
 class _Row:
     """Of one layer. Seconds of one micro-batch, but for `once_s`; bytes on one device.
 
-    For each policy of recomputation what is computed again, and what is kept for the backward pass.
+    For each policy of recomputation what is computed again, what is kept for the backward pass, and what then for the
+    gradients of weights where they are put off.
     """
 
     forward_s: float = 0.0
@@ -70,6 +73,7 @@ class _Row:
     again_s: dict[Recompute, float] = dataclasses.field(default_factory=dict)
     state_bytes: int = 0
     saved_bytes: dict[Recompute, int] = dataclasses.field(default_factory=dict)
+    deferred_bytes: dict[Recompute, int] = dataclasses.field(default_factory=dict)
     working_bytes: int = 0
 
 
@@ -191,6 +195,7 @@ def _option(
         once_s=np.array([row.once_s for row in table]),
         state_bytes=np.array([row.state_bytes for row in table], dtype=np.int64),
         saved_bytes=np.array([row.saved_bytes[policy] for row in table], dtype=np.int64),
+        deferred_bytes=np.array([row.deferred_bytes[policy] for row in table], dtype=np.int64),
         working_bytes=np.array([row.working_bytes for row in table]) + np.array(rest, dtype=np.int64),
         send_s=send_s,
         name=f"{model.links.mesh}, recompute {policy.value}",
@@ -227,11 +232,7 @@ class _Pricing:
                 row.forward_s += sum(seconds)
             elif section.repeats:
                 row.backward_s += sum(seconds)
-                row.weight_s += sum(
-                    t
-                    for t, i in zip(seconds, instructions, strict=True)
-                    if not isinstance(i, (Move, HostCopy)) and self.awaited.isdisjoint(i.op.outputs)
-                )
+                row.weight_s += sum(t for t, i in zip(seconds, instructions, strict=True) if self.can_wait(i))
             else:
                 row.once_s += sum(seconds)
             reads, made = self.ends(instructions)
@@ -242,12 +243,15 @@ class _Pricing:
                 elif section is Section.BEFORE and not isinstance(i, Split):
                     row.state_bytes += sum(self.nbytes(key) for key in keys_made(i) if key in self.kept)
         made_forward = {key for ran in forward.values() for i, _ in ran for key in keys_made(i)}
+        made_repeating = {key for i in self.lowered.instructions if section_of(i).repeats for key in keys_made(i)}
         for layer, row in self.rows.items():
             for policy in Recompute:
                 backward = parts.get((layer, Section.BACKWARD), [])
-                again_s, kept = self.recomputed(self.again[policy][layer], forward.get(layer, []), backward)
-                row.again_s[policy] = again_s
+                again, kept = self.recomputed(self.again[policy][layer], forward.get(layer, []), backward)
+                row.again_s[policy] = sum(time_s for _, time_s in again)
                 row.saved_bytes[policy] = sum(self.nbytes(key) for key in kept & made_forward)
+                deferred = self.deferred([i for i, _ in again], backward)
+                row.deferred_bytes[policy] = sum(self.nbytes(key) for key in deferred & made_repeating)
         inputs = zip(self.lowered.block.inputs, self.lowered.inputs, self.contracted.home_of, strict=True)
         for position, (v, layout, home) in enumerate(inputs):
             if position not in self.graph.batch and home in self.rows:
@@ -351,8 +355,8 @@ class _Pricing:
         again: frozenset[int],
         forward: Sequence[tuple[Instruction, float]],
         backward: Sequence[Instruction],
-    ) -> tuple[float, set[Key]]:
-        """(seconds of what is computed again where the given operations of a layer are, what that and the layer's
+    ) -> tuple[list[tuple[Instruction, float]], set[Key]]:
+        """(what is run again, with its seconds, where the given operations of a layer are, what that and the layer's
         backward pass read from outside).
 
         What is kept of the layer is kept as it is read, and not sent again; what enters the layer, as it arrives.
@@ -361,7 +365,7 @@ class _Pricing:
         kept = {key for i in backward for key in keys_read(i)}
         read: set[Key] = set()
         made: set[Key] = set()
-        seconds = 0.0
+        runs_again: list[tuple[Instruction, float]] = []
         for i, time_s in reversed(forward):
             if not isinstance(i, (Move, HostCopy)):
                 repeats = i.op.id in again
@@ -370,7 +374,28 @@ class _Pricing:
             else:
                 repeats = not (read - kept).isdisjoint(keys_made(i))
             if repeats:
-                seconds += time_s
+                runs_again.append((i, time_s))
                 read.update(keys_read(i))
                 made.update(keys_made(i))
-        return seconds, (read | kept) - made
+        return runs_again[::-1], (read | kept) - made
+
+    def can_wait(self, instruction: Instruction) -> bool:
+        """No other layer waits for what this operation of the backward pass makes."""
+        return not isinstance(instruction, (Move, HostCopy)) and self.awaited.isdisjoint(instruction.op.outputs)
+
+    def deferred(self, again: Sequence[Instruction], backward: Sequence[Instruction]) -> set[Key]:
+        """What is read of outside by the part of a layer's backward pass that can wait, with all that is run again or
+        sent for it alone.
+        """
+        must = [i for i in backward if not isinstance(i, (Move, HostCopy)) and not self.can_wait(i)]
+        may_wait = [*again, *(i for i in backward if isinstance(i, (Move, HostCopy)) or self.can_wait(i))]
+        awaited = {key for i in must for key in keys_read(i)}
+        read: set[Key] = set()
+        made: set[Key] = set()
+        for i in reversed(may_wait):
+            if awaited.isdisjoint(keys_made(i)):
+                read.update(keys_read(i))
+                made.update(keys_made(i))
+            else:
+                awaited.update(keys_read(i))
+        return read - made

@@ -8,9 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from .stages import Schedule, Stage, StageOption, StageProblem, StageTerms, combine, in_flight, terms, weight_seconds
+from .stages import (
+    Schedule,
+    Stage,
+    StageOption,
+    StageProblem,
+    StageTerms,
+    combine,
+    deferred_bytes,
+    held_bytes,
+    in_flight,
+    terms,
+    weight_seconds,
+)
 
-NO_LIMIT = np.int64(2**40)  # micro-batches in flight of a stage that saves nothing
+NO_LIMIT = np.int64(2**40)  # micro-batches in flight of a stage that holds nothing of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -26,6 +38,7 @@ class RangeSums:
     send_s: np.ndarray
     state_bytes: np.ndarray
     saved_bytes: np.ndarray
+    deferred_bytes: np.ndarray
     working_bytes: np.ndarray
 
 
@@ -65,6 +78,7 @@ def range_sums(options: Sequence[StageOption], layers: int) -> RangeSums:
         send_s=np.stack([np.append(o.send_s[:-1], 0.0) for o in options])[:, last],
         state_bytes=over([o.state_bytes for o in options], np.int64),
         saved_bytes=over([o.saved_bytes for o in options], np.int64),
+        deferred_bytes=over([deferred_bytes(o) for o in options], np.int64),
         working_bytes=over([o.working_bytes for o in options], np.int64, largest=True),
     )
 
@@ -121,11 +135,12 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
     could = (alone_s * problem.num_microbatches < under_s) & (devices <= problem.num_devices)[:, None]
     at = option, where = np.nonzero(could)
     room = problem.limit_bytes - problem.chunks * sums.state_bytes[at] - sums.working_bytes[at]
-    fits = room >= least_flight(problem) * sums.saved_bytes[at]
+    held = held_bytes(problem, sums.saved_bytes[at], sums.deferred_bytes[at])
+    fits = room >= least_flight(problem) * held
     at = option, where = option[fits], where[fits]
+    held = held[fits]
     made = terms(problem, sums.forward_s[at], sums.backward_s[at], sums.weight_s[at], sums.once_s[at], sums.send_s[at])
     add = made.fill_s + made.drain_s
-    saved = sums.saved_bytes[at]
     moves = Moves(
         first=sums.first[where],
         to=sums.last[where],
@@ -136,7 +151,7 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
         last_s=add + made.once_s,
         steady_s=made.steady_s,
         once_s=made.once_s,
-        allowed=np.where(saved > 0, room[fits] // np.maximum(saved, 1), NO_LIMIT),
+        allowed=np.where(held > 0, room[fits] // np.maximum(held, 1), NO_LIMIT),
     )
     moves = moves.take(moves.add_s + moves.steady_s < under_s)
     # Options of one size stand for one another, but not where all stages have one option.
@@ -155,7 +170,8 @@ def least_flight(problem: StageProblem) -> int:
 def why_no_layer_fits(problem: StageProblem, sums: RangeSums) -> str | None:
     """Names the first layer that no option can run or hold by itself, None if there is none."""
     alone = sums.last == sums.first + 1
-    need = problem.chunks * sums.state_bytes + least_flight(problem) * sums.saved_bytes + sums.working_bytes
+    held = held_bytes(problem, sums.saved_bytes, sums.deferred_bytes)
+    need = problem.chunks * sums.state_bytes + least_flight(problem) * held + sums.working_bytes
     over = np.where(np.isfinite(sums.forward_s), need - problem.limit_bytes, np.inf)[:, alone].min(axis=0)
     bad = np.flatnonzero(over > 0)
     if not len(bad):

@@ -49,6 +49,9 @@ class Schedule(enum.StrEnum):
     INFERENCE = "inference"
 
 
+PUTS_OFF_WEIGHT_GRADIENTS = (Schedule.ZB_H1, Schedule.ZB_H2)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageOption:
     """One way to run any range of layers: a submesh size, a logical mesh on it, a recomputation policy.
@@ -61,6 +64,7 @@ class StageOption:
     once_s: once a step: gradient reduction and update.
     state_bytes: a device: parameters, optimiser state, gradient accumulators.
     saved_bytes: a device and micro-batch in flight: what forward keeps for backward.
+    deferred_bytes: a device and micro-batch whose weight gradients are put off: what these read; None = saved_bytes.
     working_bytes: a device: temporaries of the layer while it runs.
     send_s: of one micro-batch, one way, from behind the layer to the next stage; the last entry is not used.
     """
@@ -74,6 +78,7 @@ class StageOption:
     working_bytes: np.ndarray
     send_s: np.ndarray
     weight_s: np.ndarray | None = None
+    deferred_bytes: np.ndarray | None = None
     name: str = ""
 
 
@@ -208,8 +213,21 @@ def weight_seconds(option: StageOption) -> np.ndarray:
     return option.backward_s / 2 if option.weight_s is None else option.weight_s
 
 
+def deferred_bytes(option: StageOption) -> np.ndarray:
+    return option.saved_bytes if option.deferred_bytes is None else option.deferred_bytes
+
+
+def held_bytes(problem: StageProblem, saved: Any, deferred: Any) -> Any:
+    """What a stage holds of a micro-batch in flight at its worst, from the sums over its layers; arrays give arrays.
+
+    Where weight gradients are put off, a micro-batch holds first what its backward pass reads, then what they do: from
+    one stage to the next one micro-batch less is held so and one more in the other way.
+    """
+    return np.maximum(saved, deferred) if problem.schedule in PUTS_OFF_WEIGHT_GRADIENTS else saved
+
+
 def in_flight(problem: StageProblem, stage: int, num_stages: int) -> int:
-    """Micro-batches whose saved values a stage holds at its worst; interleaved: passes of one chunk that a group holds.
+    """Micro-batches of which a stage holds values at its worst; interleaved: passes of one chunk that a group holds.
 
     num_stages: of the plan; interleaved: its chunks.
     """
@@ -233,13 +251,14 @@ def in_flight(problem: StageProblem, stage: int, num_stages: int) -> int:
 
 
 def peak_bytes(problem: StageProblem, stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Bytes a device of each stage: state, saved values of what is in flight, temporaries of the largest layer.
+    """Bytes a device of each stage: state, what is held of micro-batches in flight, temporaries of the largest layer.
 
     Interleaved: a group whose chunks were all like this one, so that a group fits if each of its chunks does.
     """
     return tuple(
         problem.chunks * int(option.state_bytes[layers].sum())
-        + in_flight(problem, number, len(stages)) * int(option.saved_bytes[layers].sum())
+        + in_flight(problem, number, len(stages))
+        * int(held_bytes(problem, option.saved_bytes[layers].sum(), deferred_bytes(option)[layers].sum()))
         + int(option.working_bytes[layers].max())
         for number, stage in enumerate(stages)
         for option, layers in ((problem.options[stage.option], slice(stage.first, stage.last)),)
@@ -322,8 +341,10 @@ def validate(problem: StageProblem) -> None:
             free = values[np.isfinite(values)] if name == "forward_s" else values
             if not np.isfinite(free).all() or (values < 0).any() or np.isnan(values).any():
                 raise ValueError(f"{where}: {name}: expected finite seconds, not negative, got {values}")
-        for name in ("state_bytes", "saved_bytes", "working_bytes"):
+        for name in ("state_bytes", "saved_bytes", "deferred_bytes", "working_bytes"):
             values = getattr(option, name)
+            if values is None and name == "deferred_bytes":
+                continue
             _check_shape(f"{where}: {name}", values, problem.num_layers)
             if values.dtype.kind not in "iu" or (values < 0).any():
                 raise ValueError(f"{where}: {name}: expected whole numbers, not negative, got {values.dtype}")

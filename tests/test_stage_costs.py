@@ -126,6 +126,28 @@ def test_a_stage_that_recomputes_takes_and_keeps_what_its_layers_do(policy, kept
     assert set(option.option.saved_bytes[1:-1]) == {kept_bytes}
 
 
+# Of each layer's two products the operand and the gradient of what is made, whatever was computed again before.
+@pytest.mark.parametrize("policy", ["nothing", "matmuls", "input"])
+def test_where_weight_gradients_wait_a_stage_holds_what_they_read(policy):
+    step, on = cut(8, residual_step, RESIDUAL), cluster()
+    found = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
+    option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
+    half = len(step.layers) // 2
+    choice = Choice(
+        schedule="zb-h1",
+        chunks=1,
+        first_layers=(0, half),
+        group_meshes=(option.mesh, option.mesh),
+        policies=(policy,) * len(step.layers),
+    )
+    built = build(step, choice, on, 80 * 10**9, 5.0)
+    buffers = built.staged.pipeline.buffers
+    (waiting,) = (t for t in built.staged.pipeline.tasks if t.stage == 1 and t.kind is TaskKind.WEIGHT)
+    held = [buffers[b] for b in waiting.inputs if buffers[b].repeats]
+    assert list(option.option.deferred_bytes[half:]) == [6 * X_BYTES] * half
+    assert sum(b.nbytes for b in held) == half * 6 * X_BYTES
+
+
 @pytest.mark.parametrize(
     ("link", "memory_bytes_per_s", "put_off"), [(FAST, 1e11, False), (hardware.NVLINK4, 1e13, True)]
 )
@@ -142,7 +164,17 @@ def test_reductions_are_put_off_where_memory_is_faster_than_links(link, memory_b
 
 
 def priced(name, num_devices=1, **changed):
-    names = ("forward_s", "backward_s", "weight_s", "once_s", "state_bytes", "saved_bytes", "working_bytes", "send_s")
+    names = (
+        "forward_s",
+        "backward_s",
+        "weight_s",
+        "once_s",
+        "state_bytes",
+        "saved_bytes",
+        "deferred_bytes",
+        "working_bytes",
+        "send_s",
+    )
     costs = {name: np.array([2, 2]) for name in names} | {k: np.array(v) for k, v in changed.items()}
     return PricedOption(
         option=StageOption(num_devices=num_devices, name=name, **costs),

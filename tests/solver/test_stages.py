@@ -84,6 +84,7 @@ def random_problem(seed: int, most_layers: int = 5) -> StageProblem:
                 working_bytes=rng.integers(0, 10, layers),
                 send_s=seconds(8),
                 weight_s=None if rng.random() < 0.5 else backward * rng.random(),
+                deferred_bytes=None if rng.random() < 0.5 else rng.integers(0, 6, layers),
             )
         )
     return StageProblem(
@@ -177,6 +178,14 @@ def test_memory_in_flight_forces_recomputation_at_the_front_only():
     plan = solve_stages(problem([fast, lean], 3, 8))
     assert cut(plan) == [(0, 1, 1), (1, 2, 0), (2, 3, 0)]
     assert plan.peak_bytes == (15, 80, 40)
+
+
+def test_weight_gradients_that_wait_hold_what_they_read():
+    waiting = replace(option(1, [1.0] * 3, saved=10), deferred_bytes=np.full(3, 30))
+    asked = problem([waiting], 3, 8, schedule=Schedule.ZB_H1)
+    assert solve_stages(asked).peak_bytes == (90, 90, 90)
+    assert isinstance(solve_stages(replace(asked, limit_bytes=89)), NoStages)
+    assert solve_stages(replace(asked, schedule=Schedule.ONE_F_ONE_B)).peak_bytes == (30, 20, 10)
 
 
 def test_uneven_layers_are_cut_where_the_slowest_stage_is_fastest():
