@@ -29,6 +29,7 @@ class Found:
     staged: Staged
     choice: Choice
     weighed: tuple[PipelineTrial, ...]
+    keeps_copies: bool
     pins: PinsOnMesh | None = None
 
     @property
@@ -38,10 +39,12 @@ class Found:
         text = f"{self.staged.graph.num_microbatches} micro-batches, {self.choice.text}"
         return PipelineTrial(text=text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes))
 
+    def fits(self, limit_bytes: int) -> bool:
+        return max(self.staged.simulation.peak_bytes) <= limit_bytes
+
     def rank(self, limit_bytes: int) -> tuple[bool, float]:
         """Smaller is better: what fits first, then what is faster."""
-        made = self.staged.simulation
-        return max(made.peak_bytes) > limit_bytes, made.step_time_s
+        return not self.fits(limit_bytes), self.staged.simulation.step_time_s
 
 
 class BuiltOut:
@@ -111,7 +114,7 @@ class BuiltOut:
             choice = choice_of(problem, answer, options)
             if (m, choice) in self.built:
                 continue
-            over = self.best is None or self.best.rank(self.limit_bytes)[0]
+            over = self.best is None or not self.best.fits(self.limit_bytes)
             beaten = self.best is not None and not over and answer.step_time_s >= self.best.trial.step_time_s
             if beaten or built >= most or answer.step_time_s > 1.2 * self.to_beat_s:
                 text = f"{m} micro-batches, {choice.text}"
@@ -127,11 +130,11 @@ class BuiltOut:
                     cut = self.in_stages(cut, len(answer.stages))
                     choice = evened(cut, choice)
                 staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s)
-                found = Found(staged=staged, choice=choice, weighed=())
+                found = Found(staged=staged, choice=choice, weighed=(), keeps_copies=cut.keeps_copies)
             self.weighed.append(found.trial)
             if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
                 self.best = found
-            if built == 1 and found.rank(self.limit_bytes)[0]:
+            if built == 1 and not found.fits(self.limit_bytes):
                 too_large = problem.schedule, max(answer.peak_bytes) * self.limit_bytes // found.trial.peak_bytes
         return too_large
 

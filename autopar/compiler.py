@@ -271,7 +271,7 @@ def staged_record(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_by
         modules=tuple(row for planned in staged.stages for row in stage_rows(planned)),
         tried=(),
         notes=notes_of(traced, graph),
-        pipeline=pipeline_record(staged, choice.policies, choice.chunks),
+        pipeline=pipeline_record(staged, choice.policies, choice.chunks, found.keeps_copies),
         weighed=found.weighed,
     )
 
@@ -341,7 +341,8 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
     traced = dataclasses.replace(traced, blockwise_attention=plan.record.blockwise_attention)
     made = plan.record.pipeline
     assert made is not None, "a plan without a pipeline is one function"
-    cut = cut_layers(cut_scans(traced, made.scan_parts, rules), made.num_microbatches, rules)
+    step = cut_scans(traced, made.scan_parts, rules)
+    cut = cut_layers(step, made.num_microbatches, rules, keeps_copies=made.keeps_copies)
     layers = cut.layers
     graph = recomputed(cut, made.recomputed)
     schedule = schedule_of(made.schedule, len(made.stages), made.num_microbatches, made.chunks)

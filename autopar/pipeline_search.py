@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.attention_checks import check_attention
 from autopar.built_out import BuiltOut, Found
@@ -28,6 +28,7 @@ from autopar.progress import Progress
 from autopar.purposes import described
 from autopar.rules import RuleBook
 from autopar.scan_cutting import CutStep, cut_scans, divisors, trips_of
+from autopar.sinking import copies_state
 from autopar.solver import NoStages, StagePlan, StageProblem
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_assignment import balanced
@@ -63,11 +64,46 @@ def search_pipelines(
     For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
     over stages for all of them together; the best few are worked out to the last instruction and simulated.
     A scan over layers is priced in small parts and worked out in as many equal ones as there are stages, on equal
-    submeshes.
+    submeshes. Where nothing fits, all is searched again with copies of the state made in each micro-batch anew.
 
     Raises: what cutting into micro-batches raises, where a number of them was asked for; UnsupportedError for a
     schedule that was asked for and cannot run a scan in parts.
     """
+
+    def searched(keeps_copies: bool) -> tuple[Found | str, bool]:
+        return _searched(
+            traced, cluster, asked, limit_bytes, rules, progress, time_limit_s, to_beat_s, whole, keeps_copies
+        )
+
+    return _leaner_where_needed(searched, limit_bytes)
+
+
+def _leaner_where_needed(search: Callable[[bool], tuple[Found | str, bool]], limit_bytes: int) -> Found | str:
+    """What a search finds that is told whether copies of the state are kept: they are, where that fits or there are
+    none, which it says too.
+    """
+    found, has_copies = search(True)
+    if not has_copies or (isinstance(found, Found) and found.fits(limit_bytes)):
+        return found
+    leaner, _ = search(False)
+    if isinstance(found, str) or isinstance(leaner, str):
+        return found if isinstance(leaner, str) else leaner
+    return min(found, leaner, key=lambda one: one.rank(limit_bytes))
+
+
+def _searched(
+    traced: TracedStep,
+    cluster: Cluster,
+    asked: PipelineOptions,
+    limit_bytes: int,
+    rules: RuleBook,
+    progress: Progress,
+    time_limit_s: float,
+    to_beat_s: float,
+    whole: OpGraph | None,
+    keeps_copies: bool,
+) -> tuple[Found | str, bool]:
+    """(what `search_pipelines` finds, copies of the state being kept or made anew; whether there are any)"""
     cuts: dict[int, Cut] = {}
     problems: list[StageProblem] = []
     decided: dict[tuple[LogicalMesh, int], Decisions] = {}
@@ -79,7 +115,7 @@ def search_pipelines(
     for m in numbers:
         try:
             with progress.pass_(f"{m} micro-batches"):
-                cuts[m] = cut_layers(step, m, rules, whole)
+                cuts[m] = cut_layers(step, m, rules, whole, keeps_copies=keeps_copies)
         except (UnsupportedError, BatchMismatchError) as error:
             refused = error  # some sizes are traced to another program: others may serve
             continue
@@ -119,10 +155,12 @@ def search_pipelines(
     first_alone = len(problems) - len(alone)
     builder = BuiltOut(
         cuts, cluster, limit_bytes, time_limit_s, to_beat_s, progress,
-        lambda cut, num_stages: cut_layers(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules),
+        lambda cut, num_stages: cut_layers(
+            cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules, keeps_copies=keeps_copies
+        ),
     )  # fmt: skip
     answers = builder.search(problems, of_problem, first_alone, 1.0 if is_long else NEAR_THE_BEST)
-    return builder.found() or why_no_pipeline(answers)
+    return builder.found() or why_no_pipeline(answers), any(copies_state(cut.graph) for cut in cuts.values())
 
 
 def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOptions) -> list[int]:
@@ -337,7 +375,26 @@ def asked_pipeline(
     rules: RuleBook,
     progress: Progress,
 ) -> Found:
-    """Stages of equal arithmetic on equal submeshes, as asked; the logical mesh that is fastest and fits."""
+    """Stages of equal arithmetic on equal submeshes, as asked; the logical mesh that is fastest and fits. Where none
+    does, copies of the state are made in each micro-batch anew.
+    """
+    found = _leaner_where_needed(
+        lambda keeps_copies: _asked(traced, cluster, options, limit_bytes, rules, progress, keeps_copies), limit_bytes
+    )
+    assert isinstance(found, Found), "stages that were asked for are built whether they fit or not"
+    return found
+
+
+def _asked(
+    traced: TracedStep,
+    cluster: Cluster,
+    options: PlanOptions,
+    limit_bytes: int,
+    rules: RuleBook,
+    progress: Progress,
+    keeps_copies: bool,
+) -> tuple[Found, bool]:
+    """(the best of what was asked for, copies of the state being kept or made anew; whether there are any)"""
     asked, binding = options.pipeline, options.binding
     name = asked.schedule or "1f1b"
     chunks = asked.chunks or default_chunks(name)
@@ -348,7 +405,7 @@ def asked_pipeline(
             raise _one_part_a_group(step, name, chunks)
         parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
         num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages, parts)
-        cut = cut_layers(step, num_microbatches, rules)
+        cut = cut_layers(step, num_microbatches, rules, keeps_copies=keeps_copies)
         if binding is not None:
             cut = dataclasses.replace(cut, graph=described(cut.graph))
             binding.check(cut.graph, cluster.num_devices * chunks // num_stages)
@@ -367,9 +424,9 @@ def asked_pipeline(
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
         with progress.pass_("build stages"):
             staged = build(cut, choice, cluster, limit_bytes, options.time_limit_s, constraints, pins)
-            built.append(Found(staged=staged, choice=choice, weighed=(), pins=pins))
+            built.append(Found(staged=staged, choice=choice, weighed=(), keeps_copies=keeps_copies, pins=pins))
     best = min(built, key=lambda found: found.rank(limit_bytes))
-    return dataclasses.replace(best, weighed=tuple(found.trial for found in built))
+    return dataclasses.replace(best, weighed=tuple(found.trial for found in built)), copies_state(cut.graph)
 
 
 def why_no_pipeline(answers: Sequence[StagePlan | NoStages]) -> str:

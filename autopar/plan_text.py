@@ -90,6 +90,7 @@ def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:
         f"Plan of {record.step} on {record.cluster.name}: {sum(sizes.values())} device(s), "
         f"{len(pipeline.stages)} stage(s){chunks}, schedule {pipeline.schedule}, "
         f"{pipeline.num_microbatches} micro-batch(es)"
+        + ("" if pipeline.keeps_copies else ", copies of the state made in each anew")
     )
 
 

@@ -13,7 +13,7 @@ from autopar.errors import PlanFormatError
 from autopar.layout import Layout
 from autopar.timeline import Timeline
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 NO_TIMELINE = Timeline(rows=(), links=(), events=())
 
 
@@ -237,7 +237,8 @@ class StageRecord:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRecord:
     """How a step is cut into micro-batches and stages. `recomputed[l]`: what layer l keeps for its backward pass;
-    `scan_parts`: into how many its scan over layers is cut."""
+    `scan_parts`: into how many its scan over layers is cut; `keeps_copies`: what is cheap to make of the state, such as
+    parameters in half precision, is made once for all micro-batches."""
 
     schedule: str
     num_microbatches: int
@@ -245,6 +246,7 @@ class PipelineRecord:
     recomputed: tuple[str, ...]
     stages: tuple[StageRecord, ...]
     scan_parts: int = 1
+    keeps_copies: bool = True
     timeline: Timeline
 
 

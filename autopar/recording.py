@@ -217,7 +217,7 @@ def kind_of_argument(graph: OpGraph, position: int, first_argument: int) -> str:
     return "batch" if position in graph.batch else "other"
 
 
-def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int) -> PipelineRecord:
+def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int, keeps_copies: bool) -> PipelineRecord:
     """How a step was cut, and each stage's decisions."""
     tasks, simulation = staged.staged.tasks, staged.simulation
     firsts = [s.first_layer for s in staged.stages]
@@ -252,6 +252,7 @@ def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int) -> P
         num_microbatches=staged.graph.num_microbatches,
         chunks=chunks,
         recomputed=tuple(recomputed),
+        keeps_copies=keeps_copies,
         stages=tuple(stages),
         scan_parts=staged.step.parts,
         timeline=pipeline_timeline(simulation, staged.simulated),

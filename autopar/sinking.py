@@ -1,8 +1,11 @@
-"""What is made of constants alone is made where it is read, in each section anew, instead of once before the loop.
+"""What is cheap to make is made where it is read, in each section anew, instead of once before the loop.
 
 Masks, positions, and constants that are spread over a whole batch cost next to nothing to make, inside of the kernels
 that read them. Made before the first micro-batch they would lie in memory through the whole step, as large as the
 activations that they are added to.
+
+Copies of parameters in half precision take a pass over memory to make, and lie there through the whole step as well:
+where memory is short, they too may be made anew.
 """
 
 from __future__ import annotations
@@ -22,13 +25,9 @@ _CHEAP = frozenset({
 })  # fmt: skip
 
 
-def sunk(graph: OpGraph) -> OpGraph:
-    """The graph with cheap operations on constants in the sections that read them."""
-    cheap: dict[int, Op] = {}
-    for op in graph.block.ops:
-        is_cheap = op.section is Section.BEFORE and op.kind is OpKind.EQUATION and op.primitive in _CHEAP
-        if is_cheap and all(not isinstance(a, int) or a in cheap for a in op.inputs):
-            cheap.update(dict.fromkeys(op.outputs, op))
+def sunk(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
+    """The graph with cheap operations on constants, or also on the state, in the sections that read them."""
+    cheap = _cheap(graph, frozenset(graph.block.inputs) if of_state else frozenset())
     if not cheap:
         return graph
     fresh = Fresh(graph)
@@ -48,6 +47,22 @@ def sunk(graph: OpGraph) -> OpGraph:
             block=dataclasses.replace(graph.block, ops=_without_unread(rows, graph.block.outputs, cheap)),
         )
     )
+
+
+def copies_state(graph: OpGraph) -> bool:
+    """Whether something is made of the state once that could be made in each micro-batch, in which it is read."""
+    copies = _cheap(graph, frozenset(graph.block.inputs))
+    return any(op.section.repeats and not copies.keys().isdisjoint(read_by(op)) for op in graph.block.ops)
+
+
+def _cheap(graph: OpGraph, given: frozenset[int]) -> dict[int, Op]:
+    """What makes each value that comes of constants and given values by cheap operations before the loop."""
+    cheap: dict[int, Op] = {}
+    for op in graph.block.ops:
+        is_cheap = op.section is Section.BEFORE and op.kind is OpKind.EQUATION and op.primitive in _CHEAP
+        if is_cheap and all(not isinstance(a, int) or a in cheap or a in given for a in op.inputs):
+            cheap.update(dict.fromkeys(op.outputs, op))
+    return cheap
 
 
 def _make(

@@ -45,11 +45,14 @@ from autopar.stage_graphs import StageGraph
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A step cut into micro-batches and layers; `step` is what was cut into micro-batches."""
+    """A step cut into micro-batches and layers; `step` is what was cut into micro-batches. Cheap copies of the state
+    are kept for all of them, or made in each anew.
+    """
 
     step: CutStep
     graph: OpGraph
     layers: Layers
+    keeps_copies: bool = True
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -80,10 +83,13 @@ class Choice:
         return f"{len(self.first_layers)} stages on {' + '.join(meshes)}, {self.schedule}{kept}"
 
 
-def cut_layers(step: CutStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None) -> Cut:
+def cut_layers(
+    step: CutStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None, *, keeps_copies: bool = True
+) -> Cut:
     """A step cut into micro-batches and layers; `whole` is its graph with all scans whole, if it is there already."""
-    graph = sunk(micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None))
-    return Cut(step=step, graph=graph, layers=layers_of(graph))
+    graph = micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None)
+    graph = sunk(graph, of_state=not keeps_copies)
+    return Cut(step=step, graph=graph, layers=layers_of(graph), keeps_copies=keeps_copies)
 
 
 def layers_of_pieces(cut: Cut) -> tuple[int, ...]:

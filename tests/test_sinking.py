@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from autopar.graph import Section
 from autopar.micro_batches import micro_batched
 from autopar.rules import RuleBook
-from autopar.sinking import sunk
+from autopar.sinking import copies_state, sunk
 from autopar.staging import trace
 
 
@@ -40,6 +40,23 @@ def test_what_comes_of_the_state_stays_before_the_loop():
 
     graph = sunk(cut(step, 2))
     assert Section.BEFORE in where(graph, "convert_element_type")
+
+
+def halved(w, x):
+    return w - jax.grad(lambda w: jnp.sum((x @ w.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)) ** 2))(w), 0.0
+
+
+def test_copies_of_the_state_are_made_anew_in_both_passes_where_that_is_asked_for():
+    kept, anew = sunk(cut(halved, 2)), sunk(cut(halved, 2), of_state=True)
+    copies = {op.outputs[0] for op in kept.block.ops if op.inputs[0] in kept.block.inputs}
+    assert {op.section for op in kept.block.ops if op.outputs[0] in copies} >= {Section.BEFORE}
+    assert Section.BEFORE not in where(anew, "convert_element_type")
+    assert {Section.FORWARD, Section.BACKWARD} <= set(where(anew, "convert_element_type"))
+
+
+def test_whether_the_state_is_copied():
+    assert copies_state(sunk(cut(halved, 2)))
+    assert not copies_state(sunk(cut(masked)))
 
 
 def test_values_that_the_update_reads_stay():

@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar import hlo, pipeline_search
+from autopar.built_out import Found
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
 from autopar.runtime.program import TaskKind
 from autopar.runtime.verifier import verify_program, verify_schedule
@@ -61,6 +62,19 @@ def small():
     step = staged()
     step(new_state(), SMALL.batch(0))
     return step
+
+
+def halved_step(state, batch):
+    """Layers that compute in half precision: a copy of each matrix is read by both passes."""
+
+    def loss(state):
+        x = batch["x"].astype(jnp.bfloat16)
+        for w in state:
+            x = jnp.tanh(x @ w.astype(jnp.bfloat16))
+        return jnp.mean((x.astype(jnp.float32) - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
 
 
 # Numbers
@@ -426,3 +440,35 @@ def test_recomputation_by_layer_keeps_the_numbers(name, policy, monkeypatch):
     made = step.plan(state, case.batch(0)).record.pipeline
     assert set(made.recomputed) == {policy}
     assert_equal(case, (state, metrics))
+
+
+# Where memory is short
+
+
+def halved_arguments(batch=8):
+    state = [jax.random.normal(jax.random.key(i), (128, 128)) / 10 for i in range(6)]
+    return state, {"x": jnp.ones((batch, 128)), "y": jnp.zeros((batch, 128))}
+
+
+def test_copies_of_the_state_are_made_in_each_micro_batch_where_they_do_not_fit_otherwise():
+    on = dataclasses.replace(autopar.Cluster.preset("p3.16xlarge"), devices_per_host=2)
+    options = {"cluster": on, "cache_dir": None, "show_progress": False, "plan": recipe(2, m=4)}
+    roomy = autopar.plan(halved_step, *halved_arguments(256), **options)
+    assert roomy.record.pipeline.keeps_copies
+    less_bytes = 128 * 128 * 2  # of three copies that a device keeps, one
+    limit_bytes = max(roomy.predicted.peak_bytes) - less_bytes
+    tight = autopar.plan(halved_step, *halved_arguments(256), **options, memory_limit_bytes=limit_bytes)
+    assert not tight.record.pipeline.keeps_copies
+    assert "copies of the state made in each anew" in str(tight)
+    assert max(tight.predicted.peak_bytes) <= limit_bytes
+
+
+@pytest.mark.parametrize("asked", [{"plan": recipe(2, m=4)}, {"num_microbatches": 4}])
+def test_a_step_that_makes_copies_of_the_state_anew_is_that_of_plain_jit(asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(Found, "fits", lambda found, _: not found.keeps_copies)
+    arguments = halved_arguments()
+    made = autopar.parallelize(halved_step, **asked, **OPTIONS).plan(*arguments)
+    assert not made.record.pipeline.keeps_copies
+    made.save(tmp_path / "plan.json")
+    loaded = autopar.parallelize(halved_step, plan=autopar.Plan.load(tmp_path / "plan.json"), **OPTIONS)
+    assert_close(loaded(*arguments), jax.jit(halved_step)(*arguments), 1e-2)
