@@ -19,6 +19,7 @@ from autopar.errors import (
     AutoparError,
     BatchMismatchError,
     InvalidArgumentError,
+    MemoryLimitError,
     PlanMismatchError,
     SolverError,
     UnsupportedError,
@@ -118,6 +119,8 @@ def make_plan(
         if other is not None and other.staged.simulation.step_time_s < to_beat_s:
             return staged_plan(traced, trees, graph, cluster, limit_bytes, other, progress)
         notes.append(reason)
+    if isinstance(best, MemoryLimitError):
+        raise best.beside(notes)
     if not isinstance(best, Candidate):
         raise best or no_pipeline_fits(traced, cluster, limit_bytes, notes)
     if options.pins is not None and options.binding is None:

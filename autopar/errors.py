@@ -120,6 +120,17 @@ class MemoryLimitError(AutoparError):
             hint=hint,
         )
 
+    def beside(self, others: Sequence[str]) -> MemoryLimitError:
+        """This error with what else was tried."""
+        hint = "; ".join([self.hint, *others])
+        return type(self)(
+            where=self.where,
+            limit_bytes=self.limit_bytes,
+            needed_bytes=self.needed_bytes,
+            largest=self.largest,
+            hint=hint,
+        )
+
     @property
     def bytes_over(self) -> int:
         return self.needed_bytes - self.limit_bytes

@@ -106,7 +106,16 @@ def _solve(problem: StageProblem, shared: SharedSums, first: _First, best_s: flo
         )
     if math.isfinite(under_s):
         return NoStages(reason=f"nothing takes less than {under_s:.6g} s", bound_s=under_s)
-    return NoStages(reason="every layer fits by itself, but no stages of all layers and devices do")
+    return NoStages(
+        reason="every layer fits by itself, but no stages of all layers and devices do: spread evenly, their state alone "
+        f"takes {_least_state_bytes(problem) / 1e9:.3g} of {problem.limit_bytes / 1e9:.3g} GB on each device"
+    )
+
+
+def _least_state_bytes(problem: StageProblem) -> float:
+    """State on a device, were each layer's on the option that spreads it best, and all devices equally full."""
+    total = np.min([option.state_bytes * option.num_devices for option in problem.options], axis=0).sum()
+    return float(total) / problem.num_devices
 
 
 def _search_sizes(problem: StageProblem, moves: Moves, under_s: float) -> _First:

@@ -177,6 +177,7 @@ def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(mon
     with pytest.raises(MemoryLimitError, match="if every value were split over all 4 devices") as caught:
         plan(cluster(), *arguments(), memory_limit_bytes=(state_bytes + arguments_bytes()) // 4)
     assert state_bytes / 4 < caught.value.needed_bytes
+    assert "the pipeline nearest to fitting needs" in caught.value.hint
 
 
 def test_a_long_step_whose_state_does_not_fit_is_not_searched_for_anything(monkeypatch):
