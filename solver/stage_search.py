@@ -107,8 +107,8 @@ def _solve(problem: StageProblem, shared: SharedSums, first: _First, best_s: flo
     if math.isfinite(under_s):
         return NoStages(reason=f"nothing takes less than {under_s:.6g} s", bound_s=under_s)
     return NoStages(
-        reason="every layer fits by itself, but no stages of all layers and devices do: spread evenly, their state alone "
-        f"takes {_least_state_bytes(problem) / 1e9:.3g} of {problem.limit_bytes / 1e9:.3g} GB on each device"
+        reason="every layer fits by itself, but no stages of all layers and devices do: spread evenly, their state "
+        f"alone takes {_least_state_bytes(problem) / 1e9:.3g} of {problem.limit_bytes / 1e9:.3g} GB on each device"
     )
 
 
