@@ -40,6 +40,7 @@ from autopar.whole_search import LONG_STEP, PlanOptions, distinct_meshes
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
+SHARING = 32  # devices of the smallest stages that may share an example: more than that have examples of their own
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 NEAR_THE_BEST = 1.15  # so far from the best are answers looked at for steps that are not long: the tables are off by it
@@ -173,7 +174,8 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     if asked.num_microbatches is not None:
         return [asked.num_microbatches]
     examples = num_examples(traced)
-    most = examples / min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
+    smallest = min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
+    most = examples / max(smallest, cluster.num_devices // (MOST_STAGES * SHARING))
     most = min(most, MICROBATCHES_A_STAGE * min(cluster.num_devices, MOST_STAGES))
     several = MICROBATCH_SIZES if len(traced.jaxpr.eqns) <= LONG_STEP else 2  # each size is traced and priced anew
     wanted = [max(1.0, most / MICROBATCH_RATIO**i) for i in range(several)]

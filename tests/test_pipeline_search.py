@@ -160,6 +160,8 @@ def test_micro_batches_can_be_split_over_an_odd_number_of_hosts(hosts, examples,
     ("hosts", "examples", "numbers"),
     [
         (32, 1024, [256, 64, 16]),
+        (512, 1536, [384, 96, 24]),
+        (2048, 4096, [512, 128, 32]),  # the smallest stages have 256 devices: they share eight examples
         (35, 280, [70, 14, 4]),  # stages on powers of two of devices; 56 and so on divide among five or seven
         (315, 2520, [280, 140, 40]),  # stages on nine hosts and the like: each number leaves them nine examples or more
     ],
