@@ -209,6 +209,11 @@ class _Assembler:
         v = self.graph.values[value]
         return self.one(enumerate_layouts(v.shape, self.mesh, self.order_of(v)))
 
+    def every_partial_layout(self, value: int) -> Layouts:
+        """Partial ones too."""
+        v = self.graph.values[value]
+        return self.one(enumerate_with_partial(v.shape, self.mesh, self.order_of(v)))
+
     def strategies(self, op: Op, signature: Signature) -> tuple[Strategy, ...]:
         # The order of what it reads and makes, where that is one: then nothing need be laid anew.
         orders = {self.order_of(self.graph.values[a]) for a in (*op.inputs, *op.outputs) if isinstance(a, int)}
@@ -232,9 +237,7 @@ class _Assembler:
 
     def layout_node(self, value: int, kind: str, name: str, partial_too: bool = False) -> int | None:
         """A node that chooses among all layouts of a value and is its home; None if there is one layout only."""
-        enumerate_all = enumerate_with_partial if partial_too else enumerate_layouts
-        v = self.graph.values[value]
-        layouts = self.one(enumerate_all(v.shape, self.mesh, self.order_of(v)))
+        layouts = self.every_partial_layout(value) if partial_too else self.every_layout(value)
         if len(layouts) == 1:
             return None
         node = self.node(len(layouts), kind, name, layouts)
@@ -390,7 +393,7 @@ class _Assembler:
         self.block(body)
         self.close_loop(op, body.outputs[:c], body.inputs[k : k + c], inner_count)
         for piece, stack in zip(body.outputs[c:], op.outputs[c:], strict=True):
-            self.stacked(piece, stack, f"{name} stacked", op.role, inner_count)
+            self.stacked(piece, stack, f"{name} stacked", op.role, inner_count, op.count)
 
     def carried(self, op: Op, outers: Sequence[Atom], inners: Sequence[int], name: str) -> None:
         for outer, inner in zip(outers, inners, strict=True):
@@ -411,15 +414,20 @@ class _Assembler:
                 if _any_partial(home.layouts):
                     self.place(result, f"{self.nodes[home.node].name} result", op.count)
 
-    def stacked(self, inner: Atom, outer: int, name: str, role: Role, count: float) -> None:
-        """A scan's output: each iteration's slice lies as the stacked array does."""
-        layouts = self.one(tuple(layout for layout in self.every_layout(outer) if not layout.dims[0]))
+    def stacked(self, inner: Atom, outer: int, name: str, role: Role, count: float, outer_count: float) -> None:
+        """A scan's output: each iteration's slice lies as the stacked array does, partial where that may be."""
+        partial_too = outer in self.partials.kept
+        every = self.every_partial_layout(outer) if partial_too else self.every_layout(outer)
+        layouts = self.one(tuple(layout for layout in every if not layout.dims[0]))
         node = None
         if len(layouts) > 1:
             node = self.node(len(layouts), "boundary", name, layouts)
             self.raw[outer] = self.placed[outer] = Home(node, layouts)
             self.order[outer] = len(self.order)
-        self.read(inner, node, self.one(tuple(Layout(layout.dims[1:]) for layout in layouts)), role, count)
+        slices = self.one(tuple(Layout(layout.dims[1:], layout.partial) for layout in layouts))
+        self.read(inner, node, slices, role, count, raw=partial_too)
+        if _any_partial(layouts):
+            self.place(outer, f"{name}, placed", outer_count)
 
     def while_loop(self, op: Op) -> None:
         condition, body = op.blocks

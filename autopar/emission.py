@@ -312,7 +312,9 @@ class Emitter:
             reverse=op.eqn.params["reverse"],
             unroll=op.eqn.params["unroll"],
         )
-        return [*carry, *stacked]
+        # Of partial slices the summands of a device lie together, in front of the iterations.
+        partial = [bool(layout.partial) for layout in instruction.results[c:]]
+        return [*carry, *(jnp.moveaxis(a, 1, 0) if p else a for a, p in zip(stacked, partial, strict=True))]
 
     def while_loop(self, instruction: Loop, operands: list[Any], condition: Any, body: Any) -> Sequence[Any]:
         op = instruction.op

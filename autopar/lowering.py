@@ -429,8 +429,9 @@ class _Lowering:
             body = op.blocks[-1]
             first = len(body.inputs) - len(op.outputs) if op.kind is OpKind.WHILE else op.num_consts
             carried = body.inputs[first : first + op.num_carry]
-            stacked = [Layout(self.home(v).dims[1:]) for v in op.outputs[op.num_carry :]]
-            return [*((self.home(v), v in kept) for v in carried), *((layout, False) for layout in stacked)]
+            stacked = [(v, self.home(v)) for v in op.outputs[op.num_carry :]]
+            slices = ((Layout(home.dims[1:], home.partial), v in kept) for v, home in stacked)
+            return [*((self.home(v), v in kept) for v in carried), *slices]
         return [(self.home(v), False) for v in op.outputs]
 
 

@@ -1,8 +1,9 @@
 """Which values are worth keeping partial: those whose sums are added up before they are reduced once.
 
 Two partial gradients of one tied parameter, the input gradients of projections that read one activation, a gradient
-accumulated by a loop or over micro-batches: reducing each alone sends the same bytes several times. Everything else is
-reduced where it is made, so that the search does not carry partial states that gain nothing.
+accumulated by a loop or over micro-batches, also one that a loop over layers stacks: reducing each alone sends the same
+bytes several times. Everything else is reduced where it is made, so that the search does not carry partial states that
+gain nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def find_partials(graph: OpGraph) -> Partials:
     """Finds additions of sums with different origins, and what lies between the sums and the additions."""
     origins: dict[int, frozenset[int]] = {}
     carriers: dict[int, tuple[Op, frozenset[int]]] = {}
+    slices: dict[int, int] = {}
     wanted: list[int] = []
-    _forward(graph.block, graph, origins, carriers, wanted)
+    _forward(graph.block, graph, origins, carriers, slices, wanted)
     kept: set[int] = set()
     operands: dict[int, frozenset[int]] = {}
     while wanted:
@@ -47,6 +49,8 @@ def find_partials(graph: OpGraph) -> Partials:
         if value in kept:
             continue
         kept.add(value)
+        if value in slices:
+            wanted.append(slices[value])
         if value in carriers:
             op, members = carriers[value]
             operands[op.id] = members
@@ -59,21 +63,27 @@ def _forward(
     graph: OpGraph,
     origins: dict[int, frozenset[int]],
     carriers: dict[int, tuple[Op, frozenset[int]]],
+    slices: dict[int, int],
     wanted: list[int],
 ) -> None:
-    """Follows sums forward. `origins[v]` are the summing operations that v is a linear function of."""
+    """Follows sums forward. `origins[v]` are the summing operations that v is a linear function of, `slices[v]` is what
+    each iteration of a loop makes of v.
+    """
     readers = _readers(block)
     for op in block.ops:
         if op.kind is OpKind.SCAN:
             _accumulators(op, graph, origins, carriers, wanted)
         for inner in op.blocks:
-            _forward(inner, graph, origins, carriers, wanted)
+            _forward(inner, graph, origins, carriers, slices, wanted)
         if op.kind is OpKind.SCAN:
             (body,) = op.blocks
             carried = body.inputs[op.num_consts : op.num_consts + op.num_carry]
             for inner_value, after, result in zip(carried, body.outputs, op.outputs, strict=False):
                 if inner_value in origins and after in origins:
                     origins[result] = frozenset({op.id})
+            for made, stack in zip(body.outputs[op.num_carry :], op.outputs[op.num_carry :], strict=True):
+                if isinstance(made, int) and made in origins:
+                    origins[stack], slices[stack] = origins[made], made
         if op.kind is OpKind.ACCUMULATE and isinstance(summand := op.inputs[0], int) and summand in origins:
             # Summands of all micro-batches are added up before they are reduced, once a step.
             (result,) = op.outputs
