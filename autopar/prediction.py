@@ -13,7 +13,6 @@ from autopar.assembly import HOST, RAW
 from autopar.collectives import CollectiveKind, sent_bytes
 from autopar.costs import is_fusible
 from autopar.graph import Op, OpGraph, OpKind, Value
-from autopar.intra_op import CostModel, NodeCosts, ring_bytes
 from autopar.layout import Layout, local_bytes
 from autopar.lowering import (
     Accumulate,
@@ -30,6 +29,7 @@ from autopar.lowering import (
     Stack,
 )
 from autopar.memory_steps import Step as MemoryStep
+from autopar.node_costs import CostModel, NodeCosts, ring_bytes
 from autopar.resharding import Step, StepKind
 
 

@@ -14,17 +14,7 @@ import numpy as np
 from autopar.collectives import Link
 from autopar.contraction import Contracted
 from autopar.graph import OpKind, Section, read_by, walk
-from autopar.intra_op import (
-    LEAST_HIDDEN_COUNT,
-    ROUNDS,
-    CostModel,
-    IntraOp,
-    MemoryPrices,
-    NodeCosts,
-    ShardingPlan,
-    Terms,
-    state_values,
-)
+from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, state_values
 from autopar.layers import Layers
 from autopar.layout import local_bytes
 from autopar.lowering import (
@@ -41,6 +31,7 @@ from autopar.lowering import (
     section_of,
 )
 from autopar.mesh import LogicalMesh
+from autopar.node_costs import LEAST_HIDDEN_COUNT, CostModel, NodeCosts
 from autopar.overlap import crossing_s, timed
 from autopar.prediction import compute_times_s, predicted_collectives, task_memory
 from autopar.recomputation import Recompute, computed_again

@@ -10,8 +10,9 @@ import pytest
 from autopar import hardware
 from autopar.cluster import Cluster, Link
 from autopar.graph import OpKind, Section
-from autopar.intra_op import IntraOp, MemoryPrices, Terms, cost_model, saved_values
+from autopar.intra_op import IntraOp, MemoryPrices, Terms, saved_values
 from autopar.mesh import LogicalMesh
+from autopar.node_costs import cost_model
 from autopar.pipeline_search import tables
 from autopar.pipelining import PipelineOptions
 from autopar.rules import RuleBook
