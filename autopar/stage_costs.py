@@ -22,6 +22,7 @@ from autopar.lowering import (
     Compute,
     HostCopy,
     Instruction,
+    Key,
     Loop,
     LoweredBlock,
     Move,
@@ -37,7 +38,6 @@ from autopar.prediction import compute_times_s, predicted_collectives, task_memo
 from autopar.recomputation import Recompute, computed_again
 from autopar.solver import StageOption, Status
 from autopar.solver.stages import weight_seconds
-from autopar.tasks import Key, keys_made, keys_read
 
 _LESS_IS_BETTER = ("forward_s", "backward_s", "once_s", "state_bytes", "saved_bytes", "working_bytes", "send_s")
 # A byte always costs a little (a part of reading it once), so that of equally fast decisions the leanest is taken.
@@ -201,7 +201,7 @@ class _Pricing:
         self.compute_s = compute_times_s(self.graph, self.lowered, model, self.costs)
         self.awaited = self.read_by_other_layers()
         repeating = [i for i in self.lowered.instructions if section_of(i).repeats]
-        self.kept = frozenset(key for i in repeating for key in keys_read(i))
+        self.kept = frozenset(key for i in repeating for key in i.keys_read)
 
     def run(self) -> dict[int, _Row]:
         parts = self.parts()
@@ -231,8 +231,8 @@ class _Pricing:
                 if isinstance(i, Accumulate):
                     row.state_bytes += self.nbytes((i.op.outputs[0], i.sum_))
                 elif section is Section.BEFORE and not isinstance(i, Split):
-                    row.state_bytes += sum(self.nbytes(key) for key in keys_made(i) if key in self.kept)
-        made_forward = {key for ran in forward.values() for i, _ in ran for key in keys_made(i)}
+                    row.state_bytes += sum(self.nbytes(key) for key in i.keys_made if key in self.kept)
+        made_forward = {key for ran in forward.values() for i, _ in ran for key in i.keys_made}
         for layer, row in self.rows.items():
             for policy in Recompute:
                 backward = parts.get((layer, Section.BACKWARD), [])
@@ -329,12 +329,12 @@ class _Pricing:
         read: dict[Key, None] = {}
         inside: set[Key] = set()
         for i in instructions:
-            for key in keys_read(i):
+            for key in i.keys_read:
                 if key in made:
                     inside.add(key)
                 else:
                     read[key] = None
-            made.update(keys_made(i))
+            made.update(i.keys_made)
         return list(read), [key for key in made if key not in inside]
 
     def recomputed(
@@ -349,7 +349,7 @@ class _Pricing:
         What is kept of the layer is kept as it is read, and not sent again; what enters the layer, as it arrives.
         """
         made_by = {v: i.op.id for i, _ in forward if not isinstance(i, (Move, HostCopy)) for v in i.op.outputs}
-        kept = {key for i in backward for key in keys_read(i)}
+        kept = {key for i in backward for key in i.keys_read}
         read: set[Key] = set()
         made: set[Key] = set()
         seconds = 0.0
@@ -357,11 +357,11 @@ class _Pricing:
             if not isinstance(i, (Move, HostCopy)):
                 repeats = i.op.id in again
             elif i.value in made_by:
-                repeats = made_by[i.value] in again and not (read | kept).isdisjoint(keys_made(i))
+                repeats = made_by[i.value] in again and not (read | kept).isdisjoint(i.keys_made)
             else:
-                repeats = not (read - kept).isdisjoint(keys_made(i))
+                repeats = not (read - kept).isdisjoint(i.keys_made)
             if repeats:
                 seconds += time_s
-                read.update(keys_read(i))
-                made.update(keys_made(i))
+                read.update(i.keys_read)
+                made.update(i.keys_made)
         return seconds, (read | kept) - made
