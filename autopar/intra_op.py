@@ -354,7 +354,7 @@ class IntraOp:
         """
         homes: dict[Home, float] = {}
         copies: dict[int, float] = {}
-        for value, state in prices.values:
+        for value, state in sorted(prices.values):  # sums of floats, in an order that no hash seed changes
             nbytes = self.graph.values[value].nbytes * prices.copies.get(value, 1.0)
             home = self._home(value, state)
             if home is None:
