@@ -326,7 +326,11 @@ class IntraOp:
             if slack_s and (id(cost), slack_s) not in counted:
                 hidden = np.minimum(cost, slack_s, where=np.isfinite(cost), out=np.zeros_like(cost))
                 counted[id(cost), slack_s] = cost - (1 - hidden_count) * hidden
-            found.append(dataclasses.replace(edge, cost=counted[id(cost), slack_s]) if slack_s else edge)
+            found.append(
+                solver.Edge(source=edge.source, target=edge.target, cost=counted[id(cost), slack_s])
+                if slack_s
+                else edge
+            )
         return found
 
     def _least_s(self, op: Op) -> float:

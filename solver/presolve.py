@@ -193,11 +193,12 @@ def drop_dominated(problem: Problem) -> Reduction:
         beats = worst <= 0
         for held in uses[node]:
             beats &= held[:, None] <= held[None, :]
+        np.fill_diagonal(beats, False)
+        if not np.count_nonzero(beats):
+            continue
         alive = np.ones(count, dtype=bool)
         for s in range(count):
-            beaten = beats[:, s] & alive
-            beaten[s] = False
-            alive[s] = not beaten.any()
+            alive[s] = not (beats[:, s] & alive).any()
         kept[node] = np.flatnonzero(alive)
     return keep_strategies(problem, kept)
 
