@@ -7,9 +7,9 @@ predicted is what runs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 from autopar.assembly import ALL, HOST, PLACED, RAW
 from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section
@@ -26,15 +26,31 @@ Place = tuple[Layout, str]
 Key = tuple[int, Place]
 
 
+T = TypeVar("T")
+
+
+class _Once(Generic[T]):
+    """An attribute that is worked out when it is first asked for, as `functools.cached_property` does it; that one
+    takes a lock up to Python 3.11, which costs more than what is worked out here.
+    """
+
+    def __init__(self, work: Callable[[Any], T]) -> None:
+        self.work, self.name, self.__doc__ = work, work.__name__, work.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> T:
+        value = instance.__dict__[self.name] = self.work(instance)
+        return value
+
+
 class _Reading:
     """What an instruction reads and makes, asked for many times over: worked out once (hence no slots)."""
 
-    @functools.cached_property
+    @_Once
     def keys_read(self) -> tuple[Key, ...]:
         """The places that the instruction reads, those inside of loops included."""
         return tuple(self._read())
 
-    @functools.cached_property
+    @_Once
     def keys_made(self) -> tuple[Key, ...]:
         """The places that the instruction fills."""
         return tuple(self._made())
@@ -86,7 +102,7 @@ class Compute(_Reading):
     written_out: bool
     reduced: tuple[int, ...]
 
-    @functools.cached_property
+    @_Once
     def places(self) -> tuple[Place, ...]:
         """Where the results lie."""
         summed = self.strategy is not None and bool(self.reduced) and self.reduced != self.strategy.combined

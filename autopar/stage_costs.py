@@ -268,24 +268,25 @@ class _Pricing:
         made_in = {v: layer_of[op.id] for op in graph.block.ops for v in op.outputs}
         made_in |= dict(zip(graph.block.inputs, self.contracted.home_of, strict=True))
         parts: dict[tuple[int, Section], list[Instruction]] = {}
-        waiting: list[Instruction] = []
+        waiting: list[tuple[Section, Instruction]] = []
         layer = next(iter(self.rows))
         for instruction in self.lowered.instructions:
             section = section_of(instruction)
             if isinstance(instruction, (Move, HostCopy)):
                 here = made_in.get(instruction.value)
                 if section.repeats or here not in self.rows:
-                    waiting.append(instruction)
+                    waiting.append((section, instruction))
                 else:
                     parts.setdefault((here, section), []).append(instruction)
                 continue
             here = layer_of.get(instruction.op.id)
             layer = here if here is not None else layer
-            for i in [*waiting, instruction]:
-                parts.setdefault((layer, section_of(i)), []).append(i)
+            for its, i in waiting:
+                parts.setdefault((layer, its), []).append(i)
+            parts.setdefault((layer, section), []).append(instruction)
             waiting = []
-        for i in waiting:
-            parts.setdefault((layer, section_of(i)), []).append(i)
+        for its, i in waiting:
+            parts.setdefault((layer, its), []).append(i)
         return parts
 
     def shares(
