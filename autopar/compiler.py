@@ -25,10 +25,10 @@ from autopar.errors import (
     UnsupportedError,
 )
 from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import cost_model
 from autopar.lowering import LoweredBlock, lower
 from autopar.memory_use import memory_of_program
 from autopar.mesh import LogicalMesh
+from autopar.node_costs import cost_model
 from autopar.offloading import with_host_copies
 from autopar.pin_prices import price_in_one_program, price_in_stages
 from autopar.pipeline_search import asked_pipeline, search_pipelines

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 from autopar.assembly import ALL, HOST, PLACED, RAW
 from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section
@@ -21,10 +22,48 @@ from autopar.strategies import Strategy
 # Where a value lies: its layout, and as what: RAW as its operation left it, PLACED once its sums are reduced, a copy
 # for ALL readers, or one for the readers of a role (by the role's name), or in the memory of the HOST.
 Place = tuple[Layout, str]
+# A value in one of its places.
+Key = tuple[int, Place]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+T = TypeVar("T")
+
+
+class _Once(Generic[T]):
+    """An attribute that is worked out when it is first asked for, as `functools.cached_property` does it; that one
+    takes a lock up to Python 3.11, which costs more than what is worked out here.
+    """
+
+    def __init__(self, work: Callable[[Any], T]) -> None:
+        self.work, self.name, self.__doc__ = work, work.__name__, work.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> T:
+        value = instance.__dict__[self.name] = self.work(instance)
+        return value
+
+
+class _Reading:
+    """What an instruction reads and makes, asked for many times over: worked out once (hence no slots)."""
+
+    @_Once
+    def keys_read(self) -> tuple[Key, ...]:
+        """The places that the instruction reads, those inside of loops included."""
+        return tuple(self._read())
+
+    @_Once
+    def keys_made(self) -> tuple[Key, ...]:
+        """The places that the instruction fills."""
+        return tuple(self._made())
+
+    def _read(self) -> Iterable[Key]:
+        raise NotImplementedError
+
+    def _made(self) -> Iterable[Key]:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Move(_Reading):
     """Reshards a value: from one of its places to another, by single collectives.
 
     `apart` says that the same steps were made before for readers of another role, and are meant to be made again
@@ -41,9 +80,15 @@ class Move:
     apart: bool = False
     section: Section = Section.WHOLE
 
+    def _read(self) -> Iterable[Key]:
+        return ((self.value, self.source),)
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
+    def _made(self) -> Iterable[Key]:
+        return ((self.value, self.target),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute(_Reading):
     """Runs one operation. `reads[i]` is the place of operand i, None for a literal; `strategy` None: replicated.
 
     `written_out`: results stay partial and are computed on each device's part by hand; otherwise the partitioner
@@ -57,23 +102,36 @@ class Compute:
     written_out: bool
     reduced: tuple[int, ...]
 
-    @property
+    @_Once
     def places(self) -> tuple[Place, ...]:
         """Where the results lie."""
         summed = self.strategy is not None and bool(self.reduced) and self.reduced != self.strategy.combined
-        return tuple((layout, PLACED if summed else RAW) for layout in self.results)
+        state = PLACED if summed else RAW
+        return tuple([(layout, state) for layout in self.results])
+
+    def _read(self) -> Iterable[Key]:
+        return _pairs(self.op.inputs, self.reads)
+
+    def _made(self) -> Iterable[Key]:
+        return zip(self.op.outputs, self.places, strict=True)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass(_Reading):
     """Operands go through a barrier unchanged."""
 
     op: Op
     reads: tuple[Place, ...]
 
+    def _read(self) -> Iterable[Key]:
+        return _pairs(self.op.inputs, self.reads)
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
+    def _made(self) -> Iterable[Key]:
+        return ((v, (place[0], RAW)) for v, place in zip(self.op.outputs, self.reads, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loop(_Reading):
     """A scan, while or cond. `results` are the layouts of its results."""
 
     op: Op
@@ -81,44 +139,85 @@ class Loop:
     blocks: tuple[LoweredBlock, ...]
     results: tuple[Layout, ...]
 
+    def _read(self) -> Iterable[Key]:
+        yield from _pairs(self.op.inputs, self.reads)
+        for block in self.blocks:
+            made = {(v, (layout, RAW)) for v, layout in zip(block.block.inputs, block.inputs, strict=True)}
+            for inner in block.instructions:
+                yield from (key for key in inner.keys_read if key not in made)
+                made.update(inner.keys_made)
+            yield from (key for key in _pairs(block.block.outputs, block.outputs) if key not in made)
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+    def _made(self) -> Iterable[Key]:
+        return ((v, (at, RAW)) for v, at in zip(self.op.outputs, self.results, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split(_Reading):
     """Cuts a value into those of the micro-batches, which lie as it does."""
 
     op: Op
     read: Place | None
     result: Layout
 
+    def _read(self) -> Iterable[Key]:
+        return _pairs(self.op.inputs, (self.read,))
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Accumulate:
+    def _made(self) -> Iterable[Key]:
+        return ((self.op.outputs[0], (self.result, RAW)),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accumulate(_Reading):
     """Adds a summand to the sum over micro-batches (`sum_` lies as the summand; it starts from zeros)."""
 
     op: Op
     read: Place | None
     sum_: Place
 
+    @property
+    def accumulator(self) -> Key:
+        """The sum."""
+        return self.op.outputs[0], self.sum_
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+    def _read(self) -> Iterable[Key]:
+        return (*_pairs(self.op.inputs, (self.read,)), self.accumulator)
+
+    def _made(self) -> Iterable[Key]:
+        return (self.accumulator,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack(_Reading):
     """Joins what the micro-batches made; the result lies as they do."""
 
     op: Op
     read: Place | None
     result: Layout
 
+    def _read(self) -> Iterable[Key]:
+        return _pairs(self.op.inputs, (self.read,))
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+    def _made(self) -> Iterable[Key]:
+        return ((self.op.outputs[0], (self.result, RAW)),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leave(_Reading):
     """A value is in the layout in which another stage takes it."""
 
     op: Op
     read: Place | None
 
+    def _read(self) -> Iterable[Key]:
+        return _pairs(self.op.inputs, (self.read,))
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HostCopy:
+    def _made(self) -> Iterable[Key]:
+        return ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCopy(_Reading):
     """Copies each device's part of a value from the memory of the host, or to it: one of the places is a HOST one.
 
     It waits for what lies in the places `behind`, of those that are made before it in the same program.
@@ -134,6 +233,16 @@ class HostCopy:
     @property
     def to_host(self) -> bool:
         return self.target[1] == HOST
+
+    def _read(self) -> Iterable[Key]:
+        return ((self.value, self.source),)
+
+    def _made(self) -> Iterable[Key]:
+        return ((self.value, self.target),)
+
+
+def _pairs(atoms: Sequence[Atom], places: Sequence[Place | None]) -> list[Key]:
+    return [(a, p) for a, p in zip(atoms, places, strict=True) if isinstance(a, int) and p is not None]
 
 
 Instruction = Move | Compute | Pass | Loop | Split | Accumulate | Stack | Leave | HostCopy
@@ -347,12 +456,14 @@ class _Lowering:
     def equation(self, scope: _Scope, op: Op) -> None:
         strategy = self.plan.strategy.get(op.id)
         partials = self.plan.partials
-        reads = []
+        raw = partials.raw_operands(op)
+        reads: list[Place | None] = []
         for i, atom in enumerate(op.inputs):
-            want = replicated(len(atom.shape)) if not isinstance(atom, int) else replicated(self.rank(atom))
-            if strategy is not None:
-                want = strategy.operands[i]
-            reads.append(self.read(scope, atom, want, op.role, op.module, op.count, partials.reads_raw(op, i)))
+            if not isinstance(atom, int):
+                reads.append(None)
+                continue
+            want = strategy.operands[i] if strategy is not None else replicated(self.rank(atom))
+            reads.append(self.read(scope, atom, want, op.role, op.module, op.count, i in raw))
         results = tuple(self.home(v) for v in op.outputs)
         reduced: tuple[int, ...] = strategy.combined if strategy is not None else ()
         sums = strategy is not None and any(

@@ -14,14 +14,13 @@ from autopar import memory
 from autopar.assembly import RAW
 from autopar.graph import OpGraph, OpKind, Role, Section, read_by
 from autopar.layout import local_bytes
-from autopar.lowering import HostCopy, Instruction, LoweredBlock, Move, Pass, section_of
+from autopar.lowering import HostCopy, Instruction, Key, LoweredBlock, Move, Pass, section_of
 from autopar.mesh import LogicalMesh
 from autopar.pipelining import Staged
 from autopar.prediction import task_program
 from autopar.record import MemoryHolder, MemoryKind, MemoryUse
 from autopar.resharding import StepKind
 from autopar.runtime.merging import groups_of
-from autopar.tasks import Key, keys_made, keys_read
 
 LARGEST = 20  # how many holders a plan names
 _NUMBER = re.compile(r"\d+")
@@ -44,16 +43,16 @@ def saved_for_backward(graph: OpGraph, instructions: Sequence[Instruction]) -> d
         role = instruction.role if isinstance(instruction, Move) else instruction.op.role
         if role is Role.BACKWARD:
             module = instruction.module if isinstance(instruction, Move) else instruction.op.module
-            for key in keys_read(instruction):
+            for key in instruction.keys_read:
                 if key in made or key[0] in received:
                     found.setdefault(key, module)
                 elif key[0] in behind:
                     found[behind.pop(key[0])] = module
             if isinstance(instruction, Pass):
-                saved = zip(instruction.op.outputs, keys_read(instruction), strict=True)
+                saved = zip(instruction.op.outputs, instruction.keys_read, strict=True)
                 behind.update((out, key) for out, key in saved if key in found)
         elif section_of(instruction) is not Section.BEFORE:
-            made.update(keys_made(instruction))
+            made.update(instruction.keys_made)
     return found
 
 

@@ -24,9 +24,8 @@ from collections.abc import Iterable, Sequence
 from autopar.assembly import HOST, RAW
 from autopar.graph import OpGraph, Role, Section
 from autopar.layout import local_bytes
-from autopar.lowering import HostCopy, Instruction, LoweredBlock, Move, Place, section_of
+from autopar.lowering import HostCopy, Instruction, Key, LoweredBlock, Move, Place, section_of
 from autopar.mesh import LogicalMesh
-from autopar.tasks import Key, keys_made, keys_read
 
 BUCKETS, AHEAD = 16, 2
 _ORDER = {section: number for number, section in enumerate(Section)}
@@ -83,7 +82,7 @@ class _Offloading:
         """What goes back, and who reads what comes first."""
         block = self.lowered.block
         section = Section.AFTER if self.graph.is_cut else Section.WHOLE
-        made_by = {key: i for i in self.lowered.instructions for key in keys_made(i)}
+        made_by = {key: i for i in self.lowered.instructions for key in i.keys_made}
         for argument, result in self.graph.tied:
             if block.inputs[argument] not in self.layout:
                 continue
@@ -99,7 +98,7 @@ class _Offloading:
             self.goes[atom, place] = HostCopy(value=atom, source=place, target=target, module=module, section=section)
         readers: list[Instruction] = [*self.lowered.instructions, *self.goes.values()]
         for instruction in readers:
-            for value, place in keys_read(instruction):
+            for value, place in instruction.keys_read:
                 if value in self.layout and (value, place) == self.on_device(value):
                     self.read_first.setdefault(value, instruction)
 
@@ -110,7 +109,7 @@ class _Offloading:
         self.needs.update(meets)
         last_gradient: dict[Key, int] = {}
         for position, instruction in enumerate(self.lowered.instructions):
-            reads, makes = keys_read(instruction), keys_made(instruction)
+            reads, makes = instruction.keys_read, instruction.keys_made
             needs = _union(self.needs.get(key, 0) for key in reads)
             together = _union(meets.get(key, 0) for key in reads if self.graph.values[key[0]].size > 1)
             updates = _role(instruction) is Role.UPDATE
@@ -168,7 +167,7 @@ class _Offloading:
         if group.gradient < 0:
             return ()
         maker = self.lowered.instructions[group.gradient]
-        key = next(iter(keys_made(maker)), None)
+        key = next(iter(maker.keys_made), None)
         if key is None or self.needs.get(key) or _ORDER[section_of(maker)] > _ORDER[section]:
             return ()
         return (key,)
@@ -190,7 +189,7 @@ class _Queue:
         self, instructions: Sequence[Instruction], comes: dict[Key, HostCopy], goes: dict[Key, HostCopy]
     ) -> None:
         self.instructions, self.comes, self.goes = instructions, dict(comes), dict(goes)
-        made = {key for i in instructions for key in keys_made(i)} | {(t.value, t.target) for t in goes.values()}
+        made = {key for i in instructions for key in i.keys_made} | {(t.value, t.target) for t in goes.values()}
         # What somebody waits for that is not there yet.
         self.awaited = {key for copy in comes.values() for key in copy.behind if key in made}
         self.waiting: dict[Key, list[int]] = {}
@@ -206,12 +205,12 @@ class _Queue:
         return tuple(self.out)
 
     def offer(self, instruction: Instruction) -> None:
-        for key in keys_read(instruction):
+        for key in instruction.keys_read:
             if key in self.comes:
                 self.offer(self.comes.pop(key))
         behind = instruction.behind if isinstance(instruction, HostCopy) else ()
-        missing = {key for key in (*keys_read(instruction), *behind) if key in self.awaited}
-        missing.difference_update(keys_made(instruction))  # a sum over micro-batches is read by what adds to it
+        missing = {key for key in (*instruction.keys_read, *behind) if key in self.awaited}
+        missing.difference_update(instruction.keys_made)  # a sum over micro-batches is read by what adds to it
         if not missing:
             self.put(instruction)
             return
@@ -219,7 +218,7 @@ class _Queue:
         while number in self.held:
             number += 1
         self.held[number] = instruction, missing
-        self.awaited.update(keys_made(instruction))
+        self.awaited.update(instruction.keys_made)
         for key in missing:
             self.waiting.setdefault(key, []).append(number)
 
@@ -229,7 +228,7 @@ class _Queue:
         while ready:
             first = ready.popleft()
             self.out.append(first)
-            for key in keys_made(first):
+            for key in first.keys_made:
                 self.awaited.discard(key)
                 if key in self.goes:
                     ready.append(self.goes.pop(key))

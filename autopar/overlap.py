@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from autopar.collectives import Fabric
 from autopar.costs import is_fusible
 from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import CostModel, NodeCosts, copied_s
 from autopar.layout import local_bytes
 from autopar.lowering import (
     Accumulate,
     Compute,
     HostCopy,
     Instruction,
+    Key,
     Leave,
     Loop,
     LoweredBlock,
@@ -27,9 +27,9 @@ from autopar.lowering import (
     Split,
     Stack,
 )
+from autopar.node_costs import CostModel, NodeCosts, copied_s
 from autopar.prediction import CollectiveUse, host_copy_s, use_of_step, uses_of_reduction, uses_of_ring
 from autopar.streams import Event, Ran, Stream, Work, run
-from autopar.tasks import Key, keys_made, keys_read
 from autopar.timeline import DEVICES, LINKS, Timeline
 from autopar.timeline import Event as Shown
 
@@ -97,7 +97,7 @@ class _Writer:
         return tuple(numbers)
 
     def instruction(self, instruction: Instruction, made: dict[Key, int], works: list[Work]) -> None:
-        reads = tuple(made[key] for key in keys_read(instruction) if key in made)
+        reads = tuple(made[key] for key in instruction.keys_read if key in made)
         if isinstance(instruction, Move):
             self.move(instruction, reads, made, works)
         elif isinstance(instruction, Compute):
@@ -111,13 +111,13 @@ class _Writer:
                     stream=Stream.BOTH if sends else Stream.COMPUTE,
                     seconds=sum(ran.end_s for ran in inside),
                     reads=reads,
-                    makes=self.define(keys_made(instruction), made),
+                    makes=self.define(instruction.keys_made, made),
                     inside=inside,
                 )
             )
         elif isinstance(instruction, Pass):
-            makes = self.define(keys_made(instruction), made)
-            for read, value in zip(keys_read(instruction), makes, strict=True):
+            makes = self.define(instruction.keys_made, made)
+            for read, value in zip(instruction.keys_read, makes, strict=True):
                 works.append(_renamed((made[read],) if read in made else (), (value,)))
         elif isinstance(instruction, HostCopy):
             behind = tuple(made[key] for key in instruction.behind if key in made)
@@ -128,7 +128,7 @@ class _Writer:
                     stream=Stream.BOTH,
                     seconds=host_copy_s(self.graph, instruction, self.model),
                     reads=(*reads, *behind),
-                    makes=self.define(keys_made(instruction), made),
+                    makes=self.define(instruction.keys_made, made),
                 )
             )
         elif not isinstance(instruction, Leave):
@@ -139,13 +139,13 @@ class _Writer:
                     stream=Stream.COMPUTE,
                     seconds=crossing_s(self.graph, instruction, self.model),
                     reads=reads,
-                    makes=self.define(keys_made(instruction), made),
+                    makes=self.define(instruction.keys_made, made),
                 )
             )
 
     def compute(self, compute: Compute, reads: tuple[int, ...], made: dict[Key, int], works: list[Work]) -> None:
         op = compute.op
-        makes = self.define(keys_made(compute), made)
+        makes = self.define(compute.keys_made, made)
         turns = uses_of_ring(compute, self.model)
         summands = tuple(self.new() for _ in makes) if compute.reduced or turns else makes
         works.append(

@@ -14,10 +14,10 @@ from autopar.constraints import Binding
 from autopar.contraction import contract
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, UnsupportedError
 from autopar.graph import OpGraph
-from autopar.intra_op import cost_model
 from autopar.layer_assignment import assign_layers
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import num_examples
+from autopar.node_costs import cost_model
 from autopar.pins import PinsOnMesh, on_meshes
 from autopar.pipelining import (
     PipelineOptions,

@@ -11,21 +11,12 @@ from autopar.constraints import Constraints
 from autopar.costs import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.graph import OpGraph, OpKind, Section
-from autopar.intra_op import (
-    ROUNDS,
-    CostModel,
-    IntraOp,
-    MemoryPrices,
-    ShardingPlan,
-    Terms,
-    cost_model,
-    saved_values,
-    state_values,
-)
+from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, saved_values, state_values
 from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
 from autopar.lowering import lower
 from autopar.mesh import LogicalMesh
+from autopar.node_costs import CostModel, cost_model
 from autopar.offloading import with_host_copies
 from autopar.overlap import timed
 from autopar.pins import PinnedLayout

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from autopar.assembly import HOST, RAW
 from autopar.errors import UnsupportedError
 from autopar.graph import Op, OpGraph
-from autopar.intra_op import CostModel, ShardingPlan
+from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, local_bytes, replicated
 from autopar.lowering import Compute, Loop, LoweredBlock, Place
 from autopar.memory import MemoryEstimate
 from autopar.memory_use import memory_of_stages, saved_bytes
 from autopar.mesh import LogicalMesh
+from autopar.node_costs import CostModel
 from autopar.overlap import timed, timeline_of
 from autopar.partials import find_partials
 from autopar.pipelining import PlannedStage, Staged

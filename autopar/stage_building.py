@@ -12,11 +12,12 @@ from autopar.cluster import Cluster
 from autopar.constraints import Constraints
 from autopar.errors import UnsupportedError
 from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import CostModel, IntraOp, ShardingPlan, Terms
+from autopar.intra_op import IntraOp, ShardingPlan, Terms
 from autopar.layers import Layers
 from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import micro_batched
+from autopar.node_costs import CostModel
 from autopar.pins import PinnedLayout, PinsOnMesh
 from autopar.pipelining import (
     PlannedStage,

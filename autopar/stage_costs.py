@@ -14,17 +14,7 @@ import numpy as np
 from autopar.collectives import Link
 from autopar.contraction import Contracted
 from autopar.graph import OpKind, Section, read_by, walk
-from autopar.intra_op import (
-    LEAST_HIDDEN_COUNT,
-    ROUNDS,
-    CostModel,
-    IntraOp,
-    MemoryPrices,
-    NodeCosts,
-    ShardingPlan,
-    Terms,
-    state_values,
-)
+from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, state_values
 from autopar.layers import Layers
 from autopar.layout import local_bytes
 from autopar.lowering import (
@@ -32,6 +22,7 @@ from autopar.lowering import (
     Compute,
     HostCopy,
     Instruction,
+    Key,
     Loop,
     LoweredBlock,
     Move,
@@ -41,12 +32,12 @@ from autopar.lowering import (
     section_of,
 )
 from autopar.mesh import LogicalMesh
+from autopar.node_costs import LEAST_HIDDEN_COUNT, CostModel, NodeCosts
 from autopar.overlap import crossing_s, timed
 from autopar.prediction import compute_times_s, predicted_collectives, task_memory
 from autopar.recomputation import Recompute, computed_again
 from autopar.solver import StageOption, Status
 from autopar.solver.stages import weight_seconds
-from autopar.tasks import Key, keys_made, keys_read
 
 _LESS_IS_BETTER = (
     "forward_s", "backward_s", "once_s", "state_bytes", "saved_bytes", "deferred_bytes", "working_bytes", "send_s",
@@ -215,7 +206,7 @@ class _Pricing:
         self.compute_s = compute_times_s(self.graph, self.lowered, model, self.costs)
         self.awaited = self.read_by_other_layers()
         repeating = [i for i in self.lowered.instructions if section_of(i).repeats]
-        self.kept = frozenset(key for i in repeating for key in keys_read(i))
+        self.kept = frozenset(key for i in repeating for key in i.keys_read)
 
     def run(self) -> dict[int, _Row]:
         parts = self.parts()
@@ -241,9 +232,9 @@ class _Pricing:
                 if isinstance(i, Accumulate):
                     row.state_bytes += self.nbytes((i.op.outputs[0], i.sum_))
                 elif section is Section.BEFORE and not isinstance(i, Split):
-                    row.state_bytes += sum(self.nbytes(key) for key in keys_made(i) if key in self.kept)
-        made_forward = {key for ran in forward.values() for i, _ in ran for key in keys_made(i)}
-        made_repeating = {key for i in self.lowered.instructions if section_of(i).repeats for key in keys_made(i)}
+                    row.state_bytes += sum(self.nbytes(key) for key in i.keys_made if key in self.kept)
+        made_forward = {key for ran in forward.values() for i, _ in ran for key in i.keys_made}
+        made_repeating = {key for i in self.lowered.instructions if section_of(i).repeats for key in i.keys_made}
         for layer, row in self.rows.items():
             for policy in Recompute:
                 backward = parts.get((layer, Section.BACKWARD), [])
@@ -281,24 +272,25 @@ class _Pricing:
         made_in = {v: layer_of[op.id] for op in graph.block.ops for v in op.outputs}
         made_in |= dict(zip(graph.block.inputs, self.contracted.home_of, strict=True))
         parts: dict[tuple[int, Section], list[Instruction]] = {}
-        waiting: list[Instruction] = []
+        waiting: list[tuple[Section, Instruction]] = []
         layer = next(iter(self.rows))
         for instruction in self.lowered.instructions:
             section = section_of(instruction)
             if isinstance(instruction, (Move, HostCopy)):
                 here = made_in.get(instruction.value)
                 if section.repeats or here not in self.rows:
-                    waiting.append(instruction)
+                    waiting.append((section, instruction))
                 else:
                     parts.setdefault((here, section), []).append(instruction)
                 continue
             here = layer_of.get(instruction.op.id)
             layer = here if here is not None else layer
-            for i in [*waiting, instruction]:
-                parts.setdefault((layer, section_of(i)), []).append(i)
+            for its, i in waiting:
+                parts.setdefault((layer, its), []).append(i)
+            parts.setdefault((layer, section), []).append(instruction)
             waiting = []
-        for i in waiting:
-            parts.setdefault((layer, section_of(i)), []).append(i)
+        for its, i in waiting:
+            parts.setdefault((layer, its), []).append(i)
         return parts
 
     def shares(
@@ -342,12 +334,12 @@ class _Pricing:
         read: dict[Key, None] = {}
         inside: set[Key] = set()
         for i in instructions:
-            for key in keys_read(i):
+            for key in i.keys_read:
                 if key in made:
                     inside.add(key)
                 else:
                     read[key] = None
-            made.update(keys_made(i))
+            made.update(i.keys_made)
         return list(read), [key for key in made if key not in inside]
 
     def recomputed(
@@ -362,7 +354,7 @@ class _Pricing:
         What is kept of the layer is kept as it is read, and not sent again; what enters the layer, as it arrives.
         """
         made_by = {v: i.op.id for i, _ in forward if not isinstance(i, (Move, HostCopy)) for v in i.op.outputs}
-        kept = {key for i in backward for key in keys_read(i)}
+        kept = {key for i in backward for key in i.keys_read}
         read: set[Key] = set()
         made: set[Key] = set()
         runs_again: list[tuple[Instruction, float]] = []
@@ -370,13 +362,13 @@ class _Pricing:
             if not isinstance(i, (Move, HostCopy)):
                 repeats = i.op.id in again
             elif i.value in made_by:
-                repeats = made_by[i.value] in again and not (read | kept).isdisjoint(keys_made(i))
+                repeats = made_by[i.value] in again and not (read | kept).isdisjoint(i.keys_made)
             else:
-                repeats = not (read - kept).isdisjoint(keys_made(i))
+                repeats = not (read - kept).isdisjoint(i.keys_made)
             if repeats:
                 runs_again.append((i, time_s))
-                read.update(keys_read(i))
-                made.update(keys_made(i))
+                read.update(i.keys_read)
+                made.update(i.keys_made)
         return runs_again[::-1], (read | kept) - made
 
     def can_wait(self, instruction: Instruction) -> bool:
@@ -389,13 +381,13 @@ class _Pricing:
         """
         must = [i for i in backward if not isinstance(i, (Move, HostCopy)) and not self.can_wait(i)]
         may_wait = [*again, *(i for i in backward if isinstance(i, (Move, HostCopy)) or self.can_wait(i))]
-        awaited = {key for i in must for key in keys_read(i)}
+        awaited = {key for i in must for key in i.keys_read}
         read: set[Key] = set()
         made: set[Key] = set()
         for i in reversed(may_wait):
-            if awaited.isdisjoint(keys_made(i)):
-                read.update(keys_read(i))
-                made.update(keys_made(i))
+            if awaited.isdisjoint(i.keys_made):
+                read.update(i.keys_read)
+                made.update(i.keys_made)
             else:
-                awaited.update(keys_read(i))
+                awaited.update(i.keys_read)
         return read - made

@@ -345,12 +345,25 @@ def _combined(program: Sequence[Work], makers: Sequence[Sequence[int]], combined
         if work.stream is Stream.SEND and work.reduction is not None:
             of_kind.setdefault(work.reduction, []).append(i)
     groups: dict[int, _Group] = {}
-    for kind, reductions in of_kind.items():
+    last: list[int] = []  # the last computation on the way to each piece of work and through it
+    made: list[int] = []  # the same, without the work itself
+    for i, work_makers in enumerate(makers if of_kind else ()):
+        at = -1
+        for m in work_makers:
+            at = max(at, last[m])
+        made.append(at)
+        last.append(i if _computes(program[i]) else at)
+    for reductions in of_kind.values():
+        its = set(reductions)
         before: list[int] = []  # reductions of the kind on the longest way to each piece of work
-        made: list[int] = []  # where the last computation on the way to it stands
-        for work_makers in makers:
-            before.append(max((before[m] + _is_of(program[m], kind) for m in work_makers), default=0))
-            made.append(max((m if _computes(program[m]) else made[m] for m in work_makers), default=-1))
+        through: list[int] = []  # the same, with the work itself
+        for i, work_makers in enumerate(makers):
+            most = 0
+            for m in work_makers:
+                if through[m] > most:
+                    most = through[m]
+            before.append(most)
+            through.append(most + 1 if i in its else most)
         open_group: dict[int, _Group] = {}
         for i in sorted(reductions, key=lambda i: (made[i], i)):
             group = open_group.get(before[i])
@@ -364,7 +377,3 @@ def _combined(program: Sequence[Work], makers: Sequence[Sequence[int]], combined
 
 def _computes(work: Work) -> bool:
     return work.stream in (Stream.COMPUTE, Stream.BOTH)
-
-
-def _is_of(work: Work, kind: Hashable) -> bool:
-    return work.stream is Stream.SEND and work.reduction == kind

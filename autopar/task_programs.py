@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import jax_compat
 from autopar.assembly import HOST
 from autopar.emission import Emitter
-from autopar.lowering import Stack
+from autopar.lowering import Key, Stack
 from autopar.specs import named_sharding
-from autopar.tasks import Key, LoweredStage, StagedProgram, StageTask, groups_of_examples, layout_of, shape_of
+from autopar.tasks import LoweredStage, StagedProgram, StageTask, groups_of_examples, layout_of, shape_of
 
 
 def compile_tasks(program: StagedProgram, stages: Sequence[LoweredStage], meshes: Sequence[Mesh | None]) -> list[Any]:

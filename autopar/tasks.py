@@ -7,15 +7,14 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from autopar.assembly import HOST, RAW
-from autopar.graph import Atom, OpGraph, OpKind, Section, read_by
+from autopar.graph import OpGraph, OpKind, Section, read_by
 from autopar.layout import Layout, local_bytes
 from autopar.lowering import (
     Accumulate,
-    Compute,
     HostCopy,
     Instruction,
+    Key,
     Leave,
-    Loop,
     LoweredBlock,
     Move,
     Place,
@@ -26,9 +25,6 @@ from autopar.lowering import (
 from autopar.mesh import LogicalMesh
 from autopar.runtime.program import Buffer, Pipeline, Task, TaskKind, Transfer
 from autopar.stage_graphs import StageGraph
-
-# A value in one of its places, on one stage.
-Key = tuple[int, Place]
 
 _KINDS = {
     Section.WHOLE: TaskKind.FORWARD,
@@ -118,7 +114,7 @@ def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
             level = _first_level(stage.stage, instruction.value, section)
             groups.setdefault((kind, level), []).append(instruction)
     zeros = tuple(
-        _accumulator(i) for found in groups.values() for i in found if isinstance(i, Accumulate) and i.read is not None
+        i.accumulator for found in groups.values() for i in found if isinstance(i, Accumulate) and i.read is not None
     )
     if zeros and (TaskKind.BEFORE, 0) not in groups:
         groups = {(TaskKind.BEFORE, 0): [], **groups}
@@ -127,13 +123,13 @@ def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
         made: set[Key] = set(zeros) if where == (TaskKind.BEFORE, 0) else set()
         reads: dict[Key, None] = {}
         for instruction in grouped:
-            for key in keys_read(instruction):
+            for key in instruction.keys_read:
                 if key not in made:
                     reads[key] = None
-            made.update(keys_made(instruction))
+            made.update(instruction.keys_made)
         parts.append((where, tuple(grouped), tuple(reads), made))
     wanted = {key for _, _, read, _ in parts for key in read}
-    wanted |= {key for _, found, _, _ in parts for i in found if isinstance(i, Leave) for key in keys_read(i)}
+    wanted |= {key for _, found, _, _ in parts for i in found if isinstance(i, Leave) for key in i.keys_read}
     block = stage.lowered
     wanted |= {
         (atom, place)
@@ -142,7 +138,7 @@ def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
     }
     tasks = []
     for (kind, level), instructions, read, made in parts:
-        updated = {_accumulator(i) for i in instructions if isinstance(i, Accumulate)}
+        updated = {i.accumulator for i in instructions if isinstance(i, Accumulate)}
         outputs = [key for key in _in_order(instructions, made) if key in wanted or key in updated]
         first = (kind, level) == (TaskKind.BEFORE, 0)
         if outputs or first:
@@ -179,52 +175,8 @@ def _first_level(stage: StageGraph, value: int, section: Section) -> int:
 
 
 def _in_order(instructions: Iterable[Instruction], made: set[Key]) -> list[Key]:
-    found = dict.fromkeys(key for i in instructions for key in keys_made(i))
+    found = dict.fromkeys(key for i in instructions for key in i.keys_made)
     return [key for key in found if key in made]
-
-
-def _accumulator(instruction: Accumulate) -> Key:
-    return instruction.op.outputs[0], instruction.sum_
-
-
-def keys_read(instruction: Instruction) -> list[Key]:
-    """The places that an instruction reads, those inside of loops included."""
-    if isinstance(instruction, (HostCopy, Move)):
-        return [(instruction.value, instruction.source)]
-    if isinstance(instruction, Accumulate):
-        return [*_pairs(instruction.op.inputs, [instruction.read]), _accumulator(instruction)]
-    if isinstance(instruction, (Split, Stack, Leave)):
-        return _pairs(instruction.op.inputs, [instruction.read])
-    found = _pairs(instruction.op.inputs, instruction.reads)
-    if isinstance(instruction, Loop):
-        for block in instruction.blocks:
-            made = {(v, (layout, RAW)) for v, layout in zip(block.block.inputs, block.inputs, strict=True)}
-            for inner in block.instructions:
-                found += [key for key in keys_read(inner) if key not in made]
-                made.update(keys_made(inner))
-            found += [key for key in _pairs(block.block.outputs, block.outputs) if key not in made]
-    return found
-
-
-def keys_made(instruction: Instruction) -> list[Key]:
-    """The places that an instruction fills."""
-    if isinstance(instruction, (HostCopy, Move)):
-        return [(instruction.value, instruction.target)]
-    if isinstance(instruction, Accumulate):
-        return [_accumulator(instruction)]
-    if isinstance(instruction, (Split, Stack)):
-        return [(instruction.op.outputs[0], (instruction.result, RAW))]
-    if isinstance(instruction, Leave):
-        return []
-    if isinstance(instruction, Compute):
-        return list(zip(instruction.op.outputs, instruction.places, strict=True))
-    if isinstance(instruction, Loop):
-        return [(v, (at, RAW)) for v, at in zip(instruction.op.outputs, instruction.results, strict=True)]
-    return [(v, (place[0], RAW)) for v, place in zip(instruction.op.outputs, instruction.reads, strict=True)]
-
-
-def _pairs(atoms: Sequence[Atom], places: Sequence[Place | None]) -> list[Key]:
-    return [(a, p) for a, p in zip(atoms, places, strict=True) if isinstance(a, int) and p is not None]
 
 
 def assemble_pipeline(stages: Sequence[LoweredStage]) -> StagedProgram:

@@ -18,18 +18,11 @@ from autopar.errors import (
     SolverError,
 )
 from autopar.graph import OpGraph
-from autopar.intra_op import (
-    HIDDEN_COUNT,
-    LEAST_HIDDEN_COUNT,
-    CostModel,
-    IntraOp,
-    MemoryPrices,
-    ShardingPlan,
-    cost_model,
-)
+from autopar.intra_op import IntraOp, MemoryPrices, ShardingPlan
 from autopar.layout import Layout
 from autopar.lowering import LoweredBlock, lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
+from autopar.node_costs import HIDDEN_COUNT, LEAST_HIDDEN_COUNT, CostModel, cost_model
 from autopar.offloading import with_host_copies
 from autopar.overlap import timed
 from autopar.pins import Pins, PinsOnMesh, on_meshes

@@ -33,16 +33,13 @@ def solve_by_tables(problem: Problem) -> tuple[int, ...] | None:
         factors[edge.source].append(pair)
         factors[edge.target].append(pair)
     lone: list[np.ndarray] = [np.asarray(cost, dtype=np.float64) for cost in problem.node_cost]
-    rules: list[tuple[int, tuple[int, ...], np.ndarray]] = []
     for node in order:
         around = tuple(sorted({other for scope, _ in factors[node] for other in scope if other != node}))
-        scope = (*around, node)
-        table = np.broadcast_to(lone[node], [sizes[other] for other in scope])
+        scope = (node, *around)  # the node first: the least over it is then taken along whole rows at a time
+        table = lone[node].reshape(-1, *(1 for _ in around))
         for held, cost in factors[node]:
             table = table + _spread(cost, held, scope)
-        best = table.argmin(axis=-1)
-        value = np.take_along_axis(table, best[..., None], axis=-1)[..., 0]
-        rules.append((node, around, best.astype(np.int16 if sizes[node] < 2**15 else np.int64)))
+        value = table.min(axis=0)
         for other in around:
             factors[other] = [factor for factor in factors[other] if node not in factor[0]]
         if len(around) == 1:
@@ -50,9 +47,13 @@ def solve_by_tables(problem: Problem) -> tuple[int, ...] | None:
         elif around:
             for other in around:
                 factors[other].append((around, value))
+    # The table of a node is worked out again for the one choice of its neighbours that counts.
     choice = [0] * len(sizes)
-    for node, around, best in reversed(rules):
-        choice[node] = int(best[tuple(choice[other] for other in around)])
+    for node in reversed(order):
+        at = lone[node]
+        for held, cost in factors[node]:
+            at = at + cost[tuple(slice(None) if other == node else choice[other] for other in held)]
+        choice[node] = int(at.argmin())
     return tuple(choice)
 
 

@@ -45,9 +45,12 @@ def tie(problem: Problem, classes: Sequence[int]) -> tuple[Problem, Undo]:
         counts[(a, b) if a <= b else (b, a)][id(edge.cost), a > b] += 1
     edges: list[Edge] = []
     for (a, b), terms in counts.items():
-        total = np.zeros((len(node_cost[a]), len(node_cost[b])))
-        for (key, turned), count in terms.items():
-            total += (matrices[key].T if turned else matrices[key]) * float(count)
+        parts = [
+            oriented if count == 1 else oriented * float(count)
+            for (key, turned), count in terms.items()
+            for oriented in (matrices[key].T if turned else matrices[key],)
+        ]
+        total = sum(parts[1:], start=parts[0])
         if a == b:
             node_cost[a] = node_cost[a] + np.diagonal(total)
         else:

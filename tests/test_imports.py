@@ -93,6 +93,7 @@ LAYER_OF = {
     "global_step": "compiler",
     "intra_op": "compiler",
     "lowering": "compiler",
+    "node_costs": "compiler",
     "offloading": "compiler",
     "overlap": "compiler",
     "pin_prices": "compiler",

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import folding, intra_op, solver
+from autopar import folding, node_costs, solver
 from autopar.building import build_graph
 from autopar.cluster import Cluster, Link
 from autopar.hardware import H100
-from autopar.intra_op import IntraOp, cost_model
+from autopar.intra_op import IntraOp
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
+from autopar.node_costs import cost_model
 from autopar.prediction import predicted_collectives
 from autopar.rules import RuleBook
 from autopar.staging import trace
@@ -44,7 +45,7 @@ SCALAR = 4.0  # the loss: reduced too
 @pytest.fixture(autouse=True)
 def no_overlap(monkeypatch):
     """Nothing is sent beside computing: what is best is what takes least in sum."""
-    monkeypatch.setattr(intra_op, "overlap_of", lambda platform: overlap_of("cpu"))
+    monkeypatch.setattr(node_costs, "overlap_of", lambda platform: overlap_of("cpu"))
 
 
 def shape(*dims, dtype=jnp.float32):

@@ -13,9 +13,10 @@ from autopar import hardware, recipes
 from autopar.building import build_graph
 from autopar.cluster import Cluster, Fabric, Link
 from autopar.collectives import CollectiveKind
-from autopar.intra_op import IntraOp, cost_model
+from autopar.intra_op import IntraOp
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
+from autopar.node_costs import cost_model
 from autopar.overlap import timed
 from autopar.plan_timeline import timeline_of
 from autopar.prediction import compute_times_s, predicted_collectives

@@ -10,8 +10,9 @@ import pytest
 from autopar import hardware
 from autopar.cluster import Cluster, Link
 from autopar.graph import OpKind, Section
-from autopar.intra_op import IntraOp, MemoryPrices, Terms, cost_model, saved_values
+from autopar.intra_op import IntraOp, MemoryPrices, Terms, saved_values, state_values
 from autopar.mesh import LogicalMesh
+from autopar.node_costs import cost_model
 from autopar.pipeline_search import tables
 from autopar.pipelining import PipelineOptions
 from autopar.rules import RuleBook
@@ -234,3 +235,18 @@ def test_options_that_are_nowhere_better_than_another_are_left_out():
         "puts off more",
         "on two devices",
     ]
+
+
+def test_prices_are_added_up_alike_whatever_order_a_set_has():
+    graph, on = cut(4).graph, cluster()
+    intra_op = IntraOp(graph, cost_model(on, LogicalMesh(axis_sizes=(4,))))
+    values = sorted(state_values(graph) | saved_values(graph))
+    copies = {v: 0.1 * (n + 1) / 3 for n, (v, _) in enumerate(values)}
+    priced = [
+        intra_op._priced(MemoryPrices(s_per_byte=1e-12 / 3, values=order, copies=copies))
+        for order in (tuple(values), tuple(reversed(values)))
+    ]
+    for one, other in zip(priced[0].node_cost, priced[1].node_cost, strict=True):
+        assert one.tobytes() == other.tobytes()
+    for one, other in zip(priced[0].edges, priced[1].edges, strict=True):
+        assert one.cost.tobytes() == other.cost.tobytes()
