@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from autopar import hardware
+from autopar.assembly import RAW
 from autopar.cluster import Cluster, Link
 from autopar.graph import OpKind, Section
-from autopar.intra_op import IntraOp, MemoryPrices, Terms, saved_values, state_values
+from autopar.intra_op import IntraOp, MemoryPrices, Terms, saved_values
 from autopar.mesh import LogicalMesh
 from autopar.node_costs import cost_model
 from autopar.pipeline_search import tables
@@ -240,7 +241,7 @@ def test_options_that_are_nowhere_better_than_another_are_left_out():
 def test_prices_are_added_up_alike_whatever_order_a_set_has():
     graph, on = cut(4).graph, cluster()
     intra_op = IntraOp(graph, cost_model(on, LogicalMesh(axis_sizes=(4,))))
-    values = sorted(state_values(graph) | saved_values(graph))
+    values = sorted((v, RAW) for v in intra_op.assembly.raw)  # several share a node, and so its cost
     copies = {v: 0.1 * (n + 1) / 3 for n, (v, _) in enumerate(values)}
     priced = [
         intra_op._priced(MemoryPrices(s_per_byte=1e-12 / 3, values=order, copies=copies))
