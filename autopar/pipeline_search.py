@@ -107,11 +107,10 @@ def _searched(
     """(what `search_pipelines` finds, copies of the state being kept or made anew; whether there are any)"""
     cuts: dict[int, Cut] = {}
     problems: list[StageProblem] = []
-    decided: dict[tuple[LogicalMesh, int], Decisions] = {}
+    decided: dict[tuple[LogicalMesh, int, int], Decisions] = {}
     of_problem: list[tuple[int, tuple[PricedOption, ...]]] = []
     step = cut_scans(traced, finest(trips_of(traced, rules)), rules)
     numbers = microbatch_numbers(traced, cluster, asked)
-    is_long = len(traced.jaxpr.eqns) > LONG_STEP
     refused: AutoparError | None = None
     for m in numbers:
         try:
@@ -122,7 +121,7 @@ def _searched(
             continue
         with progress.pass_("layer costs"):
             priced = undominated(tables(cuts[m], cluster, asked, limit_bytes, time_limit_s, decided))
-            if is_long:  # what is nowhere better with small micro-batches is not priced for large ones
+            if is_long(traced):  # what is nowhere better with small micro-batches is not priced for large ones
                 better = {(o.mesh, o.terms) for o in priced}
                 decided = {key: tuple(d for d in of if (key[0], d.terms) in better) for key, of in decided.items()}
         for name in schedules_of(asked):
@@ -160,8 +159,13 @@ def _searched(
             cut_scans(traced, num_stages, rules), cut.graph.num_microbatches, rules, keeps_copies=keeps_copies
         ),
     )  # fmt: skip
-    answers = builder.search(problems, of_problem, first_alone, 1.0 if is_long else NEAR_THE_BEST)
+    answers = builder.search(problems, of_problem, first_alone, 1.0 if is_long(traced) else NEAR_THE_BEST)
     return builder.found() or why_no_pipeline(answers), any(copies_state(cut.graph) for cut in cuts.values())
+
+
+def is_long(traced: TracedStep) -> bool:
+    """Whether whatever is done to a step takes long."""
+    return len(traced.jaxpr.eqns) > LONG_STEP
 
 
 def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOptions) -> list[int]:
@@ -177,7 +181,7 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     smallest = min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
     most = examples / max(smallest, cluster.num_devices // (MOST_STAGES * SHARING))
     most = min(most, MICROBATCHES_A_STAGE * min(cluster.num_devices, MOST_STAGES))
-    several = MICROBATCH_SIZES if len(traced.jaxpr.eqns) <= LONG_STEP else 2  # each size is traced and priced anew
+    several = 2 if is_long(traced) else MICROBATCH_SIZES  # each size is traced and priced anew
     wanted = [max(1.0, most / MICROBATCH_RATIO**i) for i in range(several)]
     groups = examples // odd_part(examples, cluster)
     stages_are_odd = _odd(cluster.num_devices) > MOST_PARTS
@@ -261,12 +265,13 @@ def tables(
     asked: PipelineOptions,
     limit_bytes: int,
     time_limit_s: float,
-    decided: dict[tuple[LogicalMesh, int], Decisions],
+    decided: dict[tuple[LogicalMesh, int, int], Decisions],
 ) -> tuple[PricedOption, ...]:
     """The options of every submesh that a stage may have.
 
     `decided` are the decisions made for smaller micro-batches: they are kept where operations and values have the same
-    numbers and hang together alike, and only priced anew. Adds to it what is decided here.
+    numbers and hang together alike, and only priced anew; but for long steps, of which that takes minutes, they are not
+    kept where examples divide among more of the devices. Adds to it what is decided here.
     """
     assignment = assign_layers(cut.graph, cut.layers)
     contracted = contract(cut.graph, assignment, len(cut.layers))
@@ -274,15 +279,17 @@ def tables(
     options: list[PricedOption] = []
     parts = [part_of(cluster, size) for size in submesh_sizes(cluster, asked, len(cut.layers))]
     models = [cost_model(part, mesh) for part in parts for mesh in meshes_inside(part)]
+    examples = num_examples(cut.step.traced) // cut.graph.num_microbatches if not is_long(cut.step.traced) else 1
     # Some boundary lies between hosts, and the slowest stage sets the pace.
     link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
     for model in models:
         mesh = model.links.mesh
-        if (mesh, wiring) not in decided:
+        key = mesh, wiring, math.gcd(examples, mesh.num_devices)
+        if key not in decided:
             # A stage on this mesh holds about its share of the layers.
             share = limit_bytes * STATE_SHARE * cluster.num_devices / mesh.num_devices
-            decided[mesh, wiring] = layer_decisions(contracted, model, share, time_limit_s)
-        options += stage_options(contracted, again, cut.layers, model, link, decided[mesh, wiring])
+            decided[key] = layer_decisions(contracted, model, share, time_limit_s)
+        options += stage_options(contracted, again, cut.layers, model, link, decided[key])
     return tuple(options)
 
 

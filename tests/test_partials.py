@@ -57,6 +57,16 @@ def test_one_product_gains_nothing_by_staying_partial():
     assert kept(lambda a, b: gram(a) + b, shape(4, 2), shape(2, 2)) == []
 
 
+def stacked(a):
+    return jax.lax.scan(lambda _, piece: ((), gram(piece)), (), a)[1]
+
+
+def test_sums_that_scans_stack_are_kept_partial_where_the_stacks_are_added():
+    found = kept(lambda a, b: stacked(a) + stacked(b), shape(3, 4, 2), shape(3, 4, 2))
+    assert sorted(found) == ["add", "dot_general", "dot_general", "scan", "scan"]
+    assert kept(stacked, shape(3, 4, 2)) == []
+
+
 def test_a_sum_added_to_itself_is_one_origin():
     def step(a):
         product = gram(a)

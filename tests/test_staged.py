@@ -442,6 +442,31 @@ def test_recomputation_by_layer_keeps_the_numbers(name, policy, monkeypatch):
     assert_equal(case, (state, metrics))
 
 
+# Scans over layers
+
+
+def scanned_step(state, batch):
+    def loss(state):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], state)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return state - 0.1 * grads, value
+
+
+def test_gradients_of_scanned_layers_are_reduced_once_a_step():
+    state = jax.random.normal(jax.random.key(0), (3, 32, 32)) / 6
+    batch = {"x": jax.random.normal(jax.random.key(1), (64, 32)), "y": jnp.zeros((64, 32))}
+    expected = jax.jit(scanned_step)(state, batch)
+    asked = autopar.recipes.combine(dp=4, num_microbatches=4)
+    step = autopar.parallelize(scanned_step, plan=asked, **(OPTIONS | {"cluster": cluster_of("one", 4)}))
+    gradients_and_loss_bytes = 2 * 3 / 4 * (state.nbytes + 4)
+    assert sum(use.sent_bytes for use in step.plan(state, batch).predicted.collectives) == gradients_and_loss_bytes
+    found = autopar.verify(step, state, batch)
+    assert all(row.predicted == row.compiled for row in found.collectives), found.collectives
+    assert_close(step(state, batch), expected)
+
+
 # Where memory is short
 
 
