@@ -169,7 +169,8 @@ class DeviceClock:
         between = self._now()
         jax.block_until_ready(program(_AGAIN, *operands))
         again_s = max(0.0, self._now() - between - (between - begun)) / _AGAIN
-        return self.slowest(max(between - begun - again_s, 1e-9))
+        seconds = between - begun - again_s
+        return self.slowest(seconds if seconds > 0 else between - begun)  # as in `_per_repetition_s`
 
     def _try(self, run: Run, unrolled: int) -> float:
         self._programs[run] = self._compiled(run, unrolled)

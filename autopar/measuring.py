@@ -28,7 +28,7 @@ from autopar.device_clock import (
     TransposeRun,
 )
 from autopar.errors import InvalidArgumentError
-from autopar.fitting import LinkFit, RateFit, Timing, fit_link, fit_products, fit_rate
+from autopar.fitting import LinkFit, RateFit, Timing, fit_link, fit_products, fit_proportion, fit_rate
 from autopar.hardware import DeviceKind
 from autopar.local_devices import LocalDevices
 from autopar.measurement import FitQuality, MeasuredOn, Measurement, text_of_bytes, text_of_rate, text_of_s
@@ -269,8 +269,8 @@ def _device(
     measured = {dtype: fit.rate_per_s for dtype, fit in rates.items()}
     launch_s, fill_s = _launch_and_fill(rates["float32"], times)
     fresh = [(float(run.nbytes), seconds) for run, seconds in times.items() if isinstance(run, FreshRun)]
-    if len(fresh) > 1:
-        fit = fit_rate(fresh)
+    if fresh:
+        fit = fit_proportion(fresh)  # of pages, one like the other
         fits.append(_rate_quality("fresh memory", fit, len(fresh), "B"))
     transposing = tuple(
         sorted((run.row_bytes, s / run.copied_bytes) for run, s in times.items() if isinstance(run, TransposeRun))
@@ -281,7 +281,7 @@ def _device(
         table,
         launch_overhead_s=launch_s,
         float32_fill_s=fill_s,
-        fresh_bytes_per_s=fit.rate_per_s if len(fresh) > 1 else None,
+        fresh_bytes_per_s=fit.rate_per_s if fresh else None,
         packing_bytes_per_s=rates["float32"].packing_bytes_per_s,
         transposing=transposing,
         source=f"{table.source}; {source}",

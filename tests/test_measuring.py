@@ -302,7 +302,7 @@ import autopar
 from autopar import measuring
 sizes = measuring.Sizes(
     array_bytes=(1 << 12, 1 << 20), widths=(16, 128), other_widths=(64, 128), row_bytes=(1 << 18, 1 << 22),
-    transposed_widths=(128, 256), fresh_bytes=(1 << 20, 40 << 20)
+    transposed_widths=(128, 256), fresh_bytes=(40 << 20,)
 )
 assert measuring.measure(sizes=sizes, rounds=1, show_progress=False).save() is not None
 cluster = autopar.Cluster.local()
