@@ -2,13 +2,15 @@
 
 Time = launch + max(operations / rate + fill, bytes / memory's rate), of one shard. Small products run at a part of the
 rate that large ones reach: filling and draining the matrix units takes its time, whatever is between. On CPU the
-operands of a product are packed before its arithmetic, which few rows do not make up for: + operands / packing's rate.
+operands of a product are packed before its arithmetic, which few rows do not make up for: + operands / packing's rate;
+and what does not lie as its kernels want it is copied first, so that another dimension is the last (`transposed`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from autopar import attention
 from autopar.cluster import DeviceKind
@@ -40,7 +42,8 @@ def is_fusible(primitive: str) -> bool:
 class Work:
     """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result.
 
-    `is_product`: a matrix product, whose operands are packed where devices do that.
+    `is_product`: a matrix product, whose operands are packed where devices do that. `transposed`: the operands that are
+    copied with another dimension last, where that takes its time, and bytes of a row of each.
     """
 
     flops: float
@@ -49,6 +52,7 @@ class Work:
     result_bytes: tuple[int, ...]
     fusible: bool
     is_product: bool = False
+    transposed: tuple[tuple[int, int], ...] = ()
 
 
 def flops_of(op: Op) -> float:
@@ -81,3 +85,25 @@ def time_s(
     if work.is_product:
         arithmetic_s += device.packing_s(read)
     return max(arithmetic_s, (read + written) / device.memory_bytes_per_s) + device.launch_overhead_s
+
+
+def transposing_s(work: Work, parts: tuple[int, ...], row_parts: tuple[int, ...], device: DeviceKind) -> float:
+    """Seconds of copies that an operation wants of its operands, which are split into so many parts, and their rows."""
+    return sum(device.transposing_s(work.operand_bytes[i] / parts[i], row / row_parts[i]) for i, row in work.transposed)
+
+
+def transposed(eqn: Any) -> tuple[int, ...]:
+    """The operands that XLA's CPU compiler copies so that another dimension is the last.
+
+    Its kernels for products of many matrices take the left ones row by row, as its convolutions take images with their
+    channels last and kernels with the outgoing channels last. A product of two matrices takes both either way.
+    """
+    if eqn.primitive.name == "dot_general":
+        (summed, _), (batch, _) = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        wide = [d for d in range(len(shape)) if shape[d] > 1 and d not in batch]
+        return (0,) if batch and wide and wide[-1] not in summed and any(d in summed for d in wide) else ()
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers, last = eqn.params["dimension_numbers"], len(eqn.invars[0].aval.shape) - 1
+        return tuple(i for i, d in ((0, numbers.lhs_spec[1]), (1, numbers.rhs_spec[0])) if d != last)
+    return ()

@@ -1,19 +1,17 @@
 """How long kernels and collectives take on the devices of this program: each repeated in a loop inside of one program.
 
-What a call costs (dispatch, handing out to devices) is not in it: a sample is the difference of many repetitions and
-of none, divided by their number. Each repetition needs a number of the one before, so that no compiler takes it out.
-Every device works at once, in groups for collectives: a step leaves none idle, and devices may share cores or wires.
+What a call costs (dispatch, handing out to devices, memory that is new) is not in it: a sample is the difference of
+many repetitions and of a first one, divided by their number. Each repetition needs a number of the one before, so that
+no compiler takes it out. Every device works at once, in groups for collectives: a step leaves none idle, and devices
+may share cores or wires.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import mmap
-import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -86,16 +84,34 @@ class RowsRun:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransposeRun:
+    """Copies of square matrices of `width` numbers a side, rows to columns, on every device."""
+
+    width: int
+
+    COPIES: ClassVar[int] = 2
+
+    @property
+    def row_bytes(self) -> float:
+        return 4.0 * self.width
+
+    @property
+    def copied_bytes(self) -> float:
+        return self.COPIES * self.width * self.row_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FreshRun:
-    """Memory had from the operating system and written to for the first time, on every device of a host at once."""
+    """A program's memory for temporary values had anew and written to for the first time, on every device at once."""
 
     nbytes: int
 
 
-Run = CollectiveRun | MatmulRun | StreamRun | RowsRun | FreshRun
+Run = CollectiveRun | MatmulRun | StreamRun | RowsRun | TransposeRun | FreshRun
 
 # One sample should take this long: a hundred times what the clock and the end of a loop leave uncertain.
 SAMPLE_S = 10e-3
+_AGAIN = 2  # how often a block of fresh memory is filled again
 MOST_REPETITIONS = 2_000
 _ROW = 256  # numbers in a row that is normalised
 # Repetitions that stand in a row in the loop's body, where they are short: going round costs microseconds on a GPU.
@@ -128,10 +144,9 @@ class DeviceClock:
         self._repetitions: dict[Run, int] = {}
 
     def prepare(self, run: Run) -> float:
-        if isinstance(run, FreshRun):
-            return self.sample(run)
-        # Several streamed kernels in a row would be fused into one.
-        seconds = math.inf if isinstance(run, StreamRun) else self._try(run, UNROLLED)
+        # Several streamed kernels in a row would be fused into one, two transposes would be none.
+        alone = isinstance(run, StreamRun | TransposeRun | FreshRun)
+        seconds = math.inf if alone else self._try(run, UNROLLED)
         if seconds > SHORT_S:
             seconds = self._try(run, 1)
         unrolled = self._programs[run][2]
@@ -141,19 +156,21 @@ class DeviceClock:
 
     def sample(self, run: Run) -> float:
         if isinstance(run, FreshRun):
-            return self.slowest(self._fresh_s(run))
+            return self._first_s(run)
         return self._per_repetition_s(run, self._repetitions[run])
 
-    def _fresh_s(self, run: FreshRun) -> float:
-        """Every core has a block at once; the blocks of a host's devices, or the parts of a single one, share them."""
-        cores = os.cpu_count() or 1
-        with ThreadPoolExecutor(cores) as threads:
-            # Memory that nobody had for seconds is slow to get the first time: a virtual machine's host takes it back.
-            for _ in range(2):
-                begun = self._now()
-                list(threads.map(_touch, [run.nbytes] * cores))
-                seconds = self._now() - begun
-        return max(seconds, 1e-9) * len(self._devices) / self._num_hosts / cores
+    def _first_s(self, run: FreshRun) -> float:
+        """What the first repetition of a program takes longer than those behind it."""
+        program, operands, _ = self._programs[run]
+        # Memory that nobody had for seconds is slow to get the first time: a virtual machine's host takes it back.
+        jax.block_until_ready(program(0, *operands))
+        begun = self._now()
+        jax.block_until_ready(program(0, *operands))
+        between = self._now()
+        jax.block_until_ready(program(_AGAIN, *operands))
+        again_s = max(0.0, self._now() - between - (between - begun)) / _AGAIN
+        seconds = between - begun - again_s
+        return self.slowest(seconds if seconds > 0 else between - begun)  # as in `_per_repetition_s`
 
     def _try(self, run: Run, unrolled: int) -> float:
         self._programs[run] = self._compiled(run, unrolled)
@@ -163,9 +180,9 @@ class DeviceClock:
     def _per_repetition_s(self, run: Run, repetitions: int) -> float:
         program, operands, unrolled = self._programs[run]
         begun = self._now()
-        jax.block_until_ready(program(repetitions // unrolled, *operands))
+        jax.block_until_ready(program(1 + repetitions // unrolled, *operands))
         between = self._now()
-        jax.block_until_ready(program(0, *operands))
+        jax.block_until_ready(program(1, *operands))
         ended = self._now()
         seconds = (between - begun) - (ended - between)
         # A short run that other work disturbed may come out at nothing: then what it cost with the call counts.
@@ -187,6 +204,9 @@ class DeviceClock:
         repeat, operands = _work(run)
 
         def rounds(count: Any, *local: Any) -> Any:
+            if isinstance(run, FreshRun):
+                return _filled(count, local[0], run.nbytes // 4)
+
             def one_round(_: Any, values: Any) -> Any:
                 for _ in range(unrolled):
                     values = repeat(*values)
@@ -214,13 +234,6 @@ class DeviceClock:
         return Mesh(grid, ("before", "group", "after"), axis_types=(AxisType.Auto,) * 3)
 
 
-def _touch(nbytes: int) -> None:
-    with mmap.mmap(-1, nbytes) as block:
-        pages = np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE]
-        pages[:] = 1
-        del pages  # the block cannot be given back while an array looks at it
-
-
 def _on_each_device(value: np.ndarray, sharding: NamedSharding, count: int) -> Any:
     shape = (count * value.shape[0], *value.shape[1:])
     return jax.make_array_from_callback(shape, sharding, lambda _: value)
@@ -243,8 +256,18 @@ def _work(run: Run) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarray]]:
             return lambda x: (jax.nn.softmax(x) * _ROW,), [np.ones((rows, _ROW), np.float32)]
         case CollectiveRun():
             return _collective(run)
+        case TransposeRun():
+            matrix = np.ones((run.width, run.width), np.float32)
+            return lambda x, y: (y.T, x.T), [matrix, matrix]
         case FreshRun():
-            raise AssertionError("fresh memory is no program of a device")
+            return lambda x: (x,), [np.ones(1, np.float32)]
+
+
+def _filled(count: Any, number: Any, size: int) -> tuple[Any]:
+    """Fills a block once, and `count` times more. Devices wait for each other, so that all have theirs at once."""
+    fill = lambda i, block: jnp.broadcast_to(number + i, block.shape)  # noqa: E731
+    block = jax.lax.fori_loop(0, count, fill, jnp.broadcast_to(number, (size,)))
+    return (jax.lax.psum(block[size // 2 : size // 2 + 1], ("before", "group", "after")) * 0.0 + 1.0,)
 
 
 def _layer(x: Any, weights: Any, _: Any) -> tuple[Any, Any, Any]:

@@ -156,6 +156,21 @@ def fit_rate(points: Iterable[tuple[float, float]]) -> RateFit:
     return _rate("fit_rate", work, seconds, np.zeros_like(work), None)
 
 
+def fit_proportion(points: Iterable[tuple[float, float]]) -> RateFit:
+    """The rate alone whose time is nearest to (work, seconds) points, where no work takes no time.
+
+    Raises:
+        InvalidArgumentError: No point; one of no work or of no time.
+    """
+    given = [(float(work), float(seconds)) for work, seconds in points]
+    if not given or any(not (work > 0 and seconds > 0) for work, seconds in given):
+        raise _unusable("fit_proportion", "work that took time", repr(given))
+    work, seconds = np.array(given).T
+    (s_per_unit,) = _least_relative(work[:, None], seconds)
+    median, worst, ratio = _quality(work * s_per_unit, seconds)
+    return RateFit(overhead_s=0.0, rate_per_s=1.0 / s_per_unit, median_error=median, worst=(given[worst], ratio))
+
+
 def fit_products(points: Iterable[tuple[float, float, float]], *, packing_bytes_per_s: float | None = None) -> RateFit:
     """Overhead, arithmetic and packing of matrix products nearest to (flops, bytes of operands, seconds) points.
 

@@ -6,7 +6,9 @@ measurement was found. Rates per second, sizes in bytes, units of 1000.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import math
 
 from autopar.collectives import Fabric, Link, SwitchDetail
 from autopar.errors import InvalidArgumentError
@@ -37,6 +39,9 @@ class DeviceKind:
             CPU device's are; None where a program keeps what it once had.
         packing_bytes_per_s: Rate at which operands of a matrix product are laid out anew before its arithmetic, as
             libraries for CPUs do; None where that costs nothing beside it.
+        transposing: (bytes of a row, seconds for each byte of an array whose rows become columns), ascending, as
+            measured; empty where such copies cost no more than others. XLA's CPU programs go from row to row: the
+            longer those are, the sooner a line of a cache is gone before its next number is asked for.
         host_link_bytes_per_s: Rate, one way, at which one device copies from pinned memory of its host, or to it; None
             where it is not known, so that nothing can be kept there.
         host_link_source: Where that rate comes from.
@@ -55,6 +60,7 @@ class DeviceKind:
     float32_fill_s: float = 0.0
     fresh_bytes_per_s: float | None = None
     packing_bytes_per_s: float | None = None
+    transposing: tuple[tuple[float, float], ...] = ()
     host_link_bytes_per_s: float | None = None
     host_link_source: str = ""
 
@@ -92,6 +98,19 @@ class DeviceKind:
     def packing_s(self, operand_bytes: float) -> float:
         """Time of laying the operands of a matrix product out anew."""
         return 0.0 if self.packing_bytes_per_s is None else operand_bytes / self.packing_bytes_per_s
+
+    def transposing_s(self, nbytes: float, row_bytes: float) -> float:
+        """Time of copying an array so that another dimension is the last: between rows that were measured by a power
+        of their length, beyond them as for the nearest.
+        """
+        if not self.transposing:
+            return 0.0
+        rows, s_per_byte = zip(*self.transposing, strict=True)
+        i = bisect.bisect_left(rows, row_bytes)
+        if i == 0 or i == len(rows):
+            return nbytes * s_per_byte[min(i, len(rows) - 1)]
+        share = math.log(row_bytes / rows[i - 1]) / math.log(rows[i] / rows[i - 1])
+        return nbytes * s_per_byte[i - 1] * (s_per_byte[i] / s_per_byte[i - 1]) ** share
 
     def host_copy_s(self, nbytes: float) -> float:
         """Time of bringing so many bytes from the host's memory, or of taking them there."""

@@ -16,9 +16,19 @@ from typing import Any
 
 from autopar import local_devices
 from autopar.collectives import CollectiveKind, Fabric, Link
-from autopar.device_clock import Clock, CollectiveRun, DeviceClock, FreshRun, MatmulRun, RowsRun, Run, StreamRun
+from autopar.device_clock import (
+    Clock,
+    CollectiveRun,
+    DeviceClock,
+    FreshRun,
+    MatmulRun,
+    RowsRun,
+    Run,
+    StreamRun,
+    TransposeRun,
+)
 from autopar.errors import InvalidArgumentError
-from autopar.fitting import LinkFit, RateFit, Timing, fit_link, fit_products, fit_rate
+from autopar.fitting import LinkFit, RateFit, Timing, fit_link, fit_products, fit_proportion, fit_rate
 from autopar.hardware import DeviceKind
 from autopar.local_devices import LocalDevices
 from autopar.measurement import FitQuality, MeasuredOn, Measurement, text_of_bytes, text_of_rate, text_of_s
@@ -36,6 +46,7 @@ class Sizes:
     """What is timed: arrays in collectives (the whole one: gathered, or to be scattered), matrices, streamed arrays.
 
     `few_rows`: (rows, width) of float32 products that are not square, where packing of operands may cost time.
+    `transposed_widths`: square matrices whose rows become columns, where that takes longer than another copy.
     """
 
     array_bytes: tuple[int, ...]
@@ -44,6 +55,7 @@ class Sizes:
     few_rows: tuple[tuple[int, int], ...] = ()
     stream_bytes: tuple[int, ...] = ()
     row_bytes: tuple[int, ...] = ()
+    transposed_widths: tuple[int, ...] = ()
     fresh_bytes: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
@@ -57,7 +69,8 @@ CPU_SIZES = Sizes(
     other_widths=(128, 256),
     few_rows=((16, 256), (16, 512), (16, 1024), (64, 512), (64, 1024)),
     row_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 23),
-    fresh_bytes=(1 << 22, 1 << 24),
+    transposed_widths=(256, 512, 1024),
+    fresh_bytes=(36 << 20, 48 << 20),
 )
 # One that has the host to itself, or shares it with another, gets larger parts of a step.
 ROOMY_CPU_SIZES = dataclasses.replace(
@@ -66,6 +79,7 @@ ROOMY_CPU_SIZES = dataclasses.replace(
     other_widths=(256, 512),
     few_rows=((16, 512), (64, 512), (16, 1024), (64, 1024)),
     row_bytes=(1 << 20, 1 << 22, 1 << 24),
+    transposed_widths=(256, 512, 1024, 2048),
 )
 ACCELERATOR_SIZES = Sizes(
     array_bytes=(1 << 12, 1 << 18, 1 << 22, 1 << 26, 1 << 28),
@@ -122,6 +136,7 @@ def runs(found: LocalDevices, sizes: Sizes) -> list[list[Run]]:
         series.append([MatmulRun(dtype="float32", width=w, rows=r) for r, w in sizes.few_rows if r == rows])
     series.append([StreamRun(array_bytes=n) for n in sizes.stream_bytes])
     series.append([RowsRun(array_bytes=n) for n in sizes.row_bytes])
+    series.append([TransposeRun(width=w) for w in sizes.transposed_widths])
     series.append([FreshRun(nbytes=n) for n in sizes.fresh_bytes])
     for between, most in ((False, found.devices_per_host), (True, found.num_hosts)):
         for n in group_sizes(most):
@@ -168,6 +183,8 @@ def _name(run: Run) -> str:
             return f"{run.dtype} products"
         case StreamRun() | RowsRun():
             return "memory"
+        case TransposeRun():
+            return "transposing"
         case FreshRun():
             return "fresh memory"
         case CollectiveRun():
@@ -252,15 +269,21 @@ def _device(
     measured = {dtype: fit.rate_per_s for dtype, fit in rates.items()}
     launch_s, fill_s = _launch_and_fill(rates["float32"], times)
     fresh = [(float(run.nbytes), seconds) for run, seconds in times.items() if isinstance(run, FreshRun)]
-    if len(fresh) > 1:
-        fit = fit_rate(fresh)
+    if fresh:
+        fit = fit_proportion(fresh)  # of pages, one like the other
         fits.append(_rate_quality("fresh memory", fit, len(fresh), "B"))
+    transposing = tuple(
+        sorted((run.row_bytes, s / run.copied_bytes) for run, s in times.items() if isinstance(run, TransposeRun))
+    )
+    if transposing:
+        fits.append(_transposing_quality(transposing))
     made = dataclasses.replace(
         table,
         launch_overhead_s=launch_s,
         float32_fill_s=fill_s,
-        fresh_bytes_per_s=fit.rate_per_s if len(fresh) > 1 else None,
+        fresh_bytes_per_s=fit.rate_per_s if fresh else None,
         packing_bytes_per_s=rates["float32"].packing_bytes_per_s,
+        transposing=transposing,
         source=f"{table.source}; {source}",
     )
     if platform == "cpu":
@@ -314,6 +337,14 @@ def _launch_and_fill(fit: RateFit, times: dict[Run, float]) -> tuple[float, floa
     least_s = max(0.0, seconds - smallest.flops / fit.rate_per_s - packing_s) / MatmulRun.PRODUCTS
     launch_s = min(overhead_s, least_s)
     return launch_s, overhead_s - launch_s
+
+
+def _transposing_quality(points: Sequence[tuple[float, float]]) -> FitQuality:
+    """Nothing is fitted: the times stand as they are."""
+    constants = ", ".join(
+        f"{text_of_rate(1.0 / s_per_byte, 'B')} in rows of {text_of_bytes(row)}" for row, s_per_byte in points
+    )
+    return FitQuality(what="transposing", constants=constants, points=len(points), median_error=0.0, worst="as timed")
 
 
 def _rate_quality(what: str, fit: RateFit, points: int, unit: str) -> FitQuality:

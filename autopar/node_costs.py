@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from autopar import attention
 from autopar.assembly import Node
 from autopar.cluster import Cluster, DeviceKind
 from autopar.collectives import CollectiveKind
-from autopar.costs import Work, flops_of, is_fusible, time_s
+from autopar.costs import Work, flops_of, is_fusible, time_s, transposed, transposing_s
 from autopar.graph import Atom, Op, OpGraph, OpKind
 from autopar.jax_compat import jax_version
 from autopar.layout import Layout, local_bytes, replicated
@@ -48,6 +49,10 @@ class CostModel:
         return 2.0 if self.device.widens_bfloat16 and dtype == "bfloat16" else 1.0
 
 
+# What is sent is copied with another dimension last as if its rows were so long: paths know no shapes.
+_ROW_BYTES = 2048.0
+
+
 def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
     """The costs of a logical mesh laid over a cluster."""
     name = cluster.device.name
@@ -58,6 +63,7 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
             mesh=mesh,
             links=cluster.axis_links(mesh.axis_sizes),
             scatters_by_all_reduce=platform == "tpu",
+            transposing_s_per_byte=cluster.device.transposing_s(1.0, _ROW_BYTES),
         ),
         compiler=compiler_for(platform, jax_version()),
         overlap=overlap_of(platform),
@@ -128,16 +134,23 @@ class NodeCosts:
             result_bytes=tuple(self._nbytes(v) for v in op.outputs),
             fusible=is_fusible(op.primitive),
             is_product=op.primitive == "dot_general",
+            transposed=tuple((i, self._row_bytes(op.inputs[i])) for i in transposed(op.eqn)),
         )
 
     def _nbytes(self, atom: Atom) -> int:
         return self.graph.values[atom].nbytes if isinstance(atom, int) else 0
+
+    def _row_bytes(self, atom: Atom) -> int:
+        return self._nbytes(atom) * self._shape(atom)[-1] // max(1, math.prod(self._shape(atom)))
 
     def _strategy_s(self, op: Op, work: Work, strategy: Strategy) -> float:
         mesh = self.model.links.mesh
         parts = tuple(layout.shards(mesh) for layout in strategy.operands)
         result_parts = tuple(layout.shards(mesh) for layout in strategy.results)
         seconds = time_s(work, strategy, (parts, result_parts), self.model.device)
+        if work.transposed and self.model.device.transposing:
+            row_parts = tuple(mesh.size(layout.dims[-1]) if layout.dims else 1 for layout in strategy.operands)
+            seconds += transposing_s(work, parts, row_parts, self.model.device)
         if strategy.combined:
             for v, n in zip(op.outputs, result_parts, strict=True):
                 widening = self.model.widening(self.graph.values[v].dtype)

@@ -76,7 +76,8 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
 def use_of_step(value: Value, step: Step, move: Move, model: CostModel) -> CollectiveUse | None:
     """The collective of one step of a resharding; None for a step that stays on the device."""
     links = model.links
-    collective = links.as_compiled(step, value.nbytes * model.widening(value.dtype))
+    nbytes = value.nbytes * model.widening(value.dtype)
+    collective = links.as_compiled(step, nbytes)
     if collective is None:
         return None
     kind, result_bytes = collective
@@ -85,7 +86,7 @@ def use_of_step(value: Value, step: Step, move: Move, model: CostModel) -> Colle
         axes=step.axes,
         sent_bytes=float(sent_bytes(kind, result_bytes, links.mesh.size(step.axes))),
         count=move.count,
-        time_s=links.time_s(kind, result_bytes, step.axes) * move.count,
+        time_s=(links.time_s(kind, result_bytes, step.axes) + links.copied_s(step, nbytes)) * move.count,
         module=move.module,
         value=value.name or f"{value.dtype}{list(value.shape)}",
     )

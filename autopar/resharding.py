@@ -57,11 +57,13 @@ class MeshLinks:
 
     `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter over all
     devices, as XLA does for TPU (seen in programs compiled for v5p slices; over a part of them it stays what it is).
+    `transposing_s_per_byte`: what a copy with another dimension last costs, where it costs more than others, as on CPU.
     """
 
     mesh: LogicalMesh
     links: tuple[Link, ...]
     scatters_by_all_reduce: bool = False
+    transposing_s_per_byte: float = 0.0
 
     def link(self, axes: tuple[int, ...]) -> Link:
         """The link of a collective over several axes at once: the slowest of theirs."""
@@ -69,6 +71,18 @@ class MeshLinks:
 
     def time_s(self, kind: CollectiveKind, result_bytes: float, axes: tuple[int, ...]) -> float:
         return _time_s(kind, result_bytes, self.mesh.size(axes), self.link(axes))
+
+    def copied_s(self, step: Step, nbytes: float) -> float:
+        """Seconds of copies beside a step's collective, for a value of `nbytes` in all.
+
+        XLA's CPU backend gathers and scatters along the first dimension. What is gathered along the last is copied
+        behind that, what is scattered before it.
+        """
+        changed = [d for d, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b]
+        last = len(step.before.dims) - 1
+        if not self.transposing_s_per_byte or not last or last not in changed or step.kind not in _ALONG_A_DIMENSION:
+            return 0.0
+        return nbytes / min(step.before.shards(self.mesh), step.after.shards(self.mesh)) * self.transposing_s_per_byte
 
     def as_compiled(self, step: Step, nbytes: float) -> tuple[CollectiveKind, float] | None:
         """(kind, bytes of the result on one device) of a step's collective, for a value of `nbytes` in all.
@@ -83,6 +97,9 @@ class MeshLinks:
         if kind is CollectiveKind.REDUCE_SCATTER and self.scatters_by_all_reduce and over_all:
             return CollectiveKind.ALL_REDUCE, result_bytes * self.mesh.size(step.axes)
         return kind, result_bytes
+
+
+_ALONG_A_DIMENSION = frozenset({StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER, StepKind.ALL_TO_ALL})
 
 
 @functools.lru_cache(maxsize=1 << 16)  # few sizes and links, asked for at every send of every plan
@@ -180,13 +197,13 @@ def paths(rank: int, mesh_links: MeshLinks) -> Paths:
     rows, columns, weights = [], [], []
     step_of: dict[tuple[int, int], Step] = {}
     cost_of: dict[tuple[int, int], tuple[float, float]] = {}
-    known: dict[tuple[StepKind, tuple[int, ...], int], tuple[float, float]] = {}
+    known: dict[tuple[StepKind, tuple[int, ...], int, float], tuple[float, float]] = {}
     for i, layout in enumerate(layouts):
         for step in _moves(layout, axes):
             j = index[step.after]
             if (i, j) in step_of:
                 continue
-            key = (step.kind, step.axes, step.after.shards(mesh))
+            key = (step.kind, step.axes, step.after.shards(mesh), mesh_links.copied_s(step, 1.0))
             if key not in known:
                 known[key] = _affine(step, mesh_links)
             fixed_s, s_per_byte = known[key]
@@ -210,7 +227,8 @@ def _affine(step: Step, mesh_links: MeshLinks) -> tuple[float, float]:
         return 0.0, 0.0
     kind, result_bytes = collective
     at_zero = mesh_links.time_s(kind, 0.0, step.axes)
-    return at_zero, (mesh_links.time_s(kind, result_bytes, step.axes) - at_zero) / probe_bytes
+    s_per_byte = (mesh_links.time_s(kind, result_bytes, step.axes) - at_zero) / probe_bytes
+    return at_zero, s_per_byte + mesh_links.copied_s(step, 1.0)
 
 
 def _path_sums(predecessor: np.ndarray, cost_of: dict[tuple[int, int], tuple[float, float]]) -> list[np.ndarray]:

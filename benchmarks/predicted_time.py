@@ -7,9 +7,11 @@
     python -m benchmarks.predicted_time --processor-time    on a CPU that others use too: processor time for wall time
     python -m benchmarks.predicted_time --keep              also keeps the tables in results/predicted_time.md
 
-Steps run under the plan that the search finds. All models take turns, one step each, so that what else the machine does
-falls on all of them; medians. Beside the wall time stands the processor time of the whole process divided by the cores:
-where it is much less than the wall time, the devices waited, for each other or for other work on the machine.
+Steps run under the plan that the search finds. All models take turns, one step each, so that what else the machine
+does falls on all of them; medians. A matrix product is timed right after the constants and takes its turns too: that
+tells by how much the machine's speed changed meanwhile. Beside the wall time stands the processor time of the whole
+process divided by the cores: where it is much less than the wall time, the devices waited, for each other or for other
+work on the machine.
 """
 
 import os
@@ -32,8 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar import measuring
-from autopar.device_clock import DeviceClock
+from autopar import local_devices, measuring
+from autopar.device_clock import DeviceClock, MatmulRun
 from autopar.memory import allocated_bytes
 from autopar.record import Predicted
 from benchmarks.machine import description, markdown
@@ -90,7 +92,31 @@ class Running:
         self.processor_s.append(processor_s() - processor)
 
 
-def take_turns(running: Sequence[Running], rounds: int, warm_up: int = 2) -> None:
+class Product:
+    """A matrix product on all devices at once, of a kind that the constants came from."""
+
+    RUN = MatmulRun(dtype="float32", width=512)
+
+    def __init__(self, num_devices: int, now: Callable[[], float]) -> None:
+        devices, found = local_devices.chosen(num_devices)
+        self.clock = DeviceClock(devices, found.num_hosts, now)
+        self.clock.prepare(self.RUN)
+        self.first_s = statistics.median([self.clock.sample(self.RUN) for _ in range(9)])
+        self.wall_s: list[float] = []
+        self.processor_s: list[float] = []
+
+    def run(self) -> None:
+        self.wall_s.append(self.clock.sample(self.RUN))
+
+    def __str__(self) -> str:
+        first_s, later_s = self.first_s, statistics.median(self.wall_s)
+        return (
+            f"A product of {self.RUN.width} a side took {first_s * 1e3:.2f} ms after the constants were measured and "
+            f"{later_s * 1e3:.2f} ms between the steps: the machine ran at {first_s / later_s:.2f} of its speed."
+        )
+
+
+def take_turns(running: Sequence[Running | Product], rounds: int, warm_up: int = 2) -> None:
     """Each runs once a round, the order turned round each time."""
     for number in range(warm_up + rounds):
         for one in running if number % 2 else reversed(running):
@@ -150,10 +176,14 @@ def planned(name: str, cluster: autopar.Cluster) -> Planned:
     return Planned(name=name, plan=plan, running=Running(step, state, step.put_batch(batch)))
 
 
-def compare(names: Sequence[str], cluster: autopar.Cluster, rounds: int, by_processor: bool) -> list[list[str]]:
+def compare(
+    names: Sequence[str], cluster: autopar.Cluster, rounds: int, by_processor: bool
+) -> tuple[list[list[str]], str]:
+    """(a row for each model, what became of the machine's speed)."""
+    product = Product(cluster.num_devices, processor_s if by_processor else time.perf_counter)
     models = [planned(name, cluster) for name in names]
-    take_turns([model.running for model in models], rounds)
-    return [model.row(by_processor) for model in models]
+    take_turns([*(model.running for model in models), product], rounds)
+    return [model.row(by_processor) for model in models], str(product)
 
 
 # GPTs on one device
@@ -240,6 +270,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help=f"keep the tables in {RESULTS.relative_to(ROOT)}")
     arguments = parser.parse_args()
     reports: list[str] = []
+    notes: list[str] = []
     tables: list[tuple[str, Sequence[str], list[list[str]]]] = []
 
     def measured(count: int | None) -> autopar.Cluster:
@@ -261,16 +292,21 @@ def main() -> int:
         tables.append((title, GPT_COLUMNS, rows))
     else:
         cluster = autopar.Cluster.load(arguments.cluster) if arguments.cluster else measured(arguments.devices)
-        rows = compare(arguments.models, cluster, arguments.rounds, arguments.processor_time)
+        rows, speed = compare(arguments.models, cluster, arguments.rounds, arguments.processor_time)
+        notes.append(f"On {cluster.num_devices} devices: {speed}")
+        print(notes[-1], flush=True)
         tables.append((f"On {cluster.num_devices} devices", COLUMNS, rows))
         show(COLUMNS, rows)
         if not arguments.no_single:
-            rows = compare(arguments.models, measured(1), arguments.rounds, arguments.processor_time)
+            rows, speed = compare(arguments.models, measured(1), arguments.rounds, arguments.processor_time)
+            notes.append(f"On one device: {speed}")
+            print(notes[-1], flush=True)
             tables.append(("On one device", COLUMNS, rows))
     show(tables[-1][1], tables[-1][2])
     if arguments.keep:
         command = " ".join(["python -m benchmarks.predicted_time", *sys.argv[1:]])
         parts = [f"## {title}\n\n{markdown(columns, rows)}\n" for title, columns, rows in tables]
+        parts += [f"{note}\n" for note in notes]
         parts += [f"## Constants\n\n```text\n{report}\n```\n" for report in reports]
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(

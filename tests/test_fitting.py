@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopar.collectives import CollectiveKind, Fabric, Link, SwitchDetail, time_s
 from autopar.errors import InvalidArgumentError
-from autopar.fitting import Timing, fit_link, fit_products, fit_rate
+from autopar.fitting import Timing, fit_link, fit_products, fit_proportion, fit_rate
 
 SIZES = [2.0**power for power in range(10, 31, 2)]
 
@@ -164,6 +164,15 @@ def test_a_known_rate_of_packing_leaves_the_rest_to_arithmetic():
     # 1 and 2 Gflop in 10 and 20 ms, beside 4 and 2 MB at 1 GB/s; 1 ms of overhead
     fit = fit_products([(1e9, 4e6, 15e-3), (2e9, 2e6, 23e-3)], packing_bytes_per_s=1e9)
     assert (fit.overhead_s, fit.rate_per_s) == (pytest.approx(1e-3), pytest.approx(1e11))
+
+
+def test_a_proportion_is_fitted_where_larger_work_took_no_longer():
+    fit = fit_proportion([(36e6, 0.1), (48e6, 0.09), (40e6, 0.1)])  # 360, 533 and 400 MB/s
+    assert (fit.overhead_s, fit.rate_per_s) == (0.0, pytest.approx(400e6))
+    assert fit.worst == ((48e6, 0.09), pytest.approx(0.12 / 0.09))
+    for points in ([], [(0.0, 1.0)], [(1.0, 0.0)]):
+        with pytest.raises(InvalidArgumentError, match="expected work that took time"):
+            fit_proportion(points)
 
 
 def test_a_rate_without_overhead_has_none_below_zero():

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar import hardware, hlo
 from autopar.collectives import CollectiveKind
-from autopar.costs import Work, time_s
+from autopar.costs import Work, time_s, transposed, transposing_s
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import DeviceKind
 from autopar.layout import Layout
@@ -109,6 +109,70 @@ def test_operands_of_products_are_packed_before_their_arithmetic(packing, is_pro
     )
     whole = Layout(((), ()))
     assert time_s(work, Strategy((whole, whole), (whole,), 4), ((2, 4), (2,)), device) == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "seconds"),
+    [
+        (50, 1e-3),  # shorter rows than were measured, and longer ones, as the nearest
+        (100, 1e-3),
+        (200, 4e-3),  # rows four times as long took sixteen times as long
+        (400, 16e-3),
+        (800, 16e-3),
+    ],
+)
+def test_transposing_takes_what_was_measured(row_bytes, seconds):
+    device = dataclasses.replace(hardware.H100, transposing=((100.0, 1e-6), (400.0, 16e-6)))
+    assert device.transposing_s(1000.0, row_bytes) == pytest.approx(seconds)
+    assert hardware.H100.transposing_s(1000.0, row_bytes) == 0.0
+
+
+def test_an_operand_is_transposed_in_parts():
+    device = dataclasses.replace(hardware.H100, transposing=((100.0, 1e-6), (400.0, 16e-6)))
+    work = Work(
+        flops=0.0,
+        dtype="float32",
+        operand_bytes=(4000, 8000),
+        result_bytes=(8,),
+        fusible=False,
+        transposed=((0, 400), (1, 200)),
+    )
+    assert transposing_s(work, (4, 8), (4, 1), device) == pytest.approx(1000 * 1e-6 + 1000 * 4e-6)
+    assert transposing_s(work, (4, 8), (4, 1), hardware.H100) == 0.0
+
+
+def _convolved(numbers):
+    return lambda x, y: jax.lax.conv_general_dilated(x, y, (1, 1), "SAME", dimension_numbers=numbers)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        (lambda x, y: x @ y, ((8, 4), (4, 8)), ()),
+        (lambda x, y: x.T @ y, ((4, 8), (4, 8)), ()),
+        (lambda x, y: jnp.einsum("bmk,bkn->bmn", x, y), ((2, 8, 4), (2, 4, 8)), ()),
+        (lambda x, y: jnp.einsum("bmk,bnk->bmn", x, y), ((2, 8, 4), (2, 8, 4)), ()),
+        (lambda x, y: jax.lax.batch_matmul(jnp.swapaxes(x, 1, 2), y), ((2, 4, 8), (2, 4, 8)), ()),
+        (
+            lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((0,), (0,)))),
+            ((2, 4, 8), (2, 4, 8)),
+            (0,),
+        ),
+        (
+            lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((0,), (0,)))),
+            ((2, 4, 1), (2, 4, 8)),
+            (),
+        ),
+        (_convolved(("NHWC", "HWIO", "NHWC")), ((2, 8, 8, 3), (3, 3, 3, 4)), ()),
+        (_convolved(("NCHW", "HWIO", "NHWC")), ((2, 3, 8, 8), (3, 3, 3, 4)), (0,)),
+        (_convolved(("CHWN", "IHWO", "HWNC")), ((3, 8, 8, 2), (3, 3, 3, 4)), (0,)),
+        (_convolved(("NCHW", "OIHW", "NCHW")), ((2, 3, 8, 8), (4, 3, 3, 3)), (0, 1)),
+    ],
+)
+def test_operands_that_are_transposed(function, shapes, expected):
+    made = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    (eqn,) = (e for e in made.jaxpr.eqns if e.primitive.name in ("dot_general", "conv_general_dilated"))
+    assert transposed(eqn) == expected
 
 
 def test_a_device_needs_a_rate_for_float32():
