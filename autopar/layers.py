@@ -27,7 +27,7 @@ _COSTLY = MATRIX_PRODUCTS | {
 _AT_THE_LOOP = frozenset({OpKind.SPLIT, OpKind.ACCUMULATE, OpKind.STACK, OpKind.SEND})
 _NUMBERED = re.compile(r"^(.*?)(\d+(?::\d+)?)(\D*)$")  # `layer3`, `layers[4:8]`
 
-MAX_LAYERS = 128  # more than the layers of the deepest language models; neighbours are joined beyond it
+MAX_LAYERS = 160  # of a model with 128 blocks each is one, beside embedding and loss; beyond it neighbours are joined
 CLUSTERS = 16  # layers of a model without modules and repetition; Alpa's experiments use 8 to 16 a model
 SLACK = 0.5  # how far the arithmetic of a cluster may exceed the mean (Alpa's delta)
 HEAVY = 0.1  # of the mean layer's arithmetic or parameters: from here on a group of operations stands alone

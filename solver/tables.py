@@ -53,7 +53,7 @@ def solve_by_tables(problem: Problem) -> tuple[int, ...] | None:
         at = lone[node]
         for held, cost in factors[node]:
             at = at + cost[tuple(slice(None) if other == node else choice[other] for other in held)]
-        choice[node] = int(at.argmin())
+        choice[node] = int(np.argmin(at))
     return tuple(choice)
 
 
