@@ -9,9 +9,9 @@
 
 Steps run under the plan that the search finds. All models take turns, one step each, so that what else the machine
 does falls on all of them; medians. A matrix product is timed right after the constants and takes its turns too: that
-tells by how much the machine's speed changed meanwhile, and what the ratio is at the speed that it had. Beside the wall time stands the processor time of the whole
-process divided by the cores: where it is much less than the wall time, the devices waited, for each other or for other
-work on the machine.
+tells by how much the machine's speed changed meanwhile, and what the ratio is at the speed that it had. Beside the wall
+time stands the processor time of the whole process divided by the cores: where it is much less than the wall time, the
+devices waited, for each other or for other work on the machine.
 """
 
 import os
@@ -115,10 +115,10 @@ class Product:
         return self.first_s / statistics.median(self.wall_s)
 
     def __str__(self) -> str:
+        first_ms, later_ms = self.first_s * 1e3, statistics.median(self.wall_s) * 1e3
         return (
-            f"A product of {self.RUN.width} a side took {self.first_s * 1e3:.2f} ms after the constants were measured and "
-            f"{statistics.median(self.wall_s) * 1e3:.2f} ms between the steps: the machine ran at {self.speed:.2f} of its "
-            "speed."
+            f"A product of {self.RUN.width} a side took {first_ms:.2f} ms after the constants were measured and "
+            f"{later_ms:.2f} ms between the steps: the machine ran at {self.speed:.2f} of its speed."
         )
 
 
