@@ -77,14 +77,14 @@ class BuiltOut:
         within: float,
     ) -> Sequence[StagePlan | NoStages]:
         """Solves the problems, which from `first_alone` on have one stage, and works the best answers out. Where the
-        fastest needs more memory than there is, all are solved again, those of its schedule with so much less.
+        fastest needs more memory than there is, all are solved again, those of schedules that did with so much less.
         `of_problem` is each one's number of micro-batches with its options. Returns the answers at the limit itself.
         """
         first_answers: Sequence[StagePlan | NoStages] = ()
-        at_limit = list(problems)
+        searched = list(problems)
         for tightened in range(1 + TIGHTENED):
             with self.progress.pass_("stages"):
-                several, alone = at_limit[:first_alone], at_limit[first_alone:]
+                several, alone = searched[:first_alone], searched[first_alone:]
                 answers = [*best_stages(several, within), *best_stages(alone)]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
@@ -94,21 +94,20 @@ class BuiltOut:
                 ranked.insert(MOST_BUILT, alone_at)
             most = 1 if tightened else MOST_BUILT + (alone_at is not None)
             too_large = self.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], most)
-            if too_large is None:
+            if not too_large:
                 break
-            schedule, tighter_bytes = too_large
-            at_limit = [
-                dataclasses.replace(p, limit_bytes=tighter_bytes) if p.schedule is schedule else p for p in at_limit
-            ]
+            searched = [dataclasses.replace(p, limit_bytes=too_large.get(p.schedule, p.limit_bytes)) for p in searched]
         return first_answers
 
     def run(
         self, ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]], most: int
-    ) -> tuple[Schedule, int] | None:
-        """Works out at most so many more of some answers, which come fastest first. Where the fastest does not fit: its
-        schedule, and the bytes to keep to, for plans that need as much more than the search takes them for.
+    ) -> dict[Schedule, int]:
+        """Works out at most so many more of some answers, which come fastest first. Where the fastest does not fit: of
+        each schedule of which one did not the bytes to keep to, for plans that need as much more than the search takes
+        them for.
         """
-        too_large: tuple[Schedule, int] | None = None
+        too_large: dict[Schedule, int] = {}
+        fastest_fits = True
         built = 0
         for problem, answer, m, options in ranked:
             choice = choice_of(problem, answer, options)
@@ -134,9 +133,11 @@ class BuiltOut:
             self.weighed.append(found.trial)
             if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
                 self.best = found
-            if built == 1 and not found.fits(self.limit_bytes):
-                too_large = problem.schedule, max(answer.peak_bytes) * self.limit_bytes // found.trial.peak_bytes
-        return too_large
+            if not found.fits(self.limit_bytes):
+                fastest_fits = fastest_fits and built > 1
+                tighter_bytes = max(answer.peak_bytes) * self.limit_bytes // found.trial.peak_bytes
+                too_large.setdefault(problem.schedule, tighter_bytes)
+        return {} if fastest_fits else too_large
 
     def found(self) -> Found | None:
         return dataclasses.replace(self.best, weighed=tuple(self.weighed)) if self.best is not None else None

@@ -221,9 +221,9 @@ def searched_pipeline(
         return None, f"no pipeline was weighed: {error.where}: {error.got}"
     if isinstance(found, str):
         return None, f"no pipeline: {found}"
-    peak_bytes = max(found.staged.simulation.peak_bytes)
-    if peak_bytes > limit_bytes:
-        return None, f"the pipeline nearest to fitting needs {peak_bytes / 1e9:.3g} GB on a device"
+    if not found.fits(limit_bytes):
+        needed_bytes = max(found.staged.simulation.peak_bytes)
+        return None, f"the pipeline nearest to fitting needs {needed_bytes / 1e9:.3g} GB on a device"
     weighed = found.weighed[0]
     return found, f"the best pipeline would take {found.staged.simulation.step_time_s:.3g} s ({weighed.text})"
 

@@ -100,7 +100,8 @@ class MemoryLimitError(AutoparError):
 
     Attributes:
         limit_bytes: Memory of one device that the plan may use.
-        needed_bytes: The least that any plan found needs on one device.
+        needed_bytes: The least that any plan of one program that was found needs on one device; what stages need, the
+            hint says.
         largest: (name, bytes on one device) of the largest tensors that are alive at the peak, largest first.
     """
 

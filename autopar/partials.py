@@ -29,7 +29,7 @@ class Partials:
     operands: dict[int, frozenset[int]]
 
     def reads_raw(self, op: Op, operand: int) -> bool:
-        return operand in self.operands.get(op.id, ())
+        return operand in self.raw_operands(op)
 
     def raw_operands(self, op: Op) -> frozenset[int]:
         return self.operands.get(op.id, frozenset())

@@ -71,7 +71,7 @@ def price_in_stages(
         except SolverError:
             pass  # pins may be what makes a step plannable: then there is nothing to hold its time against
         else:
-            if max(free.staged.simulation.peak_bytes) <= limit_bytes:
+            if free.fits(limit_bytes):
                 free_s = free.staged.simulation.step_time_s
     return _record(found.pins, found.staged.simulation.step_time_s, free_s, {})
 

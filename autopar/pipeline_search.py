@@ -40,7 +40,7 @@ from autopar.whole_search import LONG_STEP, PlanOptions, distinct_meshes
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
-SHARING = 32  # devices of the smallest stages that may share an example: more than that have examples of their own
+SHARING = 32  # devices of the smallest stages that may share an example: for more, micro-batches have more examples
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 NEAR_THE_BEST = 1.15  # so far from the best are answers looked at for steps that are not long: the tables are off by it
@@ -80,11 +80,11 @@ def search_pipelines(
 
 
 def _leaner_where_needed(search: Callable[[bool], tuple[Found | str, bool]], limit_bytes: int) -> Found | str:
-    """What a search finds that is told whether copies of the state are kept: they are, where that fits or there are
-    none, which it says too.
+    """What a search finds that is told whether copies of the state are kept: they are, where that fits, and where it
+    says that making them anew would not help.
     """
-    found, has_copies = search(True)
-    if not has_copies or (isinstance(found, Found) and found.fits(limit_bytes)):
+    found, may_help = search(True)
+    if not may_help or (isinstance(found, Found) and found.fits(limit_bytes)):
         return found
     leaner, _ = search(False)
     if isinstance(found, str) or isinstance(leaner, str):
@@ -104,7 +104,7 @@ def _searched(
     whole: OpGraph | None,
     keeps_copies: bool,
 ) -> tuple[Found | str, bool]:
-    """(what `search_pipelines` finds, copies of the state being kept or made anew; whether there are any)"""
+    """(what `search_pipelines` finds, copies of the state being kept or made anew; whether making them anew may help)"""
     cuts: dict[int, Cut] = {}
     problems: list[StageProblem] = []
     decided: dict[tuple[LogicalMesh, int, int], Decisions] = {}
@@ -160,7 +160,9 @@ def _searched(
         ),
     )  # fmt: skip
     answers = builder.search(problems, of_problem, first_alone, 1.0 if is_long(traced) else NEAR_THE_BEST)
-    return builder.found() or why_no_pipeline(answers), any(copies_state(cut.graph) for cut in cuts.values())
+    slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
+    copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())
+    return builder.found() or why_no_pipeline(answers), copies
 
 
 def is_long(traced: TracedStep) -> bool:
@@ -270,8 +272,8 @@ def tables(
     """The options of every submesh that a stage may have.
 
     `decided` are the decisions made for smaller micro-batches: they are kept where operations and values have the same
-    numbers and hang together alike, and only priced anew; but for long steps, of which that takes minutes, they are not
-    kept where examples divide among more of the devices. Adds to it what is decided here.
+    numbers and hang together alike, and only priced anew; but not where examples divide among more of the devices,
+    unless the step is long, for which deciding takes minutes. Adds to it what is decided here.
     """
     assignment = assign_layers(cut.graph, cut.layers)
     contracted = contract(cut.graph, assignment, len(cut.layers))

@@ -24,10 +24,12 @@ _CHEAP = frozenset({
     "clamp",
 })  # fmt: skip
 
+WORTH_MAKING = 0.05  # of the state: copies that take less are no reason to plan once more
+
 
 def sunk(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
     """The graph with cheap operations on constants, or also on the state, in the sections that read them."""
-    cheap = _cheap(graph, frozenset(graph.block.inputs) if of_state else frozenset())
+    cheap = _cheap(graph, _state(graph) if of_state else frozenset())
     if not cheap:
         return graph
     fresh = Fresh(graph)
@@ -50,9 +52,16 @@ def sunk(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
 
 
 def copies_state(graph: OpGraph) -> bool:
-    """Whether something is made of the state once that could be made in each micro-batch, in which it is read."""
-    copies = _cheap(graph, frozenset(graph.block.inputs))
-    return any(op.section.repeats and not copies.keys().isdisjoint(read_by(op)) for op in graph.block.ops)
+    """Whether much is made of the state once that could be made in each micro-batch, in which it is read."""
+    state = _state(graph)
+    copies = _cheap(graph, state).keys()
+    read = {v for op in graph.block.ops if op.section.repeats for v in copies & read_by(op)}
+    return sum(graph.values[v].nbytes for v in read) > WORTH_MAKING * sum(graph.values[v].nbytes for v in state)
+
+
+def _state(graph: OpGraph) -> frozenset[int]:
+    """What a step is given, but for the batch."""
+    return frozenset(v for position, v in enumerate(graph.block.inputs) if position not in graph.batch)
 
 
 def _cheap(graph: OpGraph, given: frozenset[int]) -> dict[int, Op]:

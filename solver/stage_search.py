@@ -16,6 +16,7 @@ import numpy as np
 from .stage_moves import Moves, RangeSums, SharedSums, moves_under, why_no_layer_fits
 from .stage_programme import Programme
 from .stages import (
+    PUTS_OFF_WEIGHT_GRADIENTS,
     NoStages,
     Schedule,
     Stage,
@@ -139,7 +140,7 @@ def _search_in_memory(problem: StageProblem, moves: Moves, under_s: float) -> _F
     Where what is in flight depends on the number of stages, one number after the other is tried. More stages hold
     more: once no plan of any number is left whose moves hold as much, no larger number has one.
     """
-    if problem.schedule not in (Schedule.ZB_H1, Schedule.ZB_H2) or problem.fixed_num_stages is not None:
+    if problem.schedule not in PUTS_OFF_WEIGHT_GRADIENTS or problem.fixed_num_stages is not None:
         return _search(problem, moves, under_s, in_memory=True)
     best = _First()
     for count in range(1, most_stages(problem) + 1):

@@ -12,7 +12,7 @@ from autopar import built_out, compiler, hardware, whole_search
 from autopar.built_out import in_turn
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
-from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
+from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError
 from autopar.pipeline_search import microbatch_numbers, odd_part, submesh_sizes
 from autopar.pipelining import PipelineOptions
 from autopar.staging import trace
@@ -102,6 +102,27 @@ def test_a_plan_that_needs_more_than_it_was_taken_for_is_searched_again(monkeypa
     fits = [t for t in found.record.weighed if t.peak_bytes <= limit_bytes]
     assert found.record.weighed[0].peak_bytes > limit_bytes
     assert found.predicted.step_time_s == min(t.step_time_s for t in fits)
+
+
+def test_every_schedule_that_came_out_too_large_has_less_memory_the_next_time(monkeypatch):
+    build, solve = built_out.build, built_out.best_stages
+    limits = []
+
+    def as_if_larger(*given, **named):
+        staged = build(*given, **named)
+        larger = tuple(10**12 for _ in staged.simulation.peak_bytes)
+        return dataclasses.replace(staged, simulation=dataclasses.replace(staged.simulation, peak_bytes=larger))
+
+    def noted(problems, *within):
+        limits.append({p.schedule: p.limit_bytes for p in problems})
+        return solve(problems, *within)
+
+    monkeypatch.setattr(built_out, "build", as_if_larger)
+    monkeypatch.setattr(built_out, "best_stages", noted)
+    with pytest.raises(SolverError, match="the pipeline nearest to fitting needs 1e\\+03 GB"):
+        plan(cluster(), *arguments(), num_microbatches=4)
+    first, second = limits[0], limits[2]  # each time of several stages, then of one
+    assert len([s for s in first if second[s] < first[s]]) >= 2
 
 
 def test_every_device_is_used_once():

@@ -446,16 +446,20 @@ def test_recomputation_by_layer_keeps_the_numbers(name, policy, monkeypatch):
 
 
 def scanned_step(state, batch):
+    def layers(x, state):
+        each = (lambda x, w: (jnp.tanh(x @ w), None)) if state.ndim == 3 else (lambda x, part: (layers(x, part), None))
+        return jax.lax.scan(each, x, state)[0]
+
     def loss(state):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], state)
-        return jnp.mean((x - batch["y"]) ** 2)
+        return jnp.mean((layers(batch["x"], state) - batch["y"]) ** 2)
 
     value, grads = jax.value_and_grad(loss)(state)
     return state - 0.1 * grads, value
 
 
-def test_gradients_of_scanned_layers_are_reduced_once_a_step():
-    state = jax.random.normal(jax.random.key(0), (3, 32, 32)) / 6
+@pytest.mark.parametrize("layers", [(3,), (2, 3)])
+def test_gradients_of_scanned_layers_are_reduced_once_a_step(layers):
+    state = jax.random.normal(jax.random.key(0), (*layers, 32, 32)) / 6
     batch = {"x": jax.random.normal(jax.random.key(1), (64, 32)), "y": jnp.zeros((64, 32))}
     expected = jax.jit(scanned_step)(state, batch)
     asked = autopar.recipes.combine(dp=4, num_microbatches=4)
