@@ -104,7 +104,7 @@ def _searched(
     whole: OpGraph | None,
     keeps_copies: bool,
 ) -> tuple[Found | str, bool]:
-    """(what `search_pipelines` finds, copies of the state being kept or made anew; whether making them anew may help)"""
+    """(what `search_pipelines` finds, copies of the state being kept or made anew; whether the latter may help)"""
     cuts: dict[int, Cut] = {}
     problems: list[StageProblem] = []
     decided: dict[tuple[LogicalMesh, int, int], Decisions] = {}
