@@ -120,7 +120,8 @@ def _searched(
             refused = error  # some sizes are traced to another program: others may serve
             continue
         with progress.pass_("layer costs"):
-            priced = undominated(tables(cuts[m], cluster, asked, limit_bytes, time_limit_s, decided))
+            found = tables(cuts[m], cluster, asked, limit_bytes, time_limit_s, decided, anew=not is_long(traced))
+            priced = undominated(found)
             if is_long(traced):  # what is nowhere better with small micro-batches is not priced for large ones
                 better = {(o.mesh, o.terms) for o in priced}
                 decided = {key: tuple(d for d in of if (key[0], d.terms) in better) for key, of in decided.items()}
@@ -268,12 +269,14 @@ def tables(
     limit_bytes: int,
     time_limit_s: float,
     decided: dict[tuple[LogicalMesh, int, int], Decisions],
+    *,
+    anew: bool = True,
 ) -> tuple[PricedOption, ...]:
     """The options of every submesh that a stage may have.
 
     `decided` are the decisions made for smaller micro-batches: they are kept where operations and values have the same
-    numbers and hang together alike, and only priced anew; but not where examples divide among more of the devices,
-    unless the step is long, for which deciding takes minutes. Adds to it what is decided here.
+    numbers and hang together alike, and only priced anew; where examples divide among more of the devices than before,
+    all is decided `anew` if that is wanted. Adds to it what is decided here.
     """
     assignment = assign_layers(cut.graph, cut.layers)
     contracted = contract(cut.graph, assignment, len(cut.layers))
@@ -281,7 +284,7 @@ def tables(
     options: list[PricedOption] = []
     parts = [part_of(cluster, size) for size in submesh_sizes(cluster, asked, len(cut.layers))]
     models = [cost_model(part, mesh) for part in parts for mesh in meshes_inside(part)]
-    examples = num_examples(cut.step.traced) // cut.graph.num_microbatches if not is_long(cut.step.traced) else 1
+    examples = num_examples(cut.step.traced) // cut.graph.num_microbatches if anew else 1
     # Some boundary lies between hosts, and the slowest stage sets the pace.
     link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
     for model in models:
