@@ -150,6 +150,18 @@ def test_where_weight_gradients_wait_a_stage_holds_what_they_read(policy):
     assert sum(b.nbytes for b in held) == half * 6 * X_BYTES
 
 
+@pytest.mark.parametrize("anew", [True, False])
+def test_where_examples_divide_among_more_devices_layers_are_decided_anew(anew):
+    decided = {}
+    found = [
+        len(decided)
+        for m in (8, 2)
+        if tables(cut(m, batch=8), cluster(), PipelineOptions(), 80 * 10**9, 5.0, decided, anew=anew)
+    ]
+    meshes = found[0]
+    assert found[1] - meshes == (meshes - 1 if anew else 0)  # on one device there is nothing to divide
+
+
 @pytest.mark.parametrize(
     ("link", "memory_bytes_per_s", "put_off"), [(FAST, 1e11, False), (hardware.NVLINK4, 1e13, True)]
 )
