@@ -69,20 +69,25 @@ RESIDUAL = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_stage_takes_what_its_layers_take(schedule):
-    step, on = cut(8), cluster()
+def two_stages(step, schedule, policy):
+    """(the tables' option of two devices, the first layer of the second stage, two such stages built)"""
+    on = cluster()
     found = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
-    option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == "nothing")
+    option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
     half = len(step.layers) // 2
     choice = Choice(
         schedule=schedule,
         chunks=1,
         first_layers=(0, half),
         group_meshes=(option.mesh, option.mesh),
-        policies=("nothing",) * len(step.layers),
+        policies=(policy,) * len(step.layers),
     )
-    built = build(step, choice, on, 80 * 10**9, 5.0)
+    return option, half, build(step, choice, on, 80 * 10**9, 5.0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_takes_what_its_layers_take(schedule):
+    option, half, built = two_stages(cut(8), schedule, "nothing")
     for stage, layers in enumerate((slice(0, half), slice(half, None))):
         took = dict.fromkeys(TaskKind, 0.0)
         for task, seconds in zip(built.staged.tasks, built.task_s, strict=True):
@@ -104,18 +109,7 @@ X_BYTES = BATCH // 8 // 2 * WIDTH * 4  # of one micro-batch on one of two device
     ("policy", "kept_bytes"), [("nothing", 5 * X_BYTES), ("matmuls", 3 * X_BYTES), ("input", X_BYTES)]
 )
 def test_a_stage_that_recomputes_takes_and_keeps_what_its_layers_do(policy, kept_bytes):
-    step, on = cut(8, residual_step, RESIDUAL), cluster()
-    found = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
-    option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
-    half = len(step.layers) // 2
-    choice = Choice(
-        schedule="1f1b",
-        chunks=1,
-        first_layers=(0, half),
-        group_meshes=(option.mesh, option.mesh),
-        policies=(policy,) * len(step.layers),
-    )
-    built = build(step, choice, on, 80 * 10**9, 5.0)
+    option, half, built = two_stages(cut(8, residual_step, RESIDUAL), "1f1b", policy)
     for stage, layers in enumerate((slice(0, half), slice(half, None))):
         took = [
             (task.kind, seconds)
@@ -131,18 +125,7 @@ def test_a_stage_that_recomputes_takes_and_keeps_what_its_layers_do(policy, kept
 # Of each layer's two products the operand and the gradient of what is made, whatever was computed again before.
 @pytest.mark.parametrize("policy", ["nothing", "matmuls", "input"])
 def test_where_weight_gradients_wait_a_stage_holds_what_they_read(policy):
-    step, on = cut(8, residual_step, RESIDUAL), cluster()
-    found = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
-    option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
-    half = len(step.layers) // 2
-    choice = Choice(
-        schedule="zb-h1",
-        chunks=1,
-        first_layers=(0, half),
-        group_meshes=(option.mesh, option.mesh),
-        policies=(policy,) * len(step.layers),
-    )
-    built = build(step, choice, on, 80 * 10**9, 5.0)
+    option, half, built = two_stages(cut(8, residual_step, RESIDUAL), "zb-h1", policy)
     buffers = built.staged.pipeline.buffers
     (waiting,) = (t for t in built.staged.pipeline.tasks if t.stage == 1 and t.kind is TaskKind.WEIGHT)
     held = [buffers[b] for b in waiting.inputs if buffers[b].repeats]
