@@ -25,7 +25,8 @@ from autopar.errors import (
     UnsupportedError,
 )
 from autopar.graph import OpGraph, OpKind
-from autopar.lowering import LoweredBlock, lower
+from autopar.instructions import LoweredBlock
+from autopar.lowering import lower
 from autopar.memory_use import memory_of_program
 from autopar.mesh import LogicalMesh
 from autopar.node_costs import cost_model

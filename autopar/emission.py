@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 from autopar import attention, jax_compat
 from autopar.assembly import HOST, RAW
 from autopar.graph import Constant, OpGraph, OpKind
-from autopar.layout import Layout
-from autopar.lowering import (
+from autopar.instructions import (
     Accumulate,
     Compute,
     HostCopy,
@@ -32,6 +31,7 @@ from autopar.lowering import (
     Split,
     Stack,
 )
+from autopar.layout import Layout
 from autopar.resharding import Step, StepKind
 from autopar.specs import DEVICE_MEMORY, named_sharding, partition_spec
 

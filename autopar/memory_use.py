@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopar import memory
 from autopar.assembly import RAW
 from autopar.graph import OpGraph, OpKind, Role, Section, read_by
+from autopar.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Pass, section_of
 from autopar.layout import local_bytes
-from autopar.lowering import HostCopy, Instruction, Key, LoweredBlock, Move, Pass, section_of
 from autopar.mesh import LogicalMesh
 from autopar.pipelining import Staged
 from autopar.prediction import task_program

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Sequence
 
 from autopar.assembly import HOST, RAW
 from autopar.graph import OpGraph, Role, Section
+from autopar.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Place, section_of
 from autopar.layout import local_bytes
-from autopar.lowering import HostCopy, Instruction, Key, LoweredBlock, Move, Place, section_of
 from autopar.mesh import LogicalMesh
 
 BUCKETS, AHEAD = 16, 2

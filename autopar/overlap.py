@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from autopar.collectives import Fabric
 from autopar.costs import is_fusible
 from autopar.graph import OpGraph, OpKind
-from autopar.layout import local_bytes
-from autopar.lowering import (
+from autopar.instructions import (
     Accumulate,
     Compute,
     HostCopy,
@@ -27,6 +26,7 @@ from autopar.lowering import (
     Split,
     Stack,
 )
+from autopar.layout import local_bytes
 from autopar.node_costs import CostModel, NodeCosts, copied_s
 from autopar.prediction import CollectiveUse, host_copy_s, use_of_step, uses_of_reduction, uses_of_ring
 from autopar.streams import Event, Ran, Stream, Work, run

@@ -13,8 +13,7 @@ from autopar.assembly import HOST, RAW
 from autopar.collectives import CollectiveKind, sent_bytes
 from autopar.costs import is_fusible
 from autopar.graph import Op, OpGraph, OpKind, Value
-from autopar.layout import Layout, local_bytes
-from autopar.lowering import (
+from autopar.instructions import (
     Accumulate,
     Compute,
     HostCopy,
@@ -28,6 +27,7 @@ from autopar.lowering import (
     Split,
     Stack,
 )
+from autopar.layout import Layout, local_bytes
 from autopar.memory_steps import Step as MemoryStep
 from autopar.node_costs import CostModel, NodeCosts, ring_bytes
 from autopar.resharding import Step, StepKind

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from autopar.assembly import HOST, RAW
 from autopar.errors import UnsupportedError
 from autopar.graph import Op, OpGraph
+from autopar.instructions import Compute, Loop, LoweredBlock, Place
 from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, local_bytes, replicated
-from autopar.lowering import Compute, Loop, LoweredBlock, Place
 from autopar.memory import MemoryEstimate
 from autopar.memory_use import memory_of_stages, saved_bytes
 from autopar.mesh import LogicalMesh

@@ -14,10 +14,7 @@ import numpy as np
 from autopar.collectives import Link
 from autopar.contraction import Contracted
 from autopar.graph import OpKind, Section, read_by, walk
-from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, state_values
-from autopar.layers import Layers
-from autopar.layout import local_bytes
-from autopar.lowering import (
+from autopar.instructions import (
     Accumulate,
     Compute,
     HostCopy,
@@ -28,9 +25,12 @@ from autopar.lowering import (
     Move,
     Split,
     Stack,
-    lower,
     section_of,
 )
+from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, state_values
+from autopar.layers import Layers
+from autopar.layout import local_bytes
+from autopar.lowering import lower
 from autopar.mesh import LogicalMesh
 from autopar.node_costs import LEAST_HIDDEN_COUNT, CostModel, NodeCosts
 from autopar.overlap import crossing_s, timed

@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from autopar.assembly import HOST, RAW
 from autopar.graph import OpGraph, OpKind, Section, read_by
-from autopar.layout import Layout, local_bytes
-from autopar.lowering import (
+from autopar.instructions import (
     Accumulate,
     HostCopy,
     Instruction,
@@ -22,6 +21,7 @@ from autopar.lowering import (
     Stack,
     section_of,
 )
+from autopar.layout import Layout, local_bytes
 from autopar.mesh import LogicalMesh
 from autopar.runtime.program import Buffer, Pipeline, Task, TaskKind, Transfer
 from autopar.stage_graphs import StageGraph

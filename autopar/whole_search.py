@@ -18,9 +18,10 @@ from autopar.errors import (
     SolverError,
 )
 from autopar.graph import OpGraph
+from autopar.instructions import LoweredBlock
 from autopar.intra_op import IntraOp, MemoryPrices, ShardingPlan
 from autopar.layout import Layout
-from autopar.lowering import LoweredBlock, lower
+from autopar.lowering import lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
 from autopar.node_costs import HIDDEN_COUNT, LEAST_HIDDEN_COUNT, CostModel, cost_model
 from autopar.offloading import with_host_copies

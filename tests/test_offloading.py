@@ -14,7 +14,7 @@ import autopar
 from autopar import elsewhere_gpu, hardware, local_devices, recipes
 from autopar.compiler import make_function
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.lowering import HostCopy
+from autopar.instructions import HostCopy
 from autopar.offloading import AHEAD, BUCKETS
 from autopar.record import MemoryKind
 from autopar.verification import compiled_elsewhere
