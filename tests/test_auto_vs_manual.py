@@ -13,7 +13,7 @@ from benchmarks.auto_vs_manual.manual import Outcome, Point, Problem, first_poin
 from benchmarks.auto_vs_manual.models import chosen, models
 from benchmarks.auto_vs_manual.planning import cluster_of, line_of, refused
 from benchmarks.auto_vs_manual.rows import Row, Rows, Status
-from benchmarks.auto_vs_manual.suites import Job, selected
+from benchmarks.auto_vs_manual.suites import HARDWARE, Job, selected
 
 GPT = models()["gpt-2.6B"]
 ROW = Row(model="gpt-2.6B", cluster="p3.16xlarge", recipe="auto", devices=8, status=Status.PLANNED, step_time_s=1.0)
@@ -153,6 +153,13 @@ def test_jobs_of_a_suite_are_narrowed_down():
         ("gpt-6.7B", "p3.16xlargex2", "auto"),
         ("gpt-6.7B", "p3.16xlargex2", "megatron grid"),
     ]
+
+
+def test_every_family_is_planned_for_every_kind_of_hardware():
+    jobs = selected(["hardware"], None, None, ["auto"])
+    families = {model.family for model in models().values()}
+    assert {(job.model.family, job.cluster) for job in jobs} == {(f, c) for f in families for c in HARDWARE}
+    assert len(jobs) == len(families) * len(HARDWARE)
 
 
 def test_a_part_of_a_host_is_a_cluster():

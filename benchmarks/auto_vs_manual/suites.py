@@ -25,6 +25,17 @@ OF_FAMILY = {
     "moe": ("expert and data",),
     "wide-resnet": ("pipeline and data",),
 }
+HARDWARE = ("dgx-a100-80g", "dgx-h100x2", "tpu-v5e:4x4")
+HARDWARE_MODELS = {
+    "gpt-2.6B": ("tensor parallel", "megatron grid"),
+    "moe-2.4B": ("expert and data",),
+    "wide-resnet-1B": ("pipeline and data",),
+    "bert-340M": ("tensor parallel", "megatron grid"),
+    "t5-770M": ("tensor parallel", "megatron grid"),
+    "vit-632M": ("tensor parallel", "megatron grid"),
+    "llama-8B": ("tensor parallel", "ulysses", "ring attention"),
+    "unet-460M": ("pipeline and data",),
+}
 SMALL_RECIPES = (
     AUTO, "data parallel", "zero 1", "zero 2", "zero 3", "tensor parallel", "equal stages", "intra-operator only",
 )  # fmt: skip
@@ -71,6 +82,16 @@ def intra_operator() -> list[Job]:
     ]
 
 
+def hardware() -> list[Job]:
+    """A model of every family on GPUs and TPUs of other kinds than Alpa's, beside the recipes that suit it."""
+    return [
+        Job(model=models()[name], cluster=cluster, recipe=recipe)
+        for cluster in HARDWARE
+        for name, extra in HARDWARE_MODELS.items()
+        for recipe in (AUTO, "data parallel", "zero 1", "zero 3", *extra)
+    ]
+
+
 def measured() -> list[Job]:
     """Small models of every family, run on 8 virtual CPU devices."""
     extra = {"moe": ("expert and data",)}
@@ -86,6 +107,7 @@ SUITE_ORDER = (AUTO, "megatron grid", "expert and data", "pipeline and data", *R
 SUITES: dict[str, Callable[[], list[Job]]] = {
     "weak-scaling": weak_scaling,
     "intra-operator": intra_operator,
+    "hardware": hardware,
     "measured": measured,
 }
 
