@@ -76,7 +76,8 @@ def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
     """What lies in memory through the whole step: state, sums over micro-batches, copies for all readers."""
     arguments = {v for i, v in enumerate(graph.block.inputs) if i not in graph.batch | graph.repeating}
     sums = {v for op in graph.block.ops if op.kind is OpKind.ACCUMULATE for v in op.outputs}
-    hoisted = {v for op in graph.block.ops if op.section is Section.BEFORE for v in op.outputs}
+    before = (op for op in graph.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
+    hoisted = {v for op in before for v in op.outputs}
     return frozenset((v, state) for v in arguments | sums | hoisted for state in (RAW, ALL))
 
 

@@ -42,10 +42,9 @@ SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 SHARING = 32  # devices of the smallest stages that may share an example: for more, micro-batches have more examples
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
-STATE_SHARE = 0.5  # of the memory: where state takes less, no leaner decisions are looked for
 NEAR_THE_BEST = 1.15  # so far from the best are answers looked at for steps that are not long: the tables are off by it
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
-FINEST_PARTS = 48  # in which a scan over layers is priced; the stages of a pipeline are seldom more
+FINEST_PARTS = 64  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 
 def search_pipelines(
@@ -292,8 +291,10 @@ def tables(
         key = mesh, wiring, math.gcd(examples, mesh.num_devices)
         if key not in decided:
             # A stage on this mesh holds about its share of the layers.
-            share = limit_bytes * STATE_SHARE * cluster.num_devices / mesh.num_devices
-            decided[key] = layer_decisions(contracted, model, share, time_limit_s)
+            stages = cluster.num_devices // mesh.num_devices
+            in_flight = min(stages, cut.graph.num_microbatches) if anew else 0
+            equal = cut.step.parts > 1
+            decided[key] = layer_decisions(contracted, model, limit_bytes * stages, in_flight, equal, time_limit_s)
         options += stage_options(contracted, again, cut.layers, model, link, decided[key])
     return tuple(options)
 

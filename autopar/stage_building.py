@@ -267,9 +267,10 @@ def build(
     # A recipe means the plan that its source describes, which does not count on what is hidden.
     counts = [t.hidden_count for t in thought] or [m.hidden_count if constraints is None else 1.0 for m in models]
     prices, costs = [lowest_price(model) for model in models], TaskCosts()
-    for q in (q for q, crowded in enumerate(choice.crowded) if crowded):
-        prices[q] = thought[q].s_per_byte
-    in_flight = [0] * num_stages
+    for q, terms in enumerate(thought):
+        if choice.crowded[q] or terms.in_flight:
+            prices[q] = terms.s_per_byte
+    in_flight = [t.in_flight for t in thought] or [0] * num_stages
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
         decisions = decider.decide(

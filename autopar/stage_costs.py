@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from autopar.assembly import RAW
 from autopar.collectives import Link
 from autopar.contraction import Contracted
 from autopar.graph import OpKind, Section, read_by, walk
@@ -27,7 +28,7 @@ from autopar.instructions import (
     Stack,
     section_of,
 )
-from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, state_values
+from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, saved_values, state_values
 from autopar.layers import Layers
 from autopar.layout import local_bytes
 from autopar.lowering import lower
@@ -47,6 +48,8 @@ TIE_BREAKING_READS = 0.1
 # Where state is too large, decisions are made with a higher price on its bytes: how often it is raised, the first price
 # (as a part of the step's time divided by the state's bytes) and by how much it rises.
 LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.1, 3.0
+# Of the memory: where state takes less, no leaner decisions are looked for, and likewise for what is saved.
+STATE_SHARE, SAVED_SHARE = 0.5, 0.25
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,38 +100,53 @@ def lowest_price(model: CostModel) -> float:
 
 
 def layer_decisions(
-    contracted: Contracted, model: CostModel, state_limit_bytes: float, time_limit_s: float
+    contracted: Contracted, model: CostModel, room_bytes: float, in_flight: int, equal: bool, time_limit_s: float
 ) -> Decisions:
-    """The fastest decisions on the model's mesh, and leaner ones too where state takes much memory.
+    """The fastest decisions on the model's mesh, and leaner ones too where state takes much memory, or what is saved.
 
-    `state_limit_bytes` is what the state of all layers, with copies of it that are kept, may take on this mesh.
+    `room_bytes` is what all layers could take on this mesh if each stage holds its share of them: their state, with
+    copies of it that are kept, and what is saved of as many micro-batches as the first stage has `in_flight` (none:
+    that is not asked). Where all stages are `equal`, decisions are left out whose state alone takes more.
     """
     # The layers that stay of a run stand for equal ones: what is best for one of them is so for the other.
     intra_op = IntraOp(contracted.graph, model, alike=contracted.alike)
-    values, copies = state_values(contracted.graph), contracted.copies()
+    state, saved, copies = state_values(contracted.graph), saved_values(contracted.graph), contracted.copies()
+    state_prices = MemoryPrices(s_per_byte=lowest_price(model), values=state, copies=copies)
+    saved_prices = dataclasses.replace(state_prices, values=saved)
+    several = copies | {v: copies.get(v, 1.0) * in_flight for v, _ in saved}
+    home_prices = dataclasses.replace(state_prices, values=frozenset((v, at) for v, at in state if at == RAW))
     found: dict[tuple[int, ...], Decided] = {}
 
-    def decide(terms: Terms) -> tuple[float, float]:
-        """(bytes of state, seconds) of the decisions under these terms, which are added to those found."""
-        prices = MemoryPrices(s_per_byte=terms.s_per_byte, values=values, copies=copies)
+    def decide(terms: Terms) -> Sequence[int] | None:
+        """The choice under these terms, which is added to those found."""
+        prices = dataclasses.replace(state_prices, s_per_byte=terms.s_per_byte)
+        if terms.in_flight:
+            prices = dataclasses.replace(prices, values=state | saved, copies=several)
         solution = intra_op.solve(
             time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count, rounds=ROUNDS
         )
         if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
-            return 0.0, 0.0
+            return None
         found.setdefault(tuple(solution.choice), Decided(terms=terms, sharding=intra_op.decode(solution)))
-        return intra_op.priced_bytes(solution.choice, prices), intra_op.cost(solution.choice)
+        return solution.choice
 
-    state_bytes, seconds = decide(Terms(s_per_byte=lowest_price(model), hidden_count=model.hidden_count))
-    if state_bytes > state_limit_bytes:
-        dear = FIRST_PRICE * seconds / state_bytes
+    terms = Terms(s_per_byte=lowest_price(model), hidden_count=model.hidden_count)
+    choice = decide(terms)
+    if choice is not None and (state_bytes := intra_op.priced_bytes(choice, state_prices)) > STATE_SHARE * room_bytes:
+        dear = FIRST_PRICE * intra_op.cost(choice) / state_bytes
         if model.overlap.kinds:
             decide(Terms(s_per_byte=dear, hidden_count=LEAST_HIDDEN_COUNT))
         for leaner in range(LEANER):
-            state_bytes, _ = decide(Terms(s_per_byte=dear * PRICE_RISE**leaner, hidden_count=model.hidden_count))
-            if state_bytes <= state_limit_bytes:
+            terms = dataclasses.replace(terms, s_per_byte=dear * PRICE_RISE**leaner)
+            choice = decide(terms)
+            if choice is None or intra_op.priced_bytes(choice, state_prices) <= STATE_SHARE * room_bytes:
                 break
-    return tuple(found.values())
+    saved_bytes = in_flight * intra_op.priced_bytes(choice, saved_prices) if choice is not None else 0.0
+    if choice is not None and saved_bytes > SAVED_SHARE * room_bytes:
+        dear = FIRST_PRICE * intra_op.cost(choice) / saved_bytes
+        decide(dataclasses.replace(terms, s_per_byte=max(terms.s_per_byte, dear), in_flight=in_flight))
+    # State and sums are there through the whole step where they are at home; copies of them need not be.
+    return tuple(d for c, d in found.items() if not equal or intra_op.priced_bytes(c, home_prices) <= room_bytes)
 
 
 def again_of(contracted: Contracted) -> Again:

@@ -1,6 +1,7 @@
 """What the tables of the search over stages say of a stage is what its tasks take once it is built."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ import pytest
 from autopar import hardware
 from autopar.assembly import RAW
 from autopar.cluster import Cluster, Link
+from autopar.contraction import contract
 from autopar.graph import OpKind, Section
 from autopar.intra_op import IntraOp, MemoryPrices, Terms, saved_values
+from autopar.layer_assignment import assign_layers
 from autopar.mesh import LogicalMesh
 from autopar.node_costs import cost_model
 from autopar.pipeline_search import tables
@@ -21,7 +24,7 @@ from autopar.runtime.program import TaskKind
 from autopar.scan_cutting import cut_scans
 from autopar.solver import StageOption
 from autopar.stage_building import Choice, build, cut_layers
-from autopar.stage_costs import PricedOption, undominated
+from autopar.stage_costs import PricedOption, again_of, layer_decisions, stage_options, undominated
 from autopar.staging import trace
 from tests.small_steps import chain_step
 
@@ -211,6 +214,34 @@ def test_what_is_saved_has_its_price():
 
     assert held_bytes(1e-16) > least * 1.01
     assert held_bytes(1e-6) == pytest.approx(least, rel=1e-3)
+
+
+@pytest.mark.parametrize(("in_flight", "decided_for"), [(0, [0]), (1, [0]), (10_000, [0, 10_000])])
+def test_where_what_is_saved_crowds_the_memory_leaner_decisions_are_made(in_flight, decided_for):
+    """A gigabyte for 130 MB of state; 4 MB are saved of each micro-batch, as most of it lies whole on both devices."""
+    step = cut(2, batch=64)
+    contracted = contract(step.graph, assign_layers(step.graph, step.layers), LAYERS)
+    model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
+    decisions = layer_decisions(contracted, model, 10**9, in_flight, equal=False, time_limit_s=5.0)
+    assert [d.terms.in_flight for d in decisions] == decided_for
+    options = stage_options(contracted, again_of(contracted), step.layers, model, SLOW, decisions)
+    saved = [o.option.saved_bytes.sum() for o in options if o.policy == "nothing"]
+    assert all(leaner < first for first, leaner in itertools.pairwise(saved))
+
+
+def test_of_equal_stages_only_decisions_whose_state_fits_are_priced():
+    step = cut(2)
+    contracted = contract(step.graph, assign_layers(step.graph, step.layers), LAYERS)
+    model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
+    state_bytes = LAYERS * WIDTH**2 * 4  # and as much again for the sums of gradients, where they are not split
+
+    def states(equal):
+        decisions = layer_decisions(contracted, model, 1.5 * state_bytes, 0, equal=equal, time_limit_s=5.0)
+        options = stage_options(contracted, again_of(contracted), step.layers, model, SLOW, decisions)
+        return [o.option.state_bytes.sum() for o in options if o.policy == "nothing"]
+
+    assert max(states(equal=False)) > 1.5 * state_bytes
+    assert states(equal=True) == [n for n in states(equal=False) if n <= 1.5 * state_bytes] != []
 
 
 def test_options_that_are_nowhere_better_than_another_are_left_out():
