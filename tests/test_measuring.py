@@ -304,7 +304,7 @@ sizes = measuring.Sizes(
     array_bytes=(1 << 12, 1 << 20), widths=(16, 128), other_widths=(64, 128), row_bytes=(1 << 18, 1 << 22),
     transposed_widths=(128, 256), fresh_bytes=(40 << 20,)
 )
-assert measuring.measure(sizes=sizes, rounds=1, show_progress=False).save() is not None
+assert measuring.measure(sizes=sizes, rounds=5, show_progress=False).save() is not None
 cluster = autopar.Cluster.local()
 assert autopar.Cluster.local(measured=False) != cluster
 assert 1e8 < cluster.device.flops_per_s("float32") < 1e13, cluster
@@ -318,7 +318,7 @@ print("measured", len(cluster.fits))
 
 
 def test_real_devices_are_measured(tmp_path):
-    """Four virtual devices in a process of their own, few and small runs."""
+    """Four virtual devices in a process of their own, small runs; several, for the machine may do other things too."""
     child = python(MEASURING, cache=tmp_path, devices=4)
     assert child.returncode == 0, child.stderr
     assert "measured 7" in child.stdout
