@@ -43,7 +43,8 @@ class Work:
     """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result.
 
     `is_product`: a matrix product, whose operands are packed where devices do that. `transposed`: the operands that are
-    copied with another dimension last, where that takes its time, and bytes of a row of each.
+    copied with another dimension last, where that takes its time; for each the bytes of a row, and how many times its
+    size the copy reads, for what is computed on the way.
     """
 
     flops: float
@@ -52,7 +53,7 @@ class Work:
     result_bytes: tuple[int, ...]
     fusible: bool
     is_product: bool = False
-    transposed: tuple[tuple[int, int], ...] = ()
+    transposed: tuple[tuple[int, int, float], ...] = ()
 
 
 def flops_of(op: Op) -> float:
@@ -89,7 +90,10 @@ def time_s(
 
 def transposing_s(work: Work, parts: tuple[int, ...], row_parts: tuple[int, ...], device: DeviceKind) -> float:
     """Seconds of copies that an operation wants of its operands, which are split into so many parts, and their rows."""
-    return sum(device.transposing_s(work.operand_bytes[i] / parts[i], row / row_parts[i]) for i, row in work.transposed)
+    return sum(
+        device.transposing_s(times * work.operand_bytes[i] / parts[i], row / row_parts[i])
+        for i, row, times in work.transposed
+    )
 
 
 def transposed(eqn: Any) -> tuple[int, ...]:

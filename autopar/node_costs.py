@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections import Counter
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from autopar.costs import Work, flops_of, is_fusible, time_s, transposed, transp
 from autopar.graph import Atom, Op, OpGraph, OpKind
 from autopar.jax_compat import jax_version
 from autopar.layout import Layout, local_bytes, replicated
-from autopar.memory_steps import Compiler, compiler_for
+from autopar.memory_steps import EXPENSIVE, Compiler, compiler_for
 from autopar.mesh import LogicalMesh
 from autopar.resharding import MeshLinks, StepKind
 from autopar.strategies import Strategy
@@ -85,8 +87,9 @@ class NodeCosts:
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.graph, self.model = graph, model
         self._known: dict[tuple, np.ndarray] = {}
-        self._works: dict[str, Work] = {}
-        self._seconds: dict[tuple[str, float, int], float] = {}
+        self._works: dict[tuple, Work] = {}
+        self._seconds: dict[tuple, float] = {}
+        self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
 
     def of_node(self, node: Node) -> tuple[np.ndarray, tuple]:
         """(cost of each strategy, key): nodes with equal keys have equal strategies and costs."""
@@ -107,7 +110,7 @@ class NodeCosts:
 
     def compute_s(self, op: Op, strategy: Strategy | None) -> float:
         """Seconds of an operation in a step, without the collectives it makes; None: every device does all of it."""
-        key = (op.key, op.count, id(strategy))
+        key = (op.key, self._copied(op), op.count, id(strategy))
         if strategy is None or key not in self._seconds:
             strategy = strategy or Strategy(
                 tuple(replicated(len(self._shape(a))) for a in op.inputs),
@@ -122,9 +125,10 @@ class NodeCosts:
         return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
 
     def _work(self, op: Op) -> Work:
-        if op.key not in self._works:
-            self._works[op.key] = self._new_work(op)
-        return self._works[op.key]
+        key = op.key, self._copied(op)
+        if key not in self._works:
+            self._works[key] = self._new_work(op)
+        return self._works[key]
 
     def _new_work(self, op: Op) -> Work:
         return Work(
@@ -134,8 +138,42 @@ class NodeCosts:
             result_bytes=tuple(self._nbytes(v) for v in op.outputs),
             fusible=is_fusible(op.primitive),
             is_product=op.primitive == "dot_general",
-            transposed=tuple((i, self._row_bytes(op.inputs[i])) for i in transposed(op.eqn)),
+            transposed=tuple((i, self._row_bytes(op.inputs[i]), times) for i, times in self._copied(op)),
         )
+
+    def _copied(self, op: Op) -> tuple[tuple[int, float], ...]:
+        """The operands that are copied with another dimension last, and how many times its size each copy reads."""
+        if not self.model.device.transposing:
+            return ()
+        if op.id not in self._copies:
+            self._copies[op.id] = tuple((i, self._read_by_copy(op.inputs[i])) for i in transposed(op.eqn))
+        return self._copies[op.id]
+
+    def _read_by_copy(self, atom: Atom) -> float:
+        """How many times a value's own bytes a copy of it reads: elementwise operations that lead to it are computed
+        on the way, from what XLA has written to memory.
+        """
+        read, seen, stack = 0.0, {atom}, [atom]
+        while stack:
+            value = stack.pop()
+            maker = self._makers.get(value)
+            shared = value != atom and self._readers[value] > 1
+            if maker is None or not is_fusible(maker.primitive) or (shared and maker.primitive in EXPENSIVE):
+                read += min(1.0, self._nbytes(value) / max(1, self._nbytes(atom)))
+                continue
+            for operand in maker.inputs:
+                if isinstance(operand, int) and operand not in seen:
+                    seen.add(operand)
+                    stack.append(operand)
+        return max(read, 1.0)
+
+    @functools.cached_property
+    def _makers(self) -> dict[Atom, Op]:
+        return {v: op for op in self.graph.ops() if op.kind is OpKind.EQUATION for v in op.outputs}
+
+    @functools.cached_property
+    def _readers(self) -> Counter[Atom]:
+        return Counter(a for op in self.graph.ops() for a in {a for a in op.inputs if isinstance(a, int)})
 
     def _nbytes(self, atom: Atom) -> int:
         return self.graph.values[atom].nbytes if isinstance(atom, int) else 0

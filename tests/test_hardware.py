@@ -135,9 +135,9 @@ def test_an_operand_is_transposed_in_parts():
         operand_bytes=(4000, 8000),
         result_bytes=(8,),
         fusible=False,
-        transposed=((0, 400), (1, 200)),
+        transposed=((0, 400, 1.0), (1, 200, 3.0)),
     )
-    assert transposing_s(work, (4, 8), (4, 1), device) == pytest.approx(1000 * 1e-6 + 1000 * 4e-6)
+    assert transposing_s(work, (4, 8), (4, 1), device) == pytest.approx(1000 * 1e-6 + 3000 * 4e-6)
     assert transposing_s(work, (4, 8), (4, 1), hardware.H100) == 0.0
 
 
