@@ -110,6 +110,8 @@ class Constraints:
         """A value split by each axis along the first dimension that counts what the axis is for, if one divides."""
         layout = replicated(len(value.shape))
         for axis, use in enumerate(self.axes):
+            if mesh.axis_sizes[axis] == 1:
+                continue
             for d, names in enumerate(value.dimensions):
                 dims = tuple((*on, axis) if e == d else on for e, on in enumerate(layout.dims))
                 if names.intersection(use.dimensions) and Layout(dims).fits(value.shape, mesh):

@@ -40,7 +40,7 @@ from autopar.whole_search import LONG_STEP, PlanOptions, distinct_meshes
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
-SHARING = 32  # devices of the smallest stages that may share an example: for more, micro-batches have more examples
+SHARING = 32  # devices of a stage that may share an example: for more, micro-batches have more examples
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 NEAR_THE_BEST = 1.15  # so far from the best are answers looked at for steps that are not long: the tables are off by it
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
@@ -117,9 +117,10 @@ def _searched(
                 cuts[m] = cut_layers(step, m, rules, whole, keeps_copies=keeps_copies)
         except (UnsupportedError, BatchMismatchError) as error:
             refused = error  # some sizes are traced to another program: others may serve
-            continue
+    for m, cut in cuts.items():
         with progress.pass_("layer costs"):
-            found = tables(cuts[m], cluster, asked, limit_bytes, time_limit_s, decided, anew=not is_long(traced))
+            sizes = sizes_for(cut, cluster, asked, m == min(cuts))
+            found = tables(cut, cluster, sizes, limit_bytes, time_limit_s, decided, anew=not is_long(traced))
             priced = undominated(found)
             if is_long(traced):  # what is nowhere better with small micro-batches is not priced for large ones
                 better = {(o.mesh, o.terms) for o in priced}
@@ -132,11 +133,13 @@ def _searched(
                 continue
             for num_stages in stage_numbers(step, cluster) if step.parts > 1 else (asked.num_stages,):
                 options = priced if step.parts == 1 else _on(priced, cluster.num_devices // (num_stages or 1))
+                if step.parts > 1 and not options:
+                    continue  # stages of more devices than share an example
                 problems.append(
                     StageProblem(
                         options=tuple(o.option for o in options),
                         num_devices=cluster.num_devices,
-                        num_layers=len(cuts[m].layers),
+                        num_layers=len(cut.layers),
                         num_microbatches=m,
                         schedule=SearchedSchedule(name),
                         limit_bytes=limit_bytes,
@@ -264,14 +267,14 @@ def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
 def tables(
     cut: Cut,
     cluster: Cluster,
-    asked: PipelineOptions,
+    sizes: Sequence[int],
     limit_bytes: int,
     time_limit_s: float,
     decided: dict[tuple[LogicalMesh, int, int], Decisions],
     *,
     anew: bool = True,
 ) -> tuple[PricedOption, ...]:
-    """The options of every submesh that a stage may have.
+    """The options of every submesh of these sizes.
 
     `decided` are the decisions made for smaller micro-batches: they are kept where operations and values have the same
     numbers and hang together alike, and only priced anew; where examples divide among more of the devices than before,
@@ -281,8 +284,7 @@ def tables(
     contracted = contract(cut.graph, assignment, len(cut.layers))
     wiring, again = hash(wiring_of(contracted.graph)), again_of(contracted)
     options: list[PricedOption] = []
-    parts = [part_of(cluster, size) for size in submesh_sizes(cluster, asked, len(cut.layers))]
-    models = [cost_model(part, mesh) for part in parts for mesh in meshes_inside(part)]
+    models = [cost_model(part, mesh) for part in (part_of(cluster, n) for n in sizes) for mesh in meshes_inside(part)]
     examples = num_examples(cut.step.traced) // cut.graph.num_microbatches if anew else 1
     # Some boundary lies between hosts, and the slowest stage sets the pace.
     link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
@@ -334,6 +336,15 @@ def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> 
         return enough
     chain = [*inside, *(n * of_hosts for of_hosts in _divisor_chain(cluster.num_hosts))]
     return sorted({size for size in chain if size * num_layers >= total})
+
+
+def sizes_for(cut: Cut, cluster: Cluster, asked: PipelineOptions, is_largest: bool) -> list[int]:
+    """Of the sizes of submeshes those for the micro-batches of a cut: where there are larger ones, these are for stages
+    of more devices than share an example.
+    """
+    sizes = submesh_sizes(cluster, asked, len(cut.layers))
+    examples = num_examples(cut.step.traced) // cut.graph.num_microbatches
+    return [size for size in sizes if is_largest or size <= max(sizes[0], SHARING * examples)]
 
 
 def _divisor_chain(n: int) -> list[int]:

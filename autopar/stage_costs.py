@@ -106,7 +106,8 @@ def layer_decisions(
 
     `room_bytes` is what all layers could take on this mesh if each stage holds its share of them: their state, with
     copies of it that are kept, and what is saved of as many micro-batches as the first stage has `in_flight` (none:
-    that is not asked). Where all stages are `equal`, decisions are left out whose state alone takes more.
+    that is not asked). Where all stages are `equal`, decisions are left out whose state alone takes more, but for the
+    leanest.
     """
     # The layers that stay of a run stand for equal ones: what is best for one of them is so for the other.
     intra_op = IntraOp(contracted.graph, model, alike=contracted.alike)
@@ -146,7 +147,9 @@ def layer_decisions(
         dear = FIRST_PRICE * intra_op.cost(choice) / saved_bytes
         decide(dataclasses.replace(terms, s_per_byte=max(terms.s_per_byte, dear), in_flight=in_flight))
     # State and sums are there through the whole step where they are at home; copies of them need not be.
-    return tuple(d for c, d in found.items() if not equal or intra_op.priced_bytes(c, home_prices) <= room_bytes)
+    home_bytes = {choice: intra_op.priced_bytes(choice, home_prices) for choice in found}
+    most_bytes = max(room_bytes, min(home_bytes.values(), default=0.0)) if equal else float("inf")
+    return tuple(decided for choice, decided in found.items() if home_bytes[choice] <= most_bytes)
 
 
 def again_of(contracted: Contracted) -> Again:

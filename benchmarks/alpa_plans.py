@@ -25,7 +25,7 @@ from rich.table import Table
 from autopar import solver
 from autopar.built_out import choice_of
 from autopar.cluster import Cluster
-from autopar.pipeline_search import microbatch_numbers, search_pipelines, tables
+from autopar.pipeline_search import microbatch_numbers, search_pipelines, submesh_sizes, tables
 from autopar.pipelining import PipelineOptions, Staged
 from autopar.progress import Progress
 from autopar.rules import RuleBook
@@ -97,7 +97,8 @@ def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[St
     ranked: list[tuple[tuple[bool, float], Choice, int]] = []
     limit_bytes, decided = cluster.device.memory_bytes, {}
     for m, cut in cuts.items():
-        options = tables(cut, cluster, PipelineOptions(), limit_bytes, TIME_LIMIT_S, decided)
+        sizes = submesh_sizes(cluster, PipelineOptions(), len(cut.layers))
+        options = tables(cut, cluster, sizes, limit_bytes, TIME_LIMIT_S, decided)
         problem = StageProblem(
             options=tuple(o.option for o in options),
             num_devices=cluster.num_devices,

@@ -13,8 +13,11 @@ from autopar.built_out import in_turn
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError
-from autopar.pipeline_search import microbatch_numbers, odd_part, submesh_sizes
+from autopar.pipeline_search import microbatch_numbers, odd_part, sizes_for, submesh_sizes
 from autopar.pipelining import PipelineOptions
+from autopar.rules import RuleBook
+from autopar.scan_cutting import cut_scans
+from autopar.stage_building import cut_layers
 from autopar.staging import trace
 from tests.small_steps import chain_step
 
@@ -164,6 +167,17 @@ def test_what_cannot_be_is_refused(recipe, kind, names):
 def test_stages_may_have_sizes_that_cover_all_devices(hosts, num_layers, sizes):
     on = Cluster.preset("dgx-a100-80g", hosts=hosts)
     assert submesh_sizes(on, PipelineOptions(), num_layers) == sizes
+
+
+def test_small_micro_batches_are_not_for_stages_of_many_devices():
+    """128 hosts, 64 layers: stages of 16 devices or more. Of four examples none is shared by more than 32."""
+    on = Cluster.preset("dgx-a100-80g", hosts=128)
+    traced = trace(chain_step, arguments(64, 8, 1024), names=("params", "batch"), donate=(0,), batch=(1,))
+    cut = cut_layers(cut_scans(traced, 1, RuleBook()), 256, RuleBook())
+    all_sizes = submesh_sizes(on, PipelineOptions(), len(cut.layers))
+    assert all_sizes == [16, 32, 64, 128, 256, 512, 1024]
+    assert sizes_for(cut, on, PipelineOptions(), is_largest=False) == [16, 32, 64, 128]
+    assert sizes_for(cut, on, PipelineOptions(), is_largest=True) == all_sizes
 
 
 def arguments_bytes():

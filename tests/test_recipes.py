@@ -223,6 +223,12 @@ def test_three_kinds_of_parallelism_together(case):
     }
 
 
+def test_stages_of_one_device_take_several_examples_at_a_time():
+    _, plan = verified(CASES["gpt"](layers=8, batch=8), recipes.combine(pp=8, num_microbatches=4), 8)
+    assert [stage.axis_sizes for stage in plan.record.pipeline.stages] == [(1,)] * 8
+    assert plan.predicted.sent_bytes == 0
+
+
 def test_micro_batches_that_are_not_asked_for_leave_every_copy_an_example():
     case, recipe = CASES["mlp"](batch=16), recipes.combine(pp=2)  # four copies of two stages
     step = autopar.parallelize(case.step, plan=recipe, cache_dir=None, show_progress=False)

@@ -18,7 +18,6 @@ from autopar.layer_assignment import assign_layers
 from autopar.mesh import LogicalMesh
 from autopar.node_costs import cost_model
 from autopar.pipeline_search import tables
-from autopar.pipelining import PipelineOptions
 from autopar.rules import RuleBook
 from autopar.runtime.program import TaskKind
 from autopar.scan_cutting import cut_scans
@@ -75,7 +74,7 @@ RESIDUAL = {
 def two_stages(step, schedule, policy):
     """(the tables' option of two devices, the first layer of the second stage, two such stages built)"""
     on = cluster()
-    found = tables(step, on, PipelineOptions(num_stages=2), 80 * 10**9, 5.0, {})
+    found = tables(step, on, [2], 80 * 10**9, 5.0, {})
     option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
     half = len(step.layers) // 2
     choice = Choice(
@@ -142,7 +141,7 @@ def test_where_examples_divide_among_more_devices_layers_are_decided_anew(anew):
     found = [
         len(decided)
         for m in (8, 2)
-        if tables(cut(m, batch=8), cluster(), PipelineOptions(), 80 * 10**9, 5.0, decided, anew=anew)
+        if tables(cut(m, batch=8), cluster(), [1, 2, 4], 80 * 10**9, 5.0, decided, anew=anew)
     ]
     meshes = found[0]
     assert found[1] - meshes == (meshes - 1 if anew else 0)  # on one device there is nothing to divide
