@@ -175,3 +175,14 @@ def test_findings_say_what_is_missing_and_what_holds():
     moe = [finding for finding in findings.findings(rows) if finding.published.startswith("MoE")]
     assert [(f.ours, f.holds) for f in moe] == [("2.4B on 1: 2.00x", True)]
     assert {finding.holds for finding in findings.findings([])} == {None}
+
+
+@pytest.mark.parametrize(("why", "holds", "note"), [("", True, ""), ("ended after 4 attempts", None, "the best of 1")])
+def test_a_recipe_that_was_ended_early_may_yet_fit(why, holds, note):
+    out = dataclasses.replace(ROW, model="gpt-15B", cluster="p3.16xlargex4", recipe="megatron grid")
+    out = dataclasses.replace(out, status=Status.OUT_OF_MEMORY, peak_bytes=20, limit_bytes=10, attempts=1, why=why)
+    own = dataclasses.replace(out, recipe="auto", status=Status.PLANNED, why="", step_time_s=1.0)
+    (grid,) = (f for f in findings.findings([own, out]) if "Megatron-LM" in f.published)
+    assert grid.holds is holds
+    assert "out of memory" in grid.ours
+    assert note in grid.ours

@@ -189,11 +189,14 @@ def tensor_parallel(problem: Problem) -> Walk:
 
 
 def megatron(problem: Problem, most_tp: int | None = None) -> Walk:
-    """Every product of tensor (inside of a host), pipeline and data parallelism; the optimiser's state in parts."""
+    """Every product of tensor (inside of a host), pipeline and data parallelism; the optimiser's state in parts.
+
+    Those with most tensor parallelism come first: they are the likeliest to fit, where a walk is ended early.
+    """
     n, inside = problem.cluster.num_devices, problem.cluster.devices_per_host
     starts = [
         first_point(problem, tp=tp, pp=pp, zero=1 if tp * pp < n else 0)
-        for tp in powers(most_tp or inside)
+        for tp in reversed(powers(most_tp or inside))
         for pp in powers(MOST_STAGES)
         if n % (tp * pp) == 0 and inside % tp == 0
     ]
