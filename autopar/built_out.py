@@ -169,7 +169,7 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
         ),
         terms=tuple(o.terms for o in taken),
         crowded=tuple(
-            _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
+            o.crowded or _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
             for o, stage in zip(taken, answer.stages, strict=True)
         ),
     )

@@ -100,7 +100,8 @@ def transposed(eqn: Any) -> tuple[int, ...]:
     """The operands that XLA's CPU compiler copies so that another dimension is the last.
 
     Its kernels for products of many matrices take the left ones row by row, as its convolutions take images with their
-    channels last and kernels with the outgoing channels last. A product of two matrices takes both either way.
+    channels last and kernels with the outgoing channels last. A product of two matrices takes both either way. (Where
+    no copy is made the kernel reads against the rows, which takes about as long.)
     """
     if eqn.primitive.name == "dot_general":
         (summed, _), (batch, _) = eqn.params["dimension_numbers"]
@@ -111,3 +112,14 @@ def transposed(eqn: Any) -> tuple[int, ...]:
         numbers, last = eqn.params["dimension_numbers"], len(eqn.invars[0].aval.shape) - 1
         return tuple(i for i, d in ((0, numbers.lhs_spec[1]), (1, numbers.rhs_spec[0])) if d != last)
     return ()
+
+
+def copies_are_fused(eqn: Any) -> bool:
+    """Whether such copies are operations of their own, into which XLA fuses what makes the operand: those that bring
+    images and kernels, and products that sum over several dimensions or have several rows, to the form kernels take.
+    """
+    if eqn.primitive.name != "dot_general":
+        return True
+    (summed, _), (batch, _) = eqn.params["dimension_numbers"]
+    rest = len(eqn.invars[0].aval.shape) - len(summed) - len(batch)
+    return len(summed) > 1 or rest > 1 or tuple(batch) != tuple(range(len(batch)))

@@ -72,13 +72,18 @@ class MemoryPrices:
     copies: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
-def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
-    """What lies in memory through the whole step: state, sums over micro-batches, copies for all readers."""
+def held_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
+    """What lies in memory through the whole step in any case: state and sums over micro-batches, at home."""
     arguments = {v for i, v in enumerate(graph.block.inputs) if i not in graph.batch | graph.repeating}
     sums = {v for op in graph.block.ops if op.kind is OpKind.ACCUMULATE for v in op.outputs}
+    return frozenset((v, RAW) for v in arguments | sums)
+
+
+def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
+    """What may lie in memory through the whole step: state, sums over micro-batches, copies for all readers."""
     before = (op for op in graph.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
-    hoisted = {v for op in before for v in op.outputs}
-    return frozenset((v, state) for v in arguments | sums | hoisted for state in (RAW, ALL))
+    values = {v for v, _ in held_values(graph)}.union(*(op.outputs for op in before))
+    return frozenset((v, state) for v in values for state in (RAW, ALL))
 
 
 def saved_values(graph: OpGraph) -> frozenset[tuple[int, str]]:

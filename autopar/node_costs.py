@@ -13,7 +13,7 @@ from autopar import attention
 from autopar.assembly import Node
 from autopar.cluster import Cluster, DeviceKind
 from autopar.collectives import CollectiveKind
-from autopar.costs import Work, flops_of, is_fusible, time_s, transposed, transposing_s
+from autopar.costs import Work, copies_are_fused, flops_of, is_fusible, time_s, transposed, transposing_s
 from autopar.graph import Atom, Op, OpGraph, OpKind
 from autopar.jax_compat import jax_version
 from autopar.layout import Layout, local_bytes, replicated
@@ -51,6 +51,8 @@ class CostModel:
         return 2.0 if self.device.widens_bfloat16 and dtype == "bfloat16" else 1.0
 
 
+# Cheap elementwise results are computed again for so many readers.
+_MOST_READERS = 2
 # What is sent is copied with another dimension last as if its rows were so long: paths know no shapes.
 _ROW_BYTES = 2048.0
 
@@ -146,19 +148,22 @@ class NodeCosts:
         if not self.model.device.transposing:
             return ()
         if op.id not in self._copies:
-            self._copies[op.id] = tuple((i, self._read_by_copy(op.inputs[i])) for i in transposed(op.eqn))
+            found = transposed(op.eqn)
+            fused = copies_are_fused(op.eqn)
+            self._copies[op.id] = tuple((i, self._read_by_copy(op.inputs[i]) if fused else 1.0) for i in found)
         return self._copies[op.id]
 
     def _read_by_copy(self, atom: Atom) -> float:
         """How many times a value's own bytes a copy of it reads: elementwise operations that lead to it are computed
-        on the way, from what XLA has written to memory.
+        on the way, from what XLA has written to memory (also what many read, or several if it is expensive).
         """
         read, seen, stack = 0.0, {atom}, [atom]
         while stack:
             value = stack.pop()
             maker = self._makers.get(value)
-            shared = value != atom and self._readers[value] > 1
-            if maker is None or not is_fusible(maker.primitive) or (shared and maker.primitive in EXPENSIVE):
+            most_readers = 1 if maker is not None and maker.primitive in EXPENSIVE else _MOST_READERS
+            written = value != atom and self._readers[value] > most_readers
+            if maker is None or written or not is_fusible(maker.primitive):
                 read += min(1.0, self._nbytes(value) / max(1, self._nbytes(atom)))
                 continue
             for operand in maker.inputs:

@@ -47,6 +47,11 @@ MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search 
 FINEST_PARTS = 64  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 
+# What decisions were made for: mesh, operations and values, devices that examples divide among, and where what is saved
+# has a price the examples and the micro-batches in flight.
+DecidedFor = tuple[LogicalMesh, int, int, int, int]
+
+
 def search_pipelines(
     traced: TracedStep,
     cluster: Cluster,
@@ -106,7 +111,7 @@ def _searched(
     """(what `search_pipelines` finds, copies of the state being kept or made anew; whether the latter may help)"""
     cuts: dict[int, Cut] = {}
     problems: list[StageProblem] = []
-    decided: dict[tuple[LogicalMesh, int, int], Decisions] = {}
+    decided: dict[DecidedFor, Decisions] = {}
     of_problem: list[tuple[int, tuple[PricedOption, ...]]] = []
     step = cut_scans(traced, finest(trips_of(traced, rules)), rules)
     numbers = microbatch_numbers(traced, cluster, asked)
@@ -120,7 +125,7 @@ def _searched(
     for m, cut in cuts.items():
         with progress.pass_("layer costs"):
             sizes = sizes_for(cut, cluster, asked, m == min(cuts))
-            found = tables(cut, cluster, sizes, limit_bytes, time_limit_s, decided, anew=not is_long(traced))
+            found = tables(cut, cluster, sizes, limit_bytes, time_limit_s, decided, prices_saved=not is_long(traced))
             priced = undominated(found)
             if is_long(traced):  # what is nowhere better with small micro-batches is not priced for large ones
                 better = {(o.mesh, o.terms) for o in priced}
@@ -270,33 +275,33 @@ def tables(
     sizes: Sequence[int],
     limit_bytes: int,
     time_limit_s: float,
-    decided: dict[tuple[LogicalMesh, int, int], Decisions],
+    decided: dict[DecidedFor, Decisions],
     *,
-    anew: bool = True,
+    prices_saved: bool = True,
 ) -> tuple[PricedOption, ...]:
     """The options of every submesh of these sizes.
 
     `decided` are the decisions made for smaller micro-batches: they are kept where operations and values have the same
-    numbers and hang together alike, and only priced anew; where examples divide among more of the devices than before,
-    all is decided `anew` if that is wanted. Adds to it what is decided here.
+    numbers and hang together alike, examples divide among as many of the devices, and what is saved has no price that
+    depends on their number (`prices_saved`); then they are only priced anew. Adds to it what is decided here.
     """
     assignment = assign_layers(cut.graph, cut.layers)
     contracted = contract(cut.graph, assignment, len(cut.layers))
     wiring, again = hash(wiring_of(contracted.graph)), again_of(contracted)
     options: list[PricedOption] = []
     models = [cost_model(part, mesh) for part in (part_of(cluster, n) for n in sizes) for mesh in meshes_inside(part)]
-    examples = num_examples(cut.step.traced) // cut.graph.num_microbatches if anew else 1
+    examples = num_examples(cut.step.traced) // cut.graph.num_microbatches
     # Some boundary lies between hosts, and the slowest stage sets the pace.
     link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
     for model in models:
         mesh = model.links.mesh
-        key = mesh, wiring, math.gcd(examples, mesh.num_devices)
+        stages = cluster.num_devices / mesh.num_devices
+        in_flight = min(math.ceil(stages), cut.graph.num_microbatches) if prices_saved else 0
+        key = mesh, wiring, math.gcd(examples, mesh.num_devices), in_flight and examples, in_flight
         if key not in decided:
             # A stage on this mesh holds about its share of the layers.
-            stages = cluster.num_devices // mesh.num_devices
-            in_flight = min(stages, cut.graph.num_microbatches) if anew else 0
-            equal = cut.step.parts > 1
-            decided[key] = layer_decisions(contracted, model, limit_bytes * stages, in_flight, equal, time_limit_s)
+            room_bytes, equal = limit_bytes * stages, cut.step.parts > 1
+            decided[key] = layer_decisions(contracted, model, room_bytes, in_flight, equal, time_limit_s)
         options += stage_options(contracted, again, cut.layers, model, link, decided[key])
     return tuple(options)
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.assembly import RAW
 from autopar.collectives import Link
 from autopar.contraction import Contracted
 from autopar.graph import OpKind, Section, read_by, walk
@@ -28,7 +27,7 @@ from autopar.instructions import (
     Stack,
     section_of,
 )
-from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, saved_values, state_values
+from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, held_values, saved_values, state_values
 from autopar.layers import Layers
 from autopar.layout import local_bytes
 from autopar.lowering import lower
@@ -45,8 +44,8 @@ _LESS_IS_BETTER = (
 )  # fmt: skip
 # A byte always costs a little (a part of reading it once), so that of equally fast decisions the leanest is taken.
 TIE_BREAKING_READS = 0.1
-# Where state is too large, decisions are made with a higher price on its bytes: how often it is raised, the first price
-# (as a part of the step's time divided by the state's bytes) and by how much it rises.
+# Where state, or what is saved, is too large, decisions are made with a higher price on its bytes: how often that of
+# state is raised, the first price (as a part of the step's time divided by the bytes) and by how much it rises.
 LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.1, 3.0
 # Of the memory: where state takes less, no leaner decisions are looked for, and likewise for what is saved.
 STATE_SHARE, SAVED_SHARE = 0.5, 0.25
@@ -73,20 +72,28 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricedOption:
-    """A way to run layers: the mesh, what they recompute, and the terms under which it is decided."""
+    """A way to run layers: the mesh, what they recompute, and the terms under which it is decided.
+
+    `crowded`: the state of any stage alone would not fit under others.
+    """
 
     option: StageOption
     mesh: LogicalMesh
     policy: str
     terms: Terms
+    crowded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """Decisions for a graph on one mesh, and the terms under which they were made."""
+    """Decisions for a graph on one mesh, and the terms under which they were made.
+
+    `crowded`: there were others whose state alone does not fit.
+    """
 
     terms: Terms
     sharding: ShardingPlan
+    crowded: bool = False
 
 
 Decisions = tuple[Decided, ...]
@@ -115,7 +122,7 @@ def layer_decisions(
     state_prices = MemoryPrices(s_per_byte=lowest_price(model), values=state, copies=copies)
     saved_prices = dataclasses.replace(state_prices, values=saved)
     several = copies | {v: copies.get(v, 1.0) * in_flight for v, _ in saved}
-    home_prices = dataclasses.replace(state_prices, values=frozenset((v, at) for v, at in state if at == RAW))
+    home_prices = dataclasses.replace(state_prices, values=held_values(contracted.graph))
     found: dict[tuple[int, ...], Decided] = {}
 
     def decide(terms: Terms) -> Sequence[int] | None:
@@ -146,10 +153,13 @@ def layer_decisions(
     if choice is not None and saved_bytes > SAVED_SHARE * room_bytes:
         dear = FIRST_PRICE * intra_op.cost(choice) / saved_bytes
         decide(dataclasses.replace(terms, s_per_byte=max(terms.s_per_byte, dear), in_flight=in_flight))
-    # State and sums are there through the whole step where they are at home; copies of them need not be.
+    if not equal:
+        return tuple(found.values())
     home_bytes = {choice: intra_op.priced_bytes(choice, home_prices) for choice in found}
-    most_bytes = max(room_bytes, min(home_bytes.values(), default=0.0)) if equal else float("inf")
-    return tuple(decided for choice, decided in found.items() if home_bytes[choice] <= most_bytes)
+    most_bytes = max(room_bytes, min(home_bytes.values(), default=0.0))
+    crowded = any(nbytes > room_bytes for nbytes in home_bytes.values())
+    kept = (decided for choice, decided in found.items() if home_bytes[choice] <= most_bytes)
+    return tuple(dataclasses.replace(decided, crowded=crowded) for decided in kept)
 
 
 def again_of(contracted: Contracted) -> Again:
@@ -177,6 +187,7 @@ def stage_options(
                 mesh=model.links.mesh,
                 policy=policy.value,
                 terms=decided.terms,
+                crowded=decided.crowded,
             )
             for policy in Recompute
         ]

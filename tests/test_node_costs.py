@@ -15,7 +15,7 @@ from autopar.node_costs import NodeCosts, cost_model
 from autopar.rules import RuleBook
 from autopar.staging import trace
 
-ONE, OTHER = jax.ShapeDtypeStruct((2, 16, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+ONE, OTHER = jax.ShapeDtypeStruct((2, 4, 4, 8), jnp.float32), jax.ShapeDtypeStruct((4, 4, 8), jnp.float32)
 WRITTEN = 2 * 16 * 8 * 4  # bytes of the operand
 S_PER_BYTE = 1e-3
 
@@ -38,18 +38,39 @@ def expensive_twice(x, y):
 
 
 def behind_a_sum(x, y):
-    return x + jnp.sum(x, axis=2, keepdims=True)  # an eighth as large
+    return x + jnp.sum(x, axis=3, keepdims=True)  # an eighth as large
+
+
+def read_by_many(x, y):
+    z = x + y
+    return z * (z + 1.0) * (z + 2.0)  # written
+
+
+def over_two_dimensions(x, kernels):
+    return jax.lax.dot_general(x, kernels, (((1, 2), (1, 2)), ((0,), (0,))))
+
+
+def over_one(x, kernels):
+    return jax.lax.dot_general(x.reshape(2, 16, 8), kernels.reshape(2, 16, 8), (((1,), (1,)), ((0,), (0,))))
 
 
 @pytest.mark.parametrize(
-    ("operand", "times"),
-    [(as_it_is, 1.0), (elementwise, 1.5), (expensive_once, 1.0), (expensive_twice, 2.0), (behind_a_sum, 1.125)],
+    ("operand", "product", "times"),
+    [
+        (as_it_is, over_two_dimensions, 1.0),
+        (elementwise, over_two_dimensions, 1.5),
+        (expensive_once, over_two_dimensions, 1.0),
+        (expensive_twice, over_two_dimensions, 2.0),
+        (behind_a_sum, over_two_dimensions, 1.125),
+        (read_by_many, over_two_dimensions, 1.0),
+        (elementwise, over_one, 1.0),  # read by the kernel, after it was written
+    ],
 )
-def test_a_copy_reads_what_its_operand_is_computed_from(operand, times):
+def test_a_copy_reads_what_its_operand_is_computed_from(operand, product, times):
     """XLA's CPU compiler computes elementwise operations on the way, of arrays that it reads against their rows."""
 
     def step(x, y, kernels):
-        return jax.lax.dot_general(operand(x, y), kernels, (((1,), (1,)), ((0,), (0,))))
+        return product(operand(x, y), kernels)
 
     traced = trace(step, (ONE, OTHER, ONE), names=("x", "y", "kernels"), donate=(), batch=())
     graph = build_graph(traced, RuleBook())
@@ -58,6 +79,6 @@ def test_a_copy_reads_what_its_operand_is_computed_from(operand, times):
     for transposing in ((), ((32.0, S_PER_BYTE), (64.0, S_PER_BYTE))):
         device = dataclasses.replace(cluster.device, transposing=transposing)
         model = cost_model(dataclasses.replace(cluster, device=device), LogicalMesh(axis_sizes=(8,)))
-        (product,) = (op for op in graph.ops() if op.primitive == "dot_general")
-        seconds.append(NodeCosts(graph, model).compute_s(product, None))
+        (dot,) = (op for op in graph.ops() if op.primitive == "dot_general")
+        seconds.append(NodeCosts(graph, model).compute_s(dot, None))
     assert seconds[1] - seconds[0] == pytest.approx(times * WRITTEN * S_PER_BYTE)

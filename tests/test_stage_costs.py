@@ -135,16 +135,22 @@ def test_where_weight_gradients_wait_a_stage_holds_what_they_read(policy):
     assert sum(b.nbytes for b in held) == half * 6 * X_BYTES
 
 
-@pytest.mark.parametrize("anew", [True, False])
-def test_where_examples_divide_among_more_devices_layers_are_decided_anew(anew):
+@pytest.mark.parametrize(
+    ("prices_saved", "numbers", "anew"),
+    [
+        (False, (16, 4), 3),  # of one example, then of four: on one device there is nothing to divide
+        (False, (4, 2), 0),  # of four, then of eight, on four devices at most
+        (True, (4, 2), 4),  # what is saved of eight examples is more
+    ],
+)
+def test_where_examples_divide_among_more_devices_layers_are_decided_anew(prices_saved, numbers, anew):
     decided = {}
     found = [
         len(decided)
-        for m in (8, 2)
-        if tables(cut(m, batch=8), cluster(), [1, 2, 4], 80 * 10**9, 5.0, decided, anew=anew)
+        for m in numbers
+        if tables(cut(m, batch=16), cluster(), [1, 2, 4], 80 * 10**9, 5.0, decided, prices_saved=prices_saved)
     ]
-    meshes = found[0]
-    assert found[1] - meshes == (meshes - 1 if anew else 0)  # on one device there is nothing to divide
+    assert found == [4, 4 + anew]  # four devices are a line or a square
 
 
 @pytest.mark.parametrize(
