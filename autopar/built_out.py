@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from autopar.cluster import Cluster
 from autopar.pins import PinsOnMesh
@@ -88,23 +88,31 @@ class BuiltOut:
                 answers = [*best_stages(several, within), *best_stages(alone)]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
-            ranked = in_turn((of_problem[n][0], plan.step_time_s, n) for n, plan in plans.items() if n < first_alone)
+            kinds = {n: self.kind(of_problem[n][0], plan) for n, plan in plans.items() if n < first_alone}
+            ranked = in_turn((kind, plans[n].step_time_s, n) for n, kind in kinds.items())
             _, alone_at = min(((p.step_time_s, n) for n, p in plans.items() if n >= first_alone), default=(0.0, None))
             if alone_at is not None:
                 ranked.insert(MOST_BUILT, alone_at)
             most = 1 if tightened else MOST_BUILT + (alone_at is not None)
-            too_large = self.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], most)
+            too_large = self.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], most, within)
             if not too_large:
                 break
             searched = [dataclasses.replace(p, limit_bytes=too_large.get(p.schedule, p.limit_bytes)) for p in searched]
         return first_answers
 
+    def kind(self, m: int, plan: StagePlan) -> tuple[int, int]:
+        """What answers are alike in: micro-batches, and stages where they are equal parts of a scan."""
+        return m, len(plan.stages) if self.cuts[m].step.parts > 1 else 0
+
     def run(
-        self, ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]], most: int
+        self,
+        ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]],
+        most: int,
+        within: float = 1.0,
     ) -> dict[Schedule, int]:
-        """Works out at most so many more of some answers, which come fastest first. Where the fastest does not fit: of
-        each schedule of which one did not the bytes to keep to, for plans that need as much more than the search takes
-        them for.
+        """Works out at most so many more of some answers, which come fastest first, as far as the tables say that they
+        are `within` so many times of the best one's time. Where the fastest does not fit: of each schedule of which one
+        did not the bytes to keep to, for plans that need as much more than the search takes them for.
         """
         too_large: dict[Schedule, int] = {}
         fastest_fits = True
@@ -114,7 +122,7 @@ class BuiltOut:
             if (m, choice) in self.built:
                 continue
             over = self.best is None or not self.best.fits(self.limit_bytes)
-            beaten = self.best is not None and not over and answer.step_time_s >= self.best.trial.step_time_s
+            beaten = self.best is not None and not over and answer.step_time_s >= within * self.best.trial.step_time_s
             if beaten or built >= most or answer.step_time_s > 1.2 * self.to_beat_s:
                 text = f"{m} micro-batches, {choice.text}"
                 self.weighed.append(
@@ -143,11 +151,11 @@ class BuiltOut:
         return dataclasses.replace(self.best, weighed=tuple(self.weighed)) if self.best is not None else None
 
 
-def in_turn(plans: Iterable[tuple[int, float, int]]) -> list[int]:
+def in_turn(plans: Iterable[tuple[Hashable, float, int]]) -> list[int]:
     """Of plans given as (kind, seconds, number) the numbers: the fastest of each kind, fastest first, then the second
     of each, and so on.
     """
-    turn: dict[int, int] = {}
+    turn: dict[Hashable, int] = {}
     found: list[tuple[int, int]] = []
     for kind, _, number in sorted(plans, key=lambda plan: plan[1]):
         turn[kind] = turn.get(kind, -1) + 1

@@ -44,7 +44,7 @@ SHARING = 32  # devices of a stage that may share an example: for more, micro-ba
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 NEAR_THE_BEST = 1.15  # so far from the best are answers looked at for steps that are not long: the tables are off by it
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
-FINEST_PARTS = 64  # in which a scan over layers is priced, and so the most stages that it is cut into
+FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 
 # What decisions were made for: mesh, operations and values, devices that examples divide among, and where what is saved
@@ -283,7 +283,8 @@ def tables(
 
     `decided` are the decisions made for smaller micro-batches: they are kept where operations and values have the same
     numbers and hang together alike, examples divide among as many of the devices, and what is saved has no price that
-    depends on their number (`prices_saved`); then they are only priced anew. Adds to it what is decided here.
+    depends on their number (`prices_saved`, which long steps do without); then they are only priced anew. Adds to it
+    what is decided here.
     """
     assignment = assign_layers(cut.graph, cut.layers)
     contracted = contract(cut.graph, assignment, len(cut.layers))

@@ -63,7 +63,9 @@ def speedups(rows: ByKey, family: str, recipe: str) -> dict[int, float]:
 
 
 def comparison(rows: ByKey, family: str, recipe: str, published: str) -> Finding:
-    """The search against one recipe over all hosts; it holds where the search is nowhere slower."""
+    """The search against one recipe over all hosts; it holds where the search is nowhere slower than what was tried of
+    the recipe. Where nothing that was tried fits and not all was, that says nothing.
+    """
     found = [(model, speedup(rows, model, recipe)) for model in scaled(family)]
     known = [(model, value) for model, value in found if value is not None]
     texts = [
