@@ -108,7 +108,7 @@ class BuiltOut:
         self,
         ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]],
         most: int,
-        within: float = 1.0,
+        within: float,
     ) -> dict[Schedule, int]:
         """Works out at most so many more of some answers, which come fastest first, as far as the tables say that they
         are `within` so many times of the best one's time. Where the fastest does not fit: of each schedule of which one

@@ -130,8 +130,8 @@ class Loop(_Reading):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Split(_Reading):
-    """Cuts a value into those of the micro-batches, which lie as it does."""
+class _Crossing(_Reading):
+    """A value goes into the loop over micro-batches, or comes out of it; the result lies as it does."""
 
     op: Op
     read: Place | None
@@ -142,6 +142,11 @@ class Split(_Reading):
 
     def _made(self) -> Iterable[Key]:
         return ((self.op.outputs[0], (self.result, RAW)),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split(_Crossing):
+    """Cuts a value into those of the micro-batches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,18 +170,8 @@ class Accumulate(_Reading):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stack(_Reading):
-    """Joins what the micro-batches made; the result lies as they do."""
-
-    op: Op
-    read: Place | None
-    result: Layout
-
-    def _read(self) -> Iterable[Key]:
-        return _pairs(self.op.inputs, (self.read,))
-
-    def _made(self) -> Iterable[Key]:
-        return ((self.op.outputs[0], (self.result, RAW)),)
+class Stack(_Crossing):
+    """Joins what the micro-batches made."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from rich.table import Table
 from autopar import solver
 from autopar.built_out import choice_of
 from autopar.cluster import Cluster
-from autopar.pipeline_search import microbatch_numbers, search_pipelines, submesh_sizes, tables
+from autopar.pipeline_search import is_long, microbatch_numbers, search_pipelines, submesh_sizes, tables
 from autopar.pipelining import PipelineOptions, Staged
 from autopar.progress import Progress
 from autopar.rules import RuleBook
@@ -98,7 +98,8 @@ def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[St
     limit_bytes, decided = cluster.device.memory_bytes, {}
     for m, cut in cuts.items():
         sizes = submesh_sizes(cluster, PipelineOptions(), len(cut.layers))
-        options = tables(cut, cluster, sizes, limit_bytes, TIME_LIMIT_S, decided)
+        prices_saved = not is_long(cut.step.traced)  # as the search has it
+        options = tables(cut, cluster, sizes, limit_bytes, TIME_LIMIT_S, decided, prices_saved=prices_saved)
         problem = StageProblem(
             options=tuple(o.option for o in options),
             num_devices=cluster.num_devices,
