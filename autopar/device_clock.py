@@ -43,6 +43,7 @@ class MatmulRun:
     dtype: str
     width: int
     rows: int | None = None
+    in_step: int = 1
 
     PRODUCTS: ClassVar[int] = 3
 
@@ -76,6 +77,7 @@ class RowsRun:
     """
 
     array_bytes: int
+    in_step: int = 1
 
     @property
     def moved_bytes(self) -> float:
@@ -88,6 +90,7 @@ class TransposeRun:
     """Copies of square matrices of `width` numbers a side, rows to columns, on every device."""
 
     width: int
+    in_step: int = 1
 
     COPIES: ClassVar[int] = 2
 
@@ -107,10 +110,15 @@ class FreshRun:
     nbytes: int
 
 
+# `in_step` devices of a host wait for each other after every repetition of these, as in a step with collectives.
+# Virtual devices of one CPU need that to be timed rightly: left alone, one of them runs many repetitions with its
+# operands in the caches before another has its turn, and none ever waits for another that has no core.
+Kernel = MatmulRun | RowsRun | TransposeRun
 Run = CollectiveRun | MatmulRun | StreamRun | RowsRun | TransposeRun | FreshRun
 
-# One sample should take this long: a hundred times what the clock and the end of a loop leave uncertain.
-SAMPLE_S = 10e-3
+# One sample should take this long: a hundred times what the clock and the end of a loop leave uncertain; more where
+# devices wait for each other, and so for whoever else has a core.
+SAMPLE_S, IN_STEP_SAMPLE_S = 10e-3, 40e-3
 _AGAIN = 2  # how often a block of fresh memory is filled again
 MOST_REPETITIONS = 2_000
 _ROW = 256  # numbers in a row that is normalised
@@ -146,11 +154,12 @@ class DeviceClock:
     def prepare(self, run: Run) -> float:
         # Several streamed kernels in a row would be fused into one, two transposes would be none.
         alone = isinstance(run, StreamRun | TransposeRun | FreshRun)
-        seconds = math.inf if alone else self._try(run, UNROLLED)
+        in_step = _in_step(run) > 1
+        seconds = math.inf if alone or in_step else self._try(run, UNROLLED)
         if seconds > SHORT_S:
             seconds = self._try(run, 1)
         unrolled = self._programs[run][2]
-        wanted = SAMPLE_S / max(seconds, 1e-9)
+        wanted = (IN_STEP_SAMPLE_S if in_step else SAMPLE_S) / max(seconds, 1e-9)
         self._repetitions[run] = max(1, round(min(wanted, MOST_REPETITIONS) / unrolled)) * unrolled
         return seconds
 
@@ -202,6 +211,7 @@ class DeviceClock:
         """(program of a number of rounds and operands, operands, repetitions in a round)."""
         mesh = self._mesh(run)
         repeat, operands = _work(run)
+        in_step = _in_step(run) > 1
 
         def rounds(count: Any, *local: Any) -> Any:
             if isinstance(run, FreshRun):
@@ -212,6 +222,16 @@ class DeviceClock:
                     values = repeat(*values)
                 return values
 
+            def one_in_step(i: Any, values_and_beat: Any) -> Any:
+                values, beat = values_and_beat
+                values = one_round(i, values)
+                # Nobody goes round again before all have got as far; values that change would be copied.
+                number = values[0][:1, 0].astype(jnp.float32)
+                return values, jax.lax.psum(number + beat, "group") * 0.0
+
+            if in_step:
+                values, beat = jax.lax.fori_loop(0, count, one_in_step, (local, jnp.zeros(1)))
+                return *values, beat
             return jax.lax.fori_loop(0, count, one_round, local)
 
         everywhere = PartitionSpec(mesh.axis_names)
@@ -220,7 +240,7 @@ class DeviceClock:
                 rounds,
                 mesh=mesh,
                 in_specs=(PartitionSpec(), *(everywhere for _ in operands)),
-                out_specs=tuple(everywhere for _ in operands),
+                out_specs=tuple(everywhere for _ in range(len(operands) + in_step)),
                 check_vma=False,  # a sum is the same everywhere, and goes round the loop as if it were not
             )
         )
@@ -228,10 +248,15 @@ class DeviceClock:
         return program, [_on_each_device(x, sharding, len(self._devices)) for x in operands], unrolled
 
     def _mesh(self, run: Run) -> Mesh:
-        total, n = len(self._devices), run.n if isinstance(run, CollectiveRun) else 1
+        n = run.n if isinstance(run, CollectiveRun) else _in_step(run)
+        total = len(self._devices)
         stride = total // self._num_hosts if isinstance(run, CollectiveRun) and run.between_hosts else 1
         grid = np.array(self._devices).reshape(total // (n * stride), n, stride)
         return Mesh(grid, ("before", "group", "after"), axis_types=(AxisType.Auto,) * 3)
+
+
+def _in_step(run: Run) -> int:
+    return run.in_step if isinstance(run, Kernel) else 1
 
 
 def _on_each_device(value: np.ndarray, sharding: NamedSharding, count: int) -> Any:

@@ -21,6 +21,7 @@ from autopar.device_clock import (
     CollectiveRun,
     DeviceClock,
     FreshRun,
+    Kernel,
     MatmulRun,
     RowsRun,
     Run,
@@ -47,6 +48,7 @@ class Sizes:
 
     `few_rows`: (rows, width) of float32 products that are not square, where packing of operands may cost time.
     `transposed_widths`: square matrices whose rows become columns, where that takes longer than another copy.
+    `in_step`: kernels are timed with the devices of a host in step, but for products of less than that width.
     """
 
     array_bytes: tuple[int, ...]
@@ -57,6 +59,7 @@ class Sizes:
     row_bytes: tuple[int, ...] = ()
     transposed_widths: tuple[int, ...] = ()
     fresh_bytes: tuple[int, ...] = ()
+    in_step: int | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -71,6 +74,7 @@ CPU_SIZES = Sizes(
     row_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 23),
     transposed_widths=(256, 512, 1024),
     fresh_bytes=(36 << 20, 48 << 20),
+    in_step=128,
 )
 # One that has the host to itself, or shares it with another, gets larger parts of a step.
 ROOMY_CPU_SIZES = dataclasses.replace(
@@ -79,6 +83,7 @@ ROOMY_CPU_SIZES = dataclasses.replace(
     other_widths=(256, 512),
     few_rows=((16, 512), (64, 512), (16, 1024), (64, 1024)),
     row_bytes=(1 << 20, 1 << 22, 1 << 24),
+    fresh_bytes=(72 << 20, 96 << 20),
     transposed_widths=(256, 512, 1024, 2048),
 )
 ACCELERATOR_SIZES = Sizes(
@@ -128,15 +133,21 @@ def _sizes(on: MeasuredOn) -> Sizes:
 
 def runs(found: LocalDevices, sizes: Sizes) -> list[list[Run]]:
     """Everything to be timed, in series of growing size."""
+    in_step = 1 if sizes.in_step is None else found.devices_per_host
+
+    def matmul(dtype: str, width: int, rows: int | None = None) -> MatmulRun:
+        alone = width < (sizes.in_step or 0)
+        return MatmulRun(dtype=dtype, width=width, rows=rows, in_step=1 if alone else in_step)
+
     series: list[list[Run]] = [
-        [MatmulRun(dtype=dtype, width=w) for w in (sizes.widths if dtype == "float32" else sizes.other_widths)]
+        [matmul(dtype, w) for w in (sizes.widths if dtype == "float32" else sizes.other_widths)]
         for dtype in sizes.dtypes
     ]
     for rows in dict.fromkeys(rows for rows, _ in sizes.few_rows):
-        series.append([MatmulRun(dtype="float32", width=w, rows=r) for r, w in sizes.few_rows if r == rows])
+        series.append([matmul("float32", w, r) for r, w in sizes.few_rows if r == rows])
     series.append([StreamRun(array_bytes=n) for n in sizes.stream_bytes])
-    series.append([RowsRun(array_bytes=n) for n in sizes.row_bytes])
-    series.append([TransposeRun(width=w) for w in sizes.transposed_widths])
+    series.append([RowsRun(array_bytes=n, in_step=in_step) for n in sizes.row_bytes])
+    series.append([TransposeRun(width=w, in_step=in_step) for w in sizes.transposed_widths])
     series.append([FreshRun(nbytes=n) for n in sizes.fresh_bytes])
     for between, most in ((False, found.devices_per_host), (True, found.num_hosts)):
         for n in group_sizes(most):
@@ -194,6 +205,7 @@ def _name(run: Run) -> str:
 def fitted(found: LocalDevices, on: MeasuredOn, times: dict[Run, float], conditions: str) -> Measurement:
     """The constants that give the times back best."""
     source = f"measured over {on.num_hosts} x {on.devices_per_host} devices, jax {on.jax_version}; {conditions}"
+    times = {run: _without_waiting(run, times) for run in times}
     fits: list[FitQuality] = []
     device = _device(found.device, on.platform, times, source, fits)
     inside, timings = _link(found.inside_host, "inside a host", _timings(times, False), source, fits)
@@ -324,6 +336,21 @@ def _products(times: dict[Run, float], fits: list[FitQuality]) -> dict[str, Rate
         rates[dtype] = fit
         fits.append(_rate_quality(f"{dtype} products", fit, len(timed), "flop"))
     return rates
+
+
+def _without_waiting(run: Run, times: dict[Run, float]) -> float:
+    """Seconds of a run itself: where devices keep in step, the smallest all-reduce among them is taken away."""
+    if not isinstance(run, Kernel) or run.in_step == 1:
+        return times[run]
+    waits = [
+        (other.result_bytes, seconds)
+        for other, seconds in times.items()
+        if isinstance(other, CollectiveRun)
+        and (other.kind, other.n, other.between_hosts) == (CollectiveKind.ALL_REDUCE, run.in_step, False)
+    ]
+    waiting_s = min(waits)[1] if waits else 0.0
+    # Half of a time that is nothing but waiting is left: some of it was computing.
+    return max(times[run] - waiting_s, times[run] / 2)
 
 
 def _launch_and_fill(fit: RateFit, times: dict[Run, float]) -> tuple[float, float]:

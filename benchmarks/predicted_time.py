@@ -7,8 +7,9 @@
     python -m benchmarks.predicted_time --processor-time    on a CPU that others use too: processor time for wall time
     python -m benchmarks.predicted_time --keep              also keeps the tables in results/predicted_time.md
 
-Steps run under the plan that the search finds. All models take turns, one step each, so that what else the machine
-does falls on all of them; medians. A matrix product is timed right after the constants and takes its turns too: that
+Steps run under the plan that the search finds. All models take turns, so that what else the machine does falls on all
+of them; a turn is a few steps in a row, as in training, of which the first, that finds the caches full of another
+model's data, does not count; medians. A matrix product is timed right after the constants and takes its turns too: that
 tells by how much the machine's speed changed meanwhile, and what the ratio is at the speed that it had. Beside the wall
 time stands the processor time of the whole process divided by the cores: where it is much less than the wall time, the
 devices waited, for each other or for other work on the machine.
@@ -76,6 +77,10 @@ def processor_s() -> float:
     return time.process_time() / (os.cpu_count() or 1)
 
 
+# Steps of a turn after the one that does not count.
+STEPS_IN_A_ROW = 2
+
+
 class Running:
     """A step that runs again and again, each time on the state that it returned."""
 
@@ -85,11 +90,13 @@ class Running:
         self.processor_s: list[float] = []
 
     def run(self) -> None:
-        wall, processor = time.perf_counter(), processor_s()
-        self.state, metrics = self.step(self.state, self.batch)
-        jax.block_until_ready((self.state, metrics))
-        self.wall_s.append(time.perf_counter() - wall)
-        self.processor_s.append(processor_s() - processor)
+        for number in range(1 + STEPS_IN_A_ROW):
+            wall, processor = time.perf_counter(), processor_s()
+            self.state, metrics = self.step(self.state, self.batch)
+            jax.block_until_ready((self.state, metrics))
+            if number:
+                self.wall_s.append(time.perf_counter() - wall)
+                self.processor_s.append(processor_s() - processor)
 
 
 class Product:
@@ -123,12 +130,13 @@ class Product:
 
 
 def take_turns(running: Sequence[Running | Product], rounds: int, warm_up: int = 2) -> None:
-    """Each runs once a round, the order turned round each time."""
+    """Each has one turn a round, the order turned round each time."""
     for number in range(warm_up + rounds):
+        if number == warm_up:
+            for one in running:
+                one.wall_s, one.processor_s = [], []
         for one in running if number % 2 else reversed(running):
             one.run()
-    for one in running:
-        one.wall_s, one.processor_s = one.wall_s[warm_up:], one.processor_s[warm_up:]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,6 +306,7 @@ def main() -> int:
             return 1
         title = f"GPTs on one device, {GPT_BATCH} sequences of {GPT_LENGTH} tokens, bfloat16, AdamW"
         tables.append((title, GPT_COLUMNS, rows))
+        show(GPT_COLUMNS, rows)
     else:
         cluster = autopar.Cluster.load(arguments.cluster) if arguments.cluster else measured(arguments.devices)
         rows, speed = compare(arguments.models, cluster, arguments.rounds, arguments.processor_time)
@@ -310,7 +319,7 @@ def main() -> int:
             notes.append(f"On one device: {speed}")
             print(notes[-1], flush=True)
             tables.append(("On one device", COLUMNS, rows))
-    show(tables[-1][1], tables[-1][2])
+            show(COLUMNS, rows)
     if arguments.keep:
         command = " ".join(["python -m benchmarks.predicted_time", *sys.argv[1:]])
         parts = [f"## {title}\n\n{markdown(columns, rows)}\n" for title, columns, rows in tables]
