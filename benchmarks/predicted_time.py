@@ -308,17 +308,15 @@ def main() -> int:
         tables.append((title, GPT_COLUMNS, rows))
         show(GPT_COLUMNS, rows)
     else:
-        cluster = autopar.Cluster.load(arguments.cluster) if arguments.cluster else measured(arguments.devices)
-        rows, speed = compare(arguments.models, cluster, arguments.rounds, arguments.processor_time)
-        notes.append(f"On {cluster.num_devices} devices: {speed}")
-        print(notes[-1], flush=True)
-        tables.append((f"On {cluster.num_devices} devices", COLUMNS, rows))
-        show(COLUMNS, rows)
-        if not arguments.no_single:
-            rows, speed = compare(arguments.models, measured(1), arguments.rounds, arguments.processor_time)
-            notes.append(f"On one device: {speed}")
+        # One device first, before the steps: where much memory was free before, the next block would not be new.
+        alone = () if arguments.no_single else (measured(1),)
+        every = autopar.Cluster.load(arguments.cluster) if arguments.cluster else measured(arguments.devices)
+        for cluster in (every, *alone):
+            where = f"On {cluster.num_devices} devices" if cluster is every else "On one device"
+            rows, speed = compare(arguments.models, cluster, arguments.rounds, arguments.processor_time)
+            notes.append(f"{where}: {speed}")
             print(notes[-1], flush=True)
-            tables.append(("On one device", COLUMNS, rows))
+            tables.append((where, COLUMNS, rows))
             show(COLUMNS, rows)
     if arguments.keep:
         command = " ".join(["python -m benchmarks.predicted_time", *sys.argv[1:]])
