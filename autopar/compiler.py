@@ -43,6 +43,7 @@ from autopar.pipelining import (
     stage_program,
 )
 from autopar.plan import Plan, Trees
+from autopar.prediction import allocation_s
 from autopar.progress import Progress
 from autopar.purposes import described
 from autopar.record import FORMAT_VERSION, Decisions, MeshTrial, PinsRecord, PlanRecord
@@ -69,8 +70,9 @@ from autopar.whole_search import LONG_STEP, Candidate, PlanOptions, check_state_
 # batch, so that it needs more memory, and its search costs more.
 WHOLE_UP_TO = 64
 # Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
-# work done twice, and how long the step must be, so that handing out tasks (about 0.1 ms each) does not matter.
-LOST_BETWEEN_HOSTS, LOST_INSIDE_HOST, LEAST_PIPELINE_S = 0.1, 0.3, 5e-3
+# work done twice, or to memory that is new in every step, of which micro-batches need less; and how long the step must
+# be, so that handing out tasks (about 0.1 ms each) does not matter.
+LOST_BETWEEN_HOSTS, LOST_INSIDE_HOST, LOST_TO_MEMORY, LEAST_PIPELINE_S = 0.1, 0.3, 0.1, 5e-3
 # The part of a device's memory that is left where no limit is given: predictions come within it of what XLA's CPU
 # compiler allocates, of which 1 % in the median of 37 models, and more than 10 % in four, is lost between buffers
 # (`benchmarks/memory_study.py`).
@@ -181,13 +183,16 @@ def named(plan: Plan, options: PlanOptions) -> Plan:
 
 def may_pay(best: Candidate | AutoparError | None, cluster: Cluster) -> bool:
     """Whether a pipeline may beat a plan that runs the step as one program: where that does not fit, or where sending
-    and work done twice take long enough to be worth the trouble of handing out many tasks.
+    and work done twice, or waiting for memory, take long enough to be worth the trouble of handing out many tasks.
     """
     if not isinstance(best, Candidate):
         return cluster.num_devices > 1
-    lost = 1 - best.shared_out_s / best.step_time_s if best.step_time_s else 0.0
+    if best.step_time_s <= LEAST_PIPELINE_S:
+        return False
+    waits_s = allocation_s(best.estimate, best.model)
+    lost = 1 - (best.shared_out_s + waits_s) / best.step_time_s
     least = LOST_BETWEEN_HOSTS if cluster.num_hosts > 1 else LOST_INSIDE_HOST
-    return best.step_time_s > LEAST_PIPELINE_S and lost > least
+    return lost > least or waits_s / best.step_time_s > LOST_TO_MEMORY
 
 
 def searched_pipeline(

@@ -260,8 +260,8 @@ def stage_program(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCost:
-    """One run of a task on its mesh: seconds (what it computes, sends within the mesh, and copies), of which
-    `hidden_s` in which something is sent while something is computed; bytes beside its buffers on one device.
+    """One run of a task on its mesh: seconds (what it computes, sends in the mesh, copies, and waits for memory), of
+    which `hidden_s` in which something is sent while something is computed; bytes beside its buffers on one device.
     """
 
     seconds: float
@@ -295,10 +295,9 @@ def task_cost(planned: PlannedStage, task: StageTask) -> TaskCost:
     block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
     ran = timed(graph, block, planned.model)
     runs = graph.num_microbatches if task.kind.repeats else 1
+    nbytes = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
     return TaskCost(
-        seconds=ran.end_s / runs,
-        hidden_s=ran.hidden_s / runs,
-        nbytes=task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model),
+        seconds=ran.end_s / runs + planned.model.device.fresh_s(nbytes), hidden_s=ran.hidden_s / runs, nbytes=nbytes
     )
 
 

@@ -195,10 +195,7 @@ def compute_times_s(
 
 
 def allocation_s(estimate: memory.MemoryEstimate, model: CostModel) -> float:
-    """Seconds that a step waits for the memory of its temporary values.
-
-    The search leaves them out: pipelines are weighed without them, and the two must be comparable.
-    """
+    """Seconds that a step in one program waits for the memory of its temporary values."""
     return model.device.fresh_s(estimate.temporary_bytes)
 
 

@@ -263,7 +263,7 @@ def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int, keep
 def staged_predicted(staged: Staged, flops: float) -> Predicted:
     """What a pipelined step is predicted to take. Times of computing and sending are means over the devices."""
     simulation, devices = staged.simulation, 0
-    compute_s = collective_s = hidden_s = host_s = copied_bytes = 0.0
+    compute_s = collective_s = hidden_s = allocation = host_s = copied_bytes = 0.0
     kept_bytes = [0] * len(simulation.peak_bytes)
     collectives: list[PredictedCollective] = []
     for planned in staged.stages:
@@ -277,9 +277,11 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         kept_bytes[planned.lowered.mesh_index] += host.kept_bytes
         host_s += n * host.time_s
         copied_bytes += n * host.copied_bytes
-    for task, seconds in zip(staged.staged.tasks, staged.hidden_s, strict=True):
+    for task, seconds, nbytes in zip(staged.staged.tasks, staged.hidden_s, staged.task_bytes, strict=True):
         runs = staged.graph.num_microbatches if task.kind.repeats else 1
-        hidden_s += staged.submeshes[task.stage].mesh.num_devices * runs * seconds
+        n, device = staged.submeshes[task.stage].mesh.num_devices, staged.stages[task.stage].model.device
+        hidden_s += n * runs * seconds
+        allocation += n * runs * device.fresh_s(nbytes)
     devices = sum(s.mesh.num_devices for s in dict.fromkeys(staged.submeshes))
     device = staged.stages[0].model.device
     step_s = simulation.step_time_s
@@ -289,6 +291,7 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         compute_time_s=compute_s / devices,
         collective_time_s=collective_s / devices,
         hidden_time_s=hidden_s / devices,
+        allocation_time_s=allocation / devices,
         peak_bytes=tuple(simulation.peak_bytes),
         flops=flops,
         mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,

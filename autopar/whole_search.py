@@ -30,7 +30,7 @@ from autopar.pins import Pins, PinsOnMesh, on_meshes
 from autopar.pipelining import (
     PipelineOptions,
 )
-from autopar.prediction import compute_times_s, memory_program
+from autopar.prediction import allocation_s, compute_times_s, memory_program
 from autopar.progress import Progress
 from autopar.purposes import described
 from autopar.record import MeshTrial
@@ -401,6 +401,7 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
     """Lowers decisions and reads off what they will do."""
     lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, model.links.mesh)
     program, stands_for = memory_program(graph, lowered, model)
+    estimate = memory.estimate(program, model.compiler)
     seconds = compute_times_s(graph, lowered, model)
     ran = timed(graph, lowered, model)
     split = {op: s.split / model.links.mesh.num_devices for op, s in sharding.strategy.items()}
@@ -410,9 +411,9 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
         sharding=sharding,
         lowered=lowered,
         program=program,
-        estimate=memory.estimate(program, model.compiler),
+        estimate=estimate,
         stands_for=stands_for,
-        step_time_s=ran.end_s,
+        step_time_s=ran.end_s + allocation_s(estimate, model),
         sends=ran.send_s > 0,
         shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
     )

@@ -118,7 +118,7 @@ def test_a_process_that_takes_too_long_leaves_its_row_as_far_as_it_came():
     wrong = lines_of(["python", "-c", "import time; print('so far', flush=True); time.sleep(60)"], 3.0, said.append)
     assert said == ["so far\n"]
     job = Job(model=GPT, cluster="p3.16xlarge", recipe="auto")
-    assert finished(job, dataclasses.replace(ROW, attempts=2), wrong).why == "stopped after 3 s and 2 attempts"
+    assert finished(job, dataclasses.replace(ROW, attempts=2), wrong).cut_short == "stopped after 3 s and 2 attempts"
     assert finished(job, None, wrong).status is Status.FAILED
 
 
@@ -177,12 +177,27 @@ def test_findings_say_what_is_missing_and_what_holds():
     assert {finding.holds for finding in findings.findings([])} == {None}
 
 
-@pytest.mark.parametrize(("why", "holds", "note"), [("", True, ""), ("ended after 4 attempts", None, "the best of 1")])
-def test_a_recipe_that_was_ended_early_may_yet_fit(why, holds, note):
+@pytest.mark.parametrize(("cut", "holds", "note"), [("", True, ""), ("ended after 4 attempts", None, "the best of 1")])
+def test_a_recipe_that_was_ended_early_may_yet_fit(cut, holds, note):
     out = dataclasses.replace(ROW, model="gpt-15B", cluster="p3.16xlargex4", recipe="megatron grid")
-    out = dataclasses.replace(out, status=Status.OUT_OF_MEMORY, peak_bytes=20, limit_bytes=10, attempts=1, why=why)
-    own = dataclasses.replace(out, recipe="auto", status=Status.PLANNED, why="", step_time_s=1.0)
+    out = dataclasses.replace(
+        out, status=Status.OUT_OF_MEMORY, peak_bytes=20, limit_bytes=10, attempts=1, cut_short=cut
+    )
+    own = dataclasses.replace(out, recipe="auto", status=Status.PLANNED, cut_short="", step_time_s=1.0)
     (grid,) = (f for f in findings.findings([own, out]) if "Megatron-LM" in f.published)
     assert grid.holds is holds
     assert "out of memory" in grid.ours
     assert note in grid.ours
+
+
+def test_the_search_is_measured_beside_the_fastest_recipe():
+    own = dataclasses.replace(ROW, model="gpt-small", cluster="local:8", plan="x=8", measured_s=0.1)
+    rows = [own]
+    for recipe, beside in (("zero 1", 1.0), ("zero 2", 0.98), ("zero 3", 1.4)):
+        rows.append(dataclasses.replace(own, recipe=recipe, measured_s=0.1 * beside, measured_beside_auto=beside))
+    assert findings.measured_cells(rows) == [
+        ("gpt-small", "100.0 ms", "x=8", "zero 2", "98.0 ms", "0.98", "yes"),
+    ]
+    slow = dataclasses.replace(own, recipe="data parallel", measured_s=0.09, measured_beside_auto=0.9)
+    assert findings.measured_cells([*rows, slow])[0][3:] == ("data parallel", "90.0 ms", "0.90", "no")
+    assert findings.measured_cells([own, rows[1]])[0][3:] == ("none", "", "", "yes")

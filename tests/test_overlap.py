@@ -230,9 +230,9 @@ def test_everything_runs_once_when_what_it_reads_is_there_and_its_stream_is_free
 WIDTH, EXAMPLES, LAYERS = 4096, 32_768, 4
 
 
-def arguments():
-    examples = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
-    return [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS, {"x": examples, "y": examples}
+def arguments(width=WIDTH):
+    examples = jax.ShapeDtypeStruct((EXAMPLES, width), jnp.float32)
+    return [jax.ShapeDtypeStruct((width, width), jnp.float32)] * LAYERS, {"x": examples, "y": examples}
 
 
 def plan(cluster, function=chain_step, args=None, **options):
@@ -283,9 +283,7 @@ def test_tpus_hide_gathers_and_no_reductions():
 
 @pytest.mark.parametrize("recipe", [autopar.recipes.data_parallel(), autopar.recipes.zero(3)])
 def test_virtual_cpu_devices_hide_nothing(recipe):
-    device = hardware.cpu_device(num_devices=4, cores=4, host_bytes=64 * 10**9)
-    cpus = Cluster.flat(4, device=device, links=(hardware.cpu_link(4),))
-    found = plan(cpus, plan=recipe)
+    found = plan(cpus(None), plan=recipe)
     made = found.predicted
     assert made.hidden_time_s == pytest.approx(0.0, abs=1e-9 * made.step_time_s)
     assert made.step_time_s == pytest.approx(
@@ -293,6 +291,43 @@ def test_virtual_cpu_devices_hide_nothing(recipe):
     )
     assert_one_number(found)
     assert "hidden" not in str(found)
+
+
+def cpus(fresh_bytes_per_s):
+    device = hardware.cpu_device(num_devices=4, cores=4, host_bytes=64 * 10**9)
+    device = dataclasses.replace(device, fresh_bytes_per_s=fresh_bytes_per_s)
+    return Cluster.flat(4, device=device, links=(hardware.cpu_link(4),))
+
+
+def test_the_search_counts_what_a_step_waits_for_memory():
+    recipe = autopar.recipes.data_parallel()
+    known, fresh = plan(cpus(None), plan=recipe), plan(cpus(1e8), plan=recipe)
+    waited_s = fresh.predicted.allocation_time_s
+    assert waited_s > 0
+    assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
+    assert fresh.record.tried[0].step_time_s == fresh.predicted.step_time_s
+    assert_one_number(fresh)
+
+
+def test_micro_batches_are_weighed_where_a_step_waits_long_for_memory():
+    # Most of the step would be waiting; with micro-batches the temporary values are small enough to be kept.
+    narrow = arguments(WIDTH // 4)
+    whole, free = plan(cpus(None), args=narrow), plan(cpus(1e8), args=narrow)
+    assert whole.record.pipeline is None
+    assert free.record.pipeline is not None
+    one_program = plan(cpus(1e8), args=narrow, plan=autopar.recipes.data_parallel())
+    assert free.predicted.step_time_s < one_program.predicted.step_time_s
+    assert_one_number(free)
+
+
+def test_tasks_wait_for_memory_in_every_run():
+    recipe = autopar.recipes.combine(pp=2, dp=2, num_microbatches=2)
+    known, fresh = plan(cpus(None), plan=recipe), plan(cpus(1e8), plan=recipe)
+    assert known.predicted.allocation_time_s == 0
+    assert fresh.predicted.allocation_time_s > 0
+    for stage, before in zip(fresh.record.pipeline.stages, known.record.pipeline.stages, strict=True):
+        assert stage.forward_s + stage.backward_s > before.forward_s + before.backward_s
+    assert_one_number(fresh)
 
 
 def test_a_pipeline_ends_with_its_timeline():

@@ -112,7 +112,7 @@ def finished(job: Job, row: Row | None, wrong: str) -> Row:
         return Row(model=model, cluster=cluster, recipe=recipe, devices=0, status=Status.FAILED, why=wrong)
     if not wrong:
         return row
-    return dataclasses.replace(row, why=f"{row.why}; {wrong} and {row.attempts} attempts".lstrip("; "))
+    return dataclasses.replace(row, cut_short=f"{wrong} and {row.attempts} attempts")
 
 
 def groups(jobs: Sequence[Job]) -> list[list[Job]]:

@@ -87,7 +87,7 @@ def comparison(rows: ByKey, family: str, recipe: str, published: str) -> Finding
 
 def early(row: Row | None) -> str:
     """That not all of a recipe was tried, where it is so."""
-    return f" (the best of {row.attempts} attempts: {row.why})" if row is not None and "attempts" in row.why else ""
+    return f" (the best of {row.attempts} attempts: {row.cut_short})" if row is not None and row.cut_short else ""
 
 
 def rates(rows: ByKey, family: str, recipe: str) -> dict[int, float]:
@@ -181,6 +181,31 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
             for family, text in (("gpt", "GPT"), ("wide-resnet", "Wide-ResNet"))
         ),
     ]
+
+
+MEASURED_COLUMNS = ("model", "search", "search's plan", "fastest recipe", "step", "over the search's", "holds")
+MEASURED_WITHIN = 0.03
+
+
+def measured_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Of each small model the search's step as it was measured, beside that of the fastest recipe."""
+    cells = []
+    for own in rows:
+        if own.recipe != AUTO or own.measured_s is None:
+            continue
+        others = {
+            row.measured_beside_auto: row
+            for row in rows
+            if row.key[:2] == own.key[:2] and row.measured_s and row.measured_beside_auto not in (None, 1.0)
+        }
+        times = f"{own.measured_s * 1e3:.1f} ms"
+        if not others:
+            cells.append((own.model, times, own.plan, "none", "", "", "yes"))
+            continue
+        ratio, row = min(others.items())
+        holds = "yes" if ratio >= 1 - MEASURED_WITHIN else "no"
+        cells.append((own.model, times, own.plan, row.recipe, f"{row.measured_s * 1e3:.1f} ms", f"{ratio:.2f}", holds))
+    return cells
 
 
 SCALING_COLUMNS = ("family", "model", "hosts", "recipe", "step", "PFLOP/s", "of linear", "auto is faster by", "plan")

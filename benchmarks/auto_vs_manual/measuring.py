@@ -2,11 +2,14 @@
 
     python -m benchmarks.auto_vs_manual.measuring MODEL CLUSTER RECIPE...
 
-Steps take turns, so that what else the machine does falls on all recipes alike; the median of each counts. Bytes and
-peak are those of the program that XLA made. Each recipe's row goes to the standard output, a line of JSON.
+Steps take turns, so that what else the machine does falls on all recipes alike; the median of each counts, and of each
+beside the search's the median of what the two took in the same turns. Recipes that come to the same program as another
+share it: it runs once a turn. Bytes and peak are those of the program that XLA made. Each recipe's row goes to the
+standard output, a line of JSON.
 """
 
 import dataclasses
+import re
 import statistics
 import sys
 
@@ -16,33 +19,53 @@ import jax  # isort: skip
 
 import autopar  # isort: skip
 from autopar.verification import peak_bytes, traffic_of
+from benchmarks.auto_vs_manual.manual import AUTO
 from benchmarks.auto_vs_manual.models import models
 from benchmarks.auto_vs_manual.planning import cluster_of, line_of, plan_row
 from benchmarks.auto_vs_manual.rows import Row, Status
 
 ROUNDS = 15
+WHERE_FROM = re.compile(r", metadata=\{[^}]*\}")
 
 
 def main(name: str, cluster_text: str, *names: str) -> None:
     model = models()[name]
     case, cluster = model.build(), cluster_of(cluster_text)
-    batch, rows, running = case.batch(0), list[Row](), dict[int, Running]()
+    batch, rows = case.batch(0), list[Row]()
+    programs: dict[str, Running] = {}
+    program_of: dict[str, str] = {}  # of each recipe
     for recipe in names:
         row, plan = plan_row(model, cluster_text, recipe)
         if plan is not None and row.status is Status.PLANNED:
             step = autopar.parallelize(case.step, cluster=cluster, plan=plan, cache_dir=None, show_progress=False)
             compiled = step.compile(*model.shapes())
-            running[len(rows)] = Running(step, step.init(case.init, jax.random.key(0)), step.put_batch(batch))
+            text = program_of[recipe] = f"{row.plan}\n{WHERE_FROM.sub('', compiled.as_text())}"
+            if text not in programs:
+                programs[text] = Running(step, step.init(case.init, jax.random.key(0)), step.put_batch(batch))
             row = dataclasses.replace(
                 row, compiled_bytes=traffic_of(compiled).total_bytes, compiled_peak_bytes=peak_bytes(compiled)
             )
         rows.append(row)
-    take_turns(list(running.values()), ROUNDS)
-    for number, row in enumerate(rows):
-        if number in running:
-            quartiles = statistics.quantiles(running[number].wall_s, n=4)
-            row = dataclasses.replace(row, measured_s=quartiles[1], measured_quartiles_s=(quartiles[0], quartiles[2]))
-        print(line_of(row), flush=True)
+    take_turns(list(programs.values()), ROUNDS)
+    for row in rows:
+        print(line_of(with_times(row, programs, program_of)), flush=True)
+
+
+def with_times(row: Row, programs: dict[str, Running], program_of: dict[str, str]) -> Row:
+    """A row with what its program took, and the search's beside it."""
+    if row.recipe not in program_of:
+        return row
+    seconds = programs[program_of[row.recipe]].wall_s
+    quartiles = statistics.quantiles(seconds, n=4)
+    beside = None
+    if row.recipe != AUTO and AUTO in program_of:
+        beside = statistics.median(s / own for s, own in zip(seconds, programs[program_of[AUTO]].wall_s, strict=True))
+    return dataclasses.replace(
+        row,
+        measured_s=quartiles[1],
+        measured_quartiles_s=(quartiles[0], quartiles[2]),
+        measured_beside_auto=beside,
+    )
 
 
 if __name__ == "__main__":

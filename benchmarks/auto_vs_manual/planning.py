@@ -74,8 +74,7 @@ def plan_row(
         except StopIteration:
             return row, best_plan
         if row.attempts == most_attempts:
-            why = f"{row.why}; ended after {most_attempts} attempts".lstrip("; ")
-            return dataclasses.replace(row, why=why), best_plan
+            return dataclasses.replace(row, cut_short=f"ended after {most_attempts} attempts"), best_plan
         plan, outcome, refusal = None, None, None
         try:
             plan = make_plan(problem.traced, trees, cluster, attempt.options, rules, Progress("", show=False))

@@ -23,7 +23,8 @@ class Row:
     """One model on one cluster under one recipe, which may be a whole grid of attempts: the best of them.
 
     Attributes:
-        status: Whether there is a plan that fits; `why` says what is wrong where there is none, and what was cut short.
+        status: Whether there is a plan that fits; `why` says what is wrong where there is none.
+        cut_short: Why not all of the recipe was tried, where it was not.
         plan: The plan in short.
         peak_bytes: Of one device, predicted, of the plan or, where none fits, of the one nearest to fitting.
         limit_bytes: What a plan may use.
@@ -33,6 +34,8 @@ class Row:
         planned_s: Seconds of this machine for all of them.
         measured_s: The median step on this machine, with its quartiles; `compiled_bytes` sent and `compiled_peak_bytes`
             are those of the program that XLA made.
+        measured_beside_auto: The step over the search's, the median of what they took in the same turns; None in the
+            search's own row.
     """
 
     model: str
@@ -41,6 +44,7 @@ class Row:
     devices: int
     status: Status
     why: str = ""
+    cut_short: str = ""
     plan: str = ""
     step_time_s: float | None = None
     peak_bytes: int | None = None
@@ -55,6 +59,7 @@ class Row:
     planned_s: float = 0.0
     measured_s: float | None = None
     measured_quartiles_s: tuple[float, float] | None = None
+    measured_beside_auto: float | None = None
     compiled_bytes: float | None = None
     compiled_peak_bytes: int | None = None
 
