@@ -2,10 +2,10 @@
 
     python -m benchmarks.auto_vs_manual.measuring MODEL CLUSTER RECIPE...
 
-Steps take turns, so that what else the machine does falls on all recipes alike; the median of each counts, and of each
-beside the search's the median of what the two took in the same turns. Recipes that come to the same program as another
-share it: it runs once a turn. Bytes and peak are those of the program that XLA made. Each recipe's row goes to the
-standard output, a line of JSON.
+The devices' constants are measured first. Steps take turns, so that what else the machine does falls on all recipes
+alike; the median of each counts, and of each beside the search's the median of what the two took in the same turns.
+Recipes that come to the same program as another share it: it runs once a turn. Bytes and peak are those of the program
+that XLA made. Each recipe's row goes to the standard output, a line of JSON.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from benchmarks.predicted_time import Running, take_turns  # first of all: it as
 import jax  # isort: skip
 
 import autopar  # isort: skip
+from autopar import measuring
 from autopar.verification import peak_bytes, traffic_of
 from benchmarks.auto_vs_manual.manual import AUTO
 from benchmarks.auto_vs_manual.models import models
@@ -30,12 +31,13 @@ WHERE_FROM = re.compile(r", metadata=\{[^}]*\}")
 
 def main(name: str, cluster_text: str, *names: str) -> None:
     model = models()[name]
-    case, cluster = model.build(), cluster_of(cluster_text)
+    case, count = model.build(), cluster_of(cluster_text).num_devices
+    cluster = autopar.Cluster.of_measurement(measuring.measure(count, show_progress=False), count)
     batch, rows = case.batch(0), list[Row]()
     programs: dict[str, Running] = {}
     program_of: dict[str, str] = {}  # of each recipe
     for recipe in names:
-        row, plan = plan_row(model, cluster_text, recipe)
+        row, plan = plan_row(model, cluster_text, recipe, cluster=cluster)
         if plan is not None and row.status is Status.PLANNED:
             step = autopar.parallelize(case.step, cluster=cluster, plan=plan, cache_dir=None, show_progress=False)
             compiled = step.compile(*model.shapes())

@@ -57,9 +57,13 @@ def plan_row(
     recipe: str,
     most_attempts: int = MOST_ATTEMPTS,
     report: Callable[[Row], None] = lambda row: None,
+    cluster: Cluster | None = None,
 ) -> tuple[Row, Plan | None]:
-    """The best of a recipe's attempts, as a row and as a plan; `report` gets the row after each of them."""
-    cluster = cluster_of(cluster_text)
+    """The best of a recipe's attempts, as a row and as a plan; `report` gets the row after each of them.
+
+    `cluster` is given where its constants are others than those of the text.
+    """
+    cluster = cluster or cluster_of(cluster_text)
     row = Row(
         model=model.name, cluster=cluster_text, recipe=recipe, devices=cluster.num_devices,
         status=Status.FAILED, why="no attempt was possible: the batch does not divide",
