@@ -191,3 +191,16 @@ def _cheapest(options: Sequence[PricedOption], like: PricedOption) -> PricedOpti
 
 def _state_bytes(option: PricedOption, stage: Stage) -> int:
     return int(option.option.state_bytes[stage.first : stage.last].sum())
+
+
+def leaner_where_needed(search: Callable[[bool], tuple[Found | str, bool]], limit_bytes: int) -> Found | str:
+    """What a search finds that is told whether copies of the state are kept: they are, where that fits, and where it
+    says that making them anew would not help.
+    """
+    found, may_help = search(True)
+    if not may_help or (isinstance(found, Found) and found.fits(limit_bytes)):
+        return found
+    leaner, _ = search(False)
+    if isinstance(found, str) or isinstance(leaner, str):
+        return found if isinstance(leaner, str) else leaner
+    return min(found, leaner, key=lambda one: one.rank(limit_bytes))

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from autopar.asked_pipelines import asked_pipeline
 from autopar.attention_checks import check_attention
 from autopar.building import build_graph
 from autopar.built_out import Found
@@ -32,7 +33,7 @@ from autopar.mesh import LogicalMesh
 from autopar.node_costs import cost_model
 from autopar.offloading import with_host_copies
 from autopar.pin_prices import price_in_one_program, price_in_stages
-from autopar.pipeline_search import asked_pipeline, search_pipelines
+from autopar.pipeline_search import search_pipelines
 from autopar.pipelining import (
     Staged,
     Submesh,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autopar.asked_pipelines import asked_pipeline
 from autopar.built_out import Found
 from autopar.cluster import Cluster
 from autopar.errors import SolverError
 from autopar.graph import OpGraph
 from autopar.pins import Pin, PinsOnMesh
-from autopar.pipeline_search import asked_pipeline
 from autopar.progress import Progress
 from autopar.record import PinRecord, PinsRecord
 from autopar.rules import RuleBook

@@ -25,11 +25,12 @@ from rich.table import Table
 from autopar import solver
 from autopar.built_out import choice_of
 from autopar.cluster import Cluster
-from autopar.pipeline_search import is_long, microbatch_numbers, search_pipelines, submesh_sizes, tables
+from autopar.pipeline_search import search_pipelines, tables
 from autopar.pipelining import PipelineOptions, Staged
 from autopar.progress import Progress
 from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
+from autopar.search_space import is_long, microbatch_numbers, submesh_sizes
 from autopar.solver import StageProblem
 from autopar.solver.stages import peak_bytes
 from autopar.stage_assignment import balanced

@@ -102,6 +102,8 @@ LAYER_OF = {
     "memory_use": "compiler",
     "built_out": "compiler",
     "pipeline_search": "compiler",
+    "search_space": "compiler",
+    "asked_pipelines": "compiler",
     "pipelining": "compiler",
     "prediction": "compiler",
     "seams": "compiler",

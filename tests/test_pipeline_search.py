@@ -13,10 +13,10 @@ from autopar.built_out import in_turn
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError
-from autopar.pipeline_search import microbatch_numbers, odd_part, sizes_for, submesh_sizes
 from autopar.pipelining import PipelineOptions
 from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
+from autopar.search_space import microbatch_numbers, odd_part, sizes_for, submesh_sizes
 from autopar.stage_building import cut_layers
 from autopar.staging import trace
 from tests.small_steps import chain_step

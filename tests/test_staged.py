@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import hlo, pipeline_search
+from autopar import asked_pipelines, hlo
 from autopar.built_out import Found
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
 from autopar.runtime.program import TaskKind
@@ -426,13 +426,13 @@ def test_verify_compares_numbers_of_stages(small):
     ],
 )
 def test_recomputation_by_layer_keeps_the_numbers(name, policy, monkeypatch):
-    case, equal = CASES[name](layers=3, batch=16), pipeline_search.equal_choice
+    case, equal = CASES[name](layers=3, batch=16), asked_pipelines.equal_choice
 
     def recomputing(*args):
         choice = equal(*args)[0]
         return [dataclasses.replace(choice, policies=(policy,) * len(choice.policies))]
 
-    monkeypatch.setattr(pipeline_search, "equal_choice", recomputing)
+    monkeypatch.setattr(asked_pipelines, "equal_choice", recomputing)
     step = staged(case)
     state = new_state(case)
     for seed in range(2):

@@ -1,0 +1,118 @@
+"""A pipeline as it was asked for: equal stages on equal submeshes, by a recipe or by pins where there are any."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from autopar.attention_checks import check_attention
+from autopar.built_out import Found, leaner_where_needed
+from autopar.cluster import Cluster
+from autopar.constraints import Binding
+from autopar.mesh import LogicalMesh
+from autopar.pins import PinsOnMesh, on_meshes
+from autopar.pipelining import PipelineOptions, default_chunks, part_of
+from autopar.progress import Progress
+from autopar.purposes import described
+from autopar.rules import RuleBook
+from autopar.scan_cutting import cut_scans
+from autopar.search_space import few_bubbles, meshes_inside, one_part_a_group, submesh_sizes
+from autopar.sinking import copies_state
+from autopar.stage_assignment import balanced
+from autopar.stage_building import Choice, Cut, build, cut_layers, layers_of_pieces
+from autopar.staging import TracedStep
+from autopar.whole_search import PlanOptions
+
+
+def asked_pipeline(
+    traced: TracedStep,
+    cluster: Cluster,
+    options: PlanOptions,
+    limit_bytes: int,
+    rules: RuleBook,
+    progress: Progress,
+) -> Found:
+    """Stages of equal arithmetic on equal submeshes, as asked; the logical mesh that is fastest and fits. Where none
+    does, copies of the state are made in each micro-batch anew.
+    """
+    found = leaner_where_needed(
+        lambda keeps_copies: _asked(traced, cluster, options, limit_bytes, rules, progress, keeps_copies), limit_bytes
+    )
+    assert isinstance(found, Found), "stages that were asked for are built whether they fit or not"
+    return found
+
+
+def _asked(
+    traced: TracedStep,
+    cluster: Cluster,
+    options: PlanOptions,
+    limit_bytes: int,
+    rules: RuleBook,
+    progress: Progress,
+    keeps_copies: bool,
+) -> tuple[Found, bool]:
+    """(the best of what was asked for, copies of the state being kept or made anew; whether there are any)"""
+    asked, binding = options.pipeline, options.binding
+    name = asked.schedule or "1f1b"
+    chunks = asked.chunks or default_chunks(name)
+    num_stages = (asked.num_stages or 1) * chunks
+    with progress.pass_("micro-batches"):
+        step = cut_scans(traced, num_stages, rules)
+        if step.parts > 1 and chunks > 1:
+            raise one_part_a_group(step, name, chunks)
+        parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
+        num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages, parts)
+        cut = cut_layers(step, num_microbatches, rules, keeps_copies=keeps_copies)
+        if binding is not None:
+            cut = dataclasses.replace(cut, graph=described(cut.graph))
+            binding.check(cut.graph, cluster.num_devices * chunks // num_stages)
+            if binding.shares_sequences:
+                check_attention(cut.graph)
+    pinned: list[PinsOnMesh] = []
+    if options.pins is not None:
+        (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
+        found = options.pins.found(traced, cut.graph)
+        part = part_of(cluster, size)
+        pinned = on_meshes(found, part, options.max_mesh_axes, binding, cut.graph, cut.leaves)
+    meshes = [at.mesh for at in pinned] or None
+    choices = equal_choice(cut, cluster, name, num_stages, chunks, binding, options.recompute, meshes)
+    built = []
+    for choice, pins in itertools.zip_longest(choices, pinned):
+        constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
+        with progress.pass_("build stages"):
+            staged = build(cut, choice, cluster, limit_bytes, options.time_limit_s, constraints, pins)
+            built.append(Found(staged=staged, choice=choice, weighed=(), keeps_copies=keeps_copies, pins=pins))
+    best = min(built, key=lambda found: found.rank(limit_bytes))
+    return dataclasses.replace(best, weighed=tuple(found.trial for found in built)), copies_state(cut.graph)
+
+
+def equal_choice(
+    cut: Cut,
+    cluster: Cluster,
+    schedule: str,
+    num_stages: int,
+    chunks: int,
+    binding: Binding | None = None,
+    recompute: str = "nothing",
+    meshes: Sequence[LogicalMesh] | None = None,
+) -> list[Choice]:
+    """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh of them that
+    a binding leaves, or those that are given.
+
+    Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not cut the devices.
+    """
+    (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
+    first_layers = layers_of_pieces(cut) if cut.step.parts > 1 else balanced(cut.layers, num_stages)
+    if meshes is None:
+        meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
+    return [
+        Choice(
+            schedule=schedule,
+            chunks=chunks,
+            first_layers=first_layers,
+            group_meshes=(mesh,) * (num_stages // chunks),
+            policies=(recompute,) * len(cut.layers),
+        )
+        for mesh in meshes
+    ]
