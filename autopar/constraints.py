@@ -181,6 +181,13 @@ class Constraints:
         return True
 
 
+# What to do where decisions under constraints, or under pins, contradict each other.
+TOO_TIGHT = (
+    "no layout of all operations obeys the recipe or the pins: let axes be smaller, so that they divide the numbers of "
+    "heads (of keys and values too), of experts, and the widths; or pin less"
+)
+
+
 def optimizer_state(graph: OpGraph) -> frozenset[int]:
     """What a step replaces and only its update reads: moments, master weights. Of a step that replaces nothing, what it
     is handed and does not read.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.cluster import Cluster
 from autopar.collectives import Link
-from autopar.constraints import Constraints
+from autopar.constraints import TOO_TIGHT, Constraints
 from autopar.costs import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.graph import OpGraph, OpKind, Section
@@ -197,7 +197,7 @@ def solve_stage(problem: IntraOp, terms: Terms, time_limit_s: float) -> Sharding
             where=f"a stage on mesh {problem.model.links.mesh}",
             expected="decisions for its operations",
             got=f"{solution.status.value} after {solution.wall_s:.1f} s",
-            hint="give the search more time (time_limit_s)",
+            hint=TOO_TIGHT if solution.status is Status.INFEASIBLE else "give the search more time (time_limit_s)",
         )
     return problem.decode(solution)
 

@@ -11,7 +11,7 @@ from typing import Any
 from autopar import memory
 from autopar.axis_uses import data_axis
 from autopar.cluster import Cluster
-from autopar.constraints import Binding
+from autopar.constraints import TOO_TIGHT, Binding
 from autopar.errors import (
     AutoparError,
     MemoryLimitError,
@@ -46,6 +46,7 @@ GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be 
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
+IMPOSSIBLE = "impossible"  # what is said of a mesh on which constraints leave nothing
 LONG_STEP = 5_000  # operations; whatever is done to a longer step takes long
 # Where nothing can fit, a search for what does takes minutes: for a long step, and after so much time, it is first
 # asked whether anything can.
@@ -274,11 +275,12 @@ def choose(
     Where none fits a MemoryLimitError, where there is none a SolverError comes back.
     """
     if not candidates:
+        impossible = all(t.status == IMPOSSIBLE for t in trials)
         return SolverError(
             where=traced.name,
             expected="a plan on one of the logical meshes",
             got=", ".join(f"{'x'.join(map(str, t.axis_sizes))}: {t.status}" for t in trials),
-            hint="give the search more time (time_limit_s)",
+            hint=TOO_TIGHT if impossible else "give the search more time (time_limit_s)",
         )
     fitting = [c for c in candidates if c.estimate.peak_bytes <= limit_bytes]
     if not fitting:
@@ -319,6 +321,8 @@ def search(
     free = intra_op.solve(time_limit_s=options.time_limit_s)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
         status = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
+        if free.status is Status.INFEASIBLE:
+            status = IMPOSSIBLE
         return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
     best = dataclasses.replace(evaluated(graph, model, intra_op.decode(free)), pins=pins)
     hidden_count = 1.0

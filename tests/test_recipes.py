@@ -5,7 +5,8 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.cluster import Cluster
+from autopar.errors import InvalidArgumentError, SolverError, UnsupportedError
 from benchmarks.zoo import CASES
 from tests.small_steps import verified
 
@@ -288,3 +289,14 @@ def test_sizes_that_do_not_make_up_the_devices():
     step = autopar.parallelize(MLP.step, plan=recipes.combine(dp=3), cache_dir=None, show_progress=False)
     with pytest.raises(InvalidArgumentError, match="make up the 8 devices"):
         step.plan(jax.eval_shape(MLP.init, jax.random.key(0)), MLP.batch(0))
+
+
+@pytest.mark.parametrize("cut", [{}, {"num_microbatches": 2}])
+def test_fewer_keys_than_devices_share_heads_are_named(cut):
+    # Grouped attention with two heads of keys for four devices: heads' own widths would have to be split, which the
+    # rotation of positions takes apart.
+    case, four = CASES["llama"](kv_heads=2), Cluster.local(4, measured=False)
+    recipe = recipes.combine(tp=4, **cut)
+    step = autopar.parallelize(case.step, cluster=four, plan=recipe, cache_dir=None, show_progress=False)
+    with pytest.raises(SolverError, match="divide the numbers of heads"):
+        step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
