@@ -45,6 +45,8 @@ class DeviceKind:
         host_link_bytes_per_s: Rate, one way, at which one device copies from pinned memory of its host, or to it; None
             where it is not known, so that nothing can be kept there.
         host_link_source: Where that rate comes from.
+        shared_by: How many devices share the processors and memory that the rates are a part of, as virtual devices of
+            a CPU do: the part of those that idle is there for the others. One where each has its own.
     """
 
     name: str
@@ -63,6 +65,7 @@ class DeviceKind:
     transposing: tuple[tuple[float, float], ...] = ()
     host_link_bytes_per_s: float | None = None
     host_link_source: str = ""
+    shared_by: int = 1
 
     def __post_init__(self) -> None:
         if "float32" in dict(self.peak_flops):
@@ -380,6 +383,7 @@ def cpu_device(*, num_devices: int, cores: int, host_bytes: int) -> DeviceKind:
         # The device's memory is the host's: a copy reads it and writes it.
         host_link_bytes_per_s=_CPU_MEMORY_BYTES_PER_S_PER_HOST / num_devices / 2,
         host_link_source=f"half of the memory's rate, {_CPU_SOURCE}",
+        shared_by=num_devices,
         source=f"{_CPU_SOURCE}: rates as reached, not peaks; float64 as half of float32 (half as many in a register)",
     )
 

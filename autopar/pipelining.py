@@ -25,6 +25,7 @@ from autopar.runtime.emitting import emit
 from autopar.runtime.merging import merged
 from autopar.runtime.program import Program
 from autopar.runtime.schedules import Schedule, make_schedule
+from autopar.runtime.sharing import on_shared_processors
 from autopar.runtime.simulator import Simulation, simulate
 from autopar.scan_cutting import CutStep
 from autopar.solver import Status
@@ -241,6 +242,10 @@ def stage_program(
     # Equal buffers are one on the virtual clock, so that long pipelines of many micro-batches are simulated quickly.
     smaller, sent_s = merged(staged.pipeline, transfer_s)
     program = emit(smaller, schedule)
+    simulation = simulate(program, task_s, sent_s, task_bytes)
+    if cluster.device.shared_by > 1 and cluster.num_hosts == 1:
+        devices = {p.lowered.mesh_index: at.mesh.num_devices for p, at in zip(planned, submeshes, strict=True)}
+        simulation = on_shared_processors(simulation, program, [devices[mesh] for mesh in sorted(devices)])
     return Staged(
         step=step,
         graph=graph,
@@ -254,7 +259,7 @@ def stage_program(
         hidden_s=tuple(cost.hidden_s for cost in found),
         task_bytes=task_bytes,
         transfer_s=transfer_s,
-        simulation=simulate(program, task_s, sent_s, task_bytes),
+        simulation=simulation,
     )
 
 

@@ -25,7 +25,7 @@ from benchmarks.auto_vs_manual.models import models
 from benchmarks.auto_vs_manual.planning import cluster_of, line_of, plan_row
 from benchmarks.auto_vs_manual.rows import Row, Status
 
-ROUNDS = 15
+ROUNDS = 10
 WHERE_FROM = re.compile(r", metadata=\{[^}]*\}")
 
 
