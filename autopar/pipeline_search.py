@@ -190,6 +190,7 @@ class _Search:
                 host_devices=cluster.devices_per_host,
                 chunks=chunks,
                 fixed_num_stages=num_stages,
+                shares_processors=cluster.shares_processors,
             )
             found.append((problem, options))
         return found

@@ -243,7 +243,7 @@ def stage_program(
     smaller, sent_s = merged(staged.pipeline, transfer_s)
     program = emit(smaller, schedule)
     simulation = simulate(program, task_s, sent_s, task_bytes)
-    if cluster.device.shared_by > 1 and cluster.num_hosts == 1:
+    if cluster.shares_processors:
         devices = {p.lowered.mesh_index: at.mesh.num_devices for p, at in zip(planned, submeshes, strict=True)}
         simulation = on_shared_processors(simulation, program, [devices[mesh] for mesh in sorted(devices)])
     return Staged(

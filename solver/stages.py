@@ -20,6 +20,9 @@ and e = max(f + b, (f + b) / 2 + c):
 | interleaved | (f + c) / v | (b + c) / v | (m v - 1) (f + b + 2c) | see `peak_bytes` | S divides m |
 | inference | f + c | 0 | (m - 1) max(f, c) | 0 | |
 
+Where the devices share their processors (`StageProblem.shares_processors`), what one stage waits another one works
+faster, under every schedule: fill is its devices' part of m (f + b) + once, and c; drain c; steady and once nothing.
+
 Sources: 1F1B and its interleaving, Narayanan et al., "Efficient large-scale language model training on GPU clusters",
 SC 2021, section 2.2; eager 1F1B, Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023,
 section 4; zb-h1 and zb-h2, Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, sections 2 and 3; the sum with
@@ -93,6 +96,7 @@ class StageProblem:
     num_microbatches: options are for a micro-batch of this problem's size.
     chunks: of a group of devices under the interleaved schedule, 2 or more; 1 under all others.
     fixed_num_stages: the number of stages (of groups, if interleaved); None = free.
+    shares_processors: seconds of options are those while all devices work, which share what they work with.
     """
 
     options: tuple[StageOption, ...]
@@ -104,6 +108,11 @@ class StageProblem:
     host_devices: int
     chunks: int = 1
     fixed_num_stages: int | None = None
+    shares_processors: bool = False
+
+    def share(self, num_devices: Any) -> Any:
+        """What a stage of so many devices takes by itself, as a part of what it takes while all devices work."""
+        return num_devices / self.num_devices if self.shares_processors else 1.0 + 0 * num_devices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,11 +157,15 @@ class StageTerms:
 
 
 def terms(
-    problem: StageProblem, forward_s: Any, backward_s: Any, weight_s: Any, once_s: Any, send_s: Any
+    problem: StageProblem, devices: Any, forward_s: Any, backward_s: Any, weight_s: Any, once_s: Any, send_s: Any
 ) -> StageTerms:
     """The model's terms of a stage from the sums over its layers; arrays give arrays. send_s: 0 of the last stage."""
     f, b, w, c, m, v = forward_s, backward_s, weight_s, send_s, problem.num_microbatches, problem.chunks
     alone = f + b
+    if problem.shares_processors:
+        passes = f if problem.schedule is Schedule.INFERENCE else alone
+        work = problem.share(devices) * (m * passes + once_s)
+        return StageTerms(fill_s=work + c, drain_s=c, steady_s=0 * c, once_s=0 * c)
     overlapped = np.maximum(alone, alone / 2 + c)
     fill, drain = f + c, b + c
     match problem.schedule:
@@ -201,6 +214,7 @@ def stage_terms(problem: StageProblem, stage: Stage) -> StageTerms:
     option, layers = problem.options[stage.option], slice(stage.first, stage.last)
     return terms(
         problem,
+        option.num_devices,
         float(option.forward_s[layers].sum()),
         float(option.backward_s[layers].sum()),
         float(weight_seconds(option)[layers].sum()),

@@ -165,6 +165,14 @@ def test_an_update_that_shows_every_step_is_weighed_against_the_bubble():
     assert cut(solve_stages(problem([options[0], replace(options[1], once_s=np.zeros(2))], 2, 2))) == [(0, 2, 1)]
 
 
+def test_what_idles_in_a_bubble_is_not_lost_where_processors_are_shared():
+    # Each stage takes 3 s beside the other one, a half of that by itself; both devices together take 3.6 s.
+    options = [option(1, [1.0, 1.0], send=0.01), option(2, [0.6, 0.6])]
+    plan = solve_stages(problem(options, 2, 1, shares_processors=True))
+    assert cut(plan) == [(0, 1, 0), (1, 2, 0)]
+    assert plan.step_time_s == pytest.approx(1.5 + 1.5 + 2 * 0.01)
+
+
 def test_memory_forces_more_stages():
     options = [option(1, [1.0] * 4, state=30), option(4, [0.26] * 4, state=30)]
     loose = problem(options, 4, 1, limit_bytes=120)
@@ -259,11 +267,12 @@ def test_problems_that_are_not_well_formed(changed, message):
 # Against every choice
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_as_good_as_the_best_of_all_choices(schedule):
+def test_as_good_as_the_best_of_all_choices(schedule, shares):
     start = list(Schedule).index(schedule)
     for seed in range(start, 900, len(Schedule)):
-        asked = random_problem(seed)
+        asked = replace(random_problem(seed), shares_processors=shares)
         assert asked.schedule is schedule
         found, best = solve_stages(asked), brute_force_stages(asked)
         assert type(found) is type(best), seed
