@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import optax
@@ -129,7 +129,16 @@ class Product:
         )
 
 
-def take_turns(running: Sequence[Running | Product], rounds: int, warm_up: int = 2) -> None:
+class Turn(Protocol):
+    """What runs in turn with others, and keeps what its turns took."""
+
+    wall_s: list[float]
+    processor_s: list[float]
+
+    def run(self) -> None: ...
+
+
+def take_turns(running: Sequence[Turn], rounds: int, warm_up: int = 2) -> None:
     """Each has one turn a round, the order turned round each time."""
     for number in range(warm_up + rounds):
         if number == warm_up:

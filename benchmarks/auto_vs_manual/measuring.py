@@ -1,17 +1,24 @@
 """Plans and runs one small model under several recipes on the devices of this machine, in a process of its own.
 
     python -m benchmarks.auto_vs_manual.measuring MODEL CLUSTER RECIPE...
+    python -m benchmarks.auto_vs_manual.measuring --plan MODEL FILE      one program: a turn for each line
 
-The devices' constants are measured first. Steps take turns, so that what else the machine does falls on all recipes
-alike; the median of each counts, and of each beside the search's the median of what the two took in the same turns.
-Recipes that come to the same program as another share it: it runs once a turn. Bytes and peak are those of the program
-that XLA made. Each recipe's row goes to the standard output, a line of JSON.
+The devices' constants are measured first. Each program runs in a process of its own, for what others have left of its
+memory would help it; they take turns, so that what else the machine does falls on all recipes alike. The median of each
+counts, and of each beside the search's the median of what the two took in the same turns. Recipes that come to the same
+program as another share it. Bytes and peak are those of the program that XLA made. Each recipe's row goes to the
+standard output, a line of JSON.
 """
 
 import dataclasses
+import json
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 
 from benchmarks.predicted_time import Running, take_turns  # first of all: it asks for 8 CPU devices
 
@@ -29,31 +36,71 @@ ROUNDS = 10
 WHERE_FROM = re.compile(r", metadata=\{[^}]*\}")
 
 
+class InAProcess:
+    """A plan that runs a turn of steps whenever it is told to, in a process of its own. Seconds as in `Running`."""
+
+    def __init__(self, model: str, plan: autopar.Plan, directory: str, number: int) -> None:
+        path = Path(directory) / f"{number}.json"
+        plan.save(path)
+        command = [sys.executable, "-m", "benchmarks.auto_vs_manual.measuring", "--plan", model, str(path)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.wall_s: list[float] = []
+        self.processor_s: list[float] = []
+
+    def run(self) -> None:
+        assert self.process.stdin is not None, "it is a pipe"
+        assert self.process.stdout is not None, "it is a pipe"
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        wall_s, processor_s = json.loads(self.process.stdout.readline())
+        self.wall_s += wall_s
+        self.processor_s += processor_s
+
+
+def run_in_turn(name: str, path: str) -> None:
+    """The other side of `InAProcess`."""
+    case, plan = models()[name].build(), autopar.Plan.load(path)
+    step = autopar.parallelize(case.step, cluster=plan.cluster, plan=plan, cache_dir=None, show_progress=False)
+    batch = case.batch(0)
+    running = Running(step, step.init(case.init, jax.random.key(0)), step.put_batch(batch))
+    for _ in sys.stdin:
+        running.wall_s, running.processor_s = [], []
+        running.run()
+        print(json.dumps([running.wall_s, running.processor_s]), flush=True)
+
+
 def main(name: str, cluster_text: str, *names: str) -> None:
-    model = models()[name]
-    case, count = model.build(), cluster_of(cluster_text).num_devices
-    cluster = autopar.Cluster.of_measurement(measuring.measure(count, show_progress=False), count)
-    batch, rows = case.batch(0), list[Row]()
-    programs: dict[str, Running] = {}
+    model, count = models()[name], cluster_of(cluster_text).num_devices
+    case, cluster = model.build(), autopar.Cluster.of_measurement(measuring.measure(count, show_progress=False), count)
+    rows: list[Row] = []
+    programs: dict[str, InAProcess] = {}
     program_of: dict[str, str] = {}  # of each recipe
-    for recipe in names:
-        row, plan = plan_row(model, cluster_text, recipe, cluster=cluster)
-        if plan is not None and row.status is Status.PLANNED:
-            step = autopar.parallelize(case.step, cluster=cluster, plan=plan, cache_dir=None, show_progress=False)
-            compiled = step.compile(*model.shapes())
-            text = program_of[recipe] = f"{row.plan}\n{WHERE_FROM.sub('', compiled.as_text())}"
-            if text not in programs:
-                programs[text] = Running(step, step.init(case.init, jax.random.key(0)), step.put_batch(batch))
-            row = dataclasses.replace(
-                row, compiled_bytes=traffic_of(compiled).total_bytes, compiled_peak_bytes=peak_bytes(compiled)
-            )
-        rows.append(row)
-    take_turns(list(programs.values()), ROUNDS)
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            for recipe in names:
+                row, plan = plan_row(model, cluster_text, recipe, cluster=cluster)
+                if plan is not None and row.status is Status.PLANNED:
+                    step = autopar.parallelize(
+                        case.step, cluster=cluster, plan=plan, cache_dir=None, show_progress=False
+                    )
+                    compiled = step.compile(*model.shapes())
+                    text = program_of[recipe] = f"{row.plan}\n{WHERE_FROM.sub('', compiled.as_text())}"
+                    if text not in programs:
+                        programs[text] = InAProcess(name, plan, directory, len(programs))
+                    row = dataclasses.replace(
+                        row, compiled_bytes=traffic_of(compiled).total_bytes, compiled_peak_bytes=peak_bytes(compiled)
+                    )
+                rows.append(row)
+            take_turns(list(programs.values()), ROUNDS)
+        finally:
+            for program in programs.values():
+                program.process.kill()
+                program.process.wait()
     for row in rows:
         print(line_of(with_times(row, programs, program_of)), flush=True)
 
 
-def with_times(row: Row, programs: dict[str, Running], program_of: dict[str, str]) -> Row:
+def with_times(row: Row, programs: Mapping[str, InAProcess], program_of: dict[str, str]) -> Row:
     """A row with what its program took, and the search's beside it."""
     if row.recipe not in program_of:
         return row
@@ -71,4 +118,7 @@ def with_times(row: Row, programs: dict[str, Running], program_of: dict[str, str
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "--plan":
+        run_in_turn(*sys.argv[2:])
+    else:
+        main(*sys.argv[1:])
