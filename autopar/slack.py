@@ -32,6 +32,7 @@ def slacks_s(graph: OpGraph, assembly: Assembly, compute_s: Callable[[Op], float
 class _Slacks:
     def __init__(self, graph: OpGraph, assembly: Assembly, compute_s: Callable[[Op], float]) -> None:
         self.graph, self.assembly, self.compute_s = graph, assembly, compute_s
+        self.is_cut = graph.is_cut  # asked for every resharding; the graph looks through all of its operations
         # Seconds from the start of a block: of operations, when somebody waits for them; of values, when they are made.
         self.waited_for_s: dict[int, float] = {}
         self.made_s: dict[int, float] = {}
@@ -46,7 +47,7 @@ class _Slacks:
         for position, v in enumerate(self.graph.block.inputs):
             if position not in self.graph.repeating:
                 self.made_s[v] = -math.inf
-        once = self.graph.once() if self.graph.is_cut else NO_VALUES
+        once = self.graph.once() if self.is_cut else NO_VALUES
         return tuple(self.slack_s(reshard, once, end_s) for reshard in self.assembly.reshards)
 
     def block(self, block: Block) -> float:
@@ -95,7 +96,7 @@ class _Slacks:
         read_s = self.waited_for_s[first.id] if first is not None else self.left_s.get(value, end_s)
         made_s = self.made_s.get(value, -math.inf)
         reads_in = first.section if first is not None else Section.WHOLE
-        if self.graph.is_cut and math.isfinite(made_s) and self.made_in.get(value, reads_in) is not reads_in:
+        if self.is_cut and math.isfinite(made_s) and self.made_in.get(value, reads_in) is not reads_in:
             made_s = self.section_s.get(reads_in, made_s)
         return max(0.0, read_s - made_s)
 
