@@ -193,7 +193,9 @@ def may_pay(best: Candidate | AutoparError | None, cluster: Cluster) -> bool:
     waits_s = allocation_s(best.estimate, best.model)
     lost = 1 - (best.shared_out_s + waits_s) / best.step_time_s
     least = LOST_BETWEEN_HOSTS if cluster.num_hosts > 1 else LOST_INSIDE_HOST
-    return lost > least or waits_s / best.step_time_s > LOST_TO_MEMORY
+    # One CPU device gained nothing by micro-batches when that was measured: its tasks leave cores idle between them.
+    waits = cluster.num_devices > 1 and waits_s / best.step_time_s > LOST_TO_MEMORY
+    return lost > least or waits
 
 
 def searched_pipeline(

@@ -293,10 +293,10 @@ def test_virtual_cpu_devices_hide_nothing(recipe):
     assert "hidden" not in str(found)
 
 
-def cpus(fresh_bytes_per_s):
-    device = hardware.cpu_device(num_devices=4, cores=4, host_bytes=64 * 10**9)
+def cpus(fresh_bytes_per_s, count=4):
+    device = hardware.cpu_device(num_devices=count, cores=4, host_bytes=64 * 10**9)
     device = dataclasses.replace(device, fresh_bytes_per_s=fresh_bytes_per_s)
-    return Cluster.flat(4, device=device, links=(hardware.cpu_link(4),))
+    return Cluster.flat(count, device=device, links=(hardware.cpu_link(count),) if count > 1 else ())
 
 
 def test_the_search_counts_what_a_step_waits_for_memory():
@@ -318,6 +318,12 @@ def test_micro_batches_are_weighed_where_a_step_waits_long_for_memory():
     one_program = plan(cpus(1e8), args=narrow, plan=autopar.recipes.data_parallel())
     assert free.predicted.step_time_s < one_program.predicted.step_time_s
     assert_one_number(free)
+
+
+def test_one_device_keeps_to_one_program_however_long_it_waits_for_memory():
+    alone = plan(cpus(1e8, count=1), args=arguments(WIDTH // 4))
+    assert alone.predicted.allocation_time_s > 0.1 * alone.predicted.step_time_s
+    assert alone.record.pipeline is None
 
 
 def test_tasks_wait_for_memory_in_every_run():
