@@ -34,7 +34,8 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
 
     At most so many that each has a few examples for the devices of a stage, and that bubbles are small whatever the
     number of stages; then fewer, larger ones, which read parameters less often. The first have examples for powers of
-    two of devices, as stages mostly are; the others for an odd number of hosts too.
+    two of devices, as stages mostly are; the others for an odd number of hosts too. Where devices share processors the
+    whole batch too: what idles in a bubble is not lost.
     """
     if asked.num_microbatches is not None:
         return [asked.num_microbatches]
@@ -47,7 +48,8 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     groups = examples // odd_part(examples, cluster)
     stages_are_odd = _odd(cluster.num_devices) > MOST_PARTS
     of = [groups if i or stages_are_odd else examples for i in range(several)]
-    return list(dict.fromkeys(nearest_divisor(n, number) for n, number in zip(of, wanted, strict=True)))
+    found = [nearest_divisor(n, number) for n, number in zip(of, wanted, strict=True)]
+    return list(dict.fromkeys([*found, 1] if cluster.shares_processors else found))
 
 
 def _odd(n: int) -> int:

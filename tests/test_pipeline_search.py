@@ -169,6 +169,12 @@ def test_stages_may_have_sizes_that_cover_all_devices(hosts, num_layers, sizes):
     assert submesh_sizes(on, PipelineOptions(), num_layers) == sizes
 
 
+def test_the_whole_batch_is_searched_through_where_a_bubble_costs_nothing():
+    traced = trace(chain_step, arguments(4, 8, 32), names=("params", "batch"), donate=(0,), batch=(1,))
+    assert microbatch_numbers(traced, Cluster.local(8, measured=False), PipelineOptions()) == [32, 8, 2, 1]
+    assert microbatch_numbers(traced, cluster(hosts=1, each=8), PipelineOptions()) == [32, 8, 2]
+
+
 def test_small_micro_batches_are_not_for_stages_of_many_devices():
     """128 hosts, 64 layers: stages of 16 devices or more. Of four examples none is shared by more than 32."""
     on = Cluster.preset("dgx-a100-80g", hosts=128)
