@@ -93,7 +93,7 @@ class DeviceKind:
         return self.peak_flops_per_s(dtype) * dict(self.dtype_efficiency).get(dtype, self.flops_efficiency)
 
     def fresh_s(self, temporary_bytes: float) -> float:
-        """Time of having this much memory for temporary values in a step."""
+        """Time of having this much memory for temporary values in one run of a program."""
         if self.fresh_bytes_per_s is None or temporary_bytes <= _KEPT_UP_TO_BYTES:
             return 0.0
         return temporary_bytes / self.fresh_bytes_per_s

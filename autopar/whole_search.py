@@ -275,7 +275,7 @@ def choose(
     Where none fits a MemoryLimitError, where there is none a SolverError comes back.
     """
     if not candidates:
-        impossible = all(t.status == IMPOSSIBLE for t in trials)
+        impossible = bool(trials) and all(t.status == IMPOSSIBLE for t in trials)
         return SolverError(
             where=traced.name,
             expected="a plan on one of the logical meshes",

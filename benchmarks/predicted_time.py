@@ -102,19 +102,19 @@ class Running:
 class Product:
     """A matrix product on all devices at once, of a kind that the constants came from."""
 
-    RUN = MatmulRun(dtype="float32", width=512)
-
     def __init__(self, num_devices: int, now: Callable[[], float]) -> None:
         devices, found = local_devices.chosen(num_devices)
+        in_step = found.devices_per_host if devices[0].platform == "cpu" else 1
+        self.timed = MatmulRun(dtype="float32", width=512, in_step=in_step)
         self.clock = DeviceClock(devices, found.num_hosts, now)
-        self.clock.prepare(self.RUN)
-        self.first_s = statistics.median([self.clock.sample(self.RUN) for _ in range(9)])
+        self.clock.prepare(self.timed)
+        self.first_s = statistics.median([self.clock.sample(self.timed) for _ in range(9)])
         self.wall_s: list[float] = []
         self.processor_s: list[float] = []
 
     def run(self) -> None:
-        self.clock.sample(self.RUN)  # its operands are in the caches, as they were the first time
-        self.wall_s.append(self.clock.sample(self.RUN))
+        self.clock.sample(self.timed)  # its operands are in the caches, as they were the first time
+        self.wall_s.append(self.clock.sample(self.timed))
 
     @property
     def speed(self) -> float:
@@ -124,7 +124,7 @@ class Product:
     def __str__(self) -> str:
         first_ms, later_ms = self.first_s * 1e3, statistics.median(self.wall_s) * 1e3
         return (
-            f"A product of {self.RUN.width} a side took {first_ms:.2f} ms after the constants were measured and "
+            f"A product of {self.timed.width} a side took {first_ms:.2f} ms after the constants were measured and "
             f"{later_ms:.2f} ms between the steps: the machine ran at {self.speed:.2f} of its speed."
         )
 
@@ -257,7 +257,6 @@ def gpt_row(size: str, cluster: autopar.Cluster, rounds: int) -> list[str]:
     plain = jax.jit(case.step, donate_argnums=0)
     put = jax.device_put(batch, jax.devices()[0])
     by_hand = Running(plain, jax.jit(case.init)(jax.random.key(0)), put)
-    own.wall_s, own.processor_s = [], []
     take_turns([own, by_hand], rounds)
     wall, jit = statistics.median(own.wall_s), statistics.median(by_hand.wall_s)
     predicted = plan.predicted

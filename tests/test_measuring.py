@@ -241,7 +241,7 @@ def test_accelerators_do_not_share_so_that_more_of_them_hold_for_fewer(directory
 def test_damaged_measurements_count_as_absent(directory):
     path = measured().save()
     assert path is not None
-    path.write_text(path.read_text().replace('"format_version": 3', '"format_version": 1'))
+    path.write_text(path.read_text().replace('"format_version": 4', '"format_version": 1'))
     assert Cluster.local() == Cluster.local(measured=False)
     path.write_text("{")
     assert Cluster.local() == Cluster.local(measured=False)
