@@ -6,7 +6,7 @@ order of runs and Sends, their times and the memory are those of the pipeline it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from .program import Buffer, Pipeline, Task, Transfer
 
@@ -52,13 +52,39 @@ def merged(pipeline: Pipeline, transfer_s: Sequence[float]) -> tuple[Pipeline, t
 
 
 def groups_of(pipeline: Pipeline) -> tuple[int, ...]:
-    """For each buffer the one that it is part of in the smaller pipeline."""
-    number: dict[object, int] = {}
-    return tuple(number.setdefault(key, len(number)) for key in _groups(pipeline))
+    """For each buffer the one that it is part of in the smaller pipeline.
+
+    Buffers are one that are made, read and donated by the same tasks, copied from one and copied to the same: parts of
+    what one task hands to two meshes are not one with parts that it hands to one of these alone.
+    """
+    targets: list[list[int]] = [[] for _ in pipeline.buffers]
+    source: list[int | None] = [None] * len(pipeline.buffers)
+    for transfer in pipeline.transfers:
+        targets[transfer.source].append(transfer.target)
+        source[transfer.target] = transfer.source
+    groups = _numbered(_uses(pipeline))
+    while True:
+        finer = _numbered(
+            (
+                group,
+                groups[copied] if (copied := source[b]) is not None else None,
+                tuple(sorted({groups[target] for target in targets[b]})),
+            )
+            for b, group in enumerate(groups)
+        )
+        if finer == groups:
+            return groups
+        groups = finer
 
 
-def _groups(pipeline: Pipeline) -> list[object]:
-    """For each buffer what it has in common with those that it is one with."""
+def _numbered(keys: Iterable[Hashable]) -> tuple[int, ...]:
+    """Equal keys by the same number, in the order of their first appearance."""
+    number: dict[Hashable, int] = {}
+    return tuple(number.setdefault(key, len(number)) for key in keys)
+
+
+def _uses(pipeline: Pipeline) -> list[Hashable]:
+    """For each buffer where it lies and what tasks do with it."""
     makers: list[list[int]] = [[] for _ in pipeline.buffers]
     readers: list[list[int]] = [[] for _ in pipeline.buffers]
     donors: list[list[int]] = [[] for _ in pipeline.buffers]
@@ -70,13 +96,7 @@ def _groups(pipeline: Pipeline) -> list[object]:
         for i in task.donated:
             donors[task.inputs[i]].append(number)
     taken, given = set(pipeline.inputs), set(pipeline.outputs)
-    own = [
+    return [
         (b.mesh, b.repeats, tuple(makers[i]), tuple(readers[i]), tuple(donors[i]), i in taken, i in given)
         for i, b in enumerate(pipeline.buffers)
     ]
-    targets: list[list[tuple]] = [[] for _ in pipeline.buffers]
-    source: list[tuple | None] = [None] * len(pipeline.buffers)
-    for transfer in pipeline.transfers:
-        targets[transfer.source].append(own[transfer.target])
-        source[transfer.target] = own[transfer.source]
-    return [(own[i], tuple(sorted(map(str, targets[i]))), source[i]) for i in range(len(own))]

@@ -4,10 +4,10 @@ import pytest
 
 from autopar.runtime.emitting import emit
 from autopar.runtime.merging import merged
-from autopar.runtime.program import Run
+from autopar.runtime.program import Run, TaskKind
 from autopar.runtime.schedules import SCHEDULES, make_schedule
 from autopar.runtime.simulator import simulate
-from tests.runtime.pipelines import chain
+from tests.runtime.pipelines import Builder, chain
 
 
 def wide(pipeline, times):
@@ -56,3 +56,22 @@ def test_runs_times_and_memory_are_those_of_the_pipeline(name):
     assert other.step_time_s == pytest.approx(one.step_time_s)
     assert other.peak_bytes == one.peak_bytes
     assert other.peak_in_flight == one.peak_in_flight
+
+
+def test_what_goes_to_two_meshes_is_not_one_with_what_goes_to_one_of_them():
+    b = Builder()
+    x = b.argument("x", 0, 1)
+    both, one = b.buffer("both", 0), b.buffer("one", 0)
+    b.task("F0", 0, 0, TaskKind.FORWARD, [x], [both, one])
+    y = b.buffer("y", 1)
+    b.task("F1", 1, 1, TaskKind.FORWARD, [b.on(both, 1)], [y])
+    z = b.buffer("z", 2)
+    b.task("F2", 2, 2, TaskKind.FORWARD, [b.on(both, 2), b.on(one, 2), b.on(y, 2)], [z])
+    result = b.buffer("result", 2, repeats=False)
+    b.task("stack", 2, 2, TaskKind.AFTER, [z], [result])
+    b.outputs.append(result)
+    pipeline = b.pipeline()
+    smaller, _ = merged(pipeline, [1.0] * len(pipeline.transfers))
+    assert len(smaller.transfers) == len(pipeline.transfers) == 4
+    assert len({t.target for t in smaller.transfers}) == 4
+    emit(smaller, make_schedule("inference", 3, 2))
