@@ -16,8 +16,8 @@ from autopar.pipelining import PipelineOptions, default_chunks, part_of
 from autopar.progress import Progress
 from autopar.purposes import described
 from autopar.rules import RuleBook
-from autopar.scan_cutting import cut_scans
-from autopar.search_space import few_bubbles, meshes_inside, one_part_a_group, submesh_sizes
+from autopar.scan_cutting import cut_scans, one_part_a_group
+from autopar.search_space import few_bubbles, meshes_inside, submesh_sizes
 from autopar.sinking import copies_state
 from autopar.stage_assignment import balanced
 from autopar.stage_building import Choice, Cut, build, cut_layers, layers_of_pieces

@@ -18,13 +18,12 @@ from autopar.node_costs import cost_model
 from autopar.pipelining import PipelineOptions, default_chunks, part_of
 from autopar.progress import Progress
 from autopar.rules import RuleBook
-from autopar.scan_cutting import CutStep, cut_scans, trips_of
+from autopar.scan_cutting import CutStep, cut_scans, one_part_a_group, trips_of
 from autopar.search_space import (
     finest,
     is_long,
     meshes_inside,
     microbatch_numbers,
-    one_part_a_group,
     schedules_of,
     sizes_for,
     stage_numbers,

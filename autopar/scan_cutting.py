@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.graph import FactorKind, Rule
 from autopar.rules import RuleBook, equation_key
 from autopar.stacked_layers import LOOPS, Stacks, find_stacks, major, rules_of
@@ -339,3 +339,13 @@ def _of_shape(eqn: Any, shape: tuple[int, ...]) -> Any:
     elif eqn.primitive.name == "slice" and params["start_indices"][0] == 0 and not params["strides"]:
         params["limit_indices"] = (shape[0], *params["limit_indices"][1:])
     return eqn.replace(params=params)
+
+
+def one_part_a_group(step: CutStep, schedule: str, chunks: int) -> UnsupportedError:
+    return UnsupportedError(
+        where=f"the scan over {step.trips} layers of {step.traced.name}",
+        expected="a schedule with one stage on each group of devices",
+        got=f"{schedule} with {chunks}",
+        hint="use 1f1b or zb-h1, or write the layers out in a Python loop: the layers of an array that is stacked over "
+        "them lie on the devices in order",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autopar.cluster import Cluster
-from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.errors import InvalidArgumentError
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import num_examples
 from autopar.pipelining import PipelineOptions
@@ -158,13 +158,3 @@ def meshes_inside(part: Cluster) -> list[LogicalMesh]:
     """The logical meshes of a stage, of at most two axes, of which the inner one stays inside of a host."""
     meshes = distinct_meshes(part, 2)
     return [m for m in meshes if len(m.axis_sizes) == 1 or m.axis_sizes[-1] <= part.devices_per_host]
-
-
-def one_part_a_group(step: CutStep, schedule: str, chunks: int) -> UnsupportedError:
-    return UnsupportedError(
-        where=f"the scan over {step.trips} layers of {step.traced.name}",
-        expected="a schedule with one stage on each group of devices",
-        got=f"{schedule} with {chunks}",
-        hint="use 1f1b or zb-h1, or write the layers out in a Python loop: the layers of an array that is stacked over "
-        "them lie on the devices in order",
-    )

@@ -111,8 +111,10 @@ class StageProblem:
     shares_processors: bool = False
 
     def share(self, num_devices: Any) -> Any:
-        """What a stage of so many devices takes by itself, as a part of what it takes while all devices work."""
-        return num_devices / self.num_devices if self.shares_processors else 1.0 + 0 * num_devices
+        """Where processors are shared: what a stage of so many devices takes alone, as a part of what it takes while
+        all devices work.
+        """
+        return num_devices / self.num_devices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

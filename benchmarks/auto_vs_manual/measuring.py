@@ -39,8 +39,9 @@ WHERE_FROM = re.compile(r", metadata=\{[^}]*\}")
 class InAProcess:
     """A plan that runs a turn of steps whenever it is told to, in a process of its own. Seconds as in `Running`."""
 
-    def __init__(self, model: str, plan: autopar.Plan, directory: str, number: int) -> None:
-        path = Path(directory) / f"{number}.json"
+    def __init__(self, model: str, recipe: str, plan: autopar.Plan, directory: str) -> None:
+        self.name = f"{model} | {recipe}"
+        path = Path(directory) / f"{recipe}.json"
         plan.save(path)
         command = [sys.executable, "-m", "benchmarks.auto_vs_manual.measuring", "--plan", model, str(path)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -50,9 +51,15 @@ class InAProcess:
     def run(self) -> None:
         assert self.process.stdin is not None, "it is a pipe"
         assert self.process.stdout is not None, "it is a pipe"
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        wall_s, processor_s = json.loads(self.process.stdout.readline())
+        try:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise SystemExit(f"{self.name}: its process ended with {self.process.wait()}; its errors stand above")
+        wall_s, processor_s = json.loads(line)
         self.wall_s += wall_s
         self.processor_s += processor_s
 
@@ -86,7 +93,7 @@ def main(name: str, cluster_text: str, *names: str) -> None:
                     compiled = step.compile(*model.shapes())
                     text = program_of[recipe] = f"{row.plan}\n{WHERE_FROM.sub('', compiled.as_text())}"
                     if text not in programs:
-                        programs[text] = InAProcess(name, plan, directory, len(programs))
+                        programs[text] = InAProcess(name, recipe, plan, directory)
                     row = dataclasses.replace(
                         row, compiled_bytes=traffic_of(compiled).total_bytes, compiled_peak_bytes=peak_bytes(compiled)
                     )
