@@ -6,6 +6,7 @@ told what each came to, and goes on from the best. A new one is a function here 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 from autopar import recipes
@@ -18,7 +19,7 @@ from autopar.whole_search import PlanOptions, distinct_meshes
 from benchmarks.auto_vs_manual.models import Model
 
 AUTO = "auto"
-FIRST_EXAMPLES = 4  # of each copy of the model in a micro-batch, where a walk begins
+FIRST_EXAMPLES = 4  # of each copy of the model in a micro-batch, where a walk over stages begins
 MOST_STAGES = 16
 RECOMPUTE = ("nothing", "matmuls", "input")  # in the order of what they save
 
@@ -46,11 +47,15 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an attempt came to."""
+    """What an attempt came to; no time where a plan was refused for the memory it needs."""
 
     step_time_s: float
     peak_bytes: int
-    fits: bool
+    limit_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
 
     def rank(self) -> tuple[bool, float]:
         """Smaller is better: what fits first, then what is faster; of what does not fit, the smaller."""
@@ -83,7 +88,8 @@ class Point:
 
 
 def first_point(problem: Problem, **setting: int) -> Point | None:
-    """Where a walk over a setting begins: a few examples at a time and everything recomputed, or the batch as it is.
+    """Where a walk over a setting begins: the batch as it is, which nothing beats where it fits; or, with stages, a few
+    examples at a time and everything recomputed.
 
     None where the batch has fewer examples than there are copies of the model.
     """
@@ -91,29 +97,36 @@ def first_point(problem: Problem, **setting: int) -> Point | None:
     share, rest = divmod(problem.examples, copies)
     if rest or not share:
         return None
+    if setting.get("pp", 1) == 1:
+        return Point(examples=share, recompute="nothing", **setting)
     examples = max(e for e in range(1, min(share, FIRST_EXAMPLES) + 1) if share % e == 0)
-    whole = examples == share and setting.get("pp", 1) == 1
-    return Point(examples=examples, recompute="nothing" if whole else "input", **setting)
+    return Point(examples=examples, recompute="input", **setting)
 
 
-def neighbours(point: Point, fits: bool, zeros: Iterable[int]) -> Iterator[Point]:
+def neighbours(point: Point, outcome: Outcome, zeros: Iterable[int]) -> Iterator[Point]:
     """A point with one thing changed that may be better: leaner where it does not fit, else faster.
 
-    Smaller micro-batches are faster where there are stages, for they leave smaller bubbles; and where they make room to
+    Micro-batches grow and shrink as memory allows, by two at least: what does not depend on them makes both steps
+    careful. Smaller ones are faster where there are stages, for they leave smaller bubbles; and where they make room to
     keep more for the backward pass.
     """
-    level = RECOMPUTE.index(point.recompute)
-    half = [point.examples // 2] if point.examples % 2 == 0 else []
-    if fits:
-        yield dataclasses.replace(point, examples=2 * point.examples)
+    level, leaner = RECOMPUTE.index(point.recompute), RECOMPUTE.index(point.recompute) + 1
+    smaller = [point.examples // parts for parts in (2, 4) if point.examples % parts == 0]
+    if outcome.fits:
+        more = 2 if point.pp > 1 else power_below(outcome.limit_bytes / outcome.peak_bytes)
+        yield dataclasses.replace(point, examples=more * point.examples)
         if level > 0:
-            for examples in (point.examples, *half):
+            for examples in (point.examples, *smaller):
                 yield dataclasses.replace(point, examples=examples, recompute=RECOMPUTE[level - 1])
-    if not fits or point.pp > 1:
-        for examples in half:
-            yield dataclasses.replace(point, examples=examples)
-    if not fits and level + 1 < len(RECOMPUTE):
-        yield dataclasses.replace(point, recompute=RECOMPUTE[level + 1])
+        if point.pp > 1 and smaller:
+            yield dataclasses.replace(point, examples=smaller[0])
+    else:
+        parts = math.gcd(power_below(outcome.peak_bytes / outcome.limit_bytes), point.examples)
+        if parts > 1:
+            yield dataclasses.replace(point, examples=point.examples // parts)
+        if leaner < len(RECOMPUTE):
+            examples = point.examples // max(parts // 2, 1)
+            yield dataclasses.replace(point, examples=examples, recompute=RECOMPUTE[leaner])
     for zero in zeros:
         if zero != point.zero:
             yield dataclasses.replace(point, zero=zero)
@@ -148,10 +161,15 @@ def walk(
     while here is not None:
         outcome = seen[here]
         assert outcome is not None, "the best came to something"
-        yield from tried(neighbours(here, outcome.fits, zeros))
+        yield from tried(neighbours(here, outcome, zeros))
         if best() == here:
             return
         here = best()
+
+
+def power_below(ratio: float) -> int:
+    """The largest power of two that is no more than a ratio, and at least two."""
+    return max(2, 2 ** math.floor(math.log2(ratio)))
 
 
 def of(recipe: Recipe) -> PlanOptions:

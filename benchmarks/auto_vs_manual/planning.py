@@ -8,6 +8,7 @@ as far as it came.
 
 import dataclasses
 import json
+import math
 import re
 import sys
 import time
@@ -84,6 +85,8 @@ def plan_row(
             plan = make_plan(problem.traced, trees, cluster, attempt.options, rules, Progress("", show=False))
         except AutoparError as error:
             refusal = error
+            if isinstance(error, MemoryLimitError):
+                outcome = Outcome(step_time_s=math.inf, peak_bytes=error.needed_bytes, limit_bytes=error.limit_bytes)
         row = dataclasses.replace(row, attempts=row.attempts + 1, planned_s=time.perf_counter() - begun)
         if plan is not None:
             outcome = outcome_of(plan)
@@ -100,7 +103,7 @@ def plan_row(
 def outcome_of(plan: Plan) -> Outcome:
     peak, limit = max(plan.predicted.peak_bytes), plan.record.memory_limit_bytes
     assert limit is not None, "make_plan always has a limit"
-    return Outcome(step_time_s=plan.predicted.step_time_s, peak_bytes=peak, fits=peak <= limit)
+    return Outcome(step_time_s=plan.predicted.step_time_s, peak_bytes=peak, limit_bytes=limit)
 
 
 def with_plan(row: Row, plan: Plan, text: str, outcome: Outcome) -> Row:

@@ -74,7 +74,8 @@ def moe(
     """Layers of attention and `experts` feed-forward networks, of which each token visits `top_k`.
 
     Only one in `every` layers has experts, the last of them; the others have one feed-forward network. Parameters are
-    float32 whatever `dtype` is, and so is the routing.
+    float32 whatever `dtype` is, and so is the routing; gradients and their sums over micro-batches are of `dtype`, as
+    Alpa's are.
     """
     capacity = round(capacity_factor * top_k * length / experts)
 
@@ -107,7 +108,6 @@ def moe(
         return {"embedding": normal(embedding_key, vocabulary, width), "layers": made}
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
-        params = jax.tree.map(lambda p: p.astype(dtype), params)
         x, balance = params["embedding"][batch["tokens"]], 0.0
         for layer in params["layers"]:
             x = x + attention(rms_norm(x, layer["attention_scale"]), layer["qkv"], layer["attention_out"])
@@ -125,6 +125,7 @@ def moe(
         loss=loss,
         batch=next_token_batch(batch=batch, length=length, vocabulary=vocabulary),
         optimizer=optimizer,
+        dtype=dtype,
     )
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from benchmarks.zoo.case import Case, PyTree
 
@@ -30,17 +31,26 @@ def training_case(
     loss: Callable[[PyTree, PyTree], jax.Array],
     batch: Callable[[int], PyTree],
     optimizer: optax.GradientTransformation | None = None,
+    dtype: DTypeLike | None = None,
     tolerance: float = 1e-5,
 ) -> Case:
-    """A case that minimises `loss(params, batch)`."""
+    """A case that minimises `loss(params, batch)`.
+
+    With a `dtype` the loss reads parameters of that type, made once a step from those of the state; gradients are of it
+    too, and so are their sums over micro-batches. The optimiser works in the state's own types.
+    """
     tx = momentum() if optimizer is None else optimizer
+
+    def cast(params: PyTree) -> PyTree:
+        return params if dtype is None else jax.tree.map(lambda p: p.astype(dtype), params)
 
     def init(key: jax.Array) -> TrainState:
         params = init_params(key)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params))
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        value, grads = jax.value_and_grad(loss)(cast(state.params), batch)
+        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), {"loss": value}
