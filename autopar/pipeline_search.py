@@ -18,7 +18,7 @@ from autopar.node_costs import cost_model
 from autopar.pipelining import PipelineOptions, default_chunks, part_of
 from autopar.progress import Progress
 from autopar.rules import RuleBook
-from autopar.scan_cutting import CutStep, cut_scans, one_part_a_group, trips_of
+from autopar.scan_cutting import CutStep, cut_scans, divisors, one_part_a_group, trips_of
 from autopar.search_space import (
     finest,
     is_long,
@@ -107,7 +107,8 @@ class _Search:
         """(what is found, whether copies that are made anew may help)"""
         step = cut_scans(self.traced, finest(trips_of(self.traced, self.rules)), self.rules)
         cuts = self.cuts(step)
-        posed = self.problems(step, cuts)
+        decided: dict[DecidedFor, Decisions] = {}
+        posed = self.problems(step, cuts, decided)
         # One stage alone, plain accumulation of gradients, is worked out too, whatever the programme likes better.
         alone = self.asked.num_stages is None and step.parts == 1
         one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in posed if alone and p.chunks == 1]
@@ -120,6 +121,13 @@ class _Search:
         )  # fmt: skip
         within = 1.0 if is_long(self.traced) else NEAR_THE_BEST
         answers = builder.search(problems, of_problem, len(posed), within)
+        if not self.asked.is_asked:
+            alone_s = {
+                m: a.step_time_s
+                for p, (m, _), a in zip(problems, of_problem, answers, strict=True)
+                if p.fixed_num_stages == 1 and isinstance(a, StagePlan)
+            }
+            self.in_fewer(step, cuts, decided, builder, alone_s.get(min(cuts)))
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
         copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())
         return builder.found() or why_no_pipeline(answers), copies
@@ -144,30 +152,69 @@ class _Search:
             raise refused
         return found
 
-    def problems(self, step: CutStep, cuts: dict[int, Cut]) -> list[_Posed]:
+    def in_fewer(
+        self,
+        step: CutStep,
+        cuts: dict[int, Cut],
+        decided: dict[DecidedFor, Decisions],
+        builder: BuiltOut,
+        before_s: float | None,
+    ) -> None:
+        """One stage, plain accumulation of gradients, in fewer micro-batches for as long as that fits and is faster:
+        where there is memory for them parameters are gathered, and gradients added up, less often. Adds to `cuts` and
+        `decided`.
+
+        Args:
+            before_s: What one stage takes in the fewest of `cuts`; none where it does not fit.
+        """
+        m, examples = min(cuts), num_examples(self.traced)
+        while before_s is not None and m > 1:
+            m = max(d for d in divisors(examples) if 2 * d <= m)
+            try:
+                with self.progress.pass_(f"{m} micro-batches"):
+                    cuts[m] = self.cut(step, m, self.whole)
+            except (UnsupportedError, BatchMismatchError):
+                return
+            with self.progress.pass_("layer costs"):
+                priced = self.priced(cuts[m], [self.cluster.num_devices], decided)
+            ((problem, options),) = self.on_schedule(step, cuts[m], SearchedSchedule.ONE_F_ONE_B.value, priced, (1,))
+            (answer,) = builder.search([problem], [(m, options)], 0, 1.0)
+            if not isinstance(answer, StagePlan) or answer.step_time_s >= before_s:
+                return
+            before_s = answer.step_time_s
+
+    def problems(self, step: CutStep, cuts: dict[int, Cut], decided: dict[DecidedFor, Decisions]) -> list[_Posed]:
         """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans, of stages."""
-        decided: dict[DecidedFor, Decisions] = {}
         found: list[_Posed] = []
         long = is_long(self.traced)
+        numbers = stage_numbers(step, self.cluster) if step.parts > 1 else (self.asked.num_stages,)
         for m, cut in cuts.items():
             with self.progress.pass_("layer costs"):
                 sizes = sizes_for(cut, self.cluster, self.asked, m == min(cuts))
-                priced = undominated(
-                    tables(
-                        cut, self.cluster, sizes, self.limit_bytes, self.time_limit_s, decided, prices_saved=not long
-                    )
-                )
+                priced = self.priced(cut, sizes, decided)
                 if long:  # what is nowhere better with small micro-batches is not priced for large ones
                     better = {(o.mesh, o.terms) for o in priced}
                     decided = {key: tuple(d for d in of if (key[0], d.terms) in better) for key, of in decided.items()}
             for name in schedules_of(self.asked):
-                found += [(problem, (m, options)) for problem, options in self.on_schedule(step, cut, name, priced)]
+                made = self.on_schedule(step, cut, name, priced, numbers)
+                found += [(problem, (m, options)) for problem, options in made]
         return found
 
+    def priced(self, cut: Cut, sizes: Sequence[int], decided: dict[DecidedFor, Decisions]) -> tuple[PricedOption, ...]:
+        """The options of submeshes of these sizes that none of them is better than in all. Adds to `decided`."""
+        long = is_long(self.traced)
+        made = tables(cut, self.cluster, sizes, self.limit_bytes, self.time_limit_s, decided, prices_saved=not long)
+        return undominated(made)
+
     def on_schedule(
-        self, step: CutStep, cut: Cut, name: str, priced: tuple[PricedOption, ...]
+        self,
+        step: CutStep,
+        cut: Cut,
+        name: str,
+        priced: tuple[PricedOption, ...],
+        numbers: Sequence[int | None],
     ) -> list[tuple[StageProblem, tuple[PricedOption, ...]]]:
-        """The problems of one schedule: one, or one for each number of stages that a scan can be cut into."""
+        """The problems of one schedule, one for each number of stages (none: any), of a scan those that it has."""
         asked, cluster = self.asked, self.cluster
         chunks = asked.chunks or default_chunks(name)
         if step.parts > 1 and chunks > 1:
@@ -175,7 +222,7 @@ class _Search:
                 raise one_part_a_group(step, name, chunks)
             return []
         found = []
-        for num_stages in stage_numbers(step, cluster) if step.parts > 1 else (asked.num_stages,):
+        for num_stages in numbers:
             options = priced if step.parts == 1 else _on(priced, cluster.num_devices // (num_stages or 1))
             if step.parts > 1 and not options:
                 continue  # stages of more devices than share an example

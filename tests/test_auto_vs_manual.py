@@ -9,7 +9,7 @@ from autopar.errors import MemoryLimitError, UnsupportedError
 from benchmarks.auto_vs_manual import __main__ as main
 from benchmarks.auto_vs_manual import findings, reports
 from benchmarks.auto_vs_manual.__main__ import finished, lines_of
-from benchmarks.auto_vs_manual.manual import Outcome, Point, Problem, first_point, megatron, walk
+from benchmarks.auto_vs_manual.manual import Outcome, Point, Problem, first_points, megatron, walk
 from benchmarks.auto_vs_manual.models import chosen, models
 from benchmarks.auto_vs_manual.planning import cluster_of, line_of, refused
 from benchmarks.auto_vs_manual.rows import Row, Rows, Status
@@ -73,7 +73,7 @@ def test_micro_batches_shrink_as_far_as_memory_asks_and_grow_as_far_as_it_allows
 
 def test_one_that_fits_as_the_batch_is_ends_the_walk():
     room = lambda text: Outcome(step_time_s=1.0, peak_bytes=1, limit_bytes=100)
-    assert walked(walk(problem(), [first_point(problem())], lambda p, m: megatron_recipe()), room) == ["one program"]
+    assert walked(walk(problem(), first_points(problem()), lambda p, m: megatron_recipe()), room) == ["one program"]
 
 
 def megatron_recipe():
@@ -85,7 +85,7 @@ def megatron_recipe():
 def test_the_grid_holds_all_products_of_tensor_pipeline_and_data_parallelism():
     first = []
     made, outcome = megatron(problem()), None
-    for _ in range(10):
+    for _ in range(14):  # those without stages have two starts
         first.append(made.send(outcome).text)
         outcome = None
     shapes = {tuple(part for part in text.split(", ") if part.startswith("tp") or "stages" in part) for text in first}
@@ -93,9 +93,11 @@ def test_the_grid_holds_all_products_of_tensor_pipeline_and_data_parallelism():
     assert ("tp 2", "4 stages") in shapes
 
 
-def test_a_walk_begins_with_the_batch_as_it_is_and_over_stages_with_a_few_examples():
-    assert first_point(problem()) == Point(examples=128, recompute="nothing")
-    assert first_point(problem(), pp=2) == Point(pp=2, examples=4, recompute="input")
+def test_a_walk_begins_with_the_batch_as_it_is_and_with_a_few_examples():
+    few = Point(examples=4, recompute="input")
+    assert first_points(problem()) == [Point(examples=128, recompute="nothing"), few]
+    assert first_points(problem(), pp=2) == [dataclasses.replace(few, pp=2)]
+    assert first_points(dataclasses.replace(problem(), model=models()["gpt-5760-wide"]), pp=2, tp=1)[0].examples == 2
 
 
 def test_rows_survive_their_file(tmp_path):

@@ -87,20 +87,19 @@ class Point:
         return same and self.examples <= other.examples and level(self.recompute) >= level(other.recompute)
 
 
-def first_point(problem: Problem, **setting: int) -> Point | None:
-    """Where a walk over a setting begins: the batch as it is, which nothing beats where it fits; or, with stages, a few
-    examples at a time and everything recomputed.
+def first_points(problem: Problem, **setting: int) -> list[Point]:
+    """Where a walk over a setting begins: the batch as it is, which nothing beats where it fits, and a few examples at
+    a time with everything recomputed; with stages the latter alone.
 
-    None where the batch has fewer examples than there are copies of the model.
+    Nothing where the batch has fewer examples than there are copies of the model.
     """
     copies = problem.cluster.num_devices // (setting.get("tp", 1) * setting.get("pp", 1))
     share, rest = divmod(problem.examples, copies)
     if rest or not share:
-        return None
-    if setting.get("pp", 1) == 1:
-        return Point(examples=share, recompute="nothing", **setting)
+        return []
     examples = max(e for e in range(1, min(share, FIRST_EXAMPLES) + 1) if share % e == 0)
-    return Point(examples=examples, recompute="input", **setting)
+    few = Point(examples=examples, recompute="input", **setting)
+    return [few] if setting.get("pp", 1) > 1 else [Point(examples=share, recompute="nothing", **setting), few]
 
 
 def neighbours(point: Point, outcome: Outcome, zeros: Iterable[int]) -> Iterator[Point]:
@@ -134,19 +133,21 @@ def neighbours(point: Point, outcome: Outcome, zeros: Iterable[int]) -> Iterator
 
 def walk(
     problem: Problem,
-    starts: Iterable[Point | None],
+    starts: Iterable[Point],
     recipe_of: Callable[[Point, int], Recipe],
     zeros: Iterable[int] = (),
 ) -> Walk:
     """All starts, then from the best of them to its neighbours for as long as one is better."""
     seen: dict[Point, Outcome | None] = {}
 
-    def tried(points: Iterable[Point | None]) -> Generator[Attempt, Outcome | None, None]:
+    def tried(points: Iterable[Point]) -> Generator[Attempt, Outcome | None, None]:
         for point in points:
-            if point is None or point in seen or (m := point.num_microbatches(problem)) is None:
+            if point in seen or (m := point.num_microbatches(problem)) is None:
                 continue
             if any(o is not None and not o.fits and known.saves_more(point) for known, o in seen.items()):
                 continue  # a leaner one did not fit
+            if point.pp == 1 and any(o is not None and o.fits and point.saves_more(known) for known, o in seen.items()):
+                continue  # a richer one fits
             text = [f"tp {point.tp}"] * (point.tp > 1) + [f"{point.pp} stages"] * (point.pp > 1)
             text += [f"ZeRO {point.zero}"] * (point.zero > 0) + [f"{m} micro-batches"] * (m > 1)
             text += [f"recompute {point.recompute}"] * (point.recompute != "nothing")
@@ -191,7 +192,7 @@ def auto(problem: Problem) -> Walk:
 def data_parallel(problem: Problem, zero: int = 0, offload: str = "nothing") -> Walk:
     return walk(
         problem,
-        [first_point(problem, zero=zero)],
+        first_points(problem, zero=zero),
         lambda p, m: recipes.combine(zero=zero, num_microbatches=cut(m), recompute=p.recompute, offload=offload),
     )
 
@@ -201,7 +202,7 @@ def tensor_parallel(problem: Problem) -> Walk:
     tp = min(problem.cluster.devices_per_host, problem.cluster.num_devices)
     return walk(
         problem,
-        [first_point(problem, tp=tp)],
+        first_points(problem, tp=tp),
         lambda p, m: recipes.combine(tp=tp, num_microbatches=cut(m), recompute=p.recompute),
     )
 
@@ -213,10 +214,11 @@ def megatron(problem: Problem, most_tp: int | None = None) -> Walk:
     """
     n, inside = problem.cluster.num_devices, problem.cluster.devices_per_host
     starts = [
-        first_point(problem, tp=tp, pp=pp, zero=1 if tp * pp < n else 0)
+        point
         for tp in reversed(powers(most_tp or inside))
         for pp in powers(MOST_STAGES)
         if n % (tp * pp) == 0 and inside % tp == 0
+        for point in first_points(problem, tp=tp, pp=pp, zero=1 if tp * pp < n else 0)
     ]
     return walk(
         problem,
@@ -238,7 +240,7 @@ def expert_and_data(problem: Problem) -> Walk:
 
     return walk(
         problem,
-        [first_point(problem, zero=2)],
+        first_points(problem, zero=2),
         lambda p, m: recipes.combine(ep=ep, zero=p.zero, num_microbatches=cut(m), recompute=p.recompute),
         zeros=(0, 2, 3),
     )
@@ -249,7 +251,7 @@ def sequence(problem: Problem, kind: str) -> Walk:
     sp = min(problem.cluster.devices_per_host, problem.cluster.num_devices)
     return walk(
         problem,
-        [first_point(problem, tp=sp)],
+        first_points(problem, tp=sp),
         lambda p, m: recipes.combine(sp=sp, sequence=kind, num_microbatches=cut(m), recompute=p.recompute),
     )
 
@@ -274,18 +276,18 @@ def intra_operator(problem: Problem) -> Walk:
     for mesh in distinct_meshes(problem.cluster, 2):
         if problem.examples <= problem.cluster.num_devices * FIRST_EXAMPLES:
             yield Attempt(text=f"mesh {mesh}", options=PlanOptions(axis_sizes=mesh.axis_sizes))
-    yield from walk(problem, [first_point(problem)], unbound)
+    yield from walk(problem, first_points(problem), unbound)
 
 
 def equal_stages(problem: Problem) -> Walk:
     """Two stages or more of equal arithmetic on equal submeshes."""
     sizes = [pp for pp in powers(MOST_STAGES) if pp > 1 and problem.cluster.num_devices % pp == 0]
-    return walk(problem, [first_point(problem, pp=pp) for pp in sizes], unbound)
+    return walk(problem, [point for pp in sizes for point in first_points(problem, pp=pp)], unbound)
 
 
 def inter_operator(problem: Problem) -> Walk:
     """As many stages as devices."""
-    return walk(problem, [first_point(problem, pp=problem.cluster.num_devices)], unbound)
+    return walk(problem, first_points(problem, pp=problem.cluster.num_devices), unbound)
 
 
 def shard_the_largest(problem: Problem) -> Walk:
