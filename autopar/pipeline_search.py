@@ -168,6 +168,7 @@ class _Search:
             before_s: What one stage takes in the fewest of `cuts`; none where it does not fit.
         """
         m, examples = min(cuts), num_examples(self.traced)
+        over = 1.0  # how many times of the memory of one stage the tables say: what layers share they count in each
         while before_s is not None and m > 1:
             m = max(d for d in divisors(examples) if 2 * d <= m)
             try:
@@ -178,10 +179,13 @@ class _Search:
             with self.progress.pass_("layer costs"):
                 priced = self.priced(cuts[m], [self.cluster.num_devices], decided)
             ((problem, options),) = self.on_schedule(step, cuts[m], SearchedSchedule.ONE_F_ONE_B.value, priced, (1,))
+            problem = dataclasses.replace(problem, limit_bytes=int(over * self.limit_bytes))
             (answer,) = builder.search([problem], [(m, options)], 0, 1.0)
             if not isinstance(answer, StagePlan) or answer.step_time_s >= before_s:
                 return
             before_s = answer.step_time_s
+            if builder.best is not None and builder.best.staged.graph.num_microbatches == m:
+                over = max(1.0, max(answer.peak_bytes) / builder.best.trial.peak_bytes)
 
     def problems(self, step: CutStep, cuts: dict[int, Cut], decided: dict[DecidedFor, Decisions]) -> list[_Posed]:
         """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans, of stages."""
