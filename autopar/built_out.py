@@ -131,13 +131,7 @@ class BuiltOut:
                 continue
             built += 1
             self.built.add((m, choice))
-            with self.progress.pass_("build stages"):
-                cut = self.cuts[m]
-                if cut.step.parts > 1:
-                    cut = self.in_stages(cut, len(answer.stages))
-                    choice = evened(cut, choice)
-                staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s)
-                found = Found(staged=staged, choice=choice, weighed=(), keeps_copies=cut.keeps_copies)
+            found = self.worked_out(m, choice)
             self.weighed.append(found.trial)
             if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
                 self.best = found
@@ -146,6 +140,32 @@ class BuiltOut:
                 tighter_bytes = max(answer.peak_bytes) * self.limit_bytes // found.trial.peak_bytes
                 too_large.setdefault(problem.schedule, tighter_bytes)
         return {} if fastest_fits else too_large
+
+    def worked_out(self, m: int, choice: Choice) -> Found:
+        """A choice to the last instruction, on the virtual clock."""
+        with self.progress.pass_("build stages"):
+            cut = self.cuts[m]
+            if cut.step.parts > 1:
+                cut = self.in_stages(cut, len(choice.first_layers))
+                choice = evened(cut, choice)
+            staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s)
+        return Found(staged=staged, choice=choice, weighed=(), keeps_copies=cut.keeps_copies)
+
+    def hide(self, counts: Iterable[float]) -> None:
+        """Decides the best once more where it has one stage, with other counts of what computing hides, for the fastest
+        of them: which count tells best what waits is known on the virtual clock alone.
+        """
+        best = self.best
+        if best is None or len(best.choice.terms) > 1:
+            return
+        for count in counts:
+            if all(t.hidden_count == count for t in best.choice.terms):
+                continue
+            terms = tuple(dataclasses.replace(t, hidden_count=count) for t in best.choice.terms)
+            found = self.worked_out(best.staged.graph.num_microbatches, dataclasses.replace(best.choice, terms=terms))
+            if found.rank(self.limit_bytes) < best.rank(self.limit_bytes):
+                self.weighed.append(found.trial)
+                best = self.best = found
 
     def found(self) -> Found | None:
         return dataclasses.replace(self.best, weighed=tuple(self.weighed)) if self.best is not None else None

@@ -14,7 +14,7 @@ from autopar.graph import OpGraph
 from autopar.layer_assignment import assign_layers
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import num_examples
-from autopar.node_costs import cost_model
+from autopar.node_costs import LEAST_HIDDEN_COUNT, cost_model
 from autopar.pipelining import PipelineOptions, default_chunks, part_of
 from autopar.progress import Progress
 from autopar.rules import RuleBook
@@ -128,6 +128,8 @@ class _Search:
                 if p.fixed_num_stages == 1 and isinstance(a, StagePlan)
             }
             self.in_fewer(step, cuts, decided, builder, alone_s.get(min(cuts)))
+            if cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds:
+                builder.hide((LEAST_HIDDEN_COUNT, 0.0))
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
         copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())
         return builder.found() or why_no_pipeline(answers), copies
