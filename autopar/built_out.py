@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from autopar.axis_uses import data_axis
 from autopar.cluster import Cluster
+from autopar.constraints import Binding
 from autopar.pins import PinsOnMesh
 from autopar.pipelining import Staged
 from autopar.progress import Progress
+from autopar.purposes import described
 from autopar.record import PipelineTrial
 from autopar.solver import NoStages, Schedule, Stage, StagePlan, StageProblem, best_stages
 from autopar.stage_building import Choice, Cut, build, evened
 from autopar.stage_costs import PricedOption
+from autopar.whole_search import ZERO_STAGES
 
 # Of the plans that are best by the search's model, for each number of micro-batches in turn, so many are worked out
 # exactly, and the best of one stage.
@@ -141,31 +146,43 @@ class BuiltOut:
                 too_large.setdefault(problem.schedule, tighter_bytes)
         return {} if fastest_fits else too_large
 
-    def worked_out(self, m: int, choice: Choice) -> Found:
-        """A choice to the last instruction, on the virtual clock."""
+    def worked_out(self, m: int, choice: Choice, binding: Binding | None = None) -> Found:
+        """A choice to the last instruction, on the virtual clock; on the mesh of a binding, as that asks."""
+        constraints = None
+        if binding is not None:
+            mesh, constraints = binding.on(self.cluster.num_devices)
+            choice = dataclasses.replace(choice, group_meshes=(mesh,), terms=(), crowded=())
         with self.progress.pass_("build stages"):
             cut = self.cuts[m]
             if cut.step.parts > 1:
                 cut = self.in_stages(cut, len(choice.first_layers))
                 choice = evened(cut, choice)
-            staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s)
+            if binding is not None:
+                cut = dataclasses.replace(cut, graph=described(cut.graph))
+            staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s, constraints)
         return Found(staged=staged, choice=choice, weighed=(), keeps_copies=cut.keeps_copies)
 
-    def hide(self, counts: Iterable[float]) -> None:
-        """Decides the best once more where it has one stage, with other counts of what computing hides, for the fastest
-        of them: which count tells best what waits is known on the virtual clock alone.
+    def refine_one_stage(self, counts: Iterable[float]) -> None:
+        """Decides the best once more where it has one stage: with other counts of what computing hides, and as data
+        parallelism and ZeRO do. Which of them waits least is known on the virtual clock alone.
         """
         best = self.best
-        if best is None or len(best.choice.terms) > 1:
+        if best is None or len(best.choice.first_layers) > 1:
             return
+        m, choice = best.staged.graph.num_microbatches, best.choice
+        keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
+        for zero, saving in itertools.product(ZERO_STAGES, dict.fromkeys((choice, keeps_all))):
+            bound = self.worked_out(m, saving, Binding(axes=(data_axis(zero),), sizes=(None,)))
+            name = f"ZeRO-{zero}" if zero else "data parallelism"
+            self.weighed.append(dataclasses.replace(bound.trial, text=f"{bound.trial.text}, {name}"))
+            best = min(best, bound, key=lambda found: found.rank(self.limit_bytes))
         for count in counts:
-            if all(t.hidden_count == count for t in best.choice.terms):
-                continue
-            terms = tuple(dataclasses.replace(t, hidden_count=count) for t in best.choice.terms)
-            found = self.worked_out(best.staged.graph.num_microbatches, dataclasses.replace(best.choice, terms=terms))
-            if found.rank(self.limit_bytes) < best.rank(self.limit_bytes):
-                self.weighed.append(found.trial)
-                best = self.best = found
+            terms = tuple(dataclasses.replace(t, hidden_count=count) for t in choice.terms)
+            if terms != choice.terms:
+                again = self.worked_out(m, dataclasses.replace(choice, terms=terms))
+                self.weighed.append(again.trial)
+                best = min(best, again, key=lambda found: found.rank(self.limit_bytes))
+        self.best = best
 
     def found(self) -> Found | None:
         return dataclasses.replace(self.best, weighed=tuple(self.weighed)) if self.best is not None else None

@@ -129,7 +129,7 @@ class _Search:
             }
             self.in_fewer(step, cuts, decided, builder, alone_s.get(min(cuts)))
             if cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds:
-                builder.hide((LEAST_HIDDEN_COUNT, 0.0))
+                builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0))
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
         copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())
         return builder.found() or why_no_pipeline(answers), copies

@@ -76,6 +76,30 @@ def test_micro_batches_make_room():
     assert max(found.predicted.peak_bytes) <= limit_bytes
 
 
+def test_where_the_batch_does_not_fit_no_number_of_micro_batches_of_zero_is_faster():
+    """Fewer micro-batches than stages want: parameters are gathered in each of them."""
+    args = arguments(layers=8, width=8192, batch=262_144)
+    quick = dataclasses.replace(SLOW, bytes_per_s=5e10)
+    whole = plan(cluster(hosts=2, each=8, between=quick), *args)
+    memory_bytes = int(0.6 * whole.predicted.peak_bytes[0] / (1 - MEMORY_MARGIN))
+    small = cluster(hosts=2, each=8, between=quick, memory_bytes=memory_bytes)
+    found = plan(small, *args)
+    assert len(found.record.pipeline.stages) == 1
+    assert found.record.pipeline.num_microbatches < min(microbatch_numbers(trace_of(args), small, PipelineOptions()))
+    for zero in (1, 3):
+        for m in (2, 4, 8):
+            try:
+                known = plan(small, *args, plan=autopar.recipes.combine(zero=zero, num_microbatches=m))
+            except MemoryLimitError:
+                continue
+            if max(known.predicted.peak_bytes) <= 0.6 * whole.predicted.peak_bytes[0]:
+                assert found.predicted.step_time_s <= known.predicted.step_time_s
+
+
+def trace_of(args):
+    return trace(chain_step, args, names=("params", "batch"), donate=(0,), batch=(1,))
+
+
 def test_what_was_asked_for_is_kept():
     found = plan(cluster(), *arguments(), num_microbatches=8, schedule="gpipe")
     assert found.record.pipeline.num_microbatches == 8
