@@ -35,6 +35,9 @@ from autopar.stage_building import Cut, cut_layers
 from autopar.stage_costs import Decisions, PricedOption, again_of, layer_decisions, stage_options, undominated
 from autopar.staging import TracedStep
 
+# How many times of the memory of one stage the tables may say, which count what layers share in each of them: what is
+# promising is worked out, and then it is known.
+OVERSTATED = 2.0
 NEAR_THE_BEST = 1.15  # so far from the best are answers looked at for steps that are not long: the tables are off by it
 
 
@@ -122,12 +125,11 @@ class _Search:
         within = 1.0 if is_long(self.traced) else NEAR_THE_BEST
         answers = builder.search(problems, of_problem, len(posed), within)
         if not self.asked.is_asked:
-            alone_s = {
-                m: a.step_time_s
-                for p, (m, _), a in zip(problems, of_problem, answers, strict=True)
-                if p.fixed_num_stages == 1 and isinstance(a, StagePlan)
-            }
-            self.in_fewer(step, cuts, decided, builder, alone_s.get(min(cuts)))
+            alone_s: dict[int, float] = {}
+            for problem, (m, _), answer in zip(problems, of_problem, answers, strict=True):
+                if problem.fixed_num_stages == 1 and isinstance(answer, StagePlan):
+                    alone_s[m] = min(alone_s.get(m, math.inf), answer.step_time_s)
+            self.of_one_stage(step, cuts, decided, builder, alone_s)
             if cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds:
                 builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0))
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
@@ -154,40 +156,63 @@ class _Search:
             raise refused
         return found
 
-    def in_fewer(
+    def of_one_stage(
         self,
         step: CutStep,
         cuts: dict[int, Cut],
         decided: dict[DecidedFor, Decisions],
         builder: BuiltOut,
-        before_s: float | None,
+        alone_s: dict[int, float],
     ) -> None:
-        """One stage, plain accumulation of gradients, in fewer micro-batches for as long as that fits and is faster:
-        where there is memory for them parameters are gathered, and gradients added up, less often. Adds to `cuts` and
-        `decided`.
+        """One stage, plain accumulation of gradients, in half and twice the micro-batches while that is faster:
+        where there is memory for fewer, parameters are gathered, and gradients added up, less often. Adds to `cuts`,
+        `decided` and `alone_s`.
 
         Args:
-            before_s: What one stage takes in the fewest of `cuts`; none where it does not fit.
+            alone_s: What one stage takes in those numbers of micro-batches in which it fits.
         """
-        m, examples = min(cuts), num_examples(self.traced)
-        over = 1.0  # how many times of the memory of one stage the tables say: what layers share they count in each
-        while before_s is not None and m > 1:
-            m = max(d for d in divisors(examples) if 2 * d <= m)
+        numbers, most = divisors(num_examples(self.traced)), max(cuts)
+        over = OVERSTATED
+        while alone_s:
+            best = min(alone_s, key=lambda m: alone_s[m])
+            fewer = max((d for d in numbers if 2 * d <= best), default=best)
+            more = min((d for d in numbers if 2 * best <= d < most), default=best)
+            near = [m for m in (fewer, more) if m not in alone_s]
+            if not near:
+                return
+            for m in near:
+                before_s = builder.best.trial.step_time_s if builder.best is not None else math.inf
+                answer = self.alone(step, m, cuts, decided, builder, int(over * self.limit_bytes))
+                alone_s[m] = answer.step_time_s if answer is not None else math.inf
+                made = builder.best
+                if answer is None or made is None or answer.step_time_s >= before_s:
+                    continue
+                if made.staged.graph.num_microbatches == m:
+                    over = max(1.0, max(answer.peak_bytes) / made.trial.peak_bytes)
+                else:  # it did not fit
+                    alone_s[m] = math.inf
+
+    def alone(
+        self,
+        step: CutStep,
+        m: int,
+        cuts: dict[int, Cut],
+        decided: dict[DecidedFor, Decisions],
+        builder: BuiltOut,
+        limit_bytes: int,
+    ) -> StagePlan | None:
+        """One stage in a number of micro-batches, by the tables; worked out where it may be the best."""
+        if m not in cuts:
             try:
                 with self.progress.pass_(f"{m} micro-batches"):
                     cuts[m] = self.cut(step, m, self.whole)
             except (UnsupportedError, BatchMismatchError):
-                return
-            with self.progress.pass_("layer costs"):
-                priced = self.priced(cuts[m], [self.cluster.num_devices], decided)
-            ((problem, options),) = self.on_schedule(step, cuts[m], SearchedSchedule.ONE_F_ONE_B.value, priced, (1,))
-            problem = dataclasses.replace(problem, limit_bytes=int(over * self.limit_bytes))
-            (answer,) = builder.search([problem], [(m, options)], 0, 1.0)
-            if not isinstance(answer, StagePlan) or answer.step_time_s >= before_s:
-                return
-            before_s = answer.step_time_s
-            if builder.best is not None and builder.best.staged.graph.num_microbatches == m:
-                over = max(1.0, max(answer.peak_bytes) / builder.best.trial.peak_bytes)
+                return None  # as in `cuts`: others may serve
+        with self.progress.pass_("layer costs"):
+            priced = self.priced(cuts[m], [self.cluster.num_devices], decided)
+        ((problem, options),) = self.on_schedule(step, cuts[m], SearchedSchedule.ONE_F_ONE_B.value, priced, (1,))
+        (answer,) = builder.search([dataclasses.replace(problem, limit_bytes=limit_bytes)], [(m, options)], 0, 1.0)
+        return answer if isinstance(answer, StagePlan) else None
 
     def problems(self, step: CutStep, cuts: dict[int, Cut], decided: dict[DecidedFor, Decisions]) -> list[_Posed]:
         """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans, of stages."""
