@@ -98,6 +98,12 @@ class DeviceKind:
             return 0.0
         return temporary_bytes / self.fresh_bytes_per_s
 
+    def renewed_s(self, held_bytes: float) -> float:
+        """Time of having anew what a step takes in many blocks and gives back: what is beyond the memory kept."""
+        if self.fresh_bytes_per_s is None:
+            return 0.0
+        return max(0.0, held_bytes - _KEPT_UP_TO_BYTES) / self.fresh_bytes_per_s
+
     def packing_s(self, operand_bytes: float) -> float:
         """Time of laying the operands of a matrix product out anew."""
         return 0.0 if self.packing_bytes_per_s is None else operand_bytes / self.packing_bytes_per_s

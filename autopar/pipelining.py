@@ -79,6 +79,7 @@ class Staged:
     `submeshes[q]` are the devices of stage q; stages of one group of devices have the same.
     `task_s[i]`, `task_bytes[i]`: seconds of one run of task i, and bytes it needs beside its buffers on one device;
     `hidden_s[i]`: how much longer a run would take if nothing were sent within the mesh while it computes.
+    `renewal_s`: what the simulated step waits at its end for memory, see `renewal_s`.
     """
 
     step: CutStep
@@ -93,6 +94,7 @@ class Staged:
     hidden_s: tuple[float, ...]
     task_bytes: tuple[int, ...]
     transfer_s: tuple[float, ...]
+    renewal_s: float
     simulation: Simulation
 
     def program(self) -> Program:
@@ -246,6 +248,7 @@ def stage_program(
     if cluster.shares_processors:
         devices = {p.lowered.mesh_index: at.mesh.num_devices for p, at in zip(planned, submeshes, strict=True)}
         simulation = on_shared_processors(simulation, program, [devices[mesh] for mesh in sorted(devices)])
+    waiting_s = renewal_s(simulation, planned, list(zip(staged.tasks, task_bytes, strict=True)), cluster)
     return Staged(
         step=step,
         graph=graph,
@@ -259,8 +262,35 @@ def stage_program(
         hidden_s=tuple(cost.hidden_s for cost in found),
         task_bytes=task_bytes,
         transfer_s=transfer_s,
-        simulation=simulation,
+        renewal_s=waiting_s,
+        simulation=dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s),
     )
+
+
+def renewal_s(
+    simulation: Simulation,
+    planned: Sequence[PlannedStage],
+    tasks: Sequence[tuple[StageTask, int]],
+    cluster: Cluster,
+) -> float:
+    """Seconds in which a step waits for the memory that it gave back at the end of the step before.
+
+    What a device holds beside its state comes in blocks, of which it is rid again when the step ends: the allocator
+    keeps about as much of them all as of one (`DeviceKind.renewed_s`). A task's own block, where it is larger,
+    is counted with the task.
+    """
+    meshes = {p.lowered.mesh_index: p.model for p in planned}
+    waits = []
+    for mesh, model in meshes.items():
+        own = max(
+            (n for task, n in tasks if planned[task.stage].lowered.mesh_index == mesh and model.device.fresh_s(n)),
+            default=0,
+        )
+        held = [nbytes for _, nbytes in simulation.bytes_over_time[mesh]]
+        waits.append((model.links.mesh.num_devices, model.device.renewed_s(max(held) - held[0] - own)))
+    if not cluster.shares_processors:
+        return max((seconds for _, seconds in waits), default=0.0)
+    return sum(n * seconds for n, seconds in waits) / sum(n for n, _ in waits)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,16 +10,24 @@ import numpy as np
 from .program import Program, Run
 from .simulator import Simulation, Steps
 
+# Of the processors, where fewer devices work than share them: a device that waits for another finds none that would
+# fill in. GPT, BERT, ViT, T5 and Wide-ResNet in 2 to 4 stages on 8 virtual devices used 0.89 to 0.92 of 2 cores.
+USED = 0.9
 
-def on_shared_processors(simulation: Simulation, program: Program, mesh_devices: Sequence[int]) -> Simulation:
+
+def on_shared_processors(
+    simulation: Simulation, program: Program, mesh_devices: Sequence[int], used: float = USED
+) -> Simulation:
     """The same order of events, at the speed that devices have who get the part of those that idle.
 
     All that run at one moment run faster by the same factor, so that nothing changes but the clock: a moment in which a
-    half of the devices works takes half as long. While nothing but transfers is under way the clock goes on as it was.
+    half of the devices works takes half as long, but for what of the processors nobody has. While nothing but
+    transfers is under way the clock goes on as it was.
 
     Args:
         simulation: Of `program`, with times as they are when all devices work.
         mesh_devices: How many devices each mesh has; together they have the processors.
+        used: What part of the processors has work while some devices idle.
     """
     runs = [
         (program.pipeline.tasks[step.task], start_s, end_s)
@@ -32,7 +40,8 @@ def on_shared_processors(simulation: Simulation, program: Program, mesh_devices:
         changes[end_s] = changes.get(end_s, 0) - mesh_devices[task.mesh]
     moments = sorted(changes)
     working = np.cumsum([changes[moment] for moment in moments])
-    speed = sum(mesh_devices) / np.where(working > 0, working, sum(mesh_devices))
+    total = sum(mesh_devices)
+    speed = np.where((working > 0) & (working < total), used * total / np.maximum(working, 1), 1.0)
     then_s = np.concatenate([[0.0], np.cumsum(np.diff(moments) / speed[:-1])])
 
     def at(seconds: float) -> float:

@@ -181,9 +181,9 @@ def small() -> list[Model]:
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt": ("gpt", words),
         "moe": ("gshard_moe", words | dict(experts=8, length=64)),
-        "wide-resnet": ("wide_resnet", dict(base=16, image=64, batch=32)),
+        "wide-resnet": ("wide_resnet", dict(base=32, image=64, batch=32)),
         "bert": ("bert", words),
-        "t5": ("encoder_decoder", dict(layers=2, width=256, heads=8, vocabulary=2048, batch=16)),
+        "t5": ("encoder_decoder", dict(layers=2, width=256, heads=8, vocabulary=2048, batch=64)),
         "vit": ("vit", dict(layers=4, width=256, heads=8, image=64, patch=8, batch=32)),
         "llama": ("llama", words | dict(kv_heads=8, heads=16, feed_forward=768, length=256, block=128)),
         "unet": ("unet", dict(base=32, image=32, batch=32)),

@@ -1,10 +1,13 @@
 """Devices that share their processors: hand-made clocks, and work that takes as long as it is."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.runtime.emitting import emit
+from autopar.runtime.program import Run
 from autopar.runtime.schedules import make_schedule
 from autopar.runtime.sharing import on_shared_processors
 from autopar.runtime.simulator import simulate
@@ -15,7 +18,7 @@ from tests.runtime.test_simulator import spans, two_stages
 def test_what_runs_alone_has_the_processors_for_itself():
     program = emit(two_stages(), make_schedule("inference", 2, 3))
     simulation = simulate(program, task_s=[1.0, 1.0, 0.5], transfer_s=[2.0])
-    shared = on_shared_processors(simulation, program, [1, 1])
+    shared = on_shared_processors(simulation, program, [1, 1], used=1.0)
     assert spans(program, shared) == {
         ("F0", 0): (0.0, 0.5),  # 0 to 1 when all work
         ("F0", 1): (0.5, 1.0),
@@ -39,7 +42,7 @@ def test_what_runs_alone_has_the_processors_for_itself():
 def test_a_larger_mesh_leaves_less_to_the_other():
     program = emit(two_stages(), make_schedule("inference", 2, 1))
     simulation = simulate(program, task_s=[1.0, 1.0, 0.0], transfer_s=[0.0])
-    shared = on_shared_processors(simulation, program, [6, 2])
+    shared = on_shared_processors(simulation, program, [6, 2], used=1.0)
     assert spans(program, shared)["F0", 0] == (0.0, 0.75)
     assert spans(program, shared)["F1", 0] == (0.75, 1.0)
 
@@ -55,7 +58,19 @@ def test_a_step_takes_as_long_as_all_its_work(name, times, devices):
     pipeline = program.pipeline
     task_s = [times[task.mesh] for task in pipeline.tasks]
     simulation = simulate(program, task_s, [0.0] * len(pipeline.transfers))
-    shared = on_shared_processors(simulation, program, devices)
+    shared = on_shared_processors(simulation, program, devices, used=1.0)
     work = sum(busy_s * n for busy_s, n in zip(simulation.busy_s, devices, strict=True))
     assert shared.step_time_s == pytest.approx(work / sum(devices))
     assert shared.step_time_s <= simulation.step_time_s * (1 + 1e-9)
+    lossy = on_shared_processors(simulation, program, devices, used=0.5)
+    assert shared.step_time_s <= lossy.step_time_s <= 2 * shared.step_time_s + 1e-9
+    assert lossy.step_time_s == pytest.approx(2 * shared.step_time_s - together_s(simulation, program, devices))
+
+
+def together_s(simulation, program, devices) -> float:
+    """For how long all devices work at once: nothing is lost then."""
+    ran = zip(program.instructions, simulation.starts_s, simulation.ends_s, strict=True)
+    runs = [(start_s, end_s) for step, start_s, end_s in ran if isinstance(step, Run)]
+    spans_s = list(itertools.pairwise(sorted({when for run in runs for when in run})))
+    working = [sum(start_s <= a and b <= end_s for start_s, end_s in runs) for a, b in spans_s]
+    return sum(b - a for (a, b), n in zip(spans_s, working, strict=True) if n == len(devices))
