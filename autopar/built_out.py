@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from autopar.axis_uses import data_axis
 from autopar.cluster import Cluster
 from autopar.constraints import Binding
+from autopar.errors import SolverError
 from autopar.pins import PinsOnMesh
 from autopar.pipelining import Staged
 from autopar.progress import Progress
@@ -36,12 +37,14 @@ class Found:
     weighed: tuple[PipelineTrial, ...]
     keeps_copies: bool
     pins: PinsOnMesh | None = None
+    name: str = ""
 
     @property
     def trial(self) -> PipelineTrial:
         """What it came to."""
         made = self.staged.simulation
         text = f"{self.staged.graph.num_microbatches} micro-batches, {self.choice.text}"
+        text += f", {self.name}" if self.name else ""
         return PipelineTrial(text=text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes))
 
     def fits(self, limit_bytes: int) -> bool:
@@ -73,6 +76,8 @@ class BuiltOut:
         self.weighed: list[PipelineTrial] = []
         self.built: set[tuple[int, Choice]] = set()  # with fewer bytes the programme may give an answer again
         self.best: Found | None = None
+        # The best of one stage in so many micro-batches, and the bytes that the tables took it for.
+        self.of_one_stage: dict[int, tuple[Found, int]] = {}
 
     def search(
         self,
@@ -138,6 +143,10 @@ class BuiltOut:
             self.built.add((m, choice))
             found = self.worked_out(m, choice)
             self.weighed.append(found.trial)
+            if len(choice.first_layers) == 1:
+                known = self.of_one_stage.get(m)
+                if known is None or found.rank(self.limit_bytes) < known[0].rank(self.limit_bytes):
+                    self.of_one_stage[m] = found, max(answer.peak_bytes)
             if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
                 self.best = found
             if not found.fits(self.limit_bytes):
@@ -146,8 +155,11 @@ class BuiltOut:
                 too_large.setdefault(problem.schedule, tighter_bytes)
         return {} if fastest_fits else too_large
 
-    def worked_out(self, m: int, choice: Choice, binding: Binding | None = None) -> Found:
-        """A choice to the last instruction, on the virtual clock; on the mesh of a binding, as that asks."""
+    def worked_out(self, m: int, choice: Choice, binding: Binding | None = None, name: str = "") -> Found:
+        """A choice to the last instruction, on the virtual clock; on the mesh of a binding, as that asks.
+
+        Raises: SolverError where there is none in time.
+        """
         constraints = None
         if binding is not None:
             mesh, constraints = binding.on(self.cluster.num_devices)
@@ -160,7 +172,7 @@ class BuiltOut:
             if binding is not None:
                 cut = dataclasses.replace(cut, graph=described(cut.graph))
             staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s, constraints)
-        return Found(staged=staged, choice=choice, weighed=(), keeps_copies=cut.keeps_copies)
+        return Found(staged=staged, choice=choice, weighed=(), keeps_copies=cut.keeps_copies, name=name)
 
     def refine_one_stage(self, counts: Iterable[float]) -> None:
         """Decides the best once more where it has one stage: with other counts of what computing hides, and as data
@@ -172,17 +184,22 @@ class BuiltOut:
         m, choice = best.staged.graph.num_microbatches, best.choice
         keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
         for zero, saving in itertools.product(ZERO_STAGES, dict.fromkeys((choice, keeps_all))):
-            bound = self.worked_out(m, saving, Binding(axes=(data_axis(zero),), sizes=(None,)))
             name = f"ZeRO-{zero}" if zero else "data parallelism"
-            self.weighed.append(dataclasses.replace(bound.trial, text=f"{bound.trial.text}, {name}"))
-            best = min(best, bound, key=lambda found: found.rank(self.limit_bytes))
+            self.refined(m, saving, name, Binding(axes=(data_axis(zero),), sizes=(None,)))
         for count in counts:
             terms = tuple(dataclasses.replace(t, hidden_count=count) for t in choice.terms)
             if terms != choice.terms:
-                again = self.worked_out(m, dataclasses.replace(choice, terms=terms))
-                self.weighed.append(again.trial)
-                best = min(best, again, key=lambda found: found.rank(self.limit_bytes))
-        self.best = best
+                self.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
+
+    def refined(self, m: int, choice: Choice, name: str, binding: Binding | None = None) -> None:
+        """Works another choice out, for the best there is."""
+        try:
+            found = self.worked_out(m, choice, binding, name)
+        except SolverError:  # what was found stands
+            return
+        self.weighed.append(found.trial)
+        if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
+            self.best = found
 
     def found(self) -> Found | None:
         return dataclasses.replace(self.best, weighed=tuple(self.weighed)) if self.best is not None else None

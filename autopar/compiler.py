@@ -233,8 +233,7 @@ def searched_pipeline(
     if not found.fits(limit_bytes):
         needed_bytes = max(found.staged.simulation.peak_bytes)
         return None, f"the pipeline nearest to fitting needs {needed_bytes / 1e9:.3g} GB on a device"
-    weighed = found.weighed[0]
-    return found, f"the best pipeline would take {found.staged.simulation.step_time_s:.3g} s ({weighed.text})"
+    return found, f"the best pipeline would take {found.staged.simulation.step_time_s:.3g} s ({found.trial.text})"
 
 
 def no_pipeline_fits(traced: TracedStep, cluster: Cluster, limit_bytes: int, notes: Sequence[str]) -> SolverError:

@@ -62,6 +62,8 @@ def search_pipelines(
 
     For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
     over stages for all of them together; the best few are worked out to the last instruction and simulated.
+    One stage is tried in other numbers of micro-batches too. Where it is the best, it is decided once more, under other
+    terms and as data parallelism and ZeRO do.
     A scan over layers is priced in small parts and worked out in as many equal ones as there are stages, on equal
     submeshes. Where nothing fits, all is searched again with copies of the state made in each micro-batch anew.
 
@@ -113,8 +115,8 @@ class _Search:
         decided: dict[DecidedFor, Decisions] = {}
         posed = self.problems(step, cuts, decided)
         # One stage alone, plain accumulation of gradients, is worked out too, whatever the programme likes better.
-        alone = self.asked.num_stages is None and step.parts == 1
-        one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in posed if alone and p.chunks == 1]
+        free = self.asked.num_stages is None and step.parts == 1
+        one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in posed if free and p.chunks == 1]
         problems, of_problem = [p for p, _ in posed + one_stage], [of for _, of in posed + one_stage]
         builder = BuiltOut(
             cuts, self.cluster, self.limit_bytes, self.time_limit_s, self.to_beat_s, self.progress,
@@ -129,7 +131,7 @@ class _Search:
             for problem, (m, _), answer in zip(problems, of_problem, answers, strict=True):
                 if problem.fixed_num_stages == 1 and isinstance(answer, StagePlan):
                     alone_s[m] = min(alone_s.get(m, math.inf), answer.step_time_s)
-            self.of_one_stage(step, cuts, decided, builder, alone_s)
+            self.in_other_numbers(step, cuts, decided, builder, alone_s)
             if cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds:
                 builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0))
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
@@ -156,7 +158,7 @@ class _Search:
             raise refused
         return found
 
-    def of_one_stage(
+    def in_other_numbers(
         self,
         step: CutStep,
         cuts: dict[int, Cut],
@@ -181,16 +183,12 @@ class _Search:
             if not near:
                 return
             for m in near:
-                before_s = builder.best.trial.step_time_s if builder.best is not None else math.inf
                 answer = self.alone(step, m, cuts, decided, builder, int(over * self.limit_bytes))
                 alone_s[m] = answer.step_time_s if answer is not None else math.inf
-                made = builder.best
-                if answer is None or made is None or answer.step_time_s >= before_s:
-                    continue
-                if made.staged.graph.num_microbatches == m:
-                    over = max(1.0, max(answer.peak_bytes) / made.trial.peak_bytes)
-                else:  # it did not fit
-                    alone_s[m] = math.inf
+                if m in builder.of_one_stage:  # it was worked out
+                    made, told_bytes = builder.of_one_stage[m]
+                    alone_s[m] = made.trial.step_time_s if made.fits(self.limit_bytes) else math.inf
+                    over = max(1.0, told_bytes / made.trial.peak_bytes)
 
     def alone(
         self,
@@ -210,9 +208,10 @@ class _Search:
                 return None  # as in `cuts`: others may serve
         with self.progress.pass_("layer costs"):
             priced = self.priced(cuts[m], [self.cluster.num_devices], decided)
-        ((problem, options),) = self.on_schedule(step, cuts[m], SearchedSchedule.ONE_F_ONE_B.value, priced, (1,))
-        (answer,) = builder.search([dataclasses.replace(problem, limit_bytes=limit_bytes)], [(m, options)], 0, 1.0)
-        return answer if isinstance(answer, StagePlan) else None
+        for problem, options in self.on_schedule(step, cuts[m], SearchedSchedule.ONE_F_ONE_B.value, priced, (1,)):
+            (answer,) = builder.search([dataclasses.replace(problem, limit_bytes=limit_bytes)], [(m, options)], 0, 1.0)
+            return answer if isinstance(answer, StagePlan) else None
+        return None
 
     def problems(self, step: CutStep, cuts: dict[int, Cut], decided: dict[DecidedFor, Decisions]) -> list[_Posed]:
         """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans, of stages."""
@@ -225,7 +224,8 @@ class _Search:
                 priced = self.priced(cut, sizes, decided)
                 if long:  # what is nowhere better with small micro-batches is not priced for large ones
                     better = {(o.mesh, o.terms) for o in priced}
-                    decided = {key: tuple(d for d in of if (key[0], d.terms) in better) for key, of in decided.items()}
+                    for key, of in decided.items():
+                        decided[key] = tuple(d for d in of if (key[0], d.terms) in better)
             for name in schedules_of(self.asked):
                 made = self.on_schedule(step, cut, name, priced, numbers)
                 found += [(problem, (m, options)) for problem, options in made]

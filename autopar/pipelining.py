@@ -79,7 +79,6 @@ class Staged:
     `submeshes[q]` are the devices of stage q; stages of one group of devices have the same.
     `task_s[i]`, `task_bytes[i]`: seconds of one run of task i, and bytes it needs beside its buffers on one device;
     `hidden_s[i]`: how much longer a run would take if nothing were sent within the mesh while it computes.
-    `renewal_s`: what the simulated step waits at its end for memory, see `renewal_s`.
     """
 
     step: CutStep
@@ -94,7 +93,6 @@ class Staged:
     hidden_s: tuple[float, ...]
     task_bytes: tuple[int, ...]
     transfer_s: tuple[float, ...]
-    renewal_s: float
     simulation: Simulation
 
     def program(self) -> Program:
@@ -248,7 +246,8 @@ def stage_program(
     if cluster.shares_processors:
         devices = {p.lowered.mesh_index: at.mesh.num_devices for p, at in zip(planned, submeshes, strict=True)}
         simulation = on_shared_processors(simulation, program, [devices[mesh] for mesh in sorted(devices)])
-    waiting_s = renewal_s(simulation, planned, list(zip(staged.tasks, task_bytes, strict=True)), cluster)
+    waiting_s = renewal_s(simulation, program, planned, list(zip(staged.tasks, task_bytes, strict=True)), cluster)
+    simulation = dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s, waiting_s=waiting_s)
     return Staged(
         step=step,
         graph=graph,
@@ -262,13 +261,13 @@ def stage_program(
         hidden_s=tuple(cost.hidden_s for cost in found),
         task_bytes=task_bytes,
         transfer_s=transfer_s,
-        renewal_s=waiting_s,
-        simulation=dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s),
+        simulation=simulation,
     )
 
 
 def renewal_s(
     simulation: Simulation,
+    program: Program,
     planned: Sequence[PlannedStage],
     tasks: Sequence[tuple[StageTask, int]],
     cluster: Cluster,
@@ -286,8 +285,10 @@ def renewal_s(
             (n for task, n in tasks if planned[task.stage].lowered.mesh_index == mesh and model.device.fresh_s(n)),
             default=0,
         )
-        held = [nbytes for _, nbytes in simulation.bytes_over_time[mesh]]
-        waits.append((model.links.mesh.num_devices, model.device.renewed_s(max(held) - held[0] - own)))
+        buffers = (program.pipeline.buffers[b] for b in program.pipeline.inputs)
+        given = sum(buffer.nbytes for buffer in buffers if buffer.mesh == mesh)
+        held = max(nbytes for _, nbytes in simulation.bytes_over_time[mesh])
+        waits.append((model.links.mesh.num_devices, model.device.renewed_s(held - given - own)))
     if not cluster.shares_processors:
         return max((seconds for _, seconds in waits), default=0.0)
     return sum(n * seconds for n, seconds in waits) / sum(n for n, _ in waits)

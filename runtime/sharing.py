@@ -41,7 +41,7 @@ def on_shared_processors(
     moments = sorted(changes)
     working = np.cumsum([changes[moment] for moment in moments])
     total = sum(mesh_devices)
-    speed = np.where((working > 0) & (working < total), used * total / np.maximum(working, 1), 1.0)
+    speed = np.where((working > 0) & (working < total), np.maximum(used * total / np.maximum(working, 1), 1.0), 1.0)
     then_s = np.concatenate([[0.0], np.cumsum(np.diff(moments) / speed[:-1])])
 
     def at(seconds: float) -> float:

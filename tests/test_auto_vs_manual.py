@@ -71,6 +71,13 @@ def test_micro_batches_shrink_as_far_as_memory_asks_and_grow_as_far_as_it_allows
     assert texts[:2] == ["128 micro-batches", "32 micro-batches"]
 
 
+def test_micro_batches_grow_by_what_divides_their_number():
+    wide = dataclasses.replace(problem(), model=models()["wide-resnet-2B"])  # 192 examples on each device
+    came_to = lambda text: Outcome(step_time_s=float(text.split(" micro")[0]), peak_bytes=1, limit_bytes=40)
+    texts = walked(walk(wide, [Point(examples=4, recompute="nothing")], lambda p, m: megatron_recipe()), came_to)
+    assert texts[:2] == ["48 micro-batches", "3 micro-batches"]
+
+
 def test_one_that_fits_as_the_batch_is_ends_the_walk():
     room = lambda text: Outcome(step_time_s=1.0, peak_bytes=1, limit_bytes=100)
     assert walked(walk(problem(), first_points(problem()), lambda p, m: megatron_recipe()), room) == ["one program"]

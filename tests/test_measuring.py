@@ -87,6 +87,8 @@ def test_known_constants_are_found_again():
     assert found.device.float32_fill_s == pytest.approx(0.0, abs=1e-9)
     assert found.device.fresh_s(40e6) == pytest.approx(0.04, rel=1e-3)
     assert found.device.fresh_s(30e6) == 0.0  # such a block is kept
+    assert found.device.renewed_s(32 * 2**20 + 40e6) == pytest.approx(found.device.fresh_s(40e6))
+    assert found.device.renewed_s(30e6) == 0.0
     assert found.device.transposing_s(2e6, 1000.0) == pytest.approx(4e-3, rel=1e-3)
     assert {(t.kind, t.n) for t in found.timings} == {(k, n) for k in CollectiveKind for n in (2, 4, 8)}
     assert found.between_hosts == hardware.cpu_process_link(8)  # one process: nothing to measure it on

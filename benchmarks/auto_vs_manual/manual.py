@@ -19,7 +19,7 @@ from autopar.whole_search import PlanOptions, distinct_meshes
 from benchmarks.auto_vs_manual.models import Model
 
 AUTO = "auto"
-FIRST_EXAMPLES = 4  # of each copy of the model in a micro-batch, where a walk over stages begins
+FIRST_EXAMPLES = 4  # of each copy of the model in a micro-batch, where a walk begins that is lean
 MOST_STAGES = 16
 RECOMPUTE = ("nothing", "matmuls", "input")  # in the order of what they save
 
@@ -88,8 +88,8 @@ class Point:
 
 
 def first_points(problem: Problem, **setting: int) -> list[Point]:
-    """Where a walk over a setting begins: the batch as it is, which nothing beats where it fits, and a few examples at
-    a time with everything recomputed; with stages the latter alone.
+    """Where a walk over a setting begins: the batch as it is (where that fits nothing leaner is looked at), and a few
+    examples at a time with everything recomputed; with stages the latter alone.
 
     Nothing where the batch has fewer examples than there are copies of the model.
     """
@@ -102,8 +102,8 @@ def first_points(problem: Problem, **setting: int) -> list[Point]:
     return [few] if setting.get("pp", 1) > 1 else [Point(examples=share, recompute="nothing", **setting), few]
 
 
-def neighbours(point: Point, outcome: Outcome, zeros: Iterable[int]) -> Iterator[Point]:
-    """A point with one thing changed that may be better: leaner where it does not fit, else faster.
+def neighbours(point: Point, m: int, outcome: Outcome, zeros: Iterable[int]) -> Iterator[Point]:
+    """What may be better than a point, which has m micro-batches: leaner where it does not fit, else faster.
 
     Micro-batches grow and shrink as memory allows, by two at least: what does not depend on them makes both steps
     careful. Smaller ones are faster where there are stages, for they leave smaller bubbles; and where they make room to
@@ -112,7 +112,7 @@ def neighbours(point: Point, outcome: Outcome, zeros: Iterable[int]) -> Iterator
     level, leaner = RECOMPUTE.index(point.recompute), RECOMPUTE.index(point.recompute) + 1
     smaller = [point.examples // parts for parts in (2, 4) if point.examples % parts == 0]
     if outcome.fits:
-        more = 2 if point.pp > 1 else power_below(outcome.limit_bytes / outcome.peak_bytes)
+        more = 2 if point.pp > 1 else math.gcd(power_below(outcome.limit_bytes / outcome.peak_bytes), m)
         yield dataclasses.replace(point, examples=more * point.examples)
         if level > 0:
             for examples in (point.examples, *smaller):
@@ -161,8 +161,10 @@ def walk(
     here = best()
     while here is not None:
         outcome = seen[here]
+        m = here.num_microbatches(problem)
         assert outcome is not None, "the best came to something"
-        yield from tried(neighbours(here, outcome, zeros))
+        assert m is not None, "what was tried can be cut"
+        yield from tried(neighbours(here, m, outcome, zeros))
         if best() == here:
             return
         here = best()

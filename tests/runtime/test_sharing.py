@@ -1,13 +1,10 @@
 """Devices that share their processors: hand-made clocks, and work that takes as long as it is."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.runtime.emitting import emit
-from autopar.runtime.program import Run
 from autopar.runtime.schedules import make_schedule
 from autopar.runtime.sharing import on_shared_processors
 from autopar.runtime.simulator import simulate
@@ -36,6 +33,9 @@ def test_what_runs_alone_has_the_processors_for_itself():
     assert shared.repeating_busy_s == (1.5, 1.5)
     assert shared.repeating_span_s == (1.5, 3.5)
     assert shared.peak_bytes == simulation.peak_bytes
+    lossy = on_shared_processors(simulation, program, [1, 1], used=0.8)
+    assert spans(program, lossy)["F0", 0] == (0.0, 1 / 1.6)
+    assert on_shared_processors(simulation, program, [1, 1], used=0.4).step_time_s == simulation.step_time_s
     assert [when for when, _ in shared.bytes_over_time[0]] == [0.0, 0.5, 1.0, 1.5, 3.0, 4.5]
 
 
@@ -64,13 +64,3 @@ def test_a_step_takes_as_long_as_all_its_work(name, times, devices):
     assert shared.step_time_s <= simulation.step_time_s * (1 + 1e-9)
     lossy = on_shared_processors(simulation, program, devices, used=0.5)
     assert shared.step_time_s <= lossy.step_time_s <= 2 * shared.step_time_s + 1e-9
-    assert lossy.step_time_s == pytest.approx(2 * shared.step_time_s - together_s(simulation, program, devices))
-
-
-def together_s(simulation, program, devices) -> float:
-    """For how long all devices work at once: nothing is lost then."""
-    ran = zip(program.instructions, simulation.starts_s, simulation.ends_s, strict=True)
-    runs = [(start_s, end_s) for step, start_s, end_s in ran if isinstance(step, Run)]
-    spans_s = list(itertools.pairwise(sorted({when for run in runs for when in run})))
-    working = [sum(start_s <= a and b <= end_s for start_s, end_s in runs) for a, b in spans_s]
-    return sum(b - a for (a, b), n in zip(spans_s, working, strict=True) if n == len(devices))
