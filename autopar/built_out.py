@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from autopar.axis_uses import data_axis
 from autopar.cluster import Cluster
 from autopar.constraints import Binding
 from autopar.errors import SolverError
@@ -18,7 +17,7 @@ from autopar.record import PipelineTrial
 from autopar.solver import NoStages, Schedule, Stage, StagePlan, StageProblem, best_stages
 from autopar.stage_building import Choice, Cut, build, evened
 from autopar.stage_costs import PricedOption
-from autopar.whole_search import ZERO_STAGES
+from autopar.whole_search import known_bindings
 
 # Of the plans that are best by the search's model, for each number of micro-batches in turn, so many are worked out
 # exactly, and the best of one stage.
@@ -183,9 +182,8 @@ class BuiltOut:
             return
         m, choice = best.staged.graph.num_microbatches, best.choice
         keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
-        for zero, saving in itertools.product(ZERO_STAGES, dict.fromkeys((choice, keeps_all))):
-            name = f"ZeRO-{zero}" if zero else "data parallelism"
-            self.refined(m, saving, name, Binding(axes=(data_axis(zero),), sizes=(None,)))
+        for (name, binding), saving in itertools.product(known_bindings(), dict.fromkeys((choice, keeps_all))):
+            self.refined(m, saving, name, binding)
         for count in counts:
             terms = tuple(dataclasses.replace(t, hidden_count=count) for t in choice.terms)
             if terms != choice.terms:

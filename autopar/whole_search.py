@@ -200,12 +200,19 @@ def known_plans(
         fixed = dataclasses.replace(options, fixed=along_largest)
         tried.append(("state along its largest dimension", search(graph, model, limit_bytes, fixed, to_beat_s)))
     named = described(graph)
-    for zero in ZERO_STAGES:
-        bound = dataclasses.replace(options, binding=Binding(axes=(data_axis(zero),), sizes=(None,)))
-        name = f"ZeRO-{zero}" if zero else "data parallelism"
+    for name, binding in known_bindings():
+        bound = dataclasses.replace(options, binding=binding)
         tried.append((name, search(named, model, limit_bytes, bound, to_beat_s)))
     trials += [dataclasses.replace(trial(found), name=name) for name, found in tried]
     return [found for _, found in tried if isinstance(found, Candidate)]
+
+
+def known_bindings() -> list[tuple[str, Binding]]:
+    """Data parallelism and the stages of ZeRO that are tried, by name."""
+    return [
+        (f"ZeRO-{zero}" if zero else "data parallelism", Binding(axes=(data_axis(zero),), sizes=(None,)))
+        for zero in ZERO_STAGES
+    ]
 
 
 def state_along_largest(graph: OpGraph, mesh: LogicalMesh) -> tuple[tuple[int, Layout], ...]:

@@ -9,8 +9,8 @@ from .simulator import Simulation
 
 
 def timeline_of(simulation: Simulation, program: Program) -> Timeline:
-    """What each mesh and each link does and when: "F 3" is the forward pass of micro-batch 3. What the
-    step waits for memory stands at its end.
+    """What each mesh and each link does and when: "F 3" is the forward pass of micro-batch 3. What the step waits for
+    memory stands at its end.
     """
     pipeline = program.pipeline
     links: dict[tuple[int, int], int] = {}
