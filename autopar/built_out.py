@@ -97,13 +97,14 @@ class BuiltOut:
                 answers = [*best_stages(several, within), *best_stages(alone)]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
+            told_s = {n: p.step_time_s + self.renewal_s(p, of_problem[n][1]) for n, p in plans.items()}
             kinds = {n: self.kind(of_problem[n][0], plan) for n, plan in plans.items() if n < first_alone}
-            ranked = in_turn((kind, plans[n].step_time_s, n) for n, kind in kinds.items())
-            _, alone_at = min(((p.step_time_s, n) for n, p in plans.items() if n >= first_alone), default=(0.0, None))
+            ranked = in_turn((kind, told_s[n], n) for n, kind in kinds.items())
+            _, alone_at = min(((told_s[n], n) for n in plans if n >= first_alone), default=(0.0, None))
             if alone_at is not None:
                 ranked.insert(MOST_BUILT, alone_at)
             most = 1 if tightened else MOST_BUILT + (alone_at is not None)
-            too_large = self.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], most, within)
+            too_large = self.run([(problems[n], plans[n], told_s[n], *of_problem[n]) for n in ranked], most, within)
             if not too_large:
                 break
             searched = [dataclasses.replace(p, limit_bytes=too_large.get(p.schedule, p.limit_bytes)) for p in searched]
@@ -113,30 +114,40 @@ class BuiltOut:
         """What answers are alike in: micro-batches, and stages where they are equal parts of a scan."""
         return m, len(plan.stages) if self.cuts[m].step.parts > 1 else 0
 
+    def renewal_s(self, plan: StagePlan, options: Sequence[PricedOption]) -> float:
+        """Seconds in which an answer waits for memory that was given back, which its own seconds are without: roughly
+        as `pipelining.renewal_s`, where devices share processors, which are all that wait so.
+        """
+        if not self.cluster.shares_processors:
+            return 0.0
+        taken = [options[stage.option] for stage in plan.stages]
+        held = [n - _state_bytes(o, s) for n, o, s in zip(plan.peak_bytes, taken, plan.stages, strict=True)]
+        waits = [o.mesh.num_devices * self.cluster.device.renewed_s(n) for n, o in zip(held, taken, strict=True)]
+        return sum(waits) / sum(o.mesh.num_devices for o in taken)
+
     def run(
         self,
-        ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]],
+        ranked: Sequence[tuple[StageProblem, StagePlan, float, int, tuple[PricedOption, ...]]],
         most: int,
         within: float,
     ) -> dict[Schedule, int]:
         """Works out at most so many more of some answers, which come fastest first, as far as the tables say that they
-        are `within` so many times of the best one's time. Where the fastest does not fit: of each schedule of which one
-        did not the bytes to keep to, for plans that need as much more than the search takes them for.
+        are `within` so many times of the best one's time. With each goes what it takes, waiting for memory included.
+        Where the fastest does not fit: of each schedule of which one did not the bytes to keep to, for plans that need
+        as much more than the search takes them for.
         """
         too_large: dict[Schedule, int] = {}
         fastest_fits = True
         built = 0
-        for problem, answer, m, options in ranked:
+        for problem, answer, told_s, m, options in ranked:
             choice = choice_of(problem, answer, options)
             if (m, choice) in self.built:
                 continue
             over = self.best is None or not self.best.fits(self.limit_bytes)
-            beaten = self.best is not None and not over and answer.step_time_s >= within * self.best.trial.step_time_s
-            if beaten or built >= most or answer.step_time_s > 1.2 * self.to_beat_s:
+            beaten = self.best is not None and not over and told_s >= within * self.best.trial.step_time_s
+            if beaten or built >= most or told_s > 1.2 * self.to_beat_s:
                 text = f"{m} micro-batches, {choice.text}"
-                self.weighed.append(
-                    PipelineTrial(text=text, step_time_s=answer.step_time_s, peak_bytes=max(answer.peak_bytes))
-                )
+                self.weighed.append(PipelineTrial(text=text, step_time_s=told_s, peak_bytes=max(answer.peak_bytes)))
                 continue
             built += 1
             self.built.add((m, choice))

@@ -110,16 +110,29 @@ class FreshRun:
     nbytes: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CallRun:
+    """A task of a pipeline that does next to nothing, called on one half of the devices, then on the other, and so on.
+
+    It takes and makes `arrays` arrays of `array_bytes` on each device, which are handed on to the other half.
+    """
+
+    arrays: int
+    array_bytes: int
+
+
 # `in_step` devices of a host wait for each other after every repetition of these, as in a step with collectives.
 # Virtual devices of one CPU need that to be timed rightly: left alone, one of them runs many repetitions with its
 # operands in the caches before another has its turn, and none ever waits for another that has no core.
 Kernel = MatmulRun | RowsRun | TransposeRun
-Run = CollectiveRun | MatmulRun | StreamRun | RowsRun | TransposeRun | FreshRun
+Repeated = CollectiveRun | MatmulRun | StreamRun | RowsRun | TransposeRun | FreshRun
+Run = Repeated | CallRun
 
 # One sample should take this long: a hundred times what the clock and the end of a loop leave uncertain; more where
 # devices wait for each other, and so for whoever else has a core.
 SAMPLE_S, IN_STEP_SAMPLE_S = 10e-3, 40e-3
 _AGAIN = 2  # how often a block of fresh memory is filled again
+CALLS = 40  # of one sample
 MOST_REPETITIONS = 2_000
 _ROW = 256  # numbers in a row that is normalised
 # Repetitions that stand in a row in the loop's body, where they are short: going round costs microseconds on a GPU.
@@ -148,10 +161,14 @@ class DeviceClock:
 
     def __init__(self, devices: Sequence[Any], num_hosts: int, now: Callable[[], float] = time.perf_counter) -> None:
         self._devices, self._num_hosts, self._now = devices, num_hosts, now
-        self._programs: dict[Run, tuple[Callable[..., Any], Any, int]] = {}
-        self._repetitions: dict[Run, int] = {}
+        self._programs: dict[Repeated, tuple[Callable[..., Any], Any, int]] = {}
+        self._repetitions: dict[Repeated, int] = {}
+        self._chains: dict[CallRun, Callable[[int], None]] = {}
 
     def prepare(self, run: Run) -> float:
+        if isinstance(run, CallRun):
+            self._chains[run] = _chain(run, self._devices)
+            return self._call_s(run)
         # Several streamed kernels in a row would be fused into one, two transposes would be none.
         alone = isinstance(run, StreamRun | TransposeRun | FreshRun)
         in_step = _in_step(run) > 1
@@ -166,6 +183,8 @@ class DeviceClock:
     def sample(self, run: Run) -> float:
         if isinstance(run, FreshRun):
             return self._first_s(run)
+        if isinstance(run, CallRun):
+            return self._call_s(run)
         return self._per_repetition_s(run, self._repetitions[run])
 
     def _first_s(self, run: FreshRun) -> float:
@@ -181,12 +200,20 @@ class DeviceClock:
         seconds = between - begun - again_s
         return self.slowest(seconds if seconds > 0 else between - begun)  # as in `_per_repetition_s`
 
-    def _try(self, run: Run, unrolled: int) -> float:
+    def _call_s(self, run: CallRun) -> float:
+        begun = self._now()
+        self._chains[run](CALLS)
+        between = self._now()
+        self._chains[run](2)
+        seconds = (between - begun) - (self._now() - between)
+        return self.slowest(seconds / (CALLS - 2) if seconds > 0 else (between - begun) / CALLS)
+
+    def _try(self, run: Repeated, unrolled: int) -> float:
         self._programs[run] = self._compiled(run, unrolled)
         self._per_repetition_s(run, unrolled)
         return self._per_repetition_s(run, unrolled)
 
-    def _per_repetition_s(self, run: Run, repetitions: int) -> float:
+    def _per_repetition_s(self, run: Repeated, repetitions: int) -> float:
         program, operands, unrolled = self._programs[run]
         begun = self._now()
         jax.block_until_ready(program(1 + repetitions // unrolled, *operands))
@@ -207,7 +234,7 @@ class DeviceClock:
         )
         return float(jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))(seen))
 
-    def _compiled(self, run: Run, unrolled: int) -> tuple[Callable[..., Any], Any, int]:
+    def _compiled(self, run: Repeated, unrolled: int) -> tuple[Callable[..., Any], Any, int]:
         """(program of a number of rounds and operands, operands, repetitions in a round)."""
         mesh = self._mesh(run)
         repeat, operands = _work(run)
@@ -247,7 +274,7 @@ class DeviceClock:
         sharding = NamedSharding(mesh, everywhere)
         return program, [_on_each_device(x, sharding, len(self._devices)) for x in operands], unrolled
 
-    def _mesh(self, run: Run) -> Mesh:
+    def _mesh(self, run: Repeated) -> Mesh:
         n = run.n if isinstance(run, CollectiveRun) else _in_step(run)
         total = len(self._devices)
         stride = total // self._num_hosts if isinstance(run, CollectiveRun) and run.between_hosts else 1
@@ -255,7 +282,7 @@ class DeviceClock:
         return Mesh(grid, ("before", "group", "after"), axis_types=(AxisType.Auto,) * 3)
 
 
-def _in_step(run: Run) -> int:
+def _in_step(run: Repeated) -> int:
     return run.in_step if isinstance(run, Kernel) else 1
 
 
@@ -264,7 +291,7 @@ def _on_each_device(value: np.ndarray, sharding: NamedSharding, count: int) -> A
     return jax.make_array_from_callback(shape, sharding, lambda _: value)
 
 
-def _work(run: Run) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarray]]:
+def _work(run: Repeated) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarray]]:
     """(one repetition: values to values, the values on each device at first)."""
     match run:
         case MatmulRun():
@@ -303,6 +330,25 @@ def _layer(x: Any, weights: Any, _: Any) -> tuple[Any, Any, Any]:
     """
     y = x @ weights
     return y @ weights.T, weights, x.T @ y
+
+
+def _chain(run: CallRun, devices: Sequence[Any]) -> Callable[[int], None]:
+    """So many calls, each of what the one before has made. The first half of the devices begins."""
+    half = len(devices) // 2
+    meshes = [Mesh(np.array(part), ("d",), axis_types=(AxisType.Auto,)) for part in (devices[:half], devices[half:])]
+    shardings = [NamedSharding(mesh, PartitionSpec("d")) for mesh in meshes]
+    rows = max(1, run.array_bytes // (4 * _ROW))
+    first = [_on_each_device(np.ones((rows, _ROW), np.float32), shardings[0], half) for _ in range(run.arrays)]
+    task = jax.jit(lambda arrays: [x + 1.0 for x in arrays])
+    tasks = [task.lower(jax.device_put(first, sharding)).compile() for sharding in shardings]
+
+    def calls(count: int) -> None:
+        arrays = first
+        for i in range(count):
+            arrays = jax.device_put(tasks[i % 2](arrays), shardings[(i + 1) % 2])
+        jax.block_until_ready(arrays)
+
+    return calls
 
 
 def _collective(run: CollectiveRun) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarray]]:

@@ -37,6 +37,8 @@ class DeviceKind:
         float32_fill_s: Time of filling and draining the matrix units in a float32 product, beside its arithmetic.
         fresh_bytes_per_s: Rate at which memory can be had that was given back after the last run, as large blocks of a
             CPU device's are; None where a program keeps what it once had.
+        call_s: Processor time of one run of a task of a pipeline beside its kernels, for being called and handing on
+            what it makes, where devices share processors: as seconds in which nobody else has them.
         packing_bytes_per_s: Rate at which operands of a matrix product are laid out anew before its arithmetic, as
             libraries for CPUs do; None where that costs nothing beside it.
         transposing: (bytes of a row, seconds for each byte of an array whose rows become columns), ascending, as
@@ -61,6 +63,7 @@ class DeviceKind:
     dtype_efficiency: tuple[tuple[str, float], ...] = ()
     float32_fill_s: float = 0.0
     fresh_bytes_per_s: float | None = None
+    call_s: float = 0.0
     packing_bytes_per_s: float | None = None
     transposing: tuple[tuple[float, float], ...] = ()
     host_link_bytes_per_s: float | None = None

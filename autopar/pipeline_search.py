@@ -27,6 +27,7 @@ from autopar.search_space import (
     schedules_of,
     sizes_for,
     stage_numbers,
+    stages_told_apart,
 )
 from autopar.sinking import copies_state
 from autopar.solver import NoStages, StagePlan, StageProblem
@@ -217,8 +218,10 @@ class _Search:
         """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans, of stages."""
         found: list[_Posed] = []
         long = is_long(self.traced)
-        numbers = stage_numbers(step, self.cluster) if step.parts > 1 else (self.asked.num_stages,)
+        equal = stage_numbers(step, self.cluster) if step.parts > 1 else ()
+        asked = (self.asked.num_stages,) if self.asked.num_stages is not None else ()
         for m, cut in cuts.items():
+            numbers = equal or asked or stages_told_apart(self.cluster, len(cut.layers))
             with self.progress.pass_("layer costs"):
                 sizes = sizes_for(cut, self.cluster, self.asked, m == min(cuts))
                 priced = self.priced(cut, sizes, decided)
@@ -226,7 +229,7 @@ class _Search:
                     better = {(o.mesh, o.terms) for o in priced}
                     for key, of in decided.items():
                         decided[key] = tuple(d for d in of if (key[0], d.terms) in better)
-            for name in schedules_of(self.asked):
+            for name in schedules_of(self.asked, self.cluster):
                 made = self.on_schedule(step, cut, name, priced, numbers)
                 found += [(problem, (m, options)) for problem, options in made]
         return found
@@ -268,6 +271,7 @@ class _Search:
                 chunks=chunks,
                 fixed_num_stages=num_stages,
                 shares_processors=cluster.shares_processors,
+                call_s=cluster.device.call_s,
             )
             found.append((problem, options))
         return found

@@ -236,7 +236,7 @@ def stage_program(
     """
     costs = costs or TaskCosts()
     staged = assemble_pipeline([p.lowered for p in planned])
-    found = costs.of_all(planned, staged)
+    found = costs.of_all(planned, staged, cluster)
     task_s, task_bytes = tuple(cost.seconds for cost in found), tuple(cost.nbytes for cost in found)
     transfer_s = tuple(transfer_seconds(staged, i, submeshes, cluster) for i in range(len(staged.pipeline.transfers)))
     # Equal buffers are one on the virtual clock, so that long pipelines of many micro-batches are simulated quickly.
@@ -296,8 +296,9 @@ def renewal_s(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCost:
-    """One run of a task on its mesh: seconds (what it computes, sends in the mesh, copies, and waits for memory), of
-    which `hidden_s` in which something is sent while something is computed; bytes beside its buffers on one device.
+    """One run of a task on its mesh: seconds (what it computes, sends in the mesh, copies, waits for memory, and what
+    calling it takes from devices that share processors), of which `hidden_s` in which something is sent while something
+    is computed; bytes beside its buffers on one device.
     """
 
     seconds: float
@@ -311,7 +312,7 @@ class TaskCosts:
     def __init__(self) -> None:
         self.known: dict[tuple, TaskCost] = {}
 
-    def of_all(self, planned: Sequence[PlannedStage], staged: StagedProgram) -> list[TaskCost]:
+    def of_all(self, planned: Sequence[PlannedStage], staged: StagedProgram, cluster: Cluster) -> list[TaskCost]:
         """The cost of every task of a program, whose stages are all planned."""
         found, seen = [], dict.fromkeys(range(len(planned)), 0)
         for task in staged.tasks:
@@ -321,19 +322,23 @@ class TaskCosts:
             sizes = len(task.instructions), len(task.inputs), len(task.outputs)
             key = (stage.like, position, task.kind, task.level, *sizes)
             if key not in self.known:
-                self.known[key] = task_cost(stage, task)
+                self.known[key] = task_cost(stage, task, cluster)
             found.append(self.known[key])
         return found
 
 
-def task_cost(planned: PlannedStage, task: StageTask) -> TaskCost:
-    graph = planned.stage.graph
+def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskCost:
+    graph, device = planned.stage.graph, planned.model.device
     block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
     ran = timed(graph, block, planned.model)
     runs = graph.num_microbatches if task.kind.repeats else 1
     nbytes = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
+    # Alone, a task has the processors of all devices, but is not called sooner.
+    called_s = 0.0
+    if cluster.shares_processors:
+        called_s = device.call_s * cluster.num_devices / planned.lowered.mesh.num_devices
     return TaskCost(
-        seconds=ran.end_s / runs + planned.model.device.fresh_s(nbytes), hidden_s=ran.hidden_s / runs, nbytes=nbytes
+        seconds=ran.end_s / runs + device.fresh_s(nbytes) + called_s, hidden_s=ran.hidden_s / runs, nbytes=nbytes
     )
 
 

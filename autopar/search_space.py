@@ -77,6 +77,15 @@ def stage_numbers(step: CutStep, cluster: Cluster) -> list[int]:
     return [s for s, size in sizes.items() if size % n == 0 or n % size == 0]
 
 
+def stages_told_apart(cluster: Cluster, num_layers: int) -> tuple[int | None, ...]:
+    """The numbers of stages to search one by one: None is any. Where devices share processors all of them take about
+    as long, and what they wait for memory, which the programme over stages does not know, tells them apart.
+    """
+    if not cluster.shares_processors:
+        return (None,)
+    return tuple(range(2, min(cluster.num_devices, num_layers, MOST_STAGES) + 1)) or (None,)
+
+
 def few_bubbles(traced: TracedStep, num_stages: int, parts: int = 1) -> int:
     """The divisor of the batch nearest to four micro-batches for each stage, of those that leave micro-batches which
     can be cut into so many parts, where the batch can be.
@@ -92,10 +101,13 @@ def nearest_divisor(n: int, wanted: float) -> int:
     return min(divisors(n), key=lambda m: abs(math.log(m / wanted)))
 
 
-def schedules_of(asked: PipelineOptions) -> tuple[str, ...]:
-    """Raises: InvalidArgumentError for a schedule that the search over stages has no model of."""
+def schedules_of(asked: PipelineOptions, cluster: Cluster) -> tuple[str, ...]:
+    """Those to search through. Where devices share processors the one that holds least: none leaves less idle there.
+
+    Raises: InvalidArgumentError for a schedule that the search over stages has no model of.
+    """
     if asked.schedule is None:
-        return SEARCHED_SCHEDULES
+        return SEARCHED_SCHEDULES[:1] if cluster.shares_processors else SEARCHED_SCHEDULES
     known = [s.value for s in SearchedSchedule]
     if asked.schedule not in known:
         raise InvalidArgumentError(

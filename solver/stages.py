@@ -21,7 +21,8 @@ and e = max(f + b, (f + b) / 2 + c):
 | inference | f + c | 0 | (m - 1) max(f, c) | 0 | |
 
 Where the devices share their processors (`StageProblem.shares_processors`), what one stage waits another one works
-faster, under every schedule: fill is its devices' part of m (f + b) + once, and c; drain c; steady and once nothing.
+faster, under every schedule: fill is its devices' part of m (f + b) + once, and c, and what calling its tasks takes
+from all of them, 2 m call (m for inference); drain c; steady and once nothing.
 
 Sources: 1F1B and its interleaving, Narayanan et al., "Efficient large-scale language model training on GPU clusters",
 SC 2021, section 2.2; eager 1F1B, Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023,
@@ -97,6 +98,7 @@ class StageProblem:
     chunks: of a group of devices under the interleaved schedule, 2 or more; 1 under all others.
     fixed_num_stages: the number of stages (of groups, if interleaved); None = free.
     shares_processors: seconds of options are those while all devices work, which share what they work with.
+    call_s: where they do, what one pass of a micro-batch through a stage takes from all, for being called.
     """
 
     options: tuple[StageOption, ...]
@@ -109,6 +111,7 @@ class StageProblem:
     chunks: int = 1
     fixed_num_stages: int | None = None
     shares_processors: bool = False
+    call_s: float = 0.0
 
     def share(self, num_devices: Any) -> Any:
         """Where processors are shared: what a stage of so many devices takes alone, as a part of what it takes while
@@ -167,7 +170,8 @@ def terms(
     if problem.shares_processors:
         passes = f if problem.schedule is Schedule.INFERENCE else alone
         work = problem.share(devices) * (m * passes + once_s)
-        return StageTerms(fill_s=work + c, drain_s=c, steady_s=0 * c, once_s=0 * c)
+        called = m if problem.schedule is Schedule.INFERENCE else 2 * m
+        return StageTerms(fill_s=work + called * problem.call_s + c, drain_s=c, steady_s=0 * c, once_s=0 * c)
     overlapped = np.maximum(alone, alone / 2 + c)
     fill, drain = f + c, b + c
     match problem.schedule:

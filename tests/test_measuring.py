@@ -10,7 +10,7 @@ from autopar import hardware, local_devices, measurement, measuring
 from autopar.__main__ import main
 from autopar.cluster import Cluster
 from autopar.collectives import CollectiveKind, Fabric, Link, time_s
-from autopar.device_clock import CollectiveRun, FreshRun, MatmulRun, RowsRun, Run, StreamRun, TransposeRun
+from autopar.device_clock import CallRun, CollectiveRun, FreshRun, MatmulRun, RowsRun, Run, StreamRun, TransposeRun
 from autopar.errors import InvalidArgumentError
 from autopar.measurement import MeasuredOn
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, python, shapes
@@ -19,7 +19,7 @@ LINK = Link(overhead_s=20e-6, latency_s=5e-6, bytes_per_s=2e9, fabric=Fabric.SHA
 NETWORK = Link(overhead_s=50e-6, latency_s=90e-6, bytes_per_s=1e8, fabric=Fabric.SHARED_MEMORY, source="known")
 FLOPS_PER_S = {"float32": 30e9, "bfloat16": 60e9, "float16": 20e9}
 MEMORY_BYTES_PER_S, FRESH_BYTES_PER_S, LAUNCH_S = 8e9, 1e9, 3e-6
-TRANSPOSED_BYTES_PER_S = 5e8
+TRANSPOSED_BYTES_PER_S, CALL_S = 5e8, 2e-4
 
 
 class KnownClock:
@@ -58,6 +58,8 @@ class KnownClock:
                 return run.copied_bytes / TRANSPOSED_BYTES_PER_S
             case FreshRun():
                 return run.nbytes / FRESH_BYTES_PER_S
+            case CallRun():
+                return CALL_S
             case CollectiveRun():
                 link = NETWORK if run.between_hosts else self.link
                 return float(time_s(run.kind, run.result_bytes, run.n, link))
@@ -89,6 +91,7 @@ def test_known_constants_are_found_again():
     assert found.device.fresh_s(30e6) == 0.0  # such a block is kept
     assert found.device.renewed_s(32 * 2**20 + 40e6) == pytest.approx(found.device.fresh_s(40e6))
     assert found.device.renewed_s(30e6) == 0.0
+    assert found.device.call_s == pytest.approx(CALL_S)
     assert found.device.transposing_s(2e6, 1000.0) == pytest.approx(4e-3, rel=1e-3)
     assert {(t.kind, t.n) for t in found.timings} == {(k, n) for k in CollectiveKind for n in (2, 4, 8)}
     assert found.between_hosts == hardware.cpu_process_link(8)  # one process: nothing to measure it on
@@ -143,6 +146,7 @@ def test_what_takes_too_long_is_left_out():
         "float16 products",
         "memory",
         "fresh memory",
+        "calls of tasks",
         "transposing",
         "links inside a host",
     ]
@@ -243,7 +247,7 @@ def test_accelerators_do_not_share_so_that_more_of_them_hold_for_fewer(directory
 def test_damaged_measurements_count_as_absent(directory):
     path = measured().save()
     assert path is not None
-    path.write_text(path.read_text().replace('"format_version": 4', '"format_version": 1'))
+    path.write_text(path.read_text().replace('"format_version": 5', '"format_version": 1'))
     assert Cluster.local() == Cluster.local(measured=False)
     path.write_text("{")
     assert Cluster.local() == Cluster.local(measured=False)
@@ -303,7 +307,7 @@ import autopar
 from autopar import measuring
 sizes = measuring.Sizes(
     array_bytes=(1 << 12, 1 << 20), widths=(16, 128), other_widths=(64, 128), row_bytes=(1 << 18, 1 << 22),
-    transposed_widths=(128, 256), fresh_bytes=(40 << 20,), in_step=128,
+    transposed_widths=(128, 256), fresh_bytes=(40 << 20,), handed_bytes=(1 << 12,), in_step=128,
 )
 assert measuring.measure(sizes=sizes, rounds=5, show_progress=False).save() is not None
 cluster = autopar.Cluster.local()
@@ -312,6 +316,7 @@ assert 1e8 < cluster.device.flops_per_s("float32") < 1e13, cluster
 assert 1e7 < cluster.device.memory_bytes_per_s < 1e13, cluster
 assert 1e7 < cluster.inside_host.bytes_per_s < 1e12, cluster
 assert 1e6 < cluster.device.fresh_bytes_per_s < 1e13, cluster
+assert 1e-6 < cluster.device.call_s < 0.1, cluster
 assert 1e-5 < cluster.device.transposing_s(1e6, 1000.0) < 1.0, cluster
 assert 0 < cluster.inside_host.overhead_s + cluster.inside_host.latency_s < 0.01, cluster
 print("measured", len(cluster.fits))
@@ -322,5 +327,5 @@ def test_real_devices_are_measured(tmp_path):
     """Four virtual devices in a process of their own, small runs; several, for the machine may do other things too."""
     child = python(MEASURING, cache=tmp_path, devices=4)
     assert child.returncode == 0, child.stderr
-    assert "measured 7" in child.stdout
+    assert "measured 8" in child.stdout
     assert list(tmp_path.glob("measured-cpu-*-1x4-*.json"))
