@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from autopar.cluster import Cluster
@@ -94,10 +95,12 @@ class BuiltOut:
         for tightened in range(1 + TIGHTENED):
             with self.progress.pass_("stages"):
                 several, alone = searched[:first_alone], searched[first_alone:]
-                answers = [*best_stages(several, within), *best_stages(alone)]
+                # Where devices share processors the fastest is not known before what each waits for memory.
+                near = math.inf if self.cluster.shares_processors else within
+                answers = [*best_stages(several, near), *best_stages(alone)]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
-            told_s = {n: p.step_time_s + self.renewal_s(p, of_problem[n][1]) for n, p in plans.items()}
+            told_s = {n: self.told_s(problems[n], plan, of_problem[n][1]) for n, plan in plans.items()}
             kinds = {n: self.kind(of_problem[n][0], plan) for n, plan in plans.items() if n < first_alone}
             ranked = in_turn((kind, told_s[n], n) for n, kind in kinds.items())
             _, alone_at = min(((told_s[n], n) for n in plans if n >= first_alone), default=(0.0, None))
@@ -114,16 +117,21 @@ class BuiltOut:
         """What answers are alike in: micro-batches, and stages where they are equal parts of a scan."""
         return m, len(plan.stages) if self.cuts[m].step.parts > 1 else 0
 
-    def renewal_s(self, plan: StagePlan, options: Sequence[PricedOption]) -> float:
-        """Seconds in which an answer waits for memory that was given back, which its own seconds are without: roughly
-        as `pipelining.renewal_s`, where devices share processors, which are all that wait so.
+    def told_s(self, problem: StageProblem, plan: StagePlan, options: Sequence[PricedOption]) -> float:
+        """What an answer takes, and waits for memory that is new in each step: roughly as `pipelining.renewal_s` and
+        `task_cost` count it, where devices share processors, which are all that wait so.
         """
         if not self.cluster.shares_processors:
-            return 0.0
-        taken = [options[stage.option] for stage in plan.stages]
-        held = [n - _state_bytes(o, s) for n, o, s in zip(plan.peak_bytes, taken, plan.stages, strict=True)]
-        waits = [o.mesh.num_devices * self.cluster.device.renewed_s(n) for n, o in zip(held, taken, strict=True)]
-        return sum(waits) / sum(o.mesh.num_devices for o in taken)
+            return plan.step_time_s
+        device, waits = self.cluster.device, 0.0
+        for nbytes, stage in zip(plan.peak_bytes, plan.stages, strict=True):
+            priced, layers = options[stage.option], slice(stage.first, stage.last)
+            block_bytes = int(priced.option.working_bytes[layers].max())
+            block_s = device.fresh_s(block_bytes)
+            held_bytes = nbytes - problem.chunks * int(priced.given_bytes[layers].sum())
+            held_s = device.renewed_s(held_bytes - (block_bytes if block_s else 0))
+            waits += priced.mesh.num_devices * (2 * problem.num_microbatches * block_s + held_s)
+        return plan.step_time_s + waits / self.cluster.num_devices / problem.chunks
 
     def run(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -114,7 +115,8 @@ class FreshRun:
 class CallRun:
     """A task of a pipeline that does next to nothing, called on one half of the devices, then on the other, and so on.
 
-    It takes and makes `arrays` arrays of `array_bytes` on each device, which are handed on to the other half.
+    It takes and makes `arrays` arrays of `array_bytes` on each device, which are handed on to the other half. What
+    counts is the processor time, as a part of all that the host has: while it is under way other tasks may run.
     """
 
     arrays: int
@@ -201,12 +203,9 @@ class DeviceClock:
         return self.slowest(seconds if seconds > 0 else between - begun)  # as in `_per_repetition_s`
 
     def _call_s(self, run: CallRun) -> float:
-        begun = self._now()
+        begun = time.process_time()
         self._chains[run](CALLS)
-        between = self._now()
-        self._chains[run](2)
-        seconds = (between - begun) - (self._now() - between)
-        return self.slowest(seconds / (CALLS - 2) if seconds > 0 else (between - begun) / CALLS)
+        return self.slowest((time.process_time() - begun) / CALLS / (os.cpu_count() or 1))
 
     def _try(self, run: Repeated, unrolled: int) -> float:
         self._programs[run] = self._compiled(run, unrolled)
@@ -335,7 +334,9 @@ def _layer(x: Any, weights: Any, _: Any) -> tuple[Any, Any, Any]:
 def _chain(run: CallRun, devices: Sequence[Any]) -> Callable[[int], None]:
     """So many calls, each of what the one before has made. The first half of the devices begins."""
     half = len(devices) // 2
-    meshes = [Mesh(np.array(part), ("d",), axis_types=(AxisType.Auto,)) for part in (devices[:half], devices[half:])]
+    meshes = [
+        Mesh(np.array(part), ("d",), axis_types=(AxisType.Auto,)) for part in (devices[:half], devices[half : 2 * half])
+    ]
     shardings = [NamedSharding(mesh, PartitionSpec("d")) for mesh in meshes]
     rows = max(1, run.array_bytes // (4 * _ROW))
     first = [_on_each_device(np.ones((rows, _ROW), np.float32), shardings[0], half) for _ in range(run.arrays)]

@@ -50,7 +50,7 @@ class Sizes:
 
     `few_rows`: (rows, width) of float32 products that are not square, where packing of operands may cost time.
     `transposed_widths`: square matrices whose rows become columns, where that takes longer than another copy.
-    `handed_bytes`: arrays that tasks of a pipeline hand on, where being called takes time from other devices.
+    `handed_bytes`: of an array that tasks of a pipeline hand on, where being called takes time from other devices.
     `in_step`: kernels are timed with the devices of a host in step, but for products of less than that width.
     """
 
@@ -62,7 +62,7 @@ class Sizes:
     row_bytes: tuple[int, ...] = ()
     transposed_widths: tuple[int, ...] = ()
     fresh_bytes: tuple[int, ...] = ()
-    handed_bytes: tuple[int, ...] = ()
+    handed_bytes: int | None = None
     in_step: int | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
@@ -78,7 +78,7 @@ CPU_SIZES = Sizes(
     row_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 23),
     transposed_widths=(256, 512, 1024),
     fresh_bytes=(36 << 20, 48 << 20),
-    handed_bytes=(1 << 16,),
+    handed_bytes=1 << 16,
     in_step=128,
 )
 # One that has the host to itself, or shares it with another, gets larger parts of a step.
@@ -89,7 +89,6 @@ ROOMY_CPU_SIZES = dataclasses.replace(
     few_rows=((16, 512), (64, 512), (16, 1024), (64, 1024)),
     row_bytes=(1 << 20, 1 << 22, 1 << 24),
     fresh_bytes=(72 << 20, 96 << 20),
-    handed_bytes=(1 << 16,),
     transposed_widths=(256, 512, 1024, 2048),
 )
 ACCELERATOR_SIZES = Sizes(
@@ -155,8 +154,8 @@ def runs(found: LocalDevices, sizes: Sizes) -> list[list[Run]]:
     series.append([RowsRun(array_bytes=n, in_step=in_step) for n in sizes.row_bytes])
     series.append([TransposeRun(width=w, in_step=in_step) for w in sizes.transposed_widths])
     series.append([FreshRun(nbytes=n) for n in sizes.fresh_bytes])
-    if found.num_hosts == 1 and found.devices_per_host > 1:
-        series.append([CallRun(arrays=HANDED, array_bytes=n) for n in sizes.handed_bytes])
+    if sizes.handed_bytes is not None and found.num_hosts == 1 and found.devices_per_host > 1:
+        series.append([CallRun(arrays=HANDED, array_bytes=sizes.handed_bytes)])
     for between, most in ((False, found.devices_per_host), (True, found.num_hosts)):
         for n in group_sizes(most):
             series += [[_collective(kind, size, n, between) for size in sizes.array_bytes] for kind in CollectiveKind]
@@ -294,17 +293,10 @@ def _device(
     if fresh:
         fit = fit_proportion(fresh)  # of pages, one like the other
         fits.append(_rate_quality("fresh memory", fit, len(fresh), "B"))
-    calls = [seconds for run, seconds in times.items() if isinstance(run, CallRun)]
-    if calls:
-        fits.append(
-            FitQuality(
-                what="calls of tasks",
-                constants=f"{text_of_s(calls[0])} each",
-                points=len(calls),
-                median_error=0.0,
-                worst="as timed",
-            )
-        )
+    call_s = next((seconds for run, seconds in times.items() if isinstance(run, CallRun)), 0.0)
+    if call_s:
+        text = f"{text_of_s(call_s)} each"
+        fits.append(FitQuality(what="calls of tasks", constants=text, points=1, median_error=0.0, worst="as timed"))
     transposing = tuple(
         sorted((run.row_bytes, s / run.copied_bytes) for run, s in times.items() if isinstance(run, TransposeRun))
     )
@@ -315,7 +307,7 @@ def _device(
         launch_overhead_s=launch_s,
         float32_fill_s=fill_s,
         fresh_bytes_per_s=fit.rate_per_s if fresh else None,
-        call_s=calls[0] if calls else 0.0,
+        call_s=call_s,
         packing_bytes_per_s=rates["float32"].packing_bytes_per_s,
         transposing=transposing,
         source=f"{table.source}; {source}",

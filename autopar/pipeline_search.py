@@ -117,7 +117,8 @@ class _Search:
         posed = self.problems(step, cuts, decided)
         # One stage alone, plain accumulation of gradients, is worked out too, whatever the programme likes better.
         free = self.asked.num_stages is None and step.parts == 1
-        one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in posed if free and p.chunks == 1]
+        free_of = {(p.num_microbatches, p.schedule): (p, of) for p, of in posed if free and p.chunks == 1}
+        one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in free_of.values()]
         problems, of_problem = [p for p, _ in posed + one_stage], [of for _, of in posed + one_stage]
         builder = BuiltOut(
             cuts, self.cluster, self.limit_bytes, self.time_limit_s, self.to_beat_s, self.progress,
@@ -129,9 +130,9 @@ class _Search:
         answers = builder.search(problems, of_problem, len(posed), within)
         if not self.asked.is_asked:
             alone_s: dict[int, float] = {}
-            for problem, (m, _), answer in zip(problems, of_problem, answers, strict=True):
+            for problem, (m, options), answer in zip(problems, of_problem, answers, strict=True):
                 if problem.fixed_num_stages == 1 and isinstance(answer, StagePlan):
-                    alone_s[m] = min(alone_s.get(m, math.inf), answer.step_time_s)
+                    alone_s[m] = min(alone_s.get(m, math.inf), builder.told_s(problem, answer, options))
             self.in_other_numbers(step, cuts, decided, builder, alone_s)
             if cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds:
                 builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0))
@@ -184,14 +185,13 @@ class _Search:
             if not near:
                 return
             for m in near:
-                answer = self.alone(step, m, cuts, decided, builder, int(over * self.limit_bytes))
-                alone_s[m] = answer.step_time_s if answer is not None else math.inf
+                alone_s[m] = self.alone_s(step, m, cuts, decided, builder, int(over * self.limit_bytes))
                 if m in builder.of_one_stage:  # it was worked out
                     made, told_bytes = builder.of_one_stage[m]
                     alone_s[m] = made.trial.step_time_s if made.fits(self.limit_bytes) else math.inf
                     over = max(1.0, told_bytes / made.trial.peak_bytes)
 
-    def alone(
+    def alone_s(
         self,
         step: CutStep,
         m: int,
@@ -199,29 +199,33 @@ class _Search:
         decided: dict[DecidedFor, Decisions],
         builder: BuiltOut,
         limit_bytes: int,
-    ) -> StagePlan | None:
-        """One stage in a number of micro-batches, by the tables; worked out where it may be the best."""
+    ) -> float:
+        """What one stage takes in a number of micro-batches, by the tables (inf: it does not fit, or cannot be cut so);
+        worked out where it may be the best.
+        """
         if m not in cuts:
             try:
                 with self.progress.pass_(f"{m} micro-batches"):
                     cuts[m] = self.cut(step, m, self.whole)
             except (UnsupportedError, BatchMismatchError):
-                return None  # as in `cuts`: others may serve
+                return math.inf  # as in `cuts`: others may serve
         with self.progress.pass_("layer costs"):
             priced = self.priced(cuts[m], [self.cluster.num_devices], decided)
         for problem, options in self.on_schedule(step, cuts[m], SearchedSchedule.ONE_F_ONE_B.value, priced, (1,)):
             (answer,) = builder.search([dataclasses.replace(problem, limit_bytes=limit_bytes)], [(m, options)], 0, 1.0)
-            return answer if isinstance(answer, StagePlan) else None
-        return None
+            return builder.told_s(problem, answer, options) if isinstance(answer, StagePlan) else math.inf
+        return math.inf
 
     def problems(self, step: CutStep, cuts: dict[int, Cut], decided: dict[DecidedFor, Decisions]) -> list[_Posed]:
-        """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans, of stages."""
+        """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans and where devices
+        share processors, of stages.
+        """
         found: list[_Posed] = []
         long = is_long(self.traced)
         equal = stage_numbers(step, self.cluster) if step.parts > 1 else ()
         asked = (self.asked.num_stages,) if self.asked.num_stages is not None else ()
         for m, cut in cuts.items():
-            numbers = equal or asked or stages_told_apart(self.cluster, len(cut.layers))
+            numbers = equal or asked or stages_told_apart(self.cluster, self.asked, len(cut.layers))
             with self.progress.pass_("layer costs"):
                 sizes = sizes_for(cut, self.cluster, self.asked, m == min(cuts))
                 priced = self.priced(cut, sizes, decided)

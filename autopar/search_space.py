@@ -21,6 +21,7 @@ SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 SHARING = 32  # devices of a stage that may share an example: for more, micro-batches have more examples
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
+EACH_UP_TO = 8  # stages: larger numbers of them are told apart by powers of two
 FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 
@@ -77,13 +78,14 @@ def stage_numbers(step: CutStep, cluster: Cluster) -> list[int]:
     return [s for s, size in sizes.items() if size % n == 0 or n % size == 0]
 
 
-def stages_told_apart(cluster: Cluster, num_layers: int) -> tuple[int | None, ...]:
+def stages_told_apart(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> tuple[int | None, ...]:
     """The numbers of stages to search one by one: None is any. Where devices share processors all of them take about
     as long, and what they wait for memory, which the programme over stages does not know, tells them apart.
     """
-    if not cluster.shares_processors:
+    if not cluster.shares_processors or asked.schedule is not None or asked.chunks is not None:
         return (None,)
-    return tuple(range(2, min(cluster.num_devices, num_layers, MOST_STAGES) + 1)) or (None,)
+    numbers = range(2, min(cluster.num_devices, num_layers, MOST_STAGES) + 1)
+    return tuple(n for n in numbers if n <= EACH_UP_TO or n & (n - 1) == 0) or (None,)
 
 
 def few_bubbles(traced: TracedStep, num_stages: int, parts: int = 1) -> int:

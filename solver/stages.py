@@ -22,7 +22,7 @@ and e = max(f + b, (f + b) / 2 + c):
 
 Where the devices share their processors (`StageProblem.shares_processors`), what one stage waits another one works
 faster, under every schedule: fill is its devices' part of m (f + b) + once, and c, and what calling its tasks takes
-from all of them, 2 m call (m for inference); drain c; steady and once nothing.
+from all of them, 2 m call (m for inference, 3 m where weight gradients are put off); drain c; steady and once nothing.
 
 Sources: 1F1B and its interleaving, Narayanan et al., "Efficient large-scale language model training on GPU clusters",
 SC 2021, section 2.2; eager 1F1B, Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023,
@@ -98,7 +98,7 @@ class StageProblem:
     chunks: of a group of devices under the interleaved schedule, 2 or more; 1 under all others.
     fixed_num_stages: the number of stages (of groups, if interleaved); None = free.
     shares_processors: seconds of options are those while all devices work, which share what they work with.
-    call_s: where they do, what one pass of a micro-batch through a stage takes from all, for being called.
+    call_s: where they do, what each task of a micro-batch in a stage takes from all for being called.
     """
 
     options: tuple[StageOption, ...]
@@ -170,7 +170,8 @@ def terms(
     if problem.shares_processors:
         passes = f if problem.schedule is Schedule.INFERENCE else alone
         work = problem.share(devices) * (m * passes + once_s)
-        called = m if problem.schedule is Schedule.INFERENCE else 2 * m
+        tasks = 3 if problem.schedule in PUTS_OFF_WEIGHT_GRADIENTS else 2
+        called = m if problem.schedule is Schedule.INFERENCE else tasks * m
         return StageTerms(fill_s=work + called * problem.call_s + c, drain_s=c, steady_s=0 * c, once_s=0 * c)
     overlapped = np.maximum(alone, alone / 2 + c)
     fill, drain = f + c, b + c
@@ -338,6 +339,8 @@ def validate(problem: StageProblem) -> None:
         raise ValueError(
             f"chunks: expected 2 or more if interleaved, else 1, got {problem.chunks} ({problem.schedule})"
         )
+    if not 0 <= problem.call_s < math.inf:
+        raise ValueError(f"call_s: expected finite seconds, not negative, got {problem.call_s}")
     if not isinstance(problem.schedule, Schedule):
         raise ValueError(f"schedule: expected one of {[str(s) for s in Schedule]}, got {problem.schedule!r}")
     parts = sorted({option.num_devices for option in problem.options if option.num_devices < problem.host_devices})

@@ -199,8 +199,32 @@ def test_findings_say_what_is_missing_and_what_holds():
         dataclasses.replace(ROW, model="moe-2.4B", recipe="expert and data", step_time_s=2.0),
     ]
     moe = [finding for finding in findings.findings(rows) if finding.published.startswith("MoE")]
-    assert [(f.ours, f.holds) for f in moe] == [("2.4B on 1: 2.00x", True)]
+    assert [(f.ours, f.holds) for f in moe] == [("2.4B on 1: 2.00x", None)]
     assert {finding.holds for finding in findings.findings([])} == {None}
+
+
+@pytest.mark.parametrize(
+    ("others_s", "holds"),
+    [
+        ((2.0, 3.0, 4.0), True),
+        ((2.0, 1.5, 4.0), False),
+        ((2.0, 3.0, 3.0), False),
+        ((2.0, 3.0, None), None),
+        ((2.0, 3.0), None),
+    ],
+)
+def test_an_advantage_that_is_said_to_grow_has_to(others_s, holds):
+    """`others_s` on 1, 2 and 4 hosts, where the search takes a second; None: out of memory."""
+    rows = []
+    places = [("moe-2.4B", "p3.16xlarge"), ("moe-10B", "p3.16xlargex2"), ("moe-27B", "p3.16xlargex4")]
+    for (model, cluster), other_s in zip(places, others_s, strict=False):
+        own = dataclasses.replace(ROW, model=model, cluster=cluster, step_time_s=1.0, flops=1.0)
+        other = dataclasses.replace(own, recipe="expert and data", step_time_s=other_s)
+        if other_s is None:
+            other = dataclasses.replace(other, status=Status.OUT_OF_MEMORY, peak_bytes=20, limit_bytes=10)
+        rows += [own, other]
+    (moe,) = (f for f in findings.findings(rows) if f.published.startswith("MoE"))
+    assert moe.holds is holds, moe.ours
 
 
 @pytest.mark.parametrize(("cut", "holds", "note"), [("", True, ""), ("ended after 4 attempts", None, "the best of 1")])

@@ -307,7 +307,7 @@ import autopar
 from autopar import measuring
 sizes = measuring.Sizes(
     array_bytes=(1 << 12, 1 << 20), widths=(16, 128), other_widths=(64, 128), row_bytes=(1 << 18, 1 << 22),
-    transposed_widths=(128, 256), fresh_bytes=(40 << 20,), handed_bytes=(1 << 12,), in_step=128,
+    transposed_widths=(128, 256), fresh_bytes=(40 << 20,), handed_bytes=1 << 12, in_step=128,
 )
 assert measuring.measure(sizes=sizes, rounds=5, show_progress=False).save() is not None
 cluster = autopar.Cluster.local()
@@ -323,9 +323,10 @@ print("measured", len(cluster.fits))
 """
 
 
-def test_real_devices_are_measured(tmp_path):
-    """Four virtual devices in a process of their own, small runs; several, for the machine may do other things too."""
-    child = python(MEASURING, cache=tmp_path, devices=4)
+@pytest.mark.parametrize("devices", [4, 5])
+def test_real_devices_are_measured(tmp_path, devices):
+    """Virtual devices in a process of their own, small runs; several, for the machine may do other things too."""
+    child = python(MEASURING, cache=tmp_path, devices=devices)
     assert child.returncode == 0, child.stderr
     assert "measured 8" in child.stdout
-    assert list(tmp_path.glob("measured-cpu-*-1x4-*.json"))
+    assert list(tmp_path.glob(f"measured-cpu-*-1x{devices}-*.json"))

@@ -16,7 +16,14 @@ from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentErro
 from autopar.pipelining import PipelineOptions
 from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
-from autopar.search_space import microbatch_numbers, odd_part, sizes_for, submesh_sizes
+from autopar.search_space import (
+    microbatch_numbers,
+    odd_part,
+    schedules_of,
+    sizes_for,
+    stages_told_apart,
+    submesh_sizes,
+)
 from autopar.stage_building import cut_layers
 from autopar.staging import trace
 from tests.small_steps import chain_step
@@ -198,6 +205,38 @@ def test_the_whole_batch_is_searched_through_where_a_bubble_costs_nothing():
     traced = trace(chain_step, arguments(4, 8, 32), names=("params", "batch"), donate=(0,), batch=(1,))
     assert microbatch_numbers(traced, Cluster.local(8, measured=False), PipelineOptions()) == [32, 8, 2, 1]
     assert microbatch_numbers(traced, cluster(hosts=1, each=8), PipelineOptions()) == [32, 8, 2]
+
+
+def virtual_cpus():
+    """Eight that share their processors; what a step gives back, and each call of a task, takes time as measured."""
+    on = Cluster.local(8, measured=False)
+    return dataclasses.replace(on, device=dataclasses.replace(on.device, fresh_bytes_per_s=6e8, call_s=5e-4))
+
+
+def test_no_equal_stages_are_faster_where_processors_are_shared():
+    """All numbers of stages take as long there, but for the memory that they wait for and the calls of their tasks."""
+    args = arguments(layers=8, width=128, batch=262_144)
+    found = plan(virtual_cpus(), *args).predicted.step_time_s
+    known = {
+        (stages, m): plan(virtual_cpus(), *args, plan=autopar.recipes.pipeline(stages, num_microbatches=m))
+        for stages in (2, 4)
+        for m in (4, 16)
+    }
+    times_s = {setting: made.predicted.step_time_s for setting, made in known.items()}
+    assert found <= min(times_s.values()), times_s
+    assert max(times_s.values()) > 1.1 * min(times_s.values())  # it matters which
+
+
+def test_numbers_of_stages_are_told_apart_where_processors_are_shared():
+    many, free = dataclasses.replace(virtual_cpus(), devices_per_host=64), PipelineOptions()
+    assert stages_told_apart(virtual_cpus(), free, num_layers=4) == (2, 3, 4)
+    assert stages_told_apart(many, free, num_layers=40) == (2, 3, 4, 5, 6, 7, 8, 16, 32)
+    assert stages_told_apart(virtual_cpus(), free, num_layers=1) == (None,)
+    assert stages_told_apart(virtual_cpus(), PipelineOptions(schedule="interleaved"), num_layers=8) == (None,)
+    assert stages_told_apart(cluster(), free, num_layers=8) == (None,)
+    assert schedules_of(PipelineOptions(), virtual_cpus()) == ("1f1b",)
+    assert schedules_of(PipelineOptions(schedule="gpipe"), virtual_cpus()) == ("gpipe",)
+    assert len(schedules_of(PipelineOptions(), cluster())) > 1
 
 
 def test_small_micro_batches_are_not_for_stages_of_many_devices():

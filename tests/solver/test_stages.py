@@ -175,6 +175,10 @@ def test_what_idles_in_a_bubble_is_not_lost_where_processors_are_shared():
     assert cut(solve_stages(problem(options, 2, 1, shares_processors=True, call_s=0.3))) == [(0, 2, 1)]
     one = solve_stages(problem(options[1:], 2, 4, shares_processors=True, call_s=0.3))
     assert one.step_time_s == pytest.approx(4 * 3.6 + 8 * 0.3)
+    put_off = solve_stages(problem(options[1:], 2, 4, schedule=Schedule.ZB_H1, shares_processors=True, call_s=0.3))
+    assert put_off.step_time_s == pytest.approx(4 * 3.6 + 12 * 0.3)
+    with pytest.raises(ValueError, match="call_s"):
+        solve_stages(problem(options, 2, 1, call_s=-1.0))
 
 
 def test_memory_forces_more_stages():
