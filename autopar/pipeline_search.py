@@ -18,6 +18,7 @@ from autopar.node_costs import LEAST_HIDDEN_COUNT, cost_model
 from autopar.pipelining import PipelineOptions, default_chunks, part_of
 from autopar.progress import Progress
 from autopar.rules import RuleBook
+from autopar.runtime.sharing import USED
 from autopar.scan_cutting import CutStep, cut_scans, divisors, one_part_a_group, trips_of
 from autopar.search_space import (
     finest,
@@ -275,6 +276,7 @@ class _Search:
                 chunks=chunks,
                 fixed_num_stages=num_stages,
                 shares_processors=cluster.shares_processors,
+                idle_share=1 - USED,
                 call_s=cluster.device.call_s,
             )
             found.append((problem, options))

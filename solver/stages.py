@@ -21,8 +21,10 @@ and e = max(f + b, (f + b) / 2 + c):
 | inference | f + c | 0 | (m - 1) max(f, c) | 0 | |
 
 Where the devices share their processors (`StageProblem.shares_processors`), what one stage waits another one works
-faster, under every schedule: fill is its devices' part of m (f + b) + once, and c, and what calling its tasks takes
-from all of them, 2 m call (m for inference, 3 m where weight gradients are put off); drain c; steady and once nothing.
+faster, under every schedule, but for a share i of the processors that idles while some wait. With w = m (f + b) + once:
+fill is (1 - i) of its devices' part of w, and c, and what calling its tasks takes from all of them, 2 m call (m for
+inference, 3 m where weight gradients are put off); drain c; steady i w, as stages that take equally long wait least;
+once nothing.
 
 Sources: 1F1B and its interleaving, Narayanan et al., "Efficient large-scale language model training on GPU clusters",
 SC 2021, section 2.2; eager 1F1B, Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023,
@@ -98,6 +100,7 @@ class StageProblem:
     chunks: of a group of devices under the interleaved schedule, 2 or more; 1 under all others.
     fixed_num_stages: the number of stages (of groups, if interleaved); None = free.
     shares_processors: seconds of options are those while all devices work, which share what they work with.
+    idle_share: of the processors, while some devices wait for others, where they share them.
     call_s: where they do, what each task of a micro-batch in a stage takes from all for being called.
     """
 
@@ -111,6 +114,7 @@ class StageProblem:
     chunks: int = 1
     fixed_num_stages: int | None = None
     shares_processors: bool = False
+    idle_share: float = 0.0
     call_s: float = 0.0
 
     def share(self, num_devices: Any) -> Any:
@@ -169,10 +173,11 @@ def terms(
     alone = f + b
     if problem.shares_processors:
         passes = f if problem.schedule is Schedule.INFERENCE else alone
-        work = problem.share(devices) * (m * passes + once_s)
+        works, idles = m * passes + once_s, problem.idle_share
         tasks = 3 if problem.schedule in PUTS_OFF_WEIGHT_GRADIENTS else 2
         called = m if problem.schedule is Schedule.INFERENCE else tasks * m
-        return StageTerms(fill_s=work + called * problem.call_s + c, drain_s=c, steady_s=0 * c, once_s=0 * c)
+        fill = (1 - idles) * problem.share(devices) * works + called * problem.call_s + c
+        return StageTerms(fill_s=fill, drain_s=c, steady_s=idles * works, once_s=0 * c)
     overlapped = np.maximum(alone, alone / 2 + c)
     fill, drain = f + c, b + c
     match problem.schedule:
@@ -339,6 +344,8 @@ def validate(problem: StageProblem) -> None:
         raise ValueError(
             f"chunks: expected 2 or more if interleaved, else 1, got {problem.chunks} ({problem.schedule})"
         )
+    if not 0 <= problem.idle_share < 1:
+        raise ValueError(f"idle_share: expected 0 or more and less than 1, got {problem.idle_share}")
     if not 0 <= problem.call_s < math.inf:
         raise ValueError(f"call_s: expected finite seconds, not negative, got {problem.call_s}")
     if not isinstance(problem.schedule, Schedule):

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar import built_out, compiler, hardware, whole_search
-from autopar.built_out import in_turn
+from autopar.built_out import BuiltOut, choice_of, in_turn
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError
@@ -207,10 +207,10 @@ def test_the_whole_batch_is_searched_through_where_a_bubble_costs_nothing():
     assert microbatch_numbers(traced, cluster(hosts=1, each=8), PipelineOptions()) == [32, 8, 2]
 
 
-def virtual_cpus():
+def virtual_cpus(call_s=5e-4):
     """Eight that share their processors; what a step gives back, and each call of a task, takes time as measured."""
     on = Cluster.local(8, measured=False)
-    return dataclasses.replace(on, device=dataclasses.replace(on.device, fresh_bytes_per_s=6e8, call_s=5e-4))
+    return dataclasses.replace(on, device=dataclasses.replace(on.device, fresh_bytes_per_s=6e8, call_s=call_s))
 
 
 def test_no_equal_stages_are_faster_where_processors_are_shared():
@@ -225,6 +225,44 @@ def test_no_equal_stages_are_faster_where_processors_are_shared():
     times_s = {setting: made.predicted.step_time_s for setting, made in known.items()}
     assert found <= min(times_s.values()), times_s
     assert max(times_s.values()) > 1.1 * min(times_s.values())  # it matters which
+
+
+def test_what_answers_wait_for_is_known_before_they_are_worked_out(monkeypatch):
+    told, exact_s = {}, {}
+    run, worked_out = BuiltOut.run, BuiltOut.worked_out
+
+    def noted_run(self, ranked, most, within):
+        told.update({(m, choice_of(p, a, options)): (t, a.step_time_s) for p, a, t, m, options in ranked})
+        return run(self, ranked, most, within)
+
+    def noted_worked_out(self, m, choice, *rest):
+        found = worked_out(self, m, choice, *rest)
+        exact_s[m, choice] = found.trial.step_time_s
+        return found
+
+    monkeypatch.setattr(BuiltOut, "run", noted_run)
+    monkeypatch.setattr(BuiltOut, "worked_out", noted_worked_out)
+    plan(virtual_cpus(), *arguments(layers=8, width=128, batch=262_144))
+    both = [(*told[key], exact_s[key]) for key in told.keys() & exact_s.keys()]
+    assert len(both) > 2
+    assert all(told_s == pytest.approx(step_s, rel=0.25) for told_s, _, step_s in both), both
+    off_s, off_without_s = (sum(abs(found[i] - found[2]) for found in both) for i in (0, 1))
+    assert off_s < 0.5 * off_without_s, both
+
+
+def test_each_task_is_called():
+    """One stage runs nothing beside its tasks: one of each micro-batch, for its backward pass waits for nobody, and as
+    many others whatever their number.
+    """
+
+    def called_s(m):
+        recipe = autopar.recipes.pipeline(1, num_microbatches=m)
+        args = arguments(layers=2, width=64, batch=1024)
+        with_calls, without = (plan(virtual_cpus(call_s), *args, plan=recipe) for call_s in (1e-3, 0.0))
+        return with_calls.predicted.step_time_s - without.predicted.step_time_s
+
+    assert called_s(8) - called_s(4) == pytest.approx(4 * 1e-3)
+    assert called_s(4) == pytest.approx((4 + 2) * 1e-3)
 
 
 def test_numbers_of_stages_are_told_apart_where_processors_are_shared():

@@ -181,6 +181,20 @@ def test_what_idles_in_a_bubble_is_not_lost_where_processors_are_shared():
         solve_stages(problem(options, 2, 1, call_s=-1.0))
 
 
+def test_stages_that_take_equally_long_wait_least_where_processors_are_shared():
+    options = [option(1, [1.0] * 4)]
+    even = problem(options, 2, 3, shares_processors=True, idle_share=0.1)
+    plan = solve_stages(even)
+    assert cut(plan) == [(0, 2, 0), (2, 4, 0)]
+    # Each stage takes three times 6 s beside the other one; all of the time both have work.
+    assert plan.step_time_s == pytest.approx(0.9 * (9 + 9) + 0.1 * 18)
+    assert step_time_s(even, [Stage(first=0, last=1, option=0), Stage(first=1, last=4, option=0)]) == pytest.approx(
+        0.9 * (4.5 + 13.5) + 0.1 * 27
+    )
+    with pytest.raises(ValueError, match="idle_share"):
+        solve_stages(replace(even, idle_share=1.0))
+
+
 def test_memory_forces_more_stages():
     options = [option(1, [1.0] * 4, state=30), option(4, [0.26] * 4, state=30)]
     loose = problem(options, 4, 1, limit_bytes=120)
@@ -280,7 +294,9 @@ def test_problems_that_are_not_well_formed(changed, message):
 def test_as_good_as_the_best_of_all_choices(schedule, shares):
     start = list(Schedule).index(schedule)
     for seed in range(start, 900, len(Schedule)):
-        asked = replace(random_problem(seed), shares_processors=shares, call_s=0.1 * (seed % 3))
+        asked = replace(
+            random_problem(seed), shares_processors=shares, idle_share=0.1 * (seed % 2), call_s=0.1 * (seed % 3)
+        )
         assert asked.schedule is schedule
         found, best = solve_stages(asked), brute_force_stages(asked)
         assert type(found) is type(best), seed
