@@ -1,6 +1,7 @@
 """How recipes are walked through, and how rows are kept and compared, without any planning."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -105,6 +106,17 @@ def test_a_walk_begins_with_the_batch_as_it_is_and_with_a_few_examples():
     assert first_points(problem()) == [Point(examples=128, recompute="nothing"), few]
     assert first_points(problem(), pp=2) == [dataclasses.replace(few, pp=2)]
     assert first_points(dataclasses.replace(problem(), model=models()["gpt-5760-wide"]), pp=2, tp=1)[0].examples == 2
+
+
+def test_descriptions_of_machines_stay_with_their_rows(tmp_path):
+    rows = Rows(tmp_path)
+    for model, machine in (("a", "first"), ("b", "second"), ("a", "third")):
+        rows.add(dataclasses.replace(ROW, model=model), machine)
+    again = Rows(tmp_path)  # no row is of the first one any more
+    again.add(dataclasses.replace(ROW, model="c"), "fourth")
+    stored = json.loads((tmp_path / "rows.json").read_text())
+    made_on = {row["model"]: stored["machines"][row["machine"]] for row in stored["rows"]}
+    assert made_on == {"a": "third", "b": "second", "c": "fourth"}
 
 
 def test_rows_survive_their_file(tmp_path):

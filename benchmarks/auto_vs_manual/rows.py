@@ -123,7 +123,8 @@ class Rows:
 
     def add(self, row: Row, description: str) -> None:
         """Keeps a row, in the place of one with the same key, and writes the files."""
-        number = next((n for n, known in self.machines.items() if known == description), str(len(self.machines) + 1))
+        unused = str(1 + max(map(int, self.machines), default=0))  # those that no row is of any more leave gaps
+        number = next((n for n, known in self.machines.items() if known == description), unused)
         self.machines[number] = description
         self._rows[row.key], self._made_on[row.key] = row, number
         self.json.parent.mkdir(parents=True, exist_ok=True)
