@@ -96,8 +96,8 @@ class BuiltOut:
             with self.progress.pass_("stages"):
                 several, alone = searched[:first_alone], searched[first_alone:]
                 # Where devices share processors the fastest is not known before what each waits for memory.
-                near = math.inf if self.cluster.shares_processors else within
-                answers = [*best_stages(several, near), *best_stages(alone)]
+                near = (math.inf, math.inf) if self.cluster.shares_processors else (within, 1.0)
+                answers = [*best_stages(several, near[0]), *best_stages(alone, near[1])]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
             told_s = {n: self.told_s(problems[n], plan, of_problem[n][1]) for n, plan in plans.items()}
