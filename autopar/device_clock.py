@@ -1,7 +1,8 @@
 """How long kernels and collectives take on the devices of this program: each repeated in a loop inside of one program.
 
 What a call costs (dispatch, handing out to devices, memory that is new) is not in it: a sample is the difference of
-many repetitions and of a first one, divided by their number; but for memory that is new, of which it is the first. Each
+many repetitions and of a first one, divided by their number. Two sorts of runs are about just that: memory that is new
+(the first repetition), and calls of programs that do next to nothing (no loop, many calls). Each other
 repetition needs a number of the one before, so that no compiler takes it out. Every device works at once, in groups for
 collectives: a step leaves none idle, and devices may share cores or wires.
 """

@@ -23,8 +23,8 @@ and e = max(f + b, (f + b) / 2 + c):
 Where the devices share their processors (`StageProblem.shares_processors`), what one stage waits another one works
 faster, under every schedule, but for a share i of the processors that idles while some wait. With w = m (f + b) + once:
 fill is (1 - i) of its devices' part of w, and c, and what calling its tasks takes from all of them, 2 m call (m for
-inference, 3 m where weight gradients are put off); drain c; steady i w, as stages that take equally long wait least;
-once nothing.
+inference, 3 m where weight gradients are put off; one stage alone is counted so too, though a runtime may call it once
+for both passes); drain c; steady i w, as stages that take equally long wait least; once nothing.
 
 Sources: 1F1B and its interleaving, Narayanan et al., "Efficient large-scale language model training on GPU clusters",
 SC 2021, section 2.2; eager 1F1B, Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023,
