@@ -30,7 +30,9 @@ TIGHTENED = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best pipeline, built out, and what was weighed on the way."""
+    """The best pipeline, built out, and what was weighed on the way. `near` are others that fit and take not much
+    longer, the fastest first, where they were asked for.
+    """
 
     staged: Staged
     choice: Choice
@@ -38,6 +40,11 @@ class Found:
     keeps_copies: bool
     pins: PinsOnMesh | None = None
     name: str = ""
+    near: tuple[Found, ...] = ()
+
+    @property
+    def step_time_s(self) -> float:
+        return self.staged.simulation.step_time_s
 
     @property
     def trial(self) -> PipelineTrial:
@@ -52,13 +59,14 @@ class Found:
 
     def rank(self, limit_bytes: int) -> tuple[bool, float]:
         """Smaller is better: what fits first, then what is faster."""
-        return not self.fits(limit_bytes), self.staged.simulation.step_time_s
+        return not self.fits(limit_bytes), self.step_time_s
 
 
 class BuiltOut:
     """The answers of the search over stages, worked out exactly: the fastest on the virtual clock that fits.
 
-    `in_stages` cuts a step with a scan in small parts into as many as there are stages.
+    `in_stages` cuts a step with a scan in small parts into as many as there are stages. Others that fit and take at
+    most `kept_within` times as long as the best, or as what it must beat, are kept beside it; 1 keeps none.
     """
 
     def __init__(
@@ -70,12 +78,15 @@ class BuiltOut:
         to_beat_s: float,
         progress: Progress,
         in_stages: Callable[[Cut, int], Cut],
+        kept_within: float = 1.0,
     ) -> None:
         self.cuts, self.cluster, self.limit_bytes, self.time_limit_s = cuts, cluster, limit_bytes, time_limit_s
         self.to_beat_s, self.progress, self.in_stages = to_beat_s, progress, in_stages
         self.weighed: list[PipelineTrial] = []
         self.built: set[tuple[int, Choice]] = set()  # with fewer bytes the programme may give an answer again
         self.best: Found | None = None
+        self.kept_within = kept_within
+        self.kept: list[Found] = []
         # The best of one stage in so many micro-batches, and the bytes that the tables took it for.
         self.of_one_stage: dict[int, tuple[Found, int]] = {}
 
@@ -165,8 +176,7 @@ class BuiltOut:
                 known = self.of_one_stage.get(m)
                 if known is None or found.rank(self.limit_bytes) < known[0].rank(self.limit_bytes):
                     self.of_one_stage[m] = found, max(answer.peak_bytes)
-            if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
-                self.best = found
+            self.weigh(found)
             if not found.fits(self.limit_bytes):
                 fastest_fits = fastest_fits and built > 1
                 tighter_bytes = max(answer.peak_bytes) * self.limit_bytes // found.trial.peak_bytes
@@ -215,11 +225,64 @@ class BuiltOut:
         except SolverError:  # what was found stands
             return
         self.weighed.append(found.trial)
+        self.weigh(found)
+
+    def weigh(self, found: Found) -> None:
+        """Takes what was worked out for the best, where it is, and keeps it where it is near."""
         if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
             self.best = found
+        self.keep(found)
+
+    def keep(self, found: Found) -> None:
+        """Keeps what was worked out as long as it is near, where that was asked for: plans take much memory."""
+        if self.kept_within > 1:
+            longest_s = self.longest_s
+            self.kept.append(found)
+            self.kept = [one for one in self.kept if one.fits(self.limit_bytes) and one.step_time_s <= longest_s]
+
+    @property
+    def longest_s(self) -> float:
+        """What takes longer is not near."""
+        best_s = self.best.step_time_s if self.best is not None and self.best.fits(self.limit_bytes) else math.inf
+        return self.kept_within * min(self.to_beat_s, best_s)
+
+    def work_out_near(
+        self,
+        problems: Sequence[StageProblem],
+        of_problem: Sequence[tuple[int, tuple[PricedOption, ...]]],
+        answers: Sequence[StagePlan | NoStages],
+    ) -> None:
+        """Works out, where others than the best were asked for, of each number of stages the answer that is fastest by
+        the tables, if it is near. The best stays what it was. `of_problem` as in `search`.
+        """
+        if self.kept_within <= 1:
+            return
+        fastest: dict[int, tuple[float, int]] = {}
+        for n, (problem, (_, options), answer) in enumerate(zip(problems, of_problem, answers, strict=True)):
+            if isinstance(answer, StagePlan):
+                told_s, stages = self.told_s(problem, answer, options), len(answer.stages)
+                fastest[stages] = min(fastest.get(stages, (math.inf, n)), (told_s, n))
+        for told_s, n in sorted(fastest.values()):
+            answer, (m, options) = answers[n], of_problem[n]
+            assert isinstance(answer, StagePlan), "others are not among the fastest"
+            choice = choice_of(problems[n], answer, options)
+            if told_s > self.longest_s or (m, choice) in self.built:
+                continue
+            self.built.add((m, choice))
+            try:
+                found = self.worked_out(m, choice)
+            except SolverError:  # there are others
+                continue
+            self.weighed.append(found.trial)
+            self.keep(found)
 
     def found(self) -> Found | None:
-        return dataclasses.replace(self.best, weighed=tuple(self.weighed)) if self.best is not None else None
+        best, weighed = self.best, tuple(self.weighed)
+        if best is None:
+            return None
+        near = sorted((one for one in self.kept if one is not best), key=lambda one: one.step_time_s)
+        beside = tuple(dataclasses.replace(one, weighed=weighed) for one in near)
+        return dataclasses.replace(best, weighed=weighed, near=beside)
 
 
 def in_turn(plans: Iterable[tuple[Hashable, float, int]]) -> list[int]:

@@ -65,7 +65,7 @@ from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
 from autopar.stage_building import cut_layers, recomputed
 from autopar.staging import TracedStep
-from autopar.whole_search import LONG_STEP, Candidate, PlanOptions, check_state_fits, whole_step
+from autopar.whole_search import LONG_STEP, Candidate, PlanOptions, check_state_fits, whole_steps
 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.
@@ -83,7 +83,23 @@ MEMORY_MARGIN = 0.1
 def make_plan(
     traced: TracedStep, trees: Trees, cluster: Cluster, options: PlanOptions, rules: RuleBook, progress: Progress
 ) -> Plan:
+    """The best plan. Raises: as `make_plans`."""
+    return make_plans(traced, trees, cluster, options, rules, progress)[0]
+
+
+def make_plans(
+    traced: TracedStep,
+    trees: Trees,
+    cluster: Cluster,
+    options: PlanOptions,
+    rules: RuleBook,
+    progress: Progress,
+    within: float = 1.0,
+) -> tuple[Plan, ...]:
     """Traced step -> graph -> the best plan as one program, and as a pipeline where that may pay -> the faster one.
+
+    Behind it come other plans that the search worked out, that fit and are predicted to take at most `within` times as
+    long, the fastest first: none for 1, nor of a recipe, of pins, or of a number of stages that was asked for.
 
     Raises: MemoryLimitError when nothing fits; UnsupportedError; SolverError; what cutting into micro-batches and
     stages raises, where they were asked for.
@@ -102,39 +118,60 @@ def make_plan(
         found = asked_pipeline(traced, cluster, options, limit_bytes, rules, progress)
         plan = named(staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress), options)
         if found.pins is None:
-            return plan
+            return (plan,)
         cost = price_in_stages(traced, cluster, options, limit_bytes, rules, progress, found)
-        return pinned(plan, found.pins.names, cost)
+        return (pinned(plan, found.pins.names, cost),)
     if options.is_free and not options.in_host and len(graph.block.ops) > LONG_STEP:
         check_state_fits(traced, graph, cluster, limit_bytes)
-    best: Candidate | AutoparError | None = None
+    wholes: tuple[Candidate, ...] = ()
+    refused: AutoparError | None = None
     trials: list[MeshTrial] = []
+    kept_within = within if options.is_free else 1.0
     if options.binding is not None:
         graph = described(graph)
         options.binding.check(graph, cluster.num_devices)
         if options.binding.shares_sequences:
             check_attention(graph)
     if not asked.is_asked and (not options.is_free or cluster.num_devices <= WHOLE_UP_TO):
-        best = whole_step(traced, graph, cluster, limit_bytes, options, trials, progress)
+        made = whole_steps(traced, graph, cluster, limit_bytes, options, trials, progress, kept_within)
+        wholes, refused = ((), made) if isinstance(made, AutoparError) else (made, None)
+    best = wholes[0] if wholes else None
     notes: list[str] = []
+    pipelines: tuple[Found, ...] = ()
+    to_beat_s = best.step_time_s if best is not None else math.inf
     if asked.is_asked or (options.is_free and may_pay(best, cluster)):
-        to_beat_s = best.step_time_s if isinstance(best, Candidate) else math.inf
-        other, reason = searched_pipeline(traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s)
-        if other is not None and other.staged.simulation.step_time_s < to_beat_s:
-            return staged_plan(traced, trees, graph, cluster, limit_bytes, other, progress)
+        other, reason = searched_pipeline(
+            traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s, kept_within
+        )
+        if other is not None:
+            pipelines = (other, *other.near)
         notes.append(reason)
-    if isinstance(best, MemoryLimitError):
-        raise best.beside(notes)
-    if not isinstance(best, Candidate):
-        raise best or no_pipeline_fits(traced, cluster, limit_bytes, notes)
+    chosen: Candidate | Found | None = best
+    if pipelines and pipelines[0].step_time_s < to_beat_s:
+        chosen = pipelines[0]
+    if chosen is None and isinstance(refused, MemoryLimitError):
+        raise refused.beside(notes)
+    if chosen is None:
+        raise refused or no_pipeline_fits(traced, cluster, limit_bytes, notes)
     if options.pins is not None and options.binding is None:
         notes.append("pins keep the step in one program: stages were not searched for, but may be asked for")
-    with progress.pass_("record"):
-        plan = named(Plan(record(traced, graph, cluster, limit_bytes, best, trials, notes), trees), options)
-    if best.pins is None:
-        return plan
-    cost = price_in_one_program(traced, graph, cluster, limit_bytes, options, best, progress)
-    return pinned(plan, best.pins.names, cost)
+
+    def planned(way: Candidate | Found) -> Plan:
+        if isinstance(way, Found):
+            return staged_plan(traced, trees, graph, cluster, limit_bytes, way, progress)
+        with progress.pass_("record"):
+            return named(Plan(record(traced, graph, cluster, limit_bytes, way, trials, notes), trees), options)
+
+    plan = planned(chosen)
+    if isinstance(chosen, Candidate) and chosen.pins is not None:
+        cost = price_in_one_program(traced, graph, cluster, limit_bytes, options, chosen, progress)
+        return (pinned(plan, chosen.pins.names, cost),)
+    if kept_within <= 1:
+        return (plan,)
+    longest_s = kept_within * chosen.step_time_s
+    others: list[Candidate | Found] = [*wholes, *pipelines]
+    others = [way for way in others if way is not chosen and way.step_time_s <= longest_s]
+    return (plan, *map(planned, sorted(others, key=lambda way: way.step_time_s)))
 
 
 def check_pins(options: PlanOptions) -> None:
@@ -182,11 +219,11 @@ def named(plan: Plan, options: PlanOptions) -> Plan:
     return dataclasses.replace(plan, record=dataclasses.replace(plan.record, axis_names=names))
 
 
-def may_pay(best: Candidate | AutoparError | None, cluster: Cluster) -> bool:
+def may_pay(best: Candidate | None, cluster: Cluster) -> bool:
     """Whether a pipeline may beat a plan that runs the step as one program: where that does not fit, or where sending
     and work done twice, or waiting for memory, take long enough to be worth the trouble of handing out many tasks.
     """
-    if not isinstance(best, Candidate):
+    if best is None:
         return cluster.num_devices > 1
     if best.step_time_s <= LEAST_PIPELINE_S:
         return False
@@ -207,8 +244,9 @@ def searched_pipeline(
     rules: RuleBook,
     progress: Progress,
     to_beat_s: float,
+    kept_within: float,
 ) -> tuple[Found | None, str]:
-    """(the best pipeline that fits, why there is none).
+    """(the best pipeline that fits, with those `kept_within` so many times of its time; why there is none).
 
     Raises: what cutting into micro-batches raises, where a pipeline was asked for.
     """
@@ -223,6 +261,7 @@ def searched_pipeline(
             options.time_limit_s,
             to_beat_s,
             graph,
+            kept_within,
         )
     except (UnsupportedError, BatchMismatchError) as error:
         if options.pipeline.is_asked:
@@ -233,7 +272,7 @@ def searched_pipeline(
     if not found.fits(limit_bytes):
         needed_bytes = max(found.staged.simulation.peak_bytes)
         return None, f"the pipeline nearest to fitting needs {needed_bytes / 1e9:.3g} GB on a device"
-    return found, f"the best pipeline would take {found.staged.simulation.step_time_s:.3g} s ({found.trial.text})"
+    return found, f"the best pipeline would take {found.step_time_s:.3g} s ({found.trial.text})"
 
 
 def no_pipeline_fits(traced: TracedStep, cluster: Cluster, limit_bytes: int, notes: Sequence[str]) -> SolverError:

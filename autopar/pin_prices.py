@@ -72,7 +72,7 @@ def price_in_stages(
             pass  # pins may be what makes a step plannable: then there is nothing to hold its time against
         else:
             if free.fits(limit_bytes):
-                free_s = free.staged.simulation.step_time_s
+                free_s = free.step_time_s
     return _record(found.pins, found.staged.simulation.step_time_s, free_s, {})
 
 

@@ -58,6 +58,7 @@ def search_pipelines(
     time_limit_s: float,
     to_beat_s: float = float("inf"),
     whole: OpGraph | None = None,
+    kept_within: float = 1.0,
 ) -> Found | str:
     """The fastest pipeline, of all that was not asked for otherwise, one that fits where there is one; or why there is
     none that may be faster than `to_beat_s`.
@@ -68,6 +69,8 @@ def search_pipelines(
     terms and as data parallelism and ZeRO do.
     A scan over layers is priced in small parts and worked out in as many equal ones as there are stages, on equal
     submeshes. Where nothing fits, all is searched again with copies of the state made in each micro-batch anew.
+    Others that fit and take at most `kept_within` times as long come with it, and then the best of each number of
+    stages is worked out if it may be one of them; 1 is for none.
 
     Raises: what cutting into micro-batches raises, where a number of them was asked for; UnsupportedError for a
     schedule that was asked for and cannot run a scan in parts.
@@ -85,6 +88,7 @@ def search_pipelines(
             to_beat_s=to_beat_s,
             whole=whole,
             keeps_copies=keeps_copies,
+            kept_within=kept_within,
         )
         return search.run()
 
@@ -109,6 +113,7 @@ class _Search:
     to_beat_s: float
     whole: OpGraph | None
     keeps_copies: bool
+    kept_within: float
 
     def run(self) -> tuple[Found | str, bool]:
         """(what is found, whether copies that are made anew may help)"""
@@ -126,6 +131,7 @@ class _Search:
             lambda cut, num_stages: self.cut(
                 cut_scans(self.traced, num_stages, self.rules), cut.graph.num_microbatches
             ),
+            self.kept_within,
         )  # fmt: skip
         within = 1.0 if is_long(self.traced) else NEAR_THE_BEST
         answers = builder.search(problems, of_problem, len(posed), within)
@@ -137,6 +143,7 @@ class _Search:
             self.in_other_numbers(step, cuts, decided, builder, alone_s)
             if cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds:
                 builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0))
+        builder.work_out_near(problems, of_problem, answers)
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
         copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())
         return builder.found() or why_no_pipeline(answers), copies

@@ -118,6 +118,23 @@ def whole_step(
 
     Adds to `trials` what was tried.
     """
+    found = whole_steps(traced, graph, cluster, limit_bytes, options, trials, progress)
+    return found if isinstance(found, AutoparError) else found[0]
+
+
+def whole_steps(
+    traced: TracedStep,
+    graph: OpGraph,
+    cluster: Cluster,
+    limit_bytes: int,
+    options: PlanOptions,
+    trials: list[MeshTrial],
+    progress: Progress,
+    within: float = 1.0,
+) -> tuple[Candidate, ...] | AutoparError:
+    """As `whole_step`, and behind the best the others that fit and take at most `within` times as long, the fastest
+    first; 1 is for none.
+    """
     candidates: list[Candidate] = []
     begun_s, may_fit = time.perf_counter(), not options.is_free or cluster.num_devices == 1
     for mesh, pins in logical_meshes(traced, graph, cluster, options):
@@ -143,7 +160,8 @@ def whole_step(
         with progress.pass_("data parallelism"):
             fitting_s = [c.step_time_s for c in candidates if c.estimate.peak_bytes <= limit_bytes]
             candidates += known_plans(graph, cluster, limit_bytes, options, trials, min(fitting_s, default=math.inf))
-    return choose(traced, graph, candidates, trials, limit_bytes)
+    best = choose(traced, graph, candidates, trials, limit_bytes)
+    return best if isinstance(best, AutoparError) else (best, *near(best, candidates, limit_bytes, within))
 
 
 def check_state_fits(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_bytes: int) -> None:
@@ -295,6 +313,15 @@ def choose(
     fastest_s = min(c.step_time_s for c in fitting)
     near = [c for c in fitting if c.step_time_s <= fastest_s * (1 + NEARLY_EQUAL)]
     return min(near, key=lambda c: (len(c.model.links.mesh.axis_sizes), c.step_time_s))
+
+
+def near(best: Candidate, candidates: Sequence[Candidate], limit_bytes: int, within: float) -> list[Candidate]:
+    """Those beside the best that fit and take at most `within` times as long, the fastest first; none for 1."""
+    if within <= 1:
+        return []
+    longest_s = within * best.step_time_s
+    fitting = [c for c in candidates if c is not best and c.estimate.peak_bytes <= limit_bytes]
+    return sorted((c for c in fitting if c.step_time_s <= longest_s), key=lambda c: c.step_time_s)
 
 
 def search(
