@@ -6,6 +6,7 @@ from autopar.cluster import Cluster
 from autopar.compiled import Compiled
 from autopar.constraining import constrain
 from autopar.plan import Plan
+from autopar.tuning import Timed, Tuning, tune
 from autopar.verification import Verification, verify
 
 __all__ = [
@@ -13,11 +14,14 @@ __all__ = [
     "Compiled",
     "Plan",
     "Step",
+    "Timed",
+    "Tuning",
     "Verification",
     "constrain",
     "errors",
     "parallelize",
     "plan",
     "recipes",
+    "tune",
     "verify",
 ]

@@ -285,7 +285,8 @@ class Step:
         check_plan(plan, traced)
         return dataclasses.replace(plan, trees=trees)
 
-    def _search(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
+    def _wanted(self, traced: TracedStep) -> tuple[Cluster, PlanOptions]:
+        """What is asked of the search."""
         options = self._options
         followed = options.follow._latest_plan() if options.follow is not None else None
         cluster = options.cluster or (followed.cluster if followed is not None else Cluster.local())
@@ -299,6 +300,10 @@ class Step:
         )
         if options.follow is not None:
             wanted = _followed(wanted, options.follow, traced, self.__name__)
+        return cluster, wanted
+
+    def _search(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
+        cluster, wanted = self._wanted(traced)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
         names = (traced.name, traced.in_paths, traced.out_paths)
         key = plan_key((traced.fingerprint, leaves, names, cluster, wanted))
@@ -383,6 +388,77 @@ def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
             hint="compile for other hardware under a plan of one stage and one micro-batch",
         )
     return build_whole(traced, plan, mesh, step._rule_book())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A step traced for its arguments, and what is asked of the search for it. `arguments` without the static ones."""
+
+    traced: TracedStep
+    trees: Trees
+    cluster: Cluster
+    options: PlanOptions
+    rules: RuleBook
+    arguments: tuple[Any, ...]
+    show_progress: bool
+
+
+def asked_of(step: Step, *args: Any) -> Asked:
+    """What a step that searches would ask of the search for these arguments, of which none is a shape alone.
+
+    Raises: InvalidArgumentError where the step has a plan, a recipe or another step's layout already, or gets shapes;
+    DonatedStateError, UnsupportedError, ImpureFunctionError.
+    """
+    options, dynamic = step._options, step._dynamic(args)
+    given = {"a plan": options.plan is not None, "a recipe": options.recipe != Recipe(), "follow": options.follow}
+    for what, is_given in given.items():
+        if is_given:
+            raise InvalidArgumentError(
+                where=f"{step.__name__}, made by parallelize",
+                expected="a step whose plan is searched for",
+                got=f"one with {what}",
+                hint="leave out plan and follow of parallelize; a recipe can be timed beside the search's plans",
+            )
+    leaves, _, paths, _ = flatten_arguments(dynamic, _dynamic_names(step, args))
+    for leaf, path in zip(leaves, paths, strict=True):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise InvalidArgumentError(
+                where=f"{step.__name__}, {path}",
+                expected="an array: the step is run",
+                got=f"a shape, {leaf}",
+                hint="pass the state and the batch themselves; autopar.plan and step.plan take shapes",
+            )
+    step._refuse_unusable(dynamic, _dynamic_names(step, args))
+    traced, trees = step._traced(args)
+    check_purity(traced)
+    cluster, wanted = step._wanted(traced)
+    return Asked(
+        traced=traced,
+        trees=trees,
+        cluster=cluster,
+        options=wanted,
+        rules=step._rule_book(),
+        arguments=tuple(dynamic),
+        show_progress=options.show_progress,
+    )
+
+
+def _dynamic_names(step: Step, args: Sequence[Any]) -> list[str]:
+    return [n for i, n in enumerate(step._names(len(args))) if i not in step._options.static_argnums]
+
+
+def put_copies(arguments: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
+    """Arguments where a plan wants them; those that the step takes over share no memory with what was given."""
+
+    def put_copy(leaf: Any, sharding: Any) -> Any:
+        # `jax.device_put` may share memory with what it is given, with may_alias=False too: jaxlib 0.10 and 0.12 then
+        # delete both. One leaf after the other, so that no more than one is there once too often.
+        return jax.device_put(leaf.copy() if isinstance(leaf, (jax.Array, np.ndarray)) else leaf, sharding)
+
+    return [
+        jax.tree.map(put_copy, arg, shardings) if i in compiled.donated else jax.device_put(arg, shardings)
+        for i, (arg, shardings) in enumerate(zip(arguments, compiled.shardings, strict=True))
+    ]
 
 
 def copy_of(args: Sequence[Any]) -> list[Any]:

@@ -28,9 +28,9 @@ def table(record: PlanRecord) -> str:
     else:
         out.line(_pipeline_line(record, record.pipeline))
     out.line(
-        f"step {_seconds(made.step_time_s)} predicted: compute {_seconds(made.compute_time_s)}, "
-        f"collectives {_seconds(made.collective_time_s)}"
-        + (f", {_seconds(made.hidden_time_s)} of it hidden" if made.hidden_time_s else "")
+        f"step {seconds_text(made.step_time_s)} predicted: compute {seconds_text(made.compute_time_s)}, "
+        f"collectives {seconds_text(made.collective_time_s)}"
+        + (f", {seconds_text(made.hidden_time_s)} of it hidden" if made.hidden_time_s else "")
         + "; "
         + (f"bubble {made.bubble_fraction:.1%}; " if record.pipeline is not None else "")
         + f"{made.flops / 1e9:.3g} GFLOP, MFU {made.mfu:.1%}; "
@@ -40,11 +40,11 @@ def table(record: PlanRecord) -> str:
     if made.host_bytes:
         out.line(
             f"host memory: {_bytes(max(made.host_bytes))} a device, of which each step copies "
-            f"{_bytes(made.host_copied_bytes)}, there and back, in {_seconds(made.host_time_s)}"
+            f"{_bytes(made.host_copied_bytes)}, there and back, in {seconds_text(made.host_time_s)}"
         )
     out.line(
         f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
-        f"{record.solver.classes}, {_seconds(record.solver.wall_s)}"
+        f"{record.solver.classes}, {seconds_text(record.solver.wall_s)}"
     )
     if record.pipeline is not None:
         out.table(_stages_table(record.pipeline))
@@ -56,14 +56,14 @@ def table(record: PlanRecord) -> str:
     if len(record.tried) > 1:
         trials = ", ".join(
             f"{'x'.join(map(str, t.axis_sizes))} {t.name and f'({t.name}) '}"
-            + (f"{_seconds(t.step_time_s)}" if t.step_time_s is not None else t.status)
+            + (f"{seconds_text(t.step_time_s)}" if t.step_time_s is not None else t.status)
             for t in record.tried
         )
         out.line(f"meshes tried: {trials}")
     if record.pinned is not None:
         _pins_lines(out, record, record.pinned)
     for weighed in record.weighed:
-        out.line(f"weighed: {weighed.text}: {_seconds(weighed.step_time_s)}, peak {_bytes(weighed.peak_bytes)}")
+        out.line(f"weighed: {weighed.text}: {seconds_text(weighed.step_time_s)}, peak {_bytes(weighed.peak_bytes)}")
     for note in record.notes:
         out.line(f"note: {note}")
     return out.text()
@@ -76,10 +76,10 @@ def _pins_lines(out: _Text, record: PlanRecord, pinned: PinsRecord) -> None:
     axes = ", ".join(f"{own}={n} ({name})" for own, n, name in named)
     without = "no plan was found without them"
     if pinned.free_step_time_s is not None and pinned.cost_s is not None:
-        without = f"{_seconds(pinned.free_step_time_s)} without them: they cost {_seconds(pinned.cost_s)}"
-    out.line(f"pins on {axes}: step {_seconds(pinned.step_time_s)} with them, {without}")
+        without = f"{seconds_text(pinned.free_step_time_s)} without them: they cost {seconds_text(pinned.cost_s)}"
+    out.line(f"pins on {axes}: step {seconds_text(pinned.step_time_s)} with them, {without}")
     for pin in pinned.pins:
-        alone = f", {_seconds(pin.alone_s)} on this mesh with this pin alone" if pin.alone_s is not None else ""
+        alone = f", {seconds_text(pin.alone_s)} on this mesh with this pin alone" if pin.alone_s is not None else ""
         out.line(f"  {pin.pattern}: {pin.spec}, {pin.count} {pin.of}{alone}")
 
 
@@ -103,16 +103,16 @@ def _stages_table(pipeline: PipelineRecord) -> Table:
         names = [stage.layers[0], stage.layers[-1]] if len(stage.layers) > 1 else list(stage.layers)
         last = stage.first_device + mesh.num_devices - 1
         kept = dict.fromkeys(pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)])
-        backward = _seconds(stage.backward_s) + (f" + {_seconds(stage.weight_s)}" if stage.weight_s else "")
+        backward = seconds_text(stage.backward_s) + (f" + {seconds_text(stage.weight_s)}" if stage.weight_s else "")
         cells = (
             str(number),
             f"{len(stage.layers)}: {' .. '.join(names)}",
             f"{stage.first_device}-{last}" if last > stage.first_device else str(last),
             str(mesh),
             ", ".join(kept),
-            _seconds(stage.forward_s),
+            seconds_text(stage.forward_s),
             backward,
-            _seconds(stage.once_s),
+            seconds_text(stage.once_s),
             str(stage.in_flight),
             _bytes(stage.peak_bytes),
         )
@@ -138,13 +138,13 @@ def explain(record: PlanRecord, what: str) -> str:
 
 
 def _explain_module(out: _Text, row: ModuleRow) -> None:
-    out.line(f"{row.module or '(no module)'}: {row.operations} operations, computes {_seconds(row.compute_time_s)}")
+    out.line(f"{row.module or '(no module)'}: {row.operations} operations, computes {seconds_text(row.compute_time_s)}")
     for split in row.splits:
         out.line(f"  matrix product {split}")
     for c in row.collectives:
         out.line(
             f"  sends: {c.count:g} {c.kind} over {'*'.join(c.axes)}, "
-            f"{_bytes(c.sent_bytes)} a device, {_seconds(c.time_s)}"
+            f"{_bytes(c.sent_bytes)} a device, {seconds_text(c.time_s)}"
         )
     if not row.collectives:
         out.line("  sends nothing: what it reads already lies as it is read")
@@ -155,7 +155,7 @@ def diff(one: PlanRecord, other: PlanRecord) -> str:
     out = _Text()
     rows = [
         ("mesh", _meshes(one), _meshes(other)),
-        ("step time", _seconds(one.predicted.step_time_s), _seconds(other.predicted.step_time_s)),
+        ("step time", seconds_text(one.predicted.step_time_s), seconds_text(other.predicted.step_time_s)),
         ("peak memory", _bytes(max(one.predicted.peak_bytes)), _bytes(max(other.predicted.peak_bytes))),
         (
             "host memory",
@@ -282,8 +282,8 @@ def _modules_table(record: PlanRecord) -> Table:
             name,
             "\n".join(splits) or "-",
             "\n".join(lines) or "nothing",
-            _seconds(sum(row.compute_time_s for row in rows)),
-            _seconds(sum(c.time_s for row in rows for c in row.collectives)),
+            seconds_text(sum(row.compute_time_s for row in rows)),
+            seconds_text(sum(c.time_s for row in rows for c in row.collectives)),
             _bytes(sum(row.saved_bytes for row in rows)),
         )
         shown.add_row(*map(escape, cells))
@@ -298,7 +298,7 @@ def _collectives_table(record: PlanRecord) -> Table:
         for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
             total[i] += x
     for (kind, axes), (count, sent, seconds) in totals.items():
-        shown.add_row(kind, "*".join(axes), f"{count:g}", _bytes(sent), _seconds(seconds))
+        shown.add_row(kind, "*".join(axes), f"{count:g}", _bytes(sent), seconds_text(seconds))
     return shown
 
 
@@ -333,7 +333,7 @@ def _group_names(record: PlanRecord) -> list[str]:
     return [f"stage {', '.join(numbers)}" for numbers in stages.values()]
 
 
-def _seconds(t: float) -> str:
+def seconds_text(t: float) -> str:
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(t) >= scale:
             return f"{t / scale:.3g} {unit}"

@@ -119,6 +119,7 @@ LAYER_OF = {
     "device_grids": "face",
     "constraining": "face",
     "recipes": "face",
+    "tuning": "face",
     "verification": "face",
 }
 

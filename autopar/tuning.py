@@ -1,0 +1,356 @@
+"""Timing the plans that are predicted to be the fastest on the devices themselves: predictions cannot tell apart plans
+that are close, a clock can.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.api import Asked, Step, asked_of, put_copies
+from autopar.compiled import Compiled, CompiledPipeline, build
+from autopar.compiler import make_plan, make_plans
+from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
+from autopar.garbage import collected_seldom
+from autopar.plan import Plan
+from autopar.plan_text import seconds_text
+from autopar.progress import Progress
+from autopar.recipes import Recipe, data_parallel, zero
+
+# Recipes that are timed beside the search's plans, by the names that they have in the table.
+BESIDE = (("data_parallel()", data_parallel()), *((f"zero({stage})", zero(stage)) for stage in (1, 2, 3)))
+# Steps of a turn behind the first, which finds caches full of another plan's data.
+STEPS_IN_A_ROW = 2
+# Rounds of turns that count, at least and at most; one before them warms up.
+LEAST_ROUNDS, MOST_ROUNDS = 3, 30
+# What a plan can fail with that is no mistake of this package: too little memory, something a compiler refuses.
+FAILURES = (AutoparError, jax.errors.JaxRuntimeError)
+# Where operations come from, which differs between plans that come to the same program.
+_METADATA = re.compile(r", metadata=\{[^}]*\}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One plan: seconds of a step as predicted and, the median, as measured; `why` it was not timed, where it was not.
+
+    Without a plan (a recipe that the step or the devices do not admit) nothing is predicted.
+    """
+
+    name: str
+    plan: Plan | None
+    predicted_s: float | None
+    measured_s: float | None
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Plans of a step by the clock: those that were timed, the fastest first, then the others as predicted."""
+
+    target: str
+    rows: tuple[Timed, ...]
+
+    @property
+    def fastest(self) -> Timed:
+        return self.rows[0]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was the fastest."""
+        plan = self.fastest.plan
+        assert plan is not None, "what was timed has a plan"
+        return plan
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=120, no_color=True, highlight=False)
+        shown = Table(f"timed on {self.target}", "predicted", "measured", "relative", "not timed")
+        fastest_s = self.fastest.measured_s
+        for row in self.rows:
+            relative = row.measured_s / fastest_s if row.measured_s and fastest_s else None
+            shown.add_row(
+                escape(row.name),
+                seconds_text(row.predicted_s) if row.predicted_s is not None else "",
+                seconds_text(row.measured_s) if row.measured_s is not None else "",
+                f"{relative:.3f}" if relative is not None else "",
+                escape(row.why),
+            )
+        console.print(shown)
+        return buffer.getvalue().rstrip()
+
+
+def tune(
+    step: Step,
+    *args: Any,
+    beside: Mapping[str, Recipe] | None = None,
+    within: float = 1.25,
+    most: int = 8,
+    seconds: float = 20.0,
+) -> Tuning:
+    """Times the plans that are predicted to be the fastest, on the devices, and says which one is.
+
+    These are the search's own choice, other plans that it worked out, and recipes. They take turns, each on a state of
+    its own that is dropped behind the turn: devices hold one more state than the one that is given. Where that is too
+    much, give one in the memory of the host (`jax.device_get(state)`).
+
+    Args:
+        step: What `autopar.parallelize` made, without a plan, a recipe or a step to follow.
+        args: Its arguments, arrays. They survive.
+        beside: Recipes to time too, by the names that the table gives them; None: data parallelism and ZeRO.
+        within: How many times the time of the plan predicted to be the fastest a plan may be predicted to take.
+        most: So many plans are timed, those predicted to be the fastest.
+        seconds: About so long steps are run; compiling comes on top. Each plan has a few turns, however long they take.
+
+    Raises: InvalidArgumentError; UnsupportedError in a program of several processes; what planning, compiling and
+    running raise, where no plan could be timed.
+    """
+    return tuned_by(in_turns, step, args, dict(BESIDE) if beside is None else beside, within, most, seconds)
+
+
+# Runs one plan a few steps; returns what each of them took, in seconds.
+Turn = Callable[[], Sequence[float]]
+# Has plans run turn by turn for about so many seconds; what the steps of each took, or what one failed with.
+Clock = Callable[[Sequence[Turn], float], Sequence[Sequence[float] | Exception]]
+
+
+def tuned_by(
+    clock: Clock,
+    step: Step,
+    args: Sequence[Any],
+    beside: Mapping[str, Recipe],
+    within: float,
+    most: int,
+    seconds: float,
+) -> Tuning:
+    """`tune` with a clock of one's own."""
+    _check(step, beside, within, most, seconds)
+    asked = asked_of(step, *args)
+    progress = Progress(f"autopar tune {step.__name__}", show=asked.show_progress)
+    with collected_seldom():
+        found = list(_planned(asked, beside, within, progress))
+    rows, failures = [row for row, _ in found if row.plan is None], [e for _, e in found if e is not None]
+    running: dict[str, tuple[Timed, Turn]] = {}  # by program
+    planned = sorted((row for row, _ in found if row.plan is not None), key=_rank)
+    for row in planned:
+        assert row.plan is not None, "those without were left out"
+        assert row.predicted_s is not None, "a plan predicts"
+        assert planned[0].predicted_s is not None, "a plan predicts"
+        if row.predicted_s > within * planned[0].predicted_s:
+            rows.append(dataclasses.replace(row, why=f"predicted to take more than {within:g} times the best"))
+            continue
+        if len(running) == most:
+            rows.append(dataclasses.replace(row, why=f"{most} others are predicted to be faster"))
+            continue
+        try:
+            with progress.pass_(f"compile {row.name}"):
+                compiled = build(asked.traced, row.plan, asked.rules)
+                program = program_of(compiled)
+        except FAILURES as error:
+            failures.append(_freed(error))
+            rows.append(dataclasses.replace(row, why=_reason(error)))
+            continue
+        if program in running:
+            rows.append(dataclasses.replace(row, why=f"the same program as {running[program][0].name}"))
+        else:
+            running[program] = row, _turn_of(compiled, asked.arguments)
+    with progress.pass_(f"time {len(running)} plans"):
+        took = clock([turn for _, turn in running.values()], seconds)
+    for (row, _), steps in zip(running.values(), took, strict=True):
+        if isinstance(steps, Exception):
+            failures.append(steps)
+            rows.append(dataclasses.replace(row, why=_reason(steps)))
+        else:
+            rows.append(dataclasses.replace(row, measured_s=statistics.median(steps)))
+    if all(row.measured_s is None for row in rows):
+        raise failures[0]
+    rows.sort(key=_rank)
+    target = f"{jax.default_backend()} x {asked.cluster.num_devices}"
+    return Tuning(target=target, rows=(_with_note(rows), *rows[1:]))
+
+
+def _check(step: Any, beside: Any, within: float, most: int, seconds: float) -> None:
+    """Raises: InvalidArgumentError, UnsupportedError in a program of several processes."""
+    if not isinstance(step, Step):
+        raise InvalidArgumentError(
+            where="autopar.tune",
+            expected="a step made by autopar.parallelize",
+            got=type(step).__name__,
+            hint="decorate the function first: tune(autopar.parallelize(fun), ...)",
+        )
+    if not isinstance(beside, Mapping) or not all(isinstance(recipe, Recipe) for recipe in beside.values()):
+        raise InvalidArgumentError(
+            where="autopar.tune(beside=...)",
+            expected="recipes by name",
+            got=repr(beside)[:60],
+            hint="such as {'tensor': autopar.recipes.tensor_parallel()}, {} for none",
+        )
+    for name, value, least in (("within", within, 1), ("most", most, 1), ("seconds", seconds, 0)):
+        if not value >= least:
+            raise InvalidArgumentError(
+                where=f"autopar.tune({name}=...)",
+                expected=f"{least} or more",
+                got=repr(value),
+                hint="leave it out",
+            )
+    if jax.process_count() > 1:
+        raise UnsupportedError(
+            where="autopar.tune",
+            expected="a program of one process",
+            got=f"{jax.process_count()} processes",
+            hint="give each plan to a step (plan=...), and time it where it runs",
+        )
+
+
+def _planned(
+    asked: Asked, beside: Mapping[str, Recipe], within: float, progress: Progress
+) -> Iterable[tuple[Timed, Exception | None]]:
+    """The search's choice and what it worked out near it, then the recipes; with what refused the step, if anything."""
+    try:
+        plans = make_plans(
+            asked.traced, asked.trees, asked.cluster, asked.options, asked.rules, progress, within=within
+        )
+    except AutoparError as error:
+        yield _refused("search", error)
+    else:
+        seen: dict[str, int] = {}
+        for number, plan in enumerate(plans):
+            name = f"{'near' if number else 'search'}: {_way(plan)}"
+            seen[name] = seen.get(name, 0) + 1
+            yield _untimed(name if seen[name] == 1 else f"{name} ({seen[name]})", plan)
+    for name, recipe in beside.items():
+        wanted = asked.options.pipeline
+        own = {f.name: value for f in dataclasses.fields(wanted) if (value := getattr(wanted, f.name)) is not None}
+        options = dataclasses.replace(
+            asked.options,
+            pipeline=dataclasses.replace(recipe.pipeline, **own),
+            binding=recipe.binding,
+            recompute=recipe.recompute,
+            pins=recipe.pins,
+        )
+        try:
+            yield _untimed(name, make_plan(asked.traced, asked.trees, asked.cluster, options, asked.rules, progress))
+        except AutoparError as error:
+            yield _refused(name, error)
+
+
+def _untimed(name: str, plan: Plan) -> tuple[Timed, None]:
+    return Timed(name=name, plan=plan, predicted_s=plan.predicted.step_time_s, measured_s=None), None
+
+
+def _refused(name: str, error: Exception) -> tuple[Timed, Exception]:
+    return Timed(name=name, plan=None, predicted_s=None, measured_s=None, why=_reason(error)), _freed(error)
+
+
+def _freed(error: Exception) -> Exception:
+    """An error without its traceback, whose frames hold what was being worked out, arrays on the devices too."""
+    return error.with_traceback(None)
+
+
+def _reason(error: Exception) -> str:
+    """In a line of a table."""
+    text = f"{error.where}: {error.got}" if isinstance(error, AutoparError) else str(error)
+    return text.strip().split("\n")[0]
+
+
+def _rank(row: Timed) -> tuple[float, float]:
+    """What was measured first, then what was predicted."""
+    return tuple(math.inf if s is None else s for s in (row.measured_s, row.predicted_s))  # type: ignore[return-value]
+
+
+def _way(plan: Plan) -> str:
+    """A plan in a few words, those that its search had for it."""
+    record, step_s = plan.record, plan.predicted.step_time_s
+    if record.pipeline is not None:
+        texts = [t.text for t in record.weighed if t.step_time_s == step_s]
+        made = record.pipeline
+        return texts[0] if texts else f"{made.num_microbatches} micro-batches, {len(made.stages)} stages"
+    names = [t.name for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s) and t.name]
+    return f"mesh {plan.mesh}" + (f", {names[0]}" if names else "")
+
+
+def program_of(compiled: Compiled | CompiledPipeline) -> str:
+    """Equal for plans that run alike: those that are compiled to the same text, and pipelines that decide alike.
+
+    The text of a pipeline's tasks does not tell in which order and where they run.
+    """
+    pipeline = compiled.plan.record.pipeline
+    if pipeline is None:
+        return _METADATA.sub("", compiled.as_text())
+    stages = [(s.first_layer, s.first_device, s.axis_sizes, s.decisions) for s in pipeline.stages]
+    way = (pipeline.schedule, pipeline.num_microbatches, pipeline.chunks, pipeline.scan_parts, pipeline.keeps_copies)
+    return msgspec.json.encode((way, pipeline.recomputed, stages)).decode()
+
+
+def _turn_of(compiled: Compiled | CompiledPipeline, arguments: Sequence[Any]) -> Turn:
+    """A few steps of a plan, each on the state that the one before returned; nothing stays on the devices."""
+    tied, in_tree = compiled.traced.tied, compiled.traced.in_tree
+
+    def turn() -> list[float]:
+        ready = compiled.ready()
+        given: list[Any] = []
+        took: list[float] = []
+        for _ in range(1 + STEPS_IN_A_ROW):
+            # Leaves that a step takes over and returns no more are gone behind it.
+            if not given or any(isinstance(x, jax.Array) and x.is_deleted() for x in given):
+                given = []
+                given = jax.block_until_ready(jax.tree.leaves(put_copies(arguments, ready)))
+            whole = jax.tree.unflatten(in_tree, given)
+            begun = time.perf_counter()
+            results = jax.block_until_ready(ready(*whole))
+            took.append(time.perf_counter() - begun)
+            made = jax.tree.leaves(results)
+            given = [made[tied[i]] if i in tied else leaf for i, leaf in enumerate(given)]
+            del results, made, whole
+        return took[1:]
+
+    return turn
+
+
+def in_turns(
+    turns: Sequence[Turn], seconds: float, now: Callable[[], float] = time.perf_counter
+) -> list[Sequence[float] | Exception]:
+    """Each has one turn a round, the order turned round each time, so that what else the machine does falls on all."""
+    took: list[list[float]] = [[] for _ in turns]
+    failed: dict[int, Exception] = {}
+    begun = now()
+    for number in itertools.count():
+        order = [i for i in range(len(turns)) if i not in failed]
+        for i in order if number % 2 else reversed(order):
+            try:
+                steps = turns[i]()
+            except FAILURES as error:
+                failed[i] = _freed(error)
+            else:
+                took[i] += steps if number else []
+        one_more_s = (now() - begun) * (number + 2) / (number + 1)
+        if len(failed) == len(turns) or number >= MOST_ROUNDS or (number >= LEAST_ROUNDS and one_more_s > seconds):
+            break
+    return [failed.get(i, steps) for i, steps in enumerate(took)]
+
+
+def _with_note(rows: Sequence[Timed]) -> Timed:
+    """The fastest row, whose plan says how it was chosen."""
+    fastest, timed = rows[0], [row for row in rows if row.measured_s is not None]
+    assert fastest.plan is not None, "what was timed has a plan"
+    others = f"{len(timed) - 1} other plan{'s' if len(timed) != 2 else ''}"
+    foreseen = min(timed, key=lambda row: row.predicted_s or 0.0)
+    note = f"timed on the devices beside {others}: {seconds_text(fastest.measured_s or 0.0)}; "
+    if foreseen is fastest:
+        note += "it was predicted to be the fastest, too"
+    else:
+        note += f"the one predicted to be the fastest took {seconds_text(foreseen.measured_s or 0.0)}"
+    record = dataclasses.replace(fastest.plan.record, notes=(*fastest.plan.record.notes, note))
+    return dataclasses.replace(fastest, plan=dataclasses.replace(fastest.plan, record=record))

@@ -1,0 +1,421 @@
+"""`autopar.tune`: the plans near the best one, and which of them the clock likes."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import hardware, tuning, whole_search
+from autopar.cluster import Cluster, Link
+from autopar.compiler import make_plan, make_plans
+from autopar.errors import DonatedStateError, InvalidArgumentError, NotEnoughDevicesError, UnsupportedError
+from autopar.progress import Progress
+from autopar.tuning import LEAST_ROUNDS, MOST_ROUNDS, in_turns, tuned_by
+from tests.small_steps import (
+    MLP_BATCH,
+    MLP_STATE,
+    assert_close,
+    chain_step,
+    mlp_batch,
+    mlp_loss,
+    mlp_step,
+    new_mlp_state,
+    slow_cluster,
+)
+
+WITHIN = 2.5  # far enough for ZeRO and data parallelism of the small model
+ZERO = {"zero(1)": autopar.recipes.zero(1), "zero(2)": autopar.recipes.zero(2)}
+
+
+def mlp(**options):
+    return autopar.parallelize(mlp_step, cluster=slow_cluster(), cache_dir=None, show_progress=False, **options)
+
+
+def piped(**options):
+    """A chain of products on devices that share their processors, in micro-batches, and its arguments."""
+    cluster = Cluster.local(4, measured=False)
+    device = dataclasses.replace(cluster.device, fresh_bytes_per_s=6e8, call_s=5e-4)
+    step = autopar.parallelize(
+        chain_step,
+        cluster=dataclasses.replace(cluster, device=device),
+        num_microbatches=4,
+        cache_dir=None,
+        show_progress=False,
+        **options,
+    )
+    random = np.random.default_rng(0)
+    params = [jnp.asarray(random.normal(size=(64, 64)) / 8, jnp.float32) for _ in range(4)]
+    batch = {name: random.normal(size=(512, 64)).astype(np.float32) for name in ("x", "y")}
+    return step, (params, batch)
+
+
+def near(step, args, within):
+    """(what `make_plans` gives, what `make_plan` gives)"""
+    traced, trees = step._traced(args)
+    cluster, options = step._wanted(traced)
+    given = traced, trees, cluster, options, step._rule_book(), Progress("", show=False)
+    return make_plans(*given, within=within), make_plan(*given)
+
+
+def times_s(plans):
+    return [plan.predicted.step_time_s for plan in plans]
+
+
+def decided(plan):
+    """All that a plan decides."""
+    made = plan.record.pipeline
+    stages = [(s.first_layer, s.first_device, s.axis_sizes, s.decisions) for s in made.stages] if made else []
+    return plan.record.axis_sizes, plan.record.decisions, made and (made.schedule, made.num_microbatches), stages
+
+
+# Plans near the best
+
+
+def test_near_plans_are_those_that_fit_and_take_little_longer():
+    def candidate(step_time_s, peak_bytes):
+        return SimpleNamespace(step_time_s=step_time_s, estimate=SimpleNamespace(peak_bytes=peak_bytes))
+
+    best, twin, slow, slower, large = (
+        candidate(2.0, 10), candidate(2.0, 10), candidate(2.5, 9), candidate(2.6, 1), candidate(2.1, 11)
+    )  # fmt: skip
+    every = [slower, slow, large, best, twin]
+    assert whole_search.near(best, every, 10, 1.25) == [twin, slow]
+    assert whole_search.near(best, every, 11, 1.25) == [twin, large, slow]
+    assert whole_search.near(best, every, 10, 1.0) == []
+
+
+def test_the_first_plan_is_the_search_s_own():
+    plans, best = near(mlp(), (new_mlp_state(), mlp_batch()), 1.2)
+    assert decided(plans[0]) == decided(best)
+    assert {plan.record.axis_sizes for plan in plans} == {(8,), (2, 4)}
+    assert times_s(plans) == sorted(times_s(plans))
+    assert times_s(plans)[-1] <= 1.2 * best.predicted.step_time_s
+    assert len({str(decided(plan)) for plan in plans}) == len(plans)
+
+
+def test_of_each_number_of_stages_the_best_is_worked_out():
+    step, args = piped()
+    plans, best = near(step, args, 4.0)
+    assert decided(plans[0]) == decided(best)
+    assert {len(plan.record.pipeline.stages) for plan in plans} == {1, 2}
+    assert times_s(plans)[1:] == sorted(times_s(plans)[1:])
+    assert max(times_s(plans)) <= 4 * best.predicted.step_time_s
+    limit_bytes = best.record.memory_limit_bytes
+    assert all(max(plan.predicted.peak_bytes) <= limit_bytes for plan in plans)
+    assert {len(plan.record.pipeline.stages) for plan in near(step, args, 1.01)[0]} == {1}
+
+
+def test_a_program_may_be_near_a_pipeline():
+    """Two hosts with a slow link between them: two stages are the fastest, then one program, then micro-batches."""
+    hosts = Cluster(
+        name="two hosts",
+        device=hardware.H100,
+        num_hosts=2,
+        devices_per_host=2,
+        inside_host=hardware.NVLINK4,
+        between_hosts=Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s"),
+    )
+    params = [jax.ShapeDtypeStruct((16_384, 16_384), jnp.float32)] * 8
+    examples = jax.ShapeDtypeStruct((32_768, 16_384), jnp.float32)
+    step = autopar.parallelize(chain_step, cluster=hosts, cache_dir=None, show_progress=False)
+    plans, best = near(step, (params, {"x": examples, "y": examples}), 2.0)
+    made = [plan.record.pipeline for plan in plans]
+    assert [pipeline and len(pipeline.stages) for pipeline in made] == [2, None, 1]
+    assert decided(plans[0]) == decided(best)
+    assert times_s(plans) == sorted(times_s(plans))
+    assert times_s(plans)[-1] <= 2 * best.predicted.step_time_s
+
+
+# By the clock
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    step, args = mlp(), (new_mlp_state(), mlp_batch())
+    return autopar.tune(step, *args, within=WITHIN, seconds=0.1), args
+
+
+def test_rows_come_as_measured_then_as_predicted(tuned):
+    found, _ = tuned
+    timed = [row for row in found.rows if row.measured_s is not None]
+    rest = [row for row in found.rows if row.measured_s is None]
+    assert found.rows == (*timed, *rest)
+    assert len(timed) > 2
+    assert [row.measured_s for row in timed] == sorted(row.measured_s for row in timed)
+    assert [row.predicted_s for row in rest] == sorted(row.predicted_s for row in rest)
+    assert all((row.why == "") == (row.measured_s is not None) for row in found.rows)
+    assert all(row.predicted_s == row.plan.predicted.step_time_s for row in found.rows)
+    names = {row.name for row in found.rows}
+    assert names >= {"search: mesh x=8", "near: mesh x=2 x y=4", "data_parallel()", "zero(1)", "zero(2)", "zero(3)"}
+
+
+def test_the_table_shows_it_all(tuned):
+    found, _ = tuned
+    text = str(found)
+    assert "timed on cpu x 8" in text
+    assert "1.000" in text
+    for row in found.rows:
+        assert row.name in text
+
+
+def test_a_tuned_step_gives_the_numbers_of_plain_jit(tuned):
+    found, (state, batch) = tuned
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    assert_close(state, new_mlp_state(), 0)  # nothing was written there
+    assert found.plan is found.rows[0].plan
+    step = autopar.parallelize(mlp_step, plan=found.plan, cache_dir=None, show_progress=False)
+    expected = jax.jit(mlp_step)(new_mlp_state(), batch)
+    assert_close(step(new_mlp_state(), batch), expected)
+
+
+def test_plans_that_come_to_the_same_program_are_timed_once():
+    found = autopar.tune(
+        mlp(), new_mlp_state(), mlp_batch(), beside=ZERO | {"again": ZERO["zero(1)"]}, within=WITHIN, seconds=0.0
+    )
+    row = {row.name: row for row in found.rows}
+    assert row["zero(1)"].measured_s is not None
+    assert row["again"].why == "the same program as zero(1)"
+    assert row["again"].measured_s is None
+
+
+def test_a_pipeline_takes_its_turns():
+    step, (params, batch) = piped()
+    found = autopar.tune(step, params, batch, beside={}, within=4.0, seconds=0.1)
+    stages = {len(row.plan.record.pipeline.stages): row for row in found.rows}
+    assert stages.keys() == {1, 2}
+    assert all(row.measured_s > 0 for row in stages.values())
+    assert not any(x.is_deleted() for x in params)
+    expected = jax.jit(chain_step)(params, batch)
+    again = autopar.parallelize(chain_step, plan=stages[2].plan, cache_dir=None, show_progress=False)
+    assert_close(again([x.copy() for x in params], batch), expected)
+
+
+@pytest.mark.parametrize(
+    "put", [lambda state, step: state, lambda state, step: step.init(lambda: state), jax.device_get]
+)
+def test_arguments_survive_wherever_they_lie(put):
+    step = mlp()
+    state = new_mlp_state()
+    given = put(state, step) if put is not jax.device_get else put(state)
+    autopar.tune(step, given, mlp_batch(), beside={}, within=1.0, seconds=0.0)
+    assert_close(jax.device_get(given), jax.device_get(new_mlp_state()), 0)
+
+
+def test_a_leaf_that_comes_back_in_no_result_is_given_anew():
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(mlp_loss)(state["params"], batch)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params, "steps": state["steps"] + 1}, {"loss": loss, "old": state["params"]["bias"]}
+
+    state = {"params": new_mlp_state(), "steps": jnp.zeros((), jnp.int32)}
+    parallel = autopar.parallelize(step, cluster=slow_cluster(), cache_dir=None, show_progress=False)
+    found = autopar.tune(parallel, state, mlp_batch(), beside={}, within=1.0, seconds=0.0)
+    assert found.fastest.measured_s > 0
+    assert int(state["steps"]) == 0
+
+
+# By a clock of our own
+
+
+def by(seconds, beside=ZERO, most=8, within=WITHIN):
+    """Tuned with what a made-up clock says each plan takes, those predicted to be the fastest first."""
+
+    def clock(turns, budget_s):
+        assert budget_s == 7.0
+        assert len(turns) == len(seconds)
+        return [s if isinstance(s, Exception) else (9.0, s, s) for s in seconds]
+
+    return tuned_by(clock, mlp(), (new_mlp_state(), mlp_batch()), beside, within, most, 7.0)
+
+
+def test_the_clock_s_choice_is_taken_though_another_was_predicted():
+    found = by([3.0, 1.0], beside={}, within=1.2)
+    assert [(row.name, row.measured_s) for row in found.rows] == [
+        ("near: mesh x=2 x y=4", 1.0),
+        ("search: mesh x=8", 3.0),
+    ]
+    assert found.rows[0].predicted_s > found.rows[1].predicted_s
+    assert found.plan.record.axis_sizes == (2, 4)
+    note = "timed on the devices beside 1 other plan: 1 s; the one predicted to be the fastest took 3 s"
+    assert found.plan.record.notes[-1] == note
+    assert f"note: {note}" in str(found.plan)
+    assert found.rows[1].plan.record.notes == ()
+
+
+def test_a_choice_that_was_predicted_says_so():
+    found = by([1.0, 3.0], beside={}, within=1.2)
+    assert found.plan.record.axis_sizes == (8,)
+    assert found.plan.record.notes[-1].endswith(": 1 s; it was predicted to be the fastest, too")
+
+
+def test_a_plan_that_fails_is_listed_and_not_chosen():
+    failed = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore of it")
+    found = by([failed, 2.0], beside={}, within=1.2)
+    assert found.plan.record.axis_sizes == (2, 4)
+    assert found.rows[1].why == "RESOURCE_EXHAUSTED: out of memory"
+    assert found.rows[1].measured_s is None
+
+
+def test_where_all_fail_the_first_error_is_raised():
+    errors = [jax.errors.JaxRuntimeError(text) for text in ("first", "second")]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="first"):
+        by(errors, beside={}, within=1.2)
+
+
+def test_a_plan_that_is_not_compiled_is_listed(monkeypatch):
+    build = tuning.build
+
+    def refusing(traced, plan, rules):
+        if plan.record.axis_sizes == (8,):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much")
+        return build(traced, plan, rules)
+
+    monkeypatch.setattr(tuning, "build", refusing)
+    found = by([2.0], beside={}, within=1.2)
+    assert [(row.name, row.why) for row in found.rows] == [
+        ("near: mesh x=2 x y=4", ""),
+        ("search: mesh x=8", "RESOURCE_EXHAUSTED: too much"),
+    ]
+
+
+def test_refused_recipes_are_listed_with_the_reason():
+    beside = {"three stages": autopar.recipes.pipeline(3), "five": autopar.recipes.tensor_parallel(size=5)}
+    found = by([1.0, 2.0], beside=beside, within=1.2)
+    refused = {row.name: row for row in found.rows if row.plan is None}
+    assert refused.keys() == beside.keys()
+    assert refused["three stages"].why == "pipeline: 3 stages"
+    assert refused["five"].why
+    assert all(row.predicted_s is None and row.measured_s is None for row in refused.values())
+    assert found.rows[2:] == tuple(refused.values())
+
+
+def test_what_is_predicted_to_take_too_long_is_listed_untimed():
+    found = by([1.0, 2.0], within=1.2)
+    beyond = {row.name: row for row in found.rows if row.measured_s is None}
+    assert beyond.keys() == {"zero(1)", "zero(2)"}
+    assert all(row.why == "predicted to take more than 1.2 times the best" for row in beyond.values())
+    assert all(row.predicted_s > 1.2 * found.rows[0].predicted_s for row in beyond.values())
+
+
+def test_no_more_are_timed_than_are_asked_for():
+    found = by([1.0], beside={}, most=1, within=1.2)
+    assert found.rows[1].name == "near: mesh x=2 x y=4"
+    assert found.rows[1].why == "1 others are predicted to be faster"
+
+
+# Turns
+
+
+class Turns:
+    """Plans that take so many seconds for each of two steps, on a clock of their own."""
+
+    def __init__(self, *seconds):
+        self.seconds, self.now_s, self.order = seconds, 0.0, []
+
+    def turns(self):
+        return [lambda i=i, s=s: self.turn(i, s) for i, s in enumerate(self.seconds)]
+
+    def turn(self, i, seconds):
+        self.order.append(i)
+        if isinstance(seconds, Exception):
+            raise seconds
+        self.now_s += 2 * seconds
+        return [seconds + len(self.order), seconds]
+
+
+def test_turns_go_round_and_back_and_the_first_of_each_does_not_count():
+    made = Turns(1.0, 2.0, 3.0)
+    took = in_turns(made.turns(), 0.0, lambda: made.now_s)
+    assert made.order == [2, 1, 0, 0, 1, 2, 2, 1, 0, 0, 1, 2]
+    assert [len(steps) for steps in took] == [2 * LEAST_ROUNDS] * 3
+    assert min(took[0]) == 1.0
+    assert max(took[0]) == 1.0 + 10
+
+
+def test_turns_stop_before_the_time_is_over():
+    made = Turns(1.0)
+    in_turns(made.turns(), 13.0, lambda: made.now_s)
+    assert len(made.order) == 6  # of two seconds each, the one that does not count among them
+    made = Turns(1e-6)
+    in_turns(made.turns(), 13.0, lambda: made.now_s)
+    assert len(made.order) == 1 + MOST_ROUNDS
+
+
+def test_what_failed_has_no_more_turns():
+    error = jax.errors.JaxRuntimeError("out of memory")
+    made = Turns(1.0, error)
+    took = in_turns(made.turns(), 0.0, lambda: made.now_s)
+    assert made.order.count(1) == 1
+    assert took[1] is error
+    assert error.__traceback__ is None
+    made = Turns(error)
+    assert in_turns(made.turns(), 60.0, lambda: made.now_s) == [error]
+    assert made.order == [0]
+
+
+def test_mistakes_of_ours_are_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        in_turns(Turns(ZeroDivisionError()).turns(), 0.0)
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda: mlp_step, "expected a step made by autopar.parallelize, got function"),
+        (
+            lambda: mlp(plan=autopar.recipes.zero(1)),
+            "expected a step whose plan is searched for, got one with a recipe",
+        ),
+        (lambda: mlp(plan=mlp().plan(MLP_STATE, MLP_BATCH)), "got one with a plan"),
+        (lambda: mlp(follow=mlp()), "got one with follow"),
+    ],
+)
+def test_what_does_not_search_is_refused(made, expected):
+    with pytest.raises(InvalidArgumentError, match=expected):
+        autopar.tune(made(), new_mlp_state(), mlp_batch())
+
+
+def test_shapes_are_refused():
+    with pytest.raises(InvalidArgumentError, match=r"mlp_step, state\['bias'\]: expected an array.*got a shape"):
+        autopar.tune(mlp(), MLP_STATE, mlp_batch())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"within": 0.9}, "within=.*expected 1 or more, got 0.9"),
+        ({"most": 0}, "most=.*expected 1 or more, got 0"),
+        ({"seconds": -1.0}, "seconds=.*expected 0 or more, got -1.0"),
+        ({"beside": [autopar.recipes.zero(1)]}, "expected recipes by name"),
+        ({"beside": {"zero": "zero"}}, "expected recipes by name"),
+    ],
+)
+def test_wrong_wishes_are_refused(options, expected):
+    with pytest.raises(InvalidArgumentError, match=expected):
+        autopar.tune(mlp(), new_mlp_state(), mlp_batch(), **options)
+
+
+def test_a_state_that_was_taken_over_is_named():
+    state = new_mlp_state()
+    state["bias"].delete()
+    with pytest.raises(DonatedStateError, match=r"state\['bias'\]"):
+        autopar.tune(mlp(), state, mlp_batch())
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UnsupportedError, match="expected a program of one process, got 2 processes"):
+        autopar.tune(mlp(), new_mlp_state(), mlp_batch())
+
+
+def test_devices_that_are_not_here_are_an_error():
+    step = autopar.parallelize(mlp_step, cluster=slow_cluster(16), cache_dir=None, show_progress=False)
+    with pytest.raises(NotEnoughDevicesError, match="expected 16 devices"):
+        autopar.tune(step, new_mlp_state(), mlp_batch(), beside={}, within=1.0)
