@@ -4,6 +4,7 @@
     autopar explain plan.json WHAT
     autopar diff plan.json other.json
     autopar verify FILE:FUNCTION --cluster tpu-v5e:2x4
+    autopar tune FILE:FUNCTION --save plan.json
     autopar measure --save cluster.json
 
 FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. For hardware that is not
@@ -76,6 +77,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(command=_verify)
 
+    tune = commands.add_parser("tune", help="time the plans predicted to be the fastest on the devices here")
+    tune.add_argument("function", metavar="FILE:FUNCTION", help="as for plan; run for real")
+    tune.add_argument(
+        "--cluster", default="local", help="what to plan for: local, local:4, or a .json file for these (%(default)s)"
+    )
+    tune.add_argument("--save", metavar="PATH", help="write the fastest plan as JSON")
+    tune.set_defaults(command=_tune)
+
     measure = commands.add_parser(
         "measure", help="time the devices of this machine, so that plans for them count with what they really do"
     )
@@ -106,9 +115,24 @@ def _verify(parsed: argparse.Namespace) -> autopar.Verification:
             hint="verify where the hardware is, with --cluster local",
         )
     step, arguments = returned_by(parsed.function) if is_local else shapes_only(parsed.function)
+    return autopar.verify(_planned_for(step, cluster), *arguments, compile_for=compile_for)
+
+
+def _tune(parsed: argparse.Namespace) -> autopar.Tuning:
+    cluster = Cluster.parse(parsed.cluster)
+    step, arguments = returned_by(parsed.function)
+    tuned = autopar.tune(_planned_for(step, cluster), *arguments)
+    if parsed.save:
+        tuned.plan.save(parsed.save)
+    return tuned
+
+
+def _planned_for(step: Callable[..., Any], cluster: Cluster) -> autopar.Step:
+    """A step, made by `parallelize` or not, as one whose plan is searched for on a cluster."""
     function = inspect.unwrap(step, stop=lambda f: not isinstance(f, autopar.Step))
     parallel = autopar.parallelize(function, cluster=cluster)
-    return autopar.verify(parallel, *arguments, compile_for=compile_for)
+    assert isinstance(parallel, autopar.Step), "given a function, it makes a step"
+    return parallel
 
 
 def _measure(parsed: argparse.Namespace) -> str:

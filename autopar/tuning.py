@@ -300,20 +300,16 @@ def _turn_of(compiled: Compiled | CompiledPipeline, arguments: Sequence[Any]) ->
 
     def turn() -> list[float]:
         ready = compiled.ready()
-        given: list[Any] = []
-        took: list[float] = []
+        given = jax.block_until_ready(jax.tree.leaves(put_copies(arguments, ready)))
+        took = []
         for _ in range(1 + STEPS_IN_A_ROW):
-            # Leaves that a step takes over and returns no more are gone behind it.
-            if not given or any(isinstance(x, jax.Array) and x.is_deleted() for x in given):
-                given = []
-                given = jax.block_until_ready(jax.tree.leaves(put_copies(arguments, ready)))
-            whole = jax.tree.unflatten(in_tree, given)
             begun = time.perf_counter()
-            results = jax.block_until_ready(ready(*whole))
+            results = jax.block_until_ready(ready(*jax.tree.unflatten(in_tree, given)))
             took.append(time.perf_counter() - begun)
             made = jax.tree.leaves(results)
+            # What a step takes over comes back: an argument is tied to results whole, or not at all.
             given = [made[tied[i]] if i in tied else leaf for i, leaf in enumerate(given)]
-            del results, made, whole
+            del results, made
         return took[1:]
 
     return turn

@@ -68,6 +68,16 @@ def test_a_step_that_runs_here_is_verified(job, capsys):
     assert "from plain jax.jit" in out
 
 
+def test_a_step_that_runs_here_is_tuned(job, tmp_path, capsys):
+    small, saved = job.parent / "small.py", tmp_path / "plan.json"
+    small.write_text(JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64"))
+    assert main(["tune", f"{small}:job", "--save", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "timed on cpu x 8" in out
+    assert "data_parallel()" in out
+    assert any("timed on the devices" in note for note in json.loads(saved.read_bytes())["plan"]["notes"])
+
+
 def test_only_what_has_a_compiler_is_verified_from_afar(job, tmp_path, capsys):
     other = dataclasses.replace(H100, name="A card of tomorrow")
     Cluster.flat(8, device=other).save(tmp_path / "tomorrow.json")

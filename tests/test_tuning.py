@@ -205,17 +205,31 @@ def test_arguments_survive_wherever_they_lie(put):
     assert_close(jax.device_get(given), jax.device_get(new_mlp_state()), 0)
 
 
-def test_a_leaf_that_comes_back_in_no_result_is_given_anew():
-    def step(state, batch):
-        loss, grads = jax.value_and_grad(mlp_loss)(state["params"], batch)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
-        return {"params": params, "steps": state["steps"] + 1}, {"loss": loss, "old": state["params"]["bias"]}
+def test_steps_that_keep_their_arguments_and_take_static_ones_are_tuned():
+    def step(scale, batch, state, times):
+        assert times == 3
+        return {"loss": mlp_loss(state, batch) * scale * times}
 
-    state = {"params": new_mlp_state(), "steps": jnp.zeros((), jnp.int32)}
-    parallel = autopar.parallelize(step, cluster=slow_cluster(), cache_dir=None, show_progress=False)
-    found = autopar.tune(parallel, state, mlp_batch(), beside={}, within=1.0, seconds=0.0)
+    parallel = autopar.parallelize(
+        step, donate_argnums=(), static_argnums=3, cluster=slow_cluster(), cache_dir=None, show_progress=False
+    )
+    found = autopar.tune(parallel, 2.0, mlp_batch(), new_mlp_state(), 3, beside={}, within=1.0, seconds=0.0)
     assert found.fastest.measured_s > 0
-    assert int(state["steps"]) == 0
+
+
+def test_one_state_at_a_time_lies_on_the_devices():
+    step, args = mlp(), (new_mlp_state(), mlp_batch())
+    before = {id(x) for x in jax.live_arrays()}
+
+    def clock(turns, seconds):
+        found = []
+        for turn in turns:
+            found.append(turn())
+            assert not [x.shape for x in jax.live_arrays() if id(x) not in before]
+        return found
+
+    found = tuned_by(clock, step, args, {}, 1.2, 8, 0.0)
+    assert [row.measured_s is not None for row in found.rows] == [True, True]
 
 
 # By a clock of our own
