@@ -200,11 +200,13 @@ class Step:
                 names[i] = p.name
         return names
 
+    def _dynamic_names(self, num_args: int) -> list[str]:
+        return [name for i, name in enumerate(self._names(num_args)) if i not in self._options.static_argnums]
+
     def _key(self, args: Sequence[Any]) -> Any:
         names = self._names(len(args))
         static_argnums = self._options.static_argnums
-        dynamic_names = [name for i, name in enumerate(names) if i not in static_argnums]
-        leaves, tree, paths, _ = flatten_arguments(self._dynamic(args), dynamic_names)
+        leaves, tree, paths, _ = flatten_arguments(self._dynamic(args), self._dynamic_names(len(args)))
         avals = [abstract(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         static = tuple(_hashable(a, names[i]) for i, a in enumerate(args) if i in static_argnums)
         return tree, tuple((a.shape, str(a.dtype), a.weak_type) for a in avals), static
@@ -231,8 +233,7 @@ class Step:
             return self._function(*(static[i] if i in static else next(rest) for i in range(len(args))))
 
         bound.__name__ = self.__name__
-        all_names = self._names(len(args))
-        names = [n for i, n in enumerate(all_names) if i not in static]
+        names = self._dynamic_names(len(args))
         donate = self._numbers(options.donate_argnums if options.follow is None else (), len(args))
         batch = self._numbers(options.batch_argnums, len(args))
         traced = trace(bound, dynamic, names=names, donate=donate, batch=batch)
@@ -419,7 +420,8 @@ def asked_of(step: Step, *args: Any) -> Asked:
                 got=f"one with {what}",
                 hint="leave out plan and follow of parallelize; a recipe can be timed beside the search's plans",
             )
-    leaves, _, paths, _ = flatten_arguments(dynamic, _dynamic_names(step, args))
+    names = step._dynamic_names(len(args))
+    leaves, _, paths, _ = flatten_arguments(dynamic, names)
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise InvalidArgumentError(
@@ -428,7 +430,7 @@ def asked_of(step: Step, *args: Any) -> Asked:
                 got=f"a shape, {leaf}",
                 hint="pass the state and the batch themselves; autopar.plan and step.plan take shapes",
             )
-    step._refuse_unusable(dynamic, _dynamic_names(step, args))
+    step._refuse_unusable(dynamic, names)
     traced, trees = step._traced(args)
     check_purity(traced)
     cluster, wanted = step._wanted(traced)
@@ -441,10 +443,6 @@ def asked_of(step: Step, *args: Any) -> Asked:
         arguments=tuple(dynamic),
         show_progress=options.show_progress,
     )
-
-
-def _dynamic_names(step: Step, args: Sequence[Any]) -> list[str]:
-    return [n for i, n in enumerate(step._names(len(args))) if i not in step._options.static_argnums]
 
 
 def put_copies(arguments: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:

@@ -12,7 +12,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import msgspec
@@ -29,6 +29,7 @@ from autopar.plan import Plan
 from autopar.plan_text import seconds_text
 from autopar.progress import Progress
 from autopar.recipes import Recipe, data_parallel, zero
+from autopar.whole_search import PlanOptions
 
 # Recipes that are timed beside the search's plans, by the names that they have in the table.
 BESIDE = (("data_parallel()", data_parallel()), *((f"zero({stage})", zero(stage)) for stage in (1, 2, 3)))
@@ -38,6 +39,7 @@ STEPS_IN_A_ROW = 2
 LEAST_ROUNDS, MOST_ROUNDS = 3, 30
 # What a plan can fail with that is no mistake of this package: too little memory, something a compiler refuses.
 FAILURES = (AutoparError, jax.errors.JaxRuntimeError)
+_Error = TypeVar("_Error", bound=Exception)
 # Where operations come from, which differs between plans that come to the same program.
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
 
@@ -141,44 +143,50 @@ def tuned_by(
     progress = Progress(f"autopar tune {step.__name__}", show=asked.show_progress)
     with collected_seldom():
         found = list(_planned(asked, beside, within, progress))
-    rows, failures = [row for row, _ in found if row.plan is None], [e for _, e in found if e is not None]
-    running: dict[str, tuple[Timed, Turn]] = {}  # by program
-    planned = sorted((row for row, _ in found if row.plan is not None), key=_rank)
-    for row in planned:
-        assert row.plan is not None, "those without were left out"
-        assert row.predicted_s is not None, "a plan predicts"
-        assert planned[0].predicted_s is not None, "a plan predicts"
-        if row.predicted_s > within * planned[0].predicted_s:
-            rows.append(dataclasses.replace(row, why=f"predicted to take more than {within:g} times the best"))
-            continue
-        if len(running) == most:
-            rows.append(dataclasses.replace(row, why=f"{most} others are predicted to be faster"))
-            continue
-        try:
-            with progress.pass_(f"compile {row.name}"):
-                compiled = build(asked.traced, row.plan, asked.rules)
-                program = program_of(compiled)
-        except FAILURES as error:
-            failures.append(_freed(error))
-            rows.append(dataclasses.replace(row, why=_reason(error)))
-            continue
-        if program in running:
-            rows.append(dataclasses.replace(row, why=f"the same program as {running[program][0].name}"))
-        else:
-            running[program] = row, _turn_of(compiled, asked.arguments)
+    refused = [_Failed(name, made) for name, made in found if isinstance(made, Exception)]
+    plans = sorted(((name, made) for name, made in found if isinstance(made, Plan)), key=lambda named: step_s(named[1]))
+    running, failed, rows = _compiled(asked, plans, within, most, progress)
     with progress.pass_(f"time {len(running)} plans"):
-        took = clock([turn for _, turn in running.values()], seconds)
-    for (row, _), steps in zip(running.values(), took, strict=True):
+        took = clock([one.turn for one in running], seconds)
+    for one, steps in zip(running, took, strict=True):
         if isinstance(steps, Exception):
-            failures.append(steps)
-            rows.append(dataclasses.replace(row, why=_reason(steps)))
+            failed.append(_Failed(one.name, steps, one.plan))
         else:
-            rows.append(dataclasses.replace(row, measured_s=statistics.median(steps)))
+            rows.append(_row(one.name, one.plan, measured_s=statistics.median(steps)))
     if all(row.measured_s is None for row in rows):
-        raise failures[0]
-    rows.sort(key=_rank)
+        raise (failed + refused)[0].error
+    rows += [_row(one.name, one.plan, why=_reason(one.error)) for one in failed + refused]
+    rows.sort(key=lambda row: [math.inf if s is None else s for s in (row.measured_s, row.predicted_s)])
     target = f"{jax.default_backend()} x {asked.cluster.num_devices}"
     return Tuning(target=target, rows=(_with_note(rows), *rows[1:]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Failed:
+    """What could not be planned, compiled or run."""
+
+    name: str
+    error: Exception
+    plan: Plan | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Running:
+    """A plan that is compiled."""
+
+    name: str
+    plan: Plan
+    turn: Turn
+
+
+def _row(name: str, plan: Plan | None, *, measured_s: float | None = None, why: str = "") -> Timed:
+    predicted_s = step_s(plan) if plan is not None else None
+    return Timed(name=name, plan=plan, predicted_s=predicted_s, measured_s=measured_s, why=why)
+
+
+def step_s(plan: Plan) -> float:
+    """What a step is predicted to take."""
+    return plan.predicted.step_time_s
 
 
 def _check(step: Any, beside: Any, within: float, most: int, seconds: float) -> None:
@@ -216,46 +224,70 @@ def _check(step: Any, beside: Any, within: float, most: int, seconds: float) -> 
 
 def _planned(
     asked: Asked, beside: Mapping[str, Recipe], within: float, progress: Progress
-) -> Iterable[tuple[Timed, Exception | None]]:
-    """The search's choice and what it worked out near it, then the recipes; with what refused the step, if anything."""
+) -> Iterable[tuple[str, Plan | AutoparError]]:
+    """By name the search's choice and what it worked out near it, then the recipes; or what refused them."""
+    given = asked.traced, asked.trees, asked.cluster
     try:
-        plans = make_plans(
-            asked.traced, asked.trees, asked.cluster, asked.options, asked.rules, progress, within=within
-        )
+        plans = make_plans(*given, asked.options, asked.rules, progress, within)
     except AutoparError as error:
-        yield _refused("search", error)
+        yield "search", _freed(error)
     else:
         seen: dict[str, int] = {}
         for number, plan in enumerate(plans):
             name = f"{'near' if number else 'search'}: {_way(plan)}"
             seen[name] = seen.get(name, 0) + 1
-            yield _untimed(name if seen[name] == 1 else f"{name} ({seen[name]})", plan)
+            yield name if seen[name] == 1 else f"{name} ({seen[name]})", plan
     for name, recipe in beside.items():
-        wanted = asked.options.pipeline
-        own = {f.name: value for f in dataclasses.fields(wanted) if (value := getattr(wanted, f.name)) is not None}
-        options = dataclasses.replace(
-            asked.options,
-            pipeline=dataclasses.replace(recipe.pipeline, **own),
-            binding=recipe.binding,
-            recompute=recipe.recompute,
-            pins=recipe.pins,
-        )
         try:
-            yield _untimed(name, make_plan(asked.traced, asked.trees, asked.cluster, options, asked.rules, progress))
+            yield name, make_plan(*given, under(recipe, asked.options), asked.rules, progress)
         except AutoparError as error:
-            yield _refused(name, error)
+            yield name, _freed(error)
 
 
-def _untimed(name: str, plan: Plan) -> tuple[Timed, None]:
-    return Timed(name=name, plan=plan, predicted_s=plan.predicted.step_time_s, measured_s=None), None
+def under(recipe: Recipe, options: PlanOptions) -> PlanOptions:
+    """What is asked of the search, for a recipe: as if the step had been made with it."""
+    own = options.pipeline
+    asked = {f.name: getattr(own, f.name) for f in dataclasses.fields(own) if getattr(own, f.name) is not None}
+    return dataclasses.replace(
+        options,
+        pipeline=dataclasses.replace(recipe.pipeline, **asked),
+        binding=recipe.binding,
+        recompute=recipe.recompute,
+        pins=recipe.pins,
+    )
 
 
-def _refused(name: str, error: Exception) -> tuple[Timed, Exception]:
-    return Timed(name=name, plan=None, predicted_s=None, measured_s=None, why=_reason(error)), _freed(error)
+def _compiled(
+    asked: Asked, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
+) -> tuple[list[_Running], list[_Failed], list[Timed]]:
+    """(those to be timed, those that are not compiled, those that need not be) of plans that come fastest first."""
+    running: dict[str, _Running] = {}  # by program
+    failed: list[_Failed] = []
+    rows: list[Timed] = []
+    for name, plan in plans:
+        if step_s(plan) > within * step_s(plans[0][1]):
+            rows.append(_row(name, plan, why=f"predicted to take more than {within:g} times the best"))
+            continue
+        if len(running) == most:
+            rows.append(_row(name, plan, why=f"not among the {most} predicted to be the fastest"))
+            continue
+        try:
+            with progress.pass_(f"compile {name}"):
+                compiled = build(asked.traced, plan, asked.rules)
+                program = program_of(compiled)
+        except FAILURES as error:
+            failed.append(_Failed(name, _freed(error), plan))
+            continue
+        if program in running:
+            rows.append(_row(name, plan, why=f"the same program as {running[program].name}"))
+        else:
+            running[program] = _Running(name, plan, _turn_of(compiled, asked.arguments))
+    return list(running.values()), failed, rows
 
 
-def _freed(error: Exception) -> Exception:
-    """An error without its traceback, whose frames hold what was being worked out, arrays on the devices too."""
+def _freed(error: _Error) -> _Error:
+    """An error without tracebacks: their frames hold what was being worked out, arrays on the devices too."""
+    error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
@@ -265,19 +297,16 @@ def _reason(error: Exception) -> str:
     return text.strip().split("\n")[0]
 
 
-def _rank(row: Timed) -> tuple[float, float]:
-    """What was measured first, then what was predicted."""
-    return tuple(math.inf if s is None else s for s in (row.measured_s, row.predicted_s))  # type: ignore[return-value]
-
-
 def _way(plan: Plan) -> str:
     """A plan in a few words, those that its search had for it."""
-    record, step_s = plan.record, plan.predicted.step_time_s
+    record = plan.record
     if record.pipeline is not None:
-        texts = [t.text for t in record.weighed if t.step_time_s == step_s]
+        texts = [t.text for t in record.weighed if t.step_time_s == step_s(plan)]
         made = record.pipeline
         return texts[0] if texts else f"{made.num_microbatches} micro-batches, {len(made.stages)} stages"
-    names = [t.name for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s) and t.name]
+    names = [
+        t.name for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s(plan)) and t.name
+    ]
     return f"mesh {plan.mesh}" + (f", {names[0]}" if names else "")
 
 

@@ -232,6 +232,31 @@ def test_one_state_at_a_time_lies_on_the_devices():
     assert [row.measured_s is not None for row in found.rows] == [True, True]
 
 
+def test_what_failed_leaves_nothing_on_the_devices(monkeypatch):
+    step, args = mlp(), (new_mlp_state(), mlp_batch())
+    before = {id(x) for x in jax.live_arrays()}
+    put_copies, calls = tuning.put_copies, []
+
+    def failing(arguments, compiled):
+        made = put_copies(arguments, compiled)
+        calls.append(compiled)
+        if len(calls) == 1:
+            try:
+                raise ValueError("what the device said")
+            except ValueError as error:
+                raise jax.errors.JaxRuntimeError(f"out of memory beside {len(made)} arguments") from error
+        return made
+
+    def clock(turns, seconds):
+        took = in_turns(turns, seconds)
+        assert not [x.shape for x in jax.live_arrays() if id(x) not in before]
+        return took
+
+    monkeypatch.setattr(tuning, "put_copies", failing)
+    found = tuned_by(clock, step, args, {}, 1.2, 8, 0.0)
+    assert found.rows[1].why == "out of memory beside 2 arguments"
+
+
 # By a clock of our own
 
 
@@ -318,7 +343,7 @@ def test_what_is_predicted_to_take_too_long_is_listed_untimed():
 def test_no_more_are_timed_than_are_asked_for():
     found = by([1.0], beside={}, most=1, within=1.2)
     assert found.rows[1].name == "near: mesh x=2 x y=4"
-    assert found.rows[1].why == "1 others are predicted to be faster"
+    assert found.rows[1].why == "not among the 1 predicted to be the fastest"
 
 
 # Turns
