@@ -1,4 +1,5 @@
-"""Algebraic facts about primitives that no sharding rule tells: which are linear, and in which operands; which sum.
+"""Algebraic facts about primitives that no sharding rule tells: which are linear, and in which operands; which sum, and
+how much they multiply.
 
 These say where partial (unreduced) values may flow. A primitive that is not listed is treated as not linear: its
 operands are reduced first, which is always right.
@@ -6,6 +7,7 @@ operands are reduced first, which is always right.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,24 @@ def window_dims(eqn: Any) -> tuple[tuple[int, int], ...]:
     numbers = eqn.params["dimension_numbers"]
     specs = (numbers.lhs_spec, numbers.rhs_spec)
     return tuple((operand, d) for operand, spec in enumerate(specs) for d in spec[2:])
+
+
+def multiplications(eqn: Any) -> float | None:
+    """Those of a matrix product or a convolution; None of anything else.
+
+    Of a convolution, what its window covers: zeros that are put between the inputs (`lhs_dilation`, as in the gradient
+    of one with strides) are not multiplied with.
+    """
+    if eqn.primitive.name == "dot_general":
+        (summed, _), _ = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        return float(eqn.outvars[0].aval.size) * math.prod(left[d] for d in summed)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval
+        features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        covered = float(eqn.outvars[0].aval.size) * kernel.size / features
+        return covered / math.prod(eqn.params["lhs_dilation"])
+    return None
 
 
 def sums_locally(eqn: Any) -> bool:

@@ -9,10 +9,10 @@ and what does not lie as its kernels want it is copied first, so that another di
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from autopar import attention
+from autopar.algebra import multiplications
 from autopar.cluster import DeviceKind
 from autopar.graph import FactorKind, Op
 from autopar.strategies import Strategy
@@ -59,14 +59,10 @@ class Work:
 def flops_of(op: Op) -> float:
     """Arithmetic operations of one run. A matmul counts 2 m n k; elementwise operations one for each element."""
     assert op.rule is not None, "only equations have a rule"
-    if op.primitive == "dot_general":
-        return 2.0 * math.prod(f.size for f in op.rule.factors)
     if op.primitive in attention.PRIMITIVES:
         return attention.flops(op.eqn)
-    if op.primitive == "conv_general_dilated":
-        out, kernel = op.eqn.outvars[0].aval, op.eqn.invars[1].aval
-        features = kernel.shape[op.eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * out.size * kernel.size / features
+    if (multiplied := multiplications(op.eqn)) is not None:
+        return 2.0 * multiplied
     sizes = [v.aval.size for v in op.eqn.outvars]
     if any(f.kind in (FactorKind.SUM, FactorKind.EXTREMUM) for f in op.rule.factors):
         sizes += [v.aval.size for v in op.eqn.invars]

@@ -7,13 +7,13 @@ followed through the sharding rules of the equations around it.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar import jax_compat
+from autopar.algebra import multiplications
 from autopar.building import called_jaxpr, role_of
 from autopar.graph import FactorKind, Role, Rule
 from autopar.rules import RuleBook, equation_key
@@ -156,13 +156,8 @@ def _scan_operands(eqn: Any) -> tuple[list[Any], list[Any], list[Any]]:
 
 def _products(eqn: Any) -> float:
     """Arithmetic of the matrix products and convolutions of an equation, in multiplications."""
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        left = eqn.invars[0].aval.shape
-        return float(eqn.outvars[0].aval.size) * math.prod(left[d] for d in contracted)
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval
-        return float(eqn.outvars[0].aval.size) * kernel.size / max(kernel.shape)
+    if (own := multiplications(eqn)) is not None:
+        return own
     inner = [
         jax_compat.open_jaxpr(j)
         for p in eqn.params.values()
