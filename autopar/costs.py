@@ -42,7 +42,8 @@ def is_fusible(primitive: str) -> bool:
 class Work:
     """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result.
 
-    `is_product`: a matrix product, whose operands are packed where devices do that. `transposed`: the operands that are
+    `is_product`: a matrix product, whose operands are packed where devices do that. `is_convolution`: one that reaches
+    another rate than products. `transposed`: the operands that are
     copied with another dimension last, where that takes its time; for each the bytes of a row, and how many times its
     size the copy reads, for what is computed on the way.
     """
@@ -53,6 +54,7 @@ class Work:
     result_bytes: tuple[int, ...]
     fusible: bool
     is_product: bool = False
+    is_convolution: bool = False
     transposed: tuple[tuple[int, int, float], ...] = ()
 
 
@@ -78,7 +80,8 @@ def time_s(
     written = sum(n / parts for n, parts in zip(work.result_bytes, result_parts, strict=True))
     if work.fusible:
         return FUSED_TRAFFIC_SHARE * written / device.memory_bytes_per_s
-    arithmetic_s = work.flops / strategy.split / device.flops_per_s(work.dtype) + device.fill_s(work.dtype)
+    rate = device.flops_per_s(work.dtype) * (device.convolution_share if work.is_convolution else 1.0)
+    arithmetic_s = work.flops / strategy.split / rate + device.fill_s(work.dtype)
     if work.is_product:
         arithmetic_s += device.packing_s(read)
     return max(arithmetic_s, (read + written) / device.memory_bytes_per_s) + device.launch_overhead_s

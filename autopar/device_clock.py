@@ -106,6 +106,27 @@ class TransposeRun:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionRun:
+    """A convolution of images with kernels of 3 x 3 on every device, as many channels out as in.
+
+    Of a step's three it is the forward one: the gradients of a convolution in a loop, as it is timed here, take XLA's
+    CPU compiler tens of times as long as elsewhere.
+    """
+
+    images: int
+    side: int
+    channels: int
+    dtype: str
+    in_step: int = 1
+
+    KERNEL: ClassVar[int] = 3
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.images * self.side**2 * self.KERNEL**2 * self.channels**2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FreshRun:
     """A program's memory for temporary values had anew and written to for the first time, on every device at once."""
 
@@ -127,8 +148,8 @@ class CallRun:
 # `in_step` devices of a host wait for each other after every repetition of these, as in a step with collectives.
 # Virtual devices of one CPU need that to be timed rightly: left alone, one of them runs many repetitions with its
 # operands in the caches before another has its turn, and none ever waits for another that has no core.
-Kernel = MatmulRun | RowsRun | TransposeRun
-Repeated = CollectiveRun | MatmulRun | StreamRun | RowsRun | TransposeRun | FreshRun
+Kernel = MatmulRun | RowsRun | TransposeRun | ConvolutionRun
+Repeated = CollectiveRun | MatmulRun | StreamRun | RowsRun | TransposeRun | ConvolutionRun | FreshRun
 Run = Repeated | CallRun
 
 # One sample should take this long: a hundred times what the clock and the end of a loop leave uncertain; more where
@@ -253,7 +274,8 @@ class DeviceClock:
                 values, beat = values_and_beat
                 values = one_round(i, values)
                 # Nobody goes round again before all have got as far; values that change would be copied.
-                number = values[0][:1, 0].astype(jnp.float32)
+                first = values[0]
+                number = first[(slice(0, 1), *[0] * (first.ndim - 1))].astype(jnp.float32)
                 return values, jax.lax.psum(number + beat, "group") * 0.0
 
             if in_step:
@@ -311,8 +333,23 @@ def _work(run: Repeated) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarra
         case TransposeRun():
             matrix = np.ones((run.width, run.width), np.float32)
             return lambda x, y: (y.T, x.T), [matrix, matrix]
+        case ConvolutionRun():
+            return _convolution(run)
         case FreshRun():
             return lambda x: (x,), [np.ones(1, np.float32)]
+
+
+def _convolution(run: ConvolutionRun) -> tuple[Callable[..., tuple[Any, ...]], list[np.ndarray]]:
+    middle, dtype = run.KERNEL // 2, jnp.dtype(run.dtype)
+    kernel = np.zeros((run.KERNEL, run.KERNEL, run.channels, run.channels), dtype)
+    kernel[middle, middle] = np.eye(run.channels)  # images stay as they are, however often
+    images = np.ones((run.images, run.side, run.side, run.channels), dtype)
+
+    def convolved(x: Any, kernel: Any) -> tuple[Any, Any]:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers), kernel
+
+    return convolved, [images, kernel]
 
 
 def _filled(count: Any, number: Any, size: int) -> tuple[Any]:

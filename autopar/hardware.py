@@ -39,6 +39,7 @@ class DeviceKind:
             CPU device's are; None where a program keeps what it once had.
         call_s: Processor time of one run of a task of a pipeline beside its kernels, for being called and handing on
             what it makes, where devices share processors: as seconds in which nobody else has them.
+        convolution_share: What part of the rate of matrix products convolutions reach; one where that was not measured.
         packing_bytes_per_s: Rate at which operands of a matrix product are laid out anew before its arithmetic, as
             libraries for CPUs do; None where that costs nothing beside it.
         transposing: (bytes of a row, seconds for each byte of an array whose rows become columns), ascending, as
@@ -64,6 +65,7 @@ class DeviceKind:
     float32_fill_s: float = 0.0
     fresh_bytes_per_s: float | None = None
     call_s: float = 0.0
+    convolution_share: float = 1.0
     packing_bytes_per_s: float | None = None
     transposing: tuple[tuple[float, float], ...] = ()
     host_link_bytes_per_s: float | None = None

@@ -20,6 +20,7 @@ from autopar.device_clock import (
     CallRun,
     Clock,
     CollectiveRun,
+    ConvolutionRun,
     DeviceClock,
     FreshRun,
     Kernel,
@@ -50,6 +51,7 @@ class Sizes:
 
     `few_rows`: (rows, width) of float32 products that are not square, where packing of operands may cost time.
     `transposed_widths`: square matrices whose rows become columns, where that takes longer than another copy.
+    `convolutions`: (images, pixels of a side, channels) of `convolution_dtype`.
     `handed_bytes`: of an array that tasks of a pipeline hand on, where being called takes time from other devices.
     `in_step`: kernels are timed with the devices of a host in step, but for products of less than that width.
     """
@@ -62,6 +64,8 @@ class Sizes:
     row_bytes: tuple[int, ...] = ()
     transposed_widths: tuple[int, ...] = ()
     fresh_bytes: tuple[int, ...] = ()
+    convolutions: tuple[tuple[int, int, int], ...] = ()
+    convolution_dtype: str = "float32"
     handed_bytes: int | None = None
     in_step: int | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
@@ -78,6 +82,7 @@ CPU_SIZES = Sizes(
     row_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 23),
     transposed_widths=(256, 512, 1024),
     fresh_bytes=(36 << 20, 48 << 20),
+    convolutions=((4, 8, 128), (4, 16, 64), (4, 32, 32)),
     handed_bytes=1 << 16,
     in_step=128,
 )
@@ -89,6 +94,7 @@ ROOMY_CPU_SIZES = dataclasses.replace(
     few_rows=((16, 512), (64, 512), (16, 1024), (64, 1024)),
     row_bytes=(1 << 20, 1 << 22, 1 << 24),
     fresh_bytes=(72 << 20, 96 << 20),
+    convolutions=((16, 8, 128), (16, 16, 64), (16, 32, 32)),
     transposed_widths=(256, 512, 1024, 2048),
 )
 ACCELERATOR_SIZES = Sizes(
@@ -96,6 +102,8 @@ ACCELERATOR_SIZES = Sizes(
     widths=(64, 512, 1024, 2048, 4096, 8192),
     other_widths=(64, 512, 1024, 2048, 4096, 8192),
     stream_bytes=(1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30),
+    convolutions=((32, 16, 512), (32, 32, 256), (32, 64, 128)),
+    convolution_dtype="bfloat16",
 )
 
 
@@ -153,6 +161,12 @@ def runs(found: LocalDevices, sizes: Sizes) -> list[list[Run]]:
     series.append([StreamRun(array_bytes=n) for n in sizes.stream_bytes])
     series.append([RowsRun(array_bytes=n, in_step=in_step) for n in sizes.row_bytes])
     series.append([TransposeRun(width=w, in_step=in_step) for w in sizes.transposed_widths])
+    series.append(
+        [
+            ConvolutionRun(images=n, side=side, channels=channels, dtype=sizes.convolution_dtype, in_step=in_step)
+            for n, side, channels in sizes.convolutions
+        ]
+    )
     series.append([FreshRun(nbytes=n) for n in sizes.fresh_bytes])
     if sizes.handed_bytes is not None and found.num_hosts == 1 and found.devices_per_host > 1:
         series.append([CallRun(arrays=HANDED, array_bytes=sizes.handed_bytes)])
@@ -203,6 +217,8 @@ def _name(run: Run) -> str:
             return "memory"
         case TransposeRun():
             return "transposing"
+        case ConvolutionRun():
+            return "convolutions"
         case FreshRun():
             return "fresh memory"
         case CallRun():
@@ -293,6 +309,7 @@ def _device(
     if fresh:
         fit = fit_proportion(fresh)  # of pages, one like the other
         fits.append(_rate_quality("fresh memory", fit, len(fresh), "B"))
+    convolution_share = _convolution_share(times, measured, fits)
     call_s = next((seconds for run, seconds in times.items() if isinstance(run, CallRun)), 0.0)
     if call_s:
         text = f"{text_of_s(call_s)} each"
@@ -308,6 +325,7 @@ def _device(
         float32_fill_s=fill_s,
         fresh_bytes_per_s=fit.rate_per_s if fresh else None,
         call_s=call_s,
+        convolution_share=convolution_share,
         packing_bytes_per_s=rates["float32"].packing_bytes_per_s,
         transposing=transposing,
         source=f"{table.source}; {source}",
@@ -350,6 +368,30 @@ def _products(times: dict[Run, float], fits: list[FitQuality]) -> dict[str, Rate
         rates[dtype] = fit
         fits.append(_rate_quality(f"{dtype} products", fit, len(timed), "flop"))
     return rates
+
+
+def _convolution_share(times: dict[Run, float], flops_per_s: dict[str, float], fits: list[FitQuality]) -> float:
+    """What part of the rate of matrix products convolutions reach, in the median."""
+    shares = {
+        run: run.flops / seconds / flops_per_s[run.dtype]
+        for run, seconds in times.items()
+        if isinstance(run, ConvolutionRun) and run.dtype in flops_per_s
+    }
+    if not shares:
+        return 1.0
+    share = min(1.0, statistics.median(shares.values()))
+    off = {run: reached / share for run, reached in shares.items()}
+    worst, ratio = max(off.items(), key=lambda item: abs(item[1] - 1))
+    fits.append(
+        FitQuality(
+            what="convolutions",
+            constants=f"{share:.0%} of {worst.dtype} products",
+            points=len(shares),
+            median_error=statistics.median(abs(ratio - 1) for ratio in off.values()),
+            worst=f"{worst.channels} channels: {ratio:.2f} of its time",
+        )
+    )
+    return share
 
 
 def _without_waiting(run: Run, times: dict[Run, float]) -> float:

@@ -140,6 +140,7 @@ class NodeCosts:
             result_bytes=tuple(self._nbytes(v) for v in op.outputs),
             fusible=is_fusible(op.primitive),
             is_product=op.primitive == "dot_general",
+            is_convolution=op.primitive == "conv_general_dilated",
             transposed=tuple((i, self._row_bytes(op.inputs[i]), times) for i, times in self._copied(op)),
         )
 

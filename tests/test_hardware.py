@@ -112,6 +112,32 @@ def test_operands_of_products_are_packed_before_their_arithmetic(packing, is_pro
 
 
 @pytest.mark.parametrize(
+    ("is_convolution", "expected_s"),
+    [
+        (False, 1e-6 + 1e9 / 1e11),
+        (True, 1e-6 + 1e9 / 0.5e11),
+    ],
+)
+def test_convolutions_reach_their_share_of_the_rate(is_convolution, expected_s):
+    device = dataclasses.replace(
+        hardware.cpu_device(num_devices=1, cores=1, host_bytes=1),
+        peak_flops=(("float32", 1e11),),
+        launch_overhead_s=1e-6,
+        convolution_share=0.5,
+    )
+    work = Work(
+        flops=4e9,
+        dtype="float32",
+        operand_bytes=(8_000, 4_000),
+        result_bytes=(10_000,),
+        fusible=False,
+        is_convolution=is_convolution,
+    )
+    whole = Layout(((), ()))
+    assert time_s(work, Strategy((whole, whole), (whole,), 4), ((4, 4), (4,)), device) == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize(
     ("row_bytes", "seconds"),
     [
         (50, 1e-3),  # shorter rows than were measured, and longer ones, as the nearest

@@ -10,7 +10,17 @@ from autopar import hardware, local_devices, measurement, measuring
 from autopar.__main__ import main
 from autopar.cluster import Cluster
 from autopar.collectives import CollectiveKind, Fabric, Link, time_s
-from autopar.device_clock import CallRun, CollectiveRun, FreshRun, MatmulRun, RowsRun, Run, StreamRun, TransposeRun
+from autopar.device_clock import (
+    CallRun,
+    CollectiveRun,
+    ConvolutionRun,
+    FreshRun,
+    MatmulRun,
+    RowsRun,
+    Run,
+    StreamRun,
+    TransposeRun,
+)
 from autopar.errors import InvalidArgumentError
 from autopar.measurement import MeasuredOn
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, python, shapes
@@ -20,6 +30,7 @@ NETWORK = Link(overhead_s=50e-6, latency_s=90e-6, bytes_per_s=1e8, fabric=Fabric
 FLOPS_PER_S = {"float32": 30e9, "bfloat16": 60e9, "float16": 20e9}
 MEMORY_BYTES_PER_S, FRESH_BYTES_PER_S, LAUNCH_S = 8e9, 1e9, 3e-6
 TRANSPOSED_BYTES_PER_S, CALL_S = 5e8, 2e-4
+CONVOLUTION_SHARE = 0.6
 
 
 class KnownClock:
@@ -56,6 +67,8 @@ class KnownClock:
                 return run.moved_bytes / MEMORY_BYTES_PER_S
             case TransposeRun():
                 return run.copied_bytes / TRANSPOSED_BYTES_PER_S
+            case ConvolutionRun():
+                return run.flops / (CONVOLUTION_SHARE * FLOPS_PER_S[run.dtype])
             case FreshRun():
                 return run.nbytes / FRESH_BYTES_PER_S
             case CallRun():
@@ -92,6 +105,7 @@ def test_known_constants_are_found_again():
     assert found.device.renewed_s(32 * 2**20 + 40e6) == pytest.approx(found.device.fresh_s(40e6))
     assert found.device.renewed_s(30e6) == 0.0
     assert found.device.call_s == pytest.approx(CALL_S)
+    assert found.device.convolution_share == pytest.approx(CONVOLUTION_SHARE, rel=1e-3)
     assert found.device.transposing_s(2e6, 1000.0) == pytest.approx(4e-3, rel=1e-3)
     assert {(t.kind, t.n) for t in found.timings} == {(k, n) for k in CollectiveKind for n in (2, 4, 8)}
     assert found.between_hosts == hardware.cpu_process_link(8)  # one process: nothing to measure it on
@@ -126,6 +140,7 @@ def test_measured_accelerators_keep_their_peaks():
     assert device.peak_memory_bytes_per_s == hardware.H200.peak_memory_bytes_per_s
     assert device.flops_per_s("float16") == pytest.approx(20e9, rel=1e-3)
     assert device.flops_per_s("bfloat16") == pytest.approx(60e9, rel=1e-3)
+    assert device.convolution_share == pytest.approx(CONVOLUTION_SHARE, rel=1e-3)
     assert device.memory_bytes_per_s == pytest.approx(MEMORY_BYTES_PER_S, rel=1e-3)
 
 
@@ -146,11 +161,19 @@ def test_what_takes_too_long_is_left_out():
         "float16 products",
         "memory",
         "fresh memory",
+        "convolutions",
         "calls of tasks",
         "transposing",
         "links inside a host",
     ]
     assert found.device.flops_per_s("bfloat16") == found.device.flops_per_s("float32")  # as all that is not listed
+
+
+def test_convolutions_that_take_too_long_go_as_products():
+    clock = KnownClock()
+    known = clock._seconds
+    clock._seconds = lambda run: 100.0 if isinstance(run, ConvolutionRun) else known(run)
+    assert measured(clock=clock).device.convolution_share == 1.0
 
 
 def test_fresh_memory_is_measured_however_slow_it_is():
@@ -247,7 +270,7 @@ def test_accelerators_do_not_share_so_that_more_of_them_hold_for_fewer(directory
 def test_damaged_measurements_count_as_absent(directory):
     path = measured().save()
     assert path is not None
-    path.write_text(path.read_text().replace('"format_version": 5', '"format_version": 1'))
+    path.write_text(path.read_text().replace('"format_version": 6', '"format_version": 1'))
     assert Cluster.local() == Cluster.local(measured=False)
     path.write_text("{")
     assert Cluster.local() == Cluster.local(measured=False)
