@@ -8,7 +8,7 @@ import pytest
 from autopar import Cluster
 from autopar.errors import MemoryLimitError, UnsupportedError
 from benchmarks.auto_vs_manual import __main__ as main
-from benchmarks.auto_vs_manual import findings, reports
+from benchmarks.auto_vs_manual import findings, manual, reports
 from benchmarks.auto_vs_manual.__main__ import finished, lines_of
 from benchmarks.auto_vs_manual.manual import Outcome, Point, Problem, first_points, megatron, walk
 from benchmarks.auto_vs_manual.models import chosen, models
@@ -258,8 +258,23 @@ def test_the_search_is_measured_beside_the_fastest_recipe():
     for recipe, beside in (("zero 1", 1.0), ("zero 2", 0.98), ("zero 3", 1.4)):
         rows.append(dataclasses.replace(own, recipe=recipe, measured_s=0.1 * beside, measured_beside_auto=beside))
     assert findings.measured_cells(rows) == [
-        ("gpt-small", "100.0 ms", "x=8", "zero 2", "98.0 ms", "0.98", "yes"),
+        ("gpt-small", "search", "x=8", "100.0 ms", "zero 2", "98.0 ms", "0.98", "yes"),
     ]
     slow = dataclasses.replace(own, recipe="data parallel", measured_s=0.09, measured_beside_auto=0.9)
-    assert findings.measured_cells([*rows, slow])[0][3:] == ("data parallel", "90.0 ms", "0.90", "no")
-    assert findings.measured_cells([own, rows[1]])[0][3:] == ("none", "", "", "yes")
+    assert findings.measured_cells([*rows, slow])[0][4:] == ("data parallel", "90.0 ms", "0.90", "no")
+    assert findings.measured_cells([own, rows[1]])[0][4:] == ("none", "", "", "yes")
+
+
+def test_what_the_clock_chose_is_measured_beside_the_fastest_recipe():
+    """It is no recipe: the search's own plan is not beaten by it."""
+    own = dataclasses.replace(ROW, model="gpt-small", cluster="local:8", plan="x=8", measured_s=0.1)
+    timed = dataclasses.replace(own, recipe=manual.TIMED, measured_s=0.09, measured_beside_auto=0.9)
+    same = dataclasses.replace(timed, recipe="zero 1", measured_beside_timed=1.0)
+    other = dataclasses.replace(
+        own, recipe="zero 2", measured_s=0.085, measured_beside_auto=0.85, measured_beside_timed=0.96
+    )
+    assert findings.measured_cells([own, timed, same, other]) == [
+        ("gpt-small", "search", "x=8", "100.0 ms", "zero 2", "85.0 ms", "0.85", "no"),
+        ("gpt-small", "clock", "x=8", "90.0 ms", "zero 2", "85.0 ms", "0.96", "no"),
+    ]
+    assert [row.recipe for row, _ in reports.beside_auto([own, timed, same])] == ["zero 1"]

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from autopar.user_cache import default_directory
 from benchmarks.auto_vs_manual import reports
-from benchmarks.auto_vs_manual.manual import AUTO, RECIPES
+from benchmarks.auto_vs_manual.manual import AUTO, NAMES
 from benchmarks.auto_vs_manual.models import models
 from benchmarks.auto_vs_manual.planning import MOST_ATTEMPTS
 from benchmarks.auto_vs_manual.rows import Row, Rows, Status, row_of
@@ -124,7 +124,7 @@ def groups(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def show_names(console: Console) -> None:
-    for title, names in (("models", models()), ("clusters", CLUSTERS), ("recipes", RECIPES), ("suites", SUITES)):
+    for title, names in (("models", models()), ("clusters", CLUSTERS), ("recipes", NAMES), ("suites", SUITES)):
         console.print(f"[bold]{title}[/bold]: {', '.join(names)}")
 
 
@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=[], help="rows that belong together")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="families, names or patterns")
     parser.add_argument("--clusters", nargs="+", metavar="CLUSTER", help="as `autopar plan --cluster`")
-    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help=f"of {', '.join(RECIPES)}, or patterns")
+    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help=f"of {', '.join(NAMES)}, or patterns")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for a row")
     parser.add_argument("--attempts", type=int, default=MOST_ATTEMPTS, help="most plans that are made for a row")
     parser.add_argument("--again", action="store_true", help="make rows anew that are there")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.auto_vs_manual import findings
-from benchmarks.auto_vs_manual.manual import AUTO, RECIPES
+from benchmarks.auto_vs_manual.manual import AUTO, NAMES, RECIPES, TIMED
 from benchmarks.auto_vs_manual.models import models
 from benchmarks.auto_vs_manual.rows import Row, Status
 from benchmarks.auto_vs_manual.suites import ALPA_FAMILIES
@@ -53,10 +53,10 @@ def all_bars(path: Path, rows: Sequence[Row], seconds_of: Callable[[Row], float 
 def bars(axes: Any, rows: Sequence[Row], seconds_of: Callable[[Row], float | None]) -> None:
     """One bar a recipe, the search's marked; a recipe without a plan says why."""
     by_name = {row.recipe: row for row in rows}
-    names = [name for name in RECIPES if name in by_name]
+    names = [name for name in NAMES if name in by_name]
     fits = {name: by_name[name].status is Status.PLANNED for name in names}
     values = [(seconds_of(by_name[name]) or 0.0) if fits[name] else 0.0 for name in names]
-    axes.barh(names, values, color=[OWN if name == AUTO else OTHER for name in names])
+    axes.barh(names, values, color=[OWN if name in (AUTO, TIMED) else OTHER for name in names])
     for place, name in enumerate(names):
         if not fits[name]:
             axes.text(0, place, f" {by_name[name].came_to()}"[:MOST_LETTERS], va="center", fontsize=7)

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from benchmarks.auto_vs_manual.manual import AUTO, RECIPES
+from benchmarks.auto_vs_manual.manual import AUTO, RECIPES, TIMED
 from benchmarks.auto_vs_manual.models import Model, models
 from benchmarks.auto_vs_manual.rows import TIE, Row, Status
 from benchmarks.auto_vs_manual.suites import ALPA_FAMILIES, GPUS_A_HOST, OF_FAMILY, p3
@@ -194,29 +194,34 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
     ]
 
 
-MEASURED_COLUMNS = ("model", "search", "search's plan", "fastest recipe", "step", "over the search's", "holds")
+MEASURED_COLUMNS = ("model", "chosen by", "plan", "step", "fastest recipe", "step", "over the chosen", "holds")
 MEASURED_WITHIN = 0.03
+BESIDE = {AUTO: ("search", "measured_beside_auto"), TIMED: ("clock", "measured_beside_timed")}
 
 
 def measured_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Of each small model the search's step as it was measured, beside that of the fastest recipe."""
+    """Of each small model the step of the search's plan and of the one that the clock chose, as they were measured,
+    beside the fastest recipe.
+    """
     cells = []
     for own in rows:
-        if own.recipe != AUTO or own.measured_s is None:
+        if own.recipe not in BESIDE or own.measured_s is None:
             continue
-        # One that came to the search's own program has its times, and so a ratio of one to the last bit.
+        by, field = BESIDE[own.recipe]
+        # One that came to the same program has its times, and so a ratio of one to the last bit.
         others = [
-            (row.measured_beside_auto, row.measured_s, row.recipe)
+            (ratio, row.measured_s, row.recipe)
             for row in rows
-            if row.key[:2] == own.key[:2] and row.measured_s and row.measured_beside_auto not in (None, 1.0)
+            if row.key[:2] == own.key[:2] and row.recipe not in BESIDE and row.measured_s
+            if (ratio := getattr(row, field)) not in (None, 1.0)
         ]
-        times = f"{own.measured_s * 1e3:.1f} ms"
+        chosen = (own.model, by, own.plan, f"{own.measured_s * 1e3:.1f} ms")
         if not others:
-            cells.append((own.model, times, own.plan, "none", "", "", "yes"))
+            cells.append((*chosen, "none", "", "", "yes"))
             continue
         ratio, seconds, recipe = min(others)
         holds = "yes" if ratio >= 1 - MEASURED_WITHIN else "no"
-        cells.append((own.model, times, own.plan, recipe, f"{seconds * 1e3:.1f} ms", f"{ratio:.2f}", holds))
+        cells.append((*chosen, recipe, f"{seconds * 1e3:.1f} ms", f"{ratio:.2f}", holds))
     return cells
 
 

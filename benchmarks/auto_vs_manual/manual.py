@@ -19,6 +19,7 @@ from autopar.whole_search import PlanOptions, distinct_meshes
 from benchmarks.auto_vs_manual.models import Model
 
 AUTO = "auto"
+TIMED = "auto, timed"  # the fastest by the clock of the plans that the search predicts to be the best (`autopar.tune`)
 FIRST_EXAMPLES = 4  # of each copy of the model in a micro-batch, where a walk begins that is lean
 MOST_STAGES = 16
 RECOMPUTE = ("nothing", "matmuls", "input")  # in the order of what they save
@@ -325,3 +326,4 @@ RECIPES: dict[str, Callable[[Problem], Walk]] = {
     "intra-operator only": intra_operator,
     "shard the largest": shard_the_largest,
 }
+NAMES = (AUTO, TIMED, *(name for name in RECIPES if name != AUTO))  # of all rows, in the order of tables

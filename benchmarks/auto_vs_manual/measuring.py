@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,10 +28,11 @@ import jax  # isort: skip
 import autopar  # isort: skip
 from autopar import measuring
 from autopar.verification import peak_bytes, traffic_of
-from benchmarks.auto_vs_manual.manual import AUTO
-from benchmarks.auto_vs_manual.models import models
-from benchmarks.auto_vs_manual.planning import cluster_of, line_of, plan_row
+from benchmarks.auto_vs_manual.manual import AUTO, TIMED
+from benchmarks.auto_vs_manual.models import Model, models
+from benchmarks.auto_vs_manual.planning import cluster_of, line_of, outcome_of, plan_row, with_plan
 from benchmarks.auto_vs_manual.rows import Row, Status
+from benchmarks.plan_text import text_of
 
 ROUNDS = 10
 WHERE_FROM = re.compile(r", metadata=\{[^}]*\}")
@@ -85,7 +87,10 @@ def main(name: str, cluster_text: str, *names: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         try:
             for recipe in names:
-                row, plan = plan_row(model, cluster_text, recipe, cluster=cluster)
+                if recipe == TIMED:
+                    row, plan = timed_row(model, cluster_text, cluster)
+                else:
+                    row, plan = plan_row(model, cluster_text, recipe, cluster=cluster)
                 if plan is not None and row.status is Status.PLANNED:
                     step = autopar.parallelize(
                         case.step, cluster=cluster, plan=plan, cache_dir=None, show_progress=False
@@ -107,20 +112,43 @@ def main(name: str, cluster_text: str, *names: str) -> None:
         print(line_of(with_times(row, programs, program_of)), flush=True)
 
 
+def timed_row(model: Model, cluster_text: str, cluster: autopar.Cluster) -> tuple[Row, autopar.Plan]:
+    """The plan that is the fastest by the clock of those that the search predicts to be the best."""
+    begun, case = time.perf_counter(), model.build()
+    step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, show_progress=False)
+    tuned = autopar.tune(step, step.init(case.init, jax.random.key(0)), case.batch(0))
+    print(tuned, file=sys.stderr, flush=True)
+    row = Row(
+        model=model.name,
+        cluster=cluster_text,
+        recipe=TIMED,
+        devices=cluster.num_devices,
+        status=Status.PLANNED,
+        attempts=sum(timed.measured_s is not None for timed in tuned.rows),
+        planned_s=time.perf_counter() - begun,
+    )
+    return with_plan(row, tuned.plan, text_of(tuned.plan), outcome_of(tuned.plan)), tuned.plan
+
+
 def with_times(row: Row, programs: Mapping[str, InAProcess], program_of: dict[str, str]) -> Row:
-    """A row with what its program took, and the search's beside it."""
+    """A row with what its program took, and beside it the search's and the one that the clock chose."""
     if row.recipe not in program_of:
         return row
     seconds = programs[program_of[row.recipe]].wall_s
     quartiles = statistics.quantiles(seconds, n=4)
-    beside = None
-    if row.recipe != AUTO and AUTO in program_of:
-        beside = statistics.median(s / own for s, own in zip(seconds, programs[program_of[AUTO]].wall_s, strict=True))
+
+    def beside(chosen: str) -> float | None:
+        if row.recipe == chosen or chosen not in program_of:
+            return None
+        own = programs[program_of[chosen]].wall_s
+        return statistics.median(s / o for s, o in zip(seconds, own, strict=True))
+
     return dataclasses.replace(
         row,
         measured_s=quartiles[1],
         measured_quartiles_s=(quartiles[0], quartiles[2]),
-        measured_beside_auto=beside,
+        measured_beside_auto=beside(AUTO),
+        measured_beside_timed=beside(TIMED),
     )
 
 

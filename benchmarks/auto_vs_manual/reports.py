@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.auto_vs_manual import figures, findings
-from benchmarks.auto_vs_manual.manual import AUTO, RECIPES
+from benchmarks.auto_vs_manual.manual import AUTO, NAMES, TIMED
 from benchmarks.auto_vs_manual.models import models
 from benchmarks.auto_vs_manual.rows import TIE, Row, Status
 from benchmarks.machine import markdown
@@ -37,7 +37,7 @@ def beside_auto(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
     return [
         (row, own[row.key[:2]])
         for row in rows
-        if row.recipe != AUTO and row.key[:2] in own and row.status is Status.PLANNED
+        if row.recipe not in (AUTO, TIMED) and row.key[:2] in own and row.status is Status.PLANNED
     ]
 
 
@@ -51,10 +51,9 @@ def is_slower(own: Row, row: Row) -> bool:
 def cells_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The cells of a table, in the order of models, clusters and recipes."""
     order = {name: number for number, name in enumerate(models())}
-    names = list(RECIPES)
     own = {row.key[:2]: row for row in rows if row.recipe == AUTO}
     clusters = {row.cluster: number for number, row in enumerate(sorted(rows, key=lambda r: (r.devices, r.cluster)))}
-    ranked = sorted(rows, key=lambda r: (order[r.model], clusters[r.cluster], names.index(r.recipe)))
+    ranked = sorted(rows, key=lambda r: (order[r.model], clusters[r.cluster], NAMES.index(r.recipe)))
     return [cells(row, own.get(row.key[:2])) for row in ranked]
 
 
@@ -107,8 +106,9 @@ def write(directory: Path, rows: Sequence[Row], machines: dict[str, str]) -> Non
         "## Where a recipe is faster than the search",
         markdown(("model", "cluster", "recipe", "search", "recipe", "search's plan", "recipe's plan"), lost),
         "## Run on this machine",
-        "The search's step beside that of the fastest recipe that came to another program: the median of what the two "
-        "took in the same turns. The search is to be the fastest, or within 3 % of it.",
+        "The search's step, and that of the plan that the clock chose among the best (`autopar.tune`), beside the "
+        "recipe that was the fastest in the same turns, of those that came to another program: medians of what the two "
+        "took. They are to be the fastest, or within 3 % of it.",
         markdown(findings.MEASURED_COLUMNS, findings.measured_cells(rows)),
         "## Weak scaling over hosts",
         "Times, and how much faster the search is, are predicted.",

@@ -36,6 +36,7 @@ class Row:
             are those of the program that XLA made.
         measured_beside_auto: The step over the search's, the median of what they took in the same turns; None in the
             search's own row.
+        measured_beside_timed: The same beside the plan that the clock chose.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Row:
     measured_s: float | None = None
     measured_quartiles_s: tuple[float, float] | None = None
     measured_beside_auto: float | None = None
+    measured_beside_timed: float | None = None
     compiled_bytes: float | None = None
     compiled_peak_bytes: int | None = None
 

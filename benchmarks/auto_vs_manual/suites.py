@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from benchmarks.auto_vs_manual.manual import AUTO, RECIPES
+from benchmarks.auto_vs_manual.manual import AUTO, NAMES, RECIPES, TIMED
 from benchmarks.auto_vs_manual.models import Model, chosen, models
 
 CLUSTERS = (
@@ -37,7 +37,8 @@ HARDWARE_MODELS = {
     "unet-460M": ("pipeline and data",),
 }
 SMALL_RECIPES = (
-    AUTO, "data parallel", "zero 1", "zero 2", "zero 3", "tensor parallel", "equal stages", "intra-operator only",
+    AUTO, TIMED, "data parallel", "zero 1", "zero 2", "zero 3", "tensor parallel", "equal stages",
+    "intra-operator only",
 )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def selected(
     """
     known = models()
     wanted = chosen(names, list(known)) if names else list(known)
-    under = chosen(recipes, list(RECIPES)) if recipes else list(RECIPES)
+    under = chosen(recipes, list(NAMES)) if recipes else list(NAMES)
     if suites:
         jobs = [job for suite in suites for job in SUITES[suite]()]
         on = set(clusters) if clusters else None
@@ -133,4 +134,5 @@ def selected(
         for name, cluster in pairs
         if known[name].small == cluster.startswith("local")
         for recipe in under
+        if recipe != TIMED or known[name].small
     ]
