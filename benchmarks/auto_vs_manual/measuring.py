@@ -4,15 +4,16 @@
     python -m benchmarks.auto_vs_manual.measuring --plan MODEL FILE      one program: a turn for each line
 
 The devices' constants are measured first. Each program runs in a process of its own, for what others have left of its
-memory would help it; they take turns, so that what else the machine does falls on all recipes alike. The median of each
-counts, and of each beside the search's the median of what the two took in the same turns. Recipes that come to the same
-program as another share it. Bytes and peak are those of the program that XLA made. Each recipe's row goes to the
-standard output, a line of JSON.
+memory would help it, and in several one after the other: the same program may be faster in one process than in another,
+from its first step to its last. They take turns, so that what else the machine
+does falls on all recipes alike. The median of each counts, and of each beside the search's the median of what the two
+took in the same turns. Recipes that come to the same program as another share it. Bytes and peak are those of the
+program that XLA made. Each recipe's row goes to the standard output, a line of JSON.
 """
 
 import dataclasses
 import json
-import re
+import os
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from benchmarks.predicted_time import Running, take_turns  # first of all: it as
 import jax  # isort: skip
 
 import autopar  # isort: skip
-from autopar import measuring
+from autopar import measuring, tuning
 from autopar.verification import peak_bytes, traffic_of
 from benchmarks.auto_vs_manual.manual import AUTO, TIMED
 from benchmarks.auto_vs_manual.models import Model, models
@@ -34,23 +35,38 @@ from benchmarks.auto_vs_manual.planning import cluster_of, line_of, outcome_of, 
 from benchmarks.auto_vs_manual.rows import Row, Status
 from benchmarks.plan_text import text_of
 
-ROUNDS = 10
-WHERE_FROM = re.compile(r", metadata=\{[^}]*\}")
+PROCESSES, ROUNDS = 3, 4  # of each program one after the other, and turns that count in each
 
 
 class InAProcess:
-    """A plan that runs a turn of steps whenever it is told to, in a process of its own. Seconds as in `Running`."""
+    """A plan that runs a turn of steps whenever it is told to, in a process of its own. Seconds as in `Running`; what
+    is compiled is kept in the directory for the next process.
+    """
 
     def __init__(self, model: str, recipe: str, plan: autopar.Plan, directory: str) -> None:
         self.name = f"{model} | {recipe}"
         path = Path(directory) / f"{recipe}.json"
         plan.save(path)
-        command = [sys.executable, "-m", "benchmarks.auto_vs_manual.measuring", "--plan", model, str(path)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.command = [sys.executable, "-m", "benchmarks.auto_vs_manual.measuring", "--plan", model, str(path)]
+        self.environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": str(Path(directory) / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self.process: subprocess.Popen[str] | None = None
         self.wall_s: list[float] = []
         self.processor_s: list[float] = []
 
+    def start(self) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(self.command, **pipes, text=True, env=self.environment)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
     def run(self) -> None:
+        assert self.process is not None, "it was started"
         assert self.process.stdin is not None, "it is a pipe"
         assert self.process.stdout is not None, "it is a pipe"
         try:
@@ -96,20 +112,32 @@ def main(name: str, cluster_text: str, *names: str) -> None:
                         case.step, cluster=cluster, plan=plan, cache_dir=None, show_progress=False
                     )
                     compiled = step.compile(*model.shapes())
-                    text = program_of[recipe] = f"{row.plan}\n{WHERE_FROM.sub('', compiled.as_text())}"
+                    text = program_of[recipe] = tuning.program_of(compiled)
                     if text not in programs:
                         programs[text] = InAProcess(name, recipe, plan, directory)
                     row = dataclasses.replace(
                         row, compiled_bytes=traffic_of(compiled).total_bytes, compiled_peak_bytes=peak_bytes(compiled)
                     )
                 rows.append(row)
-            take_turns(list(programs.values()), ROUNDS)
+            measured_s = run_in_turns(programs)
         finally:
             for program in programs.values():
-                program.process.kill()
-                program.process.wait()
+                program.stop()
     for row in rows:
-        print(line_of(with_times(row, programs, program_of)), flush=True)
+        print(line_of(with_times(row, measured_s, program_of)), flush=True)
+
+
+def run_in_turns(programs: Mapping[str, InAProcess]) -> dict[str, list[float]]:
+    """Seconds of the steps of each program, those of the same turns in the same places."""
+    seconds: dict[str, list[float]] = {text: [] for text in programs}
+    for _ in range(PROCESSES):
+        for program in programs.values():
+            program.start()
+        take_turns(list(programs.values()), ROUNDS)
+        for text, program in programs.items():
+            seconds[text] += program.wall_s
+            program.stop()
+    return seconds
 
 
 def timed_row(model: Model, cluster_text: str, cluster: autopar.Cluster) -> tuple[Row, autopar.Plan]:
@@ -130,17 +158,17 @@ def timed_row(model: Model, cluster_text: str, cluster: autopar.Cluster) -> tupl
     return with_plan(row, tuned.plan, text_of(tuned.plan), outcome_of(tuned.plan)), tuned.plan
 
 
-def with_times(row: Row, programs: Mapping[str, InAProcess], program_of: dict[str, str]) -> Row:
+def with_times(row: Row, measured_s: Mapping[str, list[float]], program_of: Mapping[str, str]) -> Row:
     """A row with what its program took, and beside it the search's and the one that the clock chose."""
     if row.recipe not in program_of:
         return row
-    seconds = programs[program_of[row.recipe]].wall_s
+    seconds = measured_s[program_of[row.recipe]]
     quartiles = statistics.quantiles(seconds, n=4)
 
     def beside(chosen: str) -> float | None:
         if row.recipe == chosen or chosen not in program_of:
             return None
-        own = programs[program_of[chosen]].wall_s
+        own = measured_s[program_of[chosen]]
         return statistics.median(s / o for s, o in zip(seconds, own, strict=True))
 
     return dataclasses.replace(
