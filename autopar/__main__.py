@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ import jax
 
 import autopar
 from autopar import elsewhere, measuring
+from autopar.api import on_cluster
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidArgumentError
 from autopar.plan import Plan
@@ -119,6 +119,13 @@ def _verify(parsed: argparse.Namespace) -> autopar.Verification:
 
 
 def _tune(parsed: argparse.Namespace) -> autopar.Tuning:
+    if not parsed.cluster.startswith("local") and not parsed.cluster.endswith(".json"):
+        raise InvalidArgumentError(
+            where="--cluster",
+            expected="the devices here: local, local:4, or a .json file that was measured on them",
+            got=parsed.cluster,
+            hint="tune where the hardware is, or predict: autopar plan",
+        )
     cluster = Cluster.parse(parsed.cluster)
     step, arguments = returned_by(parsed.function)
     tuned = autopar.tune(_planned_for(step, cluster), *arguments)
@@ -128,11 +135,10 @@ def _tune(parsed: argparse.Namespace) -> autopar.Tuning:
 
 
 def _planned_for(step: Callable[..., Any], cluster: Cluster) -> autopar.Step:
-    """A step, made by `parallelize` or not, as one whose plan is searched for on a cluster."""
-    function = inspect.unwrap(step, stop=lambda f: not isinstance(f, autopar.Step))
-    parallel = autopar.parallelize(function, cluster=cluster)
+    """A step on a cluster: what `parallelize` made as it is, a plain function with its defaults."""
+    parallel = step if isinstance(step, autopar.Step) else autopar.parallelize(step)
     assert isinstance(parallel, autopar.Step), "given a function, it makes a step"
-    return parallel
+    return on_cluster(parallel, cluster)
 
 
 def _measure(parsed: argparse.Namespace) -> str:

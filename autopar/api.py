@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -445,13 +446,23 @@ def asked_of(step: Step, *args: Any) -> Asked:
     )
 
 
+def keep_rules(step: Step) -> None:
+    """Keeps the sharding rules that were asked for on disk, as planning does."""
+    step._disk.save_rules(step._rule_book())
+
+
+def on_cluster(step: Step, cluster: Cluster) -> Step:
+    """The same step, planned for a cluster."""
+    return Step(step._function, dataclasses.replace(step._options, cluster=cluster))
+
+
 def put_copies(arguments: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
     """Arguments where a plan wants them; those that the step takes over share no memory with what was given."""
 
     def put_copy(leaf: Any, sharding: Any) -> Any:
         # `jax.device_put` may share memory with what it is given, with may_alias=False too: jaxlib 0.10 and 0.12 then
         # delete both. One leaf after the other, so that no more than one is there once too often.
-        return jax.device_put(leaf.copy() if isinstance(leaf, (jax.Array, np.ndarray)) else leaf, sharding)
+        return jax.block_until_ready(jax.device_put(_copied(leaf), sharding))
 
     return [
         jax.tree.map(put_copy, arg, shardings) if i in compiled.donated else jax.device_put(arg, shardings)
@@ -461,7 +472,14 @@ def put_copies(arguments: Sequence[Any], compiled: Compiled | CompiledPipeline) 
 
 def copy_of(args: Sequence[Any]) -> list[Any]:
     """Arguments whose arrays are copies, so that donating them leaves the originals."""
-    return [jax.tree.map(lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x, a) for a in args]
+    return [jax.tree.map(_copied, a) for a in args]
+
+
+def _copied(leaf: Any) -> Any:
+    """The leaf in memory of its own. What is neither an array nor a number may stand for an array that it holds."""
+    if isinstance(leaf, (jax.Array, np.ndarray)):
+        return leaf.copy()
+    return jnp.array(leaf) if hasattr(leaf, "__jax_array__") else leaf
 
 
 def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:

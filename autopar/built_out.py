@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from autopar.cluster import Cluster
 from autopar.constraints import Binding
-from autopar.errors import SolverError
+from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.pins import PinsOnMesh
 from autopar.pipelining import Staged
 from autopar.progress import Progress
@@ -253,9 +253,10 @@ class BuiltOut:
         answers: Sequence[StagePlan | NoStages],
     ) -> None:
         """Works out, where others than the best were asked for, of each number of stages the answer that is fastest by
-        the tables, if it is near. The best stays what it was. `of_problem` as in `search`.
+        the tables, if it is near the best, which stays what it was: nothing where that does not fit. `of_problem` as in
+        `search`.
         """
-        if self.kept_within <= 1:
+        if self.kept_within <= 1 or self.best is None or not self.best.fits(self.limit_bytes):
             return
         fastest: dict[int, tuple[float, int]] = {}
         for n, (problem, (_, options), answer) in enumerate(zip(problems, of_problem, answers, strict=True)):
@@ -271,7 +272,7 @@ class BuiltOut:
             self.built.add((m, choice))
             try:
                 found = self.worked_out(m, choice)
-            except SolverError:  # there are others
+            except (SolverError, UnsupportedError, BatchMismatchError):  # there are others
                 continue
             self.weighed.append(found.trial)
             self.keep(found)

@@ -99,7 +99,8 @@ def make_plans(
     """Traced step -> graph -> the best plan as one program, and as a pipeline where that may pay -> the faster one.
 
     Behind it come other plans that the search worked out, that fit and are predicted to take at most `within` times as
-    long, the fastest first: none for 1, nor of a recipe, of pins, or of a number of stages that was asked for.
+    long, the fastest first: none for 1, nor of a recipe, of pins, or of a number of stages that was asked for. Where
+    they are wanted, pipelines are searched for although they may not pay; the best plan stays the one that it is.
 
     Raises: MemoryLimitError when nothing fits; UnsupportedError; SolverError; what cutting into micro-batches and
     stages raises, where they were asked for.
@@ -139,15 +140,16 @@ def make_plans(
     notes: list[str] = []
     pipelines: tuple[Found, ...] = ()
     to_beat_s = best.step_time_s if best is not None else math.inf
-    if asked.is_asked or (options.is_free and may_pay(best, cluster)):
+    pays = asked.is_asked or (options.is_free and may_pay(best, cluster))
+    if pays or (kept_within > 1 and cluster.num_devices > 1):
         other, reason = searched_pipeline(
             traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s, kept_within
         )
         if other is not None:
             pipelines = (other, *other.near)
-        notes.append(reason)
+        notes += [reason] if pays else []
     chosen: Candidate | Found | None = best
-    if pipelines and pipelines[0].step_time_s < to_beat_s:
+    if pays and pipelines and pipelines[0].step_time_s < to_beat_s:
         chosen = pipelines[0]
     if chosen is None and isinstance(refused, MemoryLimitError):
         raise refused.beside(notes)

@@ -309,7 +309,7 @@ def _device(
     if fresh:
         fit = fit_proportion(fresh)  # of pages, one like the other
         fits.append(_rate_quality("fresh memory", fit, len(fresh), "B"))
-    convolution_share = _convolution_share(times, measured, fits)
+    convolution_share = _convolution_share(times, measured, launch_s, fill_s, fits)
     call_s = next((seconds for run, seconds in times.items() if isinstance(run, CallRun)), 0.0)
     if call_s:
         text = f"{text_of_s(call_s)} each"
@@ -370,13 +370,22 @@ def _products(times: dict[Run, float], fits: list[FitQuality]) -> dict[str, Rate
     return rates
 
 
-def _convolution_share(times: dict[Run, float], flops_per_s: dict[str, float], fits: list[FitQuality]) -> float:
-    """What part of the rate of matrix products convolutions reach, in the median."""
-    shares = {
-        run: run.flops / seconds / flops_per_s[run.dtype]
-        for run, seconds in times.items()
-        if isinstance(run, ConvolutionRun) and run.dtype in flops_per_s
-    }
+def _convolution_share(
+    times: dict[Run, float],
+    flops_per_s: dict[str, float],
+    launch_s: float,
+    float32_fill_s: float,
+    fits: list[FitQuality],
+) -> float:
+    """What part of the rate of matrix products convolutions reach, in the median, beyond a kernel's overhead; all of it
+    at most, and where they or products of their dtype took too long to be timed.
+    """
+    shares = {}
+    for run, seconds in times.items():
+        if isinstance(run, ConvolutionRun) and run.dtype in flops_per_s:
+            overhead_s = launch_s + (float32_fill_s if run.dtype == "float32" else 0.0)
+            # At least half of what was timed is arithmetic, as in `_without_waiting`.
+            shares[run] = run.flops / max(seconds - overhead_s, seconds / 2) / flops_per_s[run.dtype]
     if not shares:
         return 1.0
     share = min(1.0, statistics.median(shares.values()))

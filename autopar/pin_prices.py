@@ -15,7 +15,7 @@ from autopar.progress import Progress
 from autopar.record import PinRecord, PinsRecord
 from autopar.rules import RuleBook
 from autopar.staging import TracedStep
-from autopar.whole_search import Candidate, PlanOptions, search, whole_step
+from autopar.whole_search import Candidate, PlanOptions, search, whole_steps
 
 # So many pins are priced alone too: each takes another search on one mesh.
 PRICED_ALONE = 4
@@ -34,7 +34,7 @@ def price_in_one_program(
     assert best.pins is not None, "a plan with pins knows their axes"
     pins = best.pins
     with progress.pass_("price of the pins"):
-        free = whole_step(
+        free = whole_steps(
             traced, graph, cluster, limit_bytes, dataclasses.replace(options, pins=None), [], Progress("", show=False)
         )
         alone: dict[Pin, float] = {}
@@ -47,7 +47,7 @@ def price_in_one_program(
                 found = search(graph, best.model, limit_bytes, options, pins=one)
                 if isinstance(found, Candidate) and found.estimate.peak_bytes <= limit_bytes:
                     alone[pin] = found.step_time_s
-    free_s = free.step_time_s if isinstance(free, Candidate) else None
+    free_s = free[0].step_time_s if isinstance(free, tuple) else None
     return _record(pins, best.step_time_s, free_s, alone)
 
 

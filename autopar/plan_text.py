@@ -333,6 +333,17 @@ def _group_names(record: PlanRecord) -> list[str]:
     return [f"stage {', '.join(numbers)}" for numbers in stages.values()]
 
 
+def in_short(record: PlanRecord) -> str:
+    """A plan in a few words, those that its search had for it."""
+    step_s = record.predicted.step_time_s
+    if record.pipeline is not None:
+        texts = [trial.text for trial in record.weighed if trial.step_time_s == step_s]
+        made = record.pipeline
+        return texts[0] if texts else f"{made.num_microbatches} micro-batches, {len(made.stages)} stages"
+    tried = [t.name for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s) and t.name]
+    return f"mesh {LogicalMesh(axis_sizes=record.axis_sizes)}" + (f", {tried[0]}" if tried else "")
+
+
 def seconds_text(t: float) -> str:
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(t) >= scale:

@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.api import Asked, Step, asked_of, put_copies
+from autopar.api import Asked, Step, asked_of, keep_rules, put_copies
 from autopar.compiled import Compiled, CompiledPipeline, build
 from autopar.compiler import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.garbage import collected_seldom
 from autopar.plan import Plan
-from autopar.plan_text import seconds_text
+from autopar.plan_text import in_short, seconds_text
 from autopar.progress import Progress
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.whole_search import PlanOptions
@@ -143,9 +143,14 @@ def tuned_by(
     progress = Progress(f"autopar tune {step.__name__}", show=asked.show_progress)
     with collected_seldom():
         found = list(_planned(asked, beside, within, progress))
+    keep_rules(step)
     refused = [_Failed(name, made) for name, made in found if isinstance(made, Exception)]
-    plans = sorted(((name, made) for name, made in found if isinstance(made, Plan)), key=lambda named: step_s(named[1]))
-    running, failed, rows = _compiled(asked, plans, within, most, progress)
+    plans = [(name, made) for name, made in found if isinstance(made, Plan)]
+    fitting = [(name, plan) for name, plan in plans if not _over(plan)]
+    # The search's own comes first, which takes a plan that is easier to read before one that is hardly faster.
+    others = sorted(fitting[1:], key=lambda named: step_s(named[1]))
+    running, failed, rows = _compiled(asked, [*fitting[:1], *others], within, most, progress)
+    rows += [_row(name, plan, why=_over(plan)) for name, plan in plans if _over(plan)]
     with progress.pass_(f"time {len(running)} plans"):
         took = clock([one.turn for one in running], seconds)
     for one, steps in zip(running, took, strict=True):
@@ -153,8 +158,15 @@ def tuned_by(
             failed.append(_Failed(one.name, steps, one.plan))
         else:
             rows.append(_row(one.name, one.plan, measured_s=statistics.median(steps)))
-    if all(row.measured_s is None for row in rows):
+    if all(row.measured_s is None for row in rows) and (failed or refused):
         raise (failed + refused)[0].error
+    if all(row.measured_s is None for row in rows):
+        raise InvalidArgumentError(
+            where=f"autopar.tune({step.__name__}, ...)",
+            expected="a plan that fits",
+            got="; ".join(f"{row.name}: {row.why}" for row in rows),
+            hint="raise memory_limit_bytes, or name other recipes (beside)",
+        )
     rows += [_row(one.name, one.plan, why=_reason(one.error)) for one in failed + refused]
     rows.sort(key=lambda row: [math.inf if s is None else s for s in (row.measured_s, row.predicted_s)])
     target = f"{jax.default_backend()} x {asked.cluster.num_devices}"
@@ -184,6 +196,14 @@ def _row(name: str, plan: Plan | None, *, measured_s: float | None = None, why: 
     return Timed(name=name, plan=plan, predicted_s=predicted_s, measured_s=measured_s, why=why)
 
 
+def _over(plan: Plan) -> str:
+    """By what a plan is over the memory that it may use, if it is: a recipe's stages are built all the same."""
+    peak_bytes, limit_bytes = max(plan.predicted.peak_bytes), plan.record.memory_limit_bytes
+    if limit_bytes is None or peak_bytes <= limit_bytes:
+        return ""
+    return f"needs {peak_bytes / 1e9:.3g} GB on a device, of {limit_bytes / 1e9:.3g} GB"
+
+
 def step_s(plan: Plan) -> float:
     """What a step is predicted to take."""
     return plan.predicted.step_time_s
@@ -205,11 +225,12 @@ def _check(step: Any, beside: Any, within: float, most: int, seconds: float) -> 
             got=repr(beside)[:60],
             hint="such as {'tensor': autopar.recipes.tensor_parallel()}, {} for none",
         )
-    for name, value, least in (("within", within, 1), ("most", most, 1), ("seconds", seconds, 0)):
-        if not value >= least:
+    numbers = (("within", within, 1, (int, float)), ("most", most, 1, (int,)), ("seconds", seconds, 0, (int, float)))
+    for name, value, least, kinds in numbers:
+        if not isinstance(value, kinds) or not value >= least:
             raise InvalidArgumentError(
                 where=f"autopar.tune({name}=...)",
-                expected=f"{least} or more",
+                expected=f"{least} or more" + (", a whole number" if kinds == (int,) else ""),
                 got=repr(value),
                 hint="leave it out",
             )
@@ -234,7 +255,7 @@ def _planned(
     else:
         seen: dict[str, int] = {}
         for number, plan in enumerate(plans):
-            name = f"{'near' if number else 'search'}: {_way(plan)}"
+            name = f"{'near' if number else 'search'}: {in_short(plan.record)}"
             seen[name] = seen.get(name, 0) + 1
             yield name if seen[name] == 1 else f"{name} ({seen[name]})", plan
     for name, recipe in beside.items():
@@ -260,15 +281,18 @@ def under(recipe: Recipe, options: PlanOptions) -> PlanOptions:
 def _compiled(
     asked: Asked, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
 ) -> tuple[list[_Running], list[_Failed], list[Timed]]:
-    """(those to be timed, those that are not compiled, those that need not be) of plans that come fastest first."""
+    """(those to be timed, those that are not compiled, those that need not be) of plans, of which the first is timed
+    in any case, and which come fastest first then.
+    """
     running: dict[str, _Running] = {}  # by program
     failed: list[_Failed] = []
     rows: list[Timed] = []
-    for name, plan in plans:
-        if step_s(plan) > within * step_s(plans[0][1]):
+    best_s = min((step_s(plan) for _, plan in plans), default=0.0)
+    for number, (name, plan) in enumerate(plans):
+        if number and step_s(plan) > within * best_s:
             rows.append(_row(name, plan, why=f"predicted to take more than {within:g} times the best"))
             continue
-        if len(running) == most:
+        if len(running) >= most:
             rows.append(_row(name, plan, why=f"not among the {most} predicted to be the fastest"))
             continue
         try:
@@ -297,19 +321,6 @@ def _reason(error: Exception) -> str:
     return text.strip().split("\n")[0]
 
 
-def _way(plan: Plan) -> str:
-    """A plan in a few words, those that its search had for it."""
-    record = plan.record
-    if record.pipeline is not None:
-        texts = [t.text for t in record.weighed if t.step_time_s == step_s(plan)]
-        made = record.pipeline
-        return texts[0] if texts else f"{made.num_microbatches} micro-batches, {len(made.stages)} stages"
-    names = [
-        t.name for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s(plan)) and t.name
-    ]
-    return f"mesh {plan.mesh}" + (f", {names[0]}" if names else "")
-
-
 def program_of(compiled: Compiled | CompiledPipeline) -> str:
     """Equal for plans that run alike: those that are compiled to the same text, and pipelines that decide alike.
 
@@ -320,7 +331,8 @@ def program_of(compiled: Compiled | CompiledPipeline) -> str:
         return _METADATA.sub("", compiled.as_text())
     stages = [(s.first_layer, s.first_device, s.axis_sizes, s.decisions) for s in pipeline.stages]
     way = (pipeline.schedule, pipeline.num_microbatches, pipeline.chunks, pipeline.scan_parts, pipeline.keeps_copies)
-    return msgspec.json.encode((way, pipeline.recomputed, stages)).decode()
+    blockwise = compiled.plan.record.blockwise_attention
+    return msgspec.json.encode((way, blockwise, pipeline.recomputed, stages)).decode()
 
 
 def _turn_of(compiled: Compiled | CompiledPipeline, arguments: Sequence[Any]) -> Turn:

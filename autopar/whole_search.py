@@ -105,23 +105,6 @@ class Candidate:
     pins: PinsOnMesh | None = None
 
 
-def whole_step(
-    traced: TracedStep,
-    graph: OpGraph,
-    cluster: Cluster,
-    limit_bytes: int,
-    options: PlanOptions,
-    trials: list[MeshTrial],
-    progress: Progress,
-) -> Candidate | AutoparError:
-    """The best candidate that runs the step as one program over all devices, or why none can.
-
-    Adds to `trials` what was tried.
-    """
-    found = whole_steps(traced, graph, cluster, limit_bytes, options, trials, progress)
-    return found if isinstance(found, AutoparError) else found[0]
-
-
 def whole_steps(
     traced: TracedStep,
     graph: OpGraph,
@@ -132,8 +115,10 @@ def whole_steps(
     progress: Progress,
     within: float = 1.0,
 ) -> tuple[Candidate, ...] | AutoparError:
-    """As `whole_step`, and behind the best the others that fit and take at most `within` times as long, the fastest
-    first; 1 is for none.
+    """The best candidate that runs the step as one program over all devices, or why none can. Behind it come the others
+    that fit and take at most `within` times as long, the fastest first; 1 is for none.
+
+    Adds to `trials` what was tried.
     """
     candidates: list[Candidate] = []
     begun_s, may_fit = time.perf_counter(), not options.is_free or cluster.num_devices == 1
@@ -311,8 +296,8 @@ def choose(
     if not fitting:
         return no_plan_fits(traced, graph, candidates, limit_bytes)
     fastest_s = min(c.step_time_s for c in fitting)
-    near = [c for c in fitting if c.step_time_s <= fastest_s * (1 + NEARLY_EQUAL)]
-    return min(near, key=lambda c: (len(c.model.links.mesh.axis_sizes), c.step_time_s))
+    equal = [c for c in fitting if c.step_time_s <= fastest_s * (1 + NEARLY_EQUAL)]
+    return min(equal, key=lambda c: (len(c.model.links.mesh.axis_sizes), c.step_time_s))
 
 
 def near(best: Candidate, candidates: Sequence[Candidate], limit_bytes: int, within: float) -> list[Candidate]:

@@ -28,8 +28,8 @@ from rich.table import Table
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.plan_text import in_short
 from benchmarks.machine import description, kept_rows, markdown
-from benchmarks.plan_text import text_of
 from benchmarks.zoo import CASES
 
 RESULTS = Path(__file__).parent / "results" / "grids.md"
@@ -96,7 +96,7 @@ def compared(model: str, cluster_name: str, progress: Progress, kept: list[str] 
     if kept is not None:
         num_grids, fitting_grids, grid, grid_s = kept[2:6]
         ratio = f"{float(grid_s.split()[0]) / chosen.predicted.step_time_s:.3f}"
-        ours = text_of(chosen), f"{chosen.predicted.step_time_s:.4g} s"
+        ours = in_short(chosen.record), f"{chosen.predicted.step_time_s:.4g} s"
         return [model, cluster_name, num_grids, fitting_grids, grid, grid_s, *ours, ratio, "the search alone"]
     best: tuple[float, Grid] | None = None
     wanted, fitting = list(grids(cluster)), 0
@@ -111,7 +111,7 @@ def compared(model: str, cluster_name: str, progress: Progress, kept: list[str] 
         fitting += 1
         if best is None or plan.predicted.step_time_s < best[0]:
             best = plan.predicted.step_time_s, grid
-    text = text_of(chosen)
+    text = in_short(chosen.record)
     ours_s = chosen.predicted.step_time_s
     found = ("none fits", "", f"{ours_s:.4g} s", "") if best is None else (
         str(best[1]), f"{best[0]:.4g} s", f"{ours_s:.4g} s", f"{best[0] / ours_s:.3f}",

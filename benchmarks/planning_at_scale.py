@@ -67,7 +67,7 @@ def plan_once(model: str, form: str, hosts: int) -> Row:
 
     import autopar
     from autopar.errors import MemoryLimitError, SolverError
-    from benchmarks.plan_text import text_of
+    from autopar.plan_text import in_short
     from benchmarks.zoo import CASES
 
     dtype = {"dtype": jnp.bfloat16} if form == "unrolled" else {}
@@ -100,7 +100,7 @@ def plan_once(model: str, form: str, hosts: int) -> Row:
         row,
         step_time_s=plan.predicted.step_time_s,
         mfu=plan.predicted.mfu,
-        text=text_of(plan),
+        text=in_short(plan.record),
     )
 
 

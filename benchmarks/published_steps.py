@@ -25,8 +25,8 @@ from rich.table import Table
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.plan_text import in_short
 from benchmarks.machine import description, kept_rows, markdown
-from benchmarks.plan_text import text_of
 from benchmarks.zoo import CASES
 
 RESULTS = Path(__file__).parent / "results" / "published_steps.md"
@@ -167,7 +167,7 @@ def compared(row: Published, search: bool) -> tuple[list[str], bool]:
         except AutoparError as error:
             cells += ["none", str(error)[:80]]
         else:
-            cells += [f"{own.predicted.step_time_s:.2f} s", text_of(own)]
+            cells += [f"{own.predicted.step_time_s:.2f} s", in_short(own.record)]
     return cells, abs(predicted_s / row.step_time_s - 1) <= TARGET
 
 

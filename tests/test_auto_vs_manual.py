@@ -278,3 +278,6 @@ def test_what_the_clock_chose_is_measured_beside_the_fastest_recipe():
         ("gpt-small", "clock", "x=8", "90.0 ms", "zero 2", "85.0 ms", "0.96", "no"),
     ]
     assert [row.recipe for row, _ in reports.beside_auto([own, timed, same])] == ["zero 1"]
+    assert findings.measured_cells([timed, same])[0][4:] == ("none", "", "", "yes")
+    apart = dataclasses.replace(other, measured_beside_timed=None)  # not in the same turns
+    assert findings.measured_cells([timed, apart])[0][4:] == ("none", "", "", "")

@@ -68,7 +68,7 @@ class KnownClock:
             case TransposeRun():
                 return run.copied_bytes / TRANSPOSED_BYTES_PER_S
             case ConvolutionRun():
-                return run.flops / (CONVOLUTION_SHARE * FLOPS_PER_S[run.dtype])
+                return LAUNCH_S + run.flops / (CONVOLUTION_SHARE * FLOPS_PER_S[run.dtype])
             case FreshRun():
                 return run.nbytes / FRESH_BYTES_PER_S
             case CallRun():

@@ -430,7 +430,8 @@ def test_shapes_are_refused():
     ("options", "expected"),
     [
         ({"within": 0.9}, "within=.*expected 1 or more, got 0.9"),
-        ({"most": 0}, "most=.*expected 1 or more, got 0"),
+        ({"most": 0}, "most=.*expected 1 or more, a whole number, got 0"),
+        ({"most": 2.5}, "most=.*expected 1 or more, a whole number, got 2.5"),
         ({"seconds": -1.0}, "seconds=.*expected 0 or more, got -1.0"),
         ({"beside": [autopar.recipes.zero(1)]}, "expected recipes by name"),
         ({"beside": {"zero": "zero"}}, "expected recipes by name"),
@@ -458,3 +459,31 @@ def test_devices_that_are_not_here_are_an_error():
     step = autopar.parallelize(mlp_step, cluster=slow_cluster(16), cache_dir=None, show_progress=False)
     with pytest.raises(NotEnoughDevicesError, match="expected 16 devices"):
         autopar.tune(step, new_mlp_state(), mlp_batch(), beside={}, within=1.0)
+
+
+def test_recipes_that_do_not_fit_are_listed_and_not_timed():
+    """Stages that are asked for are built whether they fit or not."""
+    recipe = autopar.recipes.combine(pp=2, num_microbatches=2)
+    search, stages = mlp(), mlp(plan=recipe)
+    needed = [max(step.plan(new_mlp_state(), mlp_batch()).predicted.peak_bytes) for step in (search, stages)]
+    assert needed[0] < needed[1], "else this shows nothing"
+    step = mlp(memory_limit_bytes=needed[1] - 1)
+    found = autopar.tune(step, new_mlp_state(), mlp_batch(), beside={"stages": recipe}, within=100.0, seconds=0.0)
+    row = {row.name: row for row in found.rows}["stages"]
+    assert row.measured_s is None
+    assert row.plan is not None
+    assert row.why.startswith("needs ")
+
+
+def test_the_search_s_own_plan_is_timed_though_a_recipe_is_predicted_to_be_faster(monkeypatch):
+    made = tuning.make_plan
+
+    def faster(*args):
+        plan = made(*args)
+        predicted = dataclasses.replace(plan.predicted, step_time_s=1e-9)
+        return dataclasses.replace(plan, record=dataclasses.replace(plan.record, predicted=predicted))
+
+    monkeypatch.setattr(tuning, "make_plan", faster)
+    found = by([1.0], beside={"zero(1)": ZERO["zero(1)"]}, most=1)
+    assert [row.name for row in found.rows if row.measured_s] == ["search: mesh x=8"]
+    assert {row.name: row.why for row in found.rows}["zero(1)"] == "not among the 1 predicted to be the fastest"

@@ -156,7 +156,13 @@ def main() -> int:
     directory = RESULTS if arguments.keep else default_directory() / "auto_vs_manual"
     rows, machine = Rows(directory), description()
     jobs = selected(arguments.suite, arguments.models, arguments.clusters, arguments.recipes)
-    missing = [job for job in jobs if arguments.again or rows.get(*job.key) is None]
+    # What is run in turns is made together: a row that was made alone would have nothing beside it.
+    missing = [
+        job
+        for group in groups(jobs)
+        if any(arguments.again or rows.get(*j.key) is None for j in group)
+        for job in group
+    ]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(jobs), completed=len(jobs) - len(missing))

@@ -208,16 +208,17 @@ def measured_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         if own.recipe not in BESIDE or own.measured_s is None:
             continue
         by, field = BESIDE[own.recipe]
-        # One that came to the same program has its times, and so a ratio of one to the last bit.
-        others = [
+        beside = [
             (ratio, row.measured_s, row.recipe)
             for row in rows
             if row.key[:2] == own.key[:2] and row.recipe not in BESIDE and row.measured_s
-            if (ratio := getattr(row, field)) not in (None, 1.0)
+            if (ratio := getattr(row, field)) is not None
         ]
+        # One that came to the same program has its times, and so a ratio of one to the last bit.
+        others = [found for found in beside if found[0] != 1.0]
         chosen = (own.model, by, own.plan, f"{own.measured_s * 1e3:.1f} ms")
         if not others:
-            cells.append((*chosen, "none", "", "", "yes"))
+            cells.append((*chosen, "none", "", "", "yes" if beside else ""))
             continue
         ratio, seconds, recipe = min(others)
         holds = "yes" if ratio >= 1 - MEASURED_WITHIN else "no"

@@ -28,12 +28,12 @@ import jax  # isort: skip
 
 import autopar  # isort: skip
 from autopar import measuring, tuning
+from autopar.plan_text import in_short
 from autopar.verification import peak_bytes, traffic_of
 from benchmarks.auto_vs_manual.manual import AUTO, TIMED
 from benchmarks.auto_vs_manual.models import Model, models
 from benchmarks.auto_vs_manual.planning import cluster_of, line_of, outcome_of, plan_row, with_plan
 from benchmarks.auto_vs_manual.rows import Row, Status
-from benchmarks.plan_text import text_of
 
 PROCESSES, ROUNDS = 3, 4  # of each program one after the other, and turns that count in each
 
@@ -140,22 +140,21 @@ def run_in_turns(programs: Mapping[str, InAProcess]) -> dict[str, list[float]]:
     return seconds
 
 
-def timed_row(model: Model, cluster_text: str, cluster: autopar.Cluster) -> tuple[Row, autopar.Plan]:
+def timed_row(model: Model, cluster_text: str, cluster: autopar.Cluster) -> tuple[Row, autopar.Plan | None]:
     """The plan that is the fastest by the clock of those that the search predicts to be the best."""
     begun, case = time.perf_counter(), model.build()
-    step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, show_progress=False)
-    tuned = autopar.tune(step, step.init(case.init, jax.random.key(0)), case.batch(0))
-    print(tuned, file=sys.stderr, flush=True)
     row = Row(
-        model=model.name,
-        cluster=cluster_text,
-        recipe=TIMED,
-        devices=cluster.num_devices,
-        status=Status.PLANNED,
-        attempts=sum(timed.measured_s is not None for timed in tuned.rows),
-        planned_s=time.perf_counter() - begun,
-    )
-    return with_plan(row, tuned.plan, text_of(tuned.plan), outcome_of(tuned.plan)), tuned.plan
+        model=model.name, cluster=cluster_text, recipe=TIMED, devices=cluster.num_devices, status=Status.FAILED
+    )  # fmt: skip
+    step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, show_progress=False)
+    try:
+        tuned = autopar.tune(step, step.init(case.init, jax.random.key(0)), case.batch(0))
+    except tuning.FAILURES as error:
+        return dataclasses.replace(row, why=str(error).strip().splitlines()[0]), None
+    print(tuned, file=sys.stderr, flush=True)
+    count = sum(timed.measured_s is not None for timed in tuned.rows)
+    row = dataclasses.replace(row, attempts=count, fitting=count, planned_s=time.perf_counter() - begun)
+    return with_plan(row, tuned.plan, in_short(tuned.plan.record), outcome_of(tuned.plan)), tuned.plan
 
 
 def with_times(row: Row, measured_s: Mapping[str, list[float]], program_of: Mapping[str, str]) -> Row:

@@ -20,13 +20,13 @@ from autopar.cluster import Cluster
 from autopar.compiler import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, SolverError
 from autopar.plan import Plan, Trees
+from autopar.plan_text import in_short
 from autopar.progress import Progress
 from autopar.rules import RuleBook
 from autopar.staging import trace
 from benchmarks.auto_vs_manual.manual import RECIPES, Outcome, Problem
 from benchmarks.auto_vs_manual.models import Model, models
 from benchmarks.auto_vs_manual.rows import Row, Status
-from benchmarks.plan_text import text_of
 
 MOST_ATTEMPTS = 40
 NUMBER_OF_DEVICES = re.compile(r"(.+)/(\d+)")
@@ -93,7 +93,7 @@ def plan_row(
             row = dataclasses.replace(row, fitting=row.fitting + outcome.fits)
             if best_outcome is None or outcome.rank() < best_outcome.rank():
                 best_plan, best_outcome = plan if outcome.fits else None, outcome
-                row = with_plan(row, plan, attempt.text or text_of(plan), outcome)
+                row = with_plan(row, plan, attempt.text or in_short(plan.record), outcome)
         elif best_outcome is None:
             assert refusal is not None, "an attempt has a plan or a refusal"
             row = refused(row, attempt.text, refusal)
