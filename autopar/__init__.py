@@ -1,11 +1,12 @@
 """autopar: write a training step for one device, run it on all of them, sharded as a search finds best."""
 
 from autopar import errors, recipes
-from autopar.api import Step, parallelize, plan
+from autopar.api import parallelize, plan
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
 from autopar.constraining import constrain
 from autopar.plan import Plan
+from autopar.step import Step
 from autopar.tuning import Timed, Tuning, tune
 from autopar.verification import Verification, verify
 

@@ -25,10 +25,10 @@ import jax
 
 import autopar
 from autopar import elsewhere, measuring
-from autopar.api import on_cluster
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidArgumentError
 from autopar.plan import Plan
+from autopar.step import on_cluster
 from autopar.user_cache import default_directory
 
 

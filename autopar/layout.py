@@ -110,3 +110,11 @@ def _enumerate(
 def local_bytes(shape: tuple[int, ...], itemsize: int, layout: Layout, mesh: LogicalMesh) -> int:
     """Bytes of a value on one device; a partial value is as large as a reduced one."""
     return math.prod(shape) * itemsize // layout.shards(mesh)
+
+
+def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
+    """Splits the largest dimension that divides by the whole (one-axis) mesh."""
+    n = mesh.num_devices
+    dividing = [d for d, size in enumerate(shape) if size % n == 0 and size >= n > 1]
+    chosen = max(dividing, key=lambda d: shape[d], default=None)
+    return Layout(tuple((0,) if d == chosen else () for d in range(len(shape))))

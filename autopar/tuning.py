@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.api import Asked, Step, asked_of, keep_rules, put_copies
+from autopar.arguments import put_copies
 from autopar.compiled import Compiled, CompiledPipeline, build
 from autopar.compiler import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
@@ -29,6 +29,7 @@ from autopar.plan import Plan
 from autopar.plan_text import in_short, seconds_text
 from autopar.progress import Progress
 from autopar.recipes import Recipe, data_parallel, zero
+from autopar.step import Asked, Step, asked_of, keep_rules
 from autopar.whole_search import PlanOptions
 
 # Recipes that are timed beside the search's plans, by the names that they have in the table.

@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import elsewhere, hlo, jax_compat
-from autopar.api import Step, compile_on, copy_of
+from autopar.arguments import copy_of
 from autopar.compiled import Compiled, CompiledPipeline
 from autopar.errors import InvalidArgumentError
 from autopar.memory import allocated_bytes
 from autopar.record import Predicted
 from autopar.runtime.simulator import simulate
+from autopar.step import Step, compile_on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,6 +116,8 @@ LAYER_OF = {
     "__init__": "face",
     "__main__": "face",
     "api": "face",
+    "arguments": "face",
+    "step": "face",
     "device_grids": "face",
     "constraining": "face",
     "recipes": "face",

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 from autopar import recipes
-from autopar.api import even_layout
 from autopar.cluster import Cluster
+from autopar.layout import even_layout
 from autopar.mesh import LogicalMesh
 from autopar.recipes import Recipe
 from autopar.staging import TracedStep

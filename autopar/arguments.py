@@ -1,0 +1,95 @@
+"""Arguments of a step: copies of them, where they lie, and whether they can be run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.compiled import Compiled, CompiledPipeline
+from autopar.errors import InvalidArgumentError
+from autopar.specs import HOST_MEMORY
+
+
+def put_copies(arguments: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
+    """Arguments where a plan wants them; those that the step takes over share no memory with what was given."""
+
+    def put_copy(leaf: Any, sharding: Any) -> Any:
+        # `jax.device_put` may share memory with what it is given, with may_alias=False too: jaxlib 0.10 and 0.12 then
+        # delete both. One leaf after the other, so that no more than one is there once too often.
+        return jax.block_until_ready(jax.device_put(copied(leaf), sharding))
+
+    return [
+        jax.tree.map(put_copy, arg, shardings) if i in compiled.donated else jax.device_put(arg, shardings)
+        for i, (arg, shardings) in enumerate(zip(arguments, compiled.shardings, strict=True))
+    ]
+
+
+def copy_of(args: Sequence[Any]) -> list[Any]:
+    """Arguments whose arrays are copies, so that donating them leaves the originals."""
+    return [jax.tree.map(copied, a) for a in args]
+
+
+def copied(leaf: Any) -> Any:
+    """The leaf in memory of its own. What is neither an array nor a number may stand for an array that it holds."""
+    if isinstance(leaf, (jax.Array, np.ndarray)):
+        return leaf.copy()
+    return jnp.array(leaf) if hasattr(leaf, "__jax_array__") else leaf
+
+
+def lies_as(arg: Any, shardings: Any) -> bool:
+    """Whether all leaves of an argument are arrays that lie as they should."""
+    pairs = zip(jax.tree.leaves(arg), jax.tree.leaves(shardings), strict=True)
+    return all(isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs)
+
+
+def same_tree(one: Any, other: Any) -> bool:
+    a: Any = jax.tree.structure(one)
+    return bool(a == jax.tree.structure(other))
+
+
+def is_elsewhere(array: jax.Array) -> bool:
+    """Whether an array is not simply on one device."""
+    return len(array.devices()) > 1 or array.sharding.memory_kind == HOST_MEMORY
+
+
+def can_be_run(args: Sequence[Any]) -> bool:
+    """Whether the arrays that a step takes over hold data, each in one place.
+
+    jaxlib 0.10 ends the whole process when a program over several CPU devices gets a deleted array, or one array twice
+    where it is donated.
+    """
+    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    if len(set(map(id, arrays))) != len(arrays):
+        return False
+    return not any(jax_compat.is_tracer(x) or x.is_deleted() for x in arrays)
+
+
+def without_twins(args: Sequence[Any], donated: Sequence[bool]) -> list[Any]:
+    """Arguments in which each array that is taken over stands once: further places get copies."""
+    seen: set[int] = set()
+
+    def once(x: Any) -> Any:
+        if isinstance(x, jax.Array) and id(x) in seen:
+            return x.copy()
+        seen.add(id(x))
+        return x
+
+    return [jax.tree.map(once, a) if given else a for a, given in zip(args, donated, strict=True)]
+
+
+def hashable(value: Any, name: str) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        raise InvalidArgumentError(
+            where=name,
+            expected="a static argument that can be hashed: each value of it is a step of its own",
+            got=type(value).__name__,
+            hint="pass a tuple or a frozen dataclass, or take it out of static_argnums",
+        ) from None
+    return value

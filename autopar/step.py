@@ -1,0 +1,497 @@
+"""A step that runs on every device: its plans, its programs, and the calls of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from autopar import jax_compat
+from autopar.arguments import can_be_run, hashable, is_elsewhere, lies_as, same_tree, without_twins
+from autopar.cache import DiskCache, plan_key
+from autopar.cluster import Cluster
+from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
+from autopar.compiler import check_plan, make_plan
+from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
+from autopar.garbage import collected_seldom
+from autopar.global_step import make_state
+from autopar.layout import even_layout
+from autopar.mesh import LogicalMesh
+from autopar.pipelining import PipelineOptions
+from autopar.plan import Plan, Trees
+from autopar.progress import Progress
+from autopar.recipes import Recipe
+from autopar.record import decode, encode
+from autopar.rules import RuleBook
+from autopar.runtime.agreement import agree
+from autopar.specs import concrete_mesh, named_sharding
+from autopar.staging import TracedStep, abstract, check_purity, flatten_arguments, name_of, trace
+from autopar.user_cache import default_directory
+from autopar.whole_search import PlanOptions
+
+logger = logging.getLogger("autopar")
+
+DEFAULT_CACHE = "default"  # the user's cache directory
+_DEFAULTS = {"batch_argnums": (1,), "donate_argnums": (0,), "static_argnums": ()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `parallelize` was asked for; names as in its signature."""
+
+    plan: Plan | None
+    recipe: Recipe
+    pipeline: PipelineOptions
+    cluster: Cluster | None
+    memory_limit_bytes: int | None
+    batch_argnums: tuple[int, ...]
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    follow: Step | None
+    cache_dir: str | Path | None
+    time_limit_s: float
+    show_progress: bool
+
+
+class Step:
+    """A function that runs on every device. Made by `autopar.parallelize`."""
+
+    __name__: str
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        functools.update_wrapper(self, function)
+        self.__name__ = name_of(function)
+        self._function, self._options = function, options
+        self._compiled: dict[Any, Compiled | CompiledPipeline] = {}
+        self._plans: dict[Any, tuple[TracedStep, Plan]] = {}
+        self._last: Compiled | CompiledPipeline | None = None
+        self._disk = DiskCache(_cache_directory(options.cache_dir))
+        self._rules: RuleBook | None = None
+        self.last_progress: Progress | None = None
+
+    # Running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; plans and compiles on the first call, and again for new shapes.
+
+        Raises: DonatedStateError when a state is used that an earlier step took over, and what `plan` raises.
+        """
+        last = self._last
+        if last is None or kwargs or self._options.static_argnums:
+            return self._call_slowly(self._bound(args, kwargs))
+        if not can_be_run([args[i] for i in last.donated]):
+            return self._call_slowly(args)
+        try:
+            return last(*args)
+        except (TypeError, ValueError, RuntimeError):
+            # The executable refuses new shapes, other layouts and deleted arrays: the slow path handles or names them.
+            # What it refuses for any other reason is the user's to see.
+            if not self._differs(args, last):
+                raise
+        return self._call_slowly(args)
+
+    def _call_slowly(self, args: tuple[Any, ...]) -> Any:
+        dynamic = self._dynamic(args)
+        self._refuse_unusable(dynamic, self._names(len(dynamic)))
+        self._last = compiled = self.compile(*args)
+        donated = [i in compiled.donated for i in range(len(dynamic))]
+        return compiled(*self._put(without_twins(dynamic, donated), compiled))
+
+    def _differs(self, args: tuple[Any, ...], compiled: Compiled | CompiledPipeline) -> bool:
+        """Whether arguments are not what an executable was compiled for: shapes, layouts, or deleted arrays."""
+        if self._compiled.get(self._key(args)) is not compiled:
+            return True
+        return not all(map(lies_as, args, compiled.shardings))
+
+    def plan(self, *args: Any) -> Plan:
+        """The plan for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
+        return self._planned(args)[1]
+
+    def compile(self, *args: Any) -> Compiled | CompiledPipeline:
+        """Plans and compiles for arguments of these shapes, ahead of time."""
+        key = self._key(args)
+        if key not in self._compiled:
+            traced, plan = self._planned(args)
+            self._compiled[key] = self._build(traced, plan).ready()
+        return self._compiled[key]
+
+    def init(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs `function(*args)`, which makes the state, so that each device makes only its own part of it.
+
+        Before the step has a plan the state is laid out by itself: every leaf split as evenly as it can be. The first
+        call of the step then moves it to where its plan wants it.
+        """
+        shapes = jax.eval_shape(function, *args)
+        shardings = self._state_shardings(shapes)
+        if jax.process_count() > 1 or len({s.mesh for s in jax.tree.leaves(shardings)}) > 1:
+            return make_state(function, shardings, args)
+        return jax.jit(function, out_shardings=shardings)(*args)
+
+    def put_batch(self, batch: Any) -> Any:
+        """Puts host data where the plan wants it. Before there is a plan the first call will do it.
+
+        Raises: BatchMismatchError for a batch of another structure than the plan's.
+        """
+        planned = self._latest_plan()
+        if planned is None:
+            return batch
+        shardings = planned.batch_shardings
+        if not same_tree(batch, shardings):
+            raise BatchMismatchError(
+                where=f"{self.__name__}.put_batch",
+                expected=f"a batch with the structure {jax.tree.structure(shardings)}",
+                got=f"{jax.tree.structure(batch)}",
+                hint="pass what the step takes in batch_argnums, or plan for the new batch first",
+            )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+            abstract(leaf, f"batch{jax.tree_util.keystr(path)}")
+        planned_shapes = [v.shape for v in planned.record.arguments if v.kind == "batch"]
+        if [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)] != planned_shapes:
+            return batch  # another shape has another plan: the call makes it and puts the batch itself
+        leaves, tree = jax.tree.flatten(batch)
+        return jax.tree.unflatten(tree, put(leaves, jax.tree.leaves(shardings)))
+
+    def plain(self, *args: Any) -> Any:
+        """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing.
+
+        State that lies on the stages of a pipeline, or in the memory of the host, is brought together first.
+        """
+        static = self._options.static_argnums
+        if any(isinstance(x, jax.Array) and is_elsewhere(x) for x in jax.tree.leaves(self._dynamic(args))):
+            one = jax.devices()[0]
+            args = tuple(a if i in static else jax.device_put(a, one) for i, a in enumerate(args))
+        return jax.jit(self._function, static_argnums=static)(*args)
+
+    # Inside
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Keyword arguments in their places."""
+        if not kwargs:
+            return args
+        bound = inspect.signature(self._function).bind(*args, **kwargs)
+        if bound.kwargs:
+            raise InvalidArgumentError(
+                where=self.__name__,
+                expected="arguments that can be given by position",
+                got=f"keyword-only {', '.join(bound.kwargs)}",
+                hint="make them positional, or bind them with functools.partial",
+            )
+        return bound.args
+
+    def _dynamic(self, args: Sequence[Any]) -> list[Any]:
+        return [a for i, a in enumerate(args) if i not in self._options.static_argnums]
+
+    def _numbers(self, argnums: Sequence[int], num_args: int) -> tuple[int, ...]:
+        """Argument numbers counted over the dynamic arguments only."""
+        dynamic = [i for i in range(num_args) if i not in self._options.static_argnums]
+        return tuple(dynamic.index(i) for i in argnums if i in dynamic)
+
+    def _names(self, num_args: int) -> list[str]:
+        names = [f"argument {i}" for i in range(num_args)]
+        parameters = inspect.signature(self._function).parameters.values()
+        for i, p in enumerate(parameters):
+            if i < num_args and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+                names[i] = p.name
+        return names
+
+    def _dynamic_names(self, num_args: int) -> list[str]:
+        return [name for i, name in enumerate(self._names(num_args)) if i not in self._options.static_argnums]
+
+    def _key(self, args: Sequence[Any]) -> Any:
+        names = self._names(len(args))
+        static_argnums = self._options.static_argnums
+        leaves, tree, paths, _ = flatten_arguments(self._dynamic(args), self._dynamic_names(len(args)))
+        avals = [abstract(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        static = tuple(hashable(a, names[i]) for i, a in enumerate(args) if i in static_argnums)
+        return tree, tuple((a.shape, str(a.dtype), a.weak_type) for a in avals), static
+
+    def _check_argnums(self, num_args: int) -> None:
+        for name in ("batch_argnums", "donate_argnums", "static_argnums"):
+            given = getattr(self._options, name)
+            outside = [i for i in given if not 0 <= i < num_args]
+            if outside and given != _DEFAULTS.get(name):
+                raise InvalidArgumentError(
+                    where=f"{self.__name__}, {name}={given}",
+                    expected=f"numbers of its {num_args} arguments, from 0",
+                    got=f"{outside[0]}",
+                    hint="count positional arguments from 0; static ones count too",
+                )
+
+    def _traced(self, args: tuple[Any, ...]) -> tuple[TracedStep, Trees]:
+        self._check_argnums(len(args))
+        options, dynamic = self._options, self._dynamic(args)
+        static = {i: a for i, a in enumerate(args) if i in options.static_argnums}
+
+        def bound(*values: Any) -> Any:
+            rest = iter(values)
+            return self._function(*(static[i] if i in static else next(rest) for i in range(len(args))))
+
+        bound.__name__ = self.__name__
+        names = self._dynamic_names(len(args))
+        donate = self._numbers(options.donate_argnums if options.follow is None else (), len(args))
+        batch = self._numbers(options.batch_argnums, len(args))
+        traced = trace(bound, dynamic, names=names, donate=donate, batch=batch)
+        trees = Trees(
+            arguments=tuple(jax.tree.structure(a) for a in dynamic),
+            names=tuple(names),
+            donated=frozenset(donate),
+            batch=frozenset(batch),
+        )
+        return traced, trees
+
+    def _planned(self, args: tuple[Any, ...]) -> tuple[TracedStep, Plan]:
+        key = self._key(args)
+        if key not in self._plans:
+            if self._plans:
+                logger.warning("%s: arguments of new shapes or types: planning again", self.__name__)
+            progress = Progress(f"autopar {self.__name__}", show=self._options.show_progress)
+            with collected_seldom():
+                with progress.pass_("trace"):
+                    traced, trees = self._traced(args)
+                if jax.process_count() > 1:
+                    plan = self._agreed_plan(traced, trees, progress)
+                else:
+                    plan = self._given_plan(traced, trees) or self._search(traced, trees, progress)
+            self._plans[key] = (traced, plan)
+            self.last_progress = progress
+        return self._plans[key]
+
+    def _agreed_plan(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
+        """The plan of process 0, in all processes.
+
+        Raises: ProcessMismatchError where the processes do not mean the same step, ProcessLostError.
+        """
+        given = self._given_plan(traced, trees)
+        asked = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
+        leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
+        parts = (traced.fingerprint, leaves, repr(asked), encode(given.record) if given is not None else None)
+        with progress.pass_("plan of process 0"):
+            data = agree(
+                self.__name__,
+                plan_key(parts),
+                lambda: encode((given or self._search(traced, trees, progress)).record),
+            )
+        return given or Plan(decode(data, "the plan of process 0"), trees)
+
+    def _given_plan(self, traced: TracedStep, trees: Trees) -> Plan | None:
+        plan = self._options.plan
+        if plan is None:
+            return None
+        check_plan(plan, traced)
+        return dataclasses.replace(plan, trees=trees)
+
+    def _wanted(self, traced: TracedStep) -> tuple[Cluster, PlanOptions]:
+        """What is asked of the search."""
+        options = self._options
+        followed = options.follow._latest_plan() if options.follow is not None else None
+        cluster = options.cluster or (followed.cluster if followed is not None else Cluster.local())
+        wanted = PlanOptions(
+            memory_limit_bytes=options.memory_limit_bytes,
+            time_limit_s=options.time_limit_s,
+            pipeline=options.pipeline,
+            binding=options.recipe.binding,
+            recompute=options.recipe.recompute,
+            pins=options.recipe.pins,
+        )
+        if options.follow is not None:
+            wanted = _followed(wanted, options.follow, traced, self.__name__)
+        return cluster, wanted
+
+    def _search(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
+        cluster, wanted = self._wanted(traced)
+        leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
+        names = (traced.name, traced.in_paths, traced.out_paths)
+        key = plan_key((traced.fingerprint, leaves, names, cluster, wanted))
+        with progress.pass_("cache"):
+            known = self._disk.load_plan(key)
+        if known is not None:
+            return Plan(known, trees)  # and the step was traced to the same jaxpr before, in another process
+        with progress.pass_("purity"):
+            check_purity(traced)
+        plan = make_plan(traced, trees, cluster, wanted, self._rule_book(), progress)
+        self._disk.save_plan(key, plan.record)
+        self._disk.save_rules(self._rule_book())
+        return plan
+
+    def _rule_book(self) -> RuleBook:
+        if self._rules is None:
+            self._rules = self._disk.load_rules()
+        return self._rules
+
+    def _latest_plan(self) -> Plan | None:
+        if self._plans:
+            return next(reversed(self._plans.values()))[1]
+        return None
+
+    def _build(self, traced: TracedStep, plan: Plan) -> Compiled | CompiledPipeline:
+        compiled = build(traced, plan, self._rule_book())
+        self._disk.save_rules(self._rule_book())
+        return compiled
+
+    def _put(self, dynamic: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
+        """Arguments where the plan wants them."""
+        if compiled.across is not None:
+            return list(dynamic)  # it brings them there itself, in the same order in all processes
+        return [
+            arg if lies_as(arg, shardings) else jax.device_put(arg, shardings)
+            for arg, shardings in zip(dynamic, compiled.shardings, strict=True)
+        ]
+
+    def _refuse_unusable(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
+        """Raises: DonatedStateError for deleted arrays, UnsupportedError inside of another transformation."""
+        leaves, _, paths, _ = flatten_arguments(dynamic, names)
+        for leaf, path in zip(leaves, paths, strict=True):
+            if jax_compat.is_tracer(leaf):
+                raise UnsupportedError(
+                    where=f"{self.__name__}, {path}",
+                    expected="an array",
+                    got="a traced value: the step is called inside of jax.jit, jax.grad or another transformation",
+                    hint="transform the plain function and decorate the result",
+                )
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise DonatedStateError(
+                    where=f"{self.__name__}, {path}",
+                    expected="an array that still holds its data",
+                    got="one that an earlier step took over (it was donated)",
+                    hint=f"use the state that the step returned: state, ... = {self.__name__}(state, ...); or pass "
+                    "donate_argnums=() to keep both",
+                )
+
+    def _state_shardings(self, shapes: Any) -> Any:
+        """The plan's shardings for a state of these shapes, or an even split where there is no plan yet."""
+        leaves, tree = jax.tree.flatten(shapes)
+        for _, plan in reversed(self._plans.values()):
+            planned = [v for v in plan.record.arguments if v.kind == "state"]
+            same = [(v.shape, v.dtype) for v in planned] == [(tuple(x.shape), str(x.dtype)) for x in leaves]
+            if same:
+                plan.check_devices()
+                return jax.tree.unflatten(tree, [plan.sharding_of(v) for v in planned])
+        cluster = self._options.plan.cluster if self._options.plan else self._options.cluster or Cluster.local()
+        line = LogicalMesh(axis_sizes=(cluster.num_devices,))
+        devices = concrete_mesh(line)
+        return jax.tree.map(lambda x: named_sharding(even_layout(tuple(x.shape), line), devices), shapes)
+
+
+def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
+    """Compiles a step for the devices of a mesh that need not be here; what comes back cannot be run."""
+    traced, plan = step._planned(args)
+    if plan.record.pipeline is not None:
+        raise UnsupportedError(
+            where=step.__name__,
+            expected="a plan without stages",
+            got=f"{len(plan.record.pipeline.stages)} stages",
+            hint="compile for other hardware under a plan of one stage and one micro-batch",
+        )
+    return build_whole(traced, plan, mesh, step._rule_book())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A step traced for its arguments, and what is asked of the search for it. `arguments` without the static ones."""
+
+    traced: TracedStep
+    trees: Trees
+    cluster: Cluster
+    options: PlanOptions
+    rules: RuleBook
+    arguments: tuple[Any, ...]
+    show_progress: bool
+
+
+def asked_of(step: Step, *args: Any) -> Asked:
+    """What a step that searches would ask of the search for these arguments, of which none is a shape alone.
+
+    Raises: InvalidArgumentError where the step has a plan, a recipe or another step's layout already, or gets shapes;
+    DonatedStateError, UnsupportedError, ImpureFunctionError.
+    """
+    options, dynamic = step._options, step._dynamic(args)
+    given = {"a plan": options.plan is not None, "a recipe": options.recipe != Recipe(), "follow": options.follow}
+    for what, is_given in given.items():
+        if is_given:
+            raise InvalidArgumentError(
+                where=f"{step.__name__}, made by parallelize",
+                expected="a step whose plan is searched for",
+                got=f"one with {what}",
+                hint="leave out plan and follow of parallelize; a recipe can be timed beside the search's plans",
+            )
+    names = step._dynamic_names(len(args))
+    leaves, _, paths, _ = flatten_arguments(dynamic, names)
+    for leaf, path in zip(leaves, paths, strict=True):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise InvalidArgumentError(
+                where=f"{step.__name__}, {path}",
+                expected="an array: the step is run",
+                got=f"a shape, {leaf}",
+                hint="pass the state and the batch themselves; autopar.plan and step.plan take shapes",
+            )
+    step._refuse_unusable(dynamic, names)
+    traced, trees = step._traced(args)
+    check_purity(traced)
+    cluster, wanted = step._wanted(traced)
+    return Asked(
+        traced=traced,
+        trees=trees,
+        cluster=cluster,
+        options=wanted,
+        rules=step._rule_book(),
+        arguments=tuple(dynamic),
+        show_progress=options.show_progress,
+    )
+
+
+def keep_rules(step: Step) -> None:
+    """Keeps the sharding rules that were asked for on disk, as planning does."""
+    step._disk.save_rules(step._rule_book())
+
+
+def on_cluster(step: Step, cluster: Cluster) -> Step:
+    """The same step, planned for a cluster."""
+    return Step(step._function, dataclasses.replace(step._options, cluster=cluster))
+
+
+def _followed(wanted: PlanOptions, step: Step, traced: TracedStep, name: str) -> PlanOptions:
+    """Options that give the leaves of a followed step's state, found by shape and order, their layouts there."""
+    plan = step._latest_plan()
+    if plan is None:
+        raise InvalidArgumentError(
+            where=f"{name}, follow={step.__name__}",
+            expected=f"{step.__name__} to have a plan",
+            got="none yet",
+            hint=f"call {step.__name__}, or {step.__name__}.plan(state, batch), before {name}",
+        )
+    if plan.record.pipeline is not None:
+        raise UnsupportedError(
+            where=f"{name}, follow={step.__name__}",
+            expected="a step that runs as one program on all devices",
+            got=f"one whose state lies on {len(plan.record.pipeline.stages)} stages",
+            hint=f"leave follow out: {name} then plans for itself, and its calls move the state to where it wants it",
+        )
+    state = [v for v in plan.record.arguments if v.kind == "state"]
+    avals = traced.in_avals
+    shapes = [(v.shape, v.dtype) for v in state]
+    for first in range(len(avals) - len(state) + 1):
+        window = avals[first : first + len(state)]
+        if [(tuple(a.shape), str(a.dtype)) for a in window] == shapes:
+            fixed = tuple((first + i, v.layout) for i, v in enumerate(state))
+            in_host = tuple(first + i for i, v in enumerate(state) if v.in_host)
+            return dataclasses.replace(wanted, axis_sizes=plan.record.axis_sizes, fixed=fixed, in_host=in_host)
+    raise InvalidArgumentError(
+        where=f"{name}, follow={step.__name__}",
+        expected=f"an argument with the {len(state)} state leaves of {step.__name__}",
+        got=f"arguments with {len(avals)} leaves of other shapes",
+        hint="pass the same state object to both steps",
+    )
+
+
+def _cache_directory(given: str | Path | None) -> Path | None:
+    if given is None:
+        return None
+    return default_directory() if given == DEFAULT_CACHE else Path(given)
