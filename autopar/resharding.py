@@ -256,18 +256,25 @@ def fits(steps: tuple[Step, ...], shape: tuple[int, ...], mesh: LogicalMesh) -> 
 
 
 def gather_and_slice(source: Layout, target: Layout) -> tuple[Step, ...]:
-    """The path that always exists: make the value whole, then let each device take its part."""
-    assert not target.partial, "a partial target is reached by masking, which divides evenly wherever its source does"
+    """The path that always exists: make the value whole, then let each device take its part. Summands stay summands
+    where the target has them, and become such by masks.
+    """
     steps: list[Step] = []
     at = source
-    if at.partial:
-        after = at.reduced
-        steps.append(Step(kind=StepKind.ALL_REDUCE, axes=at.partial, before=at, after=after))
+    kept = tuple(a for a in source.partial if a in target.partial)
+    if summed := tuple(a for a in source.partial if a not in kept):
+        after = _with(at, {}, kept)
+        steps.append(Step(kind=StepKind.ALL_REDUCE, axes=summed, before=at, after=after))
         at = after
     for d, axes in enumerate(at.dims):
         if axes:
             after = _with(at, {d: ()})
             steps.append(Step(kind=StepKind.ALL_GATHER, axes=tuple(sorted(axes)), before=at, after=after))
+            at = after
+    for a in target.partial:
+        if a not in kept:
+            after = _with(at, {}, (*at.partial, a))
+            steps.append(Step(kind=StepKind.MASK, axes=(a,), before=at, after=after))
             at = after
     for d, axes in enumerate(target.dims):
         if axes:

@@ -219,13 +219,25 @@ def test_a_path_over_a_layout_that_does_not_divide_does_not_fit():
 def test_gathering_and_slicing_leads_everywhere_through_nothing_split_finer(journey):
     _, _, (source, target) = journey
     at = source
-    for step in gather_and_slice(source, target.reduced):
+    for step in gather_and_slice(source, target):
         assert step.before == at
         at = step.after
         assert all(on in ((), source.dims[d], target.dims[d]) for d, on in enumerate(at.dims)), (
             "each dimension is whole, or as in the source or in the target"
         )
-    assert at == target.reduced
+        assert set(at.partial) <= {*source.partial, *target.partial}
+    assert at == target
+
+
+def test_where_nothing_divides_on_the_way_a_summand_is_made_of_what_is_whole():
+    steps = gather_and_slice(layout("[y, -]"), layout("[-, y] +x"))
+    assert [(s.kind, s.axes) for s in steps] == [
+        (StepKind.ALL_GATHER, (1,)),
+        (StepKind.MASK, (0,)),
+        (StepKind.SLICE, (1,)),
+    ]
+    kept = gather_and_slice(layout("[y, -] +x"), layout("[-, y] +x"))
+    assert [s.kind for s in kept] == [StepKind.ALL_GATHER, StepKind.SLICE]
 
 
 def test_gathering_makes_a_replicated_value_of_any():
