@@ -109,6 +109,19 @@ def test_of_each_number_of_stages_the_best_is_worked_out():
     assert {len(plan.record.pipeline.stages) for plan in near(step, args, 1.01)[0]} == {1}
 
 
+def test_pipelines_are_looked_at_though_they_may_not_pay():
+    step = autopar.parallelize(
+        chain_step, cluster=Cluster.local(4, measured=False), cache_dir=None, show_progress=False
+    )
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
+    examples = jax.ShapeDtypeStruct((8192, 64), jnp.float32)
+    plans, best = near(step, (params, {"x": examples, "y": examples}), 1.25)
+    assert best.record.pipeline is None
+    assert best.record.notes == ()  # no pipeline was weighed for it
+    assert decided(plans[0]) == decided(best)
+    assert 2 in [plan.record.pipeline and len(plan.record.pipeline.stages) for plan in plans]
+
+
 def test_a_program_may_be_near_a_pipeline():
     """Two hosts with a slow link between them: two stages are the fastest, then one program, then micro-batches."""
     hosts = Cluster(
