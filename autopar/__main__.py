@@ -126,6 +126,10 @@ def _tune(parsed: argparse.Namespace) -> autopar.Tuning:
             got=parsed.cluster,
             hint="tune where the hardware is, or predict: autopar plan",
         )
+    if parsed.save and not Path(parsed.save).absolute().parent.is_dir():
+        raise InvalidArgumentError(
+            where="--save", expected="a path in a folder that is there", got=parsed.save, hint="make the folder first"
+        )
     cluster = Cluster.parse(parsed.cluster)
     step, arguments = returned_by(parsed.function)
     tuned = autopar.tune(_planned_for(step, cluster), *arguments)

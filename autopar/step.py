@@ -420,7 +420,8 @@ def asked_of(step: Step, *args: Any) -> Asked:
                 where=f"{step.__name__}, made by parallelize",
                 expected="a step whose plan is searched for",
                 got=f"one with {what}",
-                hint="leave out plan and follow of parallelize; a recipe can be timed beside the search's plans",
+                hint="leave out plan and follow of parallelize; a recipe is timed beside the search's plans with "
+                "tune(step, ..., beside={'mine': recipe})",
             )
     names = step._dynamic_names(len(args))
     leaves, _, paths, _ = flatten_arguments(dynamic, names)

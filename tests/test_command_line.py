@@ -78,6 +78,30 @@ def test_a_step_that_runs_here_is_tuned(job, tmp_path, capsys):
     assert any("timed on the devices" in note for note in json.loads(saved.read_bytes())["plan"]["notes"])
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--cluster", "dgx-h100", "--cluster: expected the devices here: local, local:4, or a .json file"),
+        ("--save", "nowhere/plan.json", "--save: expected a path in a folder that is there, got nowhere/plan.json"),
+    ],
+)
+def test_what_cannot_be_tuned_or_kept_is_said_before_it_runs(job, option, value, message, capsys):
+    assert main(["tune", f"{job}:job", option, value]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_step_keeps_its_own_options_on_another_cluster(job, capsys):
+    """One with a recipe cannot be tuned: it would be another step without."""
+    text = JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64")
+    (job.parent / "small.py").write_text(f"import autopar\n{text}")
+    with_recipe = "autopar.parallelize(train_step, plan=autopar.recipes.zero(1))"
+    changed = text.replace("return train_step,", f"return {with_recipe},")
+    assert changed != text, "else this shows nothing"
+    (job.parent / "small.py").write_text(f"import autopar\n{changed}")
+    assert main(["tune", f"{job.parent / 'small.py'}:job"]) == 1
+    assert "got one with a recipe" in capsys.readouterr().err
+
+
 def test_only_what_has_a_compiler_is_verified_from_afar(job, tmp_path, capsys):
     other = dataclasses.replace(H100, name="A card of tomorrow")
     Cluster.flat(8, device=other).save(tmp_path / "tomorrow.json")
