@@ -42,10 +42,10 @@ def is_fusible(primitive: str) -> bool:
 class Work:
     """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result.
 
-    `is_product`: a matrix product, whose operands are packed where devices do that. `is_convolution`: one that reaches
-    another rate than products. `transposed`: the operands that are
-    copied with another dimension last, where that takes its time; for each the bytes of a row, and how many times its
-    size the copy reads, for what is computed on the way.
+    `is_product`: a matrix product, whose operands are packed where devices do that. `is_convolution`: a convolution,
+    which reaches another rate than products. `transposed`: the operands that are copied with another dimension last,
+    where that takes its time; for each the bytes of a row, and how many times its size the copy reads, for what is
+    computed on the way.
     """
 
     flops: float

@@ -109,8 +109,8 @@ class TransposeRun:
 class ConvolutionRun:
     """A convolution of images with kernels of 3 x 3 on every device, as many channels out as in.
 
-    Of a step's three it is the forward one: the gradients of a convolution in a loop, as it is timed here, take XLA's
-    CPU compiler tens of times as long as elsewhere.
+    Of a step's three it is the forward one: XLA's CPU compiler makes another kernel of the gradients in a loop, as runs
+    are timed here, than outside of one.
     """
 
     images: int

@@ -318,7 +318,7 @@ class Step:
             check_purity(traced)
         plan = make_plan(traced, trees, cluster, wanted, self._rule_book(), progress)
         self._disk.save_plan(key, plan.record)
-        self._disk.save_rules(self._rule_book())
+        keep_rules(self)
         return plan
 
     def _rule_book(self) -> RuleBook:
@@ -333,7 +333,7 @@ class Step:
 
     def _build(self, traced: TracedStep, plan: Plan) -> Compiled | CompiledPipeline:
         compiled = build(traced, plan, self._rule_book())
-        self._disk.save_rules(self._rule_book())
+        keep_rules(self)
         return compiled
 
     def _put(self, dynamic: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
@@ -448,8 +448,20 @@ def asked_of(step: Step, *args: Any) -> Asked:
     )
 
 
+def check_is_step(where: str, step: object) -> None:
+    """Raises: InvalidArgumentError for what `parallelize` did not make."""
+    if not isinstance(step, Step):
+        name = where.rpartition(".")[2]
+        raise InvalidArgumentError(
+            where=where,
+            expected="a step made by autopar.parallelize",
+            got=type(step).__name__,
+            hint=f"decorate the function first: {name}(autopar.parallelize(fun), ...)",
+        )
+
+
 def keep_rules(step: Step) -> None:
-    """Keeps the sharding rules that were asked for on disk, as planning does."""
+    """Keeps the sharding rules that were asked for on disk."""
     step._disk.save_rules(step._rule_book())
 
 

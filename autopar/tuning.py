@@ -29,7 +29,7 @@ from autopar.plan import Plan
 from autopar.plan_text import in_short, seconds_text
 from autopar.progress import Progress
 from autopar.recipes import Recipe, data_parallel, zero
-from autopar.step import Asked, Step, asked_of, keep_rules
+from autopar.step import Asked, Step, asked_of, check_is_step, keep_rules
 from autopar.whole_search import PlanOptions
 
 # Recipes that are timed beside the search's plans, by the names that they have in the table.
@@ -212,13 +212,7 @@ def step_s(plan: Plan) -> float:
 
 def _check(step: Any, beside: Any, within: float, most: int, seconds: float) -> None:
     """Raises: InvalidArgumentError, UnsupportedError in a program of several processes."""
-    if not isinstance(step, Step):
-        raise InvalidArgumentError(
-            where="autopar.tune",
-            expected="a step made by autopar.parallelize",
-            got=type(step).__name__,
-            hint="decorate the function first: tune(autopar.parallelize(fun), ...)",
-        )
+    check_is_step("autopar.tune", step)
     if not isinstance(beside, Mapping) or not all(isinstance(recipe, Recipe) for recipe in beside.values()):
         raise InvalidArgumentError(
             where="autopar.tune(beside=...)",

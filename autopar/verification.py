@@ -15,11 +15,10 @@ from rich.table import Table
 from autopar import elsewhere, hlo, jax_compat
 from autopar.arguments import copy_of
 from autopar.compiled import Compiled, CompiledPipeline
-from autopar.errors import InvalidArgumentError
 from autopar.memory import allocated_bytes
 from autopar.record import Predicted
 from autopar.runtime.simulator import simulate
-from autopar.step import Step, compile_on
+from autopar.step import Step, check_is_step, compile_on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +90,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
 
     Raises: what planning and compiling raise.
     """
-    if not isinstance(step, Step):
-        raise InvalidArgumentError(
-            where="autopar.verify",
-            expected="a step made by autopar.parallelize",
-            got=type(step).__name__,
-            hint="decorate the function first: verify(autopar.parallelize(fun), ...)",
-        )
+    check_is_step("autopar.verify", step)
     compiled: Compiled | CompiledPipeline
     if compile_for is None:
         compiled, target = step.compile(*args), f"{jax.default_backend()} x {step.plan(*args).cluster.num_devices}"

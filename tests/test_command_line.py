@@ -93,7 +93,6 @@ def test_what_cannot_be_tuned_or_kept_is_said_before_it_runs(job, option, value,
 def test_a_step_keeps_its_own_options_on_another_cluster(job, capsys):
     """One with a recipe cannot be tuned: it would be another step without."""
     text = JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64")
-    (job.parent / "small.py").write_text(f"import autopar\n{text}")
     with_recipe = "autopar.parallelize(train_step, plan=autopar.recipes.zero(1))"
     changed = text.replace("return train_step,", f"return {with_recipe},")
     assert changed != text, "else this shows nothing"

@@ -82,22 +82,25 @@ def test_presets_give_published_rates(point):
 
 
 @pytest.mark.parametrize(
-    ("packing", "is_product", "expected_s"),
+    ("constants", "kind", "expected_s"),
     [
         # a shard of 1 Gflop and 4 + 1 MB of operands, 10 MB in all
-        (None, True, 1e-6 + 1e9 / 1e11),
-        (1e9, False, 1e-6 + 1e9 / 1e11),
-        (1e9, True, 1e-6 + 1e9 / 1e11 + 5e6 / 1e9),
-        (1e12, True, 1e-6 + 1e9 / 1e11 + 5e6 / 1e12),
+        ({}, {"is_product": True}, 1e-6 + 1e9 / 1e11),
+        ({"packing_bytes_per_s": 1e9}, {}, 1e-6 + 1e9 / 1e11),
+        ({"packing_bytes_per_s": 1e9}, {"is_product": True}, 1e-6 + 1e9 / 1e11 + 5e6 / 1e9),
+        ({"packing_bytes_per_s": 1e12}, {"is_product": True}, 1e-6 + 1e9 / 1e11 + 5e6 / 1e12),
+        ({"convolution_share": 0.5}, {"is_product": True}, 1e-6 + 1e9 / 1e11),
+        ({"convolution_share": 0.5}, {"is_convolution": True}, 1e-6 + 1e9 / 0.5e11),
+        ({"convolution_share": 0.5, "packing_bytes_per_s": 1e9}, {"is_convolution": True}, 1e-6 + 1e9 / 0.5e11),
     ],
 )
-def test_operands_of_products_are_packed_before_their_arithmetic(packing, is_product, expected_s):
+def test_operands_of_products_are_packed_and_convolutions_reach_their_share(constants, kind, expected_s):
     device = dataclasses.replace(
         hardware.cpu_device(num_devices=1, cores=1, host_bytes=1),
         peak_flops=(("float32", 1e11),),
         peak_memory_bytes_per_s=1e11,
         launch_overhead_s=1e-6,
-        packing_bytes_per_s=packing,
+        **constants,
     )
     work = Work(
         flops=4e9,
@@ -105,36 +108,10 @@ def test_operands_of_products_are_packed_before_their_arithmetic(packing, is_pro
         operand_bytes=(8_000_000, 4_000_000),
         result_bytes=(10_000_000,),
         fusible=False,
-        is_product=is_product,
+        **kind,
     )
     whole = Layout(((), ()))
     assert time_s(work, Strategy((whole, whole), (whole,), 4), ((2, 4), (2,)), device) == pytest.approx(expected_s)
-
-
-@pytest.mark.parametrize(
-    ("is_convolution", "expected_s"),
-    [
-        (False, 1e-6 + 1e9 / 1e11),
-        (True, 1e-6 + 1e9 / 0.5e11),
-    ],
-)
-def test_convolutions_reach_their_share_of_the_rate(is_convolution, expected_s):
-    device = dataclasses.replace(
-        hardware.cpu_device(num_devices=1, cores=1, host_bytes=1),
-        peak_flops=(("float32", 1e11),),
-        launch_overhead_s=1e-6,
-        convolution_share=0.5,
-    )
-    work = Work(
-        flops=4e9,
-        dtype="float32",
-        operand_bytes=(8_000, 4_000),
-        result_bytes=(10_000,),
-        fusible=False,
-        is_convolution=is_convolution,
-    )
-    whole = Layout(((), ()))
-    assert time_s(work, Strategy((whole, whole), (whole,), 4), ((4, 4), (4,)), device) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@
 
 The devices' constants are measured first. Each program runs in a process of its own, for what others have left of its
 memory would help it, and in several one after the other: the same program may be faster in one process than in another,
-from its first step to its last. They take turns, so that what else the machine
-does falls on all recipes alike. The median of each counts, and of each beside the search's the median of what the two
-took in the same turns. Recipes that come to the same program as another share it. Bytes and peak are those of the
-program that XLA made. Each recipe's row goes to the standard output, a line of JSON.
+from its first step to its last. They take turns, so that what else the machine does falls on all recipes alike. The
+median of each counts, and of each beside the search's, and beside the one that the clock chose (`autopar.tune`), the
+median of what the two took in the same turns. Recipes that come to the same program as another share it. Bytes and peak
+are those of the program that XLA made. Each recipe's row goes to the standard output, a line of JSON.
 """
 
 import dataclasses
