@@ -129,19 +129,18 @@ class BuiltOut:
         return m, len(plan.stages) if self.cuts[m].step.parts > 1 else 0
 
     def told_s(self, problem: StageProblem, plan: StagePlan, options: Sequence[PricedOption]) -> float:
-        """What an answer takes, and waits for memory that is new in each step: roughly as `pipelining.renewal_s` and
-        `task_cost` count it, where devices share processors, which are all that wait so.
+        """What an answer takes, and waits for memory that is new in each step: roughly as `pipelining.task_cost` counts
+        it, where devices share processors, which are all that wait so.
         """
         if not self.cluster.shares_processors:
             return plan.step_time_s
         device, waits = self.cluster.device, 0.0
-        for nbytes, stage in zip(plan.peak_bytes, plan.stages, strict=True):
+        for stage in plan.stages:
             priced, layers = options[stage.option], slice(stage.first, stage.last)
-            block_bytes = int(priced.option.working_bytes[layers].max())
-            block_s = device.fresh_s(block_bytes)
-            held_bytes = nbytes - problem.chunks * int(priced.given_bytes[layers].sum())
-            held_s = device.renewed_s(held_bytes - (block_bytes if block_s else 0))
-            waits += priced.mesh.num_devices * (2 * problem.num_microbatches * block_s + held_s)
+            block_bytes, tasks = int(priced.option.working_bytes[layers].max()), 2
+            if len(plan.stages) == 1:  # forward and backward pass are one task, which keeps what goes between them
+                block_bytes, tasks = block_bytes + int(priced.option.saved_bytes[layers].sum()), 1
+            waits += priced.mesh.num_devices * tasks * device.fresh_s(block_bytes, problem.num_microbatches)
         return plan.step_time_s + waits / self.cluster.num_devices / problem.chunks
 
     def run(

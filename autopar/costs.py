@@ -76,15 +76,16 @@ def time_s(
 ) -> float:
     """Seconds of one run on one device. `shard_counts`: into how many parts each operand and each result is split."""
     operand_parts, result_parts = shard_counts
-    read = sum(n / parts for n, parts in zip(work.operand_bytes, operand_parts, strict=True))
-    written = sum(n / parts for n, parts in zip(work.result_bytes, result_parts, strict=True))
+    operands = [n / parts for n, parts in zip(work.operand_bytes, operand_parts, strict=True)]
+    results = [n / parts for n, parts in zip(work.result_bytes, result_parts, strict=True)]
+    read, written, largest = sum(operands), sum(results), max([*operands, *results], default=0.0)
     if work.fusible:
-        return FUSED_TRAFFIC_SHARE * written / device.memory_bytes_per_s
+        return device.memory_s(FUSED_TRAFFIC_SHARE * written, largest)
     rate = device.flops_per_s(work.dtype) * (device.convolution_share if work.is_convolution else 1.0)
     arithmetic_s = work.flops / strategy.split / rate + device.fill_s(work.dtype)
     if work.is_product:
         arithmetic_s += device.packing_s(read)
-    return max(arithmetic_s, (read + written) / device.memory_bytes_per_s) + device.launch_overhead_s
+    return max(arithmetic_s, device.memory_s(read + written, largest)) + device.launch_overhead_s
 
 
 def transposing_s(work: Work, parts: tuple[int, ...], row_parts: tuple[int, ...], device: DeviceKind) -> float:

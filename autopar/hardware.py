@@ -14,9 +14,23 @@ from autopar.collectives import Fabric, Link, SwitchDetail
 from autopar.errors import InvalidArgumentError
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
-# XLA's CPU programs have their temporary values in one block from malloc. Larger blocks glibc takes from the system and
-# gives back when they are free (DEFAULT_MMAP_THRESHOLD_MAX), so that every page of them is new in every run.
-_KEPT_UP_TO_BYTES = 32 * 1024 * 1024
+# XLA's CPU programs have their temporary values in one block from malloc, whose pages are new in every run if glibc
+# takes it from the system, as it does larger ones (DEFAULT_MMAP_THRESHOLD_MAX). Of smaller ones, which all devices of
+# a process give back, it keeps so much (twice that: mallopt(3), M_MMAP_THRESHOLD, on M_TRIM_THRESHOLD).
+_LARGE_BLOCK_BYTES = 32 * 1024 * 1024
+_KEPT_FREE_BYTES = 2 * _LARGE_BLOCK_BYTES
+
+
+def _interpolated(points: tuple[tuple[float, float], ...], at: float) -> float:
+    """Between measured points by a power, beyond them as at the nearest; zero where nothing was measured."""
+    if not points:
+        return 0.0
+    places, values = zip(*points, strict=True)
+    i = bisect.bisect_left(places, at)
+    if i == 0 or i == len(places):
+        return values[min(i, len(places) - 1)]
+    share = math.log(at / places[i - 1]) / math.log(places[i] / places[i - 1])
+    return values[i - 1] * (values[i] / values[i - 1]) ** share
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +53,9 @@ class DeviceKind:
             CPU device's are; None where a program keeps what it once had.
         call_s: Processor time of one run of a task of a pipeline beside its kernels, for being called and handing on
             what it makes, where devices share processors: as seconds in which nobody else has them.
+        memory_rates: (bytes of an array, rate at which memory-bound kernels move memory over arrays of that size),
+            ascending, as measured; empty where one rate holds for all. Devices of one CPU share its caches: what no
+            longer fits goes to memory and back.
         convolution_share: What part of the rate of matrix products convolutions reach; one where that was not measured.
         packing_bytes_per_s: Rate at which operands of a matrix product are laid out anew before its arithmetic, as
             libraries for CPUs do; None where that costs nothing beside it.
@@ -65,6 +82,7 @@ class DeviceKind:
     float32_fill_s: float = 0.0
     fresh_bytes_per_s: float | None = None
     call_s: float = 0.0
+    memory_rates: tuple[tuple[float, float], ...] = ()
     convolution_share: float = 1.0
     packing_bytes_per_s: float | None = None
     transposing: tuple[tuple[float, float], ...] = ()
@@ -87,6 +105,10 @@ class DeviceKind:
         """Rate that memory-bound kernels reach."""
         return self.peak_memory_bytes_per_s * self.memory_efficiency
 
+    def memory_s(self, moved_bytes: float, array_bytes: float) -> float:
+        """Time of reading and writing so many bytes, of arrays of that size."""
+        return moved_bytes / (_interpolated(self.memory_rates, array_bytes) or self.memory_bytes_per_s)
+
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak rate for a dtype by its numpy name; all float8 are one, and what is not listed goes as float32."""
         rates = dict(self.peak_flops)
@@ -97,17 +119,17 @@ class DeviceKind:
         """Rate that large matrix products reach."""
         return self.peak_flops_per_s(dtype) * dict(self.dtype_efficiency).get(dtype, self.flops_efficiency)
 
-    def fresh_s(self, temporary_bytes: float) -> float:
-        """Time of having this much memory for temporary values in one run of a program."""
-        if self.fresh_bytes_per_s is None or temporary_bytes <= _KEPT_UP_TO_BYTES:
-            return 0.0
-        return temporary_bytes / self.fresh_bytes_per_s
+    def fresh_s(self, temporary_bytes: float, runs: int = 1) -> float:
+        """Time of having this much memory for temporary values in so many runs of a program, which make one step.
 
-    def renewed_s(self, held_bytes: float) -> float:
-        """Time of having anew what a step takes in many blocks and gives back: what is beyond the memory kept."""
+        Large blocks are new in every run. Of small ones what the process does not keep is new once a step: between its
+        runs devices do not end all at once, and one takes what another has given back.
+        """
         if self.fresh_bytes_per_s is None:
             return 0.0
-        return max(0.0, held_bytes - _KEPT_UP_TO_BYTES) / self.fresh_bytes_per_s
+        if temporary_bytes > _LARGE_BLOCK_BYTES:
+            return runs * temporary_bytes / self.fresh_bytes_per_s
+        return max(0.0, temporary_bytes - _KEPT_FREE_BYTES / self.shared_by) / self.fresh_bytes_per_s
 
     def packing_s(self, operand_bytes: float) -> float:
         """Time of laying the operands of a matrix product out anew."""
@@ -117,14 +139,7 @@ class DeviceKind:
         """Time of copying an array so that another dimension is the last: between rows that were measured by a power
         of their length, beyond them as for the nearest.
         """
-        if not self.transposing:
-            return 0.0
-        rows, s_per_byte = zip(*self.transposing, strict=True)
-        i = bisect.bisect_left(rows, row_bytes)
-        if i == 0 or i == len(rows):
-            return nbytes * s_per_byte[min(i, len(rows) - 1)]
-        share = math.log(row_bytes / rows[i - 1]) / math.log(rows[i] / rows[i - 1])
-        return nbytes * s_per_byte[i - 1] * (s_per_byte[i] / s_per_byte[i - 1]) ** share
+        return nbytes * _interpolated(self.transposing, row_bytes)
 
     def host_copy_s(self, nbytes: float) -> float:
         """Time of bringing so many bytes from the host's memory, or of taking them there."""

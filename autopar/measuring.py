@@ -79,7 +79,7 @@ CPU_SIZES = Sizes(
     widths=(16, 128, 256, 512),
     other_widths=(128, 256),
     few_rows=((16, 256), (16, 512), (16, 1024), (64, 512), (64, 1024)),
-    row_bytes=(1 << 18, 1 << 20, 1 << 22, 1 << 23),
+    row_bytes=(1 << 18, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24),
     transposed_widths=(256, 512, 1024),
     fresh_bytes=(36 << 20, 48 << 20),
     convolutions=((4, 8, 128), (4, 16, 64), (4, 32, 32)),
@@ -92,7 +92,7 @@ ROOMY_CPU_SIZES = dataclasses.replace(
     widths=(16, 256, 512, 1024),
     other_widths=(256, 512),
     few_rows=((16, 512), (64, 512), (16, 1024), (64, 1024)),
-    row_bytes=(1 << 20, 1 << 22, 1 << 24),
+    row_bytes=(1 << 20, 1 << 22, 1 << 24, 1 << 26),
     fresh_bytes=(72 << 20, 96 << 20),
     convolutions=((16, 8, 128), (16, 16, 64), (16, 32, 32)),
     transposed_widths=(256, 512, 1024, 2048),
@@ -303,6 +303,11 @@ def _device(
         )
     memory = fit_rate(streamed)
     fits.append(_rate_quality("memory", memory, len(streamed), "B"))
+    memory_rates = tuple(
+        sorted((float(run.array_bytes), run.moved_bytes / s) for run, s in times.items() if isinstance(run, RowsRun))
+    )
+    if memory_rates:
+        fits.append(_as_timed("memory by array", [(rate, f"arrays of {text_of_bytes(n)}") for n, rate in memory_rates]))
     measured = {dtype: fit.rate_per_s for dtype, fit in rates.items()}
     launch_s, fill_s = _launch_and_fill(rates["float32"], times)
     fresh = [(float(run.nbytes), seconds) for run, seconds in times.items() if isinstance(run, FreshRun)]
@@ -318,13 +323,15 @@ def _device(
         sorted((run.row_bytes, s / run.copied_bytes) for run, s in times.items() if isinstance(run, TransposeRun))
     )
     if transposing:
-        fits.append(_transposing_quality(transposing))
+        rows = [(1.0 / s_per_byte, f"rows of {text_of_bytes(row)}") for row, s_per_byte in transposing]
+        fits.append(_as_timed("transposing", rows))
     made = dataclasses.replace(
         table,
         launch_overhead_s=launch_s,
         float32_fill_s=fill_s,
         fresh_bytes_per_s=fit.rate_per_s if fresh else None,
         call_s=call_s,
+        memory_rates=memory_rates,
         convolution_share=convolution_share,
         packing_bytes_per_s=rates["float32"].packing_bytes_per_s,
         transposing=transposing,
@@ -431,12 +438,10 @@ def _launch_and_fill(fit: RateFit, times: dict[Run, float]) -> tuple[float, floa
     return launch_s, overhead_s - launch_s
 
 
-def _transposing_quality(points: Sequence[tuple[float, float]]) -> FitQuality:
-    """Nothing is fitted: the times stand as they are."""
-    constants = ", ".join(
-        f"{text_of_rate(1.0 / s_per_byte, 'B')} in rows of {text_of_bytes(row)}" for row, s_per_byte in points
-    )
-    return FitQuality(what="transposing", constants=constants, points=len(points), median_error=0.0, worst="as timed")
+def _as_timed(what: str, rates: Sequence[tuple[float, str]]) -> FitQuality:
+    """Of (bytes per second, in what): nothing is fitted, the times stand as they are."""
+    constants = ", ".join(f"{text_of_rate(rate, 'B')} in {where}" for rate, where in rates)
+    return FitQuality(what=what, constants=constants, points=len(rates), median_error=0.0, worst="as timed")
 
 
 def _rate_quality(what: str, fit: RateFit, points: int, unit: str) -> FitQuality:

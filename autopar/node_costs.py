@@ -80,7 +80,7 @@ def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:
     """
     passes = 3 if op.kind is OpKind.ACCUMULATE else 2 * graph.num_microbatches
     nbytes = graph.values[op.outputs[0]].nbytes / layout.shards(model.links.mesh)
-    return passes * nbytes / model.device.memory_bytes_per_s
+    return model.device.memory_s(passes * nbytes, nbytes)
 
 
 class NodeCosts:

@@ -246,8 +246,6 @@ def stage_program(
     if cluster.shares_processors:
         devices = {p.lowered.mesh_index: at.mesh.num_devices for p, at in zip(planned, submeshes, strict=True)}
         simulation = on_shared_processors(simulation, program, [devices[mesh] for mesh in sorted(devices)])
-    waiting_s = renewal_s(simulation, program, planned, list(zip(staged.tasks, task_bytes, strict=True)), cluster)
-    simulation = dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s, waiting_s=waiting_s)
     return Staged(
         step=step,
         graph=graph,
@@ -263,35 +261,6 @@ def stage_program(
         transfer_s=transfer_s,
         simulation=simulation,
     )
-
-
-def renewal_s(
-    simulation: Simulation,
-    program: Program,
-    planned: Sequence[PlannedStage],
-    tasks: Sequence[tuple[StageTask, int]],
-    cluster: Cluster,
-) -> float:
-    """Seconds in which a step waits for the memory that it gave back at the end of the step before.
-
-    What a device holds beside its state comes in blocks, of which it is rid again when the step ends: the allocator
-    keeps about as much of them all as of one (`DeviceKind.renewed_s`). A task's own block, where it is larger,
-    is counted with the task.
-    """
-    meshes = {p.lowered.mesh_index: p.model for p in planned}
-    waits = []
-    for mesh, model in meshes.items():
-        own = max(
-            (n for task, n in tasks if planned[task.stage].lowered.mesh_index == mesh and model.device.fresh_s(n)),
-            default=0,
-        )
-        buffers = (program.pipeline.buffers[b] for b in program.pipeline.inputs)
-        given = sum(buffer.nbytes for buffer in buffers if buffer.mesh == mesh)
-        held = max(nbytes for _, nbytes in simulation.bytes_over_time[mesh])
-        waits.append((model.links.mesh.num_devices, model.device.renewed_s(held - given - own)))
-    if not cluster.shares_processors:
-        return max((seconds for _, seconds in waits), default=0.0)
-    return sum(n * seconds for n, seconds in waits) / sum(n for n, _ in waits)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,9 +306,8 @@ def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskC
     called_s = 0.0
     if cluster.shares_processors:
         called_s = device.call_s * cluster.num_devices / planned.lowered.mesh.num_devices
-    return TaskCost(
-        seconds=ran.end_s / runs + device.fresh_s(nbytes) + called_s, hidden_s=ran.hidden_s / runs, nbytes=nbytes
-    )
+    seconds = (ran.end_s + device.fresh_s(nbytes, runs)) / runs + called_s
+    return TaskCost(seconds=seconds, hidden_s=ran.hidden_s / runs, nbytes=nbytes)
 
 
 def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Submesh], cluster: Cluster) -> float:

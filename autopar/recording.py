@@ -281,7 +281,7 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         runs = staged.graph.num_microbatches if task.kind.repeats else 1
         n, device = staged.submeshes[task.stage].mesh.num_devices, staged.stages[task.stage].model.device
         hidden_s += n * runs * seconds
-        allocation += n * runs * device.fresh_s(nbytes)
+        allocation += n * device.fresh_s(nbytes, runs)
     devices = sum(s.mesh.num_devices for s in dict.fromkeys(staged.submeshes))
     device = staged.stages[0].model.device
     step_s = simulation.step_time_s
@@ -291,7 +291,7 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         compute_time_s=compute_s / devices,
         collective_time_s=collective_s / devices,
         hidden_time_s=hidden_s / devices,
-        allocation_time_s=allocation / devices + simulation.waiting_s,
+        allocation_time_s=allocation / devices,
         peak_bytes=tuple(simulation.peak_bytes),
         flops=flops,
         mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,

@@ -130,6 +130,48 @@ def test_transposing_takes_what_was_measured(row_bytes, seconds):
     assert hardware.H100.transposing_s(1000.0, row_bytes) == 0.0
 
 
+@pytest.mark.parametrize(("array_bytes", "bytes_per_s"), [(50, 16.0), (100, 16.0), (200, 8.0), (400, 4.0), (800, 4.0)])
+def test_memory_moves_at_the_rate_of_arrays_of_that_size(array_bytes, bytes_per_s):
+    device = dataclasses.replace(hardware.H100, memory_rates=((100.0, 16.0), (400.0, 4.0)))
+    assert device.memory_s(32.0, array_bytes) == pytest.approx(32.0 / bytes_per_s)
+    assert hardware.H100.memory_s(32.0, array_bytes) == pytest.approx(32.0 / hardware.H100.memory_bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("fusible", "operand_parts", "result_parts", "expected_s"),
+    [
+        (False, (1, 1), (1,), (400 + 100 + 200) / 4.0),
+        (False, (4, 1), (2,), (100 + 100 + 100) / 16.0),  # by the parts that a device has
+        (True, (4, 1), (1,), 0.5 * 200 / 8.0),
+    ],
+)
+def test_the_largest_array_of_an_operation_tells_its_rate(fusible, operand_parts, result_parts, expected_s):
+    device = dataclasses.replace(
+        hardware.H100, memory_rates=((100.0, 16.0), (400.0, 4.0)), launch_overhead_s=0.0, float32_fill_s=0.0
+    )
+    work = Work(flops=0.0, dtype="float32", operand_bytes=(400, 100), result_bytes=(200,), fusible=fusible)
+    whole = Layout(((),))
+    strategy = Strategy((whole, whole), (whole,), 1)
+    assert time_s(work, strategy, (operand_parts, result_parts), device) == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "runs", "shared_by", "new_mebibytes"),
+    [
+        (33, 1, 8, 33),
+        (33, 3, 8, 99),  # large blocks are new in every run
+        (32, 1, 8, 32 - 64 / 8),
+        (32, 3, 8, 32 - 64 / 8),  # of small ones what is not kept is new once a step
+        (8, 3, 8, 0),
+        (32, 3, 1, 0),
+    ],
+)
+def test_memory_is_new_beyond_what_a_process_keeps(mebibytes, runs, shared_by, new_mebibytes):
+    device = dataclasses.replace(hardware.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
+    assert device.fresh_s(mebibytes * 2**20, runs) == pytest.approx(new_mebibytes)
+    assert hardware.H100.fresh_s(mebibytes * 2**20, runs) == 0.0
+
+
 def test_an_operand_is_transposed_in_parts():
     device = dataclasses.replace(hardware.H100, transposing=((100.0, 1e-6), (400.0, 16e-6)))
     work = Work(
