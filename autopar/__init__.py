@@ -26,3 +26,8 @@ __all__ = [
     "tune",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """What there is to use, without the modules behind it."""
+    return sorted(name for name in globals() if name in __all__ or name.startswith("__"))

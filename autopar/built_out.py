@@ -87,8 +87,8 @@ class BuiltOut:
         self.best: Found | None = None
         self.kept_within = kept_within
         self.kept: list[Found] = []
-        # The best of one stage in so many micro-batches, and the bytes that the tables took it for.
-        self.of_one_stage: dict[int, tuple[Found, int]] = {}
+        # The best of so many stages in so many micro-batches, and the bytes that the tables took it for.
+        self.best_of: dict[tuple[int, int], tuple[Found, int]] = {}
 
     def search(
         self,
@@ -171,10 +171,10 @@ class BuiltOut:
             self.built.add((m, choice))
             found = self.worked_out(m, choice)
             self.weighed.append(found.trial)
-            if len(choice.first_layers) == 1:
-                known = self.of_one_stage.get(m)
-                if known is None or found.rank(self.limit_bytes) < known[0].rank(self.limit_bytes):
-                    self.of_one_stage[m] = found, max(answer.peak_bytes)
+            kind = len(choice.first_layers), m
+            known = self.best_of.get(kind)
+            if known is None or found.rank(self.limit_bytes) < known[0].rank(self.limit_bytes):
+                self.best_of[kind] = found, max(answer.peak_bytes)
             self.weigh(found)
             if not found.fits(self.limit_bytes):
                 fastest_fits = fastest_fits and built > 1

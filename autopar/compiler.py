@@ -432,9 +432,19 @@ def check_plan(plan: Plan, traced: TracedStep) -> None:
     """Raises: PlanMismatchError when a plan was not made for this step."""
     if plan.record.fingerprint == traced.fingerprint:
         return
+    now = {p: f"{a.dtype}{list(a.shape)}" for p, a in zip(traced.in_paths, traced.in_avals, strict=True)}
+    then = {a.path: f"{a.dtype}{list(a.shape)}" for a in plan.record.arguments if a.kind != "constant"}
+    differing = [path for path in {**now, **then} if now.get(path) != then.get(path)]
+    if differing:
+        is_now, was = (", ".join(f"{p} {shapes.get(p, 'absent')}" for p in differing[:3]) for shapes in (now, then))
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+        expected, got = f"a plan for {traced.name} with {is_now}{more}", f"one for {was}{more}"
+    else:
+        expected = f"a plan for {traced.name} as it is traced now (fingerprint {traced.fingerprint[:12]})"
+        got = f"one for the same shapes, and other operations (fingerprint {plan.record.fingerprint[:12]})"
     raise PlanMismatchError(
         where=f"plan of {plan.record.step}",
-        expected=f"a plan for {traced.name} as it is traced now (fingerprint {traced.fingerprint[:12]})",
-        got=f"fingerprint {plan.record.fingerprint[:12]}",
+        expected=expected,
+        got=got,
         hint="the step, the shapes of its arguments or its closed-over constants have changed: plan again",
     )

@@ -136,11 +136,12 @@ class _Search:
         within = 1.0 if is_long(self.traced) else NEAR_THE_BEST
         answers = builder.search(problems, of_problem, len(posed), within)
         if not self.asked.is_asked:
-            alone_s: dict[int, float] = {}
-            for problem, (m, options), answer in zip(problems, of_problem, answers, strict=True):
-                if problem.fixed_num_stages == 1 and isinstance(answer, StagePlan):
-                    alone_s[m] = min(alone_s.get(m, math.inf), builder.told_s(problem, answer, options))
-            self.in_other_numbers(step, cuts, decided, builder, alone_s)
+            for num_stages in self.searched_near(builder):
+                told_s: dict[int, float] = {}
+                for problem, (m, options), answer in zip(problems, of_problem, answers, strict=True):
+                    if problem.fixed_num_stages == num_stages and isinstance(answer, StagePlan):
+                        told_s[m] = min(told_s.get(m, math.inf), builder.told_s(problem, answer, options))
+                self.in_other_numbers(step, cuts, decided, builder, num_stages, told_s)
             if cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds:
                 builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0))
         builder.work_out_near(problems, of_problem, answers)
@@ -168,48 +169,65 @@ class _Search:
             raise refused
         return found
 
+    def searched_near(self, builder: BuiltOut) -> list[int]:
+        """The numbers of stages to try in other numbers of micro-batches: one, plain accumulation of gradients; and
+        those that were worked out, where processors are shared and no bubble tells numbers of micro-batches apart.
+        """
+        return sorted({1, *(num_stages for num_stages, _ in builder.best_of if self.cluster.shares_processors)})
+
     def in_other_numbers(
         self,
         step: CutStep,
         cuts: dict[int, Cut],
         decided: dict[DecidedFor, Decisions],
         builder: BuiltOut,
-        alone_s: dict[int, float],
+        num_stages: int,
+        told_s: dict[int, float],
     ) -> None:
-        """One stage, plain accumulation of gradients, in half and twice the micro-batches while that is faster:
-        where there is memory for fewer, parameters are gathered, and gradients added up, less often. Adds to `cuts`,
-        `decided` and `alone_s`.
+        """So many stages in half and twice the micro-batches while that is faster: where there is memory for fewer,
+        parameters are gathered, and gradients added up, less often. Adds to `cuts`, `decided` and `told_s`.
 
         Args:
-            alone_s: What one stage takes in those numbers of micro-batches in which it fits.
+            told_s: What so many stages take in those numbers of micro-batches in which they fit.
         """
         numbers, most = divisors(num_examples(self.traced)), max(cuts)
-        over = OVERSTATED
-        while alone_s:
-            best = min(alone_s, key=lambda m: alone_s[m])
+        over = OVERSTATED if num_stages == 1 else 1.0
+        for m in told_s:
+            told_s[m] = self.made_s(builder, num_stages, m, told_s[m])
+        while told_s:
+            best = min(told_s, key=lambda m: told_s[m])
             fewer = max((d for d in numbers if 2 * d <= best), default=best)
             more = min((d for d in numbers if 2 * best <= d < most), default=best)
-            near = [m for m in (fewer, more) if m not in alone_s]
+            near = [m for m in (fewer, more) if m not in told_s]
             if not near:
                 return
             for m in near:
-                alone_s[m] = self.alone_s(step, m, cuts, decided, builder, int(over * self.limit_bytes))
-                if m in builder.of_one_stage:  # it was worked out
-                    made, told_bytes = builder.of_one_stage[m]
-                    alone_s[m] = made.trial.step_time_s if made.fits(self.limit_bytes) else math.inf
+                limit_bytes = int(over * self.limit_bytes)
+                found_s = self.stages_s(step, num_stages, m, cuts, decided, builder, limit_bytes)
+                told_s[m] = self.made_s(builder, num_stages, m, found_s)
+                if (num_stages, m) in builder.best_of:
+                    made, told_bytes = builder.best_of[num_stages, m]
                     over = max(1.0, told_bytes / made.trial.peak_bytes)
 
-    def alone_s(
+    def made_s(self, builder: BuiltOut, num_stages: int, m: int, told_s: float) -> float:
+        """What so many stages take if they were worked out (inf: they do not fit), and else as told."""
+        if (num_stages, m) not in builder.best_of:
+            return told_s
+        made, _ = builder.best_of[num_stages, m]
+        return made.trial.step_time_s if made.fits(self.limit_bytes) else math.inf
+
+    def stages_s(
         self,
         step: CutStep,
+        num_stages: int,
         m: int,
         cuts: dict[int, Cut],
         decided: dict[DecidedFor, Decisions],
         builder: BuiltOut,
         limit_bytes: int,
     ) -> float:
-        """What one stage takes in a number of micro-batches, by the tables (inf: it does not fit, or cannot be cut so);
-        worked out where it may be the best.
+        """What so many stages take in a number of micro-batches, by the tables (inf: they do not fit, or cannot be cut
+        so); worked out where they may be the best.
         """
         if m not in cuts:
             try:
@@ -217,9 +235,12 @@ class _Search:
                     cuts[m] = self.cut(step, m, self.whole)
             except (UnsupportedError, BatchMismatchError):
                 return math.inf  # as in `cuts`: others may serve
+        alone = [self.cluster.num_devices]
+        sizes = alone if num_stages == 1 else sizes_for(cuts[m], self.cluster, self.asked, m == min(cuts))
         with self.progress.pass_("layer costs"):
-            priced = self.priced(cuts[m], [self.cluster.num_devices], decided)
-        for problem, options in self.on_schedule(step, cuts[m], SearchedSchedule.ONE_F_ONE_B.value, priced, (1,)):
+            priced = self.priced(cuts[m], sizes, decided)
+        name = SearchedSchedule.ONE_F_ONE_B.value
+        for problem, options in self.on_schedule(step, cuts[m], name, priced, (num_stages,)):
             (answer,) = builder.search([dataclasses.replace(problem, limit_bytes=limit_bytes)], [(m, options)], 0, 1.0)
             return builder.told_s(problem, answer, options) if isinstance(answer, StagePlan) else math.inf
         return math.inf

@@ -15,7 +15,9 @@ from autopar.record import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, Pl
 
 WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
+NO_MODULE = "(no module)"
 _NUMBER = re.compile(r"\d+")
+_FOLDED = re.compile(r" \(\d+x\)$")  # behind the name of modules that share a row
 
 
 def table(record: PlanRecord) -> str:
@@ -121,15 +123,15 @@ def _stages_table(pipeline: PipelineRecord) -> Table:
 
 
 def explain(record: PlanRecord, what: str) -> str:
-    """Everything about the modules and values whose path contains `what`."""
-    out = _Text()
+    """Everything about the modules and values whose path contains `what`, as it is or as tables fold it."""
+    out, called = _Text(), _FOLDED.sub("", what)
     for value in (*record.arguments, *record.results):
-        if what in value.path:
+        if _is_called(called, value.path):
             lies = describe(value.layout, mesh_of(record, value.stage))
             where = _stages(record, value) + _memory(value)
             out.line(f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {lies}{where}")
     for row in record.modules:
-        if what in row.module:
+        if _is_called(called, row.module or NO_MODULE):
             _explain_module(out, row)
     if not out.text():
         known = sorted({row.module for row in record.modules if row.module})[:10]
@@ -138,7 +140,7 @@ def explain(record: PlanRecord, what: str) -> str:
 
 
 def _explain_module(out: _Text, row: ModuleRow) -> None:
-    out.line(f"{row.module or '(no module)'}: {row.operations} operations, computes {seconds_text(row.compute_time_s)}")
+    out.line(f"{row.module or NO_MODULE}: {row.operations} operations, computes {seconds_text(row.compute_time_s)}")
     for split in row.splits:
         out.line(f"  matrix product {split}")
     for c in row.collectives:
@@ -246,6 +248,11 @@ def _pattern(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
+def _is_called(what: str, path: str) -> bool:
+    """Whether a path contains a name that is written with its numbers, or without."""
+    return what in path or what in _pattern(path)
+
+
 def _values_table(record: PlanRecord) -> Table:
     shown = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
     groups: dict[tuple, list[PlannedValue]] = {}
@@ -277,7 +284,7 @@ def _modules_table(record: PlanRecord) -> Table:
             total[0] += c.count
             total[1] += c.sent_bytes
         lines = [f"{n:g} {kind} {'*'.join(axes)} {_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
-        name = (rows[0].module if len(rows) == 1 else f"{pattern} ({len(rows)}x)") or "(no module)"
+        name = (rows[0].module if len(rows) == 1 else f"{pattern} ({len(rows)}x)") or NO_MODULE
         cells = (
             name,
             "\n".join(splits) or "-",

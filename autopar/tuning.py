@@ -47,7 +47,8 @@ _METADATA = re.compile(r", metadata=\{[^}]*\}")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """One plan: seconds of a step as predicted and, the median, as measured; `why` it was not timed, where it was not.
+    """One plan: seconds of a step as predicted and, the median, as measured, with the quartiles around it; `why` it was
+    not timed, where it was not.
 
     Without a plan (a recipe that the step or the devices do not admit) nothing is predicted.
     """
@@ -57,6 +58,7 @@ class Timed:
     predicted_s: float | None
     measured_s: float | None
     why: str = ""
+    quartiles_s: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ class Tuning:
     def __str__(self) -> str:
         buffer = io.StringIO()
         console = Console(file=buffer, width=120, no_color=True, highlight=False)
-        shown = Table(f"timed on {self.target}", "predicted", "measured", "relative", "not timed")
+        shown = Table(f"timed on {self.target}", "predicted", "measured", "half of its steps", "relative", "not timed")
         fastest_s = self.fastest.measured_s
         for row in self.rows:
             relative = row.measured_s / fastest_s if row.measured_s and fastest_s else None
@@ -88,6 +90,7 @@ class Tuning:
                 escape(row.name),
                 seconds_text(row.predicted_s) if row.predicted_s is not None else "",
                 seconds_text(row.measured_s) if row.measured_s is not None else "",
+                " to ".join(map(seconds_text, row.quartiles_s)) if row.quartiles_s is not None else "",
                 f"{relative:.3f}" if relative is not None else "",
                 escape(row.why),
             )
@@ -158,7 +161,8 @@ def tuned_by(
         if isinstance(steps, Exception):
             failed.append(_Failed(one.name, steps, one.plan))
         else:
-            rows.append(_row(one.name, one.plan, measured_s=statistics.median(steps)))
+            first, middle, third = statistics.quantiles(steps, n=4) if len(steps) > 1 else [*steps] * 3
+            rows.append(dataclasses.replace(_row(one.name, one.plan), measured_s=middle, quartiles_s=(first, third)))
     if all(row.measured_s is None for row in rows) and (failed or refused):
         raise (failed + refused)[0].error
     if all(row.measured_s is None for row in rows):
@@ -192,9 +196,9 @@ class _Running:
     turn: Turn
 
 
-def _row(name: str, plan: Plan | None, *, measured_s: float | None = None, why: str = "") -> Timed:
-    predicted_s = step_s(plan) if plan is not None else None
-    return Timed(name=name, plan=plan, predicted_s=predicted_s, measured_s=measured_s, why=why)
+def _row(name: str, plan: Plan | None, why: str = "") -> Timed:
+    """Of a plan that is not timed, or not yet."""
+    return Timed(name=name, plan=plan, predicted_s=step_s(plan) if plan is not None else None, measured_s=None, why=why)
 
 
 def _over(plan: Plan) -> str:

@@ -401,12 +401,17 @@ def test_a_plan_of_another_step(plan):
     with pytest.raises(errors.PlanMismatchError, match="plan of mlp_step: expected a plan for other") as caught:
         autopar.parallelize(other, plan=plan)(new_mlp_state(), mlp_batch())
     assert "plan again" in caught.value.hint
+    assert "one for the same shapes, and other operations" in str(caught.value)
 
 
 def test_a_plan_for_other_shapes(plan):
     parallel = autopar.parallelize(mlp_step, plan=plan)
-    with pytest.raises(errors.PlanMismatchError, match="plan of mlp_step: expected a plan for mlp_step"):
-        parallel(new_mlp_state(), mlp_batch(8))
+    whole, part = mlp_batch(), mlp_batch(8)
+    with pytest.raises(errors.PlanMismatchError, match="plan of mlp_step: expected a plan for mlp_step ") as caught:
+        parallel(new_mlp_state(), part)
+    names = sorted(whole)
+    for batch, before in ((part, "with "), (whole, "got one for ")):
+        assert before + ", ".join(f"batch['{n}'] float32{list(batch[n].shape)}" for n in names) in str(caught.value)
     assert_works(parallel)
 
 

@@ -229,6 +229,19 @@ def test_no_equal_stages_are_faster_where_processors_are_shared():
     assert max(times_s.values()) > 1.1 * min(times_s.values())  # it matters which
 
 
+@pytest.mark.parametrize("width", [512, 768])
+def test_stages_are_tried_in_more_micro_batches_than_the_programme_has(width):
+    """Numbers of micro-batches are a factor of four apart there; the best is between two of them here."""
+    on, args = virtual_cpus(call_s=5e-5, fresh_bytes_per_s=1e8), arguments(layers=8, width=width, batch=4096)
+    found = plan(on, *args)
+    equal = plan(on, *args, plan=autopar.recipes.pipeline(2, num_microbatches=4))
+    assert 4 not in microbatch_numbers(
+        trace(chain_step, args, names=("params", "batch"), donate=(0,), batch=(1,)), on, PipelineOptions()
+    )
+    assert found.predicted.step_time_s == pytest.approx(equal.predicted.step_time_s)
+    assert found.record.pipeline.num_microbatches == 4
+
+
 def test_what_answers_wait_for_is_known_before_they_are_worked_out(monkeypatch):
     told, exact_s = {}, {}
     run, worked_out = BuiltOut.run, BuiltOut.worked_out

@@ -102,6 +102,20 @@ def test_explain_a_module(transformer_plan):
         assert f"{c.kind} over" in text
 
 
+def test_explain_takes_names_as_tables_have_them(transformer_plan):
+    shown = str(transformer_plan)
+    assert "layer*/mlp (2x)" in shown
+    text = transformer_plan.explain("layer*/mlp (2x)")
+    assert [line for line in text.splitlines() if "operations" in line] == [
+        line
+        for name in ("layer0/mlp", "layer1/mlp")
+        for line in transformer_plan.explain(name).splitlines()
+        if "operations" in line
+    ]
+    assert "(no module)" in shown
+    assert transformer_plan.explain("(no module)").startswith("(no module): ")
+
+
 def test_explain_what_is_not_there(plan):
     assert "nothing in this plan is called 'decoder'" in plan.explain("decoder")
 
