@@ -50,6 +50,8 @@ def table(record: PlanRecord) -> str:
     )
     if record.pipeline is not None:
         out.table(_stages_table(record.pipeline))
+        if record.cluster.shares_processors:
+            out.line("times of stages are those while all devices are busy: they share the processors of the host")
     out.table(_values_table(record))
     out.table(_modules_table(record))
     out.table(_collectives_table(record))

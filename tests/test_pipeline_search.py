@@ -229,6 +229,12 @@ def test_no_equal_stages_are_faster_where_processors_are_shared():
     assert max(times_s.values()) > 1.1 * min(times_s.values())  # it matters which
 
 
+def test_the_table_says_whose_processors_stages_have():
+    recipe, said = autopar.recipes.pipeline(2), "they share the processors of the host"
+    assert said in str(plan(virtual_cpus(), *arguments(), plan=recipe))
+    assert said not in str(plan(cluster(), *arguments(), plan=recipe))
+
+
 @pytest.mark.parametrize("width", [512, 768])
 def test_stages_are_tried_in_more_micro_batches_than_the_programme_has(width):
     """Numbers of micro-batches are a factor of four apart there; the best is between two of them here."""
