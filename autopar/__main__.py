@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="why a module or an argument of a saved plan is split as it is")
     explain.add_argument("plan", metavar="PLAN.json")
-    explain.add_argument("what", metavar="WHAT", help="part of a module's or an argument's path")
+    explain.add_argument(
+        "what", metavar="WHAT", help="part of a module's or an argument's path, or a name as tables have it"
+    )
     explain.set_defaults(command=lambda parsed: _load(parsed.plan).explain(parsed.what))
 
     diff = commands.add_parser("diff", help="what differs between two saved plans of a step")

@@ -97,9 +97,10 @@ class BuiltOut:
         first_alone: int,
         within: float,
     ) -> Sequence[StagePlan | NoStages]:
-        """Solves the problems, which from `first_alone` on have one stage, and works the best answers out. Where the
-        fastest needs more memory than there is, all are solved again, those of schedules that did with so much less.
-        `of_problem` is each one's number of micro-batches with its options. Returns the answers at the limit itself.
+        """Solves the problems, of which those from `first_alone` on are about one number of stages, and works the best
+        answers out. Where the fastest needs more memory than there is, all are solved again, those of schedules that
+        did with so much less. `of_problem` is each one's number of micro-batches with its options. Returns the answers
+        at the limit itself.
         """
         first_answers: Sequence[StagePlan | NoStages] = ()
         searched = list(problems)

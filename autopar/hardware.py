@@ -49,13 +49,13 @@ class DeviceKind:
         widens_bfloat16: Whether XLA's backend for it sends bfloat16 arrays as 32 bits (its CPU backend does).
         dtype_efficiency: (dtype, share of its peak) where that was measured apart, instead of `flops_efficiency`.
         float32_fill_s: Time of filling and draining the matrix units in a float32 product, beside its arithmetic.
-        fresh_bytes_per_s: Rate at which memory can be had that was given back after the last run, as large blocks of a
-            CPU device's are; None where a program keeps what it once had.
+        fresh_bytes_per_s: Rate at which memory can be had that was given back after the last run, as temporary
+            values of CPU programs are (`fresh_s`); None where a program keeps what it once had.
         call_s: Processor time of one run of a task of a pipeline beside its kernels, for being called and handing on
             what it makes, where devices share processors: as seconds in which nobody else has them.
-        memory_rates: (bytes of an array, rate at which memory-bound kernels move memory over arrays of that size),
-            ascending, as measured; empty where one rate holds for all. Devices of one CPU share its caches: what no
-            longer fits goes to memory and back.
+        memory_shares: (bytes of an array, share of the rate of memory-bound kernels that is reached over arrays of that
+            size), ascending, as measured; empty where one rate holds for all. Devices of one CPU share its caches:
+            what no longer fits goes to memory and back.
         convolution_share: What part of the rate of matrix products convolutions reach; one where that was not measured.
         packing_bytes_per_s: Rate at which operands of a matrix product are laid out anew before its arithmetic, as
             libraries for CPUs do; None where that costs nothing beside it.
@@ -82,7 +82,7 @@ class DeviceKind:
     float32_fill_s: float = 0.0
     fresh_bytes_per_s: float | None = None
     call_s: float = 0.0
-    memory_rates: tuple[tuple[float, float], ...] = ()
+    memory_shares: tuple[tuple[float, float], ...] = ()
     convolution_share: float = 1.0
     packing_bytes_per_s: float | None = None
     transposing: tuple[tuple[float, float], ...] = ()
@@ -107,7 +107,7 @@ class DeviceKind:
 
     def memory_s(self, moved_bytes: float, array_bytes: float) -> float:
         """Time of reading and writing so many bytes, of arrays of that size."""
-        return moved_bytes / (_interpolated(self.memory_rates, array_bytes) or self.memory_bytes_per_s)
+        return moved_bytes / ((_interpolated(self.memory_shares, array_bytes) or 1.0) * self.memory_bytes_per_s)
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak rate for a dtype by its numpy name; all float8 are one, and what is not listed goes as float32."""

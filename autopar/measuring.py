@@ -303,8 +303,11 @@ def _device(
         )
     memory = fit_rate(streamed)
     fits.append(_rate_quality("memory", memory, len(streamed), "B"))
-    memory_rates = tuple(
-        sorted((float(run.array_bytes), run.moved_bytes / s) for run, s in times.items() if isinstance(run, RowsRun))
+    memory_rates = sorted(
+        # At least half of what was timed is moving memory, as in `_without_waiting`.
+        (float(run.array_bytes), run.moved_bytes / max(s - memory.overhead_s, s / 2))
+        for run, s in times.items()
+        if isinstance(run, RowsRun)
     )
     if memory_rates:
         fits.append(_as_timed("memory by array", [(rate, f"arrays of {text_of_bytes(n)}") for n, rate in memory_rates]))
@@ -331,7 +334,7 @@ def _device(
         float32_fill_s=fill_s,
         fresh_bytes_per_s=fit.rate_per_s if fresh else None,
         call_s=call_s,
-        memory_rates=memory_rates,
+        memory_shares=tuple((nbytes, rate / memory.rate_per_s) for nbytes, rate in memory_rates),
         convolution_share=convolution_share,
         packing_bytes_per_s=rates["float32"].packing_bytes_per_s,
         transposing=transposing,

@@ -65,8 +65,8 @@ def search_pipelines(
 
     For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
     over stages for all of them together; the best few are worked out to the last instruction and simulated.
-    One stage is tried in other numbers of micro-batches too. Where it is the best, it is decided once more, under other
-    terms and as data parallelism and ZeRO do.
+    One stage is tried in other numbers of micro-batches too, and what was worked out where devices share processors.
+    Where one stage is the best, it is decided once more, under other terms and as data parallelism and ZeRO do.
     A scan over layers is priced in small parts and worked out in as many equal ones as there are stages, on equal
     submeshes. Where nothing fits, all is searched again with copies of the state made in each micro-batch anew.
     Others that fit and take at most `kept_within` times as long come with it, and then the best of each number of
@@ -173,7 +173,9 @@ class _Search:
         """The numbers of stages to try in other numbers of micro-batches: one, plain accumulation of gradients; and
         those that were worked out, where processors are shared and no bubble tells numbers of micro-batches apart.
         """
-        return sorted({1, *(num_stages for num_stages, _ in builder.best_of if self.cluster.shares_processors)})
+        if not self.cluster.shares_processors or is_long(self.traced):  # each number is traced and priced anew
+            return [1]
+        return sorted({1, *(num_stages for num_stages, _ in builder.best_of)})
 
     def in_other_numbers(
         self,
@@ -192,6 +194,7 @@ class _Search:
         """
         numbers, most = divisors(num_examples(self.traced)), max(cuts)
         over = OVERSTATED if num_stages == 1 else 1.0
+        tried: set[int] = set()
         for m in told_s:
             told_s[m] = self.made_s(builder, num_stages, m, told_s[m])
         while told_s:
@@ -199,6 +202,9 @@ class _Search:
             fewer = max((d for d in numbers if 2 * d <= best), default=best)
             more = min((d for d in numbers if 2 * best <= d < most), default=best)
             near = [m for m in (fewer, more) if m not in told_s]
+            if num_stages > 1 and best not in tried and (num_stages, best) not in builder.best_of:
+                near = [best]  # only told so far
+            tried |= {*near}
             if not near:
                 return
             for m in near:

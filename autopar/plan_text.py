@@ -50,7 +50,7 @@ def table(record: PlanRecord) -> str:
     )
     if record.pipeline is not None:
         out.table(_stages_table(record.pipeline))
-        if record.cluster.shares_processors:
+        if record.cluster.shares_processors and len(record.predicted.peak_bytes) > 1:
             out.line("times of stages are those while all devices are busy: they share the processors of the host")
     out.table(_values_table(record))
     out.table(_modules_table(record))
@@ -133,7 +133,7 @@ def explain(record: PlanRecord, what: str) -> str:
             where = _stages(record, value) + _memory(value)
             out.line(f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {lies}{where}")
     for row in record.modules:
-        if _is_called(called, row.module or NO_MODULE):
+        if _is_called(called, row.module) or (not row.module and called == NO_MODULE):
             _explain_module(out, row)
     if not out.text():
         known = sorted({row.module for row in record.modules if row.module})[:10]

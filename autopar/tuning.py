@@ -161,7 +161,9 @@ def tuned_by(
         if isinstance(steps, Exception):
             failed.append(_Failed(one.name, steps, one.plan))
         else:
-            first, middle, third = statistics.quantiles(steps, n=4) if len(steps) > 1 else [*steps] * 3
+            first, middle, third = (
+                statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else [*steps] * 3
+            )
             rows.append(dataclasses.replace(_row(one.name, one.plan), measured_s=middle, quartiles_s=(first, third)))
     if all(row.measured_s is None for row in rows) and (failed or refused):
         raise (failed + refused)[0].error

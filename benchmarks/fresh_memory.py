@@ -13,7 +13,8 @@ predicted to wait for memory, times the measured rate of new memory, is what is 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # before jax starts
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import argparse
 import dataclasses
@@ -118,7 +119,7 @@ def main() -> None:
             rows.append(counted(model, name, cluster))
             print(f"{model}, {name}: {rows[-1].median_bytes / 1e6:.1f} MB new", file=sys.stderr, flush=True)
             gc.collect()
-    text = "\n".join(report(rows, "python -m benchmarks.fresh_memory --keep"))
+    text = "\n".join(report(rows, f"python -m benchmarks.fresh_memory {' '.join(sys.argv[1:])}".rstrip()))
     print(text)
     if options.keep:
         RESULTS.write_text(text + "\n")

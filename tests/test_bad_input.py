@@ -415,6 +415,16 @@ def test_a_plan_for_other_shapes(plan):
     assert_works(parallel)
 
 
+def test_a_plan_for_other_arguments(plan):
+    more = {f"z{i}": np.zeros(16, np.float32) for i in range(5)}
+    with pytest.raises(errors.PlanMismatchError) as caught:
+        autopar.parallelize(mlp_step, plan=plan)(new_mlp_state(), mlp_batch() | more)
+    assert "with batch['z0'] float32[16], batch['z1'] float32[16], batch['z2'] float32[16], and 2 more" in str(
+        caught.value
+    )
+    assert "one for batch['z0'] absent, " in str(caught.value)
+
+
 def test_a_plan_for_a_larger_mesh():
     large = autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster=autopar.Cluster.preset("dgx-h100", hosts=2))
     parallel = autopar.parallelize(mlp_step, plan=large)

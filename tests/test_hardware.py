@@ -130,9 +130,13 @@ def test_transposing_takes_what_was_measured(row_bytes, seconds):
     assert hardware.H100.transposing_s(1000.0, row_bytes) == 0.0
 
 
+def on_memory(bytes_per_s, **changed):
+    return dataclasses.replace(hardware.H100, peak_memory_bytes_per_s=bytes_per_s, memory_efficiency=1.0, **changed)
+
+
 @pytest.mark.parametrize(("array_bytes", "bytes_per_s"), [(50, 16.0), (100, 16.0), (200, 8.0), (400, 4.0), (800, 4.0)])
 def test_memory_moves_at_the_rate_of_arrays_of_that_size(array_bytes, bytes_per_s):
-    device = dataclasses.replace(hardware.H100, memory_rates=((100.0, 16.0), (400.0, 4.0)))
+    device = on_memory(4.0, memory_shares=((100.0, 4.0), (400.0, 1.0)))
     assert device.memory_s(32.0, array_bytes) == pytest.approx(32.0 / bytes_per_s)
     assert hardware.H100.memory_s(32.0, array_bytes) == pytest.approx(32.0 / hardware.H100.memory_bytes_per_s)
 
@@ -146,9 +150,7 @@ def test_memory_moves_at_the_rate_of_arrays_of_that_size(array_bytes, bytes_per_
     ],
 )
 def test_the_largest_array_of_an_operation_tells_its_rate(fusible, operand_parts, result_parts, expected_s):
-    device = dataclasses.replace(
-        hardware.H100, memory_rates=((100.0, 16.0), (400.0, 4.0)), launch_overhead_s=0.0, float32_fill_s=0.0
-    )
+    device = on_memory(4.0, memory_shares=((100.0, 4.0), (400.0, 1.0)), launch_overhead_s=0.0, float32_fill_s=0.0)
     work = Work(flops=0.0, dtype="float32", operand_bytes=(400, 100), result_bytes=(200,), fusible=fusible)
     whole = Layout(((),))
     strategy = Strategy((whole, whole), (whole,), 1)

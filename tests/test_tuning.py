@@ -243,6 +243,7 @@ def test_one_state_at_a_time_lies_on_the_devices():
 
     found = tuned_by(clock, step, args, {}, 1.2, 8, 0.0)
     assert [row.measured_s is not None for row in found.rows] == [True, True]
+    assert all(row.quartiles_s[0] <= row.measured_s <= row.quartiles_s[1] for row in found.rows)
 
 
 def test_what_failed_leaves_nothing_on_the_devices(monkeypatch):
