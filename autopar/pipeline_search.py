@@ -195,7 +195,7 @@ class _Search:
         numbers, most = divisors(num_examples(self.traced)), max(cuts)
         over = OVERSTATED if num_stages == 1 else 1.0
         tried: set[int] = set()
-        for m in told_s:
+        for m in told_s if num_stages > 1 else ():  # of one stage the best by the tables is worked out in any case
             told_s[m] = self.made_s(builder, num_stages, m, told_s[m])
         while told_s:
             best = min(told_s, key=lambda m: told_s[m])
