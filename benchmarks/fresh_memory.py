@@ -7,7 +7,8 @@
 A page that the allocator has given back is new when it is written to again: the kernel clears it, which takes longer
 than whatever is computed on it. So minor page faults of this process are counted, step by step, for plans whose tasks
 need temporary values of different sizes: the whole batch in one program, micro-batches, stages. What a step is
-predicted to wait for memory, times the measured rate of new memory, is what is predicted to be new.
+predicted to wait for memory, times the measured rate of new memory, is what is predicted to be new. Each plan has a
+process of its own: what an earlier program left at the top of the heap may keep the allocator from giving back.
 """
 
 import os
@@ -17,8 +18,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import argparse
+import concurrent.futures
 import dataclasses
-import gc
+import multiprocessing
 import resource
 import statistics
 import sys
@@ -114,11 +116,13 @@ def main() -> None:
     options = parser.parse_args()
     cluster = autopar.Cluster.measure(8, save=False)
     rows = []
-    for model in options.models:
-        for name in PLANS:
-            rows.append(counted(model, name, cluster))
-            print(f"{model}, {name}: {rows[-1].median_bytes / 1e6:.1f} MB new", file=sys.stderr, flush=True)
-            gc.collect()
+    with concurrent.futures.ProcessPoolExecutor(
+        max_workers=1, max_tasks_per_child=1, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        for model in options.models:
+            for name in PLANS:
+                rows.append(pool.submit(counted, model, name, cluster).result())
+                print(f"{model}, {name}: {rows[-1].median_bytes / 1e6:.1f} MB new", file=sys.stderr, flush=True)
     text = "\n".join(report(rows, f"python -m benchmarks.fresh_memory {' '.join(sys.argv[1:])}".rstrip()))
     print(text)
     if options.keep:
