@@ -126,22 +126,29 @@ class BuiltOut:
         return first_answers
 
     def kind(self, m: int, plan: StagePlan) -> tuple[int, int]:
-        """What answers are alike in: micro-batches, and stages where they are equal parts of a scan."""
+        """What answers are alike in: micro-batches, and stages where they are equal parts of a scan. Where devices
+        share processors stages alone: each number of them is tried in more micro-batches.
+        """
+        if self.cluster.shares_processors:
+            return 0, len(plan.stages)
         return m, len(plan.stages) if self.cuts[m].step.parts > 1 else 0
 
     def told_s(self, problem: StageProblem, plan: StagePlan, options: Sequence[PricedOption]) -> float:
-        """What an answer takes, and waits for memory that is new in each step: roughly as `pipelining.task_cost` counts
-        it, where devices share processors, which are all that wait so.
+        """What an answer takes, and waits for memory that is new in each step: roughly as `pipelining.renewal_s` and
+        `task_cost` count it, where devices share processors, which are all that wait so.
         """
         if not self.cluster.shares_processors:
             return plan.step_time_s
         device, waits = self.cluster.device, 0.0
-        for stage in plan.stages:
+        for nbytes, stage in zip(plan.peak_bytes, plan.stages, strict=True):
             priced, layers = options[stage.option], slice(stage.first, stage.last)
-            block_bytes, tasks = int(priced.option.working_bytes[layers].max()), 2
+            block_bytes, tasks, held_s = int(priced.option.working_bytes[layers].max()), 2, 0.0
             if len(plan.stages) == 1:  # forward and backward pass are one task, which keeps what goes between them
                 block_bytes, tasks = block_bytes + int(priced.option.saved_bytes[layers].sum()), 1
-            waits += priced.mesh.num_devices * tasks * device.fresh_s(block_bytes, problem.num_microbatches)
+            else:
+                given_bytes = problem.chunks * int(priced.given_bytes[layers].sum())
+                held_s = device.renewed_s(nbytes - given_bytes - block_bytes)
+            waits += priced.mesh.num_devices * (tasks * device.fresh_s(block_bytes, problem.num_microbatches) + held_s)
         return plan.step_time_s + waits / self.cluster.num_devices / problem.chunks
 
     def run(
@@ -202,14 +209,19 @@ class BuiltOut:
             staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s, constraints)
         return Found(staged=staged, choice=choice, weighed=(), keeps_copies=cut.keeps_copies, name=name)
 
-    def refine_one_stage(self, counts: Iterable[float]) -> None:
-        """Decides the best once more where it has one stage: with other counts of what computing hides, and as data
-        parallelism and ZeRO do. Which of them waits least is known on the virtual clock alone.
+    def refine_one_stage(self, counts: Iterable[float], within: float) -> None:
+        """Decides the best of one stage once more where it takes at most `within` times as long as the best of all:
+        with other counts of what computing hides, and as data parallelism and ZeRO do. Which of them waits least is
+        known on the virtual clock alone.
         """
-        best = self.best
-        if best is None or len(best.choice.first_layers) > 1:
+        one_stage = [found for (stages, _), (found, _) in self.best_of.items() if stages == 1]
+        one = min(one_stage, key=lambda found: found.rank(self.limit_bytes), default=None)
+        if one is None or self.best is None:
             return
-        m, choice = best.staged.graph.num_microbatches, best.choice
+        is_near = one.fits(self.limit_bytes) and one.step_time_s <= within * self.best.step_time_s
+        if one is not self.best and not is_near:
+            return
+        m, choice = one.staged.graph.num_microbatches, one.choice
         keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
         for (name, binding), saving in itertools.product(known_bindings(), dict.fromkeys((choice, keeps_all))):
             self.refined(m, saving, name, binding)
@@ -219,7 +231,7 @@ class BuiltOut:
                 self.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
 
     def refined(self, m: int, choice: Choice, name: str, binding: Binding | None = None) -> None:
-        """Works another choice out, for the best there is."""
+        """Works another choice out."""
         try:
             found = self.worked_out(m, choice, binding, name)
         except SolverError:  # what was found stands

@@ -19,6 +19,9 @@ _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 # a process give back, it keeps so much (twice that: mallopt(3), M_MMAP_THRESHOLD, on M_TRIM_THRESHOLD).
 _LARGE_BLOCK_BYTES = 32 * 1024 * 1024
 _KEPT_FREE_BYTES = 2 * _LARGE_BLOCK_BYTES
+# Of many blocks that lie among others only what is at the end of a heap goes back to the system. How much is an
+# observation (benchmarks/results/fresh_memory.md), between a tenth and two thirds.
+_RENEWED_SHARE = 1 / 3
 
 
 def _interpolated(points: tuple[tuple[float, float], ...], at: float) -> float:
@@ -130,6 +133,12 @@ class DeviceKind:
         if temporary_bytes > _LARGE_BLOCK_BYTES:
             return runs * temporary_bytes / self.fresh_bytes_per_s
         return max(0.0, temporary_bytes - _KEPT_FREE_BYTES / self.shared_by) / self.fresh_bytes_per_s
+
+    def renewed_s(self, held_bytes: float) -> float:
+        """Time of having anew what a step holds in many blocks and gives back: a part of what is not kept."""
+        if self.fresh_bytes_per_s is None:
+            return 0.0
+        return _RENEWED_SHARE * max(0.0, held_bytes - _KEPT_FREE_BYTES / self.shared_by) / self.fresh_bytes_per_s
 
     def packing_s(self, operand_bytes: float) -> float:
         """Time of laying the operands of a matrix product out anew."""

@@ -143,11 +143,18 @@ class _Search:
                         told_s[m] = min(told_s.get(m, math.inf), builder.told_s(problem, answer, options))
                 self.in_other_numbers(step, cuts, decided, builder, num_stages, told_s)
             if cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds:
-                builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0))
+                builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0), self.looks_within)
         builder.work_out_near(problems, of_problem, answers)
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
         copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())
         return builder.found() or why_no_pipeline(answers), copies
+
+    @property
+    def looks_within(self) -> float:
+        """How many times of the best one's time others may take to be worked out once it is known. Where processors are
+        shared many are nearly as fast, and each is soon worked out.
+        """
+        return NEAR_THE_BEST if self.cluster.shares_processors and not is_long(self.traced) else 1.0
 
     def cut(self, step: CutStep, m: int, whole: OpGraph | None = None) -> Cut:
         return cut_layers(step, m, self.rules, whole, keeps_copies=self.keeps_copies)
@@ -247,7 +254,8 @@ class _Search:
             priced = self.priced(cuts[m], sizes, decided)
         name = SearchedSchedule.ONE_F_ONE_B.value
         for problem, options in self.on_schedule(step, cuts[m], name, priced, (num_stages,)):
-            (answer,) = builder.search([dataclasses.replace(problem, limit_bytes=limit_bytes)], [(m, options)], 0, 1.0)
+            limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
+            (answer,) = builder.search([limited], [(m, options)], 0, self.looks_within)
             return builder.told_s(problem, answer, options) if isinstance(answer, StagePlan) else math.inf
         return math.inf
 

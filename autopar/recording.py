@@ -291,7 +291,7 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         compute_time_s=compute_s / devices,
         collective_time_s=collective_s / devices,
         hidden_time_s=hidden_s / devices,
-        allocation_time_s=allocation / devices,
+        allocation_time_s=allocation / devices + simulation.waiting_s,
         peak_bytes=tuple(simulation.peak_bytes),
         flops=flops,
         mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,

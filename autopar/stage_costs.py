@@ -65,6 +65,7 @@ class _Row:
     once_s: float = 0.0
     again_s: dict[Recompute, float] = dataclasses.field(default_factory=dict)
     state_bytes: int = 0
+    given_bytes: int = 0
     saved_bytes: dict[Recompute, int] = dataclasses.field(default_factory=dict)
     deferred_bytes: dict[Recompute, int] = dataclasses.field(default_factory=dict)
     working_bytes: int = 0
@@ -74,11 +75,13 @@ class _Row:
 class PricedOption:
     """A way to run layers: the mesh, what they recompute, and the terms under which it is decided.
 
+    `given_bytes`: of each layer's state what the step is given; the rest is made in each step anew.
     `crowded`: the state of any stage alone would not fit under others.
     """
 
     option: StageOption
     mesh: LogicalMesh
+    given_bytes: np.ndarray
     policy: str
     terms: Terms
     crowded: bool = False
@@ -185,6 +188,7 @@ def stage_options(
             PricedOption(
                 option=_option(policy, table, devices, send_s, model),
                 mesh=model.links.mesh,
+                given_bytes=np.array([row.given_bytes for row in table], dtype=np.int64),
                 policy=policy.value,
                 terms=decided.terms,
                 crowded=decided.crowded,
@@ -279,7 +283,9 @@ class _Pricing:
         for position, (v, layout, home) in enumerate(inputs):
             if position not in self.graph.batch and home in self.rows:
                 value = self.graph.values[v]
-                self.rows[home].state_bytes += local_bytes(value.shape, value.itemsize, layout, mesh)
+                nbytes = local_bytes(value.shape, value.itemsize, layout, mesh)
+                self.rows[home].state_bytes += nbytes
+                self.rows[home].given_bytes += nbytes
         return self.rows
 
     def read_by_other_layers(self) -> frozenset[int]:

@@ -9,7 +9,9 @@ from .simulator import Simulation
 
 
 def timeline_of(simulation: Simulation, program: Program) -> Timeline:
-    """What each mesh and each link does and when: "F 3" is the forward pass of micro-batch 3."""
+    """What each mesh and each link does and when: "F 3" is the forward pass of micro-batch 3. What the step waits for
+    memory stands at its end.
+    """
     pipeline = program.pipeline
     links: dict[tuple[int, int], int] = {}
     events: list[Event] = []
@@ -26,6 +28,10 @@ def timeline_of(simulation: Simulation, program: Program) -> Timeline:
             name = f"send {instruction.micro_batch}" if source.repeats else "send"
             sent = sum(t.nbytes for t in transfers)
             events.append(Event(LINKS, row, name, "send", start_s, end_s, 0, sent))
+    if simulation.waiting_s:
+        end_s = simulation.step_time_s
+        for mesh in range(len(simulation.busy_s)):
+            events.append(Event(DEVICES, mesh, "memory for results", "memory", end_s - simulation.waiting_s, end_s))
     return Timeline(
         rows=tuple(f"mesh {mesh}" for mesh in range(len(simulation.busy_s))),
         links=tuple(f"mesh {a} to mesh {b}" for a, b in links),

@@ -174,6 +174,13 @@ def test_memory_is_new_beyond_what_a_process_keeps(mebibytes, runs, shared_by, n
     assert hardware.H100.fresh_s(mebibytes * 2**20, runs) == 0.0
 
 
+@pytest.mark.parametrize(("mebibytes", "shared_by", "new_mebibytes"), [(8, 8, 0), (38, 8, 10), (80, 1, 16 / 3)])
+def test_of_what_is_held_in_many_blocks_a_part_is_new(mebibytes, shared_by, new_mebibytes):
+    device = dataclasses.replace(hardware.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
+    assert device.renewed_s(mebibytes * 2**20) == pytest.approx(new_mebibytes)
+    assert hardware.H100.renewed_s(mebibytes * 2**20) == 0.0
+
+
 def test_an_operand_is_transposed_in_parts():
     device = dataclasses.replace(hardware.H100, transposing=((100.0, 1e-6), (400.0, 16e-6)))
     work = Work(

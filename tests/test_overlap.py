@@ -312,7 +312,7 @@ def test_the_search_counts_what_a_step_waits_for_memory():
 
 @pytest.mark.parametrize(
     ("num_microbatches", "least_bytes", "most_bytes"),
-    [(2, 2 * 32 * 2**20, math.inf), (4, 1, 4 * 2**20), (16, 0, 0)],
+    [(2, 2 * 32 * 2**20, math.inf), (4, 1, 4 * 2**20), (16, 1, 2**20)],
 )
 def test_blocks_of_tasks_are_new_in_every_run_or_once_a_step_or_kept(num_microbatches, least_bytes, most_bytes):
     # Of blocks of up to 32 MiB four devices keep 16 MiB each.
@@ -324,6 +324,21 @@ def test_blocks_of_tasks_are_new_in_every_run_or_once_a_step_or_kept(num_microba
     assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
     assert least_bytes <= waited_s * 1e8 <= most_bytes
     assert_one_number(fresh)
+
+
+def test_a_pipeline_waits_for_the_memory_that_it_gave_back():
+    # No task has so much of its own that its block is given back; what they leave for the backward pass is more.
+    examples = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 16, {"x": examples, "y": examples}
+    recipe = autopar.recipes.pipeline(2, num_microbatches=1)
+    known, fresh = (plan(cpus(rate), args=args, plan=recipe) for rate in (None, 1e8))
+    waited_s = fresh.predicted.allocation_time_s
+    assert waited_s > 0
+    assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
+    assert {e.name for e in timeline_of(fresh.record).events if e.category == "memory"} == {"memory for results"}
+    assert_one_number(fresh)
+    cut = plan(cpus(1e8), args=args, plan=autopar.recipes.pipeline(2, num_microbatches=64))
+    assert cut.predicted.allocation_time_s == 0  # all that is held at a time is kept
 
 
 def test_micro_batches_are_weighed_where_a_step_waits_long_for_memory():

@@ -235,17 +235,26 @@ def test_the_table_says_whose_processors_stages_have():
     assert said not in str(plan(cluster(), *arguments(), plan=recipe))
 
 
-@pytest.mark.parametrize("width", [512, 768])
-def test_stages_are_tried_in_more_micro_batches_than_the_programme_has(width):
+@pytest.mark.parametrize("call_s", [5e-5, 2e-5])
+def test_stages_are_tried_in_more_micro_batches_than_the_programme_has(call_s):
     """Numbers of micro-batches are a factor of four apart there; the best is between two of them here."""
-    on, args = virtual_cpus(call_s=5e-5, fresh_bytes_per_s=1e8), arguments(layers=8, width=width, batch=4096)
+    on, args = virtual_cpus(call_s=call_s, fresh_bytes_per_s=1e8), arguments(layers=8, width=512, batch=4096)
     found = plan(on, *args)
-    equal = plan(on, *args, plan=autopar.recipes.pipeline(2, num_microbatches=4))
-    assert 4 not in microbatch_numbers(
+    equal = plan(on, *args, plan=autopar.recipes.pipeline(4, num_microbatches=16))
+    assert 16 not in microbatch_numbers(
         trace(chain_step, args, names=("params", "batch"), donate=(0,), batch=(1,)), on, PipelineOptions()
     )
     assert found.predicted.step_time_s == pytest.approx(equal.predicted.step_time_s)
-    assert found.record.pipeline.num_microbatches == 4
+    assert found.record.pipeline.num_microbatches == 16
+
+
+def test_stages_are_searched_where_a_program_loses_little_of_its_time_on_shared_processors():
+    on, args = virtual_cpus(call_s=5e-5), arguments(layers=8, width=512, batch=8192)
+    found = plan(on, *args)
+    whole = plan(on, *args, plan=autopar.recipes.pipeline(1, num_microbatches=1))
+    assert whole.predicted.allocation_time_s < 0.1 * whole.predicted.step_time_s  # below what pays elsewhere
+    assert found.record.pipeline is not None
+    assert found.predicted.step_time_s < whole.predicted.step_time_s
 
 
 def test_what_answers_wait_for_is_known_before_they_are_worked_out(monkeypatch):

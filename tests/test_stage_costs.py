@@ -184,6 +184,7 @@ def priced(name, num_devices=1, **changed):
     return PricedOption(
         option=StageOption(num_devices=num_devices, name=name, **costs),
         mesh=LogicalMesh(axis_sizes=(num_devices,)),
+        given_bytes=np.array([1, 1]),
         policy="nothing",
         terms=Terms(s_per_byte=0.0, hidden_count=1.0),
     )
