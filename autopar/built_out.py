@@ -20,8 +20,8 @@ from autopar.stage_building import Choice, Cut, build, evened
 from autopar.stage_costs import PricedOption
 from autopar.whole_search import known_bindings
 
-# Of the plans that are best by the search's model, for each number of micro-batches in turn, so many are worked out
-# exactly, and the best of one stage.
+# Of the plans that are best by the search's model, for each number of micro-batches in turn (of stages, where devices
+# share processors), so many are worked out exactly, and the best of one stage.
 MOST_BUILT = 3
 # Where such a plan needs more memory than the search took it for, it is searched again with so much less, so often:
 # for one schedule, for another, and once more.
@@ -135,19 +135,18 @@ class BuiltOut:
 
     def told_s(self, problem: StageProblem, plan: StagePlan, options: Sequence[PricedOption]) -> float:
         """What an answer takes, and waits for memory that is new in each step: roughly as `pipelining.renewal_s` and
-        `task_cost` count it, where devices share processors, which are all that wait so.
+        `task_cost` count it, where devices share processors: elsewhere what the tables say is near enough.
         """
         if not self.cluster.shares_processors:
             return plan.step_time_s
         device, waits = self.cluster.device, 0.0
         for nbytes, stage in zip(plan.peak_bytes, plan.stages, strict=True):
             priced, layers = options[stage.option], slice(stage.first, stage.last)
-            block_bytes, tasks, held_s = int(priced.option.working_bytes[layers].max()), 2, 0.0
+            block_bytes, tasks = int(priced.option.working_bytes[layers].max()), 2
             if len(plan.stages) == 1:  # forward and backward pass are one task, which keeps what goes between them
                 block_bytes, tasks = block_bytes + int(priced.option.saved_bytes[layers].sum()), 1
-            else:
-                given_bytes = problem.chunks * int(priced.given_bytes[layers].sum())
-                held_s = device.renewed_s(nbytes - given_bytes - block_bytes)
+            given_bytes = problem.chunks * int(priced.given_bytes[layers].sum())
+            held_s = device.renewed_s(nbytes - given_bytes - block_bytes, block_bytes)
             waits += priced.mesh.num_devices * (tasks * device.fresh_s(block_bytes, problem.num_microbatches) + held_s)
         return plan.step_time_s + waits / self.cluster.num_devices / problem.chunks
 

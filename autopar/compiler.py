@@ -231,10 +231,10 @@ def may_pay(best: Candidate | None, cluster: Cluster) -> bool:
         return cluster.num_devices > 1
     if best.step_time_s <= LEAST_PIPELINE_S:
         return False
-    waits_s = allocation_s(best.estimate, best.model)
-    lost = 1 - (best.shared_out_s + waits_s) / best.step_time_s
     if cluster.shares_processors:
         return 1 - best.shared_out_s / best.step_time_s > LOST_ON_SHARED_PROCESSORS
+    waits_s = allocation_s(best.estimate, best.model)
+    lost = 1 - (best.shared_out_s + waits_s) / best.step_time_s
     least = LOST_BETWEEN_HOSTS if cluster.num_hosts > 1 else LOST_INSIDE_HOST
     # One CPU device gained nothing by micro-batches when that was measured: its tasks leave cores idle between them.
     waits = cluster.num_devices > 1 and waits_s / best.step_time_s > LOST_TO_MEMORY

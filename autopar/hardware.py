@@ -20,7 +20,7 @@ _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 _LARGE_BLOCK_BYTES = 32 * 1024 * 1024
 _KEPT_FREE_BYTES = 2 * _LARGE_BLOCK_BYTES
 # Of many blocks that lie among others only what is at the end of a heap goes back to the system. How much is an
-# observation (benchmarks/results/fresh_memory.md), between a tenth and two thirds.
+# observation, the median of five models (benchmarks/results/fresh_memory.md).
 _RENEWED_SHARE = 1 / 3
 
 
@@ -53,7 +53,8 @@ class DeviceKind:
         dtype_efficiency: (dtype, share of its peak) where that was measured apart, instead of `flops_efficiency`.
         float32_fill_s: Time of filling and draining the matrix units in a float32 product, beside its arithmetic.
         fresh_bytes_per_s: Rate at which memory can be had that was given back after the last run, as temporary
-            values of CPU programs are (`fresh_s`); None where a program keeps what it once had.
+            values of CPU programs are (`fresh_s`), and a part of what pipelines hold (`renewed_s`); None where a
+            program keeps what it once had.
         call_s: Processor time of one run of a task of a pipeline beside its kernels, for being called and handing on
             what it makes, where devices share processors: as seconds in which nobody else has them.
         memory_shares: (bytes of an array, share of the rate of memory-bound kernels that is reached over arrays of that
@@ -134,11 +135,14 @@ class DeviceKind:
             return runs * temporary_bytes / self.fresh_bytes_per_s
         return max(0.0, temporary_bytes - _KEPT_FREE_BYTES / self.shared_by) / self.fresh_bytes_per_s
 
-    def renewed_s(self, held_bytes: float) -> float:
-        """Time of having anew what a step holds in many blocks and gives back: a part of what is not kept."""
+    def renewed_s(self, held_bytes: float, temporary_bytes: float) -> float:
+        """Time of having anew what a step holds in many blocks and gives back: a part of what is not kept, beside
+        temporary values of programs that run meanwhile.
+        """
         if self.fresh_bytes_per_s is None:
             return 0.0
-        return _RENEWED_SHARE * max(0.0, held_bytes - _KEPT_FREE_BYTES / self.shared_by) / self.fresh_bytes_per_s
+        kept_bytes = max(0.0, _KEPT_FREE_BYTES / self.shared_by - temporary_bytes)
+        return _RENEWED_SHARE * max(0.0, held_bytes - kept_bytes) / self.fresh_bytes_per_s
 
     def packing_s(self, operand_bytes: float) -> float:
         """Time of laying the operands of a matrix product out anew."""

@@ -66,7 +66,8 @@ def search_pipelines(
     For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
     over stages for all of them together; the best few are worked out to the last instruction and simulated.
     One stage is tried in other numbers of micro-batches too, and what was worked out where devices share processors.
-    Where one stage is the best, it is decided once more, under other terms and as data parallelism and ZeRO do.
+    Where one stage is the best, it is decided once more, under other terms and as data parallelism and ZeRO do (as
+    those where devices share processors, and it is near the best).
     A scan over layers is priced in small parts and worked out in as many equal ones as there are stages, on equal
     submeshes. Where nothing fits, all is searched again with copies of the state made in each micro-batch anew.
     Others that fit and take at most `kept_within` times as long come with it, and then the best of each number of
@@ -142,8 +143,9 @@ class _Search:
                     if problem.fixed_num_stages == num_stages and isinstance(answer, StagePlan):
                         told_s[m] = min(told_s.get(m, math.inf), builder.told_s(problem, answer, options))
                 self.in_other_numbers(step, cuts, decided, builder, num_stages, told_s)
-            if cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds:
-                builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0), self.looks_within)
+            hides = cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds
+            if hides or self.cluster.shares_processors:
+                builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0) if hides else (), self.looks_within)
         builder.work_out_near(problems, of_problem, answers)
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
         copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())

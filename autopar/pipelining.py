@@ -246,7 +246,7 @@ def stage_program(
     if cluster.shares_processors:
         devices = {p.lowered.mesh_index: at.mesh.num_devices for p, at in zip(planned, submeshes, strict=True)}
         simulation = on_shared_processors(simulation, program, [devices[mesh] for mesh in sorted(devices)])
-    waiting_s = renewal_s(simulation, program, planned, list(zip(staged.tasks, task_bytes, strict=True)), cluster)
+    waiting_s = renewal_s(simulation, program, planned, cluster)
     simulation = dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s, waiting_s=waiting_s)
     return Staged(
         step=step,
@@ -269,7 +269,6 @@ def renewal_s(
     simulation: Simulation,
     program: Program,
     planned: Sequence[PlannedStage],
-    tasks: Sequence[tuple[StageTask, int]],
     cluster: Cluster,
 ) -> float:
     """Seconds in which a step waits for memory that was given back in the step before: of what devices hold between
@@ -278,11 +277,11 @@ def renewal_s(
     meshes = {p.lowered.mesh_index: p.model for p in planned}
     waits = []
     for mesh, model in meshes.items():
-        block = max((n for task, n in tasks if planned[task.stage].lowered.mesh_index == mesh), default=0)
+        block_bytes = sum(nbytes for holder, nbytes in simulation.at_peak[mesh] if holder < 0)
         buffers = (program.pipeline.buffers[b] for b in program.pipeline.inputs)
-        given = sum(buffer.nbytes for buffer in buffers if buffer.mesh == mesh)
-        held = max(nbytes for _, nbytes in simulation.bytes_over_time[mesh])
-        waits.append((model.links.mesh.num_devices, model.device.renewed_s(held - given - block)))
+        given_bytes = sum(buffer.nbytes for buffer in buffers if buffer.mesh == mesh)
+        held_bytes = simulation.peak_bytes[mesh] - given_bytes - block_bytes
+        waits.append((model.links.mesh.num_devices, model.device.renewed_s(held_bytes, block_bytes)))
     if not cluster.shares_processors:
         return max((seconds for _, seconds in waits), default=0.0)
     return sum(n * seconds for n, seconds in waits) / sum(n for n, _ in waits)

@@ -33,6 +33,7 @@ def table(record: PlanRecord) -> str:
         f"step {seconds_text(made.step_time_s)} predicted: compute {seconds_text(made.compute_time_s)}, "
         f"collectives {seconds_text(made.collective_time_s)}"
         + (f", {seconds_text(made.hidden_time_s)} of it hidden" if made.hidden_time_s else "")
+        + (f", new memory {seconds_text(made.allocation_time_s)}" if made.allocation_time_s else "")
         + "; "
         + (f"bubble {made.bubble_fraction:.1%}; " if record.pipeline is not None else "")
         + f"{made.flops / 1e9:.3g} GFLOP, MFU {made.mfu:.1%}; "

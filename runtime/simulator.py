@@ -49,7 +49,7 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of the step in which a mesh idles, mean over the meshes."""
+        """Part of the step, without `waiting_s`, in which a mesh idles, mean over the meshes."""
         if not self.step_time_s:
             return 0.0
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * (self.step_time_s - self.waiting_s))

@@ -174,11 +174,14 @@ def test_memory_is_new_beyond_what_a_process_keeps(mebibytes, runs, shared_by, n
     assert hardware.H100.fresh_s(mebibytes * 2**20, runs) == 0.0
 
 
-@pytest.mark.parametrize(("mebibytes", "shared_by", "new_mebibytes"), [(8, 8, 0), (38, 8, 10), (80, 1, 16 / 3)])
-def test_of_what_is_held_in_many_blocks_a_part_is_new(mebibytes, shared_by, new_mebibytes):
+@pytest.mark.parametrize(
+    ("mebibytes", "temporary_mebibytes", "shared_by", "new_mebibytes"),
+    [(8, 0, 8, 0), (38, 0, 8, 10), (35, 5, 8, 32 / 3), (30, 20, 8, 10), (80, 0, 1, 16 / 3)],
+)
+def test_of_what_is_held_in_many_blocks_a_part_is_new(mebibytes, temporary_mebibytes, shared_by, new_mebibytes):
     device = dataclasses.replace(hardware.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
-    assert device.renewed_s(mebibytes * 2**20) == pytest.approx(new_mebibytes)
-    assert hardware.H100.renewed_s(mebibytes * 2**20) == 0.0
+    assert device.renewed_s(mebibytes * 2**20, temporary_mebibytes * 2**20) == pytest.approx(new_mebibytes)
+    assert hardware.H100.renewed_s(mebibytes * 2**20, 0) == 0.0
 
 
 def test_an_operand_is_transposed_in_parts():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
 from autopar.node_costs import cost_model
 from autopar.overlap import timed
+from autopar.pipelining import renewal_s
 from autopar.plan_timeline import timeline_of
 from autopar.prediction import compute_times_s, predicted_collectives
 from autopar.rules import RuleBook
@@ -311,13 +313,13 @@ def test_the_search_counts_what_a_step_waits_for_memory():
 
 
 @pytest.mark.parametrize(
-    ("num_microbatches", "least_bytes", "most_bytes"),
-    [(2, 2 * 32 * 2**20, math.inf), (4, 1, 4 * 2**20), (16, 1, 2**20)],
+    ("batch", "num_microbatches", "least_bytes", "most_bytes"),
+    [(16_384, 2, 2 * 32 * 2**20, math.inf), (16_384, 4, 2**20, 16 * 2**20), (1024, 4, 0, 0)],
 )
-def test_blocks_of_tasks_are_new_in_every_run_or_once_a_step_or_kept(num_microbatches, least_bytes, most_bytes):
-    # Of blocks of up to 32 MiB four devices keep 16 MiB each.
-    examples = jax.ShapeDtypeStruct((8192, 512), jnp.float32)
-    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 16, {"x": examples, "y": examples}
+def test_blocks_of_tasks_are_new_in_every_run_or_once_a_step_or_kept(batch, num_microbatches, least_bytes, most_bytes):
+    # Of blocks of up to 32 MiB four devices keep 16 MiB each, more than the sums of gradients.
+    examples = jax.ShapeDtypeStruct((batch, 512), jnp.float32)
+    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 8, {"x": examples, "y": examples}
     recipe = autopar.recipes.pipeline(1, num_microbatches=num_microbatches)
     known, fresh = (plan(cpus(rate), args=args, plan=recipe) for rate in (None, 1e8))
     waited_s = fresh.predicted.allocation_time_s
@@ -336,9 +338,31 @@ def test_a_pipeline_waits_for_the_memory_that_it_gave_back():
     assert waited_s > 0
     assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
     assert {e.name for e in timeline_of(fresh.record).events if e.category == "memory"} == {"memory for results"}
+    assert fresh.predicted.bubble_fraction == pytest.approx(known.predicted.bubble_fraction)
+    assert "new memory" in str(fresh)
+    assert "new memory" not in str(known)
     assert_one_number(fresh)
     cut = plan(cpus(1e8), args=args, plan=autopar.recipes.pipeline(2, num_microbatches=64))
     assert cut.predicted.allocation_time_s == 0  # all that is held at a time is kept
+
+
+@pytest.mark.parametrize(("shared", "expected_s"), [(True, (2 * 8 + 6 * 4 / 3) / 8), (False, 8)])
+def test_meshes_wait_for_what_they_hold_beside_what_they_are_given(shared, expected_s):
+    def planned(mesh, num_devices):
+        links = SimpleNamespace(mesh=LogicalMesh(axis_sizes=(num_devices,)))
+        model = SimpleNamespace(links=links, device=cpus(2.0**20, count=8).device)
+        return SimpleNamespace(lowered=SimpleNamespace(mesh_index=mesh), model=model)
+
+    buffers = [SimpleNamespace(mesh=0, nbytes=8 * MEGABYTE), SimpleNamespace(mesh=0, nbytes=24 * MEGABYTE)]
+    program = SimpleNamespace(pipeline=SimpleNamespace(inputs=(0,), buffers=buffers))
+    simulation = SimpleNamespace(
+        peak_bytes=(40 * MEGABYTE, 12 * MEGABYTE),
+        at_peak=(((0, 8 * MEGABYTE), (1, 24 * MEGABYTE), (-1, 8 * MEGABYTE)), ((2, 12 * MEGABYTE),)),
+    )
+    stages = [planned(0, 2), planned(1, 6)]
+    on = SimpleNamespace(shares_processors=shared)
+    # Each keeps 8 MiB: the first those of its running task.
+    assert renewal_s(simulation, program, stages, on) == pytest.approx(expected_s)
 
 
 def test_micro_batches_are_weighed_where_a_step_waits_long_for_memory():
