@@ -235,6 +235,17 @@ def test_where_what_is_saved_crowds_the_memory_leaner_decisions_are_made(in_flig
     assert all(leaner < first for first, leaner in itertools.pairwise(saved))
 
 
+def test_sums_of_gradients_are_state_that_no_step_is_given():
+    step = cut(2)
+    contracted = contract(step.graph, assign_layers(step.graph, step.layers), LAYERS)
+    model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(1,)))
+    decisions = layer_decisions(contracted, model, 10**9, 0, equal=False, time_limit_s=5.0)
+    options = stage_options(contracted, again_of(contracted), step.layers, model, SLOW, decisions)
+    for option in options:
+        assert option.given_bytes.tolist() == [WIDTH**2 * 4] * LAYERS
+        assert (option.option.state_bytes - option.given_bytes >= WIDTH**2 * 4).all()
+
+
 def test_of_equal_stages_only_decisions_whose_state_fits_are_priced():
     step = cut(2)
     contracted = contract(step.graph, assign_layers(step.graph, step.layers), LAYERS)
