@@ -19,6 +19,9 @@ _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 # a process give back, it keeps so much (twice that: mallopt(3), M_MMAP_THRESHOLD, on M_TRIM_THRESHOLD).
 _LARGE_BLOCK_BYTES = 32 * 1024 * 1024
 _KEPT_FREE_BYTES = 2 * _LARGE_BLOCK_BYTES
+# Of what programs on parts of the devices use of the processors that they share, one program on all of them uses so
+# much: of two processors 1.81 beside 1.90, the medians of five models (benchmarks/results/fresh_memory.md).
+_USED_BY_ONE_PROGRAM = 0.95
 # Of many blocks that lie among others only what is at the end of a heap goes back to the system. How much is an
 # observation, the median of five models (benchmarks/results/fresh_memory.md).
 _RENEWED_SHARE = 1 / 3
@@ -143,6 +146,19 @@ class DeviceKind:
             return 0.0
         kept_bytes = max(0.0, _KEPT_FREE_BYTES / self.shared_by - temporary_bytes)
         return _RENEWED_SHARE * max(0.0, held_bytes - kept_bytes) / self.fresh_bytes_per_s
+
+    def in_one_program(self, num_devices: int) -> DeviceKind:
+        """What is left of a device where so many run one program: of those that share processors all of them leave some
+        idle while they wait for each other, which other programs would use.
+        """
+        if self.shared_by == 1 or num_devices < self.shared_by:
+            return self
+        return dataclasses.replace(
+            self,
+            flops_efficiency=self.flops_efficiency * _USED_BY_ONE_PROGRAM,
+            dtype_efficiency=tuple((dtype, share * _USED_BY_ONE_PROGRAM) for dtype, share in self.dtype_efficiency),
+            memory_efficiency=self.memory_efficiency * _USED_BY_ONE_PROGRAM,
+        )
 
     def packing_s(self, operand_bytes: float) -> float:
         """Time of laying the operands of a matrix product out anew."""

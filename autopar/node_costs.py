@@ -62,7 +62,7 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
     name = cluster.device.name
     platform = "cpu" if name == "CPU" else "tpu" if name.startswith("TPU") else "gpu"
     return CostModel(
-        device=cluster.device,
+        device=cluster.device.in_one_program(mesh.num_devices),
         links=MeshLinks(
             mesh=mesh,
             links=cluster.axis_links(mesh.axis_sizes),

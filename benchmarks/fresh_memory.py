@@ -49,7 +49,9 @@ WARM, COUNTED = 3, 12
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counted:
-    """One plan of one model: bytes on each device that were new in each step, and as predicted; seconds of a step."""
+    """One plan of one model: bytes on each device that were new in each step, and as predicted; seconds of a step, and
+    how many processors had work meanwhile.
+    """
 
     model: str
     plan: str
@@ -57,6 +59,7 @@ class Counted:
     predicted_bytes: float
     measured_s: float
     predicted_s: float
+    cores: float
 
     @property
     def median_bytes(self) -> float:
@@ -69,12 +72,14 @@ def counted(model: str, name: str, cluster: autopar.Cluster) -> Counted:
     step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, show_progress=False, plan=PLANS[name])
     state, batch = step.init(case.init, jax.random.key(0)), step.put_batch(case.batch(0))
     predicted = step.plan(state, batch).predicted
-    new_bytes, took_s = [], []
+    new_bytes, took_s, cores = [], [], []
     for _ in range(WARM + COUNTED):
         faults, begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
+        processor_s = time.process_time()
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
         took_s.append(time.perf_counter() - begun)
+        cores.append((time.process_time() - processor_s) / took_s[-1])
         pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
         new_bytes.append(pages * resource.getpagesize() / cluster.num_devices)
     return Counted(
@@ -84,6 +89,7 @@ def counted(model: str, name: str, cluster: autopar.Cluster) -> Counted:
         predicted_bytes=predicted.allocation_time_s * (cluster.device.fresh_bytes_per_s or 0.0),
         measured_s=statistics.median(took_s[WARM:]),
         predicted_s=predicted.step_time_s,
+        cores=statistics.median(cores[WARM:]),
     )
 
 
@@ -91,14 +97,16 @@ def report(rows: list[Counted], command: str) -> Iterator[str]:
     yield "# New memory in each step\n"
     yield f"`{command}`\n"
     yield f"{description()}\n"
-    yield "MB on each of 8 virtual devices that were new in a step: median, least and most, and predicted.\n"
+    yield "MB on each of 8 virtual devices that were new in a step: median, least and most, and predicted; and how many"
+    yield "processors had work, in the median.\n"
     yield markdown(
-        ("model", "plan", "new", "least", "most", "predicted", "step, ms", "predicted, ms"),
+        ("model", "plan", "new", "least", "most", "predicted", "step, ms", "predicted, ms", "cores"),
         [
             (
                 row.model, row.plan,
                 *(f"{n / 1e6:.1f}" for n in (row.median_bytes, min(row.new_bytes), max(row.new_bytes))),
                 f"{row.predicted_bytes / 1e6:.1f}", f"{row.measured_s * 1e3:.0f}", f"{row.predicted_s * 1e3:.0f}",
+                f"{row.cores:.2f}",
             )
             for row in rows
         ],

@@ -11,8 +11,9 @@ from .program import Program, Run
 from .simulator import Simulation, Steps
 
 # Of the processors, where fewer devices work than share them: a device that waits for another finds none that would
-# fill in. GPT, BERT, ViT, T5 and Wide-ResNet in 2 to 4 stages on 8 virtual devices used 0.89 to 0.92 of 2 cores.
-USED = 0.9
+# fill in. Small models in 2 stages without micro-batches, half of whose time is a bubble, use about so much of 2 cores
+# (benchmarks/results/fresh_memory.md).
+USED = 0.95
 
 
 def on_shared_processors(
