@@ -18,7 +18,7 @@ from autopar.fitting import Timing
 from autopar.hardware import DeviceKind
 from autopar.user_cache import default_directory, write_whole
 
-_FORMAT_VERSION = 7
+_FORMAT_VERSION = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

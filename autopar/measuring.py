@@ -42,7 +42,10 @@ BUDGET_S = 45.0
 ROUNDS = 7
 # A run whose first repetition takes longer is left out, with all larger ones of its sort.
 LONGEST_S = 0.25
-HANDED = 4  # arrays that a task hands on
+HANDED = 32  # arrays that a task takes and hands on: small models have 50 to 250 in one, of which stages send a few
+# What of the rate of new memory is left in a step, where clearing pages takes caches from others: steps of three models
+# beside the same ones by an allocator that keeps everything (`python -m benchmarks.fresh_memory`).
+FRESH_IN_A_STEP = 0.75
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +335,7 @@ def _device(
         table,
         launch_overhead_s=launch_s,
         float32_fill_s=fill_s,
-        fresh_bytes_per_s=fit.rate_per_s if fresh else None,
+        fresh_bytes_per_s=FRESH_IN_A_STEP * fit.rate_per_s if fresh else None,
         call_s=call_s,
         memory_shares=tuple((nbytes, rate / memory.rate_per_s) for nbytes, rate in memory_rates),
         convolution_share=convolution_share,

@@ -8,7 +8,8 @@ A page that the allocator has given back is new when it is written to again: the
 than whatever is computed on it. So minor page faults of this process are counted, step by step, for plans whose tasks
 need temporary values of different sizes: the whole batch in one program, micro-batches, stages. What a step is
 predicted to wait for memory, times the measured rate of new memory, is what is predicted to be new. Each plan has a
-process of its own: what an earlier program left at the top of the heap may keep the allocator from giving back.
+process of its own: what an earlier program left at the top of the heap may keep the allocator from giving back. Then it
+has another one, whose allocator gives nothing back: how much less its steps take is what new memory costs.
 """
 
 import os
@@ -38,6 +39,8 @@ from benchmarks.machine import description, markdown
 
 RESULTS = Path(__file__).parent / "results" / "fresh_memory.md"
 SMALL = ("gpt", "moe", "t5", "unet", "wide-resnet")
+# Of glibc: nothing is taken from the system alone, and what is free goes back when there is more of it than this.
+KEEPS_ALL = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
 PLANS: dict[str, Recipe] = {
     "data parallel": recipes.data_parallel(),
     "zero 3": recipes.zero(3),
@@ -50,7 +53,7 @@ WARM, COUNTED = 3, 12
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counted:
     """One plan of one model: bytes on each device that were new in each step, and as predicted; seconds of a step, and
-    how many processors had work meanwhile.
+    how many processors had work meanwhile; seconds of a step where the allocator keeps all memory.
     """
 
     model: str
@@ -60,6 +63,7 @@ class Counted:
     measured_s: float
     predicted_s: float
     cores: float
+    kept_s: float = 0.0
 
     @property
     def median_bytes(self) -> float:
@@ -93,26 +97,42 @@ def counted(model: str, name: str, cluster: autopar.Cluster) -> Counted:
     )
 
 
+def in_a_process(model: str, name: str, cluster: autopar.Cluster, allocator: dict[str, str]) -> Counted:
+    """`counted` in a new process, with so much more in its environment, which an allocator reads when it starts."""
+    os.environ.update(allocator)
+    try:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+            return pool.submit(counted, model, name, cluster).result()
+    finally:
+        for variable in allocator:
+            del os.environ[variable]
+
+
 def report(rows: list[Counted], command: str) -> Iterator[str]:
     yield "# New memory in each step\n"
     yield f"`{command}`\n"
     yield f"{description()}\n"
-    yield "MB on each of 8 virtual devices that were new in a step: median, least and most, and predicted; and how many"
-    yield "processors had work, in the median.\n"
+    yield "MB on each of 8 virtual devices that were new in a step: median, least and most, and predicted; how many"
+    yield "processors had work, in the median; and a step in a process whose allocator gives nothing back.\n"
     yield markdown(
-        ("model", "plan", "new", "least", "most", "predicted", "step, ms", "predicted, ms", "cores"),
+        ("model", "plan", "new", "least", "most", "predicted", "step, ms", "predicted, ms", "cores", "kept, ms"),
         [
             (
                 row.model, row.plan,
                 *(f"{n / 1e6:.1f}" for n in (row.median_bytes, min(row.new_bytes), max(row.new_bytes))),
                 f"{row.predicted_bytes / 1e6:.1f}", f"{row.measured_s * 1e3:.0f}", f"{row.predicted_s * 1e3:.0f}",
-                f"{row.cores:.2f}",
+                f"{row.cores:.2f}", f"{row.kept_s * 1e3:.0f}",
             )
             for row in rows
         ],
     )  # fmt: skip
     off = statistics.median(abs(row.median_bytes - row.predicted_bytes) for row in rows)
     yield f"\nPredictions are {off / 1e6:.1f} MB off in the median."
+    much = [row for row in rows if row.median_bytes > 30e6 and row.measured_s > row.kept_s]
+    if much:
+        rate = statistics.median(row.median_bytes / (row.measured_s - row.kept_s) for row in much)
+        yield f"Where more than 30 MB are new, a device has them at {rate / 1e9:.2f} GB/s, in the median."
 
 
 def main() -> None:
@@ -124,13 +144,11 @@ def main() -> None:
     options = parser.parse_args()
     cluster = autopar.Cluster.measure(8, save=False)
     rows = []
-    with concurrent.futures.ProcessPoolExecutor(
-        max_workers=1, max_tasks_per_child=1, mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        for model in options.models:
-            for name in PLANS:
-                rows.append(pool.submit(counted, model, name, cluster).result())
-                print(f"{model}, {name}: {rows[-1].median_bytes / 1e6:.1f} MB new", file=sys.stderr, flush=True)
+    for model in options.models:
+        for name in PLANS:
+            given, kept = (in_a_process(model, name, cluster, allocator) for allocator in ({}, KEEPS_ALL))
+            rows.append(dataclasses.replace(given, kept_s=kept.measured_s))
+            print(f"{model}, {name}: {given.median_bytes / 1e6:.1f} MB new", file=sys.stderr, flush=True)
     text = "\n".join(report(rows, f"python -m benchmarks.fresh_memory {' '.join(sys.argv[1:])}".rstrip()))
     print(text)
     if options.keep:
