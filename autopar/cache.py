@@ -17,7 +17,7 @@ from autopar.rules import RuleBook
 from autopar.user_cache import write_whole
 
 # The version of everything that decides what a plan is. Change it when strategies, costs or rules change.
-SEARCH_VERSION = 29
+SEARCH_VERSION = 30
 
 
 def plan_key(parts: Sequence[object]) -> str:

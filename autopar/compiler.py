@@ -71,9 +71,9 @@ from autopar.whole_search import LONG_STEP, Candidate, PlanOptions, check_state_
 # batch, so that it needs more memory, and its search costs more.
 WHOLE_UP_TO = 64
 # Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
-# work done twice, or to memory that is new in every step, of which micro-batches need less; all of these, where devices
-# share processors and a bubble costs next to nothing; and how long the step must be, so that handing out tasks (about
-# 0.1 ms each) does not matter.
+# work done twice, or to memory that is new in every step, of which micro-batches need less; all of these (beside what
+# is left idle) where devices share processors and a bubble costs next to nothing; and how long the step must be, so
+# that handing out tasks (about 0.1 ms each) does not matter.
 LOST_BETWEEN_HOSTS, LOST_INSIDE_HOST, LOST_TO_MEMORY, LEAST_PIPELINE_S = 0.1, 0.3, 0.1, 5e-3
 LOST_ON_SHARED_PROCESSORS = 0.05
 # The part of a device's memory that is left where no limit is given: predictions come within it of what XLA's CPU

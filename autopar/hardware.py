@@ -19,9 +19,9 @@ _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 # a process give back, it keeps so much (twice that: mallopt(3), M_MMAP_THRESHOLD, on M_TRIM_THRESHOLD).
 _LARGE_BLOCK_BYTES = 32 * 1024 * 1024
 _KEPT_FREE_BYTES = 2 * _LARGE_BLOCK_BYTES
-# Of what programs on parts of the devices use of the processors that they share, one program on all of them uses so
-# much: of two processors 1.81 beside 1.90, the medians of five models (benchmarks/results/fresh_memory.md).
-_USED_BY_ONE_PROGRAM = 0.95
+# Of the processors that devices share, one program on all of them uses so much: 1.81 of 2, in the median (cores in
+# benchmarks/results/fresh_memory.md); `runtime/sharing.py` has what stages use.
+_USED_BY_ONE_PROGRAM = 0.905
 # Of many blocks that lie among others only what is at the end of a heap goes back to the system. How much is an
 # observation, the median of five models (benchmarks/results/fresh_memory.md).
 _RENEWED_SHARE = 1 / 3
@@ -55,7 +55,7 @@ class DeviceKind:
         widens_bfloat16: Whether XLA's backend for it sends bfloat16 arrays as 32 bits (its CPU backend does).
         dtype_efficiency: (dtype, share of its peak) where that was measured apart, instead of `flops_efficiency`.
         float32_fill_s: Time of filling and draining the matrix units in a float32 product, beside its arithmetic.
-        fresh_bytes_per_s: Rate at which memory can be had that was given back after the last run, as temporary
+        fresh_bytes_per_s: Rate at which a step has memory that was given back after the last run, as temporary
             values of CPU programs are (`fresh_s`), and a part of what pipelines hold (`renewed_s`); None where a
             program keeps what it once had.
         call_s: Processor time of one run of a task of a pipeline beside its kernels, for being called and handing on
@@ -144,12 +144,14 @@ class DeviceKind:
         """
         if self.fresh_bytes_per_s is None:
             return 0.0
-        kept_bytes = max(0.0, _KEPT_FREE_BYTES / self.shared_by - temporary_bytes)
+        small_bytes = temporary_bytes if temporary_bytes <= _LARGE_BLOCK_BYTES else 0.0
+        kept_bytes = max(0.0, _KEPT_FREE_BYTES / self.shared_by - small_bytes)
         return _RENEWED_SHARE * max(0.0, held_bytes - kept_bytes) / self.fresh_bytes_per_s
 
     def in_one_program(self, num_devices: int) -> DeviceKind:
         """What is left of a device where so many run one program: of those that share processors all of them leave some
-        idle while they wait for each other, which other programs would use.
+        idle while they wait for each other, which other programs would use. Rates of arithmetic and of memory tell so;
+        what goes beside them (launches, packing, transposing) is left as it is.
         """
         if self.shared_by == 1 or num_devices < self.shared_by:
             return self

@@ -174,9 +174,20 @@ def test_memory_is_new_beyond_what_a_process_keeps(mebibytes, runs, shared_by, n
     assert hardware.H100.fresh_s(mebibytes * 2**20, runs) == 0.0
 
 
+@pytest.mark.parametrize(("shared_by", "num_devices", "slower"), [(8, 8, True), (8, 4, False), (1, 8, False)])
+def test_one_program_on_all_that_share_processors_leaves_some_idle(shared_by, num_devices, slower):
+    device = dataclasses.replace(hardware.H100, shared_by=shared_by, dtype_efficiency=(("float32", 0.5),))
+    left = device.in_one_program(num_devices)
+    used = 0.905 if slower else 1.0
+    for dtype in ("float32", "bfloat16"):
+        assert left.flops_per_s(dtype) == pytest.approx(used * device.flops_per_s(dtype))
+        assert left.peak_flops_per_s(dtype) == device.peak_flops_per_s(dtype)
+    assert left.memory_s(1e6, 1e6) == pytest.approx(device.memory_s(1e6, 1e6) / used)
+
+
 @pytest.mark.parametrize(
     ("mebibytes", "temporary_mebibytes", "shared_by", "new_mebibytes"),
-    [(8, 0, 8, 0), (38, 0, 8, 10), (35, 5, 8, 32 / 3), (30, 20, 8, 10), (80, 0, 1, 16 / 3)],
+    [(8, 0, 8, 0), (38, 0, 8, 10), (35, 5, 8, 32 / 3), (30, 20, 8, 10), (38, 40, 8, 10), (80, 0, 1, 16 / 3)],
 )
 def test_of_what_is_held_in_many_blocks_a_part_is_new(mebibytes, temporary_mebibytes, shared_by, new_mebibytes):
     device = dataclasses.replace(hardware.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
