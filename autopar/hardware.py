@@ -23,7 +23,7 @@ _KEPT_FREE_BYTES = 2 * _LARGE_BLOCK_BYTES
 # benchmarks/results/fresh_memory.md); `runtime/sharing.py` has what stages use.
 _USED_BY_ONE_PROGRAM = 0.905
 # Of many blocks that lie among others only what is at the end of a heap goes back to the system. How much is an
-# observation, the median of five models (benchmarks/results/fresh_memory.md).
+# observation over small models, and rough (benchmarks/results/fresh_memory.md).
 _RENEWED_SHARE = 1 / 3
 
 

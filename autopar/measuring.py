@@ -45,7 +45,7 @@ LONGEST_S = 0.25
 # Arrays that a task takes and hands on. Tasks of small models take and make 50 to 250, of which they send few: so many
 # that are all sent came nearest to what their micro-batches cost.
 HANDED = 32
-# What of the rate of new memory is left in a step, where clearing pages takes caches from others: steps of three models
+# What of the rate of new memory is left in a step, where clearing pages takes caches from others: steps of small models
 # beside the same ones by an allocator that keeps everything (`python -m benchmarks.fresh_memory`).
 FRESH_IN_A_STEP = 0.75
 
