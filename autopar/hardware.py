@@ -19,7 +19,7 @@ _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 # a process give back, it keeps so much (twice that: mallopt(3), M_MMAP_THRESHOLD, on M_TRIM_THRESHOLD).
 _LARGE_BLOCK_BYTES = 32 * 1024 * 1024
 _KEPT_FREE_BYTES = 2 * _LARGE_BLOCK_BYTES
-# Of the processors that devices share, one program on all of them uses so much: 1.81 of 2, in the median (cores in
+# Of the processors that devices share, one program on all of them uses so much: about 1.8 of 2 (cores in
 # benchmarks/results/fresh_memory.md); `runtime/sharing.py` has what stages use.
 _USED_BY_ONE_PROGRAM = 0.905
 # Of many blocks that lie among others only what is at the end of a heap goes back to the system. How much is an

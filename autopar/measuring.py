@@ -42,8 +42,9 @@ BUDGET_S = 45.0
 ROUNDS = 7
 # A run whose first repetition takes longer is left out, with all larger ones of its sort.
 LONGEST_S = 0.25
-# Arrays that a task takes and hands on. Tasks of small models take and make 50 to 250, of which they send few: so many
-# that are all sent came nearest to what their micro-batches cost.
+# Arrays that a task takes and hands on. Tasks of small models take and make 50 to 250, of which they send few; these
+# are all sent. An observation: what more micro-batches cost is told too low with few (steps beside predictions in
+# benchmarks/results/fresh_memory.md).
 HANDED = 32
 # What of the rate of new memory is left in a step, where clearing pages takes caches from others: steps of small models
 # beside the same ones by an allocator that keeps everything (`python -m benchmarks.fresh_memory`).
