@@ -47,6 +47,7 @@ from autopar.plan import Plan, Trees
 from autopar.prediction import allocation_s
 from autopar.progress import Progress
 from autopar.purposes import described
+from autopar.quantities import text_of_bytes
 from autopar.record import FORMAT_VERSION, Decisions, MeshTrial, PinsRecord, PlanRecord
 from autopar.recording import (
     decisions_of,
@@ -277,7 +278,7 @@ def searched_pipeline(
         return None, f"no pipeline: {found}"
     if not found.fits(limit_bytes):
         needed_bytes = max(found.staged.simulation.peak_bytes)
-        return None, f"the pipeline nearest to fitting needs {needed_bytes / 1e9:.3g} GB on a device"
+        return None, f"the pipeline nearest to fitting needs {text_of_bytes(needed_bytes)} on a device"
     return found, f"the best pipeline would take {found.step_time_s:.3g} s ({found.trial.text})"
 
 
@@ -285,7 +286,7 @@ def no_pipeline_fits(traced: TracedStep, cluster: Cluster, limit_bytes: int, not
     """The error of a step for which no pipeline could be had and nothing else was tried."""
     return SolverError(
         where=f"{traced.name} on {cluster.num_devices} devices of {cluster.name}",
-        expected=f"a pipeline that fits into {limit_bytes / 1e9:.3g} GB on each device",
+        expected=f"a pipeline that fits into {text_of_bytes(limit_bytes)} on each device",
         got="; ".join(notes),
         hint="use more devices, a smaller batch, or a smaller optimiser state (Adafactor, bfloat16 moments)",
     )

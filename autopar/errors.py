@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.quantities import text_of_bytes
+
 
 class AutoparError(Exception):
     """What all errors of autopar have in common; `except autopar.errors.AutoparError` catches them all.
@@ -112,11 +114,11 @@ class MemoryLimitError(AutoparError):
         self.limit_bytes = limit_bytes
         self.needed_bytes = needed_bytes
         self.largest = tuple(sorted(largest, key=lambda item: -item[1]))
-        names = ", ".join(f"{name} {_bytes_text(size)}" for name, size in self.largest)
+        names = ", ".join(f"{name} {text_of_bytes(size)}" for name, size in self.largest)
         super().__init__(
             where=where,
-            expected=f"at most {_bytes_text(limit_bytes)} per device",
-            got=f"{_bytes_text(needed_bytes)}, {_bytes_text(self.bytes_over)} over"
+            expected=f"at most {text_of_bytes(limit_bytes)} per device",
+            got=f"{text_of_bytes(needed_bytes)}, {text_of_bytes(self.bytes_over)} over"
             + (f" (largest at the peak: {names})" if names else ""),
             hint=hint,
         )
@@ -135,15 +137,3 @@ class MemoryLimitError(AutoparError):
     @property
     def bytes_over(self) -> int:
         return self.needed_bytes - self.limit_bytes
-
-
-def _bytes_text(nbytes: int) -> str:
-    """`3.2 GB`, in powers of 1000 as data sheets count; bytes below 1000 as they are."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.95:
-            return f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"

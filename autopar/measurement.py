@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from autopar.collectives import Link, time_s
 from autopar.fitting import Timing
 from autopar.hardware import DeviceKind
+from autopar.quantities import text_of_bytes, text_of_s
 from autopar.user_cache import default_directory, write_whole
 
 _FORMAT_VERSION = 8
@@ -160,21 +161,3 @@ def _pivot(timings: Sequence[Timing], link: Link) -> list[tuple[str, ...]]:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def text_of_s(seconds: float) -> str:
-    return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
-
-
-def text_of_bytes(nbytes: float) -> str:
-    return _scaled(nbytes, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")))
-
-
-def text_of_rate(per_s: float, unit: str) -> str:
-    return _scaled(per_s, ((1e12, f"T{unit}/s"), (1e9, f"G{unit}/s"), (1e6, f"M{unit}/s"), (1.0, f"{unit}/s")))
-
-
-def _scaled(value: float, units: Iterable[tuple[float, str]]) -> str:
-    known = list(units)
-    size, name = next(((s, n) for s, n in known if value >= s), known[-1])
-    return f"{value / size:.3g} {name}"

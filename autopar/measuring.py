@@ -34,8 +34,9 @@ from autopar.errors import InvalidArgumentError
 from autopar.fitting import LinkFit, RateFit, Timing, fit_link, fit_products, fit_proportion, fit_rate
 from autopar.hardware import DeviceKind
 from autopar.local_devices import LocalDevices
-from autopar.measurement import FitQuality, MeasuredOn, Measurement, text_of_bytes, text_of_rate, text_of_s
+from autopar.measurement import FitQuality, MeasuredOn, Measurement
 from autopar.progress import Progress
+from autopar.quantities import text_of_bytes, text_of_rate, text_of_s
 
 # Seconds that a measurement takes at most, roughly, and samples of each run within them.
 BUDGET_S = 45.0

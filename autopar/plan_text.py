@@ -11,6 +11,7 @@ from rich.table import Table
 
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
+from autopar.quantities import text_of_bytes, text_of_s
 from autopar.record import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 
 WIDTH = 140  # columns of the printed plan
@@ -30,24 +31,24 @@ def table(record: PlanRecord) -> str:
     else:
         out.line(_pipeline_line(record, record.pipeline))
     out.line(
-        f"step {seconds_text(made.step_time_s)} predicted: compute {seconds_text(made.compute_time_s)}, "
-        f"collectives {seconds_text(made.collective_time_s)}"
-        + (f", {seconds_text(made.hidden_time_s)} of it hidden" if made.hidden_time_s else "")
-        + (f", new memory {seconds_text(made.allocation_time_s)}" if made.allocation_time_s else "")
+        f"step {text_of_s(made.step_time_s)} predicted: compute {text_of_s(made.compute_time_s)}, "
+        f"collectives {text_of_s(made.collective_time_s)}"
+        + (f", {text_of_s(made.hidden_time_s)} of it hidden" if made.hidden_time_s else "")
+        + (f", new memory {text_of_s(made.allocation_time_s)}" if made.allocation_time_s else "")
         + "; "
         + (f"bubble {made.bubble_fraction:.1%}; " if record.pipeline is not None else "")
         + f"{made.flops / 1e9:.3g} GFLOP, MFU {made.mfu:.1%}; "
-        f"peak {_bytes(max(made.peak_bytes))} a device"
-        + (f" of {_bytes(record.memory_limit_bytes)}" if record.memory_limit_bytes else "")
+        f"peak {text_of_bytes(max(made.peak_bytes))} a device"
+        + (f" of {text_of_bytes(record.memory_limit_bytes)}" if record.memory_limit_bytes else "")
     )
     if made.host_bytes:
         out.line(
-            f"host memory: {_bytes(max(made.host_bytes))} a device, of which each step copies "
-            f"{_bytes(made.host_copied_bytes)}, there and back, in {seconds_text(made.host_time_s)}"
+            f"host memory: {text_of_bytes(max(made.host_bytes))} a device, of which each step copies "
+            f"{text_of_bytes(made.host_copied_bytes)}, there and back, in {text_of_s(made.host_time_s)}"
         )
     out.line(
         f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
-        f"{record.solver.classes}, {seconds_text(record.solver.wall_s)}"
+        f"{record.solver.classes}, {text_of_s(record.solver.wall_s)}"
     )
     if record.pipeline is not None:
         out.table(_stages_table(record.pipeline))
@@ -61,14 +62,14 @@ def table(record: PlanRecord) -> str:
     if len(record.tried) > 1:
         trials = ", ".join(
             f"{'x'.join(map(str, t.axis_sizes))} {t.name and f'({t.name}) '}"
-            + (f"{seconds_text(t.step_time_s)}" if t.step_time_s is not None else t.status)
+            + (f"{text_of_s(t.step_time_s)}" if t.step_time_s is not None else t.status)
             for t in record.tried
         )
         out.line(f"meshes tried: {trials}")
     if record.pinned is not None:
         _pins_lines(out, record, record.pinned)
     for weighed in record.weighed:
-        out.line(f"weighed: {weighed.text}: {seconds_text(weighed.step_time_s)}, peak {_bytes(weighed.peak_bytes)}")
+        out.line(f"weighed: {weighed.text}: {text_of_s(weighed.step_time_s)}, peak {text_of_bytes(weighed.peak_bytes)}")
     for note in record.notes:
         out.line(f"note: {note}")
     return out.text()
@@ -81,10 +82,10 @@ def _pins_lines(out: _Text, record: PlanRecord, pinned: PinsRecord) -> None:
     axes = ", ".join(f"{own}={n} ({name})" for own, n, name in named)
     without = "no plan was found without them"
     if pinned.free_step_time_s is not None and pinned.cost_s is not None:
-        without = f"{seconds_text(pinned.free_step_time_s)} without them: they cost {seconds_text(pinned.cost_s)}"
-    out.line(f"pins on {axes}: step {seconds_text(pinned.step_time_s)} with them, {without}")
+        without = f"{text_of_s(pinned.free_step_time_s)} without them: they cost {text_of_s(pinned.cost_s)}"
+    out.line(f"pins on {axes}: step {text_of_s(pinned.step_time_s)} with them, {without}")
     for pin in pinned.pins:
-        alone = f", {seconds_text(pin.alone_s)} on this mesh with this pin alone" if pin.alone_s is not None else ""
+        alone = f", {text_of_s(pin.alone_s)} on this mesh with this pin alone" if pin.alone_s is not None else ""
         out.line(f"  {pin.pattern}: {pin.spec}, {pin.count} {pin.of}{alone}")
 
 
@@ -108,18 +109,18 @@ def _stages_table(pipeline: PipelineRecord) -> Table:
         names = [stage.layers[0], stage.layers[-1]] if len(stage.layers) > 1 else list(stage.layers)
         last = stage.first_device + mesh.num_devices - 1
         kept = dict.fromkeys(pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)])
-        backward = seconds_text(stage.backward_s) + (f" + {seconds_text(stage.weight_s)}" if stage.weight_s else "")
+        backward = text_of_s(stage.backward_s) + (f" + {text_of_s(stage.weight_s)}" if stage.weight_s else "")
         cells = (
             str(number),
             f"{len(stage.layers)}: {' .. '.join(names)}",
             f"{stage.first_device}-{last}" if last > stage.first_device else str(last),
             str(mesh),
             ", ".join(kept),
-            seconds_text(stage.forward_s),
+            text_of_s(stage.forward_s),
             backward,
-            seconds_text(stage.once_s),
+            text_of_s(stage.once_s),
             str(stage.in_flight),
-            _bytes(stage.peak_bytes),
+            text_of_bytes(stage.peak_bytes),
         )
         shown.add_row(*map(escape, cells))
     return shown
@@ -143,13 +144,13 @@ def explain(record: PlanRecord, what: str) -> str:
 
 
 def _explain_module(out: _Text, row: ModuleRow) -> None:
-    out.line(f"{row.module or NO_MODULE}: {row.operations} operations, computes {seconds_text(row.compute_time_s)}")
+    out.line(f"{row.module or NO_MODULE}: {row.operations} operations, computes {text_of_s(row.compute_time_s)}")
     for split in row.splits:
         out.line(f"  matrix product {split}")
     for c in row.collectives:
         out.line(
             f"  sends: {c.count:g} {c.kind} over {'*'.join(c.axes)}, "
-            f"{_bytes(c.sent_bytes)} a device, {seconds_text(c.time_s)}"
+            f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}"
         )
     if not row.collectives:
         out.line("  sends nothing: what it reads already lies as it is read")
@@ -160,19 +161,19 @@ def diff(one: PlanRecord, other: PlanRecord) -> str:
     out = _Text()
     rows = [
         ("mesh", _meshes(one), _meshes(other)),
-        ("step time", seconds_text(one.predicted.step_time_s), seconds_text(other.predicted.step_time_s)),
-        ("peak memory", _bytes(max(one.predicted.peak_bytes)), _bytes(max(other.predicted.peak_bytes))),
+        ("step time", text_of_s(one.predicted.step_time_s), text_of_s(other.predicted.step_time_s)),
+        ("peak memory", text_of_bytes(max(one.predicted.peak_bytes)), text_of_bytes(max(other.predicted.peak_bytes))),
         (
             "host memory",
-            _bytes(max(one.predicted.host_bytes, default=0)),
-            _bytes(max(other.predicted.host_bytes, default=0)),
+            text_of_bytes(max(one.predicted.host_bytes, default=0)),
+            text_of_bytes(max(other.predicted.host_bytes, default=0)),
         ),
-        ("sent per device", _bytes(one.predicted.sent_bytes), _bytes(other.predicted.sent_bytes)),
+        ("sent per device", text_of_bytes(one.predicted.sent_bytes), text_of_bytes(other.predicted.sent_bytes)),
     ]
     a_kinds, b_kinds = one.predicted.by_kind(), other.predicted.by_kind()
     for kind in dict.fromkeys((*a_kinds, *b_kinds)):
         a, b = a_kinds.get(kind, (0.0, 0.0)), b_kinds.get(kind, (0.0, 0.0))
-        rows.append((kind, f"{a[0]:g}, {_bytes(a[1])}", f"{b[0]:g}, {_bytes(b[1])}"))
+        rows.append((kind, f"{a[0]:g}, {text_of_bytes(a[1])}", f"{b[0]:g}, {text_of_bytes(b[1])}"))
     b_values = {v.path: v for v in (*other.arguments, *other.results)}
     for v in (*one.arguments, *one.results):
         w = b_values.get(v.path)
@@ -267,7 +268,7 @@ def _values_table(record: PlanRecord) -> Table:
         local = sum(v.nbytes for v in values) // (layout.shards(mesh) * max(len(stages), 1))
         shape_text = "x".join(map(str, shape)) or "scalar"
         lies = _place(record, values[0])
-        row = (name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", lies, _bytes(local))
+        row = (name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", lies, text_of_bytes(local))
         shown.add_row(*map(escape, row))
     return shown
 
@@ -286,15 +287,15 @@ def _modules_table(record: PlanRecord) -> Table:
             total = sent.setdefault((c.kind, c.axes), [0.0, 0.0])
             total[0] += c.count
             total[1] += c.sent_bytes
-        lines = [f"{n:g} {kind} {'*'.join(axes)} {_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
+        lines = [f"{n:g} {kind} {'*'.join(axes)} {text_of_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
         name = (rows[0].module if len(rows) == 1 else f"{pattern} ({len(rows)}x)") or NO_MODULE
         cells = (
             name,
             "\n".join(splits) or "-",
             "\n".join(lines) or "nothing",
-            seconds_text(sum(row.compute_time_s for row in rows)),
-            seconds_text(sum(c.time_s for row in rows for c in row.collectives)),
-            _bytes(sum(row.saved_bytes for row in rows)),
+            text_of_s(sum(row.compute_time_s for row in rows)),
+            text_of_s(sum(c.time_s for row in rows for c in row.collectives)),
+            text_of_bytes(sum(row.saved_bytes for row in rows)),
         )
         shown.add_row(*map(escape, cells))
     return shown
@@ -308,7 +309,7 @@ def _collectives_table(record: PlanRecord) -> Table:
         for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
             total[i] += x
     for (kind, axes), (count, sent, seconds) in totals.items():
-        shown.add_row(kind, "*".join(axes), f"{count:g}", _bytes(sent), seconds_text(seconds))
+        shown.add_row(kind, "*".join(axes), f"{count:g}", text_of_bytes(sent), text_of_s(seconds))
     return shown
 
 
@@ -318,7 +319,7 @@ def _memory_table(record: PlanRecord) -> Table:
     kinds = [kind for kind in MemoryKind if any(kind in use.at_peak for use in uses)]
     shown = Table("a device of", *(kind.value for kind in kinds), "peak")
     for use, peak_bytes, name in zip(uses, record.predicted.peak_bytes, _group_names(record), strict=True):
-        shown.add_row(name, *(_bytes(use.at_peak.get(kind, 0)) for kind in kinds), _bytes(peak_bytes))
+        shown.add_row(name, *(text_of_bytes(use.at_peak.get(kind, 0)) for kind in kinds), text_of_bytes(peak_bytes))
     return shown
 
 
@@ -327,7 +328,7 @@ def _largest_table(record: PlanRecord) -> Table:
     at = max(range(len(record.predicted.memory)), key=lambda group: record.predicted.peak_bytes[group])
     shown = Table(f"largest at the peak of {_group_names(record)[at]}", "kind", "n", "bytes")
     for holder in record.predicted.memory[at].largest[:LARGEST_SHOWN]:
-        shown.add_row(escape(holder.name), holder.kind.value, str(holder.count), _bytes(holder.nbytes))
+        shown.add_row(escape(holder.name), holder.kind.value, str(holder.count), text_of_bytes(holder.nbytes))
     return shown
 
 
@@ -352,17 +353,3 @@ def in_short(record: PlanRecord) -> str:
         return texts[0] if texts else f"{made.num_microbatches} micro-batches, {len(made.stages)} stages"
     tried = [t.name for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s) and t.name]
     return f"mesh {LogicalMesh(axis_sizes=record.axis_sizes)}" + (f", {tried[0]}" if tried else "")
-
-
-def seconds_text(t: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(t) >= scale:
-            return f"{t / scale:.3g} {unit}"
-    return "0 s" if t == 0 else f"{t * 1e6:.2g} us"
-
-
-def _bytes(n: float) -> str:
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(n) >= scale:
-            return f"{n / scale:.3g} {unit}"
-    return f"{n:.0f} B"

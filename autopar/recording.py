@@ -19,6 +19,7 @@ from autopar.overlap import timed, timeline_of
 from autopar.partials import find_partials
 from autopar.pipelining import PlannedStage, Staged
 from autopar.prediction import CollectiveUse, allocation_s, compute_times_s, host_use, predicted_collectives
+from autopar.quantities import text_of_bytes
 from autopar.record import (
     Decisions,
     MemoryUse,
@@ -446,7 +447,7 @@ def place_names(
         what = value.name or f"{made_by.get(v, 'value')} {value.dtype}{list(value.shape)}"
         nbytes = local_bytes(value.shape, value.itemsize, place[0], mesh)
         copy = "" if place[1] in ("raw", "placed") else f", copy for {place[1]}"
-        out[number] = f"{what} {place[0].text(mesh)}{copy} ({nbytes / 1e6:.2f} MB)"
+        out[number] = f"{what} {place[0].text(mesh)}{copy} ({text_of_bytes(nbytes)})"
     return out
 
 
@@ -461,6 +462,6 @@ def replicated_notes(graph: OpGraph) -> tuple[str, ...]:
             sizes = [graph.values[v].nbytes for v in op.outputs]
             largest[key] = max(largest.get(key, 0), *sizes) if sizes else largest.get(key, 0)
     return tuple(
-        f"{primitive} is replicated ({n} of them, the largest makes {largest[primitive, note] / 1e6:.2f} MB): {note}"
+        f"{primitive} is replicated ({n} of them, the largest makes {text_of_bytes(largest[primitive, note])}): {note}"
         for (primitive, note), n in found.items()
     )

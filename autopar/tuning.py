@@ -26,8 +26,9 @@ from autopar.compiler import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.garbage import collected_seldom
 from autopar.plan import Plan
-from autopar.plan_text import in_short, seconds_text
+from autopar.plan_text import in_short
 from autopar.progress import Progress
+from autopar.quantities import text_of_bytes, text_of_s
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.step import Asked, Step, asked_of, check_is_step, keep_rules
 from autopar.whole_search import PlanOptions
@@ -88,9 +89,9 @@ class Tuning:
             relative = row.measured_s / fastest_s if row.measured_s and fastest_s else None
             shown.add_row(
                 escape(row.name),
-                seconds_text(row.predicted_s) if row.predicted_s is not None else "",
-                seconds_text(row.measured_s) if row.measured_s is not None else "",
-                " to ".join(map(seconds_text, row.quartiles_s)) if row.quartiles_s is not None else "",
+                text_of_s(row.predicted_s) if row.predicted_s is not None else "",
+                text_of_s(row.measured_s) if row.measured_s is not None else "",
+                " to ".join(map(text_of_s, row.quartiles_s)) if row.quartiles_s is not None else "",
                 f"{relative:.3f}" if relative is not None else "",
                 escape(row.why),
             )
@@ -208,7 +209,7 @@ def _over(plan: Plan) -> str:
     peak_bytes, limit_bytes = max(plan.predicted.peak_bytes), plan.record.memory_limit_bytes
     if limit_bytes is None or peak_bytes <= limit_bytes:
         return ""
-    return f"needs {peak_bytes / 1e9:.3g} GB on a device, of {limit_bytes / 1e9:.3g} GB"
+    return f"needs {text_of_bytes(peak_bytes)} on a device, of {text_of_bytes(limit_bytes)}"
 
 
 def step_s(plan: Plan) -> float:
@@ -385,10 +386,10 @@ def _with_note(rows: Sequence[Timed]) -> Timed:
     assert fastest.plan is not None, "what was timed has a plan"
     others = f"{len(timed) - 1} other plan{'s' if len(timed) != 2 else ''}"
     foreseen = min(timed, key=lambda row: row.predicted_s or 0.0)
-    note = f"timed on the devices beside {others}: {seconds_text(fastest.measured_s or 0.0)}; "
+    note = f"timed on the devices beside {others}: {text_of_s(fastest.measured_s or 0.0)}; "
     if foreseen is fastest:
         note += "it was predicted to be the fastest, too"
     else:
-        note += f"the one predicted to be the fastest took {seconds_text(foreseen.measured_s or 0.0)}"
+        note += f"the one predicted to be the fastest took {text_of_s(foreseen.measured_s or 0.0)}"
     record = dataclasses.replace(fastest.plan.record, notes=(*fastest.plan.record.notes, note))
     return dataclasses.replace(fastest, plan=dataclasses.replace(fastest.plan, record=record))

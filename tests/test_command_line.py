@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_an_error_with_words(job, capsys):
     assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--memory-limit-bytes", "1000000"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("autopar: train_step on mesh")
-    assert "expected at most 1.0 MB per device" in error
+    assert "expected at most 1 MB per device" in error
 
 
 @pytest.mark.parametrize(

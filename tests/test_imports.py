@@ -37,6 +37,7 @@ LAYER_OF = {
     "plan_text": "vocabulary",
     "plan_timeline": "vocabulary",
     "progress": "vocabulary",
+    "quantities": "vocabulary",
     "record": "vocabulary",
     "specs": "vocabulary",
     "timeline": "vocabulary",

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from autopar.quantities import text_of_bytes
 from benchmarks.auto_vs_manual import figures, findings
 from benchmarks.auto_vs_manual.manual import AUTO, NAMES, TIMED
 from benchmarks.auto_vs_manual.models import models
@@ -73,8 +74,8 @@ def cells(row: Row, own: Row | None) -> tuple[str, ...]:
         row.recipe,
         row.came_to() + (f" ({row.cut_short})" if row.cut_short else ""),
         gain,
-        "" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.1f} GB",
-        "" if row.sent_bytes is None else f"{row.sent_bytes / 1e9:.3g} GB",
+        "" if row.peak_bytes is None else text_of_bytes(row.peak_bytes),
+        "" if row.sent_bytes is None else text_of_bytes(row.sent_bytes),
         kinds,
         f"{row.mfu:.1%}" if fits and row.mfu is not None else "",
         row.plan,
@@ -82,7 +83,7 @@ def cells(row: Row, own: Row | None) -> tuple[str, ...]:
         str(row.fitting),
         "" if row.measured_s is None else f"{row.measured_s * 1e3:.1f} ms",
         measured_gain,
-        "" if row.compiled_bytes is None else f"{row.compiled_bytes / 1e9:.3g} GB",
+        "" if row.compiled_bytes is None else text_of_bytes(row.compiled_bytes),
         f"{row.planned_s:.0f} s",
     )
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autopar.quantities import text_of_bytes
+
 TIE = 1e-3  # two times that differ by less count as equal: what simulation and sums may differ by
 
 
@@ -81,7 +83,7 @@ class Row:
         if self.status is Status.PLANNED and self.step_time_s is not None:
             return f"{self.step_time_s:.4g} s"
         if self.status is Status.OUT_OF_MEMORY and self.over_bytes:
-            return f"out of memory, {self.over_bytes / 1e9:.3g} GB over"
+            return f"out of memory, {text_of_bytes(self.over_bytes)} over"
         return f"{self.status}: {self.why}"
 
 

@@ -1,0 +1,33 @@
+"""Seconds, bytes and rates as text: three digits and a unit, bytes in powers of 1000 as data sheets count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+_RATES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
+
+
+def text_of_s(seconds: float) -> str:
+    """`3.2 ms`."""
+    return _scaled(seconds, _TIMES) if seconds else "0 s"
+
+
+def text_of_bytes(nbytes: float) -> str:
+    """`3.2 GB`."""
+    return _scaled(nbytes, _SIZES)
+
+
+def text_of_rate(per_s: float, unit: str) -> str:
+    """`3.2 Gflop/s`, of the unit `flop`."""
+    return _scaled(per_s, [(size, f"{prefix}{unit}/s") for size, prefix in _RATES])
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """In the largest unit of which there is one, as rounded: 999,960 bytes are 1 MB, not 1000 kB."""
+    for size, name in units:
+        rounded = float(f"{value / size:.3g}")
+        if abs(rounded) >= 1 or (size, name) == units[-1]:
+            break
+    return f"{rounded:.0f} {name}" if abs(rounded) >= 1000 else f"{rounded:.3g} {name}"

@@ -1,0 +1,30 @@
+"""Quantities as text."""
+
+import pytest
+
+from autopar.quantities import text_of_bytes, text_of_rate, text_of_s
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"), (0.4, "0.4 B"), (999, "999 B"), (1000, "1 kB"), (412e6, "412 MB"), (83.24e9, "83.2 GB"),
+        (999_499, "999 kB"), (999_960, "1 MB"), (1.5e12, "1.5 TB"), (2.504e15, "2500 TB"), (-3.2e9, "-3.2 GB"),
+    ],
+)  # fmt: skip
+def test_bytes(nbytes, text):
+    assert text_of_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (2e-9, "2 ns"), (8.76e-6, "8.76 us"), (0.0009999, "1 ms"), (0.5, "500 ms"), (5400, "5400 s")],
+)
+def test_seconds(seconds, text):
+    assert text_of_s(seconds) == text
+
+
+def test_rates():
+    assert text_of_rate(30e9, "flop") == "30 Gflop/s"
+    assert text_of_rate(25e9 / 8, "B") == "3.12 GB/s"
+    assert text_of_rate(7, "step") == "7 step/s"
