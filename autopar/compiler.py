@@ -47,7 +47,7 @@ from autopar.plan import Plan, Trees
 from autopar.prediction import allocation_s
 from autopar.progress import Progress
 from autopar.purposes import described
-from autopar.quantities import text_of_bytes
+from autopar.quantities import text_of_bytes, text_of_s
 from autopar.record import FORMAT_VERSION, Decisions, MeshTrial, PinsRecord, PlanRecord
 from autopar.recording import (
     decisions_of,
@@ -279,7 +279,7 @@ def searched_pipeline(
     if not found.fits(limit_bytes):
         needed_bytes = max(found.staged.simulation.peak_bytes)
         return None, f"the pipeline nearest to fitting needs {text_of_bytes(needed_bytes)} on a device"
-    return found, f"the best pipeline would take {found.step_time_s:.3g} s ({found.trial.text})"
+    return found, f"the best pipeline would take {text_of_s(found.step_time_s)} ({found.trial.text})"
 
 
 def no_pipeline_fits(traced: TracedStep, cluster: Cluster, limit_bytes: int, notes: Sequence[str]) -> SolverError:

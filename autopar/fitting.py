@@ -36,6 +36,7 @@ from autopar.collectives import (
     wire_bytes,
 )
 from autopar.errors import InvalidArgumentError
+from autopar.quantities import text_of_bytes
 
 Array = NDArray[np.float64]
 
@@ -130,7 +131,7 @@ def fit_link(timings: Iterable[Timing], *, fabric: Fabric, source: str) -> LinkF
     link = _link(fitted, form, fabric, source)
     if link is None:
         largest = max(timing.result_bytes for timing in fitted)
-        raise _unusable("fit_link", "times that grow with the size", f"none up to {largest:.0f} bytes")
+        raise _unusable("fit_link", "times that grow with the size", f"none up to {text_of_bytes(largest)}")
     if fabric is Fabric.SWITCHED:
         for forms in (_keeping, _through_a_tree, _in_the_switch):
             least = (1.0 - _WORTH) * _error(link, fitted) - _ROUNDING * len(fitted)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
-from autopar.quantities import text_of_bytes, text_of_s
+from autopar.quantities import text_of_bytes, text_of_flops, text_of_s
 from autopar.record import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 
 WIDTH = 140  # columns of the printed plan
@@ -37,7 +37,7 @@ def table(record: PlanRecord) -> str:
         + (f", new memory {text_of_s(made.allocation_time_s)}" if made.allocation_time_s else "")
         + "; "
         + (f"bubble {made.bubble_fraction:.1%}; " if record.pipeline is not None else "")
-        + f"{made.flops / 1e9:.3g} GFLOP, MFU {made.mfu:.1%}; "
+        + f"{text_of_flops(made.flops)}, MFU {made.mfu:.1%}; "
         f"peak {text_of_bytes(max(made.peak_bytes))} a device"
         + (f" of {text_of_bytes(record.memory_limit_bytes)}" if record.memory_limit_bytes else "")
     )

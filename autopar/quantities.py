@@ -1,4 +1,4 @@
-"""Seconds, bytes and rates as text: three digits and a unit, bytes in powers of 1000 as data sheets count."""
+"""Seconds, bytes, arithmetic and rates as text: three digits and a unit, in powers of 1000 as data sheets count."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-_RATES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
+_COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
 
 
 def text_of_s(seconds: float) -> str:
-    """`3.2 ms`."""
-    return _scaled(seconds, _TIMES) if seconds else "0 s"
+    """`3.2 ms`; what is below a picosecond, which sums leave by rounding, is `0 s`."""
+    return _scaled(seconds, _TIMES) if abs(seconds) >= 1e-12 else "0 s"
 
 
 def text_of_bytes(nbytes: float) -> str:
@@ -19,9 +19,14 @@ def text_of_bytes(nbytes: float) -> str:
     return _scaled(nbytes, _SIZES)
 
 
+def text_of_flops(flops: float) -> str:
+    """`3.2 GFLOP`."""
+    return _scaled(flops, [(size, f"{prefix}FLOP") for size, prefix in _COUNTS])
+
+
 def text_of_rate(per_s: float, unit: str) -> str:
     """`3.2 Gflop/s`, of the unit `flop`."""
-    return _scaled(per_s, [(size, f"{prefix}{unit}/s") for size, prefix in _RATES])
+    return _scaled(per_s, [(size, f"{prefix}{unit}/s") for size, prefix in _COUNTS])
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:

@@ -10,7 +10,7 @@ from autopar.errors import UnsupportedError
 from autopar.graph import Op, OpGraph
 from autopar.instructions import Compute, Loop, LoweredBlock, Place
 from autopar.intra_op import ShardingPlan
-from autopar.layout import Layout, local_bytes, replicated
+from autopar.layout import Layout, replicated
 from autopar.memory import MemoryEstimate
 from autopar.memory_use import memory_of_stages, saved_bytes
 from autopar.mesh import LogicalMesh
@@ -445,9 +445,8 @@ def place_names(
     for number, (v, place) in stands_for.items():
         value = graph.values[v]
         what = value.name or f"{made_by.get(v, 'value')} {value.dtype}{list(value.shape)}"
-        nbytes = local_bytes(value.shape, value.itemsize, place[0], mesh)
         copy = "" if place[1] in ("raw", "placed") else f", copy for {place[1]}"
-        out[number] = f"{what} {place[0].text(mesh)}{copy} ({text_of_bytes(nbytes)})"
+        out[number] = f"{what} {place[0].text(mesh)}{copy}"
     return out
 
 

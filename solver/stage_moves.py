@@ -182,4 +182,6 @@ def why_no_layer_fits(problem: StageProblem, sums: RangeSums) -> str | None:
     layer = int(bad[0])
     if np.isinf(over[layer]):
         return f"layer {layer}: no option can run it"
-    return f"layer {layer} alone is {int(over[layer])} bytes over the limit of {problem.limit_bytes} with every option"
+    return (
+        f"layer {layer} alone is {int(over[layer]):,} bytes over the limit of {problem.limit_bytes:,} with every option"
+    )

@@ -109,7 +109,7 @@ def _solve(problem: StageProblem, shared: SharedSums, first: _First, best_s: flo
         return NoStages(reason=f"nothing takes less than {under_s:.6g} s", bound_s=under_s)
     return NoStages(
         reason="every layer fits by itself, but no stages of all layers and devices do: spread evenly, their state "
-        f"alone takes {_least_state_bytes(problem) / 1e9:.3g} of {problem.limit_bytes / 1e9:.3g} GB on each device"
+        f"alone takes {math.ceil(_least_state_bytes(problem)):,} of {problem.limit_bytes:,} bytes on each device"
     )
 
 

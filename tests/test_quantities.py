@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.quantities import text_of_bytes, text_of_rate, text_of_s
+from autopar.quantities import text_of_bytes, text_of_flops, text_of_rate, text_of_s
 
 
 @pytest.mark.parametrize(
@@ -18,10 +18,24 @@ def test_bytes(nbytes, text):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (2e-9, "2 ns"), (8.76e-6, "8.76 us"), (0.0009999, "1 ms"), (0.5, "500 ms"), (5400, "5400 s")],
+    [
+        (0, "0 s"),
+        (2e-9, "2 ns"),
+        (8.76e-6, "8.76 us"),
+        (0.0009999, "1 ms"),
+        (0.5, "500 ms"),
+        (5400, "5400 s"),
+        (1e-15, "0 s"),
+        (-1e-17, "0 s"),
+    ],
 )
 def test_seconds(seconds, text):
     assert text_of_s(seconds) == text
+
+
+def test_arithmetic():
+    assert text_of_flops(3.561e15) == "3.56 PFLOP"
+    assert text_of_flops(0) == "0 FLOP"
 
 
 def test_rates():

@@ -258,7 +258,7 @@ def test_bubbles_of_the_zero_bubble_paper(schedule, bubble):
         ({"num_devices": 3}, "no sizes of submeshes add up to 3"),
         (
             {"limit_bytes": 50},
-            "no stages of all layers and devices do: spread evenly, their state alone takes 6e-08 of 5e-08 GB",
+            "no stages of all layers and devices do: spread evenly, their state alone takes 60 of 50 bytes",
         ),
         ({"fixed_num_stages": 5}, "runs at most 4 of 4 layers"),
     ],
