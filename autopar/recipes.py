@@ -161,21 +161,10 @@ def combine(
         ("ep", ep),
         ("pp", pp),
         ("sp", sp),
-        ("num_microbatches", num_microbatches),
-        ("chunks", chunks),
     ):
         if number is not None:
             check_number(f"recipes.combine({name}=...)", number)
     check_sequence("recipes.combine(sequence=...)", sequence, _SEQUENCES)
-    if schedule is not None:
-        check_schedule("recipes.combine(schedule=...)", schedule)
-    if recompute not in [policy.value for policy in Recompute]:
-        raise InvalidArgumentError(
-            where="recipes.combine(recompute=...)",
-            expected=" or ".join(repr(policy.value) for policy in Recompute),
-            got=repr(recompute),
-            hint="leave it out to keep everything",
-        )
     if offload not in _OFFLOADS:
         raise InvalidArgumentError(
             where="recipes.combine(offload=...)",
@@ -190,15 +179,11 @@ def combine(
             got=repr(zero),
             hint="0 keeps the whole state on every device",
         )
-    # Only what is cut into micro-batches can be recomputed by layer; one stage and one micro-batch will do.
-    num_stages = pp if pp > 1 or recompute != "nothing" else None
     recipe = _bound(
         dp=dp, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel, offload=offload
     )
-    options = PipelineOptions(
-        num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks
-    )
-    return dataclasses.replace(recipe, pipeline=options, recompute=recompute)
+    options = _pipeline_options("recipes.combine", pp, schedule, num_microbatches, chunks)
+    return _cut("recipes.combine", recipe, options, recompute)
 
 
 # The ways in which an axis of its own splits positions.
@@ -237,14 +222,65 @@ def pipeline(
     al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Megatron-LM", 2021; Qi et al., "Zero bubble pipeline
     parallelism", 2024. Raises: InvalidArgumentError.
     """
-    check_number("recipes.pipeline(stages=...)", stages)
-    check_schedule("recipes.pipeline(schedule=...)", schedule)
-    if num_microbatches is not None:
-        check_number("recipes.pipeline(num_microbatches=...)", num_microbatches)
-    if chunks is not None:
-        check_number("recipes.pipeline(chunks=...)", chunks)
-    options = PipelineOptions(num_stages=stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks)
-    return Recipe(pipeline=options)
+    return Recipe(pipeline=_pipeline_options("recipes.pipeline", stages, schedule, num_microbatches, chunks))
+
+
+def cut(
+    recipe: Recipe,
+    *,
+    stages: int = 1,
+    schedule: str | None = None,
+    num_microbatches: int | None = None,
+    chunks: int | None = None,
+    recompute: str = "nothing",
+) -> Recipe:
+    """A recipe for one program, in stages, micro-batches and with recomputation; what it says holds in each stage.
+
+    Args:
+        recipe: Which says nothing of these itself: `tensor_parallel("2d", size=4)`, `expert_parallel(2)`.
+        stages: Pipeline stages, of equal groups of devices.
+        schedule: As in `pipeline`; "1f1b" where there are stages.
+        num_microbatches: Into how many parts the batch is cut. Without stages None cuts nothing.
+        chunks: As in `pipeline`.
+        recompute: What each layer does again in its backward pass: "nothing", "matmuls" (all but matrix products),
+            "input" (everything).
+
+    Raises: InvalidArgumentError.
+    """
+    if recipe.pipeline != PipelineOptions() or recipe.recompute != "nothing" or recipe.pins is not None:
+        raise InvalidArgumentError(
+            where="recipes.cut(recipe)",
+            expected="a recipe for one program",
+            got="one with stages, micro-batches, recomputation or pins of its own",
+            hint="give all of them in one call; autopar.constrain(pins, recipe=...) pins what is cut",
+        )
+    options = _pipeline_options("recipes.cut", stages, schedule, num_microbatches, chunks)
+    return _cut("recipes.cut", recipe, options, recompute)
+
+
+def _cut(where: str, recipe: Recipe, options: PipelineOptions, recompute: str) -> Recipe:
+    if recompute not in [policy.value for policy in Recompute]:
+        raise InvalidArgumentError(
+            where=f"{where}(recompute=...)",
+            expected=" or ".join(repr(policy.value) for policy in Recompute),
+            got=repr(recompute),
+            hint="leave it out to keep everything",
+        )
+    # Only what is cut into micro-batches can be recomputed by layer; one stage and one micro-batch will do.
+    if options.num_stages == 1 and recompute == "nothing":
+        options = dataclasses.replace(options, num_stages=None)
+    return dataclasses.replace(recipe, pipeline=options, recompute=recompute)
+
+
+def _pipeline_options(
+    where: str, stages: int, schedule: str | None, num_microbatches: int | None, chunks: int | None
+) -> PipelineOptions:
+    for name, number in (("stages", stages), ("num_microbatches", num_microbatches), ("chunks", chunks)):
+        if number is not None:
+            check_number(f"{where}({name}=...)", number)
+    if schedule is not None:
+        check_schedule(f"{where}(schedule=...)", schedule)
+    return PipelineOptions(num_stages=stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks)
 
 
 def pipeline_options(recipe: Recipe, num_microbatches: int | str, schedule: str) -> PipelineOptions:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar import recipes
+from autopar.errors import InvalidArgumentError
 from benchmarks.zoo import CASES
 from tests.small_steps import verified
 
@@ -36,6 +37,44 @@ def scaled(scale):
 def all_but(*fast):
     """Every recipe, of which only some are fast enough for every run."""
     return [pytest.param(o, id=name, marks=[] if name in fast else pytest.mark.slow) for name, o in RECIPES.items()]
+
+
+GRIDS = {
+    "2d": (recipes.tensor_parallel("2d", size=4), 4),
+    "2.5d": (recipes.tensor_parallel("2.5d", depth=2), 8),
+    "3d": (recipes.tensor_parallel("3d"), 8),
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(("recipe", "devices"), [pytest.param(*grid, id=name) for name, grid in GRIDS.items()])
+def test_recomputation_and_micro_batches_of_grids(recipe, devices, num_microbatches):
+    cut = recipes.cut(recipe, num_microbatches=num_microbatches, recompute="input")
+    _, plan = verified(GPT, cut, devices)
+    assert plan.record.pipeline.num_microbatches == num_microbatches
+    assert set(plan.record.pipeline.recomputed) == {"input"}
+
+
+def test_stages_of_squares():
+    cut = recipes.cut(recipes.tensor_parallel("2d", size=4), stages=2, num_microbatches=2)
+    _, plan = verified(DEEP["gpt"], cut, 8)
+    assert [stage.axis_sizes for stage in plan.record.pipeline.stages] == [(2, 2), (2, 2)]
+
+
+def test_combine_cuts():
+    options = {"schedule": "gpipe", "num_microbatches": 4, "recompute": "matmuls"}
+    assert recipes.cut(recipes.zero(3), stages=2, **options) == recipes.combine(zero=3, pp=2, **options)
+
+
+@pytest.mark.parametrize("recipe", [recipes.pipeline(2), recipes.combine(num_microbatches=2)])
+def test_what_is_cut_is_not_cut_again(recipe):
+    with pytest.raises(InvalidArgumentError, match="expected a recipe for one program"):
+        recipes.cut(recipe, stages=2)
+
+
+def test_no_such_recomputation():
+    with pytest.raises(InvalidArgumentError, match=r"recipes.cut\(recompute=...\)"):
+        recipes.cut(recipes.zero(1), recompute="all")
 
 
 @pytest.mark.parametrize("options", all_but())
