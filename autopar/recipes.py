@@ -144,7 +144,7 @@ def combine(
             residuals), with reduce-scatters and all-gathers in the place of all-reduces, as
             `sequence_parallel("megatron")`.
         schedule: As in `pipeline`; "1f1b" where there are stages.
-        num_microbatches: Into how many parts the batch is cut. Without stages None cuts nothing.
+        num_microbatches: Into how many parts the batch is cut. Without stages and chunks None cuts nothing.
         chunks: As in `pipeline`.
         recompute: What each layer does again in its backward pass: "nothing", "matmuls" (all but matrix products),
             "input" (everything).
@@ -155,15 +155,10 @@ def combine(
     Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
     Raises: InvalidArgumentError.
     """
-    for name, number in (
-        ("dp", dp),
-        ("tp", tp),
-        ("ep", ep),
-        ("pp", pp),
-        ("sp", sp),
-    ):
+    for name, number in (("dp", dp), ("tp", tp), ("ep", ep), ("sp", sp)):
         if number is not None:
             check_number(f"recipes.combine({name}=...)", number)
+    check_number("recipes.combine(pp=...)", pp)
     check_sequence("recipes.combine(sequence=...)", sequence, _SEQUENCES)
     if offload not in _OFFLOADS:
         raise InvalidArgumentError(
@@ -222,6 +217,7 @@ def pipeline(
     al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Megatron-LM", 2021; Qi et al., "Zero bubble pipeline
     parallelism", 2024. Raises: InvalidArgumentError.
     """
+    check_schedule("recipes.pipeline(schedule=...)", schedule)
     return Recipe(pipeline=_pipeline_options("recipes.pipeline", stages, schedule, num_microbatches, chunks))
 
 
@@ -240,13 +236,20 @@ def cut(
         recipe: Which says nothing of these itself: `tensor_parallel("2d", size=4)`, `expert_parallel(2)`.
         stages: Pipeline stages, of equal groups of devices.
         schedule: As in `pipeline`; "1f1b" where there are stages.
-        num_microbatches: Into how many parts the batch is cut. Without stages None cuts nothing.
+        num_microbatches: Into how many parts the batch is cut. Without stages and chunks None cuts nothing.
         chunks: As in `pipeline`.
         recompute: What each layer does again in its backward pass: "nothing", "matmuls" (all but matrix products),
             "input" (everything).
 
     Raises: InvalidArgumentError.
     """
+    if not isinstance(recipe, Recipe):
+        raise InvalidArgumentError(
+            where="recipes.cut(recipe)",
+            expected="a recipe",
+            got=type(recipe).__name__,
+            hint="call a function of autopar.recipes: cut(recipes.zero(1), ...)",
+        )
     if recipe.pipeline != PipelineOptions() or recipe.recompute != "nothing" or recipe.pins is not None:
         raise InvalidArgumentError(
             where="recipes.cut(recipe)",
@@ -275,7 +278,8 @@ def _cut(where: str, recipe: Recipe, options: PipelineOptions, recompute: str) -
 def _pipeline_options(
     where: str, stages: int, schedule: str | None, num_microbatches: int | None, chunks: int | None
 ) -> PipelineOptions:
-    for name, number in (("stages", stages), ("num_microbatches", num_microbatches), ("chunks", chunks)):
+    check_number(f"{where}(stages=...)", stages)
+    for name, number in (("num_microbatches", num_microbatches), ("chunks", chunks)):
         if number is not None:
             check_number(f"{where}({name}=...)", number)
     if schedule is not None:

@@ -4,11 +4,13 @@ Numbers are held against plain `jax.jit` of the same step, collectives against t
 """
 
 import dataclasses
+import re
 
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from autopar import recipes
+from autopar import constrain, recipes
 from autopar.errors import InvalidArgumentError
 from benchmarks.zoo import CASES
 from tests.small_steps import verified
@@ -40,25 +42,27 @@ def all_but(*fast):
 
 
 GRIDS = {
-    "2d": (recipes.tensor_parallel("2d", size=4), 4),
-    "2.5d": (recipes.tensor_parallel("2.5d", depth=2), 8),
-    "3d": (recipes.tensor_parallel("3d"), 8),
+    "2d": (recipes.tensor_parallel("2d", size=4), 4, ("row", "column")),
+    "2.5d": (recipes.tensor_parallel("2.5d", depth=2), 8, ("depth", "row", "column")),
+    "3d": (recipes.tensor_parallel("3d"), 8, ("depth", "row", "column")),
 }
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize(("recipe", "devices"), [pytest.param(*grid, id=name) for name, grid in GRIDS.items()])
-def test_recomputation_and_micro_batches_of_grids(recipe, devices, num_microbatches):
+@pytest.mark.parametrize(("recipe", "devices", "axes"), [pytest.param(*grid, id=name) for name, grid in GRIDS.items()])
+def test_recomputation_and_micro_batches_of_grids(recipe, devices, axes, num_microbatches):
     cut = recipes.cut(recipe, num_microbatches=num_microbatches, recompute="input")
     _, plan = verified(GPT, cut, devices)
     assert plan.record.pipeline.num_microbatches == num_microbatches
     assert set(plan.record.pipeline.recomputed) == {"input"}
+    assert plan.record.axis_names == axes
 
 
 def test_stages_of_squares():
     cut = recipes.cut(recipes.tensor_parallel("2d", size=4), stages=2, num_microbatches=2)
     _, plan = verified(DEEP["gpt"], cut, 8)
     assert [stage.axis_sizes for stage in plan.record.pipeline.stages] == [(2, 2), (2, 2)]
+    assert plan.record.axis_names == ("row", "column")
 
 
 def test_combine_cuts():
@@ -66,7 +70,9 @@ def test_combine_cuts():
     assert recipes.cut(recipes.zero(3), stages=2, **options) == recipes.combine(zero=3, pp=2, **options)
 
 
-@pytest.mark.parametrize("recipe", [recipes.pipeline(2), recipes.combine(num_microbatches=2)])
+@pytest.mark.parametrize(
+    "recipe", [recipes.pipeline(2), recipes.combine(recompute="input"), constrain({"x": P("data")})]
+)
 def test_what_is_cut_is_not_cut_again(recipe):
     with pytest.raises(InvalidArgumentError, match="expected a recipe for one program"):
         recipes.cut(recipe, stages=2)
@@ -75,6 +81,21 @@ def test_what_is_cut_is_not_cut_again(recipe):
 def test_no_such_recomputation():
     with pytest.raises(InvalidArgumentError, match=r"recipes.cut\(recompute=...\)"):
         recipes.cut(recipes.zero(1), recompute="all")
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: recipes.cut(recipes.zero), "recipes.cut(recipe)"),
+        (lambda: recipes.cut(recipes.zero(1), stages=None, recompute="input"), "recipes.cut(stages=...)"),
+        (lambda: recipes.combine(pp=None, recompute="input"), "recipes.combine(pp=...)"),
+        (lambda: recipes.pipeline(None), "recipes.pipeline(stages=...)"),
+        (lambda: recipes.pipeline(2, None), "recipes.pipeline(schedule=...)"),
+    ],
+)
+def test_what_must_be_given(make, where):
+    with pytest.raises(InvalidArgumentError, match=re.escape(where)):
+        make()
 
 
 @pytest.mark.parametrize("options", all_but())
