@@ -177,7 +177,7 @@ def combine(
     recipe = _bound(
         dp=dp, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel, offload=offload
     )
-    options = _pipeline_options("recipes.combine", pp, schedule, num_microbatches, chunks)
+    options = _checked_options("recipes.combine", pp, schedule, num_microbatches, chunks)
     return _cut("recipes.combine", recipe, options, recompute)
 
 
@@ -218,7 +218,7 @@ def pipeline(
     parallelism", 2024. Raises: InvalidArgumentError.
     """
     check_schedule("recipes.pipeline(schedule=...)", schedule)
-    return Recipe(pipeline=_pipeline_options("recipes.pipeline", stages, schedule, num_microbatches, chunks))
+    return Recipe(pipeline=_checked_options("recipes.pipeline", stages, schedule, num_microbatches, chunks))
 
 
 def cut(
@@ -257,7 +257,7 @@ def cut(
             got="one with stages, micro-batches, recomputation or pins of its own",
             hint="give all of them in one call; autopar.constrain(pins, recipe=...) pins what is cut",
         )
-    options = _pipeline_options("recipes.cut", stages, schedule, num_microbatches, chunks)
+    options = _checked_options("recipes.cut", stages, schedule, num_microbatches, chunks)
     return _cut("recipes.cut", recipe, options, recompute)
 
 
@@ -275,7 +275,7 @@ def _cut(where: str, recipe: Recipe, options: PipelineOptions, recompute: str) -
     return dataclasses.replace(recipe, pipeline=options, recompute=recompute)
 
 
-def _pipeline_options(
+def _checked_options(
     where: str, stages: int, schedule: str | None, num_microbatches: int | None, chunks: int | None
 ) -> PipelineOptions:
     check_number(f"{where}(stages=...)", stages)
