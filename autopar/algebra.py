@@ -87,6 +87,4 @@ def multiplications(eqn: Any) -> float | None:
 
 def sums_locally(eqn: Any) -> bool:
     """Whether an equation with a split reduced factor runs as it is on a device's own part."""
-    if eqn.primitive.name == "conv_general_dilated":
-        return eqn.params["feature_group_count"] == 1 and eqn.params["batch_group_count"] == 1
     return eqn.primitive.name in LOCALLY_SUMMING

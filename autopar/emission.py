@@ -7,6 +7,7 @@ else is left to the partitioner between constraints that leave it nothing to dec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 from autopar import attention, jax_compat
 from autopar.assembly import HOST, RAW
 from autopar.graph import Constant, OpGraph, OpKind
+from autopar.grouped_convolutions import convolved_part, is_grouped
 from autopar.instructions import (
     Accumulate,
     Compute,
@@ -136,6 +138,8 @@ class Emitter:
         if any(partial_in):
             axes = [0 if p else None for p in partial_in]
             outs = jax.vmap(lambda *xs: jax_compat.bind(op.eqn, xs), in_axes=axes, out_axes=0)(*operands)
+        elif instruction.strategy is not None and is_grouped(op.eqn):
+            outs = self.grouped_convolution(instruction, operands)
         elif instruction.written_out:
             outs = self.sum_by_hand(instruction, operands)
         elif op.primitive in attention.PRIMITIVES:
@@ -176,6 +180,26 @@ class Emitter:
             local, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_spec, axis_names=names, check_vma=False
         )
         return [run(*args)]
+
+    def grouped_convolution(self, instruction: Compute, operands: list[Any]) -> list[Any]:
+        """Runs a convolution in groups on each device's part; what it sums over devices is reduced, or left partial."""
+        eqn, strategy, (result,) = instruction.op.eqn, instruction.strategy, instruction.results
+        assert strategy is not None, "a replicated operation is not split"
+        names = self.mesh.axis_names
+        examples_dim = eqn.params["dimension_numbers"].out_spec[0]
+        split = math.prod(self.mesh.shape[names[a]] for a in result.dims[examples_dim])
+        examples = eqn.outvars[0].aval.shape[examples_dim] // split
+
+        def local(*parts: Any) -> Any:
+            out = convolved_part(eqn, parts, examples)
+            if instruction.reduced:
+                out = jax.lax.psum(out, tuple(names[a] for a in instruction.reduced))
+            return out[None] if result.partial else out
+
+        in_specs = tuple(partition_spec(layout, names) for layout in strategy.operands)
+        out_spec = partition_spec(result, names)
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
+        return [run(*operands)]
 
     def attention(self, instruction: Compute, operands: list[Any]) -> list[Any]:
         """Runs attention on each device's part; where positions are split, keys and values go round."""

@@ -53,6 +53,7 @@ LAYER_OF = {
     "batch_states": "front end",
     "building": "front end",
     "extrapolation": "front end",
+    "grouped_convolutions": "front end",
     "jax_compat": "front end",
     "layer_assignment": "front end",
     "layer_kinds": "front end",
