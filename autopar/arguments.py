@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,8 @@ from autopar.errors import InvalidArgumentError
 from autopar.specs import HOST_MEMORY
 
 
-def put_copies(arguments: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
-    """Arguments where a plan wants them; those that the step takes over share no memory with what was given."""
+def put_copies(leaves: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
+    """Leaves of the arguments where a plan wants them; those taken over share no memory with what was given."""
 
     def put_copy(leaf: Any, sharding: Any) -> Any:
         # `jax.device_put` may share memory with what it is given, with may_alias=False too: jaxlib 0.10 and 0.12 then
@@ -24,8 +24,8 @@ def put_copies(arguments: Sequence[Any], compiled: Compiled | CompiledPipeline) 
         return jax.block_until_ready(jax.device_put(copied(leaf), sharding))
 
     return [
-        jax.tree.map(put_copy, arg, shardings) if i in compiled.donated else jax.device_put(arg, shardings)
-        for i, (arg, shardings) in enumerate(zip(arguments, compiled.shardings, strict=True))
+        put_copy(leaf, sharding) if i in compiled.donated else jax.device_put(leaf, sharding)
+        for i, (leaf, sharding) in enumerate(zip(leaves, compiled.leaf_shardings, strict=True))
     ]
 
 
@@ -41,15 +41,21 @@ def copied(leaf: Any) -> Any:
     return jnp.array(leaf) if hasattr(leaf, "__jax_array__") else leaf
 
 
-def lies_as(arg: Any, shardings: Any) -> bool:
-    """Whether all leaves of an argument are arrays that lie as they should."""
-    pairs = zip(jax.tree.leaves(arg), jax.tree.leaves(shardings), strict=True)
-    return all(isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs)
+def lies_as(leaf: Any, sharding: Any) -> bool:
+    """Whether a leaf is an array that lies as it should."""
+    return isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-def same_tree(one: Any, other: Any) -> bool:
-    a: Any = jax.tree.structure(one)
-    return bool(a == jax.tree.structure(other))
+def put_leaves(leaves: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
+    """Leaves of the arguments where the plan wants them."""
+    if compiled.across is not None:
+        return list(leaves)  # it brings them there itself, in the same order in all processes
+    out, shardings = list(leaves), compiled.leaf_shardings
+    astray = [i for i, leaf in enumerate(leaves) if not lies_as(leaf, shardings[i])]
+    put = jax.device_put([out[i] for i in astray], [shardings[i] for i in astray])
+    for i, array in zip(astray, put, strict=True):
+        out[i] = array
+    return out
 
 
 def is_elsewhere(array: jax.Array) -> bool:
@@ -57,20 +63,20 @@ def is_elsewhere(array: jax.Array) -> bool:
     return len(array.devices()) > 1 or array.sharding.memory_kind == HOST_MEMORY
 
 
-def can_be_run(args: Sequence[Any]) -> bool:
+def can_be_run(leaves: Sequence[Any]) -> bool:
     """Whether the arrays that a step takes over hold data, each in one place.
 
     jaxlib 0.10 ends the whole process when a program over several CPU devices gets a deleted array, or one array twice
     where it is donated.
     """
-    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
     if len(set(map(id, arrays))) != len(arrays):
         return False
     return not any(jax_compat.is_tracer(x) or x.is_deleted() for x in arrays)
 
 
-def without_twins(args: Sequence[Any], donated: Sequence[bool]) -> list[Any]:
-    """Arguments in which each array that is taken over stands once: further places get copies."""
+def without_twins(leaves: Sequence[Any], donated: Container[int]) -> list[Any]:
+    """Leaves among which each array that is taken over stands once: further places get copies."""
     seen: set[int] = set()
 
     def once(x: Any) -> Any:
@@ -79,7 +85,7 @@ def without_twins(args: Sequence[Any], donated: Sequence[bool]) -> list[Any]:
         seen.add(id(x))
         return x
 
-    return [jax.tree.map(once, a) if given else a for a, given in zip(args, donated, strict=True)]
+    return [once(leaf) if i in donated else leaf for i, leaf in enumerate(leaves)]
 
 
 def hashable(value: Any, name: str) -> Any:

@@ -25,6 +25,7 @@ from autopar.runtime.recutting import End
 from autopar.runtime.transfers import route
 from autopar.runtime.verifier import verify_program
 from autopar.seams import Seams, seams_of
+from autopar.sharding_trees import shardings_in
 from autopar.specs import check_host_memory, named_sharding, submesh
 from autopar.staging import TracedStep
 from autopar.task_programs import compile_tasks, sharding_of
@@ -33,9 +34,12 @@ from autopar.tasks import layout_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A step compiled under a plan for one set of shapes. `executable` takes the dynamic arguments and constants.
+    """A step compiled under a plan for one set of shapes.
 
-    `across` brings arguments to the devices in a program of several processes, None in one process.
+    Everything inside is by leaf: user trees hold arrays only, since their constructors may compute on what they hold.
+    `executable` takes the constants and the leaves of the dynamic arguments and gives the leaves of the results;
+    `donated` are the leaves that it takes over. `across` brings arguments to the devices in a program of several
+    processes, None in one process.
     """
 
     plan: Plan
@@ -43,21 +47,27 @@ class Compiled:
     executable: Any
     constants: tuple[Any, ...]
     constant_shardings: tuple[Any, ...]
-    shardings: tuple[Any, ...]
+    leaf_shardings: tuple[NamedSharding, ...]
     donated: frozenset[int]
     across: GlobalStep | None = None
 
-    def __call__(self, *args: Any) -> Any:
-        if self.across is None:
-            return self.executable(self.constants, *args)
-        return naming_the_lost(lambda: self._across_processes(args))
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """Of the dynamic arguments, in their structures. Raises: UnsupportedError where a node takes arrays only."""
+        return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
 
-    def _across_processes(self, args: Sequence[Any]) -> Any:
+    def __call__(self, *args: Any) -> Any:
+        return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves of the results, of the leaves of the dynamic arguments."""
+        if self.across is None:
+            return self.executable(self.constants, *leaves)
+        return naming_the_lost(lambda: self._across_processes(leaves))
+
+    def _across_processes(self, leaves: Sequence[Any]) -> Any:
         assert self.across is not None, "for programs of several processes"
-        leaves, tree = jax.tree.flatten(tuple(args))
-        if tree != self.traced.in_tree:
-            raise TypeError(f"expected arguments with the structure {self.traced.in_tree}, got {tree}")
-        return self.executable(self.constants, *jax.tree.unflatten(tree, self.across.arguments(leaves)))
+        return self.executable(self.constants, *self.across.arguments(leaves))
 
     def ready(self) -> Compiled:
         """The same with its constants on the devices."""
@@ -75,8 +85,9 @@ class Compiled:
 class CompiledPipeline:
     """A step compiled as the tasks of a pipeline.
 
-    `shardings` are those of the dynamic arguments on the first stage that reads them; `copies` are (input of the
-    pipeline, leaf of the arguments, sharding) for what further stages read too. `across` brings arguments and results
+    `leaf_shardings` are those of the dynamic arguments' leaves on the first stage that reads them, `donated` the leaves
+    that are taken over; `copies` are (input of the pipeline, leaf of the arguments, sharding) for what further stages
+    read too. `across` brings arguments and results
     to their places in a program of several processes, None in one process; there a task of which this process has no
     device has no executable. `seams` are those of the arguments and of the results, where some lie in parts on the
     stages: what is numbered by leaves is then numbered by pieces.
@@ -87,7 +98,7 @@ class CompiledPipeline:
     staged: Staged
     executables: tuple[Any, ...]
     executor: Executor
-    shardings: tuple[Any, ...]
+    leaf_shardings: tuple[NamedSharding, ...]
     donated: frozenset[int]
     leaf_of_input: tuple[int, ...]
     copies: tuple[tuple[int, int, NamedSharding], ...]
@@ -96,12 +107,19 @@ class CompiledPipeline:
     seams: tuple[Seams, Seams] | None = None
     across: GlobalStep | None = None
 
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """Of the dynamic arguments, in their structures. Raises: UnsupportedError where a node takes arrays only."""
+        return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
+
     def __call__(self, *args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        if tree != self.traced.in_tree:
-            raise TypeError(f"expected arguments with the structure {self.traced.in_tree}, got {tree}")
-        results = self._run(leaves) if self.across is None else naming_the_lost(lambda: self._across_processes(leaves))
-        return jax.tree.unflatten(self.traced.out_tree, results)
+        return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves of the results, of the leaves of the dynamic arguments."""
+        if self.across is None:
+            return self._run(leaves)
+        return naming_the_lost(lambda: self._across_processes(leaves))
 
     def _run(self, leaves: Sequence[Any]) -> list[Any]:
         if self.seams is None:
@@ -143,6 +161,14 @@ class CompiledPipeline:
         return "\n\n".join(e.as_text() for e in self.executables if e is not None)
 
 
+def leaves_of(traced: TracedStep, args: tuple[Any, ...]) -> list[Any]:
+    """The leaves of the dynamic arguments. Raises: TypeError for arguments of another structure."""
+    leaves, tree = jax.tree.flatten(args)
+    if tree != traced.in_tree:
+        raise TypeError(f"expected arguments with the structure {traced.in_tree}, got {tree}")
+    return leaves
+
+
 def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> Compiled | CompiledPipeline:
     """Emits, lowers and compiles a step under a plan for this program's devices.
 
@@ -168,30 +194,29 @@ def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> 
     inputs = [named_sharding(layout, mesh, in_host=state == HOST) for layout, state in made.lowered.entries()]
     results = [named_sharding(v.layout, mesh, in_host=v.in_host) for v in plan.record.results]
     constants = tuple(inputs[: len(made.graph.constants)])
-    arguments = jax.tree.unflatten(traced.in_tree, inputs[len(constants) :])
+    arguments = tuple(inputs[len(constants) :])
 
-    def step(constants: tuple[Any, ...], *args: Any) -> Any:
-        return jax.tree.unflatten(traced.out_tree, made.function(*constants, *jax.tree.leaves(args)))
+    def step(constants: tuple[Any, ...], *leaves: Any) -> Any:
+        return made.function(*constants, *leaves)
 
     step.__name__ = traced.name
-    replaced = frozenset(traced.argument_of[i] for i in traced.tied)
     jitted = jax.jit(
         step,
         in_shardings=(constants, *arguments),
-        out_shardings=jax.tree.unflatten(traced.out_tree, results),
-        donate_argnums=tuple(i + 1 for i in sorted(replaced)),
+        out_shardings=results,
+        donate_argnums=tuple(i + 1 for i in sorted(traced.tied)),
     )
     shapes = tuple(jax_compat.shape_of(c) for c in made.graph.constants)
-    executable = jitted.lower(shapes, *jax.tree.unflatten(traced.in_tree, traced.in_avals)).compile()
+    executable = jitted.lower(shapes, *traced.in_avals).compile()
     return Compiled(
         plan=plan,
         traced=traced,
         executable=executable,
         constants=made.graph.constants,
         constant_shardings=constants,
-        shardings=arguments,
-        donated=replaced,
-        across=GlobalStep(traced, list(enumerate(inputs[len(constants) :])), results) if _processes(mesh) > 1 else None,
+        leaf_shardings=arguments,
+        donated=frozenset(traced.tied),
+        across=GlobalStep(traced, list(enumerate(arguments)), results) if _processes(mesh) > 1 else None,
     )
 
 
@@ -240,8 +265,8 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
         staged=staged,
         executables=tuple(executables),
         executor=executor,
-        shardings=jax.tree.unflatten(traced.in_tree, per_leaf),
-        donated=frozenset(traced.argument_of[i] for i in traced.tied),
+        leaf_shardings=tuple(per_leaf),
+        donated=frozenset(traced.tied),
         leaf_of_input=tuple(leaf_of_input),
         copies=tuple(copies),
         fixed=tuple(fixed),

@@ -91,11 +91,10 @@ def naming_the_lost(run: Callable[[], Any]) -> Any:
         watch.blame(error)
 
 
-def make_state(function: Callable[..., Any], shardings: Any, args: Sequence[Any]) -> Any:
-    """Runs `function(*args)` on the devices of each mesh in `shardings`, for the leaves that are to lie there."""
-    shapes = jax.eval_shape(function, *args)
-    leaves, tree = jax.tree.flatten(shapes)
-    wanted = jax.tree.leaves(shardings)
+def make_state(
+    function: Callable[..., Sequence[Any]], leaves: Sequence[Any], wanted: Sequence[NamedSharding], args: Sequence[Any]
+) -> list[Any]:
+    """Runs `function(*args)`, which gives leaves of these shapes, where they are to lie: once on each mesh."""
     made: list[Any] = [None] * len(leaves)
     meshes = {tuple(s.mesh.devices.flat): s.mesh for s in wanted}
     for devices, mesh in meshes.items():
@@ -108,9 +107,9 @@ def make_state(function: Callable[..., Any], shardings: Any, args: Sequence[Any]
         given = jax.tree.map(lambda x, s=everywhere: from_whole(x, aval_of(x), s), list(args))
 
         def chosen(*values: Any, which: Sequence[int] = which) -> list[Any]:
-            out = jax.tree.leaves(function(*values))
+            out = function(*values)
             return [out[i] for i in which]
 
         for i, array in zip(which, jax.jit(chosen, out_shardings=[wanted[i] for i in which])(*given), strict=True):
             made[i] = array
-    return jax.tree.unflatten(tree, made)
+    return made

@@ -17,6 +17,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.mesh import LogicalMesh
 from autopar.plan_timeline import timeline_of
 from autopar.record import PlannedValue, PlanRecord, Predicted, decode, encode
+from autopar.sharding_trees import shardings_in
 from autopar.specs import (
     HOST_MEMORY,
     abstract_joint_mesh,
@@ -142,28 +143,35 @@ class Plan:
 
     @property
     def state_shardings(self) -> Any:
-        """Shardings of the donated argument, in its structure (a tuple of them where several are donated)."""
+        """Shardings of the donated argument, in its structure (a tuple of them where several are donated).
+
+        Raises: UnsupportedError where a class in it takes arrays only; `sharding(path)` gives them one by one.
+        """
         return self._argument_shardings("state", self.trees.donated if self.trees else frozenset())
 
     @property
     def batch_shardings(self) -> Any:
-        """Shardings of the batch argument, in its structure (a tuple of them where there are several)."""
+        """Shardings of the batch argument, in its structure (a tuple of them where there are several).
+
+        Raises: UnsupportedError where a class in it takes arrays only; `sharding(path)` gives them one by one.
+        """
         return self._argument_shardings("batch", self.trees.batch if self.trees else frozenset())
 
-    def argument_shardings(self) -> tuple[Any, ...]:
-        """Shardings of all dynamic arguments, in their structures."""
+    def argument_leaves(self, which: frozenset[int]) -> list[PlannedValue]:
+        """The leaves of some of the dynamic arguments, by their numbers."""
         assert self.trees is not None, "only a plan bound to a step knows its arguments"
-        shardings = [self.sharding_of(v) for v in self.record.arguments if v.kind != "constant"]
-        out, first = [], 0
-        for tree in self.trees.arguments:
-            out.append(jax.tree.unflatten(tree, shardings[first : first + tree.num_leaves]))
-            first += tree.num_leaves
-        return tuple(out)
+        leaves = iter([v for v in self.record.arguments if v.kind != "constant"])
+        taken = [(i, next(leaves)) for i, tree in enumerate(self.trees.arguments) for _ in range(tree.num_leaves)]
+        return [leaf for i, leaf in taken if i in which]
 
     def _argument_shardings(self, kind: str, which: frozenset[int]) -> Any:
         if self.trees is None:
             return {v.path: self.sharding_of(v) for v in self.record.arguments if v.kind == kind}
-        chosen = [s for i, s in enumerate(self.argument_shardings()) if i in which]
+        chosen = []
+        for i in sorted(which):
+            shardings = [self.sharding_of(v) for v in self.argument_leaves(frozenset({i}))]
+            where = f"plan.{kind}_shardings of {self.record.step}, argument {self.trees.names[i]!r}"
+            chosen.append(shardings_in(self.trees.arguments[i], shardings, where))
         return chosen[0] if len(chosen) == 1 else tuple(chosen)
 
     def sharding_of(self, value: PlannedValue) -> NamedSharding:

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from autopar import jax_compat
-from autopar.arguments import can_be_run, hashable, is_elsewhere, lies_as, same_tree, without_twins
+from autopar.arguments import can_be_run, hashable, is_elsewhere, lies_as, put_leaves, without_twins
 from autopar.cache import DiskCache, plan_key
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
@@ -87,29 +87,31 @@ class Step:
         last = self._last
         if last is None or kwargs or self._options.static_argnums:
             return self._call_slowly(self._bound(args, kwargs))
-        if not can_be_run([args[i] for i in last.donated]):
+        leaves, tree = jax.tree.flatten(args)
+        if tree != last.traced.in_tree or not can_be_run([leaves[i] for i in last.donated]):
             return self._call_slowly(args)
         try:
-            return last(*args)
+            results = last.run(leaves)
         except (TypeError, ValueError, RuntimeError):
             # The executable refuses new shapes, other layouts and deleted arrays: the slow path handles or names them.
             # What it refuses for any other reason is the user's to see.
-            if not self._differs(args, last):
+            if not self._differs(args, leaves, last):
                 raise
-        return self._call_slowly(args)
+            return self._call_slowly(args)
+        return jax.tree.unflatten(last.traced.out_tree, results)
 
     def _call_slowly(self, args: tuple[Any, ...]) -> Any:
         dynamic = self._dynamic(args)
         self._refuse_unusable(dynamic, self._names(len(dynamic)))
         self._last = compiled = self.compile(*args)
-        donated = [i in compiled.donated for i in range(len(dynamic))]
-        return compiled(*self._put(without_twins(dynamic, donated), compiled))
+        leaves = put_leaves(without_twins(jax.tree.leaves(tuple(dynamic)), compiled.donated), compiled)
+        return jax.tree.unflatten(compiled.traced.out_tree, compiled.run(leaves))
 
-    def _differs(self, args: tuple[Any, ...], compiled: Compiled | CompiledPipeline) -> bool:
+    def _differs(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: Compiled | CompiledPipeline) -> bool:
         """Whether arguments are not what an executable was compiled for: shapes, layouts, or deleted arrays."""
         if self._compiled.get(self._key(args)) is not compiled:
             return True
-        return not all(map(lies_as, args, compiled.shardings))
+        return not all(map(lies_as, leaves, compiled.leaf_shardings))
 
     def plan(self, *args: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
@@ -129,11 +131,20 @@ class Step:
         Before the step has a plan the state is laid out by itself: every leaf split as evenly as it can be. The first
         call of the step then moves it to where its plan wants it.
         """
-        shapes = jax.eval_shape(function, *args)
+        trees: list[Any] = []
+
+        def flat(*values: Any) -> list[Any]:
+            leaves, tree = jax.tree.flatten(function(*values))
+            trees.append(tree)
+            return leaves
+
+        shapes = jax.eval_shape(flat, *args)
         shardings = self._state_shardings(shapes)
-        if jax.process_count() > 1 or len({s.mesh for s in jax.tree.leaves(shardings)}) > 1:
-            return make_state(function, shardings, args)
-        return jax.jit(function, out_shardings=shardings)(*args)
+        if jax.process_count() > 1 or len({s.mesh for s in shardings}) > 1:
+            leaves = make_state(flat, shapes, shardings, args)
+        else:
+            leaves = jax.jit(flat, out_shardings=shardings)(*args)
+        return jax.tree.unflatten(trees[0], leaves)
 
     def put_batch(self, batch: Any) -> Any:
         """Puts host data where the plan wants it. Before there is a plan the first call will do it.
@@ -143,21 +154,23 @@ class Step:
         planned = self._latest_plan()
         if planned is None:
             return batch
-        shardings = planned.batch_shardings
-        if not same_tree(batch, shardings):
+        assert planned.trees is not None, "a step's plan has its trees"
+        values = planned.argument_leaves(planned.trees.batch)
+        trees = [planned.trees.arguments[i] for i in sorted(planned.trees.batch)]
+        expected = trees[0] if len(trees) == 1 else jax.tree_util.treedef_tuple(trees)
+        if jax.tree.structure(batch) != expected:
             raise BatchMismatchError(
                 where=f"{self.__name__}.put_batch",
-                expected=f"a batch with the structure {jax.tree.structure(shardings)}",
+                expected=f"a batch with the structure {expected}",
                 got=f"{jax.tree.structure(batch)}",
                 hint="pass what the step takes in batch_argnums, or plan for the new batch first",
             )
         for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
             abstract(leaf, f"batch{jax.tree_util.keystr(path)}")
-        planned_shapes = [v.shape for v in planned.record.arguments if v.kind == "batch"]
-        if [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)] != planned_shapes:
+        if [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)] != [v.shape for v in values]:
             return batch  # another shape has another plan: the call makes it and puts the batch itself
         leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(tree, put(leaves, jax.tree.leaves(shardings)))
+        return jax.tree.unflatten(tree, put(leaves, [planned.sharding_of(v) for v in values]))
 
     def plain(self, *args: Any) -> Any:
         """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing.
@@ -336,15 +349,6 @@ class Step:
         keep_rules(self)
         return compiled
 
-    def _put(self, dynamic: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
-        """Arguments where the plan wants them."""
-        if compiled.across is not None:
-            return list(dynamic)  # it brings them there itself, in the same order in all processes
-        return [
-            arg if lies_as(arg, shardings) else jax.device_put(arg, shardings)
-            for arg, shardings in zip(dynamic, compiled.shardings, strict=True)
-        ]
-
     def _refuse_unusable(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
         """Raises: DonatedStateError for deleted arrays, UnsupportedError inside of another transformation."""
         leaves, _, paths, _ = flatten_arguments(dynamic, names)
@@ -365,19 +369,18 @@ class Step:
                     "donate_argnums=() to keep both",
                 )
 
-    def _state_shardings(self, shapes: Any) -> Any:
-        """The plan's shardings for a state of these shapes, or an even split where there is no plan yet."""
-        leaves, tree = jax.tree.flatten(shapes)
+    def _state_shardings(self, leaves: Sequence[Any]) -> list[NamedSharding]:
+        """The plan's shardings for leaves of these shapes, or an even split where there is no plan yet."""
         for _, plan in reversed(self._plans.values()):
             planned = [v for v in plan.record.arguments if v.kind == "state"]
             same = [(v.shape, v.dtype) for v in planned] == [(tuple(x.shape), str(x.dtype)) for x in leaves]
             if same:
                 plan.check_devices()
-                return jax.tree.unflatten(tree, [plan.sharding_of(v) for v in planned])
+                return [plan.sharding_of(v) for v in planned]
         cluster = self._options.plan.cluster if self._options.plan else self._options.cluster or Cluster.local()
         line = LogicalMesh(axis_sizes=(cluster.num_devices,))
         devices = concrete_mesh(line)
-        return jax.tree.map(lambda x: named_sharding(even_layout(tuple(x.shape), line), devices), shapes)
+        return [named_sharding(even_layout(tuple(x.shape), line), devices) for x in leaves]
 
 
 def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:

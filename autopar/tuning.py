@@ -339,20 +339,19 @@ def program_of(compiled: Compiled | CompiledPipeline) -> str:
 
 def _turn_of(compiled: Compiled | CompiledPipeline, arguments: Sequence[Any]) -> Turn:
     """A few steps of a plan, each on the state that the one before returned; nothing stays on the devices."""
-    tied, in_tree = compiled.traced.tied, compiled.traced.in_tree
+    tied, leaves = compiled.traced.tied, jax.tree.leaves(tuple(arguments))
 
     def turn() -> list[float]:
         ready = compiled.ready()
-        given = jax.block_until_ready(jax.tree.leaves(put_copies(arguments, ready)))
+        given = jax.block_until_ready(put_copies(leaves, ready))
         took = []
         for _ in range(1 + STEPS_IN_A_ROW):
             begun = time.perf_counter()
-            results = jax.block_until_ready(ready(*jax.tree.unflatten(in_tree, given)))
+            made = jax.block_until_ready(ready.run(given))
             took.append(time.perf_counter() - begun)
-            made = jax.tree.leaves(results)
-            # What a step takes over comes back: an argument is tied to results whole, or not at all.
+            # What a step takes over comes back.
             given = [made[tied[i]] if i in tied else leaf for i, leaf in enumerate(given)]
-            del results, made
+            del made
         return took[1:]
 
     return turn

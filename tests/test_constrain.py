@@ -116,7 +116,8 @@ def test_pinned_arguments_lie_so_in_plan_and_program_and_the_rest_is_completed()
     assert len(groups["data"][0]) == 2
     verified(step)
     mesh = Mesh(np.array(jax.devices()).reshape(plan.mesh.axis_sizes), plan.record.axis_names)
-    (_, state, batch), _ = step.compile(STATE, layers_batch()).executable.input_shardings
+    (_, *leaves), _ = step.compile(STATE, layers_batch()).executable.input_shardings
+    state, batch = jax.tree.unflatten(jax.tree.structure((STATE, layers_batch())), leaves)
     for tree in (state["params"], state["momentum"]):
         for layer in tree["layers"]:
             assert layer["in"]["kernel"].is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)

@@ -39,6 +39,7 @@ LAYER_OF = {
     "progress": "vocabulary",
     "quantities": "vocabulary",
     "record": "vocabulary",
+    "sharding_trees": "vocabulary",
     "specs": "vocabulary",
     "timeline": "vocabulary",
     "torus": "vocabulary",

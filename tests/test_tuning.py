@@ -251,14 +251,14 @@ def test_what_failed_leaves_nothing_on_the_devices(monkeypatch):
     before = {id(x) for x in jax.live_arrays()}
     put_copies, calls = tuning.put_copies, []
 
-    def failing(arguments, compiled):
-        made = put_copies(arguments, compiled)
+    def failing(leaves, compiled):
+        made = put_copies(leaves, compiled)
         calls.append(compiled)
         if len(calls) == 1:
             try:
                 raise ValueError("what the device said")
             except ValueError as error:
-                raise jax.errors.JaxRuntimeError(f"out of memory beside {len(made)} arguments") from error
+                raise jax.errors.JaxRuntimeError(f"out of memory beside {len(made)} arrays") from error
         return made
 
     def clock(turns, seconds):
@@ -268,7 +268,7 @@ def test_what_failed_leaves_nothing_on_the_devices(monkeypatch):
 
     monkeypatch.setattr(tuning, "put_copies", failing)
     found = tuned_by(clock, step, args, {}, 1.2, 8, 0.0)
-    assert found.rows[1].why == "out of memory beside 2 arguments"
+    assert found.rows[1].why == "out of memory beside 5 arrays"
 
 
 # By a clock of our own
