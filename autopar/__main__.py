@@ -155,7 +155,8 @@ def _measure(parsed: argparse.Namespace) -> str:
         return f"{measurement}\n\nSaved to {parsed.save}: plan for it with --cluster {parsed.save}"
     path = measurement.save()
     if path is None:
-        return f"{measurement}\n\nNot saved: {default_directory()} cannot be written (choose a file with --save)"
+        directory = default_directory() or "the user's cache"
+        return f"{measurement}\n\nNot saved: {directory} cannot be written (choose a file with --save)"
     return f"{measurement}\n\nSaved to {path}: Cluster.local() counts with it from now on"
 
 

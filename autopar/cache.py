@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import jax
 import msgspec
 
-from autopar.errors import PlanFormatError
+from autopar.errors import AutoparError
 from autopar.graph import Rule
-from autopar.record import PlanRecord, decode, encode
+from autopar.plan_file import decode, encode
+from autopar.record import PlanRecord
 from autopar.rules import RuleBook
-from autopar.user_cache import write_whole
+from autopar.user_cache import leave_aside, read_whole, write_whole
 
-# The version of everything that decides what a plan is. Change it when strategies, costs or rules change.
-SEARCH_VERSION = 30
+# The version of everything that decides what a plan is. Change it when strategies, costs, rules or files change.
+SEARCH_VERSION = 31
 
 
 def plan_key(parts: Sequence[object]) -> str:
@@ -31,36 +32,48 @@ def _solver_version() -> str:
 
 
 class DiskCache:
-    """Plans and rules under one directory; None keeps nothing. A damaged file counts as absent."""
+    """Plans and rules under one directory; None keeps nothing. What is damaged counts as absent, with a warning."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
 
-    def load_plan(self, key: str) -> PlanRecord | None:
+    def load_plan(self, key: str, check: Callable[[PlanRecord], None] = lambda record: None) -> PlanRecord | None:
+        """The plan that was saved under a key, unless `check` raises an error of autopar's for it."""
         path = self._path(f"plan-{key}.json")
-        if path is None or not path.exists():
+        data = read_whole(path) if path is not None else None
+        if path is None or data is None:
             return None
         try:
-            return decode(path.read_bytes(), str(path))
-        except PlanFormatError:
+            record = decode(data, str(path), key)
+            check(record)
+        except AutoparError as error:
+            leave_aside(path, f"expected {error.expected}, got {error.got}")
             return None
+        return record
 
     def save_plan(self, key: str, record: PlanRecord) -> None:
-        self._write(f"plan-{key}.json", encode(record))
+        self._write(f"plan-{key}.json", encode(record, key))
 
     def load_rules(self) -> RuleBook:
-        path = self._path(f"rules-jax{jax.__version__}-{SEARCH_VERSION}.json")
-        if path is None or not path.exists():
+        path = self._path(_rules_name())
+        data = read_whole(path) if path is not None else None
+        if path is None or data is None:
             return RuleBook()
         try:
-            return RuleBook(msgspec.json.decode(path.read_bytes(), type=dict[str, Rule]))
-        except msgspec.DecodeError:
+            file = msgspec.json.decode(data, type=_Rules)
+            if _checksum(bytes(file.rules)) != file.checksum:
+                leave_aside(path, "expected rules as they were saved, got changed ones (checksum)")
+                return RuleBook()
+            return RuleBook(msgspec.json.decode(file.rules, type=dict[str, Rule]))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            leave_aside(path, f"expected sharding rules, got none ({error})")
             return RuleBook()
 
     def save_rules(self, rules: RuleBook) -> None:
         """Writes the rules if any was asked for since they were loaded."""
         if rules.asked:
-            self._write(f"rules-jax{jax.__version__}-{SEARCH_VERSION}.json", msgspec.json.encode(rules.known))
+            body = msgspec.json.encode(rules.known)
+            self._write(_rules_name(), msgspec.json.encode(_Rules(checksum=_checksum(body), rules=msgspec.Raw(body))))
 
     def _path(self, name: str) -> Path | None:
         return None if self.directory is None else self.directory / name
@@ -69,3 +82,16 @@ class DiskCache:
         path = self._path(name)
         if path is not None:
             write_whole(path, data)
+
+
+class _Rules(msgspec.Struct):
+    checksum: str
+    rules: msgspec.Raw
+
+
+def _rules_name() -> str:
+    return f"rules-jax{jax.__version__}-{SEARCH_VERSION}.json"
+
+
+def _checksum(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()

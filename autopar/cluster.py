@@ -14,6 +14,7 @@ from autopar import hardware, local_devices, torus
 from autopar.collectives import CollectiveKind, Fabric, Link
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import DeviceKind
+from autopar.json_files import JsonFaultError, decoded
 from autopar.measurement import FitQuality, Measurement
 
 __all__ = ["Cluster", "DeviceKind", "Fabric", "Link"]
@@ -55,7 +56,7 @@ class Cluster:
                 got=f"{self.num_hosts} hosts of {self.devices_per_host} devices",
                 hint="count the devices that the program will run on",
             )
-        if self.torus and math.prod(self.torus) != self.devices_per_host:
+        if self.torus and (min(self.torus) < 1 or math.prod(self.torus) != self.devices_per_host):
             raise InvalidArgumentError(
                 where=f"Cluster({self.name!r}).torus",
                 expected=f"a shape of {self.devices_per_host} devices",
@@ -261,12 +262,30 @@ class Cluster:
         """Reads what `save` wrote.
 
         Raises:
-            InvalidArgumentError: Another format, or a damaged file.
+            InvalidArgumentError: No such file, another format, or a value in it, which is named by its place in the
+                file, that is none of a cluster.
         """
         try:
-            stored = msgspec.json.decode(Path(path).read_bytes(), type=_Stored)
-        except msgspec.DecodeError as error:
-            raise _unreadable(path, str(error)) from error
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise InvalidArgumentError(
+                where=str(path),
+                expected="a cluster in a file",
+                got="no such file" if isinstance(error, FileNotFoundError) else f"one that cannot be read ({error})",
+                hint="make one with Cluster.save, or on the command line: autopar measure --save cluster.json",
+            ) from error
+        try:
+            stored = decoded(data, _Stored, f"a cluster in format version {_FORMAT_VERSION}")
+        except JsonFaultError as error:
+            fault = error.fault
+            if not fault.place.startswith("$.cluster"):
+                raise _unreadable(path, fault.got) from error
+            raise InvalidArgumentError(
+                where=f"{path}, {fault.place}",
+                expected=fault.expected,
+                got=fault.got,
+                hint="mend the file there, or make it anew with Cluster.save",
+            ) from error
         if stored.format_version != _FORMAT_VERSION:
             raise _unreadable(path, f"format version {stored.format_version}")
         return stored.cluster

@@ -119,12 +119,14 @@ class Link:
                 hint="leave detail out: nothing would read it",
             )
         rates = (self.bytes_per_s, *(rate for _, rate in self.kind_bytes_per_s))
-        if min(rates) > 0 and min(self.latency_s, self.overhead_s) >= 0:
+        if min(rates) > 0 and min(self.latency_s, self.overhead_s) >= 0 and self.rings >= 1:
             return
         raise InvalidArgumentError(
             where=f"Link(source={self.source!r})",
-            expected="bytes_per_s above zero, of each kind too, latency_s and overhead_s of zero or more",
-            got=f"bytes_per_s={min(rates)}, latency_s={self.latency_s}, overhead_s={self.overhead_s}",
+            expected="bytes_per_s above zero, of each kind too, latency_s and overhead_s of zero or more, rings of one "
+            "or more",
+            got=f"bytes_per_s={min(rates)}, latency_s={self.latency_s}, overhead_s={self.overhead_s}, "
+            f"rings={self.rings}",
             hint="give seconds and bytes per second, not microseconds or gigabytes",
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from autopar.collectives import Fabric, Link, SwitchDetail
 from autopar.errors import InvalidArgumentError
@@ -98,14 +99,44 @@ class DeviceKind:
     shared_by: int = 1
 
     def __post_init__(self) -> None:
-        if "float32" in dict(self.peak_flops):
-            return
-        raise InvalidArgumentError(
-            where=f"DeviceKind({self.name!r}).peak_flops",
-            expected="a rate for float32, which stands for all dtypes that are not named",
-            got=", ".join(dtype for dtype, _ in self.peak_flops) or "no rates",
-            hint="add ('float32', operations per second)",
-        )
+        if "float32" not in dict(self.peak_flops):
+            raise InvalidArgumentError(
+                where=f"DeviceKind({self.name!r}).peak_flops",
+                expected="a rate for float32, which stands for all dtypes that are not named",
+                got=", ".join(dtype for dtype, _ in self.peak_flops) or "no rates",
+                hint="add ('float32', operations per second)",
+            )
+        for field, wrong in self._wrong():
+            raise InvalidArgumentError(
+                where=f"DeviceKind({self.name!r}).{field}",
+                expected=f"{field} {wrong}",
+                got=f"{getattr(self, field)}",
+                hint="give bytes, seconds, and operations or bytes per second; efficiencies are shares, such as 0.8",
+            )
+
+    def _wrong(self) -> Iterator[tuple[str, str]]:
+        """Fields that no device can have, and what they should be. What is not finite is neither above nor below."""
+
+        def above(value: float) -> bool:
+            return 0 < value < math.inf
+
+        def ascending(points: tuple[tuple[float, float], ...]) -> bool:
+            places = [place for place, _ in points]
+            return all(above(x) for point in points for x in point) and sorted(set(places)) == places
+
+        rates = {"peak_flops": self.peak_flops, "dtype_efficiency": self.dtype_efficiency}
+        yield from ((name, "above zero") for name, of in rates.items() if not all(above(x) for _, x in of))
+        needed = (
+            "memory_bytes", "peak_memory_bytes_per_s", "flops_efficiency", "memory_efficiency", "convolution_share",
+            "shared_by",
+        )  # fmt: skip
+        yield from ((name, "above zero") for name in needed if not above(getattr(self, name)))
+        known = ("fresh_bytes_per_s", "packing_bytes_per_s", "host_link_bytes_per_s")
+        yield from ((n, "above zero, or None") for n in known if (x := getattr(self, n)) is not None and not above(x))
+        times = ("launch_overhead_s", "float32_fill_s", "call_s")
+        yield from ((name, "of zero or more") for name in times if not 0 <= getattr(self, name) < math.inf)
+        curves = ("memory_shares", "transposing")
+        yield from ((n, "above zero, of ascending sizes") for n in curves if not ascending(getattr(self, n)))
 
     @property
     def memory_bytes_per_s(self) -> float:

@@ -7,6 +7,7 @@ version of jax has its own.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,9 @@ import msgspec
 from autopar.collectives import Link, time_s
 from autopar.fitting import Timing
 from autopar.hardware import DeviceKind
+from autopar.json_files import JsonFaultError, decoded
 from autopar.quantities import text_of_bytes, text_of_s
-from autopar.user_cache import default_directory, write_whole
+from autopar.user_cache import default_directory, leave_aside, read_whole, write_whole
 
 _FORMAT_VERSION = 8
 
@@ -99,8 +101,11 @@ class Measurement:
 
     def save(self, directory: Path | None = None) -> Path | None:
         """Writes it to where `saved_for` looks; None where that cannot be written."""
-        stored = _Stored(format_version=_FORMAT_VERSION, measurement=self)
-        path = (directory or default_directory()) / self.on.file_name
+        stored = _Stored(format_version=_FORMAT_VERSION, checksum=_checksum(self), measurement=self)
+        directory = directory or default_directory()
+        if directory is None:
+            return None
+        path = directory / self.on.file_name
         data = msgspec.json.format(msgspec.json.encode(stored), indent=2) + b"\n"
         return path if write_whole(path, data) else None
 
@@ -124,26 +129,51 @@ class Measurement:
 def saved_for(on: MeasuredOn, directory: Path | None = None) -> Measurement | None:
     """The saved measurement that holds for these devices, that of the fewest devices if several do.
 
-    A file that is damaged or of another format counts as absent.
+    A file that is damaged or of another format counts as absent, with a warning.
     """
     folder = directory or default_directory()
+    if folder is None:
+        return None
     pattern = re.sub(r"-\d+x\d+-jax", "-*x*-jax", on.file_name)
-    found = [m for m in map(_read, sorted(folder.glob(pattern))) if m is not None and m.on.covers(on)]
+    try:
+        paths = sorted(folder.glob(pattern))
+    except OSError as error:
+        leave_aside(folder, f"cannot be read ({error.strerror})")
+        return None
+    found = [m for m in map(_read, paths) if m is not None and m.on.covers(on)]
     return min(found, key=lambda m: m.on.num_hosts * m.on.devices_per_host, default=None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
+    """`checksum` is missing in files that were written before there was one."""
+
     format_version: int
+    checksum: str | None = None
     measurement: Measurement
 
 
 def _read(path: Path) -> Measurement | None:
-    try:
-        stored = msgspec.json.decode(path.read_bytes(), type=_Stored)
-    except (OSError, msgspec.DecodeError):
+    data = read_whole(path)
+    if data is None:
         return None
-    return stored.measurement if stored.format_version == _FORMAT_VERSION else None
+    try:
+        stored = decoded(data, _Stored, "a measurement")
+    except JsonFaultError as error:
+        leave_aside(path, str(error))
+        return None
+    if stored.format_version != _FORMAT_VERSION:
+        leave_aside(path, f"format version {stored.format_version}, not {_FORMAT_VERSION}")
+        return None
+    if stored.checksum is not None and stored.checksum != _checksum(stored.measurement):
+        leave_aside(path, "changed since it was measured (checksum)")
+        return None
+    return stored.measurement
+
+
+def _checksum(measurement: Measurement) -> str:
+    as_read = msgspec.json.decode(msgspec.json.encode(measurement), type=Measurement)  # 1 and 1.0 are written apart
+    return hashlib.sha256(msgspec.json.encode(as_read)).hexdigest()
 
 
 def _pivot(timings: Sequence[Timing], link: Link) -> list[tuple[str, ...]]:

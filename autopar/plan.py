@@ -15,8 +15,9 @@ from autopar import plan_text
 from autopar.cluster import Cluster
 from autopar.errors import InvalidArgumentError
 from autopar.mesh import LogicalMesh
+from autopar.plan_file import decode, encode
 from autopar.plan_timeline import timeline_of
-from autopar.record import PlannedValue, PlanRecord, Predicted, decode, encode
+from autopar.record import PlannedValue, PlanRecord, Predicted
 from autopar.sharding_trees import shardings_in
 from autopar.specs import (
     HOST_MEMORY,
@@ -194,7 +195,7 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Reads what `save` wrote.
 
-        Raises: PlanFormatError for another format version or a damaged file.
+        Raises: PlanFormatError for another format version or a file that was changed, with the place in it.
         """
         return cls(decode(Path(path).read_bytes(), str(path)))
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
-
-import msgspec
 
 from autopar.cluster import Cluster
-from autopar.errors import PlanFormatError
 from autopar.layout import Layout
 from autopar.timeline import Timeline
 
@@ -321,45 +317,3 @@ class PlanRecord:
     blockwise_attention: bool = False
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
-
-
-def encode(record: PlanRecord) -> bytes:
-    """JSON with the format's version and a checksum, so that a damaged plan is never run as another one."""
-    body = msgspec.json.encode(record)
-    return msgspec.json.encode(_File(format_version=FORMAT_VERSION, checksum=_checksum(body), plan=msgspec.Raw(body)))
-
-
-def decode(data: bytes, where: str) -> PlanRecord:
-    """Raises: PlanFormatError."""
-    hint = "make the plan anew (step.plan(...).save(path)); plans are cheap to find and are cached on disk"
-    try:
-        file = msgspec.json.decode(data, type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise PlanFormatError(
-            where=where, expected="a plan saved by autopar", got=f"no plan ({error})", hint=hint
-        ) from error
-    if file.format_version != FORMAT_VERSION:
-        raise PlanFormatError(
-            where=where,
-            expected=f"format version {FORMAT_VERSION}",
-            got=f"format version {file.format_version}",
-            hint=hint,
-        )
-    if _checksum(bytes(file.plan)) != file.checksum:
-        raise PlanFormatError(where=where, expected="a plan as it was saved", got="a changed one (checksum)", hint=hint)
-    try:
-        return msgspec.json.decode(file.plan, type=PlanRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
-        raise PlanFormatError(
-            where=where, expected="a whole plan", got=f"a damaged one ({error})", hint=hint
-        ) from error
-
-
-class _File(msgspec.Struct):
-    format_version: int
-    checksum: str = ""
-    plan: msgspec.Raw = msgspec.Raw(b"")
-
-
-def _checksum(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()

@@ -27,14 +27,14 @@ from autopar.layout import even_layout
 from autopar.mesh import LogicalMesh
 from autopar.pipelining import PipelineOptions
 from autopar.plan import Plan, Trees
+from autopar.plan_file import decode, encode
 from autopar.progress import Progress
 from autopar.recipes import Recipe
-from autopar.record import decode, encode
 from autopar.rules import RuleBook
 from autopar.runtime.agreement import agree
 from autopar.specs import concrete_mesh, named_sharding
 from autopar.staging import TracedStep, abstract, check_purity, flatten_arguments, name_of, trace
-from autopar.user_cache import default_directory
+from autopar.user_cache import cache_directory, default_directory
 from autopar.whole_search import PlanOptions
 
 logger = logging.getLogger("autopar")
@@ -324,7 +324,7 @@ class Step:
         names = (traced.name, traced.in_paths, traced.out_paths)
         key = plan_key((traced.fingerprint, leaves, names, cluster, wanted))
         with progress.pass_("cache"):
-            known = self._disk.load_plan(key)
+            known = self._disk.load_plan(key, lambda record: check_plan(Plan(record), traced))
         if known is not None:
             return Plan(known, trees)  # and the step was traced to the same jaxpr before, in another process
         with progress.pass_("purity"):
@@ -510,4 +510,4 @@ def _followed(wanted: PlanOptions, step: Step, traced: TracedStep, name: str) ->
 def _cache_directory(given: str | Path | None) -> Path | None:
     if given is None:
         return None
-    return default_directory() if given == DEFAULT_CACHE else Path(given)
+    return default_directory() if given == DEFAULT_CACHE else cache_directory(given)

@@ -1,6 +1,7 @@
 """Measured constants: found again where they are known, kept in a file, taken up by Cluster.local."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -363,3 +364,19 @@ def test_real_devices_are_measured(tmp_path, devices):
     assert child.returncode == 0, child.stderr
     assert "measured 9" in child.stdout
     assert list(tmp_path.glob(f"measured-cpu-*-1x{devices}-*.json"))
+
+
+def test_a_saved_measurement_that_was_changed_is_named_and_left_aside(directory, caplog):
+    path = measured().save()
+    assert path is not None
+    content = json.loads(path.read_text())
+    content["measurement"]["inside_host"]["latency_s"] *= 2
+    deep = '{"was": ' + "[" * 100_000
+    for changed, message in ((json.dumps(content), "changed since it was measured"), (deep, "too deep to be read")):
+        path.write_text(changed)
+        assert Cluster.local() == Cluster.local(measured=False)
+        assert f"cache {path}: " in caplog.text
+        assert message in caplog.text
+    del content["checksum"]  # as files were before there was one
+    path.write_text(json.dumps(content))
+    assert Cluster.local().inside_host.latency_s == content["measurement"]["inside_host"]["latency_s"]

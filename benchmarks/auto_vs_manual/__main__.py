@@ -19,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -153,7 +154,7 @@ def main() -> int:
     if arguments.list:
         show_names(console)
         return 0
-    directory = RESULTS if arguments.keep else default_directory() / "auto_vs_manual"
+    directory = RESULTS if arguments.keep else (default_directory() or Path(tempfile.gettempdir())) / "auto_vs_manual"
     rows, machine = Rows(directory), description()
     jobs = selected(arguments.suite, arguments.models, arguments.clusters, arguments.recipes)
     # What is run in turns is made together: a row that was made alone would have nothing beside it.

@@ -1,0 +1,290 @@
+"""Plan and cluster files that people or disks have changed: an error with the place, or a plan that works."""
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import errors
+from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, shapes, slow_cluster, transformer
+
+Json = Any
+KINDS = ("one program", "pipeline", "pins")
+
+
+def made(kind: str) -> autopar.Plan:
+    if kind == "one program":
+        return autopar.parallelize(mlp_step, cluster=slow_cluster(4), cache_dir=None).plan(MLP_STATE, MLP_BATCH)
+    case = transformer()
+    recipe = {
+        "pipeline": autopar.recipes.pipeline(2, num_microbatches=2),
+        "pins": autopar.constrain({"blocks/*/up": P(None, "tensor")}, recipe=autopar.recipes.tensor_parallel(size=2)),
+    }[kind]
+    step = autopar.parallelize(case.step, plan=recipe, cluster=autopar.Cluster.local(4), cache_dir=None)
+    return step.plan(case.shapes, shapes(case.batch))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(request, tmp_path_factory) -> tuple[autopar.Plan, bytes]:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    plan = made(request.param)
+    plan.save(path)
+    return plan, path.read_bytes()
+
+
+def sealed(content: Json) -> bytes:
+    """A plan file with the checksum of what is in it, so that only its content speaks."""
+    body = json.dumps(content["plan"]).encode()
+    return (
+        json.dumps(content | {"plan": None, "checksum": hashlib.sha256(body).hexdigest()})
+        .encode()
+        .replace(b'"plan": null', b'"plan": ' + body)
+    )
+
+
+def test_sealing_an_unchanged_plan_changes_nothing(saved, tmp_path):
+    plan, data = saved
+    (tmp_path / "plan.json").write_bytes(sealed(json.loads(data)))
+    assert autopar.Plan.load(tmp_path / "plan.json").record == plan.record
+
+
+# Edits
+
+
+NUMBERS = [0, 1, 2, 3, 7, -1, -5, 10**6, 2**63, 10**400, 0.5, -0.5, 1e300, 1e-320]
+OTHERS = [None, True, "", "x", "\x1b[31m", "all", [], {}, [[]], {"dims": [[0], [0]]}, "9" * 30]
+
+
+def edited(draw: Callable[..., Any], tree: Json) -> Json:
+    """A copy of JSON with one thing in it changed, at a place that is found by going down at random."""
+    tree = copy.deepcopy(tree)
+    parent: Json = None
+    key: Any = None
+    node = tree
+    while isinstance(node, (dict, list)) and node:
+        parent = node
+        key = draw(st.sampled_from(sorted(node))) if isinstance(node, dict) else draw(st.integers(0, len(node) - 1))
+        node = node[key]
+        if draw(st.integers(0, 7)) == 0:
+            break
+    what = draw(st.sampled_from(["number", "near", "other", "delete", "duplicate", "rename", "swap"]))
+    if what == "number":
+        parent[key] = draw(st.sampled_from(NUMBERS))
+    elif what == "near" and isinstance(node, (int, float)) and not isinstance(node, bool):
+        parent[key] = node + draw(st.sampled_from([-1, 1, -2, 2, 8]))
+    elif what == "other":
+        parent[key] = draw(st.sampled_from(OTHERS))
+    elif what == "delete":
+        del parent[key]
+    elif what == "duplicate" and isinstance(parent, list):
+        parent.insert(key, copy.deepcopy(node))
+    elif what == "rename" and isinstance(parent, dict):
+        parent[draw(st.sampled_from(["x", "0", "-3", "99999", "split"]))] = parent.pop(key)
+    elif what == "swap" and isinstance(parent, list) and len(parent) > 1:
+        parent[key], parent[key - 1] = parent[key - 1], parent[key]
+    return tree
+
+
+def spoilt(draw: Callable[..., Any], data: bytes) -> bytes:
+    """Text that is cut, has a wrong byte or is nested a hundred thousand times."""
+    at = draw(st.integers(0, len(data) - 1))
+    what = draw(st.sampled_from(["cut", "byte", "deep", "nan"]))
+    if what == "cut":
+        return data[:at]
+    if what == "byte":
+        return data[:at] + b"\xff" + data[at:]
+    depth = 100_000
+    deep = b"[" * depth + b"]" * depth if what == "deep" else b"NaN"
+    numbers = list(re.finditer(rb"(?<=[:,\[])\d+(?=[,\]}])", data))
+    found = numbers[draw(st.integers(0, len(numbers) - 1))]
+    return data[: found.start()] + deep + data[found.end() :]
+
+
+def assert_error_has_a_place(error: errors.PlanFormatError) -> None:
+    assert "plan.json" in error.where
+    whole = error.expected == "a plan saved by autopar" or error.expected.startswith("format version")
+    assert "$." in error.where or whole, str(error)
+    assert error.hint
+
+
+def works(plan: autopar.Plan, original: autopar.Plan, folder: Path) -> None:
+    """All that can be asked of a plan without its step."""
+    assert "Plan of" in str(plan)
+    assert repr(plan)
+    for value in (*plan.record.arguments, *plan.record.results):
+        plan.sharding_of(value)
+        assert value.path in plan.explain(value.path)
+    for row in plan.record.modules:
+        assert plan.explain(row.module)
+    assert plan.groups()
+    assert plan.state_shardings is not None
+    plan.diff(original)
+    original.diff(plan)
+    plan.trace(folder / "trace.json")
+    plan.save(folder / "again.json")
+    assert autopar.Plan.load(folder / "again.json").record == plan.record
+
+
+def check_edits(saved: tuple[autopar.Plan, bytes], folder: Path, count: int) -> None:
+    plan, data = saved
+    path, outcomes = folder / "plan.json", {"refused": 0, "works": 0}
+
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(data_=st.data())
+    def check(data_: st.DataObject) -> None:
+        if data_.draw(st.integers(0, 9)) == 0:
+            path.write_bytes(spoilt(data_.draw, data))
+        else:
+            content = json.loads(data)
+            content["plan"] = edited(data_.draw, content["plan"])
+            path.write_bytes(sealed(content))
+        try:
+            loaded = autopar.Plan.load(path)
+        except errors.PlanFormatError as error:
+            outcomes["refused"] += 1
+            assert_error_has_a_place(error)
+        else:
+            outcomes["works"] += 1
+            works(loaded, plan, folder)
+
+    check()
+    assert outcomes["refused"] > count // 5, outcomes
+
+
+def test_edited_plans_are_refused_with_the_place_or_work(saved, tmp_path):
+    check_edits(saved, tmp_path, 34)
+
+
+@pytest.mark.slow
+def test_many_edited_plans_are_refused_with_the_place_or_work(saved, tmp_path):
+    check_edits(saved, tmp_path, 200)
+
+
+# Places
+
+
+def place_of(content: Json, folder: Path) -> tuple[str, errors.PlanFormatError]:
+    path = folder / "plan.json"
+    path.write_bytes(sealed(content))
+    with pytest.raises(errors.PlanFormatError) as caught:
+        autopar.Plan.load(path)
+    return caught.value.where.removeprefix(f"{path}, "), caught.value
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    made("pipeline").save(path)
+    return path.read_bytes()
+
+
+EDITS: dict[str, tuple[Callable[[Json], Any], str]] = {
+    "$.plan.pipeline.stages[1].axis_sizes[0]": (
+        lambda plan: plan["pipeline"]["stages"][1].update(axis_sizes=[0]), "expected one device or more",
+    ),
+    "$.plan.pipeline.stages[1].first_device": (
+        lambda plan: plan["pipeline"]["stages"][1].update(first_device=7),
+        "expected devices of its own, of the 4 of the cluster, got devices 7 to 8",
+    ),
+    "$.plan.pipeline.stages[0].layers": (
+        lambda plan: plan["pipeline"]["stages"][0].update(layers=[]), "expected one layer or more, got none",
+    ),
+    "$.plan.arguments[0].stage": (lambda plan: plan["arguments"][0].update(stage=2), "expected one of 0 to 1, got 2"),
+    "$.plan.arguments[1].shape[0]": (lambda plan: plan["arguments"][1].update(shape=["a"]), "expected `int`, got"),
+    "$.plan.predicted.peak_bytes": (
+        lambda plan: plan["predicted"].update(peak_bytes=[1]), "one entry for each of 2 group(s) of devices, got 1",
+    ),
+    "$.plan.step": (lambda plan: plan.pop("step"), "expected a value, got none: the field is missing"),
+    "$.plan.cluster.device": (
+        lambda plan: plan["cluster"]["device"].update(memory_bytes=0), "expected memory_bytes above zero, got 0",
+    ),
+    "$.plan.results[0].layout": (
+        lambda plan: plan["results"][0].update(layout={"dims": [[0], [0]]}), "expected every mesh axis once",
+    ),
+    "$.plan.predicted.step_time_s": (
+        lambda plan: plan["predicted"].update(step_time_s=-2.0), "expected a number of zero or more",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", EDITS)
+def test_the_place_of_an_edit_is_named(place, pipeline, tmp_path):
+    content = json.loads(pipeline)
+    edit, message = EDITS[place]
+    edit(content["plan"])
+    found, error = place_of(content, tmp_path)
+    assert found == place
+    assert message in str(error)
+
+
+def test_an_edit_without_a_new_checksum_is_refused_with_its_place_too(pipeline, tmp_path):
+    content = json.loads(pipeline)
+    content["plan"]["pipeline"]["stages"][0]["layers"] = []
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(errors.PlanFormatError, match=r"stages\[0\]\.layers: .*changed since it was saved \(checksum\)"):
+        autopar.Plan.load(tmp_path / "plan.json")
+
+
+# Clusters
+
+
+def test_edited_clusters_are_refused_with_the_place_or_work(tmp_path):
+    path = tmp_path / "cluster.json"
+    slow_cluster(4).save(path)
+    content, places = json.loads(path.read_bytes()), []
+
+    @settings(max_examples=100, deadline=None, database=None)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        path.write_text(json.dumps(content | {"cluster": edited(data.draw, content["cluster"])}))
+        try:
+            cluster = autopar.Cluster.load(path)
+        except errors.InvalidArgumentError as error:
+            places.append(error.where)
+        else:
+            assert cluster.num_devices >= 1
+            assert all(cluster.device.memory_s(1e6, size) > 0 for size in (1.0, 1e12))
+
+    check()
+    assert len(places) > 20
+    assert all("$.cluster" in place for place in places)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"num_hosts": 1', '"num_hosts": 0', r"\$\.cluster: expected one host or more"),
+        (
+            '"devices_per_host": 4',
+            '"devices_per_host": "4"',
+            r"\$\.cluster\.devices_per_host: expected `int`, got `str`",
+        ),
+        (
+            '"memory_efficiency": ',
+            '"memory_efficiency": -',
+            r"\$\.cluster\.device: expected memory_efficiency above zero",
+        ),
+    ],
+)
+def test_the_place_in_a_cluster_file_is_named(old, new, message, tmp_path):
+    path = tmp_path / "cluster.json"
+    slow_cluster(4).save(path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        autopar.Cluster.load(path)
+
+
+def test_a_cluster_file_that_is_not_there_says_so(tmp_path):
+    with pytest.raises(errors.InvalidArgumentError, match="expected a cluster in a file, got no such file"):
+        autopar.Cluster.load(tmp_path / "none.json")
