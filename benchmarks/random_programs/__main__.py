@@ -1,0 +1,294 @@
+"""Random programs under every way of planning, against plain `jax.jit`.
+
+    python -m benchmarks.random_programs --programs 1000 --seed 0 --keep    the table in results/random_programs.md
+    python -m benchmarks.random_programs --programs 1 --seed 17             what becomes of program 17
+    python -m benchmarks.random_programs --show 17                          its source
+    python -m benchmarks.random_programs --shrink 17                        the smallest program that still fails
+
+Each program runs under the free search and some modes drawn by its seed: recipes, pins, schedules with 1 or 2 stages
+and 1 to 4 micro-batches, 60 % of the free plan's memory, x64; on 2, 4 or 8 virtual CPU devices. Programs run in
+processes of their own, 20 in each, so that one that aborts or hangs is a row and not the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import dataclasses
+import json
+import os
+import pickle
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+DEVICES = 8
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={DEVICES}")
+
+from autopar.rules import RuleBook  # noqa: E402
+from benchmarks.machine import description, markdown  # noqa: E402
+from benchmarks.random_programs.generator import generate  # noqa: E402
+from benchmarks.random_programs.modes import KINDS, Bench, Mode, Outcome, modes_of  # noqa: E402
+from benchmarks.random_programs.program import Program  # noqa: E402
+
+RESULTS = Path(__file__).parent.parent / "results" / "random_programs.md"
+TIMEOUT_S = 240.0  # of one run of one program
+PROGRAMS_IN_A_PROCESS = 20
+
+
+class Worker:
+    """A process that runs programs, started again after one that it does not survive."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._done: set[int] = set()
+
+    def run(self, program: Program, mode: Mode) -> Outcome:
+        self._done.add(program.seed)
+        if len(self._done) > PROGRAMS_IN_A_PROCESS:
+            self.close()
+        if self._child is None:
+            self._start()
+        assert self._child is not None
+        assert self._child.stdin is not None
+        start_s = time.perf_counter()
+        job = base64.b64encode(pickle.dumps((program, mode))).decode()
+        try:
+            self._child.stdin.write(job + "\n")
+            self._child.stdin.flush()
+            line = self._lines.get(timeout=TIMEOUT_S)
+        except (queue.Empty, BrokenPipeError):
+            line = ""
+        if line:
+            return Outcome(**json.loads(line), seconds=time.perf_counter() - start_s)
+        said = f"process ended with {self._child.wait()}" if self._ended() else f"no result after {TIMEOUT_S:.0f} s"
+        self.close()
+        return Outcome(kind="crash", reason=said, seconds=time.perf_counter() - start_s)
+
+    def _ended(self) -> bool:
+        assert self._child is not None
+        try:
+            self._child.wait(5)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "benchmarks.random_programs", "--worker"]
+        self._child = subprocess.Popen(
+            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        self._lines = queue.Queue()
+        threading.Thread(target=_forward, args=(self._child.stdout, self._lines), daemon=True).start()
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        self._child = None
+        self._done.clear()
+
+
+def _forward(lines: IO[str], to: queue.Queue[str]) -> None:
+    for line in lines:
+        if line.startswith("{"):
+            to.put(line)
+    to.put("")
+
+
+def work() -> None:
+    """Reads programs and modes, writes outcomes."""
+    rules, bench = RuleBook(), None
+    for line in sys.stdin:
+        program, mode = pickle.loads(base64.b64decode(line))
+        if bench is None or bench.program != program:
+            bench = Bench(program, rules)
+        outcome = bench.run(mode)
+        print(json.dumps({"kind": outcome.kind, "reason": outcome.reason}), flush=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    seed: int
+    mode: Mode
+    outcome: Outcome
+
+
+def run_all(seeds: Sequence[int], drawn: int, only: str, workers: int) -> list[Row]:
+    """Runs programs, some at a time; prints what is not equal."""
+    todo: queue.Queue[int] = queue.Queue()
+    for seed in seeds:
+        todo.put(seed)
+    rows: list[Row] = []
+
+    def take() -> None:
+        worker = Worker()
+        try:
+            while True:
+                seed = todo.get_nowait()
+                program = generate(seed)
+                for mode in modes_of(program, drawn):
+                    if only not in mode.name:
+                        continue
+                    row = Row(seed=seed, mode=mode, outcome=worker.run(program, mode))
+                    rows.append(row)
+                    _report(row)
+        except queue.Empty:
+            pass
+        finally:
+            worker.close()
+
+    threads = [threading.Thread(target=take) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return rows
+
+
+def _report(row: Row) -> None:
+    if row.outcome.kind != "equal" or row.outcome.seconds > 60:
+        text = f"{row.outcome.kind:8} seed {row.seed} [{row.mode.text}] {row.outcome.seconds:.0f} s"
+        print(f"{text} {row.outcome.reason}", flush=True)
+
+
+def counts_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The table: modes by outcomes, and seconds of a run."""
+    columns = ["mode", "runs", *KINDS, "mean s"]
+    by_mode: dict[str, list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        if row.outcome.kind != "invalid":
+            by_mode[row.mode.name].append(row)
+    table = [[name, *_counts(some)] for name, some in sorted(by_mode.items())]
+    valid = [row for some in by_mode.values() for row in some]
+    return columns, [*table, ["all", *_counts(valid)]]
+
+
+def _counts(rows: Sequence[Row]) -> list[str]:
+    kinds = collections.Counter(row.outcome.kind for row in rows)
+    mean_s = sum(row.outcome.seconds for row in rows) / max(len(rows), 1)
+    return [str(len(rows)), *(str(kinds[kind]) for kind in KINDS), f"{mean_s:.1f}"]
+
+
+def page(rows: Sequence[Row], args: argparse.Namespace, seconds: float) -> str:
+    columns, table = counts_of(rows)
+    programs = len({row.seed for row in rows})
+    failures = [row for row in rows if row.outcome.failed]
+    refusals = collections.Counter(_kind_of_refusal(row) for row in rows if row.outcome.kind == "refused")
+    return "\n".join(
+        [
+            "# Random programs against plain jax.jit",
+            "",
+            f"`python -m benchmarks.random_programs --programs {args.programs} --seed {args.seed}`:",
+            f"{programs} programs, {len(rows)} runs of 2 steps each, {seconds / 60:.0f} minutes. Equal: whole numbers",
+            "and NaNs the same, floats within 8 times what rounding of the arguments makes of them and 32 units",
+            "in the last place of the leaf's largest. Refused: an error of autopar that names a line of code, or is",
+            f"about the options alone (memory, sizes). {description()}",
+            "",
+            markdown(columns, table),
+            "",
+            "## Failures",
+            "",
+            *(
+                f"- seed {row.seed}, {row.mode.text}: {row.outcome.kind}: {row.outcome.reason[:300]}"
+                for row in sorted(failures, key=lambda row: row.seed)
+            ),
+            *([] if failures else ["None."]),
+            "",
+            "## Refusals",
+            "",
+            *(f"- {count} x {text}" for text, count in refusals.most_common(40)),
+            "",
+        ]
+    )
+
+
+def _kind_of_refusal(row: Row) -> str:
+    """The error without what is the program's own: names, numbers, lines."""
+    text = re.sub(r"/\S*/program_\d+\.py:\d+", "LINE", row.outcome.reason)
+    return re.sub(r"\d+(\.\d+)?", "N", text)[:160]
+
+
+def shrink(seed: int, drawn: int, only: str) -> None:
+    """Prints the smallest program found that fails as the program of a seed does."""
+    program, worker = generate(seed), Worker()
+    try:
+        for mode in modes_of(program, drawn):
+            if only not in mode.name:
+                continue
+            outcome = worker.run(program, mode)
+            print(f"# {mode.text}: {outcome.kind} {outcome.reason}", flush=True)
+            if outcome.failed:
+                smallest = shrunk(program, mode, outcome, worker)
+                print(f"# with {mode.text}\n{smallest.source}")
+                return
+    finally:
+        worker.close()
+
+
+def shrunk(program: Program, mode: Mode, outcome: Outcome, worker: Worker) -> Program:
+    """Takes the first smaller variant that fails in the same way, until there is none."""
+    sign = _sign(outcome)
+    while True:
+        for variant in program.variants():
+            if len(variant.source) >= len(program.source):
+                continue
+            if not (variant.loss or variant.outputs or variant.updates):
+                continue
+            if _sign(worker.run(variant, mode)) == sign:
+                program = variant
+                print(f"# {len(program.statements)} statements", flush=True)
+                break
+        else:
+            return program
+
+
+def _sign(outcome: Outcome) -> tuple[str, str]:
+    """What makes two failures the same: the kind, and the exception's type or how the process ended."""
+    if outcome.kind == "wrong":
+        return outcome.kind, ""
+    return outcome.kind, outcome.reason.split(":")[0][:40]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program; the others count on")
+    parser.add_argument("--drawn", type=int, default=3, help="modes of each program beside the free search")
+    parser.add_argument("--only", default="", help="modes whose name contains this")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help=f"writes results/{RESULTS.name}")
+    parser.add_argument("--show", type=int, metavar="SEED")
+    parser.add_argument("--shrink", type=int, metavar="SEED")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work()
+        return 0
+    if args.show is not None:
+        program = generate(args.show)
+        print(program.source, *(f"# {mode.text}" for mode in modes_of(program, args.drawn)), sep="\n")
+        return 0
+    if args.shrink is not None:
+        shrink(args.shrink, args.drawn, args.only)
+        return 0
+    start_s = time.perf_counter()
+    rows = run_all(range(args.seed, args.seed + args.programs), args.drawn, args.only, args.workers)
+    text = page(rows, args, time.perf_counter() - start_s)
+    print(text)
+    if args.keep:
+        RESULTS.write_text(text)
+    return 1 if any(row.outcome.failed for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

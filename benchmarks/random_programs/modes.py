@@ -1,0 +1,346 @@
+"""Ways of planning, and what becomes of a program under one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar import errors, hardware, recipes
+from autopar.rules import RuleBook
+from autopar.runtime.schedules import SCHEDULES
+from benchmarks.random_programs.program import Program, load
+
+STEPS = 2
+TIME_LIMIT_S = 5.0
+SLOWNESS = 1e-4  # of the devices that are planned for, so that splitting next to nothing pays
+LIMITS = (0.6, 0.6, 0.8, 0.95)  # of the free plan's peak memory
+KINDS = ("equal", "refused", "wrong", "refused without a line", "crash")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mode:
+    """What `parallelize` is asked for.
+
+    Attributes:
+        name: The row of the table.
+        plan: A recipe as source text, "" for the free search.
+        memory: A part of what the free plan needs, which is the memory limit; 0 for none.
+    """
+
+    name: str
+    devices: int
+    plan: str = ""
+    num_microbatches: int = 0
+    memory: float = 0.0
+    x64: bool = False
+
+    @property
+    def text(self) -> str:
+        """The options of `parallelize`."""
+        parts = [f"devices={self.devices}"]
+        parts += [f"plan={self.plan}"] if self.plan else []
+        parts += [f"num_microbatches={self.num_microbatches}"] if self.num_microbatches else []
+        parts += [f"memory limit {self.memory:g} of the free plan's"] if self.memory else []
+        parts += ["x64"] if self.x64 else []
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """`kind` is one of `KINDS`, or "invalid" where plain `jax.jit` refuses the program."""
+
+    kind: str
+    reason: str = ""
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in ("wrong", "refused without a line", "crash")
+
+
+def modes_of(program: Program, drawn: int) -> list[Mode]:
+    """The free search, and so many other modes drawn by the program's seed."""
+    random = np.random.default_rng((program.seed, 1))
+
+    def one(things: Any) -> Any:
+        return things[int(random.integers(len(things)))]
+
+    def devices() -> int:
+        return int(random.choice([2, 4, 4, 8]))
+
+    def micro_batches() -> int:
+        """From 1 to 4, seldom one by which the batch does not divide."""
+        examples = program.batch[0].shape[0]
+        return one([m for m in (1, 2, 3, 4) if examples % m == 0 or random.random() < 0.2])
+
+    out = [Mode(name="free search", devices=devices())]
+    for _ in range(drawn):
+        kind = float(random.random())
+        if kind < 0.4:
+            text, least = one(_RECIPES)
+            out.append(Mode(name=text, devices=max(devices(), least), plan=f"recipes.{text}"))
+        elif kind < 0.6:
+            named = [name for name in sorted(SCHEDULES) if (name == "inference") != bool(program.loss)]
+            schedule, m = one(named), micro_batches()
+            stages = one((1, 2, 2)) if schedule not in ("interleaved", "zb-v") else 2
+            chunks = ", chunks=2" if schedule in ("interleaved", "zb-v") else ""
+            inner = one(("", "", ", tp=2", ", dp=2", ", zero=1", ", zero=3", ", recompute='input'"))
+            text = f"recipes.combine(pp={stages}, schedule='{schedule}', num_microbatches={m}{chunks}{inner})"
+            out.append(Mode(name=f"schedule {schedule}", devices=devices(), plan=text))
+        elif kind < 0.7:
+            out.append(Mode(name="micro-batches, free", devices=devices(), num_microbatches=micro_batches()))
+        elif kind < 0.8:
+            out.append(Mode(name="memory limit", devices=devices(), memory=one(LIMITS)))
+        elif kind < 0.9:
+            if (text := _pins(program, random)) is not None:
+                out.append(Mode(name="pins", devices=devices(), plan=text))
+        elif kind < 0.95:
+            out.append(Mode(name="x64, free", devices=devices(), x64=True))
+        else:
+            text, least = one(_RECIPES)
+            out.append(Mode(name="x64, recipes", devices=max(devices(), least), plan=f"recipes.{text}", x64=True))
+    return list(dict.fromkeys(out))
+
+
+# With the least number of devices.
+_RECIPES = (
+    ("data_parallel()", 2),
+    ("zero(1)", 2),
+    ("zero(2)", 2),
+    ("zero(3)", 2),
+    ("zero(1, offload='optimizer')", 2),
+    ("tensor_parallel()", 2),
+    ("tensor_parallel(size=2)", 2),
+    ("tensor_parallel('2d', size=4)", 4),
+    ("tensor_parallel('2.5d', depth=2)", 8),
+    ("tensor_parallel('3d')", 8),
+    ("expert_parallel(2)", 2),
+    ("sequence_parallel(size=2)", 2),
+    ("sequence_parallel('ulysses', size=2)", 2),
+    ("sequence_parallel('ring', size=2)", 2),
+    ("combine(dp=2, tp=2)", 4),
+    ("combine(tp=2, zero=3)", 4),
+    ("combine(sp=2, zero=1)", 4),
+    ("combine(recompute='input')", 2),
+    ("combine(recompute='matmuls', num_microbatches=2)", 2),
+    ("pipeline(2, num_microbatches=2)", 2),
+    ("pipeline(2)", 2),
+    ("cut(recipes.tensor_parallel(size=2), stages=2, num_microbatches=2)", 4),
+    ("cut(recipes.zero(2), stages=2, num_microbatches=4)", 4),
+)
+
+
+def _pins(program: Program, random: np.random.Generator) -> str | None:
+    leaves = [("p", x) for x in program.parameters] + [("batch", x) for x in program.batch]
+    leaves = [(group, x) for group, x in leaves if x.shape]
+    if not leaves:
+        return None
+    pins = []
+    for name in ("a", "b")[: 1 + int(random.integers(2))]:
+        group, leaf = leaves[int(random.integers(len(leaves)))]
+        dim = int(random.integers(len(leaf.shape)))
+        spec = ", ".join(["None"] * dim + [repr(name)])
+        pins.append(f"'{group}/{leaf.name}': P({spec})")
+    sizes = ", axis_sizes={'a': 2}" if random.random() < 0.3 else ""
+    return f"autopar.constrain({{{', '.join(pins)}}}{sizes})"
+
+
+def slow_cluster(num_devices: int) -> autopar.Cluster:
+    """As in the tests: CPU devices by name, next to no speed, fast links."""
+    v100 = hardware.V100
+    device = dataclasses.replace(
+        v100,
+        name="CPU",
+        peak_flops=tuple((dtype, rate * SLOWNESS) for dtype, rate in v100.peak_flops),
+        peak_memory_bytes_per_s=v100.peak_memory_bytes_per_s * SLOWNESS,
+    )
+    return autopar.Cluster.flat(num_devices, device=device, links=(hardware.NVLINK2,))
+
+
+class Bench:
+    """One program, what plain `jax.jit` makes of it, and its runs."""
+
+    def __init__(self, program: Program, rules: RuleBook, folder: Path | None = None) -> None:
+        self.program, self.rules = program, rules
+        self.module = load(program, folder or Path(tempfile.gettempdir()) / "random_programs")
+        self._references: dict[bool, Any] = {}
+        self._peaks: dict[int, int] = {}
+
+    def run(self, mode: Mode) -> Outcome:
+        with jax.enable_x64(mode.x64):
+            try:
+                expected, noise = self._reference(mode.x64)
+            except Exception as error:
+                return Outcome(kind="invalid", reason=_line(error))
+            try:
+                got = self._parallel(mode)
+            except errors.AutoparError as error:
+                return Outcome(kind="refused" if _is_clear(error) else "refused without a line", reason=_line(error))
+            except Exception as error:
+                return Outcome(kind="crash", reason=f"{_line(error)} ({_where(error)})")
+            worst = difference(expected, got, noise)
+            return Outcome(kind="wrong", reason=worst) if worst else Outcome(kind="equal")
+
+    def _reference(self, x64: bool) -> tuple[list[Any], list[list[float]]]:
+        """Results of each step, and for each leaf how far rounding in the arguments moves it."""
+        if x64 not in self._references:
+            step = jax.jit(self.module.step)
+            runs = [_results(step, *self.arguments(x64, seed)) for seed in (None, 1, 2, 3)]
+            plain, others = runs[0], runs[1:]
+            noise = [
+                [max(_distance(a, b) for b in same) for a, *same in zip(*map(jax.tree.leaves, at), strict=True)]
+                for at in zip(plain, *others, strict=True)
+            ]
+            self._references[x64] = plain, noise
+        return self._references[x64]
+
+    def arguments(self, x64: bool, perturbed: int | None = None) -> tuple[Any, Any]:
+        """State and batch; of seed `perturbed` each float is moved by some units in its last place."""
+        state, batch = self.module.arguments()
+        if x64 and self.program.seed % 2:
+            state, batch = jax.tree.map(lambda x: _wide(np.asarray(x)), (state, batch))
+        if perturbed is not None:
+            random = np.random.default_rng(perturbed)
+
+            def moved(x: Any) -> Any:
+                x = np.asarray(x)
+                if not jax.numpy.issubdtype(x.dtype, np.inexact):
+                    return x
+                eps = 4 * float(jax.numpy.finfo(x.dtype).eps)
+                if self._is_low_precision and x.dtype.itemsize < 8:
+                    eps = 2.0**-10
+                return (x * (1 + eps * random.uniform(-1, 1, x.shape))).astype(x.dtype)
+
+            state, batch = jax.tree.map(moved, (state, batch))
+        return state, batch
+
+    @property
+    def _is_low_precision(self) -> bool:
+        return any(s.dtype in ("bfloat16", "float16") for s in self.program.statements)
+
+    def _step(self, mode: Mode, **options: Any) -> autopar.Step:
+        plan = eval(mode.plan, {"recipes": recipes, "autopar": autopar, "P": PartitionSpec}) if mode.plan else None
+        if mode.num_microbatches:
+            options["num_microbatches"] = mode.num_microbatches
+        step = autopar.parallelize(
+            self.module.step,
+            plan=plan,
+            cluster=slow_cluster(mode.devices),
+            cache_dir=None,
+            show_progress=False,
+            time_limit_s=TIME_LIMIT_S,
+            **options,
+        )
+        step._rules = self.rules
+        return step
+
+    def _parallel(self, mode: Mode) -> list[Any]:
+        options = {}
+        if mode.memory:
+            options["memory_limit_bytes"] = int(mode.memory * self._peak(mode.devices))
+        return _results(self._step(mode, **options), *self.arguments(mode.x64))
+
+    def _peak(self, devices: int) -> int:
+        if devices not in self._peaks:
+            plan = self._step(Mode(name="free search", devices=devices)).plan(*self.arguments(False))
+            self._peaks[devices] = max(plan.predicted.peak_bytes)
+        return self._peaks[devices]
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype({"float32": np.float64, "complex64": np.complex128}.get(str(x.dtype), x.dtype))
+
+
+def _results(step: Callable[..., Any], state: Any, batch: Any) -> list[Any]:
+    out = []
+    for _ in range(STEPS):
+        state, outputs = step(state, batch)
+        state_now, outputs_now = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, outputs))
+        out.append((state_now, outputs_now))
+    return out
+
+
+def _numbers(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    if x.dtype.kind in "biu":
+        return x
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def _distance(a: Any, b: Any) -> float:
+    """The largest difference; infinite where NaNs, infinities or whole numbers differ."""
+    x, y = _numbers(a), _numbers(b)
+    if x.dtype.kind in "biu":
+        return 0.0 if np.array_equal(x, y) else np.inf
+    finite = np.isfinite(x)
+    if not np.array_equal(finite, np.isfinite(y)) or not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+        return np.inf
+    return float(np.abs(x[finite] - y[finite]).max(initial=0.0))
+
+
+def difference(expected: list[Any], got: list[Any], noise: list[list[float]]) -> str:
+    """The first leaf that differs by more than reassociation explains; "" where none does.
+
+    A leaf may be off by 8 times what rounding in the arguments makes of it, and by some units in the last place of its
+    largest number. Whole numbers that rounding changes (a position of the largest) are not compared.
+    """
+    for i, (wanted, made, moved) in enumerate(zip(expected, got, noise, strict=True)):
+        if jax.tree.structure(wanted) != jax.tree.structure(made):
+            return f"step {i}: another tree, {jax.tree.structure(made)} where {jax.tree.structure(wanted)} is right"
+        leaves = jax.tree_util.tree_leaves_with_path(wanted)
+        for (path, a), b, rounding in zip(leaves, jax.tree.leaves(made), moved, strict=True):
+            where = f"step {i}, result{jax.tree_util.keystr(path)}"
+            x, y = jax.numpy.asarray(a), jax.numpy.asarray(b)
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                return f"{where}: {y.dtype}{list(y.shape)} where {x.dtype}{list(x.shape)} is right"
+            if jax.typeof(x).weak_type != jax.typeof(b).weak_type:
+                return f"{where}: weak type {jax.typeof(b).weak_type}, not {jax.typeof(x).weak_type}"
+            off = _distance(a, b)
+            if np.isinf(rounding):
+                continue
+            exact = _numbers(a)
+            allowed = 8 * rounding
+            if exact.dtype.kind not in "biu":
+                largest = float(np.abs(exact[np.isfinite(exact)]).max(initial=0.0))
+                allowed += 32 * float(jax.numpy.finfo(x.dtype).eps) * largest + 1e-7
+            if off > allowed:
+                return f"{where}: off by {off:.2e}, {allowed:.0e} allowed; {_short(b)} where {_short(a)} is right"
+    return ""
+
+
+def _short(x: Any) -> str:
+    return np.array2string(np.asarray(_numbers(x)).reshape(-1)[:4], precision=5, separator=",")
+
+
+_LINE = re.compile(r"program_\d+\.py:\d+")
+# What the options themselves are wrong about: sizes, memory, an argument's name. No operation stands behind these.
+_OF_OPTIONS = (errors.MemoryLimitError, errors.BatchMismatchError, errors.InvalidArgumentError)
+
+
+def _is_clear(error: errors.AutoparError) -> bool:
+    of_the_step = "step with attention" in error.expected  # which the step has none of
+    return bool(_LINE.search(str(error))) or isinstance(error, _OF_OPTIONS) or of_the_step
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
+
+
+def _where(error: BaseException) -> str:
+    """The last line of ours on the way to an error."""
+    trace, last = error.__traceback__, "?"
+    while trace is not None:
+        path = Path(trace.tb_frame.f_code.co_filename)
+        if path.parent.name in ("autopar", "solver", "runtime") or path.parent.parent.name == "autopar":
+            last = f"{path.name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return last

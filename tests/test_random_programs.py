@@ -1,0 +1,65 @@
+"""Random programs under random ways of planning give what plain `jax.jit` gives."""
+
+import jax
+import numpy as np
+import pytest
+
+from autopar.rules import RuleBook
+from benchmarks.random_programs.generator import generate
+from benchmarks.random_programs.modes import Bench, Mode, difference, modes_of
+
+
+def test_a_seed_is_one_program():
+    assert generate(5).source == generate(5).source
+    assert generate(5).source != generate(6).source
+    assert modes_of(generate(5), 4) == modes_of(generate(5), 4)
+
+
+def test_smaller_variants_still_run(tmp_path):
+    program = generate(8)
+    smaller = [v for v in program.variants() if len(v.source) < len(program.source)]
+    assert smaller
+    for i, variant in enumerate(smaller[:6]):
+        step = Bench(variant, RuleBook(), tmp_path / str(i)).module
+        jax.eval_shape(step.step, *step.arguments())
+
+
+def test_what_counts_as_equal():
+    def compared(expected, got, noise=0.0):
+        return difference([jax.numpy.asarray(expected)], [jax.numpy.asarray(got)], [[noise]])
+
+    a = np.float32([1.0, np.nan, 3.0])
+    assert compared(a, a + np.float32(1e-6)) == ""
+    assert "off by" in compared(a, a + np.float32(1e-4))
+    assert compared(a, a + np.float32(1e-4), noise=1e-4) == ""
+    assert "off by inf" in compared(a, np.float32([1.0, 2.0, 3.0]))
+    assert "off by" in compared(np.int32([1, 2]), np.int32([1, 3]))
+    assert "is right" in compared(np.int32([1, 2]), np.float32([1, 2]))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 8, 10])
+def test_equals_plain_jit_or_is_refused_by_name(seed, tmp_path):
+    program, rules = generate(seed), RuleBook()
+    bench = Bench(program, rules, tmp_path)
+    for mode in modes_of(program, 1):
+        outcome = bench.run(mode)
+        assert outcome.kind in ("equal", "refused"), f"{mode.text}: {outcome}\n{program.source}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1200, 20))
+def test_two_hundred_programs(first, tmp_path):
+    rules = RuleBook()
+    for seed in range(first, first + 20):
+        program = generate(seed)
+        bench = Bench(program, rules, tmp_path)
+        for mode in modes_of(program, 2):
+            outcome = bench.run(mode)
+            assert not outcome.failed, f"seed {seed}, {mode.text}: {outcome}\n{program.source}"
+
+
+def test_the_free_search_of_a_known_program_splits(tmp_path):
+    """The cluster is one on which splitting pays even for programs as small as these."""
+    bench = Bench(generate(1), RuleBook(), tmp_path)
+    plan = bench._step(Mode(name="free search", devices=4)).plan(*bench.arguments(False))
+    assert any(not s.is_fully_replicated for s in jax.tree.leaves((plan.state_shardings, plan.batch_shardings)))
