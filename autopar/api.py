@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import InvalidArgumentError
+from autopar.nnx_objects import unwrapped
 from autopar.plan import Plan
 from autopar.recipes import Recipe, pipeline_options
 from autopar.step import DEFAULT_CACHE, Options, Step
@@ -33,15 +34,18 @@ def parallelize(
 
     Args:
         fun: The step, any pure function of arrays in pytrees, or a step made before, to be planned in another way.
-            Without it, a decorator is returned.
+            Without it, a decorator is returned. NNX objects among its arguments may be changed in place, as under
+            `nnx.jit`.
         plan: A plan to run exactly as it is, or a recipe (`autopar.recipes`, `autopar.constrain`) for one; None
             searches.
         cluster: The hardware to plan for; None takes the devices of this program.
         num_microbatches: Into how many equal parts the batch is cut; "auto" leaves it to the search.
         schedule: In which order a pipeline's stages run them: one of `autopar.runtime.schedules.SCHEDULES`, or "auto".
         memory_limit_bytes: Memory of one device that the step may use; None: what the device has, less a tenth.
-        batch_argnums: The arguments whose leaves carry examples.
+        batch_argnums: The arguments whose leaves carry examples. Where argument 1 is or holds an NNX object, the
+            default is all arguments with arrays behind the last object.
         donate_argnums: The arguments that the step replaces: their memory is reused for the results that replace them.
+            Where there are NNX objects, the default is those that the step changes.
         static_argnums: Arguments that are no arrays; each value of them is a step of its own.
         follow: Another step whose layout of the state this one takes over (an evaluation step).
         cache_dir: Where plans are kept between runs; None keeps nothing.
@@ -52,6 +56,7 @@ def parallelize(
     """
     if isinstance(fun, Step):
         fun = fun._function
+    fun = unwrapped(fun)
     if fun is not None and not callable(fun):
         raise InvalidArgumentError(
             where="parallelize(fun)", expected="a function", got=type(fun).__name__, hint="decorate the training step"

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from autopar import jax_compat
+from autopar import jax_compat, nnx_objects
 from autopar.arguments import can_be_run, hashable, is_elsewhere, lies_as, put_leaves, without_twins
 from autopar.cache import DiskCache, plan_key
 from autopar.cluster import Cluster
@@ -73,6 +73,7 @@ class Step:
         self._compiled: dict[Any, Compiled | CompiledPipeline] = {}
         self._plans: dict[Any, tuple[TracedStep, Plan]] = {}
         self._last: Compiled | CompiledPipeline | None = None
+        self._takes_objects = False
         self._disk = DiskCache(_cache_directory(options.cache_dir))
         self._rules: RuleBook | None = None
         self.last_progress: Progress | None = None
@@ -82,8 +83,14 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; plans and compiles on the first call, and again for new shapes.
 
+        NNX objects among the arguments are changed in place, as under `nnx.jit`.
         Raises: DonatedStateError when a state is used that an earlier step took over, and what `plan` raises.
         """
+        if self._takes_objects:
+            return nnx_objects.run_and_write_back(self._run, self._bound(args, kwargs))
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         last = self._last
         if last is None or kwargs or self._options.static_argnums:
             return self._call_slowly(self._bound(args, kwargs))
@@ -101,6 +108,9 @@ class Step:
         return jax.tree.unflatten(last.traced.out_tree, results)
 
     def _call_slowly(self, args: tuple[Any, ...]) -> Any:
+        if any(map(nnx_objects.holds_objects, args)):
+            self._takes_objects = True
+            return self(*args)
         dynamic = self._dynamic(args)
         self._refuse_unusable(dynamic, self._names(len(dynamic)))
         self._last = compiled = self.compile(*args)
@@ -119,6 +129,7 @@ class Step:
 
     def compile(self, *args: Any) -> Compiled | CompiledPipeline:
         """Plans and compiles for arguments of these shapes, ahead of time."""
+        args = nnx_objects.split(args)
         key = self._key(args)
         if key not in self._compiled:
             traced, plan = self._planned(args)
@@ -134,7 +145,7 @@ class Step:
         trees: list[Any] = []
 
         def flat(*values: Any) -> list[Any]:
-            leaves, tree = jax.tree.flatten(function(*values))
+            leaves, tree = jax.tree.flatten(*nnx_objects.split((function(*values),)))
             trees.append(tree)
             return leaves
 
@@ -144,7 +155,7 @@ class Step:
             leaves = make_state(flat, shapes, shardings, args)
         else:
             leaves = jax.jit(flat, out_shardings=shardings)(*args)
-        return jax.tree.unflatten(trees[0], leaves)
+        return nnx_objects.merged(jax.tree.unflatten(trees[0], leaves))
 
     def put_batch(self, batch: Any) -> Any:
         """Puts host data where the plan wants it. Before there is a plan the first call will do it.
@@ -175,13 +186,17 @@ class Step:
     def plain(self, *args: Any) -> Any:
         """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing.
 
-        State that lies on the stages of a pipeline, or in the memory of the host, is brought together first.
+        State that lies on the stages of a pipeline, or in the memory of the host, is brought together first. NNX
+        objects stay as they are.
         """
+        if any(map(nnx_objects.holds_objects, args)):
+            return nnx_objects.merged(self.plain(*nnx_objects.split(args)).result)
         static = self._options.static_argnums
         if any(isinstance(x, jax.Array) and is_elsewhere(x) for x in jax.tree.leaves(self._dynamic(args))):
             one = jax.devices()[0]
             args = tuple(a if i in static else jax.device_put(a, one) for i, a in enumerate(args))
-        return jax.jit(self._function, static_argnums=static)(*args)
+        names = self._names(len(args))
+        return jax.jit(lambda *a: nnx_objects.pure(self._function, a, names), static_argnums=static)(*args)
 
     # Inside
 
@@ -245,15 +260,21 @@ class Step:
 
         def bound(*values: Any) -> Any:
             rest = iter(values)
-            return self._function(*(static[i] if i in static else next(rest) for i in range(len(args))))
+            given = [static[i] if i in static else next(rest) for i in range(len(args))]
+            return nnx_objects.pure(self._function, given, self._names(len(args)))
 
         bound.__name__ = self.__name__
         names = self._dynamic_names(len(args))
-        donate = self._numbers(options.donate_argnums if options.follow is None else (), len(args))
-        batch = self._numbers(options.batch_argnums, len(args))
+        donated = nnx_objects.donate_argnums(args, options.donate_argnums, _DEFAULTS["donate_argnums"])
+        examples = nnx_objects.batch_argnums(args, options.batch_argnums, _DEFAULTS["batch_argnums"])
+        donate = self._numbers(donated if options.follow is None else (), len(args))
+        batch = self._numbers(examples, len(args))
         traced = trace(bound, dynamic, names=names, donate=donate, batch=batch)
+        if any(map(nnx_objects.is_split, dynamic)):
+            traced = nnx_objects.tie_objects(traced, dynamic, donate)
+            donate = tuple(sorted({traced.argument_of[leaf] for leaf in traced.donated}))
         trees = Trees(
-            arguments=tuple(jax.tree.structure(a) for a in dynamic),
+            arguments=tuple(map(nnx_objects.public_tree, dynamic)),
             names=tuple(names),
             donated=frozenset(donate),
             batch=frozenset(batch),
@@ -261,6 +282,7 @@ class Step:
         return traced, trees
 
     def _planned(self, args: tuple[Any, ...]) -> tuple[TracedStep, Plan]:
+        args = nnx_objects.split(args)
         key = self._key(args)
         if key not in self._plans:
             if self._plans:
@@ -371,12 +393,15 @@ class Step:
 
     def _state_shardings(self, leaves: Sequence[Any]) -> list[NamedSharding]:
         """The plan's shardings for leaves of these shapes, or an even split where there is no plan yet."""
+        shapes = [(tuple(x.shape), str(x.dtype)) for x in leaves]
         for _, plan in reversed(self._plans.values()):
-            planned = [v for v in plan.record.arguments if v.kind == "state"]
-            same = [(v.shape, v.dtype) for v in planned] == [(tuple(x.shape), str(x.dtype)) for x in leaves]
-            if same:
-                plan.check_devices()
-                return [plan.sharding_of(v) for v in planned]
+            assert plan.trees is not None, "a step's plan has its trees"
+            # The whole state, or one of the arguments that it is made of.
+            for which in (plan.trees.donated, *(frozenset({i}) for i in sorted(plan.trees.donated))):
+                planned = plan.argument_leaves(which)
+                if [(v.shape, v.dtype) for v in planned] == shapes:
+                    plan.check_devices()
+                    return [plan.sharding_of(v) for v in planned]
         cluster = self._options.plan.cluster if self._options.plan else self._options.cluster or Cluster.local()
         line = LogicalMesh(axis_sizes=(cluster.num_devices,))
         devices = concrete_mesh(line)
@@ -415,6 +440,7 @@ def asked_of(step: Step, *args: Any) -> Asked:
     Raises: InvalidArgumentError where the step has a plan, a recipe or another step's layout already, or gets shapes;
     DonatedStateError, UnsupportedError, ImpureFunctionError.
     """
+    args = nnx_objects.split(args)
     options, dynamic = step._options, step._dynamic(args)
     given = {"a plan": options.plan is not None, "a recipe": options.recipe != Recipe(), "follow": options.follow}
     for what, is_given in given.items():
@@ -499,6 +525,14 @@ def _followed(wanted: PlanOptions, step: Step, traced: TracedStep, name: str) ->
             fixed = tuple((first + i, v.layout) for i, v in enumerate(state))
             in_host = tuple(first + i for i, v in enumerate(state) if v.in_host)
             return dataclasses.replace(wanted, axis_sizes=plan.record.axis_sizes, fixed=fixed, in_host=in_host)
+    # Or a part of it, such as the model of a model and its optimiser.
+    by_path = {(v.path, v.shape, v.dtype): v for v in state}
+    named = zip(traced.in_paths, avals, strict=True)
+    found = [(i, by_path.get((path, tuple(a.shape), str(a.dtype)))) for i, (path, a) in enumerate(named)]
+    if any(v is not None for _, v in found):
+        fixed = tuple((i, v.layout) for i, v in found if v is not None)
+        in_host = tuple(i for i, v in found if v is not None and v.in_host)
+        return dataclasses.replace(wanted, axis_sizes=plan.record.axis_sizes, fixed=fixed, in_host=in_host)
     raise InvalidArgumentError(
         where=f"{name}, follow={step.__name__}",
         expected=f"an argument with the {len(state)} state leaves of {step.__name__}",

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from autopar import elsewhere, hlo, jax_compat
+from autopar import elsewhere, hlo, jax_compat, nnx_objects
 from autopar.arguments import copy_of
 from autopar.compiled import Compiled, CompiledPipeline
 from autopar.memory import allocated_bytes
@@ -91,6 +91,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
     Raises: what planning and compiling raise.
     """
     check_is_step("autopar.verify", step)
+    args = nnx_objects.split(args)
     compiled: Compiled | CompiledPipeline
     if compile_for is None:
         compiled, target = step.compile(*args), f"{jax.default_backend()} x {step.plan(*args).cluster.num_devices}"

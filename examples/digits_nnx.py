@@ -39,30 +39,21 @@ def create(key: jax.Array) -> tuple[Network, nnx.Optimizer]:
     return network, nnx.Optimizer(network, optax.adam(1e-3), wrt=nnx.Param)
 
 
-def create_state(key: jax.Array) -> nnx.State:
-    return nnx.state(create(key))
-
-
-graph = nnx.graphdef(nnx.eval_shape(lambda: create(jax.random.key(0))))
-
-
-@autopar.parallelize
-def train_step(state: nnx.State, batch: dict[str, jax.Array]) -> tuple[nnx.State, dict[str, jax.Array]]:
+@autopar.parallelize  # in place of nnx.jit: the network and its optimizer are changed in place
+def train_step(network: Network, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     def loss_fn(network: Network) -> jax.Array:
         logits = network(batch["images"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
-    network, optimizer = nnx.merge(graph, state)
     loss, grads = nnx.value_and_grad(loss_fn)(network)
     optimizer.update(network, grads)
-    return nnx.state((network, optimizer)), {"loss": loss}
+    return {"loss": loss}
 
 
-@autopar.parallelize(follow=train_step)  # the state stays where training has it
-def accuracy_of(state: nnx.State, batch: dict[str, jax.Array]) -> jax.Array:
-    network, _ = nnx.merge(graph, state)
-    network.eval()
-    return jnp.mean(jnp.argmax(network(batch["images"]), axis=-1) == batch["labels"])
+@autopar.parallelize(follow=train_step)  # the network stays where training has it
+def accuracy_of(network: Network, batch: dict[str, jax.Array]) -> jax.Array:
+    logits = nnx.view(network, deterministic=True)(batch["images"])
+    return jnp.mean(jnp.argmax(logits, axis=-1) == batch["labels"])
 
 
 def main() -> None:
@@ -70,18 +61,18 @@ def main() -> None:
     images, labels = (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
     images, test_images, labels, test_labels = train_test_split(images, labels, test_size=0.2, random_state=0)
 
-    state = train_step.init(create_state, jax.random.key(0))
+    network, optimizer = train_step.init(create, jax.random.key(0))
     rng = np.random.default_rng(0)
     for epoch in range(EPOCHS):
         order = rng.permutation(len(labels))
         for start in range(0, len(order) - BATCH + 1, BATCH):
             chosen = order[start : start + BATCH]
             batch = {"images": images[chosen], "labels": labels[chosen]}
-            state, metrics = train_step(state, train_step.put_batch(batch))
+            metrics = train_step(network, optimizer, train_step.put_batch(batch))
         if (epoch + 1) % 5 == 0:
-            accuracy = accuracy_of(state, {"images": test_images, "labels": test_labels})
+            accuracy = accuracy_of(network, {"images": test_images, "labels": test_labels})
             print(f"epoch {epoch + 1:2}  loss {metrics['loss']:.4f}  test accuracy {accuracy:.1%}")
-    print(train_step.plan(state, batch))
+    print(train_step.plan(network, optimizer, batch))
 
 
 if __name__ == "__main__":

@@ -123,6 +123,7 @@ LAYER_OF = {
     "__main__": "face",
     "api": "face",
     "arguments": "face",
+    "nnx_objects": "face",
     "step": "face",
     "device_grids": "face",
     "constraining": "face",
