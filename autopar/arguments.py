@@ -34,6 +34,7 @@ def copy_of(args: Sequence[Any]) -> list[Any]:
     return [jax.tree.map(copied, a) for a in args]
 
 
+@jax_compat.no_mesh_set()
 def copied(leaf: Any) -> Any:
     """The leaf in memory of its own. What is neither an array nor a number may stand for an array that it holds."""
     if isinstance(leaf, (jax.Array, np.ndarray)):
@@ -61,6 +62,17 @@ def put_leaves(leaves: Sequence[Any], compiled: Compiled | CompiledPipeline) -> 
 def is_elsewhere(array: jax.Array) -> bool:
     """Whether an array is not simply on one device."""
     return len(array.devices()) > 1 or array.sharding.memory_kind == HOST_MEMORY
+
+
+def on_default_device(array: Any) -> Any:
+    """An array brought to one device, uncommitted, so that shardings in the code that reads it still hold."""
+    if not isinstance(array, jax.Array):
+        return array
+    if not array.is_fully_addressable:
+        return jax.device_put(array, jax.devices()[0])
+    if jax_compat.is_key_dtype(array.dtype):
+        return jax_compat.key_of(np.asarray(jax.random.key_data(array)), array.dtype)
+    return jnp.asarray(np.asarray(array))
 
 
 def can_be_run(leaves: Sequence[Any]) -> bool:

@@ -169,6 +169,7 @@ def leaves_of(traced: TracedStep, args: tuple[Any, ...]) -> list[Any]:
     return leaves
 
 
+@jax_compat.no_mesh_set()
 def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> Compiled | CompiledPipeline:
     """Emits, lowers and compiles a step under a plan for this program's devices.
 
@@ -181,6 +182,7 @@ def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> Compiled | Compile
     return build_whole(traced, plan, plan.concrete_mesh(), rules)
 
 
+@jax_compat.no_mesh_set()
 def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
     """Compiles a step as one program for the devices of a mesh.
 

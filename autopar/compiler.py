@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from autopar import jax_compat
 from autopar.asked_pipelines import asked_pipeline
 from autopar.attention_checks import check_attention
 from autopar.building import build_graph
@@ -90,6 +91,7 @@ def make_plan(
     return make_plans(traced, trees, cluster, options, rules, progress)[0]
 
 
+@jax_compat.no_mesh_set()
 def make_plans(
     traced: TracedStep,
     trees: Trees,

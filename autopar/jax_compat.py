@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import config, distributed
+from jax._src import config, distributed, sharding_impls
 from jax._src.lib import xla_client
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jax_core
@@ -114,10 +114,49 @@ def primitive(name: str, function: Callable[..., Any]) -> Any:
     return made
 
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+UNSPECIFIED_SHARDING = sharding_impls.UNSPECIFIED
+
+
 @contextlib.contextmanager
 def _context(eqn: Any) -> Iterator[None]:
-    with eqn.ctx.manager:
+    """The context in which an equation was traced, but for the mesh that the user had set."""
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
         yield
+
+
+def without_mesh(var: Any) -> Any:
+    """A variable whose type names no mesh and no memory: itself, or a new one."""
+    aval = var.aval
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or (sharding.mesh.empty and aval.memory_space == jax.memory.Space.Device):
+        return var
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        return type(var)(aval.update(sharding=None, memory_space=jax.memory.Space.Device))
+
+
+@contextlib.contextmanager
+def no_mesh_set() -> Iterator[None]:
+    """Inside, no mesh is set that the user has set with `jax.set_mesh`: programs bring a mesh of their own."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.set_mesh(None):
+        yield
+
+
+def under_present_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called with the mesh set that is set now (`jax.set_mesh`): a step's code may name its axes."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    mesh = jax.sharding.get_mesh()
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return function(*args, **kwargs)
+
+    return called
 
 
 @contextlib.contextmanager

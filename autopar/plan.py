@@ -73,6 +73,11 @@ class Plan:
         made = self.record.pipeline.stages[stage]
         return LogicalMesh(axis_sizes=made.axis_sizes), made.first_device
 
+    def with_note(self, note: str) -> Plan:
+        """The plan with one more note, unless it has it."""
+        notes = dict.fromkeys((*self.record.notes, note))
+        return dataclasses.replace(self, record=dataclasses.replace(self.record, notes=tuple(notes)))
+
     def groups(self) -> dict[str, list[list[int]]]:
         """Which devices, by number, work together along each mesh axis, and along the stages of a pipeline.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.errors import ImpureFunctionError, InvalidArgumentError, UnsupportedError
+from autopar.placements import Placement, without_placements
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class TracedStep:
     fingerprint: str
     retrace: Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
     blockwise_attention: bool = False
+    placements: tuple[Placement, ...] = ()
 
 
 NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
@@ -106,7 +108,7 @@ def trace(
             )
         return [leaf for _, leaf in with_paths]
 
-    closed = jax.make_jaxpr(flat)(*in_avals)
+    closed, placements = without_placements(jax.make_jaxpr(flat)(*in_avals))
     fingerprint = jaxpr_fingerprint(closed)
     _check_effects(closed, name)
     jaxpr = jax_compat.open_jaxpr(closed)
@@ -129,7 +131,10 @@ def trace(
         tied=tie_state(args, donate, out_trees[0], in_avals, out_avals),
         fingerprint=fingerprint,
         # A fresh function object, so that jax does not answer from its cache of traces.
-        retrace=lambda avals: jax.make_jaxpr(lambda *a: flat(*a))(*avals),
+        retrace=jax_compat.under_present_mesh(
+            lambda avals: without_placements(jax.make_jaxpr(lambda *a: flat(*a))(*avals))[0]
+        ),
+        placements=placements,
     )
 
 

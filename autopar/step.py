@@ -15,7 +15,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import jax_compat, nnx_objects
-from autopar.arguments import can_be_run, hashable, is_elsewhere, lies_as, put_leaves, without_twins
+from autopar.arguments import (
+    can_be_run,
+    hashable,
+    is_elsewhere,
+    lies_as,
+    on_default_device,
+    put_leaves,
+    without_twins,
+)
 from autopar.cache import DiskCache, plan_key
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
@@ -26,6 +34,7 @@ from autopar.global_step import make_state
 from autopar.layout import even_layout
 from autopar.mesh import LogicalMesh
 from autopar.pipelining import PipelineOptions
+from autopar.placements import placement_note
 from autopar.plan import Plan, Trees
 from autopar.plan_file import decode, encode
 from autopar.progress import Progress
@@ -193,8 +202,7 @@ class Step:
             return nnx_objects.merged(self.plain(*nnx_objects.split(args)).result)
         static = self._options.static_argnums
         if any(isinstance(x, jax.Array) and is_elsewhere(x) for x in jax.tree.leaves(self._dynamic(args))):
-            one = jax.devices()[0]
-            args = tuple(a if i in static else jax.device_put(a, one) for i, a in enumerate(args))
+            args = tuple(a if i in static else jax.tree.map(on_default_device, a) for i, a in enumerate(args))
         names = self._names(len(args))
         return jax.jit(lambda *a: nnx_objects.pure(self._function, a, names), static_argnums=static)(*args)
 
@@ -295,6 +303,11 @@ class Step:
                     plan = self._agreed_plan(traced, trees, progress)
                 else:
                     plan = self._given_plan(traced, trees) or self._search(traced, trees, progress)
+            if traced.placements:
+                note = placement_note(traced.placements)
+                if not self._plans:
+                    logger.warning("%s: %s", self.__name__, note)
+                plan = plan.with_note(note)
             self._plans[key] = (traced, plan)
             self.last_progress = progress
         return self._plans[key]

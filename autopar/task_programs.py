@@ -27,6 +27,7 @@ def compile_tasks(program: StagedProgram, stages: Sequence[LoweredStage], meshes
     return out
 
 
+@jax_compat.no_mesh_set()
 def compile_task(program: StagedProgram, number: int, stage: LoweredStage, mesh: Mesh, groups: int) -> Any:
     """Lowers and compiles one task. Its arguments are flat, in the order of the task's inputs."""
     task, linked = program.tasks[number], program.pipeline.tasks[number]

@@ -65,6 +65,7 @@ LAYER_OF = {
     "micro_batches": "front end",
     "partials": "front end",
     "pins": "front end",
+    "placements": "front end",
     "recomputation": "front end",
     "rewriting": "front end",
     "rules": "front end",
