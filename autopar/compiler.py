@@ -49,6 +49,7 @@ from autopar.prediction import allocation_s
 from autopar.progress import Progress
 from autopar.purposes import described
 from autopar.quantities import text_of_bytes, text_of_s
+from autopar.recipe_notes import Bound, bound_stages, bound_step, recipe_notes
 from autopar.record import FORMAT_VERSION, Decisions, MeshTrial, PinsRecord, PlanRecord
 from autopar.recording import (
     decisions_of,
@@ -123,6 +124,8 @@ def make_plans(
     if asked.num_stages is not None or (asked.is_asked and (options.binding is not None or options.pins is not None)):
         found = asked_pipeline(traced, cluster, options, limit_bytes, rules, progress)
         plan = named(staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress), options)
+        if options.binding is not None:
+            plan = noted(plan, bound_stages(found.staged.stages, options.binding.on(plan.mesh.num_devices)[1]))
         if found.pins is None:
             return (plan,)
         cost = price_in_stages(traced, cluster, options, limit_bytes, rules, progress, found)
@@ -167,7 +170,8 @@ def make_plans(
         if isinstance(way, Found):
             return staged_plan(traced, trees, graph, cluster, limit_bytes, way, progress)
         with progress.pass_("record"):
-            return named(Plan(record(traced, graph, cluster, limit_bytes, way, trials, notes), trees), options)
+            plan = named(Plan(record(traced, graph, cluster, limit_bytes, way, trials, notes), trees), options)
+            return plan if options.binding is None else noted(plan, [bound_step(graph, way, options.binding)])
 
     plan = planned(chosen)
     if isinstance(chosen, Candidate) and chosen.pins is not None:
@@ -224,6 +228,12 @@ def named(plan: Plan, options: PlanOptions) -> Plan:
         return plan
     names = tuple(use.name for use in options.binding.on(plan.mesh.num_devices)[1].axes)
     return dataclasses.replace(plan, record=dataclasses.replace(plan.record, axis_names=names))
+
+
+def noted(plan: Plan, bounds: Sequence[Bound]) -> Plan:
+    """The plan with notes on what its recipe left whole."""
+    notes = (*plan.record.notes, *recipe_notes(bounds))
+    return dataclasses.replace(plan, record=dataclasses.replace(plan.record, notes=notes))
 
 
 def may_pay(best: Candidate | None, cluster: Cluster) -> bool:

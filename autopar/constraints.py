@@ -17,6 +17,7 @@ from autopar.graph import Dimension, OpGraph, Purpose, Side, Value, read_by
 from autopar.layout import Layout, replicated
 from autopar.mesh import AXIS_NAMES, LogicalMesh
 
+LARGEST_NAMED = 3  # of the matrices that an error names
 # What inner widths count.
 _WIDTHS = frozenset({Dimension.HEAD})
 
@@ -91,9 +92,10 @@ class Constraints:
     def allows(self, value: Value, layout: Layout) -> bool:
         if any(not self.axes[axis].adds and _counts_examples(value) for axis in layout.partial):
             return False
-        return all(self._may_split(self.axes[axis], value, d) for d, axes in enumerate(layout.dims) for axis in axes)
+        return all(self.may_split(self.axes[axis], value, d) for d, axes in enumerate(layout.dims) for axis in axes)
 
-    def _may_split(self, use: AxisUse, value: Value, d: int) -> bool:
+    def may_split(self, use: AxisUse, value: Value, d: int) -> bool:
+        """Whether an axis may split a dimension of a value."""
         if use.side is not None and any(value.sides):
             return use.side in value.sides[d]
         names = value.dimensions[d] if value.dimensions else frozenset()
@@ -128,27 +130,30 @@ class Constraints:
         purpose = None if any(Dimension.EXAMPLE in names for names in value.dimensions) else value.purpose
         return tuple(sorted(range(len(self.axes)), key=lambda axis: purpose in self.axes[axis].minor))
 
-    def lies_well(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Which layouts split a value as it must lie, as far as it can."""
-        return self._split(value, layouts, [value.purpose in use.must for use in self.axes])
+    def must_lie_split(self, value: Value) -> list[bool]:
+        """Which axes a value must be split over where it lies."""
+        return [value.purpose in use.must for use in self.axes]
 
-    def copied_well(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Which layouts split a copy, kept for several passes, of a value as it must lie, as far as it can."""
-        return self._split(value, layouts, [value.purpose in use.must and not use.keeps_copies for use in self.axes])
+    def must_be_copied_split(self, value: Value) -> list[bool]:
+        """Which axes a copy, kept for several passes, of a value must be split over."""
+        return [value.purpose in use.must and not use.keeps_copies for use in self.axes]
 
-    def reads_well(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Which layouts split a value as operations must read it, as far as they can."""
-        return self._split(value, layouts, [value.purpose in use.reads for use in self.axes])
+    def must_be_read_split(self, value: Value) -> list[bool]:
+        """Which axes a value must be split over where operations read it."""
+        return [value.purpose in use.reads for use in self.axes]
 
-    def _split(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[bool]) -> np.ndarray:
-        good = self.allowed(value, layouts)
+    def split(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[bool]) -> list[tuple[int, np.ndarray]]:
+        """Of the wanted axes those over which the axes before them leave a value split, and the layouts that are so."""
+        good, found = self.allowed(value, layouts), []
         for axis, is_wanted in enumerate(wanted):
             if is_wanted:
                 # A sum that is still to be reduced is in parts too; one over micro-batches must not wait for its end.
                 waits = value.purpose is not Purpose.ACCUMULATOR
                 split = np.array([axis in at.sharded_axes or (waits and axis in at.partial) for at in layouts])
-                good = good & split if (good & split).any() else good
-        return good
+                if (good & split).any():
+                    good = good & split
+                    found.append((axis, split))
+        return found
 
     def meets_activations(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Which layouts of an operand may meet activations in one operation: where positions are exchanged for heads,
@@ -161,6 +166,13 @@ class Constraints:
     def _is_exchanged(self, value: Value, layout: Layout) -> bool:
         split = ((value.dimensions[d], self.axes[axis]) for d, axes in enumerate(layout.dims) for axis in axes)
         return any(names.intersection(use.exchanges) and not _is_score(value, use.exchanges) for names, use in split)
+
+    def gathers_weights(self, value: Value, source: Layout, target: Layout) -> bool:
+        """Whether weights are gathered over an axis in whose parts operations must read them."""
+        uses = [a for a, use in enumerate(self.axes) if value.purpose in use.must and value.purpose in use.reads]
+        if value.purpose in (Purpose.BATCH, Purpose.ACTIVATION):
+            return False
+        return any(a in source.sharded_axes and a not in (*target.sharded_axes, *target.partial) for a in uses)
 
     def may_become(self, value: Value, source: Layout, target: Layout) -> bool:
         """Whether a value that lies in one layout may be laid in another: what its axes may newly split.
@@ -285,8 +297,8 @@ class Binding:
         return mesh.size(cutting)
 
     def check(self, graph: OpGraph, num_devices: int) -> None:
-        """Raises: InvalidArgumentError where a step has no matrices that an axis could split along what it owns, or no
-        state of an optimiser that could be kept in the memory of the host.
+        """Raises: InvalidArgumentError where a step has no matrices that an axis could split along what it owns, none
+        at all that a tensor axis could split, or no state of an optimiser that could be kept in the memory of the host.
         """
         if self.offloads_optimizer and not optimizer_state(graph):
             raise InvalidArgumentError(
@@ -299,6 +311,22 @@ class Binding:
         for use, parts in zip(constraints.axes, mesh.axis_sizes, strict=True):
             for what in use.own if parts > 1 else ():
                 _check_owned(graph, use.name, parts, what)
+            if parts > 1 and use.unnamed and Purpose.MATRIX in use.must:
+                _check_matrices(graph, constraints, use, parts)
+
+
+def _check_matrices(graph: OpGraph, constraints: Constraints, use: AxisUse, parts: int) -> None:
+    matrices = [value for value in graph.values if value.purpose is Purpose.MATRIX]
+    for value in matrices:
+        if any(n % parts == 0 and constraints.may_split(use, value, d) for d, n in enumerate(value.shape)):
+            return
+    largest = sorted(matrices, key=lambda value: -value.size)[:LARGEST_NAMED]
+    raise InvalidArgumentError(
+        where=f"recipe, {use.name} axis of {parts} devices",
+        expected=f"a step with a product of weights, a width or the heads of which {parts} divides",
+        got=", ".join(f"{value.name} {list(value.shape)}" for value in largest) or "no product of weights",
+        hint="there is nothing to share: choose a size that divides the widths, or data parallelism",
+    )
 
 
 def _check_owned(graph: OpGraph, axis: str, parts: int, what: Dimension) -> None:

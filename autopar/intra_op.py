@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,8 +12,9 @@ from autopar.assembly import ALL, PLACED, RAW, Assembly, Home, Reshard, assemble
 from autopar.attention_checks import check_heads, check_rings
 from autopar.constraints import Constraints
 from autopar.folding import fold, joined
-from autopar.graph import Op, OpGraph, OpKind, Purpose, Role, Section, read_by
+from autopar.graph import Op, OpGraph, OpKind, Section, read_by
 from autopar.layout import Layout, replicated
+from autopar.masks import SECONDS, Masks, Relaxation
 from autopar.mesh import LogicalMesh
 from autopar.node_costs import CostModel, NodeCosts, copied_s
 from autopar.partials import Partials
@@ -31,6 +32,7 @@ class ShardingPlan:
     `strategy[op.id]` of every operation that has a choice (the others are replicated); `raw`, `placed` and `copies` are
     layouts of values as in `Assembly`; a value that is in none of them is replicated. `wires[op.id]` is the layout in
     which a value leaves for another stage. Arguments that are `in_host` lie in the memory of the host between steps.
+    `relaxation` is what was given up of constraints.
     """
 
     mesh: LogicalMesh
@@ -42,6 +44,7 @@ class ShardingPlan:
     report: SolverReport
     wires: dict[int, Layout] = dataclasses.field(default_factory=dict)
     in_host: frozenset[int] = frozenset()
+    relaxation: Relaxation | None = None
 
 
 # Of the solver, for the decisions of layers and of stages: more find nothing better (the layers of GPT-3 on 28 meshes),
@@ -127,15 +130,19 @@ class IntraOp:
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
         self._numbers: dict[int, np.ndarray] = {}
-        self._allowed: dict[tuple, np.ndarray] = {}  # what the constraints allow
+        self._bound_matrices: dict[tuple, np.ndarray] = {}
         self._feeding: dict[int, Reshard] = {}  # by the position of its edge: the reshard that fills a copy node
         self._slacks_s: tuple[float, ...] | None = None
         self._sent: list[int] = []  # by the position of its edge, the number of the reshard
+        self.masks = Masks(graph, self.assembly, constraints) if constraints is not None else None
+        self.relaxation: Relaxation | None = None
         self.problem, classes = self._build()
         self.classes = joined(self.assembly, classes, alike) if alike else classes
 
-    def _build(self) -> tuple[solver.Problem, tuple[int, ...]]:
+    def _build(self, *, for_relaxing: bool = False) -> tuple[solver.Problem, tuple[int, ...]]:
+        """The problem, and classes of its nodes. For relaxing it, constraints have prices instead of forbidding."""
         assembly = self.assembly
+        self._feeding, self._sent = {}, []
         node_cost: list[np.ndarray] = []
         kinds: list[int] = []
         number: dict[tuple, int] = {}
@@ -162,7 +169,15 @@ class IntraOp:
                 copied = op.count * np.array([copied_s(self.graph, op, at, self.model) for at in home.layouts])
                 node_cost[home.node] = node_cost[home.node] + copied
                 kinds[home.node] = number.setdefault(("copied", kinds[home.node], copied.tobytes()), len(number))
-        for at, good in {**self._masks(), **pinned}.items():  # where a pin speaks, no other constraint does
+        seconds = SECONDS / self._most_s() if for_relaxing else 0.0
+        if for_relaxing:
+            assert self.masks is not None
+            for at, cost in enumerate(node_cost):
+                price = self.masks.price_of_node(at) if at not in pinned else None
+                node_cost[at] = seconds * cost + (0.0 if price is None else price)
+        else:
+            pinned = {**self._bound_nodes(), **pinned}  # where a pin speaks, no other constraint does
+        for at, good in pinned.items():
             node_cost[at] = np.where(good, node_cost[at], np.inf)
             kinds[at] = number.setdefault(("bound", kinds[at], good.tobytes()), len(number))
         edges: list[solver.Edge] = []
@@ -170,7 +185,11 @@ class IntraOp:
         matrix_number: dict[int, int] = {}
         for number_of_reshard, reshard in enumerate(assembly.reshards):
             matrix = self._matrix(reshard.value, reshard.source, reshard.target, reshard.count)
-            matrix = self._as_bound(matrix, reshard)
+            matrix = (
+                self._priced_ways(seconds * matrix, reshard)
+                if for_relaxing
+                else self._allowed_ways(matrix, number_of_reshard)
+            )
             edge_kinds.append(matrix_number.setdefault(id(matrix), len(matrix_number)))
             if reshard.source.node == reshard.target.node:
                 own = reshard.source.node
@@ -205,80 +224,45 @@ class IntraOp:
                 raise pin.impossible("another pin speaks of what is computed together with it")
         return found
 
-    def _masks(self) -> dict[int, np.ndarray]:
-        """For each node that the constraints bind, which of its strategies they allow.
-
-        What must be split is, where the operations of a node can have it so.
-        """
-        bound, assembly = self.constraints, self.assembly
-        if bound is None:
+    def _bound_nodes(self) -> dict[int, np.ndarray]:
+        """For each node that the constraints bind, which of its strategies they leave."""
+        if self.masks is None:
             return {}
-        found: dict[int, np.ndarray] = {}
-        wishes: dict[int, list[np.ndarray]] = {}
+        left = self.relaxation.nodes if self.relaxation is not None else {}
+        return {node: left.get(node, mask.good) for node, mask in self.masks.nodes.items()}
 
-        def bind(node: int, allowed: np.ndarray, wanted: np.ndarray) -> None:
-            if assembly.nodes[node].kind != "wire":
-                found[node] = found[node] & allowed if node in found else allowed
-                wishes.setdefault(node, []).append(wanted)
-
-        for homes in (assembly.raw, assembly.placed):
-            for value, home in homes.items():
-                bind(home.node, self._good(value, home.layouts), self._good(value, home.layouts, bound.lies_well))
-        for (value, readers), home in assembly.copies.items():
-            good = self._good(value, home.layouts)
-            # A copy for readers of all roles is kept between the passes, like the value itself.
-            bind(home.node, good, self._good(value, home.layouts, bound.copied_well) if readers == ALL else good)
-        updating = Role.UPDATE if self.graph.forward_role is Role.FORWARD else None
-        for op in self.graph.ops():
-            if op.id not in assembly.of_op:
-                continue
-            node, strategies = assembly.of_op[op.id]
-            allowed = wanted = np.ones(len(strategies), bool)
-            meets = any(isinstance(a, int) and self.graph.values[a].purpose is Purpose.ACTIVATION for a in op.inputs)
-            for i, atom in enumerate(op.inputs):
-                # The update may read a part of whatever is there: what it makes decides.
-                if isinstance(atom, int) and op.role is not updating:
-                    layouts = assembly.operand_layouts(strategies, i)
-                    allowed = allowed & self._good(atom, layouts)
-                    if meets:
-                        allowed = allowed & self._good(atom, layouts, bound.meets_activations)
-                    wanted = wanted & self._good(atom, layouts, bound.reads_well)
-            for i, atom in enumerate(op.outputs):
-                layouts = assembly.result_layouts(strategies, i)
-                allowed = allowed & self._good(atom, layouts)
-                wanted = wanted & self._good(atom, layouts, bound.lies_well)
-            bind(node, allowed, wanted)
-        for node, wanted_there in wishes.items():
-            for wanted in wanted_there:
-                both = found[node] & wanted
-                found[node] = both if both.any() else found[node]
-        return found
-
-    def _good(
-        self, value: int, layouts: tuple[Layout, ...], wish: Callable[..., np.ndarray] | None = None
-    ) -> np.ndarray:
-        """Which layouts of a value the constraints allow, or grant a wish."""
-        assert self.constraints is not None
-        v = self.graph.values[value]
-        key = (id(layouts), v.dimensions, v.sides, v.purpose, wish.__name__ if wish is not None else "")
-        if key not in self._allowed:
-            self._allowed[key] = (wish or self.constraints.allowed)(v, layouts)
-        return self._allowed[key]
-
-    def _as_bound(self, matrix: np.ndarray, reshard: Reshard) -> np.ndarray:
+    def _allowed_ways(self, matrix: np.ndarray, number: int) -> np.ndarray:
         """The costs of an edge, without the ways that the constraints forbid."""
-        # New state is laid as the old one, whatever it was before: a statistic of the batch comes as an activation.
-        if self.constraints is None or self.assembly.nodes[reshard.target.node].kind in ("wire", "argument"):
+        if self.masks is None or (self.relaxation is not None and number in self.relaxation.edges):
             return matrix
-        v, sources = self.graph.values[reshard.value], reshard.source.layouts
-        if self.assembly.nodes[reshard.source.node].kind == "wire":
-            # How a value crosses between stages binds nobody: it is as good as whole.
-            sources = (replicated(len(v.shape)),)
-        key = (id(matrix), v.dimensions, v.purpose, sources is reshard.source.layouts)
-        if key not in self._allowed:
-            good = [[self.constraints.may_become(v, a, b) for b in reshard.target.layouts] for a in sources]
-            self._allowed[key] = np.where(np.array(good), matrix, np.inf)
-        return self._allowed[key]
+        allowed = self.masks.pairs(self.assembly.reshards[number])
+        if allowed is None:
+            return matrix
+        key = (id(matrix), id(allowed))
+        if key not in self._bound_matrices:
+            self._bound_matrices[key] = np.where(allowed, matrix, np.inf)
+        return self._bound_matrices[key]
+
+    def _priced_ways(self, matrix: np.ndarray, reshard: Reshard) -> np.ndarray:
+        """The costs of an edge for relaxing the problem."""
+        assert self.masks is not None
+        price = self.masks.price_of_edge(reshard)
+        return matrix if price is None else matrix + price
+
+    def _most_s(self) -> float:
+        """More seconds than any choice costs."""
+        costs = (*self.problem.node_cost, *(edge.cost for edge in self.problem.edges))
+        return sum(float(np.max(cost, where=np.isfinite(cost), initial=0.0)) for cost in costs) or 1.0
+
+    def _relax(self, time_limit_s: float, rounds: int | None) -> None:
+        """Gives up as little of the constraints as makes the problem solvable, where they contradict themselves."""
+        assert self.masks is not None
+        problem, _ = self._build(for_relaxing=True)
+        tied, undo = solver.tie(problem, self.classes)
+        solution = solver.solve(tied, time_limit_s=time_limit_s, rounds=rounds)
+        if solution.choice:
+            self.relaxation = self.masks.relaxation(undo(solution.choice))
+            self.problem, _ = self._build()
 
     def _matrix(self, value: int, source: Home, target: Home, count: float) -> np.ndarray:
         """Seconds of resharding for every pair of strategies; the same object for the same costs."""
@@ -307,7 +291,8 @@ class IntraOp:
         hidden_count: float = 1.0,
         rounds: int | None = None,
     ) -> solver.Solution:
-        """Solves the folded problem; the solution's choice is that of the unfolded one.
+        """Solves the folded problem; the solution's choice is that of the unfolded one. Constraints that contradict
+        themselves are relaxed, for this solution and all later ones.
 
         With prices, the objective holds the priced memory too. Of what is sent between operations `hidden_count` counts
         for as long as there is computing to hide it (`slack`), but for what one node makes and reads. `rounds` end the
@@ -319,6 +304,10 @@ class IntraOp:
             problem = dataclasses.replace(problem, edges=(*self._counted(sends, hidden_count), *prices_of_copies))
         tied, undo = solver.tie(problem, self.classes)
         solution = solver.solve(tied, time_limit_s=time_limit_s, rounds=rounds)
+        if solution.status is solver.Status.INFEASIBLE and self.masks is not None and self.relaxation is None:
+            self._relax(time_limit_s, rounds)
+            if self.relaxation is not None:
+                return self.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=hidden_count, rounds=rounds)
         return dataclasses.replace(solution, choice=undo(solution.choice) if solution.choice else ())
 
     def _counted(self, sends: Sequence[solver.Edge], hidden_count: float) -> list[solver.Edge]:
@@ -425,4 +414,5 @@ class IntraOp:
             report=report,
             wires=self.wires,
             in_host=self.in_host,
+            relaxation=self.relaxation,
         )

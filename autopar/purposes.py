@@ -464,7 +464,9 @@ def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> se
     }
     for op in reversed(list(graph.ops())):
         for outer, inner, _ in _pairs(op):
-            if isinstance(outer, int) and inner in wanted and outer not in dependent:
+            if not isinstance(outer, int) or not isinstance(inner, int):
+                continue  # a literal: a loop's body may hand one out, or be handed one
+            if inner in wanted and outer not in dependent:
                 wanted.add(outer)
         if not op.blocks and wanted.intersection(op.outputs):
             wanted.update(a for a in op.inputs if isinstance(a, int) and a not in dependent)

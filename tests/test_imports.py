@@ -100,6 +100,8 @@ LAYER_OF = {
     "emission": "compiler",
     "global_step": "compiler",
     "intra_op": "compiler",
+    "masks": "compiler",
+    "recipe_notes": "compiler",
     "instructions": "compiler",
     "lowering": "compiler",
     "node_costs": "compiler",

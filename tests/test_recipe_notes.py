@@ -1,0 +1,146 @@
+"""Recipes on steps that they do not fit: what cannot be split stays whole, with a note that names it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import InvalidArgumentError
+from benchmarks.zoo import CASES
+from tests.small_steps import verified, verified_step
+
+DEVICES = 4
+
+
+def planned(step, args, recipe):
+    """The plan of a step under a recipe, held against plain `jax.jit`; and the layouts of its arguments by path."""
+    parallel = autopar.parallelize(
+        step, plan=recipe, cluster=autopar.Cluster.local(DEVICES, measured=False), cache_dir=None, show_progress=False
+    )
+    verified_step(parallel, args, 1e-5)
+    plan = parallel.plan(*args)
+    return plan, {v.path: v.layout.dims for v in plan.record.arguments}
+
+
+def trained(loss_fn):
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    return step
+
+
+def normal(*shape):
+    return np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32)
+
+
+def recipe_notes(plan):
+    return [note for note in plan.record.notes if note.startswith("recipe")]
+
+
+def test_data_parallelism_splits_every_leaf_whose_examples_divide():
+    # A sort has no rule; one leaf has ten examples, another has one row for all.
+    def loss_fn(w, batch):
+        ranked = jnp.sort(batch["x"] @ w, axis=0)
+        return jnp.mean(jnp.cumsum(ranked) * batch["scale"]) + jnp.mean((batch["extra"] @ w) ** 2)
+
+    batch = {"x": normal(8, 4), "extra": normal(10, 4), "scale": normal(1)}
+    plan, layouts = planned(trained(loss_fn), (normal(4), batch), recipes.data_parallel())
+    assert layouts["batch['x']"] == ((0,), ())
+    assert layouts["batch['extra']"] == ((), ())
+    (note,) = recipe_notes(plan)
+    assert note == (
+        "recipe, data axis of 4 devices: arrays stay whole, since 4 does not divide what is to be split: "
+        "batch['extra'] [10, 4] (dimension 0: 10)"
+    )
+
+
+def test_zero_splits_every_leaf_with_a_dimension_that_divides():
+    def loss_fn(state, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ state["odd"]) @ state["even"] + state["bias"]) ** 2)
+
+    state = {"odd": normal(3, 5), "even": normal(5, 8), "bias": normal(8)}
+    plan, layouts = planned(trained(loss_fn), (state, {"x": normal(8, 3)}), recipes.zero(3))
+    assert layouts["state['even']"] == ((), (0,))
+    assert layouts["state['bias']"] == ((0,),)
+    assert layouts["state['odd']"] == ((), ())
+    (note,) = recipe_notes(plan)
+    assert "state['odd'] [3, 5] (dimension 0: 3, dimension 1: 5)" in note
+
+
+def fused_attention(width=16, heads=4):
+    """Queries, keys and values of one product, one behind the other: no part of its columns is heads of all three."""
+
+    def loss_fn(state, batch):
+        x = batch["x"]
+        q, k, v = (part.reshape(*x.shape[:2], heads, -1) for part in jnp.split(x @ state["qkv"], 3, axis=-1))
+        weights = jax.nn.softmax(jnp.einsum("blhe,bmhe->bhlm", q, k))
+        x = x + jnp.einsum("bhlm,bmhe->blhe", weights, v).reshape(x.shape) @ state["out"]
+        return jnp.mean((jax.nn.relu(x @ state["up"]) @ state["down"]) ** 2)
+
+    sizes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    state = {name: normal(*shape) / width**0.5 for name, shape in sizes.items()}
+    return trained(loss_fn), (state, {"x": normal(4, 8, width)})
+
+
+def test_tensor_parallelism_gathers_what_is_no_part_of_heads():
+    plan, layouts = planned(*fused_attention(), recipes.tensor_parallel())
+    assert [layouts[f"state['{name}']"] for name in ("qkv", "out", "up", "down")] == [
+        ((), (0,)),
+        ((0,), ()),
+        ((), (0,)),
+        ((0,), ()),
+    ]
+    (note,) = recipe_notes(plan)
+    assert "tensor axis of 4 devices: activations are gathered and cut anew" in note
+
+
+def test_tensor_parallelism_leaves_odd_widths_whole():
+    _, layouts = planned(*fused_attention(width=12, heads=3), recipes.tensor_parallel())
+    assert layouts["state['up']"] == ((), (0,))
+    assert layouts["state['down']"] == ((0,), ())
+
+
+@pytest.mark.parametrize("recipe", [recipes.data_parallel(), recipes.zero(3)])
+def test_attention_without_heads(recipe):
+    def loss_fn(w, batch):
+        x = batch["tokens"] @ w
+        return jnp.mean((jax.nn.softmax(x @ x.swapaxes(1, 2)) @ x) ** 2)
+
+    planned(trained(loss_fn), (normal(4, 8), {"tokens": normal(8, 6, 4)}), recipe)
+
+
+@pytest.mark.parametrize("recipe", [recipes.data_parallel(), recipes.zero(1), recipes.tensor_parallel()])
+def test_loops_that_hand_out_literals(recipe):
+    def loss_fn(w, batch):
+        def body(carry, x):
+            return jnp.tanh(x @ w) + carry, 1.0
+
+        total, ones = jax.lax.scan(body, jnp.zeros((2, 8)), batch["x"].reshape(4, 2, 8))
+        return jnp.mean(total**2) * jnp.mean(ones)
+
+    planned(trained(loss_fn), (normal(8, 8), {"x": normal(8, 8)}), recipe)
+
+
+def test_stages_note_what_stays_whole_once():
+    case = CASES["mlp"](batch=32)
+    _, plan = verified(case, recipes.combine(zero=1, pp=2, num_microbatches=2), 6)
+    (note,) = recipe_notes(plan)
+    assert "data axis of 3 devices: arrays stay whole" in note
+
+
+def test_no_product_that_divides_is_named():
+    def loss_fn(w, batch):
+        return jnp.mean((batch["x"] @ w) ** 2)
+
+    step = autopar.parallelize(
+        trained(loss_fn),
+        plan=recipes.tensor_parallel(),
+        cluster=autopar.Cluster.local(DEVICES, measured=False),
+        cache_dir=None,
+        show_progress=False,
+    )
+    with pytest.raises(InvalidArgumentError, match=r"tensor axis of 4 devices.*which 4 divides, got state \[3, 5\]"):
+        step.plan(normal(3, 5), {"x": normal(8, 3)})
