@@ -1,8 +1,8 @@
-"""Arguments of a step: copies of them, where they lie, and whether they can be run."""
+"""Arguments of a step: copies of them, and where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -73,31 +73,6 @@ def on_default_device(array: Any) -> Any:
     if jax_compat.is_key_dtype(array.dtype):
         return jax_compat.key_of(np.asarray(jax.random.key_data(array)), array.dtype)
     return jnp.asarray(np.asarray(array))
-
-
-def can_be_run(leaves: Sequence[Any]) -> bool:
-    """Whether the arrays that a step takes over hold data, each in one place.
-
-    jaxlib 0.10 ends the whole process when a program over several CPU devices gets a deleted array, or one array twice
-    where it is donated.
-    """
-    arrays = [x for x in leaves if isinstance(x, jax.Array)]
-    if len(set(map(id, arrays))) != len(arrays):
-        return False
-    return not any(jax_compat.is_tracer(x) or x.is_deleted() for x in arrays)
-
-
-def without_twins(leaves: Sequence[Any], donated: Container[int]) -> list[Any]:
-    """Leaves among which each array that is taken over stands once: further places get copies."""
-    seen: set[int] = set()
-
-    def once(x: Any) -> Any:
-        if isinstance(x, jax.Array) and id(x) in seen:
-            return x.copy()
-        seen.add(id(x))
-        return x
-
-    return [once(leaf) if i in donated else leaf for i, leaf in enumerate(leaves)]
 
 
 def hashable(value: Any, name: str) -> Any:

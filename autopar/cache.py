@@ -12,6 +12,7 @@ import msgspec
 
 from autopar.errors import AutoparError
 from autopar.graph import Rule
+from autopar.jax_compat import lowering_flags
 from autopar.plan_file import decode, encode
 from autopar.record import PlanRecord
 from autopar.rules import RuleBook
@@ -90,7 +91,9 @@ class _Rules(msgspec.Struct):
 
 
 def _rules_name() -> str:
-    return f"rules-jax{jax.__version__}-{SEARCH_VERSION}.json"
+    """Rules are read from how equations are lowered, which follows jax's configuration."""
+    flags = hashlib.sha256(repr(lowering_flags()).encode()).hexdigest()[:8]
+    return f"rules-jax{jax.__version__}-{SEARCH_VERSION}-{flags}.json"
 
 
 def _checksum(body: bytes) -> str:

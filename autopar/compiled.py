@@ -19,6 +19,7 @@ from autopar.pipelining import Staged
 from autopar.plan import Plan
 from autopar.rules import RuleBook
 from autopar.runtime.crossings import crossing, is_here
+from autopar.runtime.dispatching import InFlight, in_flight_on, turn
 from autopar.runtime.execution import Executor, Way
 from autopar.runtime.global_arrays import aval_of, from_whole
 from autopar.runtime.recutting import End
@@ -39,7 +40,7 @@ class Compiled:
     Everything inside is by leaf: user trees hold arrays only, since their constructors may compute on what they hold.
     `executable` takes the constants and the leaves of the dynamic arguments and gives the leaves of the results;
     `donated` are the leaves that it takes over. `across` brings arguments to the devices in a program of several
-    processes, None in one process.
+    processes, None in one process. `in_flight` counts what is handed out, where that is limited.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class Compiled:
     leaf_shardings: tuple[NamedSharding, ...]
     donated: frozenset[int]
     across: GlobalStep | None = None
+    in_flight: InFlight | None = None
 
     @property
     def shardings(self) -> tuple[Any, ...]:
@@ -61,13 +63,20 @@ class Compiled:
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The leaves of the results, of the leaves of the dynamic arguments."""
-        if self.across is None:
-            return self.executable(self.constants, *leaves)
-        return naming_the_lost(lambda: self._across_processes(leaves))
+        with turn:
+            if self.across is None:
+                return self._hand_out(leaves)
+            return naming_the_lost(lambda: self._across_processes(leaves))
 
     def _across_processes(self, leaves: Sequence[Any]) -> Any:
         assert self.across is not None, "for programs of several processes"
-        return self.executable(self.constants, *self.across.arguments(leaves))
+        return self._hand_out(self.across.arguments(leaves))
+
+    def _hand_out(self, leaves: Sequence[Any]) -> Any:
+        results = self.executable(self.constants, *leaves)
+        if self.in_flight is not None:
+            self.in_flight.add(results)
+        return results
 
     def ready(self) -> Compiled:
         """The same with its constants on the devices."""
@@ -117,9 +126,10 @@ class CompiledPipeline:
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The leaves of the results, of the leaves of the dynamic arguments."""
-        if self.across is None:
-            return self._run(leaves)
-        return naming_the_lost(lambda: self._across_processes(leaves))
+        with turn:
+            if self.across is None:
+                return self._run(leaves)
+            return naming_the_lost(lambda: self._across_processes(leaves))
 
     def _run(self, leaves: Sequence[Any]) -> list[Any]:
         if self.seams is None:
@@ -219,6 +229,7 @@ def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> 
         leaf_shardings=arguments,
         donated=frozenset(traced.tied),
         across=GlobalStep(traced, list(enumerate(arguments)), results) if _processes(mesh) > 1 else None,
+        in_flight=in_flight_on(list(mesh.devices.flat)),
     )
 
 
@@ -232,7 +243,8 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
     lowered = [p.lowered for p in staged.stages]
     here = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
     executables = compile_tasks(staged.staged, lowered, here)
-    executor = Executor(program, executables, routes(staged, meshes))
+    in_flight = [in_flight_on(list(meshes[task.stage].devices.flat)) for task in staged.staged.tasks]
+    executor = Executor(program, executables, routes(staged, meshes), in_flight)
     num_constants = len(staged.graph.constants)
     shardings = _input_shardings(staged, plan)
     leaf_of_input, copies, fixed = [], [], []

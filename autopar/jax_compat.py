@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax._src import array as jax_array
 from jax._src import config, distributed, sharding_impls
 from jax._src.lib import xla_client
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -21,6 +22,8 @@ DropVar = jax_core.DropVar
 JaxprEqn = jax_core.JaxprEqn
 Var = jax_core.Var
 ClosedJaxpr = jax_core.ClosedJaxpr
+Tracer = jax.core.Tracer
+ArrayImpl = jax_array.ArrayImpl
 
 # Equations that only call another jaxpr; the parameter that holds it.
 INLINED_CALLS = {
@@ -224,7 +227,42 @@ def jax_version() -> tuple[int, ...]:
 
 
 def is_tracer(array: Any) -> bool:
-    return isinstance(array, jax.core.Tracer)
+    return isinstance(array, Tracer)
+
+
+# What `jax.jit` keys its programs by where `trace_context` is not known by that name, and what it keys them by beside.
+_CONFIGURATION = (
+    "jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_default_matmul_precision",
+    "jax_threefry_partitionable", "jax_default_device", "jax_disable_jit", "jax_random_seed_offset",
+)  # fmt: skip
+_BESIDE = ("default_prng_impl", "optimization_level", "memory_fitting_level")
+_beside: tuple[Any, ...] = tuple(getattr(config, name) for name in _BESIDE if hasattr(config, name))
+_trace_context: Callable[[], tuple[Any, ...]] = getattr(
+    config, "trace_context", lambda: tuple(getattr(jax.config, name, None) for name in _CONFIGURATION)
+)
+
+
+def trace_context() -> tuple[Any, ...]:
+    """jax's configuration in this thread, as far as what is traced and compiled depends on it. To be compared."""
+    return *_trace_context(), *[state.value for state in _beside]
+
+
+def lowering_flags() -> tuple[tuple[str, str], ...]:
+    """What of the configuration decides how one jaxpr is lowered; the same in every process."""
+    names = ("jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64", "jax_use_shardy_partitioner")
+    return tuple((name, str(getattr(jax.config, name, None))) for name in names)
+
+
+def buffer_addresses(array: Any) -> tuple[int, ...]:
+    """Where in memory the shards of an array are that this process holds: of arrays that share memory, one is alike.
+
+    None where the backend does not tell.
+    """
+    try:
+        shards = array._arrays if type(array) is ArrayImpl else [shard.data for shard in array.addressable_shards]
+        return tuple([shard.unsafe_buffer_pointer() for shard in shards])
+    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return ()
 
 
 def raw_key(dtype: Any) -> tuple[Any, tuple[int, ...]]:

@@ -54,7 +54,7 @@ def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStr
     """
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__"):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-    if isinstance(leaf, (bool, int, float, complex)):
+    if is_weak(leaf):
         return jax.ShapeDtypeStruct((), jax.numpy.asarray(leaf).dtype, weak_type=True)
     numbers = (np.number, np.bool_)
     if isinstance(leaf, (np.ndarray, np.generic)) and any(jax.dtypes.issubdtype(leaf.dtype, n) for n in numbers):
@@ -65,6 +65,13 @@ def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStr
         got=f"{type(leaf).__name__} ({str(leaf)[:60]})",
         hint=hint,
     )
+
+
+def is_weak(leaf: Any) -> bool:
+    """Whether jax takes the type of a leaf for a weak one: Python's numbers, and arrays made of them."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return not isinstance(leaf, np.generic)
+    return bool(getattr(leaf, "weak_type", False))
 
 
 def flatten_arguments(args: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], Any, list[str], list[int]]:

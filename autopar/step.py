@@ -15,20 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import jax_compat, nnx_objects
-from autopar.arguments import (
-    can_be_run,
-    hashable,
-    is_elsewhere,
-    lies_as,
-    on_default_device,
-    put_leaves,
-    without_twins,
-)
+from autopar.arguments import hashable, is_elsewhere, lies_as, on_default_device, put_leaves
 from autopar.cache import DiskCache, plan_key
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
 from autopar.compiler import check_plan, make_plan
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
+from autopar.fast_path import FastPath
 from autopar.garbage import collected_seldom
 from autopar.global_step import make_state
 from autopar.layout import even_layout
@@ -41,6 +34,8 @@ from autopar.progress import Progress
 from autopar.recipes import Recipe
 from autopar.rules import RuleBook
 from autopar.runtime.agreement import agree
+from autopar.runtime.dispatching import turn
+from autopar.sharing_memory import without_shared_memory
 from autopar.specs import concrete_mesh, named_sharding
 from autopar.staging import TracedStep, abstract, check_purity, flatten_arguments, name_of, trace
 from autopar.user_cache import cache_directory, default_directory
@@ -81,10 +76,10 @@ class Step:
         self._function, self._options = function, options
         self._compiled: dict[Any, Compiled | CompiledPipeline] = {}
         self._plans: dict[Any, tuple[TracedStep, Plan]] = {}
-        self._last: Compiled | CompiledPipeline | None = None
+        self._fast: FastPath | None = None
         self._takes_objects = False
         self._disk = DiskCache(_cache_directory(options.cache_dir))
-        self._rules: RuleBook | None = None
+        self._rules: dict[Any, RuleBook] = {}
         self.last_progress: Progress | None = None
 
     # Running
@@ -100,31 +95,37 @@ class Step:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        last = self._last
-        if last is None or kwargs or self._options.static_argnums:
+        fast = self._fast
+        if fast is None or kwargs or self._options.static_argnums:
             return self._call_slowly(self._bound(args, kwargs))
         leaves, tree = jax.tree.flatten(args)
-        if tree != last.traced.in_tree or not can_be_run([leaves[i] for i in last.donated]):
+        if tree != fast.tree:
             return self._call_slowly(args)
-        try:
-            results = last.run(leaves)
-        except (TypeError, ValueError, RuntimeError):
-            # The executable refuses new shapes, other layouts and deleted arrays: the slow path handles or names them.
-            # What it refuses for any other reason is the user's to see.
-            if not self._differs(args, leaves, last):
-                raise
-            return self._call_slowly(args)
-        return jax.tree.unflatten(last.traced.out_tree, results)
+        with turn:
+            if not fast.takes(leaves):
+                return self._call_slowly(args)
+            try:
+                results = fast.run(leaves)
+            except (TypeError, ValueError, RuntimeError):
+                # The executable refuses new shapes, other layouts and deleted arrays: the slow path handles or names
+                # them. What it refuses for any other reason is the user's to see.
+                if not self._differs(args, leaves, fast.compiled):
+                    raise
+                return self._call_slowly(args)
+        return jax.tree.unflatten(fast.compiled.traced.out_tree, results)
 
     def _call_slowly(self, args: tuple[Any, ...]) -> Any:
         if any(map(nnx_objects.holds_objects, args)):
             self._takes_objects = True
             return self(*args)
-        dynamic = self._dynamic(args)
-        self._refuse_unusable(dynamic, self._names(len(dynamic)))
-        self._last = compiled = self.compile(*args)
-        leaves = put_leaves(without_twins(jax.tree.leaves(tuple(dynamic)), compiled.donated), compiled)
-        return jax.tree.unflatten(compiled.traced.out_tree, compiled.run(leaves))
+        with turn:
+            dynamic = self._dynamic(args)
+            self._refuse_unusable(dynamic, self._names(len(dynamic)))
+            compiled, given = self.compile(*args), jax.tree.leaves(tuple(dynamic))
+            self._fast = fast = FastPath(compiled, given)
+            constants = compiled.constants if isinstance(compiled, Compiled) else [c for _, c in compiled.fixed]
+            results = fast.run(without_shared_memory(put_leaves(given, compiled), compiled.donated, constants))
+        return jax.tree.unflatten(compiled.traced.out_tree, results)
 
     def _differs(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: Compiled | CompiledPipeline) -> bool:
         """Whether arguments are not what an executable was compiled for: shapes, layouts, or deleted arrays."""
@@ -134,16 +135,18 @@ class Step:
 
     def plan(self, *args: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
-        return self._planned(args)[1]
+        with turn:
+            return self._planned(args)[1]
 
     def compile(self, *args: Any) -> Compiled | CompiledPipeline:
         """Plans and compiles for arguments of these shapes, ahead of time."""
         args = nnx_objects.split(args)
-        key = self._key(args)
-        if key not in self._compiled:
-            traced, plan = self._planned(args)
-            self._compiled[key] = self._build(traced, plan).ready()
-        return self._compiled[key]
+        with turn:
+            key = self._key(args)
+            if key not in self._compiled:
+                traced, plan = self._planned(args)
+                self._compiled[key] = self._build(traced, plan).ready()
+            return self._compiled[key]
 
     def init(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs `function(*args)`, which makes the state, so that each device makes only its own part of it.
@@ -160,10 +163,11 @@ class Step:
 
         shapes = jax.eval_shape(flat, *args)
         shardings = self._state_shardings(shapes)
-        if jax.process_count() > 1 or len({s.mesh for s in shardings}) > 1:
-            leaves = make_state(flat, shapes, shardings, args)
-        else:
-            leaves = jax.jit(flat, out_shardings=shardings)(*args)
+        with turn:
+            if jax.process_count() > 1 or len({s.mesh for s in shardings}) > 1:
+                leaves = make_state(flat, shapes, shardings, args)
+            else:
+                leaves = jax.jit(flat, out_shardings=shardings)(*args)
         return nnx_objects.merged(jax.tree.unflatten(trees[0], leaves))
 
     def put_batch(self, batch: Any) -> Any:
@@ -247,7 +251,8 @@ class Step:
         leaves, tree, paths, _ = flatten_arguments(self._dynamic(args), self._dynamic_names(len(args)))
         avals = [abstract(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         static = tuple(hashable(a, names[i]) for i, a in enumerate(args) if i in static_argnums)
-        return tree, tuple((a.shape, str(a.dtype), a.weak_type) for a in avals), static
+        types = tuple((a.shape, str(a.dtype), a.weak_type) for a in avals)
+        return tree, types, static, jax_compat.trace_context()
 
     def _check_argnums(self, num_args: int) -> None:
         for name in ("batch_argnums", "donate_argnums", "static_argnums"):
@@ -320,7 +325,8 @@ class Step:
         given = self._given_plan(traced, trees)
         asked = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
-        parts = (traced.fingerprint, leaves, repr(asked), encode(given.record) if given is not None else None)
+        same = traced.fingerprint, jax_compat.lowering_flags()
+        parts = (*same, leaves, repr(asked), encode(given.record) if given is not None else None)
         with progress.pass_("plan of process 0"):
             data = agree(
                 self.__name__,
@@ -357,7 +363,7 @@ class Step:
         cluster, wanted = self._wanted(traced)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
         names = (traced.name, traced.in_paths, traced.out_paths)
-        key = plan_key((traced.fingerprint, leaves, names, cluster, wanted))
+        key = plan_key((traced.fingerprint, jax_compat.lowering_flags(), leaves, names, cluster, wanted))
         with progress.pass_("cache"):
             known = self._disk.load_plan(key, lambda record: check_plan(Plan(record), traced))
         if known is not None:
@@ -370,9 +376,10 @@ class Step:
         return plan
 
     def _rule_book(self) -> RuleBook:
-        if self._rules is None:
-            self._rules = self._disk.load_rules()
-        return self._rules
+        flags = jax_compat.lowering_flags()
+        if flags not in self._rules:
+            self._rules[flags] = self._disk.load_rules()
+        return self._rules[flags]
 
     def _latest_plan(self) -> Plan | None:
         if self._plans:

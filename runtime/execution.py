@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.runtime.crossings import Crossing, crosser
+from autopar.runtime.dispatching import InFlight
 from autopar.runtime.program import Free, Instruction, Program, Run
 from autopar.runtime.transfers import Route, sender
 
@@ -20,14 +21,19 @@ class Executor:
     """A program with what its tasks and transfers stand for. Calling it runs one step.
 
     `executables[i]` runs task i on flat arrays, None where its devices are of other processes; `routes[i]` is the way
-    of transfer i, a `Crossing` where devices of other processes are at an end.
+    of transfer i, a `Crossing` where devices of other processes are at an end. `in_flight[i]` counts the programs on
+    the devices of task i, where they are limited.
     """
 
     def __init__(
-        self, program: Program, executables: Sequence[Callable[..., Any] | None], routes: Sequence[Way]
+        self,
+        program: Program,
+        executables: Sequence[Callable[..., Any] | None],
+        routes: Sequence[Way],
+        in_flight: Sequence[InFlight | None] = (),
     ) -> None:
         self.program = program
-        actions = (action_of(i, executables, routes) for i in program.instructions)
+        actions = (action_of(i, executables, routes, in_flight) for i in program.instructions)
         self._actions = [action for action in actions if action is not None]
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -44,12 +50,19 @@ class Executor:
 
 
 def action_of(
-    instruction: Instruction, executables: Sequence[Callable[..., Any] | None], routes: Sequence[Way]
+    instruction: Instruction,
+    executables: Sequence[Callable[..., Any] | None],
+    routes: Sequence[Way],
+    in_flight: Sequence[InFlight | None] = (),
 ) -> Action | None:
     """One instruction as a function on the slots, everything looked up that can be; None: nothing to do here."""
     if isinstance(instruction, Run):
         executable = executables[instruction.task]
-        return None if executable is None else _run(executable, instruction.inputs, instruction.outputs)
+        if executable is None:
+            return None
+        action = _run(executable, instruction.inputs, instruction.outputs)
+        counts = in_flight[instruction.task] if in_flight else None
+        return action if counts is None else _counted(action, instruction.outputs, counts)
     if isinstance(instruction, Free):
         return _free(instruction.slots)
     ways = [routes[t] for t in instruction.transfers]
@@ -69,6 +82,14 @@ def _run(executable: Callable[..., Any], inputs: tuple[int, ...], outputs: tuple
             slots[slot] = array
 
     return action
+
+
+def _counted(action: Action, outputs: tuple[int, ...], in_flight: InFlight) -> Action:
+    def counted(slots: list[Any]) -> None:
+        action(slots)
+        in_flight.add([slots[slot] for slot in outputs])
+
+    return counted
 
 
 def _send(routes: list[Route], sources: tuple[int, ...], targets: tuple[int, ...]) -> Action:

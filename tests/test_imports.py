@@ -127,6 +127,8 @@ LAYER_OF = {
     "api": "face",
     "arguments": "face",
     "nnx_objects": "face",
+    "fast_path": "face",
+    "sharing_memory": "face",
     "step": "face",
     "device_grids": "face",
     "constraining": "face",

@@ -1,0 +1,66 @@
+"""Handing programs to the devices: one thread at a time, and to CPU devices no more at once than they take.
+
+Two threads that hand programs with collectives to the same devices may do so in another order on each of them: every
+device then waits for the others. So whoever runs a step holds a lock while it is handed out, not while it is computed.
+
+XLA's CPU client takes 32 programs at once for each device (`max_inflight_computations_per_device`). Handing out one
+more blocks a thread of the pool that the 32 need to end: with collectives among them they never do, and after 40 s XLA
+ends the process (seen with jaxlib 0.10.2 on 2, 8 and 16 devices with 33 in flight, never with 32). Accelerators have no
+such limit, and nothing is waited for there.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+# In flight on a set of devices: those that were handed out last, and at most as many before them of which it is not
+# known whether they have ended. Less than half of what XLA's CPU client takes: the devices may run the programs of
+# another mesh too, those that cut and join what stages send, and what users compute between steps.
+MOST_IN_FLIGHT = 7
+
+# Of the whole process: all steps share its devices. A step may be called while another is handed out, by a callback.
+turn = threading.RLock()
+
+
+class InFlight:
+    """The programs in flight on CPU devices that run the same ones. To be used in one's `turn`."""
+
+    def __init__(self, most: int = MOST_IN_FLIGHT) -> None:
+        self.most = most
+        self._made: collections.deque[jax.Array] = collections.deque()
+        self._unknown = 0
+
+    def add(self, results: Sequence[Any]) -> None:
+        """Notes what a program that was just handed out makes, and waits for an older one where there are many."""
+        arrays = [x for x in results if isinstance(x, jax.Array)]
+        if not arrays:
+            return
+        # The smallest: until it is waited for, its memory is held.
+        self._made.append(min(arrays, key=lambda x: x.size))
+        if len(self._made) <= self.most:
+            return
+        oldest = self._made.popleft()
+        if not oldest.is_deleted():
+            oldest.block_until_ready()
+            self._unknown = 0
+        elif self._unknown < self.most:
+            self._unknown += 1  # a later program took it over: when that one has ended, so has this one
+        else:
+            jax.block_until_ready(arrays)
+            self._made.clear()
+            self._unknown = 0
+
+
+_on_cpu: dict[tuple[int, ...], InFlight] = {}
+
+
+def in_flight_on(devices: Sequence[jax.Device]) -> InFlight | None:
+    """What counts the programs on some devices; None where as many as one likes may be in flight."""
+    if devices[0].platform != "cpu":
+        return None
+    return _on_cpu.setdefault(tuple(sorted(d.id for d in devices)), InFlight())
