@@ -7,6 +7,7 @@ that the summands which the micro-batches make add up to what the whole batch gi
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from autopar import jax_compat
@@ -26,7 +27,8 @@ def with_numbers_of(whole: Any, part: Any, where: str) -> Any:
     number: dict[Any, Any] = {}
     sizes = (len(one.constvars), len(one.invars), len(one.outvars), len(one.eqns))
     if sizes != (len(other.constvars), len(other.invars), len(other.outvars), len(other.eqns)):
-        raise _difference(where, f"{len(one.eqns)} operations", f"{len(other.eqns)}")
+        at = first_difference(one, other, where)
+        raise _difference(at, f"{len(one.eqns)} operations", f"{len(other.eqns)}")
     number.update(zip((*one.constvars, *one.invars), (*other.constvars, *other.invars), strict=True))
 
     def atom(a: Any, b: Any, at: str) -> Any:
@@ -54,6 +56,16 @@ def with_numbers_of(whole: Any, part: Any, where: str) -> Any:
         for a, b in zip(jax_compat.jaxpr_consts(whole), jax_compat.jaxpr_consts(part), strict=True)
     ]
     return jax_compat.with_equations(part, eqns, outvars, consts)
+
+
+def first_difference(one: Any, other: Any, where: str) -> str:
+    """Where two jaxprs begin to differ: `where` with the line of the user's code that the longer one has there."""
+    longer, shorter = (one, other) if len(one.eqns) >= len(other.eqns) else (other, one)
+    for a, b in itertools.zip_longest(longer.eqns, shorter.eqns):
+        if b is None or a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars):
+            line = jax_compat.source_line(a)
+            return f"{where} at {line}" if line else where
+    return where
 
 
 def _parameter(whole: Any, part: Any, where: str) -> Any:

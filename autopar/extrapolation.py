@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopar import jax_compat
+from autopar.alignment import first_difference
 from autopar.errors import UnsupportedError
 
 
@@ -23,7 +24,7 @@ def extrapolated(two: Any, three: Any, where: str) -> Any:
     small, large = jax_compat.open_jaxpr(two), jax_compat.open_jaxpr(three)
     counts = [(len(j.constvars), len(j.invars), len(j.outvars), len(j.eqns)) for j in (small, large)]
     if counts[0] != counts[1]:
-        raise _difference(where, f"{counts[0][3]} operations", f"{counts[1][3]}")
+        raise _difference(first_difference(small, large, where), f"{counts[0][3]} operations", f"{counts[1][3]}")
     new: dict[Any, Any] = {}  # by variable of the smaller one
     counterpart: dict[Any, Any] = {}
 

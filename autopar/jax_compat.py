@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax._src import array as jax_array
 from jax._src import config, distributed, sharding_impls
 from jax._src.lib import xla_client
+from jax._src.source_info_util import is_user_filename
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jax_core
 from jax.extend import source_info_util
 from jax.extend.mlir import ir, passmanager
 from jax.interpreters import mlir
 
+_OURS = str(Path(__file__).parent)
 Literal = jax_core.Literal
 DropVar = jax_core.DropVar
 JaxprEqn = jax_core.JaxprEqn
@@ -86,6 +90,16 @@ def name_stack(eqn: Any) -> str:
 def source_line(eqn: Any) -> str:
     """`file:line (function)` of the user's code that made an equation, or an empty string."""
     return source_info_util.summarize(eqn.source_info)
+
+
+def line_of_error(error: BaseException) -> str:
+    """`file:line (function)` of the user's code in which an error was raised, or an empty string."""
+    line = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if is_user_filename(code.co_filename) and not code.co_filename.startswith(_OURS):
+            line = f"{code.co_filename}:{number} ({code.co_qualname})"
+    return line
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:

@@ -112,8 +112,9 @@ def traced_at(traced: TracedStep, in_avals: Sequence[jax.ShapeDtypeStruct]) -> T
         closed = traced.retrace(in_avals)
     except Exception as error:  # the user's function may raise anything
         text = str(error).strip().split("\n")[0]
+        line = jax_compat.line_of_error(error)
         raise UnsupportedError(
-            where=traced.name,
+            where=f"{traced.name} at {line}" if line else traced.name,
             expected="a step that can be traced on fewer examples",
             got=f"{type(error).__name__}: {text}",
             hint="take sizes from the arrays rather than writing them into the step",

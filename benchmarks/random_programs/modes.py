@@ -215,9 +215,8 @@ class Bench:
                 x = np.asarray(x)
                 if not jax.numpy.issubdtype(x.dtype, np.inexact):
                     return x
-                eps = 4 * float(jax.numpy.finfo(x.dtype).eps)
-                if self._is_low_precision and x.dtype.itemsize < 8:
-                    eps = 2.0**-10
+                # In every unit of rounding of the type; sums of many terms need more than one.
+                eps = 2.0**-8 if self._is_low_precision else 16 * float(jax.numpy.finfo(x.dtype).eps)
                 return (x * (1 + eps * random.uniform(-1, 1, x.shape))).astype(x.dtype)
 
             state, batch = jax.tree.map(moved, (state, batch))

@@ -1,0 +1,83 @@
+"""Small steps that random programs found (benchmarks/random_programs), as literal programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import UnsupportedError
+from tests.small_steps import assert_close, slow_cluster
+
+
+def same_as_jit(step, state, batch, devices=4, tolerance=1e-5, **options):
+    """Two steps give what plain `jax.jit` gives. Returns the parallel step."""
+    parallel = autopar.parallelize(step, cluster=slow_cluster(devices), cache_dir=None, show_progress=False, **options)
+    plain = jax.jit(step)
+    expected, got = state, jax.tree.map(jnp.array, state)
+    for _ in range(2):
+        expected, wanted = plain(expected, batch)
+        got, made = parallel(got, batch)
+        assert_close((got, made), (expected, wanted), tolerance)
+    return parallel
+
+
+def one_position(state, batch):
+    """Of all examples one position only: nothing that a micro-batch could do, everything is done once."""
+    y = jax.lax.dynamic_index_in_dim(batch["x"], state["i"] % 8, axis=0, keepdims=False)
+    return {"w": state["w"], "i": state["i"] + 1}, {"y": jnp.max(jnp.tanh(y @ state["w"]))}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"plan": recipes.combine(recompute="input")},
+        {"plan": recipes.combine(zero=3, schedule="inference", num_microbatches=4)},
+        {"num_microbatches": 2},
+        {"memory_limit_bytes": 600},
+    ],
+)
+def test_a_step_without_work_on_examples_is_one_stage(options):
+    state = {"w": np.ones((4, 4), np.float32), "i": np.int32(0)}
+    batch = {"x": np.arange(8 * 6 * 4, dtype=np.float32).reshape(8, 6, 4) / 100}
+    same_as_jit(one_position, state, batch, **options)
+
+
+def test_a_size_written_into_the_step_is_named_by_its_line():
+    def step(w, x):
+        y = jnp.tanh(x @ w)
+        return w, jnp.mean(y + jnp.zeros((8, 4)))
+
+    line = step.__code__.co_firstlineno + 2
+    parallel = autopar.parallelize(
+        step, num_microbatches=2, cluster=slow_cluster(4), cache_dir=None, show_progress=False
+    )
+    with pytest.raises(UnsupportedError, match=rf"test_found_at_random\.py:{line} \(.*step\): .*fewer examples"):
+        parallel.plan(np.ones((4, 4), np.float32), np.ones((8, 4), np.float32))
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+def test_a_branch_on_the_number_of_examples_is_named_by_its_line(num_microbatches):
+    def step(w, x):
+        if x.shape[0] > 4:
+            x = jnp.sin(x)
+        return w, jnp.mean(x @ w)
+
+    line = step.__code__.co_firstlineno + 2
+    parallel = autopar.parallelize(
+        step, num_microbatches=num_microbatches, cluster=slow_cluster(4), cache_dir=None, show_progress=False
+    )
+    with pytest.raises(UnsupportedError, match=rf"test_found_at_random\.py:{line}:.*same operations"):
+        parallel.plan(np.ones((4, 4), np.float32), np.ones((8, 4), np.float32))
+
+
+def test_offloaded_state_that_is_also_a_result_stays_on_the_devices():
+    def step(state, batch):
+        return state, {"w": state["w"], "y": jnp.sin(batch)}
+
+    state = {"w": np.ones((8, 4), np.float32), "m": np.ones((8, 4), np.float32)}
+    batch = np.arange(16, dtype=np.float32).reshape(8, 2)
+    parallel = same_as_jit(step, state, batch, plan=recipes.zero(1, offload="optimizer"))
+    in_host = {v.path for v in parallel.plan(state, batch).record.arguments if v.in_host}
+    assert in_host == {"state['m']"}
