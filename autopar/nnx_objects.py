@@ -241,6 +241,22 @@ def tie_objects(traced: TracedStep, args: Sequence[Any], donate: Sequence[int]) 
     return dataclasses.replace(traced, tied=tied, donated=donated)
 
 
+def idle_optimizers(traced: TracedStep, args: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """Of each optimizer that comes back as it was given, what a user should know, as a sentence."""
+    optimizer: Any = sys.modules["flax.nnx"].Optimizer
+    back = {path.removeprefix("result.").partition(".")[0] for path in traced.out_paths}
+    sentences = []
+    for arg, name in zip(args, names, strict=True):
+        parts = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, ObjectState))
+        kinds = [getattr(x.graph.nodes[0], "type", object) for x in parts if isinstance(x, ObjectState)]
+        if name not in back and any(isinstance(kind, type) and issubclass(kind, optimizer) for kind in kinds):
+            sentences.append(
+                f"the step changes nothing of the optimizer {name!r}. What jax.jit or another transformation of jax "
+                "inside of the step changes in place is lost: use those of nnx there"
+            )
+    return sentences
+
+
 def public_tree(arg: Any) -> Any:
     """The structure in which an argument's shardings are shown: an `nnx.State` for each object."""
     if not is_split(arg):

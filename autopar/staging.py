@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ class TracedStep:
     `constants` are arrays the function closes over; `tied[i]` is the output leaf that becomes input leaf i in the next
     step, found for each donated argument; `fingerprint` identifies the jaxpr between processes; `retrace` traces the
     function once more, on the leaves' shapes or on others. `blockwise_attention`: its graphs have attention as one
-    operation a pass (`autopar.attention`).
+    operation a pass (`autopar.attention`). `changed_in_place` are the paths of leaves that the function replaced in the
+    containers it was given.
     """
 
     name: str
@@ -42,6 +43,7 @@ class TracedStep:
     retrace: Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
     blockwise_attention: bool = False
     placements: tuple[Placement, ...] = ()
+    changed_in_place: tuple[str, ...] = ()
 
 
 NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
@@ -78,11 +80,17 @@ def flatten_arguments(args: Sequence[Any], names: Sequence[str]) -> tuple[list[A
     """(leaves, tree, readable paths, the argument each leaf belongs to)."""
     leaves, paths, owner = [], [], []
     for i, (arg, name) in enumerate(zip(args, names, strict=True)):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+        for path, leaf in _leaves_with_paths((arg,), (name,)):
             leaves.append(leaf)
-            paths.append(name + jax.tree_util.keystr(path))
+            paths.append(path)
             owner.append(i)
     return leaves, jax.tree.structure(tuple(args)), paths, owner
+
+
+def _leaves_with_paths(args: Sequence[Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for arg, name in zip(args, names, strict=True):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            yield name + jax.tree_util.keystr(path), leaf
 
 
 def trace(
@@ -103,9 +111,17 @@ def trace(
     name = name_of(function)
     out_trees: list[Any] = []
     out_paths: list[str] = []
+    changed: list[str] = []
 
     def flat(*flat_args: Any) -> list[Any]:
-        out = function(*jax.tree.unflatten(in_tree, flat_args))
+        given = jax.tree.unflatten(in_tree, flat_args)
+        before = dict(zip(in_paths, jax.tree.leaves(given), strict=True))
+        out = function(*given)
+        try:
+            after = dict(_leaves_with_paths(given, names))
+        except (TypeError, ValueError):  # the function put into its own copy what is no tree for jax
+            after = {}
+        changed[:] = [path for path, leaf in before.items() if after.get(path) is not leaf]
         with_paths, tree = jax.tree_util.tree_flatten_with_path(out)
         out_trees.append(tree)
         out_paths[:] = ["result" + jax.tree_util.keystr(path) for path, _ in with_paths]
@@ -142,6 +158,7 @@ def trace(
             lambda avals: without_placements(jax.make_jaxpr(lambda *a: flat(*a))(*avals))[0]
         ),
         placements=placements,
+        changed_in_place=tuple(changed),
     )
 
 

@@ -20,6 +20,7 @@ from autopar.cache import DiskCache, plan_key
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
 from autopar.compiler import check_plan, make_plan
+from autopar.donation import untied_arguments
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
 from autopar.fast_path import FastPath
 from autopar.garbage import collected_seldom
@@ -78,6 +79,7 @@ class Step:
         self._plans: dict[Any, tuple[TracedStep, Plan]] = {}
         self._fast: FastPath | None = None
         self._takes_objects = False
+        self._told: set[str] = set()
         self._disk = DiskCache(_cache_directory(options.cache_dir))
         self._rules: dict[Any, RuleBook] = {}
         self.last_progress: Progress | None = None
@@ -286,6 +288,10 @@ class Step:
         if any(map(nnx_objects.is_split, dynamic)):
             traced = nnx_objects.tie_objects(traced, dynamic, donate)
             donate = tuple(sorted({traced.argument_of[leaf] for leaf in traced.donated}))
+            for sentence in nnx_objects.idle_optimizers(traced, dynamic, names):
+                self._tell(sentence)
+        for sentence in untied_arguments(traced, names, donate):
+            self._tell(sentence)
         trees = Trees(
             arguments=tuple(map(nnx_objects.public_tree, dynamic)),
             names=tuple(names),
@@ -293,6 +299,12 @@ class Step:
             batch=frozenset(batch),
         )
         return traced, trees
+
+    def _tell(self, sentence: str) -> None:
+        """Warns the user, once."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            logger.warning("%s: %s", self.__name__, sentence)
 
     def _planned(self, args: tuple[Any, ...]) -> tuple[TracedStep, Plan]:
         args = nnx_objects.split(args)

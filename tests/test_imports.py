@@ -74,6 +74,7 @@ LAYER_OF = {
     "stage_assignment": "front end",
     "stage_graphs": "front end",
     "contraction": "front end",
+    "donation": "front end",
     "purposes": "front end",
     "sinking": "front end",
     "staging": "front end",

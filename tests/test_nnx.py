@@ -261,3 +261,9 @@ def test_an_nnx_state_is_a_tree_of_arrays_as_under_jit():
     expected, wanted = jax.jit(step)(state, mlp_batch())
     assert isinstance(new, nnx.State)
     assert_close((new, loss), (expected, wanted))
+
+
+def test_an_optimizer_that_the_step_leaves_as_it_is_is_named(caplog):
+    with caplog.at_level(logging.WARNING, "autopar"):
+        made(jax.jit(train)).plan(*new_objects(), mlp_batch())
+    assert "changes nothing of the optimizer 'optimizer'" in caplog.text
