@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 # Linear in each set of operands jointly, the other operands held fixed.
@@ -17,12 +18,12 @@ _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
     **dict.fromkeys(("add", "add_any", "sub"), (frozenset({0, 1}),)),
     **dict.fromkeys(
         ("neg", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "reduce_sum", "cumsum", "slice",
-         "copy", "rev", "dynamic_slice", "gather", "div", "reduce_window_sum", "real", "imag"),
+         "copy", "rev", "dynamic_slice", "gather", "div", "reduce_window_sum", "real", "imag", "conj"),
         (frozenset({0}),),
     ),
     **dict.fromkeys(("mul", "dot_general", "conv_general_dilated"), (frozenset({0}), frozenset({1}))),
-    "dynamic_update_slice": (frozenset({0, 1}),),
-    "scatter-add": (frozenset({0, 2}),),
+    **dict.fromkeys(("dynamic_update_slice", "pad"), (frozenset({0, 1}),)),
+    **dict.fromkeys(("scatter-add", "scatter-sub"), (frozenset({0, 2}),)),
 }  # fmt: skip
 
 # Primitives whose reduced factors are sums, so that each device's result is a summand of the whole.
@@ -35,24 +36,57 @@ COMBINING = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", "r
 
 
 def linear_operands(primitive: str, eqn: Any) -> tuple[frozenset[int], ...]:
-    """The sets of operand positions in which an equation is linear; empty when it is in none."""
+    """The sets of operand positions in which an equation is linear; empty when it is in none.
+
+    Linear here means that a sum goes through: of integers, which wrap around, where the type stays what it is.
+    """
     if primitive == "select_n":
         return (frozenset(range(1, len(eqn.invars))),)
     if primitive == "concatenate":
         return (frozenset(range(len(eqn.invars))),)
     if primitive == "convert_element_type":
-        source, target = np.dtype(eqn.invars[0].aval.dtype), np.dtype(eqn.outvars[0].aval.dtype)
-        # Narrowing before the sum would round each summand: only equal or wider types keep what is computed.
-        both_inexact = source.kind in "fcV" and target.kind in "fcV"
-        return (frozenset({0}),) if both_inexact and target.itemsize >= source.itemsize else ()
+        return (frozenset({0}),) if _keeps_every_digit(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) else ()
     if primitive == "integer_pow":
         return (frozenset({0}),) if eqn.params["y"] == 1 else ()
+    if primitive == "gather" and not _fills_linearly(eqn):
+        return ()
+    if primitive == "div" and not is_summing_type(eqn):  # rounds
+        return ()
+    if primitive in ("dot_general", "conv_general_dilated") and not _multiplies_as_it_sums(eqn):
+        return ()
     return _LINEAR.get(primitive, ())
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Whether a type is one of floating point numbers, real or complex."""
+    return bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
 def is_summing_type(eqn: Any) -> bool:
     """Whether results may be held as partial sums: floating point, so that sums in any order are accepted."""
-    return all(np.dtype(v.aval.dtype).kind in "fcV" for v in eqn.outvars)
+    return all(is_inexact(v.aval.dtype) for v in eqn.outvars)
+
+
+def _multiplies_as_it_sums(eqn: Any) -> bool:
+    """Whether integers of a product wrap around where those of its operands do."""
+    types = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars)}
+    return len(types) == 1 or all(map(is_inexact, types))
+
+
+def _keeps_every_digit(source: Any, target: Any) -> bool:
+    """Whether a type has all numbers of another. Narrowing before a sum would round each summand."""
+    if not (is_inexact(source) and is_inexact(target)):
+        return False
+    one, other = jax.numpy.finfo(source), jax.numpy.finfo(target)
+    return bool(one.nmant <= other.nmant and one.maxexp <= other.maxexp)
+
+
+def _fills_linearly(eqn: Any) -> bool:
+    """Whether what a gather puts in the place of rows that are not there is what sums of it are: zero, or nan."""
+    if eqn.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return True
+    fill = eqn.params["fill_value"]
+    return is_summing_type(eqn) if fill is None else bool(fill == 0 or fill != fill)
 
 
 def window_dims(eqn: Any) -> tuple[tuple[int, int], ...]:

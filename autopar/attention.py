@@ -249,6 +249,13 @@ def has_score(node: Expression) -> bool:
     return node[0] == "score" or any(isinstance(part, tuple) and has_score(part) for part in node if part != ())
 
 
+def counted(node: Expression) -> set[str]:
+    """The letters of the dimensions along which an expression counts."""
+    if node[0] == "iota":
+        return {node[1]}
+    return set().union(*(counted(part) for part in node if isinstance(part, tuple) and part))
+
+
 def _finite(largest: Any) -> Any:
     """Of a row in which everything is masked by minus infinity, zero: its exponentials are zeros then."""
     return jnp.where(jnp.isneginf(largest), jnp.zeros_like(largest), largest)

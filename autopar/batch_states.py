@@ -1,8 +1,7 @@
 """What the values of one micro-batch are to those of the whole batch: the same, a part of them, or a summand.
 
-Operations are followed one by one, on the factors of their sharding rules: the examples are one factor of each
-operation that they pass through. What keeps them apart gives parts, what sums over them gives summands, what is linear
-in summands gives summands again. Everything else mixes the examples.
+Operations are followed one by one. What keeps the examples apart (`example_rules`) gives parts, what sums over them
+gives summands, what is linear in summands (`algebra`) gives summands again. Everything else mixes the examples.
 """
 
 from __future__ import annotations
@@ -15,8 +14,17 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.algebra import SUMMING, linear_operands
-from autopar.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind
+from autopar.algebra import linear_operands
+from autopar.example_rules import (
+    AGAINST_OTHERS,
+    COMBINES,
+    SEVERAL,
+    MixesExamples,
+    places_of_results,
+    reshaped,
+    sums_over_examples,
+)
+from autopar.graph import Atom, Block, Constant, Op, OpGraph, OpKind
 
 
 class Mixes(Exception):
@@ -55,8 +63,9 @@ class State:
     cause: Mixes | None = dataclasses.field(default=None, compare=False)
 
 
-# Parameters that hold sizes, and may follow the number of examples.
-_SIZES = frozenset({"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "sharding", "window_dimensions"})
+# Parameters that are sizes of results, whose shapes are looked at, and of the first operand's dimensions.
+_SIZES = frozenset({"shape", "new_sizes", "sizes", "sharding"})
+_SIZES_OF_OPERAND = frozenset({"limit_indices", "slice_sizes"})
 # What leaves zeros zeros.
 _ZERO_KEEPING = frozenset({
     "add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "reduce_sum",
@@ -127,80 +136,82 @@ class Follower:
 
     def _examples(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
         """Results of an equation that reads parts."""
-        assert op.rule is not None
-        factors = {self._factor(op, i, s) for i, s in enumerate(states) if s.form is Form.PART}
-        if len(factors) != 1:
-            raise Mixes(op, "it reads examples in several places")
-        (found,) = factors
-        if found is None:
-            raise Mixes(op, "it takes the examples apart")
-        factor, blocks = found
-        self._check_parameters(op, part)
+        places = tuple(s.dim if s.form is Form.PART else None for s in states)
+        outers = {s.outer for s in states if s.form is Form.PART}
+        if len(outers) != 1:
+            raise Mixes(op, SEVERAL)
+        (outer,) = outers
         for atom, s in zip(op.inputs, states, strict=True):
             if s.form is Form.SAME and isinstance(atom, int) and not self.same_shape(atom):
-                raise Mixes(op, "it holds examples against others")
-        kind = op.rule.factors[factor].kind
-        places = [self._place(op, dims, factor, blocks) for dims in op.rule.results]
-        if kind is FactorKind.PASS and all(places) and not any(s.form is Form.SUMMAND for s in states):
-            for value, (dim, _) in zip(op.outputs, [p for p in places if p], strict=True):
-                if not self.is_part(value, dim):
-                    raise Mixes(op, "its result does not follow the number of examples")
-            return [State(form=Form.PART, dim=dim, outer=outer) for dim, outer in (p for p in places if p)]
-        if kind is FactorKind.SUM and op.primitive in SUMMING and op.primitive != "gather" and not any(places):
-            added = op.primitive == "scatter-add"
-            if added and not (states[0].form is Form.SUMMAND or states[0].zero):
-                raise Mixes(op, "it adds sums over examples to something else")
-            if any(s.form is Form.SUMMAND for s in states[added:]) or not _can_be_summed(op):
-                raise Mixes(op, "it combines examples")
-            if all(self.same_shape(v) for v in op.outputs):
-                cause = Mixes(op, "it sums over examples")
-                return [State(form=Form.SUMMAND, cause=cause) for _ in op.outputs]
-        raise Mixes(op, "it combines examples")
+                raise Mixes(op, AGAINST_OTHERS)
+        self._check_parameters(op, part, places)
+        if sums_over_examples(op.eqn, places) and sums_over_examples(part.eqn, places):
+            return self._summed(op, states)
+        if any(s.form is Form.SUMMAND for s in states):
+            raise Mixes(op, COMBINES)
+        if op.primitive == "reshape":
+            dims, outer = self._reshaped(op, states[0])
+        else:
+            dims = self._apart(op, part, places)
+        for value, dim in zip(op.outputs, dims, strict=True):
+            if not self.is_part(value, dim):
+                raise Mixes(op, "its result does not follow the number of examples")
+        return [State(form=Form.PART, dim=dim, outer=outer) for dim in dims]
 
-    def _factor(self, op: Op, operand: int, state: State) -> tuple[int, int] | None:
-        """(factor, number of blocks inside of it) that holds the examples of an operand."""
-        assert op.rule is not None
-        before = 1
-        for f in op.rule.operands[operand][state.dim]:
-            size = op.rule.factors[f].size
-            if state.outer % before == 0 and state.outer < before * size:
-                blocks = state.outer // before
-                return (f, blocks) if size % (blocks * self.num_microbatches) == 0 else None
-            before *= size
-        return None
+    def _summed(self, op: Op, states: Sequence[State]) -> list[State]:
+        """A sum over examples; one that is added to something is, if that is a sum over examples too."""
+        added = op.primitive in ("scatter-add", "scatter-sub")
+        if added and not (states[0].form is Form.SUMMAND or states[0].zero):
+            raise Mixes(op, "it adds sums over examples to something else")
+        if any(s.form is Form.SUMMAND for s in states[added:]) or not _can_be_summed(op):
+            raise Mixes(op, COMBINES)
+        if not all(self.same_shape(v) for v in op.outputs):
+            raise Mixes(op, "its result does not follow the number of examples")
+        cause = Mixes(op, "it sums over examples")
+        return [State(form=Form.SUMMAND, cause=cause) for _ in op.outputs]
 
-    def _place(self, op: Op, dims: tuple[tuple[int, ...], ...], factor: int, blocks: int) -> tuple[int, int] | None:
-        """(dimension, number of blocks) of the examples in a tensor that has their factor."""
-        assert op.rule is not None
-        for d, dim in enumerate(dims):
-            before = 1
-            for f in dim:
-                if f == factor:
-                    return d, before * blocks
-                before *= op.rule.factors[f].size
-        return None
+    def _reshaped(self, op: Op, state: State) -> tuple[list[int], int]:
+        """(the dimension of the result that holds the examples, its blocks)."""
+        (operand,), (result,) = op.inputs, op.outputs
+        assert isinstance(operand, int), "literals hold no examples"
+        shapes = self.whole.values[operand].shape, self.whole.values[result].shape
+        found = reshaped(*shapes, state.dim, state.outer, self.num_microbatches)
+        if found is None or op.eqn.params["dimensions"] is not None:
+            raise Mixes(op, "it takes the examples apart")
+        return [found[0]], found[1]
 
-    def _check_parameters(self, op: Op, part: Op) -> None:
+    def _apart(self, op: Op, part: Op, places: Sequence[int | None]) -> list[int]:
+        """The dimensions of an equation's results that hold the examples."""
+        try:
+            results = places_of_results(op.eqn, places)
+            if results == places_of_results(part.eqn, places):
+                return results
+        except MixesExamples as why:
+            raise Mixes(op, str(why)) from None
+        raise Mixes(op, "its result does not follow the number of examples")
+
+    def _check_parameters(self, op: Op, part: Op, places: Sequence[int | None]) -> None:
+        """Parameters are the same for a micro-batch, but for sizes of what holds the examples."""
         for name, value in op.eqn.params.items():
-            if name in _SIZES or callable(value) or hasattr(jax_compat.open_jaxpr(value), "eqns"):
+            other = part.eqn.params[name]
+            if name in _SIZES or (name in _SIZES_OF_OPERAND and _differ_at(value, other) <= {places[0]}):
                 continue
-            if repr(value) != repr(part.eqn.params[name]):
+            if not _same_parameter(value, other):
                 raise Mixes(op, f"its {name} depends on the number of examples")
 
     def _linear(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
         """Results of an equation that reads summands and no parts."""
-        sets = [frozenset({0, 1})] if op.primitive == "pad" else linear_operands(op.primitive, op.eqn)
-        for members in sets:
+        for members in linear_operands(op.primitive, op.eqn):
             inside = all(s.form is Form.SUMMAND or s.zero for i, s in enumerate(states) if i in members)
             outside = all(s.form is Form.SAME for i, s in enumerate(states) if i not in members)
-            if inside and outside and op.key == part.key and _can_be_summed(op):
+            if inside and outside and _is_same(op, part) and _can_be_summed(op):
                 cause = next(s.cause for s in states if s.form is Form.SUMMAND)
                 return [State(form=Form.SUMMAND, cause=cause) for _ in op.outputs]
         raise Mixes(op, "it is not linear in a sum over examples")
 
     def _unchanged(self, op: Op, part: Op) -> list[State]:
         """Results of an equation that reads nothing that depends on the examples."""
-        if all(self.same_shape(v) for v in op.outputs) and op.key == part.key:
+        if all(self.same_shape(v) for v in op.outputs) and _is_same(op, part):
             return [State(form=Form.SAME) for _ in op.outputs]
         if op.primitive == "broadcast_in_dim":
             (value,) = op.outputs
@@ -311,6 +322,25 @@ def _summands_of(op: Op, states: Sequence[State]) -> Sequence[State]:
     if op.primitive == "dynamic_update_slice":
         return states[:2]
     return states[:1] if op.primitive == "dynamic_slice" else states
+
+
+def _is_same(op: Op, part: Op) -> bool:
+    """Whether an equation of a micro-batch computes of the same operands what that of the whole batch does."""
+    params, others = op.eqn.params, part.eqn.params
+    return op.key == part.key and all(_same_parameter(v, others[k]) for k, v in params.items() if _is_jaxpr(v))
+
+
+def _same_parameter(one: Any, other: Any) -> bool:
+    # Functions that come with an equation differ from trace to trace; what they compute, its jaxprs say too.
+    return (callable(one) and not _is_jaxpr(one)) or repr(one) == repr(other)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(jax_compat.open_jaxpr(value), "eqns")
+
+
+def _differ_at(one: Sequence[int], other: Sequence[int]) -> set[int | None]:
+    return {d for d, (a, b) in enumerate(zip(one, other, strict=True)) if a != b}
 
 
 def _can_be_summed(op: Op) -> bool:

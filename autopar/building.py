@@ -59,6 +59,7 @@ class _Builder:
         self.inner_constants: list[int] = []
         self._constant_ids: dict[int, int] = {}
         self._num_ops = 0
+        self._calls: list[Any] = []  # the calls around, of which jax knows the line of the user's code
 
     def value(self, var: Any, name: str = "") -> int:
         aval = var.aval
@@ -100,10 +101,10 @@ class _Builder:
                 hint="take the manual parallelism out of the step: autopar decides it",
             )
         if (inner := called_jaxpr(eqn)) is not None:
-            return self._call(inner, ins, stack, count, ops)
+            return self._call(eqn, inner, ins, stack, count, ops)
         if name in jax_compat.REMAT_CALLS:
             ins = self._barrier(eqn, ins, stack, count, ops)
-            return self._call(eqn.params["jaxpr"], ins, stack, count, ops)
+            return self._call(eqn, eqn.params["jaxpr"], ins, stack, count, ops)
         if name in _LOOPS:
             return self._loop(eqn, ins, stack, count, ops)
         outputs = tuple(self.value(v) for v in eqn.outvars)
@@ -114,15 +115,23 @@ class _Builder:
         self, kind: OpKind, eqn: Any, ins: Iterable[Atom], outs: Iterable[int], stack: str, count: float, **more: Any
     ) -> Op:
         self._num_ops += 1
+        if self._calls and not jax_compat.source_line(eqn):  # inside of one of jax's own functions
+            eqn = jax_compat.at_line_of(self._calls[-1], eqn)
         return Op(
             id=self._num_ops - 1, kind=kind, primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(ins),
             outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count, **more,
         )  # fmt: skip
 
-    def _call(self, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
+    def _call(self, eqn: Any, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
         jaxpr = jax_compat.open_jaxpr(closed)
         consts = [self.constant(v, c) for v, c in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=True)]
-        return self.inline(jaxpr, [*consts, *ins], stack, count, ops)
+        known = bool(jax_compat.source_line(eqn))
+        if known:
+            self._calls.append(eqn)
+        outs = self.inline(jaxpr, [*consts, *ins], stack, count, ops)
+        if known:
+            self._calls.pop()
+        return outs
 
     def _barrier(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
         passing = {atom: None for atom in ins if isinstance(atom, int)}

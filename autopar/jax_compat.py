@@ -102,6 +102,11 @@ def line_of_error(error: BaseException) -> str:
     return line
 
 
+def at_line_of(eqn: Any, other: Any) -> Any:
+    """The equation `other` with the source line of `eqn`."""
+    return other.replace(source_info=other.source_info.replace(traceback=eqn.source_info.traceback))
+
+
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates one equation on other arguments."""
     with _context(eqn):

@@ -22,6 +22,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.example_rules import MixesExamples, places_of_results
 from autopar.graph import FactorKind, Rule
 from autopar.rules import RuleBook, equation_key
 from autopar.stacked_layers import LOOPS, Stacks, find_stacks, major, rules_of
@@ -269,7 +270,7 @@ class _Evaluation:
             return False
         targets = [_place(dims, factor) for dims in rule.results]
         kind, primitive = rule.factors[factor].kind, eqn.primitive.name
-        passes = kind is FactorKind.PASS and all(place == 0 for place in targets)
+        passes = kind is FactorKind.PASS and all(place == 0 for place in targets) and _keeps_apart(eqn, places)
         combines = kind in (FactorKind.SUM, FactorKind.EXTREMUM) and primitive in _COMBINE
         if not passes and not (combines and not any(factor in dim for dims in rule.results for dim in dims)):
             return False
@@ -327,6 +328,16 @@ def _hashable(eqn: Any) -> list[Any]:
 def _place(dims: tuple[tuple[int, ...], ...], factor: int) -> int | None:
     """The dimension whose major part is a factor."""
     return next((d for d, dim in enumerate(dims) if dim and dim[0] == factor), None)
+
+
+def _keeps_apart(eqn: Any, places: Sequence[int | None]) -> bool:
+    """Whether each layer's part of the results comes of that layer's part of the operands alone."""
+    if all(place is None for place in places) or eqn.primitive.name == "reshape":
+        return True
+    try:
+        return not any(places_of_results(eqn, places))
+    except MixesExamples:
+        return False
 
 
 def _of_shape(eqn: Any, shape: tuple[int, ...]) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from autopar.algebra import linear_operands
+from autopar.algebra import is_inexact, linear_operands
 from autopar.errors import InvalidArgumentError
 from autopar.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.layer_assignment import LayerAssignment, assign_layers
@@ -190,7 +190,7 @@ def _linear_in_all(op: Op) -> bool:
     operands = frozenset(range(len(op.inputs)))
     if op.primitive == "convert_element_type":
         # Rounding once, behind the sum, is what accumulating in the wider type is for.
-        return all(v.aval.dtype.kind in "fcV" for v in (*op.eqn.invars, *op.eqn.outvars))
+        return all(is_inexact(v.aval.dtype) for v in (*op.eqn.invars, *op.eqn.outvars))
     return all(isinstance(a, int) for a in op.inputs) and operands in linear_operands(op.primitive, op.eqn)
 
 

@@ -1,10 +1,10 @@
-"""What primitives multiply, as counted by hand."""
+"""What primitives multiply, as counted by hand; in which operands they are linear."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.algebra import multiplications
+from autopar.algebra import linear_operands, multiplications
 from autopar.jax_compat import struct
 
 
@@ -47,3 +47,41 @@ def counted(function, *shapes):
 )
 def test_multiplications(function, shapes, expected):
     assert sorted(counted(function, *shapes)) == sorted(expected)
+
+
+def last_equation(function, *dtypes):
+    made = jax.make_jaxpr(function)(*(struct((4,), dtype) for dtype in dtypes))
+    return made.jaxpr.eqns[-1]
+
+
+def taking(**options):
+    return lambda x: x.at[jnp.array([0, 9])].get(**options)
+
+
+@pytest.mark.parametrize(
+    ("function", "dtypes", "expected"),
+    [
+        (jax.lax.div, ("float32", "float32"), {0}),
+        (jax.lax.div, ("int32", "int32"), None),
+        (lambda x: x.astype(jnp.float32), ("bfloat16",), {0}),
+        (lambda x: x.astype(jnp.bfloat16), ("float32",), None),
+        (lambda x: x.astype(jnp.bfloat16), ("float16",), None),
+        (lambda x: x.astype(jnp.float16), ("bfloat16",), None),
+        (lambda x: x.astype(jnp.int32), ("float32",), None),
+        (lambda x: x.astype(jnp.float32), ("int32",), None),
+        (lambda x: x.astype(jnp.float32), ("int4",), None),
+        (taking(mode="clip"), ("int32",), {0}),
+        (taking(mode="fill", fill_value=0), ("int32",), {0}),
+        (taking(mode="fill"), ("float32",), {0}),  # nan
+        (taking(mode="fill"), ("int32",), None),  # the smallest number
+        (taking(mode="fill", fill_value=1.0), ("float32",), None),
+        (lambda x, y: jax.lax.dot(x, y), ("int8", "int8"), {0}),
+        (lambda x, y: jax.lax.dot(x, y, preferred_element_type=jnp.int32), ("int8", "int8"), None),
+        (lambda x, y: jax.lax.dot(x, y, preferred_element_type=jnp.float32), ("int8", "int8"), None),
+        (lambda x, y: jax.lax.dot(x, y, preferred_element_type=jnp.float32), ("bfloat16", "bfloat16"), {0}),
+    ],
+)
+def test_linear_operands(function, dtypes, expected):
+    eqn = last_equation(function, *dtypes)
+    found = linear_operands(eqn.primitive.name, eqn)
+    assert found[:1] == ((frozenset(expected),) if expected else ())

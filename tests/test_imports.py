@@ -56,6 +56,7 @@ LAYER_OF = {
     "attention_sums": "front end",
     "batch_states": "front end",
     "building": "front end",
+    "example_rules": "front end",
     "extrapolation": "front end",
     "grouped_convolutions": "front end",
     "jax_compat": "front end",

@@ -286,6 +286,45 @@ def test_examples_inside_of_a_dimension():
     check(training(loss), weights(), examples() | {"x": jax.random.normal(jax.random.key(1), (8, 3 * WIDTH))}, 4)
 
 
+ROWS = np.array([0, 7, 2])  # of a table of five: one is not there
+
+
+OF_SUMS = {
+    "floor": lambda total: total // 3,
+    "div": lambda total: jax.lax.div(total, jnp.full_like(total, 3)),
+    "shift": lambda total: total.astype(jnp.int32) >> 1,
+    "narrow": lambda total: total.astype(jnp.bfloat16),
+    "truth": lambda total: total.astype(bool),
+    "fill": lambda total: jnp.take(total, ROWS, mode="fill", fill_value=1),
+    "fill by itself": lambda total: jnp.take(total, ROWS, mode="fill"),
+    "fill with zero": lambda total: jnp.take(total, ROWS, mode="fill", fill_value=0),
+    "clip": lambda total: jnp.take(total, ROWS, mode="clip"),
+    "pad": lambda total: jnp.pad(total, 1, constant_values=1),
+    "drop": lambda total: total.at[ROWS].add(2, mode="drop"),
+    "select": lambda total: jnp.where(total > 3, total, 0),
+    "clamp": lambda total: jnp.clip(total, 0, 3),
+    "wide": lambda total: jax.lax.dot(total, jnp.full_like(total, 3), preferred_element_type=jnp.float32),
+    "wide integers": lambda total: jax.lax.dot(
+        total.astype(jnp.int8), jnp.full(5, 3, jnp.int8), preferred_element_type=jnp.int32
+    ),
+}
+
+
+def test_what_is_not_linear_is_computed_of_the_whole_sum():
+    """Counts that the loss gives beside itself; of whole numbers, so that what is rounded is rounded alike."""
+
+    def loss(p, b):
+        at = jnp.argmax((b["x"] @ p["a"])[:, :5], 1)
+        totals = [jnp.zeros(5, dtype).at[at].add(np.asarray(40, dtype)) for dtype in (jnp.float32, jnp.int8)]
+        return losses(p, b).mean(), {name: [of_sum(t) for t in totals] for name, of_sum in OF_SUMS.items()}
+
+    def step(p, b):
+        return jax.value_and_grad(loss, has_aux=True)(p, b)
+
+    with np.errstate(invalid="ignore"):
+        check(step, weights(), examples(), 4)
+
+
 def batch_norm(x):
     with jax.named_scope("norm"):
         return (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5)

@@ -234,6 +234,16 @@ def test_numbers_where_the_update_sees_all_layers_at_once():
     assert "concatenate" in primitives(cut)
 
 
+def test_numbers_where_the_update_addresses_layers_by_position():
+    def update(p, g):
+        if p.ndim == 1:
+            return p - 0.1 * g
+        slower = g.at[0].multiply(0.5).at[-1].add(0.5)
+        return p - 0.1 * jax.lax.dynamic_update_slice_in_dim(slower, 3 * g[:1], 2, 0)
+
+    assert_same_numbers(plain_step(update=update), make_state())
+
+
 def test_numbers_of_an_update_that_is_not_always_done():
     tx = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2).gradient_transformation()
     assert_same_numbers(optax_step(tx), make_state(tx))
