@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.rules import RuleBook
 from benchmarks.random_programs.generator import generate
 from benchmarks.random_programs.modes import Bench, Mode, difference, modes_of
 
@@ -20,7 +19,7 @@ def test_smaller_variants_still_run(tmp_path):
     smaller = [v for v in program.variants() if len(v.source) < len(program.source)]
     assert smaller
     for i, variant in enumerate(smaller[:6]):
-        step = Bench(variant, RuleBook(), tmp_path / str(i)).module
+        step = Bench(variant, {}, tmp_path / str(i)).module
         jax.eval_shape(step.step, *step.arguments())
 
 
@@ -39,7 +38,7 @@ def test_what_counts_as_equal():
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 8, 10])
 def test_equals_plain_jit_or_is_refused_by_name(seed, tmp_path):
-    program, rules = generate(seed), RuleBook()
+    program, rules = generate(seed), {}
     bench = Bench(program, rules, tmp_path)
     for mode in modes_of(program, 1):
         outcome = bench.run(mode)
@@ -49,7 +48,7 @@ def test_equals_plain_jit_or_is_refused_by_name(seed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 1200, 20))
 def test_two_hundred_programs(first, tmp_path):
-    rules = RuleBook()
+    rules: dict = {}
     for seed in range(first, first + 20):
         program = generate(seed)
         bench = Bench(program, rules, tmp_path)
@@ -60,6 +59,6 @@ def test_two_hundred_programs(first, tmp_path):
 
 def test_the_free_search_of_a_known_program_splits(tmp_path):
     """The cluster is one on which splitting pays even for programs as small as these."""
-    bench = Bench(generate(1), RuleBook(), tmp_path)
+    bench = Bench(generate(1), {}, tmp_path)
     plan = bench._step(Mode(name="free search", devices=4)).plan(*bench.arguments(False))
     assert any(not s.is_fully_replicated for s in jax.tree.leaves((plan.state_shardings, plan.batch_shardings)))

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 DEVICES = 8
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -107,7 +107,8 @@ def _forward(lines: IO[str], to: queue.Queue[str]) -> None:
 
 def work() -> None:
     """Reads programs and modes, writes outcomes."""
-    rules, bench = RuleBook(), None
+    rules: dict[Any, RuleBook] = {}
+    bench: Bench | None = None
     for line in sys.stdin:
         program, mode = pickle.loads(base64.b64decode(line))
         if bench is None or bench.program != program:

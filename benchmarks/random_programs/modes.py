@@ -167,9 +167,9 @@ def slow_cluster(num_devices: int) -> autopar.Cluster:
 
 
 class Bench:
-    """One program, what plain `jax.jit` makes of it, and its runs."""
+    """One program, what plain `jax.jit` makes of it, and its runs. `rules` are shared by all programs of a process."""
 
-    def __init__(self, program: Program, rules: RuleBook, folder: Path | None = None) -> None:
+    def __init__(self, program: Program, rules: dict[Any, RuleBook], folder: Path | None = None) -> None:
         self.program, self.rules = program, rules
         self.module = load(program, folder or Path(tempfile.gettempdir()) / "random_programs")
         self._references: dict[bool, Any] = {}
