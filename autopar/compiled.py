@@ -269,7 +269,7 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
         if piece.part == 0
     ]
     literals = [
-        (position, literal_result(atom.literal.val, staged.step.traced.out_avals[position]))
+        (position, jax_compat.with_type(np.asarray(atom.literal.val), atom.literal.aval))
         for position, atom in enumerate(staged.graph.block.outputs)
         if not isinstance(atom, int)
     ]
@@ -363,7 +363,3 @@ def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Any,
 
 def _processes(mesh: Mesh) -> int:
     return len({d.process_index for d in mesh.devices.flat})
-
-
-def literal_result(value: Any, aval: jax.ShapeDtypeStruct) -> Any:
-    return jax.numpy.asarray(np.asarray(value), aval.dtype)

@@ -81,3 +81,14 @@ def test_offloaded_state_that_is_also_a_result_stays_on_the_devices():
     parallel = same_as_jit(step, state, batch, plan=recipes.zero(1, offload="optimizer"))
     in_host = {v.path for v in parallel.plan(state, batch).record.arguments if v.in_host}
     assert in_host == {"state['m']"}
+
+
+def test_literal_results_of_a_pipeline_are_as_weak_as_those_of_jit():
+    def step(w, x):
+        return w, {"y": jnp.max(jnp.tanh(x @ w)), "rate": 1.5, "count": 3, "strong": jnp.float32(2)}
+
+    w, x = np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)
+    parallel = same_as_jit(step, w, x, plan=recipes.combine(num_microbatches=2))
+    weak = {name: jax.typeof(value).weak_type for name, value in parallel(w, x)[1].items()}
+    assert weak == {name: jax.typeof(value).weak_type for name, value in jax.jit(step)(w, x)[1].items()}
+    assert weak == {"y": False, "rate": True, "count": True, "strong": False}
