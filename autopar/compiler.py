@@ -16,6 +16,14 @@ from autopar.building import build_graph
 from autopar.built_out import Found
 from autopar.cluster import Cluster
 from autopar.costs import flops_of
+from autopar.decision_checks import (
+    at_place,
+    check_decisions,
+    check_groups,
+    check_layers,
+    check_values,
+    check_wires,
+)
 from autopar.emission import Emitter
 from autopar.errors import (
     AutoparError,
@@ -38,6 +46,7 @@ from autopar.pipeline_search import search_pipelines
 from autopar.pipelining import (
     Staged,
     Submesh,
+    check_directions,
     cut_stages,
     model_of,
     planned_stage,
@@ -410,24 +419,39 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
     traced = dataclasses.replace(traced, blockwise_attention=plan.record.blockwise_attention)
     made = plan.record.pipeline
     assert made is not None, "a plan without a pipeline is one function"
-    step = cut_scans(traced, made.scan_parts, rules)
-    cut = cut_layers(step, made.num_microbatches, rules, keeps_copies=made.keeps_copies)
+    name, place, num_stages = traced.name, "$.plan.pipeline", len(made.stages)
+    with at_place(name, f"{place}.scan_parts"):
+        step = cut_scans(traced, made.scan_parts, rules)
+    with at_place(name, f"{place}.num_microbatches"):
+        cut = cut_layers(step, made.num_microbatches, rules, keeps_copies=made.keeps_copies)
     layers = cut.layers
+    check_layers(made, layers.names, name)
     graph = recomputed(cut, made.recomputed)
-    schedule = schedule_of(made.schedule, len(made.stages), made.num_microbatches, made.chunks)
+    with at_place(name, f"{place}.schedule"):
+        schedule = schedule_of(made.schedule, num_stages, made.num_microbatches, made.chunks)
+        check_directions(graph, schedule)
+    check_groups(made, schedule.mesh_of_stage, name)
     first_layers = [s.first_layer for s in made.stages]
-    stages = cut_stages(graph, layers, first_layers, schedule.splits_backward, len(made.stages))
+    stages = cut_stages(graph, layers, first_layers, schedule.splits_backward, num_stages)
     submeshes = [Submesh(first_device=s.first_device, mesh=LogicalMesh(axis_sizes=s.axis_sizes)) for s in made.stages]
-    models = [model_of(plan.cluster, s.mesh) for s in submeshes]
+    with at_place(name, f"{place}.stages"):
+        models = [model_of(plan.cluster, s.mesh) for s in submeshes]
     shardings = [
         sharding_plan_of(s.decisions, s.solver, at.mesh, stage.graph)
         for s, at, stage in zip(made.stages, submeshes, stages, strict=True)
     ]
+    for q, (sharding, stage) in enumerate(zip(shardings, stages, strict=True)):
+        check_decisions(sharding, stage.graph, f"{place}.stages[{q}].decisions", name)
+    check_wires(shardings, stages, schedule.mesh_of_stage, name)
     planned = [
         planned_stage(first_layers[q], stage, models[q], shardings[q], schedule.mesh_of_stage[q], like=q)
         for q, stage in enumerate(stages)
     ]
-    return stage_program(cut.step, graph, layers, planned, submeshes, schedule, plan.cluster)
+    staged = stage_program(cut.step, graph, layers, planned, submeshes, schedule, plan.cluster)
+    arguments, results = staged_values(traced, staged)
+    check_values(plan.record.arguments, arguments, "$.plan.arguments", name)
+    check_values(plan.record.results, results, "$.plan.results", name)
+    return staged
 
 
 def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Made:
@@ -440,7 +464,11 @@ def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -
     graph = build_graph(traced, rules)
     model = cost_model(plan.cluster, plan.mesh)
     sharding = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)
+    check_decisions(sharding, graph, "$.plan.decisions", traced.name)
     lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, plan.mesh)
+    arguments, results = planned_values(traced, graph, lowered)
+    check_values(plan.record.arguments, arguments, "$.plan.arguments", traced.name)
+    check_values(plan.record.results, results, "$.plan.results", traced.name)
     emitter = Emitter(graph, mesh)
     return Made(function=lambda *args: emitter(lowered, args), graph=graph, lowered=lowered)
 

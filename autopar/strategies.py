@@ -184,3 +184,40 @@ def follow_one(signature: Signature, operand: int, layout: Layout, mesh: Logical
         by_operands[members[0]] = layout.partial
     strategy = _strategy(signature, mesh, by_factor, by_operands)
     return strategy if strategy is not None and strategy.operands[operand] == layout else None
+
+
+def strategy_of(
+    signature: Signature, operands: Sequence[Layout], results: Sequence[Layout], mesh: LogicalMesh
+) -> Strategy | None:
+    """The strategy that has these layouts, if there is one: each mesh axis is given to the factor that it splits."""
+    rule = signature.rule
+    described = (*zip(rule.operands, operands, strict=False), *zip(rule.results, results, strict=False))
+    as_many = len(operands) == len(rule.operands) and len(results) == len(rule.results)
+    if not as_many or any(len(dims) != len(layout.dims) for dims, layout in described):
+        return None
+    by_factor: dict[int, tuple[int, ...]] = {}
+    for dims, layout in described:
+        for factors, axes in zip(dims, layout.dims, strict=True):
+            rest = list(axes)
+            for f in factors:
+                taken: tuple[int, ...] = ()
+                while rest and mesh.size(taken) < rule.factors[f].size:
+                    taken = (*taken, rest.pop(0))
+                if taken and (by_factor.setdefault(f, taken) != taken or rule.factors[f].kind is FactorKind.FIXED):
+                    return None
+            if rest:
+                return None
+    reading: dict[int, list[int]] = {}
+    for i, layout in enumerate(operands):
+        for axis in layout.partial:
+            reading.setdefault(axis, []).append(i)
+    by_operands: dict[frozenset[int], tuple[int, ...]] = {}
+    for axis, members in sorted(reading.items()):
+        if frozenset(members) not in signature.linear:
+            return None
+        by_operands[frozenset(members)] = (*by_operands.get(frozenset(members), ()), axis)
+    given = [axis for axes in (*by_factor.values(), *by_operands.values()) for axis in axes]
+    if len(set(given)) < len(given):
+        return None
+    made = _strategy(signature, mesh, by_factor, by_operands)
+    return made if made is not None and (made.operands, made.results) == (tuple(operands), tuple(results)) else None

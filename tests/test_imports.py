@@ -99,6 +99,7 @@ LAYER_OF = {
     "elsewhere": "compiler",
     "elsewhere_gpu": "compiler",
     "elsewhere_tpu": "compiler",
+    "decision_checks": "compiler",
     "emission": "compiler",
     "global_step": "compiler",
     "intra_op": "compiler",
