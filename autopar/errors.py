@@ -45,10 +45,6 @@ class InvalidArgumentError(AutoparError, ValueError):
     """An argument or an option that autopar cannot make sense of."""
 
 
-class ImpureFunctionError(AutoparError):
-    """The step reads or changes something outside of its arguments, so that it is not one fixed computation."""
-
-
 class BatchMismatchError(AutoparError, ValueError):
     """The leaves of a batch disagree about the number of examples, or it does not divide as the plan needs."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.errors import ImpureFunctionError, InvalidArgumentError, UnsupportedError
+from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.fingerprints import first_difference, jaxpr_fingerprint
 from autopar.placements import Placement, without_placements
 
 
@@ -104,7 +104,7 @@ def trace(
     """Traces `function` on abstract arguments.
 
     `names`, `donate` and `batch` are over `args`, static arguments already bound.
-    Raises: InvalidArgumentError, ImpureFunctionError, UnsupportedError.
+    Raises: InvalidArgumentError, UnsupportedError.
     """
     leaves, in_tree, in_paths, owner = flatten_arguments(args, names)
     in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
@@ -169,19 +169,29 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def check_purity(traced: TracedStep) -> None:
-    """Traces the function a second time.
+def impurity(traced: TracedStep) -> str | None:
+    """Traces the function a second time; what a user should know where that gives another computation.
 
-    Raises: ImpureFunctionError when that gives another computation.
+    Plain `jax.jit` keeps what the first trace gives, and so does a step, which is then not cut into micro-batches.
     """
-    if jaxpr_fingerprint(traced.retrace(traced.in_avals)) != traced.fingerprint:
-        raise ImpureFunctionError(
-            where=traced.name,
-            expected="the same computation each time the function is traced",
-            got="two traces that differ",
-            hint="the function reads or changes something outside of its arguments (a counter, time, numpy's random "
-            "numbers): pass it in as an argument or use jax.random with a key in the state",
-        )
+    again = traced.retrace(traced.in_avals)
+    if jaxpr_fingerprint(again) == traced.fingerprint:
+        return None
+    at = first_difference(traced.retrace(traced.in_avals), again)
+    return (
+        f"two traces of the function differ{f' ({at})' if at else ''}; the first is run every time, as under jax.jit, "
+        "without micro-batches. Does it read or change something outside of its arguments (a counter, the time, "
+        "numpy's random numbers)? Pass that in as an argument, or use jax.random with a key in the state"
+    )
+
+
+def traced_once(traced: TracedStep) -> TracedStep:
+    """A step that is not traced on other shapes: that would be another computation."""
+
+    def refuse(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        raise TypeError("two traces of the function differ: what a micro-batch does cannot be told from a trace")
+
+    return dataclasses.replace(traced, retrace=refuse)
 
 
 def tie_state(
@@ -233,48 +243,3 @@ def _check_effects(closed: Any, name: str) -> None:
             got=f"effects: {', '.join(effects)}",
             hint="take jax.debug.print, io_callback and the like out of the step, or return what they show",
         )
-
-
-def jaxpr_fingerprint(closed: Any) -> str:
-    """A hash of a closed jaxpr that is the same in every process: equations, parameters, shapes and constants."""
-    digest = hashlib.sha256()
-    for const in jax_compat.jaxpr_consts(closed):
-        if jax_compat.is_key_dtype(const.dtype):
-            const = jax.random.key_data(const)
-        digest.update(np.asarray(const).tobytes())
-    _hash_jaxpr(jax_compat.open_jaxpr(closed), digest)
-    return digest.hexdigest()[:32]
-
-
-def _hash_jaxpr(jaxpr: Any, digest: Any) -> None:
-    number: dict[Any, int] = {}
-
-    def name(atom: Any) -> str:
-        if isinstance(atom, jax_compat.Literal):
-            return f"{atom.val!r}:{atom.aval.str_short()}"
-        return str(number.setdefault(atom, len(number)))
-
-    for var in (*jaxpr.constvars, *jaxpr.invars):
-        digest.update(f"{name(var)}:{var.aval.str_short()};".encode())
-    for eqn in jaxpr.eqns:
-        digest.update(f"{eqn.primitive.name}({','.join(map(name, eqn.invars))})".encode())
-        for key in sorted(eqn.params):
-            _hash_param(key, eqn.params[key], digest)
-        digest.update(("->" + ",".join(f"{name(v)}:{v.aval.str_short()}" for v in eqn.outvars)).encode())
-    digest.update(("return " + ",".join(map(name, jaxpr.outvars))).encode())
-
-
-def _hash_param(key: str, value: Any, digest: Any) -> None:
-    digest.update(key.encode())
-    inner = jax_compat.open_jaxpr(value)
-    if hasattr(inner, "eqns"):
-        for const in jax_compat.jaxpr_consts(value):
-            digest.update(np.asarray(const).tobytes())
-        _hash_jaxpr(inner, digest)
-    elif isinstance(value, (tuple, list)) and any(hasattr(jax_compat.open_jaxpr(v), "eqns") for v in value):
-        for v in value:
-            _hash_param("", v, digest)
-    elif callable(value) and not isinstance(value, (type, np.dtype)):
-        digest.update(getattr(value, "__qualname__", type(value).__name__).encode())
-    else:
-        digest.update(repr(value).encode())

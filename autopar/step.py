@@ -38,7 +38,7 @@ from autopar.runtime.agreement import agree
 from autopar.runtime.dispatching import turn
 from autopar.sharing_memory import without_shared_memory
 from autopar.specs import concrete_mesh, named_sharding
-from autopar.staging import TracedStep, abstract, check_purity, flatten_arguments, name_of, trace
+from autopar.staging import TracedStep, abstract, flatten_arguments, impurity, name_of, trace, traced_once
 from autopar.user_cache import cache_directory, default_directory
 from autopar.whole_search import PlanOptions
 
@@ -381,7 +381,10 @@ class Step:
         if known is not None:
             return Plan(known, trees)  # and the step was traced to the same jaxpr before, in another process
         with progress.pass_("purity"):
-            check_purity(traced)
+            impure = impurity(traced)
+        if impure is not None:
+            self._tell(impure)
+            traced = traced_once(traced)
         plan = make_plan(traced, trees, cluster, wanted, self._rule_book(), progress)
         self._disk.save_plan(key, plan.record)
         keep_rules(self)
@@ -470,7 +473,7 @@ def asked_of(step: Step, *args: Any) -> Asked:
     """What a step that searches would ask of the search for these arguments, of which none is a shape alone.
 
     Raises: InvalidArgumentError where the step has a plan, a recipe or another step's layout already, or gets shapes;
-    DonatedStateError, UnsupportedError, ImpureFunctionError.
+    DonatedStateError, UnsupportedError.
     """
     args = nnx_objects.split(args)
     options, dynamic = step._options, step._dynamic(args)
@@ -496,7 +499,10 @@ def asked_of(step: Step, *args: Any) -> Asked:
             )
     step._refuse_unusable(dynamic, names)
     traced, trees = step._traced(args)
-    check_purity(traced)
+    impure = impurity(traced)
+    if impure is not None:
+        step._tell(impure)
+        traced = traced_once(traced)
     cluster, wanted = step._wanted(traced)
     return Asked(
         traced=traced,

@@ -76,6 +76,7 @@ LAYER_OF = {
     "stage_graphs": "front end",
     "contraction": "front end",
     "donation": "front end",
+    "fingerprints": "front end",
     "purposes": "front end",
     "sinking": "front end",
     "staging": "front end",
