@@ -10,6 +10,7 @@ from autopar.attention_checks import check_attention
 from autopar.built_out import Found, leaner_where_needed
 from autopar.cluster import Cluster
 from autopar.constraints import Binding
+from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.mesh import LogicalMesh
 from autopar.pins import PinsOnMesh, on_meshes
 from autopar.pipelining import PipelineOptions, default_chunks, part_of
@@ -17,7 +18,7 @@ from autopar.progress import Progress
 from autopar.purposes import described
 from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans, one_part_a_group
-from autopar.search_space import few_bubbles, meshes_inside, submesh_sizes
+from autopar.search_space import few_bubbles, is_long, meshes_inside, microbatch_numbers, submesh_sizes
 from autopar.sinking import copies_state
 from autopar.stage_assignment import balanced
 from autopar.stage_building import Choice, Cut, build, cut_layers, layers_of_pieces
@@ -41,6 +42,27 @@ def asked_pipeline(
     )
     assert isinstance(found, Found), "stages that were asked for are built whether they fit or not"
     return found
+
+
+def in_one_stage(
+    traced: TracedStep,
+    cluster: Cluster,
+    options: PlanOptions,
+    limit_bytes: int,
+    rules: RuleBook,
+    progress: Progress,
+) -> Found | None:
+    """One stage on all devices, in the most micro-batches that may be chosen: what comes near to fitting where no
+    stages fit. None for a step that cannot be cut so, and for a long one, of which even that takes long.
+    """
+    if is_long(traced):
+        return None
+    most = max(microbatch_numbers(traced, cluster, options.pipeline))
+    asked = dataclasses.replace(options, pipeline=PipelineOptions(num_stages=1, num_microbatches=most))
+    try:
+        return asked_pipeline(traced, cluster, asked, limit_bytes, rules, progress)
+    except (UnsupportedError, BatchMismatchError):
+        return None
 
 
 def _asked(

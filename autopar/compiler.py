@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from autopar import jax_compat
-from autopar.asked_pipelines import asked_pipeline
+from autopar.asked_pipelines import asked_pipeline, in_one_stage
 from autopar.attention_checks import check_attention
 from autopar.building import build_graph
 from autopar.built_out import Found
@@ -37,6 +37,7 @@ from autopar.errors import (
 from autopar.graph import OpGraph, OpKind
 from autopar.instructions import LoweredBlock
 from autopar.lowering import lower
+from autopar.memory_refusals import fits, pipeline_refusal
 from autopar.memory_use import memory_of_program
 from autopar.mesh import LogicalMesh
 from autopar.node_costs import cost_model
@@ -133,6 +134,8 @@ def make_plans(
     if asked.num_stages is not None or (asked.is_asked and (options.binding is not None or options.pins is not None)):
         found = asked_pipeline(traced, cluster, options, limit_bytes, rules, progress)
         plan = named(staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress), options)
+        if not fits(plan, limit_bytes):
+            raise pipeline_refusal(plan, limit_bytes)
         if options.binding is not None:
             plan = noted(plan, bound_stages(found.staged.stages, options.binding.on(plan.mesh.num_devices)[1]))
         if found.pins is None:
@@ -156,13 +159,14 @@ def make_plans(
     best = wholes[0] if wholes else None
     notes: list[str] = []
     pipelines: tuple[Found, ...] = ()
+    other: Found | None = None
     to_beat_s = best.step_time_s if best is not None else math.inf
     pays = asked.is_asked or (options.is_free and may_pay(best, cluster))
     if pays or (kept_within > 1 and cluster.num_devices > 1):
         other, reason = searched_pipeline(
             traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s, kept_within
         )
-        if other is not None:
+        if other is not None and other.fits(limit_bytes):
             pipelines = (other, *other.near)
         notes += [reason] if pays else []
     chosen: Candidate | Found | None = best
@@ -170,6 +174,12 @@ def make_plans(
         chosen = pipelines[0]
     if chosen is None and isinstance(refused, MemoryLimitError):
         raise refused.beside(notes)
+    if chosen is None and other is None and refused is None:
+        other = in_one_stage(traced, cluster, options, limit_bytes, rules, progress)
+        chosen = other if other is not None and other.fits(limit_bytes) else None
+    if chosen is None and other is not None:
+        nearest = staged_plan(traced, trees, graph, cluster, limit_bytes, other, progress)
+        raise pipeline_refusal(nearest, limit_bytes, [str(refused)] if refused is not None else notes)
     if chosen is None:
         raise refused or no_pipeline_fits(traced, cluster, limit_bytes, notes)
     if options.pins is not None and options.binding is None:
@@ -274,7 +284,8 @@ def searched_pipeline(
     to_beat_s: float,
     kept_within: float,
 ) -> tuple[Found | None, str]:
-    """(the best pipeline that fits, with those `kept_within` so many times of its time; why there is none).
+    """(the best pipeline, one that fits where there is one, with those `kept_within` so many times of its time; what to
+    say of it, or why there is none).
 
     Raises: what cutting into micro-batches raises, where a pipeline was asked for.
     """
@@ -299,7 +310,7 @@ def searched_pipeline(
         return None, f"no pipeline: {found}"
     if not found.fits(limit_bytes):
         needed_bytes = max(found.staged.simulation.peak_bytes)
-        return None, f"the pipeline nearest to fitting needs {text_of_bytes(needed_bytes)} on a device"
+        return found, f"the pipeline nearest to fitting needs {text_of_bytes(needed_bytes)} on a device"
     return found, f"the best pipeline would take {text_of_s(found.step_time_s)} ({found.trial.text})"
 
 

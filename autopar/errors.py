@@ -98,8 +98,8 @@ class MemoryLimitError(AutoparError):
 
     Attributes:
         limit_bytes: Memory of one device that the plan may use.
-        needed_bytes: The least that any plan of one program that was found needs on one device; what stages need, the
-            hint says.
+        needed_bytes: What the plan nearest to fitting needs on one device: that of a recipe with stages or of a plan
+            that was given, else the least of all plans of one program that were found; what stages need, the hint says.
         largest: (name, bytes on one device) of the largest tensors that are alive at the peak, largest first.
     """
 

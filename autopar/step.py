@@ -26,6 +26,7 @@ from autopar.fast_path import FastPath
 from autopar.garbage import collected_seldom
 from autopar.global_step import make_state
 from autopar.layout import even_layout
+from autopar.memory_refusals import check_given_plan_fits
 from autopar.mesh import LogicalMesh
 from autopar.pipelining import PipelineOptions
 from autopar.placements import placement_note
@@ -352,6 +353,7 @@ class Step:
         if plan is None:
             return None
         check_plan(plan, traced)
+        check_given_plan_fits(plan, self._options.memory_limit_bytes)
         return dataclasses.replace(plan, trees=trees)
 
     def _wanted(self, traced: TracedStep) -> tuple[Cluster, PlanOptions]:

@@ -102,6 +102,7 @@ LAYER_OF = {
     "elsewhere_tpu": "compiler",
     "decision_checks": "compiler",
     "emission": "compiler",
+    "memory_refusals": "compiler",
     "global_step": "compiler",
     "intra_op": "compiler",
     "masks": "compiler",

@@ -13,7 +13,7 @@ from autopar import built_out, compiler, hardware, whole_search
 from autopar.built_out import BuiltOut, choice_of, in_turn
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
-from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError
+from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
 from autopar.pipelining import PipelineOptions
 from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
@@ -97,10 +97,12 @@ def test_where_the_batch_does_not_fit_no_number_of_micro_batches_of_zero_is_fast
     compared = []
     for zero in (1, 3):
         for m in (2, 4, 8):
-            known = plan(small, *args, plan=autopar.recipes.combine(zero=zero, num_microbatches=m)).predicted
-            if max(known.peak_bytes) <= 0.6 * whole.predicted.peak_bytes[0]:
-                assert found.predicted.step_time_s <= known.step_time_s
-                compared.append((zero, m))
+            try:
+                known = plan(small, *args, plan=autopar.recipes.combine(zero=zero, num_microbatches=m)).predicted
+            except MemoryLimitError:
+                continue
+            assert found.predicted.step_time_s <= known.step_time_s
+            compared.append((zero, m))
     assert (3, 2) in compared
     assert any("ZeRO-3" in t.text for t in found.record.weighed)
 
@@ -155,7 +157,7 @@ def test_every_schedule_that_came_out_too_large_has_less_memory_the_next_time(mo
 
     monkeypatch.setattr(built_out, "build", as_if_larger)
     monkeypatch.setattr(built_out, "best_stages", noted)
-    with pytest.raises(SolverError, match="the pipeline nearest to fitting needs 1 TB"):
+    with pytest.raises(MemoryLimitError, match=r"got 1 TB(.|\n)*the pipeline nearest to fitting needs 1 TB"):
         plan(cluster(), *arguments(), num_microbatches=4)
     first, second = limits[0], limits[2]  # each time of several stages, then of one
     assert len([s for s in first if second[s] < first[s]]) >= 2
