@@ -209,7 +209,8 @@ def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> 
     arguments = tuple(inputs[len(constants) :])
 
     def step(constants: tuple[Any, ...], *leaves: Any) -> Any:
-        return made.function(*constants, *leaves)
+        results = made.function(*constants, *leaves)
+        return [result_like(x, aval) for x, aval in zip(results, traced.out_avals, strict=True)]
 
     step.__name__ = traced.name
     jitted = jax.jit(
@@ -242,7 +243,7 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
     meshes = stage_meshes(staged)
     lowered = [p.lowered for p in staged.stages]
     here = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
-    executables = compile_tasks(staged.staged, lowered, here)
+    executables = compile_tasks(staged.staged, lowered, here, weak_results(staged, traced))
     in_flight = [in_flight_on(list(meshes[task.stage].devices.flat)) for task in staged.staged.tasks]
     executor = Executor(program, executables, routes(staged, meshes), in_flight)
     num_constants = len(staged.graph.constants)
@@ -269,7 +270,7 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
         if piece.part == 0
     ]
     literals = [
-        (position, jax_compat.with_type(np.asarray(atom.literal.val), atom.literal.aval))
+        (position, result_like(atom.literal.val, traced.out_avals[staged.step.results[position].leaf]))
         for position, atom in enumerate(staged.graph.block.outputs)
         if not isinstance(atom, int)
     ]
@@ -363,3 +364,23 @@ def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Any,
 
 def _processes(mesh: Mesh) -> int:
     return len({d.process_index for d in mesh.devices.flat})
+
+
+def result_like(value: Any, aval: jax.ShapeDtypeStruct) -> Any:
+    """A result with the weak type that jax gives it; of a literal an array."""
+    if not isinstance(value, jax.Array):
+        value = jax.numpy.asarray(np.asarray(value), aval.dtype)
+    return jax_compat.with_weak_type(value, bool(aval.weak_type))
+
+
+def weak_results(staged: Staged, traced: TracedStep) -> dict[int, bool]:
+    """Whether the type is weak, of each buffer of a pipeline that holds a result, and of what such a one is sent of."""
+    program, pieces = staged.staged, staged.step.results
+    found = {
+        b: bool(traced.out_avals[pieces[position].leaf].weak_type)
+        for position, b in zip(program.results, program.pipeline.outputs, strict=True)
+    }
+    for transfer in reversed(program.pipeline.transfers):
+        if transfer.target in found:
+            found.setdefault(transfer.source, found[transfer.target])
+    return found

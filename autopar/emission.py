@@ -304,7 +304,8 @@ class Emitter:
         elif op.kind is OpKind.WHILE:
             outs = self.while_loop(instruction, operands, runs[0], runs[1])
         else:
-            branches = [lambda *args, run=run: self.settle(run(args), instruction.results) for run in runs]
+            avals = [v.aval for v in op.eqn.outvars]
+            branches = [lambda *args, run=run: self.settle(run(args), instruction.results, avals) for run in runs]
             outs = jax.lax.switch(self.index(operands[0]), branches, *operands[1:])
         for value, layout, array in zip(op.outputs, instruction.results, outs, strict=True):
             env[value, (layout, RAW)] = self.pin(array, layout)
@@ -312,11 +313,8 @@ class Emitter:
     def index(self, predicate: Any) -> Any:
         return predicate.astype(jnp.int32) if predicate.dtype == jnp.bool_ else predicate
 
-    def settle(self, outs: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
-        return [
-            self.pin(jnp.asarray(out) if isinstance(out, (bool, int, float)) else out, layout)
-            for out, layout in zip(outs, layouts, strict=True)
-        ]
+    def settle(self, outs: Sequence[Any], layouts: Sequence[Layout], avals: Sequence[Any]) -> list[Any]:
+        return [self.pin(out, layout) for out, layout in zip(self.like(outs, avals), layouts, strict=True)]
 
     def scan(self, instruction: Loop, operands: list[Any], run: Any) -> Sequence[Any]:
         op = instruction.op

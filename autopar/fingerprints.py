@@ -1,7 +1,8 @@
 """Fingerprints of traced functions: hashes of what is computed, the same in every process and for every trace of it.
 
 Jaxprs are compared by structure. What is printed of their parameters may hold addresses (functions, objects without a
-text of their own) and differ each time.
+text of their own) and differ each time. Weak types are no part of it: they decide which operations are traced, and do
+nothing beyond that.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class _Hasher:
             return self._of_jaxpr(value)
         if isinstance(value, (np.ndarray, np.generic, jax.Array)) and not jax_compat.is_tracer(value):
             return _of_array(value)
+        if isinstance(value, jax_compat.ShapedArray):
+            return _digest("type", _type(value))
         if isinstance(value, (type, _TREE)):
             return self._of_tree(value) if isinstance(value, _TREE) else _digest("type", _name(value))
         if id(value) in self._inside:
@@ -122,14 +125,25 @@ class _Hasher:
     def of_equation(self, eqn: Any, number: dict[Any, int]) -> bytes:
         """Of an equation whose variables are numbered in the order in which they are met."""
         operands = [self._of_atom(v, number) for v in eqn.invars]
-        params = [part for key in sorted(eqn.params) for part in (key, self.of(eqn.params[key]))]
+        params = [part for key in sorted(eqn.params.keys() - {"weak_type"}) for part in (key, self.of(eqn.params[key]))]
         results = [self._of_atom(v, number) for v in eqn.outvars]
         return _digest(eqn.primitive.name, *operands, *params, *results)
 
     def _of_atom(self, atom: Any, number: dict[Any, int]) -> bytes:
         if isinstance(atom, jax_compat.Literal):
-            return _digest("literal", self.of(atom.val), atom.aval.str_short())
-        return _digest(str(number.setdefault(atom, len(number))), atom.aval.str_short())
+            return _digest("literal", self.of(_value(atom)), _type(atom.aval))
+        return _digest(str(number.setdefault(atom, len(number))), _type(atom.aval))
+
+
+def _value(literal: Any) -> Any:
+    """What a literal's type holds of its value: weakly typed ones may be written with more digits."""
+    if not jax.dtypes.issubdtype(literal.aval.dtype, np.number):
+        return literal.val
+    return np.asarray(literal.val).astype(literal.aval.dtype)
+
+
+def _type(aval: Any) -> str:
+    return str(aval.str_short()).removeprefix("~")
 
 
 def _of_array(array: Any) -> bytes:

@@ -27,6 +27,7 @@ JaxprEqn = jax_core.JaxprEqn
 Var = jax_core.Var
 ClosedJaxpr = jax_core.ClosedJaxpr
 Tracer = jax.core.Tracer
+ShapedArray = jax.core.ShapedArray
 ArrayImpl = jax_array.ArrayImpl
 
 # Equations that only call another jaxpr; the parameter that holds it.
@@ -224,6 +225,18 @@ def with_type(array: Any, aval: Any) -> Any:
     return jax.lax.convert_element_type_p.bind(
         jax.numpy.asarray(array), new_dtype=aval.dtype, weak_type=bool(aval.weak_type), sharding=None
     )
+
+
+def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Shape, type and weak type."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def with_weak_type(array: Any, weak_type: bool) -> Any:
+    """An array whose type is weak, or is not."""
+    if is_key_dtype(array.dtype) or array.aval.weak_type == weak_type:
+        return array
+    return with_type(array, jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=weak_type))
 
 
 def shape_of(array: Any) -> jax.ShapeDtypeStruct:

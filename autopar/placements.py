@@ -4,6 +4,10 @@
 would obey them beside the plan's own layouts and send what no plan predicts, and a stage on some of the devices could
 not be compiled with the shardings of all of them. Each becomes its operand, in the bodies of loops, branches and calls
 too; variables and parameters forget the meshes that they were traced with.
+
+Conversions from a weak type to the same type or back go as well, without a note: they do nothing to values, and the
+step traced with numbers or weakly typed arrays is then, but for the weak types themselves, the step traced with arrays
+of those types. One plan holds for both.
 """
 
 from __future__ import annotations
@@ -90,8 +94,10 @@ class _Taking:
         return made if inner is closed and not jax_compat.jaxpr_consts(closed) else jax_compat.closed_like(closed, made)
 
     def places(self, eqn: Any) -> bool:
-        """Whether an equation does nothing but name a place. Notes such equations, and calls that name places."""
+        """Whether an equation only names a place, or a weak type. Notes places, and calls that name them."""
         name = eqn.primitive.name
+        if name == "convert_element_type" and eqn.params["new_dtype"] == eqn.invars[0].aval.dtype:
+            return True
         shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
         if any(isinstance(s, Sharding) for s in shardings):
             self.found.setdefault(Placement("shardings of jax.jit", jax_compat.source_line(eqn)))

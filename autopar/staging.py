@@ -46,6 +46,12 @@ class TracedStep:
     changed_in_place: tuple[str, ...] = ()
 
 
+def is_same_step(one: TracedStep, other: TracedStep) -> bool:
+    """Whether two traces are the same computation of the same trees: what is decided for one holds for the other."""
+    parts = ("fingerprint", "in_tree", "out_tree", "tied", "donated", "batch")
+    return all(getattr(one, part) == getattr(other, part) for part in parts)
+
+
 NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
 
 
@@ -56,8 +62,8 @@ def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStr
     """
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__"):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-    if is_weak(leaf):
-        return jax.ShapeDtypeStruct((), jax.numpy.asarray(leaf).dtype, weak_type=True)
+    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
+        return jax.ShapeDtypeStruct((), jax.numpy.asarray(leaf).dtype, weak_type=is_weak(leaf))
     numbers = (np.number, np.bool_)
     if isinstance(leaf, (np.ndarray, np.generic)) and any(jax.dtypes.issubdtype(leaf.dtype, n) for n in numbers):
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -72,7 +78,7 @@ def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStr
 def is_weak(leaf: Any) -> bool:
     """Whether jax takes the type of a leaf for a weak one: Python's numbers, and arrays made of them."""
     if isinstance(leaf, (bool, int, float, complex)):
-        return not isinstance(leaf, np.generic)
+        return not isinstance(leaf, (bool, np.generic))
     return bool(getattr(leaf, "weak_type", False))
 
 
@@ -131,11 +137,12 @@ def trace(
             )
         return [leaf for _, leaf in with_paths]
 
-    closed, placements = without_placements(jax.make_jaxpr(flat)(*in_avals))
+    original = jax.make_jaxpr(flat)(*in_avals)
+    closed, placements = without_placements(original)
     fingerprint = jaxpr_fingerprint(closed)
     _check_effects(closed, name)
     jaxpr = jax_compat.open_jaxpr(closed)
-    out_avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
+    out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
     batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
     return TracedStep(

@@ -39,7 +39,16 @@ from autopar.runtime.agreement import agree
 from autopar.runtime.dispatching import turn
 from autopar.sharing_memory import without_shared_memory
 from autopar.specs import concrete_mesh, named_sharding
-from autopar.staging import TracedStep, abstract, flatten_arguments, impurity, name_of, trace, traced_once
+from autopar.staging import (
+    TracedStep,
+    abstract,
+    flatten_arguments,
+    impurity,
+    is_same_step,
+    name_of,
+    trace,
+    traced_once,
+)
 from autopar.user_cache import cache_directory, default_directory
 from autopar.whole_search import PlanOptions
 
@@ -311,12 +320,16 @@ class Step:
         args = nnx_objects.split(args)
         key = self._key(args)
         if key not in self._plans:
-            if self._plans:
-                logger.warning("%s: arguments of new shapes or types: planning again", self.__name__)
             progress = Progress(f"autopar {self.__name__}", show=self._options.show_progress)
             with collected_seldom():
                 with progress.pass_("trace"):
                     traced, trees = self._traced(args)
+                known = self._known_plan(traced)
+                if known is not None:
+                    self._plans[key] = traced, dataclasses.replace(known, trees=trees)
+                    return self._plans[key]
+                if self._plans:
+                    logger.warning("%s: arguments of new shapes or types: planning again", self.__name__)
                 if jax.process_count() > 1:
                     plan = self._agreed_plan(traced, trees, progress)
                 else:
@@ -329,6 +342,10 @@ class Step:
             self._plans[key] = (traced, plan)
             self.last_progress = progress
         return self._plans[key]
+
+    def _known_plan(self, traced: TracedStep) -> Plan | None:
+        """A plan made for the same computation before: on other weak types, or in another configuration of jax."""
+        return next((plan for other, plan in self._plans.values() if is_same_step(other, traced)), None)
 
     def _agreed_plan(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
         """The plan of process 0, in all processes.

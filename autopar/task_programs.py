@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,18 +17,28 @@ from autopar.specs import named_sharding
 from autopar.tasks import LoweredStage, StagedProgram, StageTask, groups_of_examples, layout_of, shape_of
 
 
-def compile_tasks(program: StagedProgram, stages: Sequence[LoweredStage], meshes: Sequence[Mesh | None]) -> list[Any]:
-    """The executable of each task; `meshes` are the stages', None for those whose devices are of other processes."""
+def compile_tasks(
+    program: StagedProgram,
+    stages: Sequence[LoweredStage],
+    meshes: Sequence[Mesh | None],
+    weak: Mapping[int, bool] | None = None,
+) -> list[Any]:
+    """The executable of each task; `meshes` are the stages', None for those whose devices are of other processes.
+
+    `weak` says of buffers that hold results of the step whether their types are weak.
+    """
     groups = groups_of_examples(stages)
     out = []
     for number, task in enumerate(program.tasks):
-        mesh = meshes[task.stage]
-        out.append(None if mesh is None else compile_task(program, number, stages[task.stage], mesh, groups))
+        mesh, stage = meshes[task.stage], stages[task.stage]
+        out.append(None if mesh is None else compile_task(program, number, stage, mesh, groups, weak or {}))
     return out
 
 
 @jax_compat.no_mesh_set()
-def compile_task(program: StagedProgram, number: int, stage: LoweredStage, mesh: Mesh, groups: int) -> Any:
+def compile_task(
+    program: StagedProgram, number: int, stage: LoweredStage, mesh: Mesh, groups: int, weak: Mapping[int, bool]
+) -> Any:
     """Lowers and compiles one task. Its arguments are flat, in the order of the task's inputs."""
     task, linked = program.tasks[number], program.pipeline.tasks[number]
     m = stage.stage.graph.num_microbatches
@@ -41,8 +51,16 @@ def compile_task(program: StagedProgram, number: int, stage: LoweredStage, mesh:
     avals = [aval_of(stage, key) for key in inputs]
     donated = {linked.inputs[i] for i in linked.donated}
     positions = [b for b in linked.inputs for _ in range(copies(b))]
+    function = task_function(task, stage, mesh, groups)
+    made = [b for b in linked.outputs for _ in range(copies(b))]
+
+    def typed(*arrays: Any) -> tuple[Any, ...]:
+        outs = zip(function(*arrays), made, strict=True)
+        return tuple(jax_compat.with_weak_type(x, weak[b]) if b in weak else x for x, b in outs)
+
+    typed.__name__ = function.__name__
     jitted = jax.jit(
-        task_function(task, stage, mesh, groups),
+        typed,
         in_shardings=tuple(sharding_of(key, mesh) for key in inputs),
         out_shardings=tuple(sharding_of(key, mesh) for key in outputs),
         donate_argnums=tuple(i for i, b in enumerate(positions) if b in donated),
