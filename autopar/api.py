@@ -11,7 +11,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.nnx_objects import unwrapped
 from autopar.plan import Plan
 from autopar.recipes import Recipe, pipeline_options
-from autopar.step import DEFAULT_CACHE, Options, Step
+from autopar.step import DEFAULT_CACHE, Options, Step, function_of
 
 
 def parallelize(
@@ -25,6 +25,9 @@ def parallelize(
     batch_argnums: int | Sequence[int] = (1,),
     donate_argnums: int | Sequence[int] = (0,),
     static_argnums: int | Sequence[int] = (),
+    batch_argnames: str | Sequence[str] = (),
+    donate_argnames: str | Sequence[str] = (),
+    static_argnames: str | Sequence[str] = (),
     follow: Step | None = None,
     cache_dir: str | Path | None = DEFAULT_CACHE,
     time_limit_s: float = 20.0,
@@ -47,6 +50,8 @@ def parallelize(
         donate_argnums: The arguments that the step replaces: their memory is reused for the results that replace them.
             Where there are NNX objects, the default is those that the step changes.
         static_argnums: Arguments that are no arrays; each value of them is a step of its own.
+        batch_argnames, donate_argnames, static_argnames: The same by name, keyword-only arguments too; the first two
+            in place of the defaults, or beside argument numbers that are given.
         follow: Another step whose layout of the state this one takes over (an evaluation step).
         cache_dir: Where plans are kept between runs; None keeps nothing.
         time_limit_s: Seconds that the search may take for one logical mesh; then its best plan is taken.
@@ -54,13 +59,6 @@ def parallelize(
 
     Raises: InvalidArgumentError, UnsupportedError.
     """
-    if isinstance(fun, Step):
-        fun = fun._function
-    fun = unwrapped(fun)
-    if fun is not None and not callable(fun):
-        raise InvalidArgumentError(
-            where="parallelize(fun)", expected="a function", got=type(fun).__name__, hint="decorate the training step"
-        )
     kinds: tuple[tuple[str, Any, tuple[type, ...], str], ...] = (
         ("plan", plan, (Plan, Recipe), "load one with autopar.Plan.load(path), or take a recipe of autopar.recipes"),
         ("cluster", cluster, (Cluster,), "make one with autopar.Cluster.local(), .preset(...) or .parse(text)"),
@@ -97,14 +95,24 @@ def parallelize(
         batch_argnums=_argnums(batch_argnums),
         donate_argnums=_argnums(donate_argnums),
         static_argnums=_argnums(static_argnums),
+        batch_argnames=_argnames(batch_argnames),
+        donate_argnames=_argnames(donate_argnames),
+        static_argnames=_argnames(static_argnames),
         follow=follow,
         cache_dir=cache_dir,
         time_limit_s=time_limit_s,
         show_progress=show_progress,
     )
-    if fun is None:
-        return lambda function: Step(function, options)
-    return Step(fun, options)
+    return _made(fun, options) if fun is not None else lambda function: _made(function, options)
+
+
+def _made(fun: Any, options: Options) -> Step:
+    function = unwrapped(function_of(fun) if isinstance(fun, Step) else fun)
+    if not callable(function):
+        raise InvalidArgumentError(
+            where="parallelize(fun)", expected="a function", got=type(fun).__name__, hint="decorate the training step"
+        )
+    return Step(function, options)
 
 
 def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster, **options: Any) -> Plan:
@@ -112,9 +120,13 @@ def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster, **options
 
     `args` are arrays or `jax.ShapeDtypeStruct`s, `options` those of `parallelize`.
     """
-    function = fun._function if isinstance(fun, Step) else fun
+    function = function_of(fun) if isinstance(fun, Step) else fun
     return parallelize(function, cluster=cluster, **options).plan(*args)
 
 
 def _argnums(value: int | Sequence[int]) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _argnames(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)

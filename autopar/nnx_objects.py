@@ -105,6 +105,11 @@ def _is_object(x: Any) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
+def is_object(x: Any) -> bool:
+    """Whether something is an NNX object itself."""
+    return "flax.nnx" in sys.modules and _is_object(x)
+
+
 def holds_objects(tree: Any) -> bool:
     """Whether there are NNX objects in a tree. An `nnx.State` is none: it is a tree of arrays."""
     if "flax.nnx" not in sys.modules:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from autopar.global_step import make_state
 from autopar.layout import even_layout
 from autopar.memory_refusals import check_given_plan_fits
 from autopar.mesh import LogicalMesh
+from autopar.methods import OfInstances, keeping, without_self
 from autopar.pipelining import PipelineOptions
 from autopar.placements import placement_note
 from autopar.plan import Plan, Trees
@@ -38,6 +38,7 @@ from autopar.rules import RuleBook
 from autopar.runtime.agreement import agree
 from autopar.runtime.dispatching import turn
 from autopar.sharing_memory import without_shared_memory
+from autopar.signatures import Signature
 from autopar.specs import concrete_mesh, named_sharding
 from autopar.staging import (
     TracedStep,
@@ -70,6 +71,9 @@ class Options:
     batch_argnums: tuple[int, ...]
     donate_argnums: tuple[int, ...]
     static_argnums: tuple[int, ...]
+    batch_argnames: tuple[str, ...]
+    donate_argnames: tuple[str, ...]
+    static_argnames: tuple[str, ...]
     follow: Step | None
     cache_dir: str | Path | None
     time_limit_s: float
@@ -84,7 +88,10 @@ class Step:
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, function)
         self.__name__ = name_of(function)
-        self._function, self._options = function, options
+        self._function, self._asked = function, options
+        self._signature = Signature(function, self.__name__)
+        self._options = _numbered(options, self._signature)
+        self._of_instances = OfInstances()
         self._compiled: dict[Any, Compiled | CompiledPipeline] = {}
         self._plans: dict[Any, tuple[TracedStep, Plan]] = {}
         self._fast: FastPath | None = None
@@ -102,14 +109,32 @@ class Step:
         NNX objects among the arguments are changed in place, as under `nnx.jit`.
         Raises: DonatedStateError when a state is used that an earlier step took over, and what `plan` raises.
         """
+        if kwargs:
+            args = self._signature.places(args, kwargs)
         if self._takes_objects:
-            return nnx_objects.run_and_write_back(self._run, self._bound(args, kwargs))
-        return self._run(*args, **kwargs)
+            return nnx_objects.run_and_write_back(self._run, args)
+        return self._run(*args)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """The step of an instance, where the function is a method: `self` is bound, static, and not counted by argnums.
+
+        An NNX object is its method's first argument instead, as under `nnx.jit`.
+        """
+        if instance is None:
+            return self
+        if nnx_objects.is_object(instance):
+            return functools.partial(self, instance)
+        step = self._of_instances.get(instance, lambda of: Step(without_self(self._function, of), self._asked))
+        return BoundStep(step, instance)
+
+    def __repr__(self) -> str:
+        plan = self._latest_plan()
+        return f"<Step {self.__name__}{self._signature}, {'not planned yet' if plan is None else repr(plan)}>"
+
+    def _run(self, *args: Any) -> Any:
         fast = self._fast
-        if fast is None or kwargs or self._options.static_argnums:
-            return self._call_slowly(self._bound(args, kwargs))
+        if fast is None or self._options.static_argnums:
+            return self._call_slowly(args)
         leaves, tree = jax.tree.flatten(args)
         if tree != fast.tree:
             return self._call_slowly(args)
@@ -145,14 +170,14 @@ class Step:
             return True
         return not all(map(lies_as, leaves, compiled.leaf_shardings))
 
-    def plan(self, *args: Any) -> Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
         with turn:
-            return self._planned(args)[1]
+            return self._planned(self._signature.places(args, kwargs))[1]
 
-    def compile(self, *args: Any) -> Compiled | CompiledPipeline:
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled | CompiledPipeline:
         """Plans and compiles for arguments of these shapes, ahead of time."""
-        args = nnx_objects.split(args)
+        args = nnx_objects.split(self._signature.places(args, kwargs))
         with turn:
             key = self._key(args)
             if key not in self._compiled:
@@ -208,35 +233,23 @@ class Step:
         leaves, tree = jax.tree.flatten(batch)
         return jax.tree.unflatten(tree, put(leaves, [planned.sharding_of(v) for v in values]))
 
-    def plain(self, *args: Any) -> Any:
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing.
 
         State that lies on the stages of a pipeline, or in the memory of the host, is brought together first. NNX
         objects stay as they are.
         """
+        args = self._signature.places(args, kwargs)
         if any(map(nnx_objects.holds_objects, args)):
             return nnx_objects.merged(self.plain(*nnx_objects.split(args)).result)
         static = self._options.static_argnums
         if any(isinstance(x, jax.Array) and is_elsewhere(x) for x in jax.tree.leaves(self._dynamic(args))):
             args = tuple(a if i in static else jax.tree.map(on_default_device, a) for i, a in enumerate(args))
         names = self._names(len(args))
-        return jax.jit(lambda *a: nnx_objects.pure(self._function, a, names), static_argnums=static)(*args)
+        function = self._signature.caller(self._function)
+        return jax.jit(lambda *a: nnx_objects.pure(function, a, names), static_argnums=static)(*args)
 
     # Inside
-
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Keyword arguments in their places."""
-        if not kwargs:
-            return args
-        bound = inspect.signature(self._function).bind(*args, **kwargs)
-        if bound.kwargs:
-            raise InvalidArgumentError(
-                where=self.__name__,
-                expected="arguments that can be given by position",
-                got=f"keyword-only {', '.join(bound.kwargs)}",
-                hint="make them positional, or bind them with functools.partial",
-            )
-        return bound.args
 
     def _dynamic(self, args: Sequence[Any]) -> list[Any]:
         return [a for i, a in enumerate(args) if i not in self._options.static_argnums]
@@ -247,12 +260,8 @@ class Step:
         return tuple(dynamic.index(i) for i in argnums if i in dynamic)
 
     def _names(self, num_args: int) -> list[str]:
-        names = [f"argument {i}" for i in range(num_args)]
-        parameters = inspect.signature(self._function).parameters.values()
-        for i, p in enumerate(parameters):
-            if i < num_args and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-                names[i] = p.name
-        return names
+        known = self._signature.names
+        return [known[i] if i < len(known) else f"argument {i}" for i in range(num_args)]
 
     def _dynamic_names(self, num_args: int) -> list[str]:
         return [name for i, name in enumerate(self._names(num_args)) if i not in self._options.static_argnums]
@@ -269,24 +278,25 @@ class Step:
     def _check_argnums(self, num_args: int) -> None:
         for name in ("batch_argnums", "donate_argnums", "static_argnums"):
             given = getattr(self._options, name)
-            outside = [i for i in given if not 0 <= i < num_args]
+            outside = [i for i in given if not 0 <= i < self._signature.most(num_args)]
             if outside and given != _DEFAULTS.get(name):
                 raise InvalidArgumentError(
                     where=f"{self.__name__}, {name}={given}",
                     expected=f"numbers of its {num_args} arguments, from 0",
                     got=f"{outside[0]}",
-                    hint="count positional arguments from 0; static ones count too",
+                    hint="count positional arguments from 0; static ones count too, the self of a method does not",
                 )
 
     def _traced(self, args: tuple[Any, ...]) -> tuple[TracedStep, Trees]:
         self._check_argnums(len(args))
         options, dynamic = self._options, self._dynamic(args)
         static = {i: a for i, a in enumerate(args) if i in options.static_argnums}
+        function, all_names = self._signature.caller(self._function), self._names(len(args))
 
         def bound(*values: Any) -> Any:
             rest = iter(values)
             given = [static[i] if i in static else next(rest) for i in range(len(args))]
-            return nnx_objects.pure(self._function, given, self._names(len(args)))
+            return nnx_objects.pure(function, given, all_names)
 
         bound.__name__ = self.__name__
         names = self._dynamic_names(len(args))
@@ -462,6 +472,28 @@ class Step:
         return [named_sharding(even_layout(tuple(x.shape), line), devices) for x in leaves]
 
 
+def _numbered(options: Options, signature: Signature) -> Options:
+    """Options with numbers in place of the names of arguments."""
+    numbers: dict[str, Any] = {}
+    for kind in ("batch", "donate", "static"):
+        names, given = getattr(options, f"{kind}_argnames"), getattr(options, f"{kind}_argnums")
+        if names:
+            kept = () if given == _DEFAULTS[f"{kind}_argnums"] else given
+            named = signature.numbers(f"{kind}_argnames", names)
+            numbers |= {f"{kind}_argnums": tuple(dict.fromkeys((*kept, *named))), f"{kind}_argnames": ()}
+    return dataclasses.replace(options, **numbers)
+
+
+class BoundStep(Step):
+    """The step of an instance, which it keeps: what the step itself has is shared by all that are made of it."""
+
+    __slots__ = ("_instance",)
+
+    def __init__(self, step: Step, instance: Any) -> None:
+        self.__dict__ = step.__dict__
+        self._instance = instance
+
+
 def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
     """Compiles a step for the devices of a mesh that need not be here; what comes back cannot be run."""
     traced, plan = step._planned(args)
@@ -553,7 +585,12 @@ def keep_rules(step: Step) -> None:
 
 def on_cluster(step: Step, cluster: Cluster) -> Step:
     """The same step, planned for a cluster."""
-    return Step(step._function, dataclasses.replace(step._options, cluster=cluster))
+    return Step(function_of(step), dataclasses.replace(step._options, cluster=cluster))
+
+
+def function_of(step: Step) -> Callable[..., Any]:
+    """The function that a step was made of."""
+    return keeping(step._function, step._instance) if isinstance(step, BoundStep) else step._function
 
 
 def _followed(wanted: PlanOptions, step: Step, traced: TracedStep, name: str) -> PlanOptions:

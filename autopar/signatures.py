@@ -1,0 +1,111 @@
+"""Calls of a step as its function's signature takes them: keyword arguments get places, and names stand for numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from autopar.errors import InvalidArgumentError
+
+_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@jax.tree_util.register_static
+class Omitted:
+    """Stands for an argument that a call leaves to its default, before others that it gives."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Omitted)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "omitted"
+
+
+OMITTED = Omitted()
+
+
+class Signature:
+    """What a function takes, in places: positional arguments, then keyword-only ones, then a dictionary of the rest.
+
+    Arguments that a call leaves out behind the last one that it gives have no place; one in between is `OMITTED`.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self._name = name
+        try:
+            self._signature = inspect.signature(function)
+        except ValueError:  # some built-in functions have none
+            self._signature = inspect.signature(lambda *args: None)
+        parameters = list(self._signature.parameters.values())
+        self._positional = [p.name for p in parameters if p.kind in _NAMED]
+        self._keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self._rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+        self._any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        self.names = [*self._positional, *self._keyword_only, *([self._rest] if self._rest else [])]
+
+    def __str__(self) -> str:
+        return f"({', '.join(self._signature.parameters)})"
+
+    def most(self, num_args: int) -> int:
+        """How many arguments a call may give, of which one gave `num_args`."""
+        return num_args if self._any_number else max(num_args, len(self.names))
+
+    def places(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a call in their places. Raises: TypeError as the function would, InvalidArgumentError."""
+        if not kwargs:
+            return tuple(args)
+        given = dict(self._signature.bind(*args, **kwargs).arguments)
+        if self._any_number:
+            if any(name in self._keyword_only or name == self._rest for name in given):
+                raise InvalidArgumentError(
+                    where=self._name,
+                    expected="arguments by position, where a function takes any number of them",
+                    got=f"the keywords {', '.join(kwargs)}",
+                    hint="bind the keyword arguments with functools.partial",
+                )
+            bound = self._signature.bind(*args, **kwargs)
+            return bound.args
+        found = [given.get(name, OMITTED) for name in self.names]
+        while found and found[-1] is OMITTED:
+            found.pop()
+        return tuple(found)
+
+    def caller(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, to be called with arguments in their places."""
+        return lambda *places: self._call(function, places)
+
+    def _call(self, function: Callable[..., Any], places: Sequence[Any]) -> Any:
+        if self._any_number:
+            return function(*places)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for i, (name, value) in enumerate(zip(self.names, places, strict=False)):
+            if isinstance(value, Omitted):
+                continue
+            if name == self._rest:
+                kwargs |= value
+            elif name in self._keyword_only or len(args) < i:  # behind one that is left out
+                kwargs[name] = value
+            else:
+                args.append(value)
+        return function(*args, *places[len(self.names) :], **kwargs)
+
+    def numbers(self, option: str, names: str | Sequence[str]) -> tuple[int, ...]:
+        """The places of arguments, by name. Raises: InvalidArgumentError for a name that there is not."""
+        names = (names,) if isinstance(names, str) else tuple(names)
+        known = self._positional if self._any_number else self.names
+        for name in names:
+            if name not in known:
+                raise InvalidArgumentError(
+                    where=f"parallelize({self._name}, {option}=...)",
+                    expected=f"names of its arguments: {', '.join(known)}",
+                    got=repr(name),
+                    hint="name them as in the function's signature",
+                )
+        return tuple(known.index(name) for name in names)
