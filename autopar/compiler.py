@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from autopar import jax_compat
 from autopar.asked_pipelines import asked_pipeline, in_one_stage
 from autopar.attention_checks import check_attention
+from autopar.axis_roles import dimensions_of, roles_of_axes
 from autopar.building import build_graph
 from autopar.built_out import Found
 from autopar.cluster import Cluster
@@ -342,6 +343,7 @@ def staged_record(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_by
     """Writes down a pipeline."""
     staged, choice = found.staged, found.choice
     arguments, results = staged_values(traced, staged)
+    values = dimensions_of(staged.graph)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     reports = [planned.sharding.report for planned in staged.stages]
     return PlanRecord(
@@ -358,6 +360,7 @@ def staged_record(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_by
         predicted=staged_predicted(staged, flops),
         solver=together(reports),
         modules=tuple(row for planned in staged.stages for row in stage_rows(planned)),
+        axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
         tried=(),
         notes=notes_of(traced, graph),
         pipeline=pipeline_record(staged, choice.policies, choice.chunks, found.keeps_copies),
@@ -393,6 +396,7 @@ def record(
         predicted=made,
         solver=best.sharding.report,
         modules=module_rows(graph, best.lowered, best.model, made.collectives),
+        axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(graph)),),
         tried=tuple(trials),
         notes=(*notes_of(traced, graph), *notes),
         timeline=timeline,

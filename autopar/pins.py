@@ -1,19 +1,15 @@
 """Pins: what a user fixes of a plan by path, each a pattern and how what it matches is split over named mesh axes.
 
-A pattern is a path in parts ("layers/*/attn/kernel"), matched against the end of a path: `*`, `?` and `[...]` stand for
-characters of one part, `**` for any number of parts. It names leaves of the arguments, or, where it matches none, the
-results of modules. The names of axes are the user's: which axis of a logical mesh has which name is a choice of its
-own, the same one for all pins.
+A pattern (`autopar.paths`) names leaves of the arguments, or, where it matches none, the results of modules. The names
+of axes are the user's: which axis of a logical mesh has which name is a choice of its own, the same one for all pins.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -24,10 +20,9 @@ from autopar.errors import InvalidArgumentError
 from autopar.graph import OpGraph, Value, read_by
 from autopar.layout import Layout
 from autopar.mesh import AXIS_NAMES, LogicalMesh, factorisations
+from autopar.paths import matches, parts_of
 from autopar.staging import TracedStep
 
-# The parts of a path as jax writes it: an attribute, a key, an index.
-_PART = re.compile(r"\.(\w+)|\['([^']*)'\]|\[\"([^\"]*)\"\]|\[<flat index (\d+)>\]|\[([^\]]*)\]|^([^.\[]+)")
 CLOSEST_SHOWN = 3
 
 
@@ -187,26 +182,6 @@ class PinsOnMesh:
     def _axes(self, names: Sequence[str]) -> tuple[int, ...]:
         """The axes of these names; what has one device only is none."""
         return tuple(self.names.index(name) for name in names if name in self.names)
-
-
-def parts_of(path: str) -> tuple[str, ...]:
-    """`state.params['layers'][0]` in parts: state, params, layers, 0."""
-    return tuple(next(part for part in found if part) for found in _PART.findall(path) if any(found))
-
-
-def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern matches the end of a path; both in parts, with slashes between them."""
-    return _match(tuple(pattern.strip("/").split("/"))[::-1], tuple(path.split("/"))[::-1])
-
-
-def _match(patterns: tuple[str, ...], parts: tuple[str, ...]) -> bool:
-    if not patterns:
-        return True
-    if patterns[0] == "**":
-        return any(_match(patterns[1:], parts[n:]) for n in range(len(parts) + 1))
-    if not parts or not fnmatch.fnmatchcase(parts[0], patterns[0]):
-        return False
-    return _match(patterns[1:], parts[1:])
 
 
 def on_meshes(

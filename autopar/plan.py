@@ -81,16 +81,21 @@ class Plan:
     def groups(self) -> dict[str, list[list[int]]]:
         """Which devices, by number, work together along each mesh axis, and along the stages of a pipeline.
 
-        An axis has the name of its use where a recipe gave it one (data, tensor), else its own (x, y). Only stages on
-        equal meshes have pipeline groups.
+        An axis has the name that a recipe or pins gave it, else that of what it does: `data`, `sharded data` (with
+        state in parts over it too), `tensor`, `sequence`, `expert`; axes that do the same are one, and one that does
+        nothing has its own name (x). Only stages on equal meshes have pipeline groups.
         """
         stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
-        places = dict.fromkeys(self.stage_mesh(stage) for stage in stages)
+        places = {self.stage_mesh(stage): stage for stage in reversed(stages)}
+        places = dict(sorted(places.items(), key=lambda item: item[1]))
         found: dict[str, list[list[int]]] = {}
-        for mesh, first in places:
+        for (mesh, first), stage in places.items():
             devices = first + np.arange(mesh.num_devices).reshape(mesh.axis_sizes)
-            for axis, name in enumerate(self.record.axis_names or mesh.axis_names):
-                rows = np.moveaxis(devices, axis, -1).reshape(-1, mesh.axis_sizes[axis])
+            roles = self.record.axis_roles[stage] if self.record.axis_roles else mesh.axis_names
+            names = self.record.axis_names or roles
+            for name in dict.fromkeys(names):
+                axes = [axis for axis, other in enumerate(names) if other == name]
+                rows = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, mesh.size(axes))
                 found.setdefault(name, []).extend(rows.tolist())
         if len(places) > 1 and len({mesh for mesh, _ in places}) == 1:
             firsts = [first for _, first in places]
@@ -213,7 +218,11 @@ class Plan:
         write_trace(path, timeline_of(self.record))
 
     def explain(self, what: str) -> str:
-        """Why a module or an argument is split as it is: its layouts, collectives and their cost, as text."""
+        """Why a module or an argument is split as it is: its layouts, collectives and their cost, as text.
+
+        `what` is a path that the plan shows, a part of it, or a pattern as `autopar.constrain` takes. Raises:
+        InvalidArgumentError where it names nothing.
+        """
         return plan_text.explain(self.record, what)
 
     def diff(self, other: Plan) -> str:

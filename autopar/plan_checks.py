@@ -264,12 +264,21 @@ def _collectives(place: str, collectives: Sequence[PredictedCollective]) -> Iter
 
 
 def _axis_names(record: PlanRecord) -> Iterator[Fault]:
+    stages = range(_num_stages(record))
+    if record.axis_roles and len(record.axis_roles) != len(stages):
+        got = str(len(record.axis_roles))
+        yield Fault(place="$.plan.axis_roles", expected=f"one entry for each of {len(stages)} stage(s)", got=got)
+    for stage, roles in enumerate(record.axis_roles):
+        mesh = _mesh_of(record, stage)
+        if len(roles) != len(mesh.axis_sizes):
+            expected = f"a name for each of the {len(mesh.axis_sizes)} axes of mesh {mesh}"
+            yield Fault(place=f"$.plan.axis_roles[{stage}]", expected=expected, got=", ".join(roles) or "none")
     names, place = record.axis_names, "$.plan.axis_names"
     if not names and record.pinned is None:
         return
     if len(set(names)) < len(names):
         yield Fault(place=place, expected="a name of its own for each mesh axis", got=", ".join(names))
-    for stage in range(_num_stages(record)):
+    for stage in stages:
         mesh = _mesh_of(record, stage)
         if len(names) != len(mesh.axis_sizes):
             expected = f"a name for each of the {len(mesh.axis_sizes)} axes of mesh {mesh}"

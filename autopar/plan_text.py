@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import re
 
@@ -9,16 +10,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from autopar.errors import InvalidArgumentError
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
+from autopar.paths import matches, parts_of, unfolded
 from autopar.quantities import text_of_bytes, text_of_flops, text_of_s
 from autopar.record import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 
 WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
+NEAREST_SHOWN = 5
 NO_MODULE = "(no module)"
 _NUMBER = re.compile(r"\d+")
-_FOLDED = re.compile(r" \(\d+x\)$")  # behind the name of modules that share a row
 
 
 def table(record: PlanRecord) -> str:
@@ -127,8 +130,12 @@ def _stages_table(pipeline: PipelineRecord) -> Table:
 
 
 def explain(record: PlanRecord, what: str) -> str:
-    """Everything about the modules and values whose path contains `what`, as it is or as tables fold it."""
-    out, called = _Text(), _FOLDED.sub("", what)
+    """Everything about the modules and values whose path contains `what`, as it is or as tables fold it, or that it
+    names as a pattern (`autopar.paths`).
+
+    Raises: InvalidArgumentError where there is none.
+    """
+    out, called = _Text(), unfolded(what)
     for value in (*record.arguments, *record.results):
         if _is_called(called, value.path):
             lies = describe(value.layout, mesh_of(record, value.stage))
@@ -138,9 +145,24 @@ def explain(record: PlanRecord, what: str) -> str:
         if _is_called(called, row.module) or (not row.module and called == NO_MODULE):
             _explain_module(out, row)
     if not out.text():
-        known = sorted({row.module for row in record.modules if row.module})[:10]
-        return f"nothing in this plan is called {what!r}; modules are, for example: {', '.join(known)}"
+        raise _nothing_called(record, what)
     return out.text()
+
+
+def _nothing_called(record: PlanRecord, what: str) -> InvalidArgumentError:
+    paths = dict.fromkeys(
+        [row.module for row in record.modules if row.module] + [v.path for v in (*record.arguments, *record.results)]
+    )
+    # What is asked for is mostly the end of a path.
+    ends = {"/".join(parts_of(path)[-n:]): path for path in paths for n in (3, 2, 1)} | {path: path for path in paths}
+    near = dict.fromkeys(ends[end] for end in difflib.get_close_matches(what, list(ends), n=NEAREST_SHOWN, cutoff=0.6))
+    some = "near names" if near else "for example"
+    return InvalidArgumentError(
+        where=f"explain({what!r})",
+        expected="a module or an argument of the plan, or a part of its path",
+        got=f"nothing that is called {what!r}; {some}: {', '.join(list(near or paths)[:NEAREST_SHOWN])}",
+        hint="print the plan: each path that it shows can be explained",
+    )
 
 
 def _explain_module(out: _Text, row: ModuleRow) -> None:
@@ -253,8 +275,8 @@ def _pattern(path: str) -> str:
 
 
 def _is_called(what: str, path: str) -> bool:
-    """Whether a path contains a name that is written with its numbers, or without."""
-    return what in path or what in _pattern(path)
+    """Whether a path contains a name that is written with its numbers, or without, or is what a pattern names."""
+    return what in path or what in _pattern(path) or matches(what, "/".join(parts_of(path)) or path)
 
 
 def _values_table(record: PlanRecord) -> Table:

@@ -292,7 +292,8 @@ class PlanRecord:
     """Everything of a plan that is saved.
 
     Of a plan with a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names` says what
-    the axes are for (data, tensor), in a plan that was made by a recipe, or what pins call them. `timeline` is that of
+    the axes are for (data, tensor), in a plan that was made by a recipe, or what pins call them; `axis_roles`, of each
+    stage, what they turned out to do (`autopar.axis_roles`). `timeline` is that of
     a step in one program; a pipeline has its own. The graph of a step with `blockwise_attention` is another one, and
     decisions are by its numbers.
     """
@@ -314,6 +315,7 @@ class PlanRecord:
     pipeline: PipelineRecord | None = None
     weighed: tuple[PipelineTrial, ...] = ()
     axis_names: tuple[str, ...] = ()
+    axis_roles: tuple[tuple[str, ...], ...] = ()
     blockwise_attention: bool = False
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None

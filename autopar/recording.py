@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.assembly import HOST, RAW
 from autopar.errors import UnsupportedError
-from autopar.graph import Op, OpGraph
+from autopar.graph import Constant, Op, OpGraph
 from autopar.instructions import Compute, Loop, LoweredBlock, Place
 from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, replicated
@@ -385,7 +385,8 @@ def module_rows(
         time[op.module] = time.get(op.module, 0.0) + seconds.get(op.id, 0.0)
         here = splits.setdefault(op.module, {})
         if op.primitive in MATRIX_PRODUCTS:
-            layouts = compute.strategy.operands if compute.strategy is not None else ()
+            whole = [replicated(len(a.shape if isinstance(a, Constant) else graph.values[a].shape)) for a in op.inputs]
+            layouts = compute.strategy.operands if compute.strategy is not None else whole
             reads = " @ ".join(layout.text(model.links.mesh) for layout in layouts)
             result = compute.strategy.results[0] if compute.strategy is not None else compute.results[0]
             here[f"{op.role.value}: {reads} -> {result.text(model.links.mesh)}"] = None

@@ -11,7 +11,7 @@ import autopar
 from autopar import recipes
 from autopar.building import build_graph
 from autopar.errors import InvalidArgumentError
-from autopar.pins import matches, parts_of
+from autopar.paths import matches, parts_of
 from autopar.rules import RuleBook
 from autopar.staging import trace
 from benchmarks.zoo import CASES

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import autopar
+from autopar import errors
 from autopar.record import FORMAT_VERSION
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, shapes, slow_cluster, transformer
 
@@ -117,7 +118,10 @@ def test_explain_takes_names_as_tables_have_them(transformer_plan):
 
 
 def test_explain_what_is_not_there(plan):
-    assert "nothing in this plan is called 'decoder'" in plan.explain("decoder")
+    with pytest.raises(errors.InvalidArgumentError, match="nothing that is called 'decoder'; "):
+        plan.explain("decoder")
+    with pytest.raises(errors.InvalidArgumentError, match=r"near names: .*\['first'\]"):
+        plan.explain("frist")
 
 
 def test_diff_of_two_plans(plan, replicated):

@@ -1,0 +1,58 @@
+"""Paths of arguments and modules, as jax and tables of a plan write them, and patterns that name them.
+
+A pattern is written in parts ("layers/*/attn/kernel"), matched against the end of a path: `*`, `?` and `[...]` stand
+for characters of one part, `**` for any number of parts. A path as a plan prints it is a pattern too:
+`state['layers'][*]['kernel']` (arguments in one row), `layer*/mlp (2x)` (modules in one row).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+
+# The parts of a path as jax writes it: an attribute, a key, an index.
+_PART = re.compile(r"\.(\w+)|\['([^']*)'\]|\[\"([^\"]*)\"\]|\[<flat index (\d+)>\]|\[([^\]]*)\]|^([^.\[]+)")
+# The part of a scan over layers that a stage holds (`scan_cutting.scope_of`): no module of the step as it was written.
+_SCAN_PART = re.compile(r"(^|/)layers\[[\d*]+:[\d*]+\](?=/|$)")
+_FOLDED = re.compile(r" \(\d+x\)$")  # behind the name of modules that share a row of a table
+
+
+def parts_of(path: str) -> tuple[str, ...]:
+    """`state.params['layers'][0]` in parts: state, params, layers, 0."""
+    return tuple(next(part for part in found if part) for found in _PART.findall(path) if any(found))
+
+
+def unfolded(name: str) -> str:
+    """A name of a table without the number of modules in its row."""
+    return _FOLDED.sub("", name)
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern matches the end of a path, which is in parts with slashes between them."""
+    parts = tuple(path.split("/"))[::-1]
+    return any(_match(reading, parts) for reading in _readings(pattern))
+
+
+@functools.lru_cache(maxsize=256)
+def _readings(pattern: str) -> tuple[tuple[str, ...], ...]:
+    """The patterns, in parts from the end, that a text may stand for: itself, a name in which brackets are brackets
+    (`layers[0:2]`), and what jax writes as a path.
+    """
+    text = unfolded(pattern).strip("/")
+    found = [text, text.replace("[", "[[]")]
+    if module := _SCAN_PART.sub("", text).strip("/"):
+        found.append(module.replace("[", "[[]") if module != text else text)
+    if "".join(m[0] for m in _PART.finditer(text)) == text:
+        found.append("/".join(part.replace("[", "[[]") for part in parts_of(text)))
+    return tuple(dict.fromkeys(tuple(reading.split("/"))[::-1] for reading in found))
+
+
+def _match(patterns: tuple[str, ...], parts: tuple[str, ...]) -> bool:
+    if not patterns:
+        return True
+    if patterns[0] == "**":
+        return any(_match(patterns[1:], parts[n:]) for n in range(len(parts) + 1))
+    if not parts or not fnmatch.fnmatchcase(parts[0], patterns[0]):
+        return False
+    return _match(patterns[1:], parts[1:])
