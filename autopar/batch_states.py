@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,16 +76,19 @@ _ZERO_KEEPING = frozenset({
 _MAX_ROUNDS = 8  # of following a loop's carried values; each round settles at least one form
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Follower:
     """Follows examples through the operations of the graphs of a whole batch and of one of its micro-batches.
 
-    Both graphs have the same operations on values of the same numbers.
+    Both graphs have the same operations on values of the same numbers. `runs` is the number of equal runs that the
+    examples of a micro-batch can be cut into, in each of the parts that were found: where a dimension counts pairs of
+    neighbouring examples, half as many as it has examples.
     """
 
     whole: OpGraph
     part: OpGraph
     num_microbatches: int
+    runs: int = 0
 
     def same_shape(self, value: int) -> bool:
         return self.whole.values[value].shape == self.part.values[value].shape
@@ -106,6 +110,12 @@ class Follower:
             if self.is_part(value, dim):
                 return dataclasses.replace(known, form=Form.PART, dim=dim, cut=True)
         return dataclasses.replace(known, form=Form.WHOLE)
+
+    def cuts(self, value: int, state: State) -> None:
+        """Notes a value of which each micro-batch has a part."""
+        self.runs = math.gcd(
+            self.runs, self.whole.values[value].shape[state.dim] // (state.outer * self.num_microbatches)
+        )
 
     # Operations
 
@@ -153,10 +163,12 @@ class Follower:
             dims, outer = self._reshaped(op, states[0])
         else:
             dims = self._apart(op, part, places)
-        for value, dim in zip(op.outputs, dims, strict=True):
-            if not self.is_part(value, dim):
+        results = [State(form=Form.PART, dim=dim, outer=outer) for dim in dims]
+        for value, state in zip(op.outputs, results, strict=True):
+            if not self.is_part(value, state.dim):
                 raise Mixes(op, "its result does not follow the number of examples")
-        return [State(form=Form.PART, dim=dim, outer=outer) for dim in dims]
+            self.cuts(value, state)
+        return results
 
     def _summed(self, op: Op, states: Sequence[State]) -> list[State]:
         """A sum over examples; one that is added to something is, if that is a sum over examples too."""
@@ -220,7 +232,8 @@ class Follower:
             kept = {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
             for dim in range(len(self.whole.values[value].shape)):
                 if dim not in kept and self.is_part(value, dim):
-                    return [State(form=Form.PART, dim=dim)]
+                    self.cuts(value, state := State(form=Form.PART, dim=dim))
+                    return [state]
         raise Mixes(op, "it counts the examples")
 
     # Blocks

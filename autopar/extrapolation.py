@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from autopar import jax_compat
 from autopar.alignment import first_difference
 from autopar.errors import UnsupportedError
@@ -74,8 +76,11 @@ def _value(two: Any, three: Any, where: str) -> Any:
     if isinstance(two, (tuple, list)) and type(two) is type(three) and len(two) == len(three):
         members = [_parameter(a, b, where) for a, b in zip(two, three, strict=True)]
         return two._make(members) if hasattr(two, "_make") else type(two)(members)
-    if type(two) is int and type(three) is int:
-        return 2 * two - three
+    if isinstance(two, (int, np.integer)) and isinstance(three, (int, np.integer)) and not isinstance(two, bool):
+        one = 2 * int(two) - int(three)
+        if one < 0 <= two:  # the third example, or the rest behind the second
+            raise _difference(where, str(two), str(three))
+        return type(two)(one)  # numpy's numbers stay such
     # Functions made by tracing are equal to nothing, and hold no sizes of their own.
     if callable(two) or hasattr(two, "call_wrapped"):
         return two

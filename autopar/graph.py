@@ -202,7 +202,8 @@ class OpGraph:
     `tied` pairs a position in the inputs with the position in the outputs that must have the same layout; `donated`
     are the inputs whose memory the step may reuse; `batch` the inputs that carry examples. Where the step is cut into
     `num_microbatches`, the top block's operations stand in the order of their sections, and `repeating` are the inputs
-    that arrive once for each micro-batch (from another stage).
+    that arrive once for each micro-batch (from another stage). A batch may be cut into as many runs of neighbouring
+    examples as divide `runs_of_examples`, of each of which a micro-batch takes its share (0: into any number).
     """
 
     values: tuple[Value, ...]
@@ -213,6 +214,7 @@ class OpGraph:
     batch: frozenset[int]
     num_microbatches: int = 1
     repeating: frozenset[int] = frozenset()
+    runs_of_examples: int = 0
 
     @property
     def is_cut(self) -> bool:

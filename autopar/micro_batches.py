@@ -155,7 +155,13 @@ class _Cutting:
         ops = self._write()
         outputs = tuple(self._through(a) for a in self.whole.block.outputs)
         block = dataclasses.replace(self.whole.block, ops=ops, outputs=outputs)
-        cut = dataclasses.replace(self.whole, values=tuple(self.values), block=block, num_microbatches=self.m)
+        cut = dataclasses.replace(
+            self.whole,
+            values=tuple(self.values),
+            block=block,
+            num_microbatches=self.m,
+            runs_of_examples=self.follower.runs,
+        )
         return renumbered(cut)
 
     def _check_same_operations(self, one: Block, other: Block) -> None:
@@ -410,6 +416,7 @@ class _Cutting:
         return self.micro[v]
 
     def _split(self, v: int) -> Op:
+        self.follower.cuts(v, self.states[v])
         return Op(
             id=0, kind=OpKind.SPLIT, primitive="split_batch", eqn=None, inputs=(v,), outputs=(self._new(v),), rule=None,
             role=Role.FORWARD, module="", count=1.0, section=Section.BEFORE, dim=self.states[v].dim,
@@ -419,6 +426,8 @@ class _Cutting:
         """A value leaves the loop: as a sum, or joined."""
         s = self.states[v]
         sums = s.form is Form.SUMMAND
+        if not sums:
+            self.follower.cuts(v, s)
         return Op(
             id=0, kind=OpKind.ACCUMULATE if sums else OpKind.STACK, primitive="accumulate" if sums else "stack_batch",
             eqn=None, inputs=(self.micro[v],), outputs=(v,), rule=None, role=maker.role, module=maker.module,

@@ -185,6 +185,7 @@ class _Cutter:
             batch=frozenset(place[i] for i in whole.batch if i in place),
             num_microbatches=whole.num_microbatches,
             repeating=frozenset(repeating),
+            runs_of_examples=whole.runs_of_examples,
         )
         return StageGraph(
             graph=graph,

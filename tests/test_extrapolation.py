@@ -47,6 +47,11 @@ def test_programs_that_branch_on_the_number_of_examples_are_refused():
         one(lambda x: jnp.sin(x) if x.shape[0] == 2 else jnp.cos(x))
 
 
+def test_a_program_that_needs_two_examples_is_refused():
+    with pytest.raises(UnsupportedError, match="two examples as for three"):
+        one(lambda x: jnp.roll(x, 2, 0))
+
+
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_micro_batches_of_one_example(name):
     case = CASES[name](batch=4)
