@@ -5,11 +5,19 @@ from collections.abc import Callable
 from benchmarks.zoo.case import Case
 from benchmarks.zoo.published import (
     diffrax_ode,
+    distrax_flows,
+    e3nn_nets,
     equinox_nets,
     haiku_nets,
     huggingface,
+    jmp_nets,
     jraph_nets,
     keras_models,
+    numpyro_svi,
+    optimistix_layers,
+    ott_losses,
+    penzai_models,
+    tunix_models,
 )
 
 # By the name under which the package is imported.
@@ -22,6 +30,14 @@ PUBLISHED: dict[str, dict[str, Callable[..., Case]]] = {
         "keras": keras_models,
         "diffrax": diffrax_ode,
         "jraph": jraph_nets,
+        "jmp": jmp_nets,
+        "optimistix": optimistix_layers,
+        "ott": ott_losses,
+        "numpyro": numpyro_svi,
+        "distrax": distrax_flows,
+        "e3nn_jax": e3nn_nets,
+        "penzai": penzai_models,
+        "tunix": tunix_models,
     }.items()
 }
 

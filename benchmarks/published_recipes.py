@@ -1,0 +1,213 @@
+"""Every published model under every recipe against plain `jax.jit`: equal, refused by an error of autopar's, or broken.
+
+    python -m benchmarks.published_recipes                                 what the table does not have yet
+    python -m benchmarks.published_recipes hf_gpt2 --devices 8 --again     these rows anew
+    python -m benchmarks.published_recipes --show                          the table as it stands
+
+Cases run in processes of their own. Rows are kept one after the other in benchmarks/results/published_recipes.json, and
+the table in published_recipes.md beside it; so a run that was stopped goes on where it was.
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+import autopar
+from autopar import recipes
+from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.comparison import worst_difference
+from benchmarks.zoo.published import PUBLISHED
+
+RESULTS = Path(__file__).parent / "results" / "published_recipes.json"
+DEVICES = (4, 8, 2)
+STEPS = 2
+TIMEOUT_S = 900.0  # of one row
+FREE = "free"
+RECIPES = {
+    FREE: "auto",
+    "two stages": recipes.pipeline(2, num_microbatches=2),
+    "data_parallel()": recipes.data_parallel(),
+    "zero(1)": recipes.zero(1),
+    "zero(3)": recipes.zero(3),
+    "tensor_parallel()": recipes.tensor_parallel(),
+}
+EQUAL, WRONG, REFUSED, BROKEN, LATE = "equal", "WRONG", "refused", "BROKEN", "TOO LATE"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """`said` is the first line of an error, or for what is wrong the leaf that differs most; `notes` of the recipe."""
+
+    case: str
+    devices: int
+    recipe: str
+    outcome: str
+    difference: float = 0.0
+    seconds: float = 0.0
+    said: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.case, self.devices, self.recipe
+
+
+def run_row(case: Case, expected: tuple[PyTree, list[PyTree], PyTree], devices: int, recipe: str) -> Row:
+    """Two steps under a recipe."""
+    begun_s = time.perf_counter()
+    initial, expected_metrics, expected_state = expected
+
+    def row(outcome: str, **values: object) -> Row:
+        seconds = round(time.perf_counter() - begun_s, 1)
+        return Row(case=case.name, devices=devices, recipe=recipe, outcome=outcome, seconds=seconds, **values)
+
+    try:
+        step = autopar.parallelize(
+            case.step,
+            plan=RECIPES[recipe],
+            cluster=autopar.Cluster.local(devices, measured=False),
+            cache_dir=None,
+            show_progress=False,
+        )
+        state, worst, leaf = jax.tree.map(lambda x: x.copy(), initial), 0.0, ""
+        notes = [n for n in step.plan(state, case.batch(0)).record.notes if n.startswith("recipe")]
+        for seed, metrics in enumerate(expected_metrics):
+            state, found = step(state, step.put_batch(case.batch(seed)))
+            worst = max(worst, worst_difference(case, metrics, found).relative)
+        of_state = worst_difference(case, expected_state, state)
+    except Exception as error:
+        outcome = REFUSED if isinstance(error, autopar.errors.AutoparError) else BROKEN
+        said = str(error).strip().splitlines() or [""]
+        return row(outcome, said=f"{type(error).__name__}: {said[0]}"[:300])
+    if of_state.relative > worst:
+        worst, leaf = of_state.relative, of_state.path
+    return row(EQUAL if worst <= case.tolerance else WRONG, difference=worst, said=leaf, notes=tuple(notes))
+
+
+def case_of(name: str) -> Case:
+    return next(cases[name] for cases in PUBLISHED.values() if name in cases)()
+
+
+def work(name: str, devices: int, names: Sequence[str]) -> None:
+    """Prints a row in JSON for each recipe."""
+    warnings.simplefilter("ignore")  # those packages' own
+    jax.config.update("jax_num_cpu_devices", max(DEVICES))
+    case = case_of(name)
+    initial = state = jax.jit(case.init)(jax.random.key(0))
+    step, metrics = jax.jit(case.step), []
+    for seed in range(STEPS):
+        state, found = step(state, case.batch(seed))
+        metrics.append(found)
+    for recipe in names:
+        print(json.dumps(dataclasses.asdict(run_row(case, (initial, metrics, state), devices, recipe))), flush=True)
+
+
+def rows_of(name: str, devices: int, names: Sequence[str]) -> list[Row]:
+    """Rows of recipes, each process as far as it comes: where one dies its row says so, and the next goes on."""
+    left, rows = list(names), []
+    while left:
+        command = [sys.executable, "-m", "benchmarks.published_recipes", "--worker", name, "--devices", str(devices)]
+        try:
+            done = subprocess.run(
+                [*command, "--recipes", *left], capture_output=True, text=True, timeout=TIMEOUT_S * len(left)
+            )
+            output, outcome, said = (
+                done.stdout,
+                BROKEN,
+                (done.stderr.strip().splitlines() or ["died without a word"])[-1],
+            )
+        except subprocess.TimeoutExpired as expired:
+            output, outcome, said = (expired.stdout or b"").decode(), LATE, f"no result after {TIMEOUT_S:.0f} s"
+        made = [Row(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
+        rows += made
+        left = left[len(made) :]
+        if left:
+            rows.append(Row(case=name, devices=devices, recipe=left.pop(0), outcome=outcome, said=said[:300]))
+    return rows
+
+
+def load() -> dict[tuple[str, int, str], Row]:
+    rows = [Row(**row) for row in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
+    return {row.key: row for row in rows}
+
+
+def keep(rows: dict[tuple[str, int, str], Row]) -> None:
+    ordered = sorted(rows.values(), key=lambda row: (row.case, row.devices, list(RECIPES).index(row.recipe)))
+    RESULTS.write_text(json.dumps([dataclasses.asdict(row) for row in ordered], indent=1) + "\n")
+    RESULTS.with_suffix(".md").write_text(markdown(ordered))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table of outcomes, and below it what was said where they are not equal."""
+    lines = [
+        "# Published models under every recipe",
+        "",
+        f"`python -m benchmarks.published_recipes`: {STEPS} steps on virtual CPU devices against plain `jax.jit`, jax "
+        f"{jax.__version__}. Numbers are the difference of the worst leaf, within the case's tolerance; refused is an "
+        "error of autopar's.",
+        "",
+        "| devices | " + " | ".join(RECIPES) + " |",
+        "|---" * (1 + len(RECIPES)) + "|",
+    ]
+    for devices in sorted({row.devices for row in rows}):
+        cells = []
+        for recipe in RECIPES:
+            counts = collections.Counter(r.outcome for r in rows if (r.devices, r.recipe) == (devices, recipe))
+            cells.append(", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
+        lines.append(f"| {devices} | " + " | ".join(cells) + " |")
+    lines += ["", "| case | devices | " + " | ".join(RECIPES) + " |", "|---" * (2 + len(RECIPES)) + "|"]
+    outcomes = {row.key: row for row in rows}
+    for case, devices in sorted({(row.case, row.devices) for row in rows}):
+        found = [outcomes.get((case, devices, recipe)) for recipe in RECIPES]
+        cells = ["" if r is None else f"{r.difference:.0e}" if r.outcome == EQUAL else r.outcome for r in found]
+        lines.append(f"| {case} | {devices} | " + " | ".join(cells) + " |")
+    lines.append("")
+    lines += [
+        f"- {row.case} on {row.devices}, {row.recipe}: {row.outcome}: {row.said}"
+        for row in rows
+        if row.outcome != EQUAL
+    ]
+    noted = [(row, note) for row in rows for note in row.notes if row.devices == DEVICES[0]]
+    lines += ["", f"Notes of plans that are equal, on {DEVICES[0]} devices:", ""]
+    lines += [f"- {row.case}, {row.recipe}: {note}" for row, note in noted]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    every = {name: package for package, cases in PUBLISHED.items() for name in cases}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(every)}")
+    parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES), choices=DEVICES)
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--again", action="store_true", help="also what the table has")
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args.worker, args.devices[0], args.recipes)
+        return
+    for devices in () if args.show else args.devices:
+        for name in args.cases or every:
+            have = {} if args.again else load()
+            wanted = [r for r in args.recipes if (name, devices, r) not in have]
+            if not wanted or importlib.util.find_spec(every[name]) is None:
+                continue
+            rows = rows_of(name, devices, wanted)
+            keep(load() | {row.key: row for row in rows})
+            for row in rows:
+                print(row.case, row.devices, row.recipe, row.outcome, f"{row.seconds:.0f} s", row.said, flush=True)
+    print(markdown(list(load().values())))
+
+
+if __name__ == "__main__":
+    main()
