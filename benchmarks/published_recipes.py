@@ -34,7 +34,7 @@ STEPS = 2
 TIMEOUT_S = 900.0  # of one row
 FREE = "free"
 RECIPES = {
-    FREE: "auto",
+    FREE: None,
     "two stages": recipes.pipeline(2, num_microbatches=2),
     "data_parallel()": recipes.data_parallel(),
     "zero(1)": recipes.zero(1),

@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"autopar": "autopar", "solver": "autopar.solver", "runtime": "autopar.runtime"}
 
 # Import name -> name in package indexes, where they differ.
-DISTRIBUTION_OF = {"haiku": "dm_haiku", "sklearn": "scikit_learn"}
+DISTRIBUTION_OF = {"haiku": "dm_haiku", "ott": "ott_jax", "sklearn": "scikit_learn", "tunix": "google_tunix"}
 
 
 def python_files(folder: Path) -> list[Path]:
