@@ -1,0 +1,156 @@
+"""Ways in which steps are called: as methods, with keywords, staged as jax.jit stages, eagerly, and looked at."""
+
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import autopar
+from autopar import recipes
+from autopar.errors import InvalidArgumentError
+from tests.small_steps import assert_close, mlp_batch, mlp_loss, mlp_step, new_mlp_state, slow_cluster
+
+OPTIONS = {"cluster": slow_cluster(4), "cache_dir": None, "show_progress": False}
+
+
+def made(function=mlp_step, **options):
+    return autopar.parallelize(function, **OPTIONS | options)
+
+
+def updated(state, batch, rate):
+    loss, grads = jax.value_and_grad(mlp_loss)(state, batch)
+    return jax.tree.map(lambda p, g: p - rate * g, state, grads), {"loss": loss}
+
+
+class Trainer:
+    def __init__(self, rate):
+        self.rate = rate
+
+    @autopar.parallelize(**OPTIONS)
+    def step(self, state, batch):
+        """Its text."""
+        return updated(state, batch, self.rate)
+
+    @autopar.parallelize(static_argnames="training", **OPTIONS)
+    def named(self, state, batch, *, training):
+        return updated(state, batch, self.rate if training else 0.0)
+
+
+def test_a_method_has_a_step_for_each_instance():
+    slow, fast = Trainer(0.1), Trainer(0.5)
+    for _ in range(2):
+        for trainer in (slow, fast):
+            expected = updated(new_mlp_state(), mlp_batch(), trainer.rate)
+            assert_close(trainer.step(new_mlp_state(), mlp_batch()), expected)
+    assert slow.step._plans is slow.step._plans
+    assert len(slow.step._plans) == 1
+    assert isinstance(slow.step, autopar.Step)
+    arguments = slow.step.plan(new_mlp_state(), mlp_batch()).record.arguments
+    assert [v.kind for v in arguments] == ["state"] * 3 + ["batch"] * 2
+    assert slow.step.__name__ == "step"
+    assert slow.step.__doc__ == "Its text."
+    assert autopar.verify(slow.step, new_mlp_state(), mlp_batch()).difference < 1e-5
+    kept = autopar.parallelize(Trainer(0.2).step, plan=recipes.zero(1), **OPTIONS)
+    assert_close(kept(new_mlp_state(), mlp_batch()), updated(new_mlp_state(), mlp_batch(), 0.2))
+
+
+def test_argument_names_of_a_method():
+    trainer = Trainer(0.1)
+    assert_close(trainer.named(new_mlp_state(), mlp_batch(), training=True), updated(new_mlp_state(), mlp_batch(), 0.1))
+
+
+def test_the_step_of_an_instance_goes_with_it():
+    trainer = Trainer(0.1)
+    trainer.step.compile(new_mlp_state(), mlp_batch())
+    step = trainer.step
+    gone = weakref.ref(trainer)
+    del trainer
+    assert_close(step(new_mlp_state(), mlp_batch()), updated(new_mlp_state(), mlp_batch(), 0.1))
+    del step
+    gc.collect()
+    assert gone() is None
+    assert not Trainer.__dict__["step"]._of_instances._made
+
+
+def test_the_method_of_an_nnx_object_changes_it():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+
+        def gradient_step(self, batch):
+            def loss_fn(model):
+                return jnp.mean((model.linear(batch["x"]) - batch["y"]) ** 2)
+
+            loss, grads = nnx.value_and_grad(loss_fn)(self)
+            nnx.update(self, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(self, nnx.Param), grads))
+            return loss
+
+        step = autopar.parallelize(gradient_step, **OPTIONS)
+
+    ours, expected = Model(), Model()
+    for _ in range(2):
+        assert_close(ours.step(mlp_batch()), nnx.jit(Model.gradient_step)(expected, mlp_batch()))
+    assert_close(ours.linear.kernel[...], expected.linear.kernel[...])
+
+
+def keywords(state, batch, scale=1.0, *, rate=0.1, reverse=False, **more):
+    sign = -1.0 if reverse else 1.0
+    new, metrics = updated(state, batch, sign * rate * scale)
+    return new, metrics | more
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"rate": 0.2},
+        {"scale": 2.0, "rate": jnp.float32(0.3)},
+        {"reverse": True},
+        {"scale": 0.5, "reverse": True},
+        {"note": jnp.ones(3)},
+    ],
+    ids=lambda given: ", ".join(given) or "none",
+)
+def test_keyword_arguments(given):
+    parallel = made(keywords, static_argnames=("reverse",))
+    for _ in range(2):
+        assert_close(parallel(new_mlp_state(), mlp_batch(), **given), keywords(new_mlp_state(), mlp_batch(), **given))
+    assert len(parallel._plans) == 1
+    assert parallel.plan(new_mlp_state(), mlp_batch(), **given) is parallel.plan(new_mlp_state(), mlp_batch(), **given)
+    assert_close(parallel.plain(new_mlp_state(), mlp_batch(), **given), parallel(new_mlp_state(), mlp_batch(), **given))
+
+
+def test_arguments_by_name():
+    def step(batch, *, params, training):
+        new, metrics = updated(params, batch, 0.1 if training else 0.0)
+        return new, metrics
+
+    parallel = made(step, batch_argnames="batch", donate_argnames="params", static_argnames=("training",))
+    state = jax.device_put(new_mlp_state())
+    plan = parallel.plan(mlp_batch(), params=state, training=True)
+    assert {v.path: v.kind for v in plan.record.arguments if v.path in ("batch['x']", "params['first']")} == {
+        "batch['x']": "batch",
+        "params['first']": "state",
+    }
+    for training in (True, False, True):
+        state, metrics = parallel(mlp_batch(), params=new_mlp_state(), training=training)
+        assert_close((state, metrics), step(mlp_batch(), params=new_mlp_state(), training=training))
+    with pytest.raises(InvalidArgumentError, match="batch, params, training, got 'parameters'"):
+        made(step, donate_argnames="parameters")
+
+
+def test_partial_binds_arguments():
+    parallel = made(functools.partial(keywords, rate=0.3))
+    expected = keywords(new_mlp_state(), mlp_batch(), rate=0.3)
+    assert_close(parallel(new_mlp_state(), mlp_batch()), expected)
+
+
+def test_a_step_says_what_it_is():
+    parallel = made()
+    assert repr(parallel) == "<Step mlp_step(state, batch), not planned yet>"
+    parallel.plan(new_mlp_state(), mlp_batch())
+    assert repr(parallel).startswith("<Step mlp_step(state, batch), <Plan of mlp_step on flat-4, mesh")
