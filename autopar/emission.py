@@ -135,7 +135,9 @@ class Emitter:
     def compute(self, instruction: Compute, env: Environment) -> None:
         op, operands = instruction.op, self.operands(instruction, env)
         partial_in = [place is not None and bool(place[0].partial) for place in instruction.reads]
-        if any(partial_in):
+        if op.primitive == "fft":
+            outs = self.fourier_transform(instruction, operands)
+        elif any(partial_in):
             axes = [0 if p else None for p in partial_in]
             outs = jax.vmap(lambda *xs: jax_compat.bind(op.eqn, xs), in_axes=axes, out_axes=0)(*operands)
         elif instruction.strategy is not None and is_grouped(op.eqn):
@@ -200,6 +202,21 @@ class Emitter:
         out_spec = partition_spec(result, names)
         run = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
         return [run(*operands)]
+
+    def fourier_transform(self, instruction: Compute, operands: list[Any]) -> list[Any]:
+        """Runs an fft on each device's part, row by row; it takes any number of dimensions before those it transforms.
+
+        XLA's partitioner gathers what it transforms, and its CPU compiler gives it layouts that its fft refuses.
+        """
+        (place,), (result,), names = instruction.reads, instruction.results, self.mesh.axis_names
+        assert place is not None, "an array is transformed, no number"
+
+        def local(part: Any) -> Any:
+            (out,) = jax_compat.bind(instruction.op.eqn, [jax_compat.in_rows(part)])
+            return jax_compat.in_rows(out)
+
+        specs = partition_spec(place[0], names), partition_spec(result, names)
+        return [jax.shard_map(local, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*operands)]
 
     def attention(self, instruction: Compute, operands: list[Any]) -> list[Any]:
         """Runs attention on each device's part; where positions are split, keys and values go round."""

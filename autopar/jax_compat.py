@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.interpreters import mlir
 
 _OURS = str(Path(__file__).parent)
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 Literal = jax_core.Literal
 DropVar = jax_core.DropVar
 JaxprEqn = jax_core.JaxprEqn
@@ -94,13 +96,20 @@ def source_line(eqn: Any) -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """`file:line (function)` of the user's code in which an error was raised, or an empty string."""
-    line = ""
+    """`file:line (function)` of the user's code in which an error was raised, or an empty string.
+
+    The user's own code rather than that of installed packages, where both are on the way to it.
+    """
+    own = installed = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if is_user_filename(code.co_filename) and not code.co_filename.startswith(_OURS):
             line = f"{code.co_filename}:{number} ({code.co_qualname})"
-    return line
+            if code.co_filename.startswith(_INSTALLED):
+                installed = line
+            else:
+                own = line
+    return own or installed
 
 
 def at_line_of(eqn: Any, other: Any) -> Any:

@@ -1,5 +1,7 @@
 """Small steps that random programs found (benchmarks/random_programs), as literal programs."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import UnsupportedError
-from tests.small_steps import assert_close, slow_cluster
+from tests.small_steps import assert_close, slow_cluster, verified_step
 
 
 def same_as_jit(step, state, batch, devices=4, tolerance=1e-5, **options):
@@ -47,7 +49,7 @@ def test_a_step_without_work_on_examples_is_one_stage(options):
 def test_a_size_written_into_the_step_is_named_by_its_line():
     def step(w, x):
         y = jnp.tanh(x @ w)
-        return w, jnp.mean(y + jnp.zeros((8, 4)))
+        return w, jnp.mean(jnp.einsum("ab,ac->bc", y, jnp.zeros((8, 4))))  # raised by opt_einsum
 
     line = step.__code__.co_firstlineno + 2
     parallel = autopar.parallelize(
@@ -92,3 +94,23 @@ def test_literal_results_of_a_pipeline_are_as_weak_as_those_of_jit():
     weak = {name: jax.typeof(value).weak_type for name, value in parallel(w, x)[1].items()}
     assert weak == {name: jax.typeof(value).weak_type for name, value in jax.jit(step)(w, x)[1].items()}
     assert weak == {"y": False, "rate": True, "count": True, "strong": False}
+
+
+def test_fourier_transforms_run_on_each_devices_part():
+    """XLA's partitioner would gather all examples, in a layout that its own fft refuses to run on CPU devices."""
+
+    def loss(w, x):
+        spectrum = jnp.fft.rfft(jnp.tanh(x @ w["in"]), axis=-1) * w["filter"]
+        return jnp.mean(jnp.fft.irfft(spectrum, n=6, axis=-1) ** 2)
+
+    def step(w, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g.conj(), w, jax.grad(loss)(w, x)), ()
+
+    random = np.random.default_rng(0)
+    w = {"in": random.normal(size=(4, 6)).astype(np.float32), "filter": np.full(4, 1 + 0.5j, np.complex64)}
+    x = random.normal(size=(16, 9, 4)).astype(np.float32)
+    parallel = same_as_jit(step, w, x, plan=recipes.data_parallel())
+    verified_step(parallel, (w, x), tolerance=1e-5)
+    programs = parallel.compile(w, x).as_text()
+    assert "[4,9,4]" in programs
+    assert not re.search(r"\[16,9,[46]\]\S* fft\(", programs)

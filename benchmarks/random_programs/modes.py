@@ -263,8 +263,9 @@ def _results(step: Callable[..., Any], state: Any, batch: Any) -> list[Any]:
     out = []
     for _ in range(STEPS):
         state, outputs = step(state, batch)
-        state_now, outputs_now = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, outputs))
-        out.append((state_now, outputs_now))
+        # Copies: the next call takes the state over.
+        kept = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, outputs))
+        out.append(jax.block_until_ready(kept))
     return out
 
 
