@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,10 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, or 1 after an error that autopar has words for."""
     parsed = _parser().parse_args(arguments)
     try:
-        print(parsed.command(parsed))
+        text = str(parsed.command(parsed))
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 1
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # whoever reads it (head, less) has read enough
+        # What is left in the buffer would be written, and fail again, when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -54,7 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--cluster", default="local", help="local, dgx-h100x16, tpu-v5e:2x4 or a .json file (%(default)s)"
     )
-    plan.add_argument("--memory-limit-bytes", type=int, help="memory of one device that the step may use")
+    plan.add_argument(
+        "--memory-limit-bytes",
+        metavar="SIZE",
+        help="memory of one device that the step may use: 80GB, 16GiB or 1000000",
+    )
     plan.add_argument("--save", metavar="PATH", help="write the plan as JSON")
     plan.set_defaults(command=_plan)
 
@@ -192,6 +202,15 @@ def returned_by(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         InvalidArgumentError: No such file or function, or one that returns something else.
     """
     path, _, function_name = name.rpartition(":")
+    if not path or Path(name).is_file():
+        raise InvalidArgumentError(
+            where=name,
+            expected="FILE:FUNCTION",
+            got="a file without a function"
+            if Path(name).is_file()
+            else "no colon, which a function would stand behind",
+            hint=f"name the function that returns (step, *arguments): {name}:FUNCTION",
+        )
     if not Path(path).is_file():
         raise InvalidArgumentError(
             where=name,

@@ -10,6 +10,7 @@ from autopar.cluster import Cluster
 from autopar.errors import InvalidArgumentError
 from autopar.nnx_objects import unwrapped
 from autopar.plan import Plan
+from autopar.quantities import bytes_of_text
 from autopar.recipes import Recipe, pipeline_options
 from autopar.step import DEFAULT_CACHE, Options, Step, function_of
 
@@ -18,10 +19,10 @@ def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
     plan: Plan | Recipe | None = None,
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | None = None,
     num_microbatches: int | str = "auto",
     schedule: str = "auto",
-    memory_limit_bytes: int | None = None,
+    memory_limit_bytes: int | str | None = None,
     batch_argnums: int | Sequence[int] = (1,),
     donate_argnums: int | Sequence[int] = (0,),
     static_argnums: int | Sequence[int] = (),
@@ -41,10 +42,12 @@ def parallelize(
             `nnx.jit`.
         plan: A plan to run exactly as it is, or a recipe (`autopar.recipes`, `autopar.constrain`) for one; None
             searches.
-        cluster: The hardware to plan for; None takes the devices of this program.
+        cluster: The hardware to plan for, also as text (`dgx-h100x2`, `tpu-v5e:2x4`, a file of `Cluster.save`: see
+            `Cluster.parse`); None takes the devices of this program.
         num_microbatches: Into how many equal parts the batch is cut; "auto" leaves it to the search.
         schedule: In which order a pipeline's stages run them: one of `autopar.runtime.schedules.SCHEDULES`, or "auto".
-        memory_limit_bytes: Memory of one device that the step may use; None: what the device has, less a tenth.
+        memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); None: what
+            the device has, less a tenth.
         batch_argnums: The arguments whose leaves carry examples. Where argument 1 is or holds an NNX object, the
             default is all arguments with arrays behind the last object.
         donate_argnums: The arguments that the step replaces: their memory is reused for the results that replace them.
@@ -59,11 +62,22 @@ def parallelize(
 
     Raises: InvalidArgumentError, UnsupportedError.
     """
+    if isinstance(cluster, str):
+        # Without a number of devices it is what None means: jax's devices are not asked for before the first call.
+        cluster = None if cluster == "local" else Cluster.parse(cluster)
+    if isinstance(memory_limit_bytes, str):
+        memory_limit_bytes = _size("parallelize(memory_limit_bytes=...)", memory_limit_bytes)
     kinds: tuple[tuple[str, Any, tuple[type, ...], str], ...] = (
         ("plan", plan, (Plan, Recipe), "load one with autopar.Plan.load(path), or take a recipe of autopar.recipes"),
         ("cluster", cluster, (Cluster,), "make one with autopar.Cluster.local(), .preset(...) or .parse(text)"),
         ("follow", follow, (Step,), "name a step that parallelize made"),
-        ("memory_limit_bytes", memory_limit_bytes, (int,), "give a number of bytes for one device"),
+        (
+            "memory_limit_bytes",
+            memory_limit_bytes,
+            (int,),
+            "give bytes of one device, or text such as 80GB",
+        ),
+        ("cache_dir", cache_dir, (str, Path), "name a directory, or None to keep nothing"),
     )
     for option, value, kind, hint in kinds:
         if value is not None and not isinstance(value, kind):
@@ -115,13 +129,24 @@ def _made(fun: Any, options: Options) -> Step:
     return Step(function, options)
 
 
-def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster, **options: Any) -> Plan:
+def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster | str, **options: Any) -> Plan:
     """The plan of a step for hardware that need not be here; nothing is run and nothing is allocated.
 
-    `args` are arrays or `jax.ShapeDtypeStruct`s, `options` those of `parallelize`.
+    `cluster` may be text as on the command line: `dgx-h100x2`, `tpu-v5e:2x4`. `args` are arrays or
+    `jax.ShapeDtypeStruct`s, `options` those of `parallelize`.
     """
     function = function_of(fun) if isinstance(fun, Step) else fun
     return parallelize(function, cluster=cluster, **options).plan(*args)
+
+
+def _size(where: str, text: str) -> int:
+    nbytes = bytes_of_text(text)
+    if nbytes is None:
+        raise InvalidArgumentError(
+            where=where, expected="a size, such as 80GB, 16GiB or 1000000", got=repr(text),
+            hint="kB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB of 1024",
+        )  # fmt: skip
+    return nbytes
 
 
 def _argnums(value: int | Sequence[int]) -> tuple[int, ...]:

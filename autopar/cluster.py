@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from autopar import hardware, local_devices, torus
+from autopar import hardware, local_devices, torus, tpu_slices
 from autopar.collectives import CollectiveKind, Fabric, Link
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import DeviceKind
@@ -349,6 +349,14 @@ def _tpu_slices(name: str, slices: int, topology: str | None) -> Cluster:
             hint="give the shape of the slice, as Google Cloud names it",
         )
     shape = tuple(map(int, topology.split("x")))
+    if not tpu_slices.is_offered(shape):
+        raise InvalidArgumentError(
+            where=f"Cluster.preset({name!r}, topology={topology!r})",
+            expected=f"a topology that there is; nearest: {', '.join(tpu_slices.nearest(shape))}",
+            got=topology,
+            hint="axes stand in ascending order, as Google Cloud names slices, and beyond 4x4x4 are multiples of 4; "
+            "for other hardware make a Cluster(...) with its constants",
+        )
     return Cluster(
         name=f"{name}:{topology}",
         device=device,

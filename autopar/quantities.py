@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 _COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgtp]?)(i?)b?)?\s*", re.IGNORECASE)
+
+
+def bytes_of_text(text: str) -> int | None:
+    """Bytes of `80GB` (powers of 1000), `16GiB` (powers of 1024) or `1000000`; None for what is no size."""
+    found = _SIZE.fullmatch(text)
+    if found is None or (found[3] and not found[2]):
+        return None
+    power = "kmgtp".find((found[2] or "").lower()) + 1 if found[2] else 0
+    return round(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def text_of_s(seconds: float) -> str:

@@ -121,6 +121,7 @@ def compiled_elsewhere(step: Step, target: str, *args: Any) -> Compiled:
 
     Raises: what `autopar.elsewhere.target_mesh` raises, and what planning raises.
     """
+    elsewhere.target_devices(target)  # a compiler that is missing is said before a plan is searched for
     plan = step.plan(*args)
     return compile_on(step, elsewhere.target_mesh(target, plan.mesh.axis_sizes, plan.mesh.axis_names), *args)
 

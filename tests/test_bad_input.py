@@ -327,8 +327,9 @@ def test_a_memory_limit_that_is_none(limit):
 @pytest.mark.parametrize(
     "options",
     [
-        {"memory_limit_bytes": "8GB"},
-        {"cluster": "dgx-h100"},
+        {"memory_limit_bytes": 8e9},
+        {"cluster": 8},
+        {"cache_dir": 3},
         {"follow": mlp_step},
         {"plan": "plan.json"},
     ],

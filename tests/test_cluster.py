@@ -176,7 +176,8 @@ def test_groups_that_interleave_on_one_physical_axis_share_its_wires():
 
 
 def test_sizes_that_do_not_divide_a_torus_get_a_careful_rate():
-    cluster = Cluster.preset("tpu-v4", topology="3x4x2")
+    whole = Cluster.preset("tpu-v4", topology="2x2x2")
+    cluster = dataclasses.replace(whole, devices_per_host=24, torus=(3, 4, 2))
     slowest = min(link.bytes_per_s for link in cluster.axis_links((8, 3)))
     assert slowest < hardware.TPU_ICI["TPU v4"].bytes_per_s
 
@@ -305,3 +306,34 @@ def test_published_rates_of_large_collectives(preset, hosts, kind, n, bytes_per_
     (link,) = Cluster.preset(preset, hosts=hosts).axis_links((n,))
     size = 4e9
     assert size / time_s(kind, size, n, link) == pytest.approx(bytes_per_s, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "nearest"),
+    [
+        ("tpu-v5e", "16x32", "16x16, 8x16"),
+        ("tpu-v5e", "4x5", "4x4"),
+        ("tpu-v6e", "4x2", "2x4"),
+        ("tpu-v5p", "4x4x6", "4x4x8, 4x4x4"),
+        ("tpu-v4", "3x3x3", "2x4x4"),
+    ],
+)
+def test_topologies_that_do_not_exist_are_refused_with_the_nearest(name, topology, nearest):
+    with pytest.raises(InvalidArgumentError, match=f"a topology that there is; nearest: {nearest}.*got {topology}"):
+        Cluster.parse(f"{name}:{topology}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tpu-v5e:1x1",
+        "tpu-v5e:2x2",
+        "tpu-v5e:8x16",
+        "tpu-v6e:16x16",
+        "tpu-v4:2x2x1",
+        "tpu-v5p:2x4x4",
+        "tpu-v5p:16x16x24",
+    ],
+)
+def test_topologies_that_exist(text):
+    assert Cluster.parse(text).name == text

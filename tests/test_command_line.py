@@ -1,13 +1,17 @@
 """`python -m autopar`: planning for hardware that is not here, and reading saved plans."""
 
 import dataclasses
+import importlib.util
 import json
 
 import pytest
 
+import autopar
 from autopar.__main__ import main
 from autopar.cluster import Cluster
+from autopar.errors import InvalidArgumentError
 from autopar.hardware import H100
+from tests.small_steps import MLP_BATCH, MLP_STATE, TIMEOUT_S, mlp_step, start_python
 
 JOB = """
 import jax
@@ -119,7 +123,8 @@ def test_what_does_not_fit_is_an_error_with_words(job, capsys):
     ("function", "message"),
     [
         ("nowhere.py:job", "got no file 'nowhere.py'"),
-        ("job.py", "expected FILE:FUNCTION"),
+        ("job.py", "job.py: expected FILE:FUNCTION, got a file without a function"),
+        ("job", "job: expected FILE:FUNCTION, got no colon"),
         ("job.py:other", "expected a function 'other', got none of that name"),
         ("job.py:number", "expected a function 'number'"),
         ("job.py:wrong", "expected a tuple of a step and its arguments, got function"),
@@ -142,3 +147,72 @@ def test_no_command_prints_the_usage(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "usage: autopar" in capsys.readouterr().err
+
+
+def small_job(job) -> str:
+    path = job.parent / "small.py"
+    path.write_text(JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64"))
+    return f"{path}:job"
+
+
+def test_a_cluster_file_that_is_not_there_is_named(job, capsys):
+    assert main(["plan", f"{job}:job", "--cluster", "none.json"]) == 1
+    assert "none.json: expected a cluster in a file, got no such file" in capsys.readouterr().err
+
+
+def test_a_topology_that_does_not_exist_is_refused(job, capsys):
+    assert main(["plan", f"{job}:job", "--cluster", "tpu-v5e:16x32"]) == 1
+    assert "nearest: 16x16, 8x16" in capsys.readouterr().err
+
+
+def test_sizes_are_taken_as_people_write_them(job, capsys):
+    assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--memory-limit-bytes", "1MB"]) == 1
+    assert "expected at most 1 MB per device" in capsys.readouterr().err
+    assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--memory-limit-bytes", "much"]) == 1
+    assert "expected a size, such as 80GB, 16GiB or 1000000, got 'much'" in capsys.readouterr().err
+
+
+def test_sizes_and_clusters_are_text_in_python_too():
+    options = {"cache_dir": None, "show_progress": False}
+    plan = autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100x2", memory_limit_bytes="16GiB", **options)
+    assert plan.cluster == Cluster.preset("dgx-h100", hosts=2)
+    assert plan.record.memory_limit_bytes == 16 * 2**30
+    step = autopar.parallelize(mlp_step, cluster="tpu-v5e:2x4", **options)
+    assert step.plan(MLP_STATE, MLP_BATCH).cluster == Cluster.preset("tpu-v5e", topology="2x4")
+    with pytest.raises(InvalidArgumentError, match=r"cluster: expected local, a \.json file"):
+        autopar.parallelize(mlp_step, cluster="dgx-1")
+
+
+def test_explain_without_a_match_names_near_ones(job, tmp_path, capsys):
+    saved = tmp_path / "plan.json"
+    assert main(["plan", small_job(job), "--cluster", "dgx-h100", "--save", str(saved)]) == 0
+    capsys.readouterr()
+    assert main(["explain", str(saved), "stat['w']"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nothing that is called \"stat['w']\"; near names: state['w']" in err
+
+
+def test_a_reader_that_has_read_enough_is_no_error(job):
+    saving = f"import sys; sys.argv[1:] = ['plan', {small_job(job)!r}, '--cluster', 'dgx-h100']"
+    code = f"{saving}\nfrom autopar.__main__ import main\nsys.exit(main())"
+    child = start_python(code)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    try:
+        assert child.stderr.read() == ""
+        assert child.wait(timeout=TIMEOUT_S) == 0
+    finally:
+        child.kill()
+        child.stderr.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_a_compiler_that_is_missing_is_said_before_a_plan_is_searched_for(job, monkeypatch, capsys):
+    def searched(*args):
+        raise AssertionError("a plan is searched for")
+
+    monkeypatch.setattr("autopar.step.make_plan", searched)
+    assert main(["verify", small_job(job), "--cluster", "tpu-v5e:2x4"]) == 1
+    assert "got no module libtpu" in capsys.readouterr().err

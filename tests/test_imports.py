@@ -47,6 +47,7 @@ LAYER_OF = {
     "specs": "vocabulary",
     "timeline": "vocabulary",
     "torus": "vocabulary",
+    "tpu_slices": "vocabulary",
     "user_cache": "vocabulary",
     "wires": "vocabulary",
     "alignment": "front end",

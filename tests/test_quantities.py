@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.quantities import text_of_bytes, text_of_flops, text_of_rate, text_of_s
+from autopar.quantities import bytes_of_text, text_of_bytes, text_of_flops, text_of_rate, text_of_s
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,23 @@ def test_rates():
     assert text_of_rate(30e9, "flop") == "30 Gflop/s"
     assert text_of_rate(25e9 / 8, "B") == "3.12 GB/s"
     assert text_of_rate(7, "step") == "7 step/s"
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("80GB", 80_000_000_000),
+        ("16GiB", 16 * 2**30),
+        ("1.5 MB", 1_500_000),
+        ("2k", 2000),
+        ("1000000", 1_000_000),
+        ("7 B", 7),
+        ("0GB", 0),
+        ("GB", None),
+        ("-1GB", None),
+        ("80 gigabytes", None),
+        ("8iB", None),
+    ],
+)
+def test_sizes_that_people_write(text, nbytes):
+    assert bytes_of_text(text) == nbytes
