@@ -86,3 +86,17 @@ def hashable(value: Any, name: str) -> Any:
             hint="pass a tuple or a frozen dataclass, or take it out of static_argnums",
         ) from None
     return value
+
+
+def on_one_device(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with their arrays on the default device, where some are not simply on one; static ones as they are."""
+    if not any(isinstance(x, jax.Array) and is_elsewhere(x) for x in jax.tree.leaves(tuple(args))):
+        return tuple(args)
+    return tuple(_moved(arg) for arg in args)
+
+
+def _moved(arg: Any) -> Any:
+    leaves, tree = jax.tree.flatten(arg)
+    if not any(isinstance(x, jax.Array) for x in leaves):
+        return arg
+    return jax.tree.unflatten(tree, [on_default_device(x) if isinstance(x, jax.Array) else x for x in leaves])

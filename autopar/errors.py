@@ -69,6 +69,10 @@ class DonatedStateError(AutoparError):
     """A state was used again after a step took it over (its buffers now hold the new state)."""
 
 
+class NonFiniteError(AutoparError, FloatingPointError):
+    """A step made numbers that are not finite, where `jax_debug_nans` or `jax_debug_infs` looks for them."""
+
+
 class UnsupportedError(AutoparError):
     """A correct program that autopar cannot parallelise."""
 

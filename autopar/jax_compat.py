@@ -383,3 +383,12 @@ def shared_store() -> SharedStore | None:
 def in_rows(array: Any) -> Any:
     """The array laid out in memory row by row, which else the compiler chooses."""
     return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
+
+
+def looks_for_nans_and_infs() -> tuple[bool, bool]:
+    """Whether `jax_debug_nans` and `jax_debug_infs` are set."""
+    return bool(config.debug_nans.value), bool(config.debug_infs.value)
+
+
+def jit_is_disabled() -> bool:
+    return bool(config.disable_jit.value)

@@ -53,6 +53,9 @@ def is_same_step(one: TracedStep, other: TracedStep) -> bool:
 
 
 NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
+CONVERT = (
+    "convert it: np.asarray(x), or jax.numpy.from_dlpack(x) for a tensor of another library; jax.jit takes neither"
+)
 
 
 def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStruct:
@@ -71,7 +74,14 @@ def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStr
         where=path,
         expected="an array, a number or a jax.ShapeDtypeStruct",
         got=f"{type(leaf).__name__} ({str(leaf)[:60]})",
-        hint=hint,
+        hint=CONVERT if _converts(leaf) else hint,
+    )
+
+
+def _converts(leaf: Any) -> bool:
+    """Whether something is another library's array."""
+    return not isinstance(leaf, (np.ndarray, np.generic)) and (
+        hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__")
     )
 
 

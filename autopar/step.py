@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from autopar import jax_compat, nnx_objects
-from autopar.arguments import hashable, is_elsewhere, lies_as, on_default_device, put_leaves
+from autopar import jax_compat, nan_check, nnx_objects
+from autopar.arguments import hashable, lies_as, on_one_device, put_copies, put_leaves
 from autopar.cache import DiskCache, plan_key
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
@@ -111,6 +111,8 @@ class Step:
         """
         if kwargs:
             args = self._signature.places(args, kwargs)
+        if jax_compat.jit_is_disabled():
+            return self._signature.caller(self._function)(*on_one_device(args))
         if self._takes_objects:
             return nnx_objects.run_and_write_back(self._run, args)
         return self._run(*args)
@@ -132,6 +134,8 @@ class Step:
         return f"<Step {self.__name__}{self._signature}, {'not planned yet' if plan is None else repr(plan)}>"
 
     def _run(self, *args: Any) -> Any:
+        if nan_check.is_on():
+            return self._run_checked(args)
         fast = self._fast
         if fast is None or self._options.static_argnums:
             return self._call_slowly(args)
@@ -150,6 +154,21 @@ class Step:
                     raise
                 return self._call_slowly(args)
         return jax.tree.unflatten(fast.compiled.traced.out_tree, results)
+
+    def _run_checked(self, args: tuple[Any, ...]) -> Any:
+        """Runs the step and looks at its results. Raises: NonFiniteError."""
+        if not self._takes_objects and any(map(nnx_objects.holds_objects, args)):
+            self._takes_objects = True
+            return self(*args)
+        with turn:
+            dynamic = self._dynamic(args)
+            self._refuse_unusable(dynamic, self._dynamic_names(len(args)))
+            compiled, given = self.compile(*args), jax.tree.leaves(tuple(dynamic))
+            with nan_check.switched_off():
+                here = compiled.across is None
+                results = compiled.run(put_copies(given, compiled) if here else put_leaves(given, compiled))
+            nan_check.check(compiled.traced, given, results)
+        return jax.tree.unflatten(compiled.traced.out_tree, results)
 
     def _call_slowly(self, args: tuple[Any, ...]) -> Any:
         if any(map(nnx_objects.holds_objects, args)):
@@ -242,9 +261,7 @@ class Step:
         args = self._signature.places(args, kwargs)
         if any(map(nnx_objects.holds_objects, args)):
             return nnx_objects.merged(self.plain(*nnx_objects.split(args)).result)
-        static = self._options.static_argnums
-        if any(isinstance(x, jax.Array) and is_elsewhere(x) for x in jax.tree.leaves(self._dynamic(args))):
-            args = tuple(a if i in static else jax.tree.map(on_default_device, a) for i, a in enumerate(args))
+        static, args = self._options.static_argnums, on_one_device(args)
         names = self._names(len(args))
         function = self._signature.caller(self._function)
         return jax.jit(lambda *a: nnx_objects.pure(function, a, names), static_argnums=static)(*args)

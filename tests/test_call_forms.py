@@ -6,12 +6,13 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import autopar
 from autopar import recipes
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, NonFiniteError
 from tests.small_steps import assert_close, mlp_batch, mlp_loss, mlp_step, new_mlp_state, slow_cluster
 
 OPTIONS = {"cluster": slow_cluster(4), "cache_dir": None, "show_progress": False}
@@ -154,3 +155,84 @@ def test_a_step_says_what_it_is():
     assert repr(parallel) == "<Step mlp_step(state, batch), not planned yet>"
     parallel.plan(new_mlp_state(), mlp_batch())
     assert repr(parallel).startswith("<Step mlp_step(state, batch), <Plan of mlp_step on flat-4, mesh")
+
+
+@pytest.mark.parametrize("options", [{}, {"plan": recipes.pipeline(2, num_microbatches=2)}], ids=["searched", "stages"])
+def test_without_jit_the_function_itself_runs(options):
+    seen = []
+
+    def step(state, batch):
+        seen.append(isinstance(batch["x"], jax.core.Tracer))
+        return mlp_step(state, batch)
+
+    parallel = made(step, **options)
+    state, _ = parallel(new_mlp_state(), mlp_batch())
+    expected, _ = mlp_step(new_mlp_state(), mlp_batch())
+    seen.clear()
+    with jax.disable_jit():
+        assert_close(parallel(state, mlp_batch()), mlp_step(expected, mlp_batch()))
+    assert seen == [False]
+
+
+def logarithms(state, batch):
+    """Its head takes a logarithm of what is negative where the batch is."""
+
+    def loss_fn(state):
+        with jax.named_scope("body"):
+            hidden = jnp.tanh(batch["x"] @ state["first"] + state["bias"])
+        with jax.named_scope("head"):
+            hidden = jax.jit(lambda h: h + jnp.log(batch["y"].sum() + 1e3))(hidden)
+        return jnp.mean((hidden @ state["second"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+def scanned(state, batch):
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            return jnp.sqrt(x - 1.0) * w, None
+
+    x, _ = jax.lax.scan(layer, jnp.abs(batch["x"]) + 1.0, state["bias"])
+    return {**state, "bias": state["bias"] + x.mean()}, x.mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"plan": recipes.pipeline(2, num_microbatches=2)}], ids=["searched", "stages"])
+def test_the_first_nan_is_named_by_module_and_line(options):
+    parallel, bad = made(logarithms, **options), mlp_batch()
+    bad["y"] = bad["y"] - 1e5
+    with jax.debug_nans(True):
+        state, _ = parallel(new_mlp_state(), mlp_batch())
+        with pytest.raises(NonFiniteError, match=r"head at .*test_call_forms\.py:\d+.*nan made by log of f") as caught:
+            parallel(state, bad)
+        assert isinstance(caught.value, FloatingPointError)
+        again, _ = parallel(state, mlp_batch())  # it was not taken over
+        assert_close(again, jax.jit(logarithms)(jax.device_get(state), mlp_batch())[0])
+        with pytest.raises(NonFiniteError, match=r"batch\['x'\]: expected finite numbers .* got nan in it"):
+            parallel(state, mlp_batch() | {"x": np.full((16, 32), np.nan, np.float32)})
+
+
+def test_the_first_nan_in_a_scan():
+    with jax.debug_nans(True), pytest.raises(NonFiniteError, match=r"layer at .*nan made by sqrt of float32\[16,32\]"):
+        made(scanned)(new_mlp_state(), mlp_batch())
+    with jax.debug_infs(True), pytest.raises(NonFiniteError, match=r"inf made by div"):
+        made(lambda s, b: (s, 1.0 / (b["x"] * 0.0)))(new_mlp_state(), mlp_batch())
+
+
+class Tensor:
+    """As those of other libraries."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def test_tensors_of_other_libraries_are_to_be_converted():
+    with pytest.raises(InvalidArgumentError, match=r"batch\['x'\].*got Tensor[^$]*hint: convert it: np\.asarray"):
+        made()(new_mlp_state(), mlp_batch() | {"x": Tensor(mlp_batch()["x"])})
+    with pytest.raises(TypeError):
+        jax.jit(mlp_step)(new_mlp_state(), mlp_batch() | {"x": Tensor(mlp_batch()["x"])})
+    with pytest.raises(InvalidArgumentError, match="static_argnums"):
+        made()(new_mlp_state(), "text")

@@ -135,6 +135,7 @@ LAYER_OF = {
     "api": "face",
     "arguments": "face",
     "methods": "face",
+    "nan_check": "face",
     "nnx_objects": "face",
     "signatures": "face",
     "fast_path": "face",
