@@ -199,6 +199,40 @@ def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> 
     Raises: PlanMismatchError, UnsupportedError where the plan keeps state in the memory of the host and these devices
     cannot.
     """
+    return lower_whole(traced, plan, mesh, rules).compile()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredWhole:
+    """A step as one program that is not compiled yet."""
+
+    plan: Plan
+    traced: TracedStep
+    lowered: Any
+    mesh: Mesh
+    constants: tuple[Any, ...]
+    constant_shardings: tuple[Any, ...]
+    leaf_shardings: tuple[NamedSharding, ...]
+    result_shardings: Sequence[NamedSharding]
+
+    def compile(self) -> Compiled:
+        several = _processes(self.mesh) > 1
+        reads = list(enumerate(self.leaf_shardings))
+        return Compiled(
+            plan=self.plan,
+            traced=self.traced,
+            executable=self.lowered.compile(),
+            constants=self.constants,
+            constant_shardings=self.constant_shardings,
+            leaf_shardings=self.leaf_shardings,
+            donated=frozenset(self.traced.tied),
+            across=GlobalStep(self.traced, reads, self.result_shardings) if several else None,
+            in_flight=in_flight_on(list(self.mesh.devices.flat)),
+        )
+
+
+def lower_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> LoweredWhole:
+    """Lowers a step as one program for the devices of a mesh. Raises: what `build_whole` raises."""
     made = make_function(traced, plan, mesh, rules)
     if made.lowered.in_host:
         here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
@@ -220,17 +254,15 @@ def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> 
         donate_argnums=tuple(i + 1 for i in sorted(traced.tied)),
     )
     shapes = tuple(jax_compat.shape_of(c) for c in made.graph.constants)
-    executable = jitted.lower(shapes, *traced.in_avals).compile()
-    return Compiled(
+    return LoweredWhole(
         plan=plan,
         traced=traced,
-        executable=executable,
+        lowered=jitted.lower(shapes, *traced.in_avals),
+        mesh=mesh,
         constants=made.graph.constants,
         constant_shardings=constants,
         leaf_shardings=arguments,
-        donated=frozenset(traced.tied),
-        across=GlobalStep(traced, list(enumerate(arguments)), results) if _processes(mesh) > 1 else None,
-        in_flight=in_flight_on(list(mesh.devices.flat)),
+        result_shardings=results,
     )
 
 

@@ -17,7 +17,7 @@ from autopar import jax_compat, nan_check, nnx_objects
 from autopar.arguments import hashable, lies_as, on_one_device, put_copies, put_leaves
 from autopar.cache import DiskCache, plan_key
 from autopar.cluster import Cluster
-from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, put
+from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, lower_whole, put
 from autopar.compiler import check_plan, make_plan
 from autopar.donation import untied_arguments
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
@@ -25,6 +25,7 @@ from autopar.fast_path import FastPath
 from autopar.garbage import collected_seldom
 from autopar.global_step import make_state
 from autopar.layout import even_layout
+from autopar.lowered import Lowered
 from autopar.memory_refusals import check_given_plan_fits
 from autopar.mesh import LogicalMesh
 from autopar.methods import OfInstances, keeping, without_self
@@ -203,6 +204,28 @@ class Step:
                 traced, plan = self._planned(args)
                 self._compiled[key] = self._build(traced, plan).ready()
             return self._compiled[key]
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Plans and lowers for arguments of these shapes, as `jax.jit(f).lower` does: then `.compile()`, `.as_text()`.
+
+        Raises: what planning raises, NotEnoughDevicesError.
+        """
+        args = nnx_objects.split(self._signature.places(args, kwargs))
+        with turn:
+            key, (traced, plan) = self._key(args), self._planned(args)
+            whole = None
+            if plan.record.pipeline is None:
+                whole = lower_whole(traced, plan, plan.concrete_mesh(), self._rule_book())
+                keep_rules(self)
+
+        def compiling() -> Compiled | CompiledPipeline:
+            with turn:
+                if key not in self._compiled:
+                    compiled = whole.compile() if whole is not None else self._build(traced, plan)
+                    self._compiled[key] = compiled.ready()
+                return self._compiled[key]
+
+        return Lowered(plan=plan, whole=whole, compiling=compiling)
 
     def init(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs `function(*args)`, which makes the state, so that each device makes only its own part of it.

@@ -347,8 +347,8 @@ class _Linker:
 def groups_of_examples(stages: Sequence[LoweredStage]) -> int:
     """Into how many runs of neighbouring examples a batch is cut before each micro-batch takes its share of each.
 
-    So every device finds its part of every micro-batch in its part of the batch, unless what is computed of neighbouring
-    examples together would be cut. All stages must cut alike.
+    So every device finds its part of every micro-batch in its part of the batch, unless what is computed of
+    neighbouring examples together would be cut. All stages must cut alike.
     """
     groups = 1
     for stage in stages:

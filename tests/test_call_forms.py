@@ -12,7 +12,7 @@ from flax import nnx
 
 import autopar
 from autopar import recipes
-from autopar.errors import InvalidArgumentError, NonFiniteError
+from autopar.errors import InvalidArgumentError, NonFiniteError, UnsupportedError
 from tests.small_steps import assert_close, mlp_batch, mlp_loss, mlp_step, new_mlp_state, slow_cluster
 
 OPTIONS = {"cluster": slow_cluster(4), "cache_dir": None, "show_progress": False}
@@ -236,3 +236,19 @@ def test_tensors_of_other_libraries_are_to_be_converted():
         jax.jit(mlp_step)(new_mlp_state(), mlp_batch() | {"x": Tensor(mlp_batch()["x"])})
     with pytest.raises(InvalidArgumentError, match="static_argnums"):
         made()(new_mlp_state(), "text")
+
+
+def test_a_step_is_staged_as_jit_stages():
+    parallel = made()
+    lowered = parallel.lower(new_mlp_state(), mlp_batch())
+    assert "sdy.sharding" in lowered.as_text() or "mhlo.sharding" in lowered.as_text()
+    assert lowered.plan is parallel.plan(new_mlp_state(), batch=mlp_batch())
+    compiled = lowered.compile()
+    assert compiled is parallel.compile(new_mlp_state(), mlp_batch())
+    assert "ENTRY" in compiled.as_text()
+    placed = jax.device_put((new_mlp_state(), mlp_batch()), compiled.shardings)
+    assert_close(compiled(*placed), jax.jit(mlp_step)(new_mlp_state(), mlp_batch()))
+    staged = made(plan=recipes.pipeline(2, num_microbatches=2)).lower(new_mlp_state(), mlp_batch())
+    with pytest.raises(UnsupportedError, match="one of 2 stages"):
+        staged.as_text()
+    assert "ENTRY" in staged.compile().as_text()

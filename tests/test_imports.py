@@ -111,6 +111,7 @@ LAYER_OF = {
     "masks": "compiler",
     "recipe_notes": "compiler",
     "instructions": "compiler",
+    "lowered": "compiler",
     "lowering": "compiler",
     "node_costs": "compiler",
     "offloading": "compiler",
