@@ -10,6 +10,7 @@ from autopar.cluster import Cluster
 from autopar.errors import InvalidArgumentError
 from autopar.nnx_objects import unwrapped
 from autopar.plan import Plan
+from autopar.process_batches import batch_word
 from autopar.quantities import bytes_of_text
 from autopar.recipes import Recipe, pipeline_options
 from autopar.step import DEFAULT_CACHE, Options, Step, function_of
@@ -30,6 +31,7 @@ def parallelize(
     donate_argnames: str | Sequence[str] = (),
     static_argnames: str | Sequence[str] = (),
     follow: Step | None = None,
+    batch: str | None = None,
     cache_dir: str | Path | None = DEFAULT_CACHE,
     time_limit_s: float = 20.0,
     show_progress: bool = True,
@@ -56,6 +58,8 @@ def parallelize(
         batch_argnames, donate_argnames, static_argnames: The same by name, keyword-only arguments too; the first two
             in place of the defaults, or beside argument numbers that are given.
         follow: Another step whose layout of the state this one takes over (an evaluation step).
+        batch: What a process passes in a program of several: "local", its own rows (the batch is those of all, in the
+            order of the processes), "global", the whole batch, the same in all; None finds out by the first batch.
         cache_dir: Where plans are kept between runs; None keeps nothing.
         time_limit_s: Seconds that the search may take for one logical mesh; then its best plan is taken.
         show_progress: Whether a progress line is shown on a terminal.
@@ -113,6 +117,7 @@ def parallelize(
         donate_argnames=_argnames(donate_argnames),
         static_argnames=_argnames(static_argnames),
         follow=follow,
+        batch=batch_word(batch, "parallelize(batch=...)"),
         cache_dir=cache_dir,
         time_limit_s=time_limit_s,
         show_progress=show_progress,

@@ -90,7 +90,7 @@ class SolverError(AutoparError):
 
 
 class ProcessMismatchError(AutoparError):
-    """The processes of one program do not call the same step in the same order."""
+    """The processes of one program do not call the same step in the same order, or pass what does not fit together."""
 
 
 class ProcessLostError(AutoparError):

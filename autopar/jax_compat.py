@@ -369,6 +369,9 @@ class SharedStore:
             return None
         return found
 
+    def delete(self, key: str) -> None:
+        self._client.key_value_delete(key)
+
     def below(self, prefix: str) -> dict[str, str]:
         """The values whose keys begin with `prefix`, by what follows it."""
         return {key[len(prefix) :]: value for key, value in self._client.key_value_dir_get(prefix)}

@@ -33,8 +33,10 @@ from autopar.pipelining import PipelineOptions
 from autopar.placements import placement_note
 from autopar.plan import Plan, Trees
 from autopar.plan_file import decode, encode
+from autopar.process_batches import PlannedBatch, ProcessBatches, batch_word
 from autopar.progress import Progress
 from autopar.recipes import Recipe
+from autopar.record import PlannedValue
 from autopar.rules import RuleBook
 from autopar.runtime.agreement import agree
 from autopar.runtime.dispatching import turn
@@ -76,6 +78,7 @@ class Options:
     donate_argnames: tuple[str, ...]
     static_argnames: tuple[str, ...]
     follow: Step | None
+    batch: str
     cache_dir: str | Path | None
     time_limit_s: float
     show_progress: bool
@@ -100,6 +103,7 @@ class Step:
         self._told: set[str] = set()
         self._disk = DiskCache(_cache_directory(options.cache_dir))
         self._rules: dict[Any, RuleBook] = {}
+        self._batches = ProcessBatches(self.__name__, options.batch)
         self.last_progress: Progress | None = None
 
     # Running
@@ -135,6 +139,8 @@ class Step:
         return f"<Step {self.__name__}{self._signature}, {'not planned yet' if plan is None else repr(plan)}>"
 
     def _run(self, *args: Any) -> Any:
+        if jax.process_count() > 1:
+            args = self._with_whole_batch(args)
         if nan_check.is_on():
             return self._run_checked(args)
         fast = self._fast
@@ -178,7 +184,7 @@ class Step:
         with turn:
             dynamic = self._dynamic(args)
             self._refuse_unusable(dynamic, self._names(len(dynamic)))
-            compiled, given = self.compile(*args), jax.tree.leaves(tuple(dynamic))
+            compiled, given = self._compile(args), jax.tree.leaves(tuple(dynamic))
             self._fast = fast = FastPath(compiled, given)
             constants = compiled.constants if isinstance(compiled, Compiled) else [c for _, c in compiled.fixed]
             results = fast.run(without_shared_memory(put_leaves(given, compiled), compiled.donated, constants))
@@ -192,12 +198,15 @@ class Step:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
+        args = self._with_whole_batch(nnx_objects.split(self._signature.places(args, kwargs)))
         with turn:
-            return self._planned(self._signature.places(args, kwargs))[1]
+            return self._planned(args)[1]
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled | CompiledPipeline:
         """Plans and compiles for arguments of these shapes, ahead of time."""
-        args = nnx_objects.split(self._signature.places(args, kwargs))
+        return self._compile(self._with_whole_batch(nnx_objects.split(self._signature.places(args, kwargs))))
+
+    def _compile(self, args: tuple[Any, ...]) -> Compiled | CompiledPipeline:
         with turn:
             key = self._key(args)
             if key not in self._compiled:
@@ -249,31 +258,42 @@ class Step:
                 leaves = jax.jit(flat, out_shardings=shardings)(*args)
         return nnx_objects.merged(jax.tree.unflatten(trees[0], leaves))
 
-    def put_batch(self, batch: Any) -> Any:
+    def put_batch(self, data: Any, /, *, batch: str | None = None) -> Any:
         """Puts host data where the plan wants it. Before there is a plan the first call will do it.
 
-        Raises: BatchMismatchError for a batch of another structure than the plan's.
+        In a program of several processes the data are this process's rows of the batch or, the same in all, the whole
+        of it; the first batch tells, or `batch`, as in `parallelize`.
+
+        Raises: BatchMismatchError for a batch of another structure than the plan's; ProcessMismatchError where the
+        processes' data do not fit together.
         """
-        planned = self._latest_plan()
+        word = None if batch is None else batch_word(batch, f"{self.__name__}.put_batch(batch=...)")
+        if (planned := self._latest_plan()) is not None:
+            self._check_structure(data, planned)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(data)[0]:
+            abstract(leaf, f"batch{jax.tree_util.keystr(path)}")
+        leaves, tree = jax.tree.flatten(data)
+        if jax.process_count() > 1:
+            return jax.tree.unflatten(tree, self._batches.put(word, leaves, tree, self._planned_batches))
         if planned is None:
-            return batch
+            return data
+        shapes, shardings = self._planned_batches()[-1]
+        if [tuple(np.shape(leaf)) for leaf in leaves] != shapes:
+            return data  # another shape has another plan: the call makes it and puts the batch itself
+        return jax.tree.unflatten(tree, put(leaves, shardings()))
+
+    def _check_structure(self, data: Any, planned: Plan) -> None:
+        """Raises: BatchMismatchError for a batch of another structure than the plan's."""
         assert planned.trees is not None, "a step's plan has its trees"
-        values = planned.argument_leaves(planned.trees.batch)
         trees = [planned.trees.arguments[i] for i in sorted(planned.trees.batch)]
         expected = trees[0] if len(trees) == 1 else jax.tree_util.treedef_tuple(trees)
-        if jax.tree.structure(batch) != expected:
+        if jax.tree.structure(data) != expected:
             raise BatchMismatchError(
                 where=f"{self.__name__}.put_batch",
                 expected=f"a batch with the structure {expected}",
-                got=f"{jax.tree.structure(batch)}",
+                got=f"{jax.tree.structure(data)}",
                 hint="pass what the step takes in batch_argnums, or plan for the new batch first",
             )
-        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-            abstract(leaf, f"batch{jax.tree_util.keystr(path)}")
-        if [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)] != [v.shape for v in values]:
-            return batch  # another shape has another plan: the call makes it and puts the batch itself
-        leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(tree, put(leaves, [planned.sharding_of(v) for v in values]))
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing.
@@ -290,6 +310,38 @@ class Step:
         return jax.jit(lambda *a: nnx_objects.pure(function, a, names), static_argnums=static)(*args)
 
     # Inside
+
+    def _with_whole_batch(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Arguments with the whole batch, where this process passed its own rows of it. NNX objects are split."""
+        if jax.process_count() == 1 or any(map(nnx_objects.holds_objects, args)):
+            return tuple(args)
+        examples = nnx_objects.batch_argnums(args, self._options.batch_argnums, _DEFAULTS["batch_argnums"])
+        whole = self._batches.arguments(
+            self._dynamic(args),
+            sorted(self._numbers(examples, len(args))),
+            names=lambda: self._dynamic_names(len(args)),
+            planned=self._planned_batches,
+        )
+        dynamic, static = iter(whole), self._options.static_argnums
+        return tuple(arg if i in static else next(dynamic) for i, arg in enumerate(args))
+
+    def _planned_batches(self) -> list[PlannedBatch]:
+        """The batch of each plan, the latest last."""
+
+        def shardings(plan: Plan, values: Sequence[PlannedValue]) -> list[NamedSharding]:
+            plan.check_devices()
+            return [plan.sharding_of(v) for v in values]
+
+        found = []
+        for plan in [self._options.plan, *(plan for _, plan in self._plans.values())]:
+            if plan is not None:
+                values = (
+                    plan.argument_leaves(plan.trees.batch)
+                    if plan.trees
+                    else [v for v in plan.record.arguments if v.kind == "batch"]
+                )
+                found.append(PlannedBatch([v.shape for v in values], functools.partial(shardings, plan, values)))
+        return found
 
     def _dynamic(self, args: Sequence[Any]) -> list[Any]:
         return [a for i, a in enumerate(args) if i not in self._options.static_argnums]

@@ -7,8 +7,8 @@ starts itself twice. On two machines start it by hand on each, with the address 
     python examples/two_processes.py --process 0 --coordinator 10.0.0.1:9000 --address 10.0.0.1:9001
     python examples/two_processes.py --process 1 --coordinator 10.0.0.1:9000 --address 10.0.0.2:9001
 
-Every process runs the same lines on the same batches. `--address` is where the others reach this process's arrays; CPU
-needs it, GPUs and TPUs have links of their own.
+Every process runs the same lines, each on rows of its own of every batch. `--address` is where the others reach this
+process's arrays; CPU needs it, GPUs and TPUs have links of their own.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def loss_of(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
     return jnp.mean((x - batch["y"]) ** 2)
 
 
-@autopar.parallelize(plan=autopar.recipes.pipeline(2, "1f1b", num_microbatches=4), show_progress=False)
+@autopar.parallelize(plan=autopar.recipes.pipeline(2, "1f1b", num_microbatches=4), batch="local", show_progress=False)
 def train_step(params: Params, batch: dict[str, jax.Array]) -> tuple[Params, dict[str, jax.Array]]:
     loss, gradients = jax.value_and_grad(loss_of)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), {"loss": loss}
@@ -48,8 +48,8 @@ def train(process: int, coordinator: str, address: str, steps: int) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cross_host_transfer_socket_address", address)
     jax.distributed.initialize(coordinator, num_processes=2, process_id=process)
-    random = np.random.default_rng(0)  # the same in both processes
-    batches = [{name: random.normal(size=(32, WIDTH)).astype(np.float32) for name in "xy"} for _ in range(4)]
+    random = np.random.default_rng(process)  # as a data loader: 16 of the 32 rows of a batch in each process
+    batches = [{name: random.normal(size=(16, WIDTH)).astype(np.float32) for name in "xy"} for _ in range(4)]
     params = train_step.init(create, jax.random.key(0))
     for i in range(steps):
         params, metrics = train_step(params, batches[i % 4])

@@ -9,17 +9,18 @@ import base64
 import itertools
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
 from autopar import jax_compat
-from autopar.errors import AutoparError, ProcessMismatchError
+from autopar.errors import AutoparError, ProcessMismatchError, UnsupportedError
 from autopar.jax_compat import SharedStore
 from autopar.runtime.liveness import BEAT_S, Watch, the_watch
 
 # Agreements are numbered: the first of each process is about the same step, and so on.
 _numbers = itertools.count()
+_meetings = itertools.count()
 
 
 def agree(name: str, fingerprint: str, make: Callable[[], bytes]) -> bytes:
@@ -33,10 +34,9 @@ def agree(name: str, fingerprint: str, make: Callable[[], bytes]) -> bytes:
     if store is None or watch is None:
         return make()
     key = f"autopar/agreed/{next(_numbers)}"
-    store.set(f"{key}/of/{jax.process_index()}", json.dumps([name, fingerprint]))
-    _compare(store, watch, f"{key}/of/", name)
+    _compare([tuple(json.loads(said)) for said in exchange(name, f"{key}/of", json.dumps([name, fingerprint]))], name)
     if jax.process_index() != 0:
-        return _received(_wait(store, watch, f"{key}/made"), name)
+        return _received(_wait(store, watch, f"{key}/made", name), name)
     try:
         made = make()
     except Exception as error:  # whatever it is, the others must hear of it: they wait
@@ -46,10 +46,38 @@ def agree(name: str, fingerprint: str, make: Callable[[], bytes]) -> bytes:
     return made
 
 
-def _compare(store: SharedStore, watch: Watch, prefix: str, name: str) -> None:
+def exchange(name: str, key: str, text: str) -> list[str]:
+    """What each process has to say, in all processes, by their numbers. `key` is used once, and the same in all.
+
+    Raises: ProcessMismatchError where another process goes on without it, ProcessLostError, UnsupportedError where the
+    processes share no store.
+    """
+    store, watch = jax_compat.shared_store(), the_watch()
+    if store is None or watch is None:
+        raise UnsupportedError(
+            where=f"{name}, process {jax.process_index()} of {jax.process_count()}",
+            expected="processes that jax.distributed.initialize brought together",
+            got="no coordination service",
+            hint="call jax.distributed.initialize at the start of the program, in all processes",
+        )
+    store.set(f"{key}/{jax.process_index()}", text)
+    return [_wait(store, watch, f"{key}/{process}", name) for process in range(jax.process_count())]
+
+
+def meet(name: str) -> None:
+    """Returns when all processes have called it as often as this one.
+
+    Raises: ProcessLostError, ProcessMismatchError.
+    """
+    store, number = jax_compat.shared_store(), next(_meetings)
+    exchange(name, f"autopar/met/{number}", "")
+    if store is not None and number > 0:  # all that have met now have read what was said before
+        store.delete(f"autopar/met/{number - 1}/{jax.process_index()}")
+
+
+def _compare(said: Sequence[tuple[str, str]], name: str) -> None:
     """Raises: ProcessMismatchError, in all processes alike."""
-    said = {p: tuple(json.loads(_wait(store, watch, f"{prefix}{p}"))) for p in range(jax.process_count())}
-    differing = [p for p, what in said.items() if what != said[0]]
+    differing = [p for p, what in enumerate(said) if what != said[0]]
     if not differing:
         return
     names = ", ".join(f"process {p}: {said[p][0]} ({said[p][1][:8]})" for p in (0, *differing[:3]))
@@ -61,9 +89,17 @@ def _compare(store: SharedStore, watch: Watch, prefix: str, name: str) -> None:
     )
 
 
-def _wait(store: SharedStore, watch: Watch, key: str) -> str:
+def _wait(store: SharedStore, watch: Watch, key: str, name: str) -> str:
     while (found := store.wait_for(key, BEAT_S)) is None:
         watch.check()
+        ahead = watch.ahead()
+        if ahead and (found := store.wait_for(key, BEAT_S)) is None:
+            raise ProcessMismatchError(
+                where=f"{name}, process {jax.process_index()} of {jax.process_count()}",
+                expected="all processes to plan together, and to pass batches of new shapes in the same call",
+                got=f"process {', '.join(map(str, ahead))} has begun another step meanwhile",
+                hint="pass as many rows in all processes: drop or pad the rest of an epoch in all of them",
+            )
     return found
 
 

@@ -166,8 +166,12 @@ def cross(crossings: Sequence[Crossing], arrays: Sequence[Any]) -> list[Any]:
     return crosser(crossings)(arrays)
 
 
-def crosser(crossings: Sequence[Crossing]) -> Callable[[Sequence[Any]], list[Any]]:
+def crosser(
+    crossings: Sequence[Crossing], has_arrived: Callable[[list[Any]], None] | None = None
+) -> Callable[[Sequence[Any]], list[Any]]:
     """A function from arrays to the same on their targets; None where this process has no device of the target.
+
+    `has_arrived` is called with what was put before it is joined.
 
     One call of jax for each pair of groups of devices: what one call puts between several, jax sends in an order that
     differs from process to process. `arrays[i]` is not looked at where this process has no device of its mesh.
@@ -186,6 +190,8 @@ def crosser(crossings: Sequence[Crossing]) -> Callable[[Sequence[Any]], list[Any
             legs = [(crossings[i], crossings[i].legs[n], parts[i]) for i, n in places]
             sources = [leg.absent if leg.absent is not None else _named(c, leg, found) for c, leg, found in legs]
             arrived |= zip(places, jax.device_put(sources, [leg.put_to for _, leg, _ in legs]), strict=True)
+        if has_arrived is not None:
+            has_arrived(list(arrived.values()))
         return join([_parts(c, i, arrived) for i, c in enumerate(crossings)])
 
     return cross_all

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from autopar import jax_compat
 from autopar.layout import Layout
 from autopar.mesh import LogicalMesh
-from autopar.runtime.crossings import absent, cross, crossing, is_here
+from autopar.runtime.crossings import absent, crosser, crossing, is_here
 from autopar.runtime.recutting import End
 
 
@@ -75,9 +75,7 @@ def move(array: Any, sharding: NamedSharding) -> Any:
         return _narrow(array, sharding, held, wanted)
     everywhere = _replicated(array.sharding.mesh)
     whole = _relaid(array, everywhere)
-    there = _replicated(sharding.mesh)
-    ends = [_end(s, array.ndim) for s in (everywhere, there)]
-    (arrived,) = cross([crossing(array.shape, array.dtype, *ends)], [whole])
+    (arrived,) = _sender(array.shape, array.dtype, everywhere, _replicated(sharding.mesh))([whole])
     if arrived is None:
         return absent(array.shape, array.dtype, sharding)
     return _relaid(arrived, sharding)
@@ -120,6 +118,14 @@ def _identity(sharding: NamedSharding) -> Any:
 
 def _same(x: Any) -> Any:
     return x
+
+
+@functools.lru_cache(maxsize=1024)
+def _sender(
+    shape: tuple[int, ...], dtype: Any, source: NamedSharding, target: NamedSharding
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """Of a value that is replicated at both ends."""
+    return crosser([crossing(shape, dtype, _end(source, len(shape)), _end(target, len(shape)))])
 
 
 def _replicated(mesh: Any) -> NamedSharding:

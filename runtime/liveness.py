@@ -63,6 +63,11 @@ class Watch:
             self._told = True
             raise self.lost
 
+    def ahead(self) -> list[int]:
+        """The processes that have begun more steps than this one."""
+        signs = {int(process): int(text.split()[1]) for process, text in self._store.below(_PREFIX).items()}
+        return sorted(process for process, steps in signs.items() if steps > self._steps)
+
     def blame(self, error: BaseException) -> NoReturn:
         """Raises what made jax fail: the loss of a process, as soon as it is known, or else the error itself.
 

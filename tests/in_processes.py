@@ -27,9 +27,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def launch(
-    folder: Path, processes: int, devices: int, time_limit_s: float, **task: Any
+    folder: Path, processes: int, devices: int, time_limit_s: float, program: str = __file__, **task: Any
 ) -> list[tuple[int, str, float]]:
-    """(exit code, output, seconds until it ended) of each process; -9 for those that had to be ended."""
+    """(exit code, output, seconds until it ended) of each process; -9 for those that had to be ended.
+
+    `program` is a file that takes a task as this one does.
+    """
     *ports, coordinator = free_ports(processes + 1)
     running, files = [], []
     for i in range(processes):
@@ -37,7 +40,7 @@ def launch(
         addresses = {"coordinator": f"127.0.0.1:{coordinator}", "address": f"127.0.0.1:{ports[i]}"}
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
         files.append((folder / f"log{i}").open("w"))
-        command = [sys.executable, __file__, json.dumps(task | place | addresses)]
+        command = [sys.executable, program, json.dumps(task | place | addresses)]
         running.append(subprocess.Popen(command, env=environment, stdout=files[i], stderr=subprocess.STDOUT))
     start = time.monotonic()
     ended_s = [time_limit_s] * processes
@@ -53,8 +56,8 @@ def launch(
     return [(p.returncode, (folder / f"log{i}").read_text(), ended_s[i]) for i, p in enumerate(running)]
 
 
-def main(task: dict[str, Any]) -> None:
-    """Trains a case of the zoo, and writes losses, the local parts of the state, and the plan."""
+def join(task: dict[str, Any]) -> None:
+    """Makes this process one of the program."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -62,6 +65,12 @@ def main(task: dict[str, Any]) -> None:
     jax.config.update("jax_cross_host_transfer_socket_address", task["address"])
     jax.distributed.initialize(task["coordinator"], task["processes"], task["process"])
 
+
+def main(task: dict[str, Any]) -> None:
+    """Trains a case of the zoo, and writes losses, the local parts of the state, and the plan."""
+    join(task)
+
+    import jax
     import numpy as np
 
     import autopar

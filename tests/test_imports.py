@@ -124,6 +124,7 @@ LAYER_OF = {
     "asked_pipelines": "compiler",
     "pipelining": "compiler",
     "prediction": "compiler",
+    "process_batches": "compiler",
     "seams": "compiler",
     "recording": "compiler",
     "stage_building": "compiler",
