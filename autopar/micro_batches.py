@@ -72,7 +72,15 @@ def num_examples(traced: TracedStep) -> int:
             got="none",
             hint="name the argument that holds the batch in batch_argnums",
         )
-    return sizes.most_common(1)[0][0]
+    ((examples, _),) = sizes.most_common(1)
+    if not examples:
+        raise BatchMismatchError(
+            where=traced.name,
+            expected="a batch with examples, to be cut into micro-batches or to go through stages",
+            got="an empty one",
+            hint="skip empty batches, or run them as one program: plan=autopar.recipes.data_parallel()",
+        )
+    return examples
 
 
 def example_leaves(traced: TracedStep) -> frozenset[int]:

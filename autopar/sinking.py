@@ -78,12 +78,16 @@ def _make(
     value: int, section: Section, cheap: Mapping[int, Op], known: dict[int, int], fresh: Fresh, rows: list[Op]
 ) -> None:
     """Adds what makes a cheap value to a section, with all that it is made of."""
-    if value in known or value not in cheap:
-        return
-    op = cheap[value]
-    for operand in read_by(op):
-        _make(operand, section, cheap, known, fresh, rows)
-    rows.append(dataclasses.replace(clone(op, known, fresh), section=section))
+    waiting = [value]
+    while waiting:
+        op = cheap.get(waiting[-1]) if waiting[-1] not in known else None
+        missing = [v for v in read_by(op) if v in cheap and v not in known] if op is not None else []
+        if missing:
+            waiting += reversed(missing)
+            continue
+        waiting.pop()
+        if op is not None:
+            rows.append(dataclasses.replace(clone(op, known, fresh), section=section))
 
 
 def _without_unread(rows: list[Op], outputs: tuple[Atom, ...], cheap: Mapping[int, Op]) -> tuple[Op, ...]:

@@ -196,13 +196,17 @@ def _linear_in_all(op: Op) -> bool:
 
 def _wanted_at(op: Op, readers: Mapping[int, Sequence[Op]], at: Mapping[int, int | None]) -> int | None:
     """The stage of the update that reads what a moved operation leads to."""
-    (result,) = op.outputs
-    for reader in readers[result]:
-        if reader.kind is not OpKind.ACCUMULATE:
-            return _wanted_at(reader, readers, at)
-        for update in readers.get(reader.outputs[0], ()):
-            if at[update.id] is not None:
-                return at[update.id]
+    following: Op | None = op
+    while following is not None:
+        (result,) = following.outputs
+        following = None
+        for reader in readers[result]:
+            if reader.kind is not OpKind.ACCUMULATE:
+                following = reader
+                break
+            for update in readers.get(reader.outputs[0], ()):
+                if at[update.id] is not None:
+                    return at[update.id]
     return 0
 
 

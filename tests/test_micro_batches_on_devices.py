@@ -7,6 +7,7 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.errors import BatchMismatchError, MemoryLimitError
 from tests.small_steps import assert_close
 
 WIDTH = 6
@@ -60,3 +61,58 @@ def test_a_result_that_is_flat_over_examples(num_microbatches):
         return jnp.mean(hidden @ p["c"]), hidden.reshape(-1)
 
     check(trained(loss), recipes.pipeline(1, num_microbatches=num_microbatches), 8)
+
+
+def averaged(p, b):
+    """Nothing that is kept comes of the examples."""
+    return jax.tree.map(lambda p: 0.9 * p, p), {"mean": b["x"].mean()}
+
+
+def penalised(p, b):
+    """The gradient comes of the parameters alone, which go through products."""
+    penalty, grads = jax.value_and_grad(lambda p: jnp.sum(jnp.tanh(jnp.tanh(p["a"] @ p["a"]) @ p["a"]) @ p["c"]))(p)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), {"penalty": penalty, "mean": (b["x"] @ p["a"]).mean()}
+
+
+def replayed(p, b):
+    """Examples are kept where the last ones ended."""
+    place = (p["c"].astype(jnp.int32).sum() + jnp.arange(len(b["x"]))) % WIDTH
+    return p | {"a": p["a"].at[place].set(b["x"])}, {"mean": b["x"].mean()}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("step", [averaged, penalised, replayed])
+def test_gradients_that_do_not_pass_through_examples(step, num_microbatches):
+    check(step, recipes.pipeline(1, num_microbatches=num_microbatches), 4)
+
+
+@pytest.mark.parametrize("limit", [2**14, 3 * 2**11, 2**12])
+def test_a_penalty_that_grows_with_the_steps_under_a_tight_limit(limit):
+    """Weights of the penalty are known before the first micro-batch, and cheap to compute again in each."""
+
+    def step(state, b):
+        def loss(p):
+            growing = jnp.minimum(1.0, state["steps"] / 10.0)
+            fit = jnp.mean((jnp.tanh(jnp.tanh(b["x"] @ p["a"]) @ p["b"]) - 1.0) ** 2)
+            return fit + growing * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
+
+        value, grads = jax.value_and_grad(loss)(state["p"])
+        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, state["p"], grads), "steps": state["steps"] + 1}, value
+
+    weights = {"a": jnp.ones((WIDTH, 32)) / 8, "b": jnp.ones((32, WIDTH)) / 8}
+    args = {"p": weights, "steps": jnp.int32(3)}, batch(16)
+    expected = jax.jit(step)(*args)
+    parallel = autopar.parallelize(step, memory_limit_bytes=limit, cache_dir=None, show_progress=False)
+    try:
+        assert_close(parallel(*args), expected)
+    except MemoryLimitError:
+        assert limit < 2**14
+
+
+def test_an_empty_batch_is_not_cut():
+    def loss(p, b):
+        return jnp.sum(jnp.tanh(b["x"] @ p["a"]) @ p["c"]), None
+
+    with pytest.raises(BatchMismatchError, match="an empty one"):
+        check(trained(loss), recipes.pipeline(2), 0)
+    check(trained(loss), None, 0)

@@ -69,3 +69,20 @@ def test_values_that_the_update_reads_stay():
         assert all(a in made for a in op.inputs if isinstance(a, int))
     # The masked matrix is made once, before the loop; its gradient is masked in the loop.
     assert set(where(graph, "iota")) == {Section.BEFORE, Section.BACKWARD}
+
+
+def test_a_long_chain_of_cheap_operations_sinks():
+    """Deeper than Python calls functions."""
+
+    def step(w, x):
+        def loss(w):
+            scale = w[0]
+            for _ in range(1200):
+                scale = scale * 1.001
+            return jnp.sum(jnp.tanh(x @ w) * scale)
+
+        return w - jax.grad(loss)(w), 0.0
+
+    graph = sunk(cut(step, 2), of_state=True)
+    assert Section.FORWARD in where(graph, "mul")
+    assert where(graph, "mul").count(Section.FORWARD) > 1200
