@@ -41,6 +41,7 @@ from autopar.rules import RuleBook
 from autopar.runtime.agreement import agree
 from autopar.runtime.dispatching import turn
 from autopar.sharing_memory import without_shared_memory
+from autopar.short_batches import for_short_batch
 from autopar.signatures import Signature
 from autopar.specs import concrete_mesh, named_sharding
 from autopar.staging import (
@@ -98,6 +99,7 @@ class Step:
         self._of_instances = OfInstances()
         self._compiled: dict[Any, Compiled | CompiledPipeline] = {}
         self._plans: dict[Any, tuple[TracedStep, Plan]] = {}
+        self._short_batches: dict[Any, tuple[TracedStep, Plan]] = {}
         self._fast: FastPath | None = None
         self._takes_objects = False
         self._told: set[str] = set()
@@ -421,6 +423,8 @@ class Step:
     def _planned(self, args: tuple[Any, ...]) -> tuple[TracedStep, Plan]:
         args = nnx_objects.split(args)
         key = self._key(args)
+        if key in self._short_batches:
+            return self._short_batches[key]
         if key not in self._plans:
             progress = Progress(f"autopar {self.__name__}", show=self._options.show_progress)
             with collected_seldom():
@@ -430,6 +434,10 @@ class Step:
                 if known is not None:
                     self._plans[key] = traced, dataclasses.replace(known, trees=trees)
                     return self._plans[key]
+                short = self._short_batch_plan(traced, progress)
+                if short is not None:
+                    self._short_batches[key] = traced, dataclasses.replace(short, trees=trees)
+                    return self._short_batches[key]
                 if self._plans:
                     logger.warning("%s: arguments of new shapes or types: planning again", self.__name__)
                 if jax.process_count() > 1:
@@ -448,6 +456,16 @@ class Step:
     def _known_plan(self, traced: TracedStep) -> Plan | None:
         """A plan made for the same computation before: on other weak types, or in another configuration of jax."""
         return next((plan for other, plan in self._plans.values() if is_same_step(other, traced)), None)
+
+    def _short_batch_plan(self, traced: TracedStep, progress: Progress) -> Plan | None:
+        """A plan made before, carried over to a batch of fewer examples."""
+        for other, plan in reversed(self._plans.values()):
+            with progress.pass_("short batch"):
+                found = for_short_batch(plan, other, traced, self._rule_book())
+            if found is not None:
+                keep_rules(self)
+                return found
+        return None
 
     def _agreed_plan(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
         """The plan of process 0, in all processes.

@@ -142,6 +142,7 @@ LAYER_OF = {
     "signatures": "face",
     "fast_path": "face",
     "sharing_memory": "face",
+    "short_batches": "compiler",
     "step": "face",
     "device_grids": "face",
     "constraining": "face",
