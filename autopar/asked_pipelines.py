@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from autopar.attention_checks import check_attention
 from autopar.built_out import Found, leaner_where_needed
+from autopar.callbacks import refuse_callbacks
 from autopar.cluster import Cluster
 from autopar.constraints import Binding
 from autopar.errors import BatchMismatchError, UnsupportedError
@@ -36,7 +37,10 @@ def asked_pipeline(
 ) -> Found:
     """Stages of equal arithmetic on equal submeshes, as asked; the logical mesh that is fastest and fits. Where none
     does, copies of the state are made in each micro-batch anew.
+
+    Raises: UnsupportedError for a step that cannot be cut, such as one with callbacks.
     """
+    refuse_callbacks(traced.jaxpr, traced.name)
     found = leaner_where_needed(
         lambda keeps_copies: _asked(traced, cluster, options, limit_bytes, rules, progress, keeps_copies), limit_bytes
     )

@@ -9,10 +9,11 @@ from typing import Any
 
 from autopar import jax_compat
 from autopar.attention_patterns import blockwise
+from autopar.callbacks import is_callback
 from autopar.errors import UnsupportedError
 from autopar.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
 from autopar.rewriting import remove_dead
-from autopar.rules import RuleBook, equation_key
+from autopar.rules import RuleBook, equation_key, replicated_rule
 from autopar.staging import TracedStep
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
@@ -36,7 +37,7 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     # Constants of inner jaxprs are found on the way; they go with the outer ones, in front of the arguments.
     inputs = [*inputs[:num_top], *builder.inner_constants, *inputs[num_top:]]
     block = remove_dead(Block(inputs=tuple(inputs), outputs=tuple(outputs), ops=tuple(ops)))
-    rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION)
+    rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION and op.rule is None)
     block = _with_rules(block, rules)
     offset = len(inputs) - len(traced.in_avals)
     graph = OpGraph(
@@ -108,7 +109,10 @@ class _Builder:
         if name in _LOOPS:
             return self._loop(eqn, ins, stack, count, ops)
         outputs = tuple(self.value(v) for v in eqn.outvars)
-        ops.append(self._op(OpKind.EQUATION, eqn, ins, outputs, stack, count, key=equation_key(eqn)))
+        op = self._op(OpKind.EQUATION, eqn, ins, outputs, stack, count, key=equation_key(eqn))
+        if is_callback(eqn):  # each is called for itself, on whole arrays
+            op = dataclasses.replace(op, key=f"{op.key}#{op.id}", rule=replicated_rule(eqn, ""))
+        ops.append(op)
         return outputs
 
     def _op(
@@ -221,7 +225,7 @@ def _with_rules(block: Block, rules: RuleBook) -> Block:
     ops = []
     for op in block.ops:
         if op.kind is OpKind.EQUATION:
-            ops.append(dataclasses.replace(op, rule=rules.rule(op.key)))
+            ops.append(dataclasses.replace(op, rule=op.rule or rules.rule(op.key)))
         else:
             ops.append(dataclasses.replace(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks)))
     return dataclasses.replace(block, ops=tuple(ops))

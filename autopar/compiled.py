@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.assembly import HOST
+from autopar.callbacks import raise_failures
 from autopar.compiler import make_function, make_staged
 from autopar.errors import UnsupportedError
 from autopar.global_step import GlobalStep, naming_the_lost
@@ -40,7 +41,8 @@ class Compiled:
     Everything inside is by leaf: user trees hold arrays only, since their constructors may compute on what they hold.
     `executable` takes the constants and the leaves of the dynamic arguments and gives the leaves of the results;
     `donated` are the leaves that it takes over. `across` brings arguments to the devices in a program of several
-    processes, None in one process. `in_flight` counts what is handed out, where that is limited.
+    processes, None in one process. `in_flight` counts what is handed out, where that is limited. `failures` is where
+    callbacks leave what they raise; None where there are none.
     """
 
     plan: Plan
@@ -52,6 +54,7 @@ class Compiled:
     donated: frozenset[int]
     across: GlobalStep | None = None
     in_flight: InFlight | None = None
+    failures: list[BaseException] | None = None
 
     @property
     def shardings(self) -> tuple[Any, ...]:
@@ -76,6 +79,8 @@ class Compiled:
         results = self.executable(self.constants, *leaves)
         if self.in_flight is not None:
             self.in_flight.add(results)
+        if self.failures is not None:
+            raise_failures(results, self.failures)
         return results
 
     def ready(self) -> Compiled:
@@ -192,7 +197,6 @@ def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> Compiled | Compile
     return build_whole(traced, plan, plan.concrete_mesh(), rules)
 
 
-@jax_compat.no_mesh_set()
 def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
     """Compiles a step as one program for the devices of a mesh.
 
@@ -214,6 +218,7 @@ class LoweredWhole:
     constant_shardings: tuple[Any, ...]
     leaf_shardings: tuple[NamedSharding, ...]
     result_shardings: Sequence[NamedSharding]
+    failures: list[BaseException] | None
 
     def compile(self) -> Compiled:
         several = _processes(self.mesh) > 1
@@ -228,9 +233,11 @@ class LoweredWhole:
             donated=frozenset(self.traced.tied),
             across=GlobalStep(self.traced, reads, self.result_shardings) if several else None,
             in_flight=in_flight_on(list(self.mesh.devices.flat)),
+            failures=self.failures,
         )
 
 
+@jax_compat.no_mesh_set()
 def lower_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> LoweredWhole:
     """Lowers a step as one program for the devices of a mesh. Raises: what `build_whole` raises."""
     made = make_function(traced, plan, mesh, rules)
@@ -263,6 +270,7 @@ def lower_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> 
         constant_shardings=constants,
         leaf_shardings=arguments,
         result_shardings=results,
+        failures=made.failures,
     )
 
 

@@ -15,6 +15,7 @@ from autopar.attention_checks import check_attention
 from autopar.axis_roles import dimensions_of, roles_of_axes
 from autopar.building import build_graph
 from autopar.built_out import Found
+from autopar.callbacks import any_callbacks
 from autopar.cluster import Cluster
 from autopar.costs import flops_of
 from autopar.decision_checks import (
@@ -154,7 +155,8 @@ def make_plans(
         options.binding.check(graph, cluster.num_devices)
         if options.binding.shares_sequences:
             check_attention(graph)
-    if not asked.is_asked and (not options.is_free or cluster.num_devices <= WHOLE_UP_TO):
+    searches_whole = not options.is_free or cluster.num_devices <= WHOLE_UP_TO or any_callbacks(traced.jaxpr)
+    if not asked.is_asked and searches_whole:
         made = whole_steps(traced, graph, cluster, limit_bytes, options, trials, progress, kept_within)
         wholes, refused = ((), made) if isinstance(made, AutoparError) else (made, None)
     best = wholes[0] if wholes else None
@@ -418,11 +420,14 @@ def notes_of(traced: TracedStep, graph: OpGraph) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A step under a plan: the flat function (constants first, then arguments), and what it was made from."""
+    """A step under a plan: the flat function (constants first, then arguments), and what it was made from. `failures`
+    is where callbacks leave what they raise; None where there are none.
+    """
 
     function: Callable[..., list[Any]]
     graph: OpGraph
     lowered: LoweredBlock
+    failures: list[BaseException] | None
 
 
 def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
@@ -485,7 +490,8 @@ def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -
     check_values(plan.record.arguments, arguments, "$.plan.arguments", traced.name)
     check_values(plan.record.results, results, "$.plan.results", traced.name)
     emitter = Emitter(graph, mesh)
-    return Made(function=lambda *args: emitter(lowered, args), graph=graph, lowered=lowered)
+    failures = emitter.failures if any_callbacks(traced.jaxpr) else None
+    return Made(function=lambda *args: emitter(lowered, args), graph=graph, lowered=lowered, failures=failures)
 
 
 def check_plan(plan: Plan, traced: TracedStep) -> None:

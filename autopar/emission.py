@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from autopar import attention, jax_compat
 from autopar.assembly import HOST, RAW
+from autopar.callbacks import guarded, is_callback
 from autopar.graph import Constant, OpGraph, OpKind
 from autopar.grouped_convolutions import convolved_part, is_grouped
 from autopar.instructions import (
@@ -44,11 +45,12 @@ class Emitter:
     """Evaluates lowered blocks on tracers.
 
     `groups` is the number of runs of neighbouring examples that a batch is cut into before it is cut into micro-batches
-    (`tasks.groups_of_examples`).
+    (`tasks.groups_of_examples`). `failures` are what callbacks raised in a program and nobody was told yet.
     """
 
     def __init__(self, graph: OpGraph, mesh: Mesh, groups: int = 1) -> None:
         self.graph, self.mesh, self.groups = graph, mesh, groups
+        self.failures: list[BaseException] = []
 
     def __call__(self, lowered: LoweredBlock, args: Sequence[Any]) -> list[Any]:
         """The outputs of the step for its inputs (constants first), both as global arrays."""
@@ -146,6 +148,8 @@ class Emitter:
             outs = self.sum_by_hand(instruction, operands)
         elif op.primitive in attention.PRIMITIVES:
             outs = self.attention(instruction, operands)
+        elif is_callback(op.eqn):
+            outs = jax_compat.call_back(guarded(op.eqn, self.failures), operands)
         else:
             outs = jax_compat.bind(op.eqn, operands)
         for value, place, array in zip(op.outputs, instruction.places, outs, strict=True):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.experimental
 from jax._src import array as jax_array
-from jax._src import config, distributed, sharding_impls
+from jax._src import config, debugging, distributed, sharding_impls
 from jax._src.lib import xla_client
 from jax._src.source_info_util import is_user_filename
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -130,6 +131,32 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     return list(out) if primitive.multiple_results else [out]
 
 
+def jaxprs_in(eqn: Any) -> list[Any]:
+    """The open jaxprs among the parameters of an equation."""
+    found = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else (p,))]
+    return [open_jaxpr(v) for v in found if hasattr(open_jaxpr(v), "eqns")]
+
+
+def call_back(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates the equation of a callback in a program over any number of devices.
+
+    Of ordered effects jax knows only those of `io_callback` on several devices: ordered debug callbacks become such.
+    """
+    name = eqn.primitive.name
+    ordered = eqn.params.get("ordered", False) or eqn.params.get("effect") is debugging.ordered_debug_effect
+    if name not in ("debug_callback", "debug_print") or not ordered:
+        return bind(eqn, args)
+    plain = {"ordered": False} if name == "debug_print" else {"effect": debugging.debug_effect}
+    call = functools.partial(eqn.primitive.impl, **{**eqn.params, **plain})
+
+    def called(*arrays: Any) -> None:
+        call(*arrays)
+
+    with _context(eqn):
+        jax.experimental.io_callback(called, None, *args, ordered=True)
+    return []
+
+
 def primitive(name: str, function: Callable[..., Any]) -> Any:
     """A new primitive with several results that does what a function of arrays and static parameters does."""
     made = jax_core.Primitive(name)
@@ -160,8 +187,9 @@ def _context(eqn: Any) -> Iterator[None]:
 def without_mesh(var: Any) -> Any:
     """A variable whose type names no mesh and no memory: itself, or a new one."""
     aval = var.aval
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or (sharding.mesh.empty and aval.memory_space == jax.memory.Space.Device):
+    if not isinstance(aval, jax.core.ShapedArray):
+        return var
+    if aval.sharding.mesh.empty and aval.memory_space == jax.memory.Space.Device:
         return var
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         return type(var)(aval.update(sharding=None, memory_space=jax.memory.Space.Device))

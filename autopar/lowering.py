@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import ChainMap
 
 from autopar.assembly import ALL, PLACED, RAW
+from autopar.callbacks import is_callback
 from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section
 from autopar.instructions import (
     Accumulate,
@@ -222,6 +223,8 @@ class _Lowering:
             reads.append(self.read(scope, atom, want, op.role, op.module, op.count, i in raw))
         results = tuple(self.home(v) for v in op.outputs)
         reduced: tuple[int, ...] = strategy.combined if strategy is not None else ()
+        if is_callback(op.eqn):  # the first device hands its results on to all others
+            reduced = tuple(a for a, n in enumerate(self.mesh.axis_sizes) if n > 1)
         sums = strategy is not None and any(
             result.partial for result in strategy.results if not any(o.partial for o in strategy.operands)
         )

@@ -135,7 +135,7 @@ class NodeCosts:
     def _new_work(self, op: Op) -> Work:
         return Work(
             flops=flops_of(op),
-            dtype=self.graph.values[op.outputs[0]].dtype,
+            dtype=self.graph.values[op.outputs[0]].dtype if op.outputs else "float32",
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
             result_bytes=tuple(self._nbytes(v) for v in op.outputs),
             fusible=is_fusible(op.primitive),

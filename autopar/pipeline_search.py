@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.built_out import BuiltOut, Found, leaner_where_needed
+from autopar.callbacks import refuse_callbacks
 from autopar.cluster import Cluster
 from autopar.contraction import contract
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
@@ -74,8 +75,9 @@ def search_pipelines(
     stages is worked out if it may be one of them; 1 is for none.
 
     Raises: what cutting into micro-batches raises, where a number of them was asked for; UnsupportedError for a
-    schedule that was asked for and cannot run a scan in parts.
+    schedule that was asked for and cannot run a scan in parts, and for callbacks.
     """
+    refuse_callbacks(traced.jaxpr, traced.name)
 
     def searched(keeps_copies: bool) -> tuple[Found | str, bool]:
         search = _Search(

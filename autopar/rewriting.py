@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, MutableMapping
 
+from autopar.callbacks import has_effects
 from autopar.graph import Atom, Block, Op, OpGraph, Value, free_values, read_by
 
 
@@ -31,11 +32,11 @@ class Fresh:
 
 
 def remove_dead(block: Block) -> Block:
-    """The block without operations of which no result is used. Loops keep all that they carry."""
+    """The block without operations of which no result is used and that have no effect. Loops keep all they carry."""
     live = {a for a in block.outputs if isinstance(a, int)}
     kept: list[Op] = []
     for op in reversed(block.ops):
-        if live.isdisjoint(op.outputs):
+        if live.isdisjoint(op.outputs) and not has_effects(op):
             continue
         if op.blocks:
             op = dataclasses.replace(op, blocks=tuple(remove_dead(b) for b in op.blocks))

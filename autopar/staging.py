@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.callbacks import check_effects
+from autopar.errors import InvalidArgumentError
 from autopar.fingerprints import first_difference, jaxpr_fingerprint
 from autopar.placements import Placement, without_placements
 
@@ -150,7 +151,7 @@ def trace(
     original = jax.make_jaxpr(flat)(*in_avals)
     closed, placements = without_placements(original)
     fingerprint = jaxpr_fingerprint(closed)
-    _check_effects(closed, name)
+    check_effects(closed, name)
     jaxpr = jax_compat.open_jaxpr(closed)
     out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
@@ -249,14 +250,3 @@ def tie_state(
                     break
         first += n
     return tied
-
-
-def _check_effects(closed: Any, name: str) -> None:
-    effects = [str(e) for e in closed.effects]
-    if effects:
-        raise UnsupportedError(
-            where=name,
-            expected="a function without side effects",
-            got=f"effects: {', '.join(effects)}",
-            hint="take jax.debug.print, io_callback and the like out of the step, or return what they show",
-        )

@@ -58,6 +58,7 @@ LAYER_OF = {
     "attention_sums": "front end",
     "batch_states": "front end",
     "building": "front end",
+    "callbacks": "front end",
     "example_rules": "front end",
     "extrapolation": "front end",
     "grouped_convolutions": "front end",
