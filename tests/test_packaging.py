@@ -99,6 +99,20 @@ def test_a_wrong_python_is_refused_with_what_to_do(tmp_path):
     assert "PYTHON=python3.12" in run.stderr
 
 
+def test_the_folder_that_holds_a_checkout_has_the_package_too(tmp_path):
+    """Where the checkout is called autopar, Python would take it for an empty namespace package."""
+    (tmp_path / "autopar").symlink_to(ROOT, target_is_directory=True)
+    code = (
+        "import autopar, autopar.solver.ilp, autopar.runtime, importlib.resources\n"
+        "print(autopar.Step, autopar.parallelize.__module__, 'Plan' in dir(autopar))\n"
+        "assert importlib.resources.files('autopar').joinpath('py.typed').is_file()"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
+    run = [sys.executable, "-c", code]
+    found = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert found.stdout.strip() == "<class 'autopar.step.Step'> autopar.api True", found.stderr
+
+
 @pytest.mark.slow
 def test_an_installed_package_works_away_from_the_checkout(tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
