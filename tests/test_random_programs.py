@@ -36,7 +36,7 @@ def test_what_counts_as_equal():
     assert "is right" in compared(np.int32([1, 2]), np.float32([1, 2]))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4, 8, 10])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 8])
 def test_equals_plain_jit_or_is_refused_by_name(seed, tmp_path):
     program, rules = generate(seed), {}
     bench = Bench(program, rules, tmp_path)

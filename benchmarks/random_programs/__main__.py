@@ -17,6 +17,7 @@ import base64
 import collections
 import dataclasses
 import json
+import math
 import os
 import pickle
 import queue
@@ -31,7 +32,12 @@ from typing import IO, Any
 
 DEVICES = 8
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={DEVICES}")
+# Programs this small spend more time in LLVM's optimiser than they could ever win by it.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true",
+)
 
 from autopar.rules import RuleBook  # noqa: E402
 from benchmarks.machine import description, markdown  # noqa: E402
@@ -124,8 +130,9 @@ class Row:
     outcome: Outcome
 
 
-def run_all(seeds: Sequence[int], drawn: int, only: str, workers: int) -> list[Row]:
-    """Runs programs, some at a time; prints what is not equal."""
+def run_all(seeds: Sequence[int], drawn: int, only: str, workers: int, limit_s: float) -> list[Row]:
+    """Runs programs, some at a time, and begins none after `limit_s`; prints what is not equal."""
+    end_s = time.perf_counter() + limit_s
     todo: queue.Queue[int] = queue.Queue()
     for seed in seeds:
         todo.put(seed)
@@ -134,7 +141,7 @@ def run_all(seeds: Sequence[int], drawn: int, only: str, workers: int) -> list[R
     def take() -> None:
         worker = Worker()
         try:
-            while True:
+            while time.perf_counter() < end_s:
                 seed = todo.get_nowait()
                 program = generate(seed)
                 for mode in modes_of(program, drawn):
@@ -189,7 +196,7 @@ def page(rows: Sequence[Row], args: argparse.Namespace, seconds: float) -> str:
         [
             "# Random programs against plain jax.jit",
             "",
-            f"`python -m benchmarks.random_programs --programs {args.programs} --seed {args.seed}`:",
+            f"`python -m benchmarks.random_programs --programs {programs} --seed {args.seed}`:",
             f"{programs} programs, {len(rows)} runs of 2 steps each, {seconds / 60:.0f} minutes. Equal: whole numbers",
             "and NaNs the same, floats within 8 times what rounding of the arguments makes of them and 32 units",
             "in the last place of the leaf's largest. Refused: an error of autopar that names a line of code, or is",
@@ -267,6 +274,7 @@ def main() -> int:
     parser.add_argument("--drawn", type=int, default=3, help="modes of each program beside the free search")
     parser.add_argument("--only", default="", help="modes whose name contains this")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no more programs are begun")
     parser.add_argument("--keep", action="store_true", help=f"writes results/{RESULTS.name}")
     parser.add_argument("--show", type=int, metavar="SEED")
     parser.add_argument("--shrink", type=int, metavar="SEED")
@@ -283,7 +291,8 @@ def main() -> int:
         shrink(args.shrink, args.drawn, args.only)
         return 0
     start_s = time.perf_counter()
-    rows = run_all(range(args.seed, args.seed + args.programs), args.drawn, args.only, args.workers)
+    seeds = range(args.seed, args.seed + args.programs)
+    rows = run_all(seeds, args.drawn, args.only, args.workers, 60 * args.minutes)
     text = page(rows, args, time.perf_counter() - start_s)
     print(text)
     if args.keep:

@@ -94,7 +94,7 @@ class Draft:
             shape = self.shape_of(text)
         except (TypeError, ValueError, IndexError, ZeroDivisionError, NotImplementedError, OverflowError) as error:
             raise Unfit(text) from error
-        if not hasattr(shape, "shape") or math.prod(shape.shape) > MAX_ELEMENTS or len(shape.shape) > 5:
+        if not hasattr(shape, "shape") or not 0 < math.prod(shape.shape) <= MAX_ELEMENTS or len(shape.shape) > 5:
             raise Unfit(text)
         made = Statement(name=name, text=text, shape=shape.shape, dtype=str(shape.dtype), block=self.block)
         self.statements.append(made)

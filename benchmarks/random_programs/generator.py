@@ -20,7 +20,7 @@ def generate(seed: int) -> Program:
     d.mixes = d.chance(0.5)
     names = [name for name in BLOCKS if d.mixes or name not in MIXING]
     favourites = [str(d.one(names)) for _ in range(8)]  # so that a program has several blocks of a kind
-    wanted = ["dense"] * d.below(4) if trains else []  # some products, so that there are layers to cut between
+    wanted = ["dense"] * d.below(6) if trains else []  # some products, so that there are layers to cut between
     wanted += [str(d.one(favourites if d.chance(0.5) else names)) for _ in range(3 + d.below(6))]
     d.random.shuffle(wanted)
     for name in wanted:
@@ -45,8 +45,10 @@ def _tried(d: Draft, name: str) -> bool:
 def _finished(d: Draft, seed: int, trains: bool) -> Program:
     loss = tuple(_term(d, s) for s in _ends(d)) if trains else ()
     outputs: list[tuple[str, str]] = []
-    for i in range(1 + d.below(4)):
-        s = d.statements[-1 - d.below(min(len(d.statements), 6))]
+    read = set().union(*(s.uses for s in d.statements))
+    ends = [s for s in d.statements if s.name not in read and not (trains and s.dtype == "float32")]
+    some = [d.statements[-1 - d.below(min(len(d.statements), 6))] for _ in range(1 + d.below(3))]
+    for i, s in enumerate([*ends, *some]):
         outputs.append((f"o{i}", _output(d, s)))
     if not loss and d.chance(0.2):
         outputs.append(("constant", str(d.one(("1.5", "3", "True", "jnp.float32(2)", "jnp.arange(3)")))))

@@ -82,20 +82,26 @@ def modes_of(program: Program, drawn: int) -> list[Mode]:
         examples = program.batch[0].shape[0]
         return one([m for m in (1, 2, 3, 4) if examples % m == 0 or random.random() < 0.2])
 
+    known = [recipe for recipe in _RECIPES if random.random() < 0.1 or _suits(recipe[0], program)]
+    products = sum(s.text.count("@") + s.text.count("einsum") + s.text.count("conv") for s in program.statements)
     out = [Mode(name="free search", devices=devices())]
     for _ in range(drawn):
         kind = float(random.random())
         if kind < 0.4:
-            text, least = one(_RECIPES)
+            text, least = one(known)
             out.append(Mode(name=text, devices=max(devices(), least), plan=f"recipes.{text}"))
         elif kind < 0.6:
             named = [name for name in sorted(SCHEDULES) if (name == "inference") != bool(program.loss)]
+            if products < 4 and random.random() < 0.9:
+                named = [name for name in named if name not in _CHUNKED]
             schedule, m = one(named), micro_batches()
-            stages = one((1, 2, 2)) if schedule not in ("interleaved", "zb-v") else 2
-            chunks = ", chunks=2" if schedule in ("interleaved", "zb-v") else ""
-            inner = one(("", "", ", tp=2", ", dp=2", ", zero=1", ", zero=3", ", recompute='input'"))
+            stages = one((1, 2, 2)) if schedule not in _CHUNKED and (products > 1 or random.random() < 0.1) else 1
+            stages = 2 if schedule in _CHUNKED else stages
+            chunks = ", chunks=2" if schedule in _CHUNKED else ""
+            inner = one(("", "", ", tp=2, dp=1", ", dp=2", ", zero=1", ", zero=3", ", recompute='input'"))
+            count = {", dp=2": 2 * stages, ", tp=2, dp=1": 2 * stages}.get(inner, max(devices(), stages))
             text = f"recipes.combine(pp={stages}, schedule='{schedule}', num_microbatches={m}{chunks}{inner})"
-            out.append(Mode(name=f"schedule {schedule}", devices=devices(), plan=text))
+            out.append(Mode(name=f"schedule {schedule}", devices=count, plan=text))
         elif kind < 0.7:
             out.append(Mode(name="micro-batches, free", devices=devices(), num_microbatches=micro_batches()))
         elif kind < 0.8:
@@ -106,7 +112,7 @@ def modes_of(program: Program, drawn: int) -> list[Mode]:
         elif kind < 0.95:
             out.append(Mode(name="x64, free", devices=devices(), x64=True))
         else:
-            text, least = one(_RECIPES)
+            text, least = one(known)
             out.append(Mode(name="x64, recipes", devices=max(devices(), least), plan=f"recipes.{text}", x64=True))
     return list(dict.fromkeys(out))
 
@@ -139,19 +145,36 @@ _RECIPES = (
 )
 
 
+_CHUNKED = ("interleaved", "zb-v")
+
+
+def _suits(recipe: str, program: Program) -> bool:
+    """Whether a program has what a recipe splits: attention, experts, products."""
+    if "sequence" in recipe or "sp=" in recipe:
+        return "attention" in program.blocks
+    if "expert" in recipe:
+        return "experts" in program.blocks
+    return "tensor" not in recipe or any("@" in s.text or "einsum" in s.text for s in program.statements)
+
+
 def _pins(program: Program, random: np.random.Generator) -> str | None:
+    """One or two leaves with a dimension pinned, seldom one that may not divide."""
     leaves = [("p", x) for x in program.parameters] + [("batch", x) for x in program.batch]
-    leaves = [(group, x) for group, x in leaves if x.shape]
-    if not leaves:
+    places = [
+        (f"{group}/{leaf.name}", dim)
+        for group, leaf in leaves
+        for dim, size in enumerate(leaf.shape)
+        if size % 8 == 0 or random.random() < 0.1
+    ]
+    if not places:
         return None
-    pins = []
+    pins = {}
     for name in ("a", "b")[: 1 + int(random.integers(2))]:
-        group, leaf = leaves[int(random.integers(len(leaves)))]
-        dim = int(random.integers(len(leaf.shape)))
-        spec = ", ".join(["None"] * dim + [repr(name)])
-        pins.append(f"'{group}/{leaf.name}': P({spec})")
+        path, dim = places[int(random.integers(len(places)))]
+        pins.setdefault(path, f"P({', '.join(['None'] * dim + [repr(name)])})")
     sizes = ", axis_sizes={'a': 2}" if random.random() < 0.3 else ""
-    return f"autopar.constrain({{{', '.join(pins)}}}{sizes})"
+    text = ", ".join(f"'{path}': {spec}" for path, spec in pins.items())
+    return f"autopar.constrain({{{text}}}{sizes})"
 
 
 def slow_cluster(num_devices: int) -> autopar.Cluster:
