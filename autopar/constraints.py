@@ -193,10 +193,10 @@ class Constraints:
         return True
 
 
-# What to do where decisions under constraints, or under pins, contradict each other.
+# What to do where decisions under pins contradict each other: recipes are relaxed then.
 TOO_TIGHT = (
-    "no layout of all operations obeys the recipe or the pins: let axes be smaller, so that they divide the numbers of "
-    "heads (of keys and values too), of experts, and the widths; or pin less"
+    "no layout of all operations obeys the pins, or none was found in time: pin less, or give the search more time "
+    "(time_limit_s)"
 )
 
 
