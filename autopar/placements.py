@@ -82,7 +82,9 @@ class _Taking:
                 now.update(zip(eqn.outvars, ins, strict=True))
                 changed = True
                 continue
-            params = {name: self.param(name, value) for name, value in eqn.params.items()}
+            # The body of a shard_map is typed by the mesh of its own that it names.
+            taken = eqn.primitive.name != "shard_map"
+            params = {name: self.param(name, value) if taken else value for name, value in eqn.params.items()}
             same = all(params[name] is value for name, value in eqn.params.items())
             outs = [renamed(v) for v in eqn.outvars]
             changed = changed or bool(now) or not same

@@ -17,8 +17,8 @@ _HINT = (
 )
 
 
-class _File(msgspec.Struct):
-    """`key` is what a plan of the cache was saved under; empty in files that users save."""
+class _File(msgspec.Struct, omit_defaults=True):
+    """`key` is what a plan of the cache was saved under; files that users save have none."""
 
     format_version: int
     checksum: str = ""
