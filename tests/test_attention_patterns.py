@@ -12,9 +12,10 @@ from flax import linen as nn
 from autopar.building import build_graph
 from autopar.errors import UnsupportedError
 from autopar.graph import Role
+from autopar.micro_batches import micro_batched
 from autopar.rules import RuleBook
 from autopar.staging import trace
-from tests.running_graphs import read, run_ops
+from tests.running_graphs import read, run_graph, run_ops
 
 B, L, H, D = 2, 8, 2, 4
 
@@ -134,6 +135,18 @@ def test_attention_becomes_an_operation_a_pass_and_computes_the_same(attention, 
     env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves(args)], strict=True))
     run_ops(graph.block.ops, env, graph)
     for a, b in zip(expected, (read(env, atom) for atom in graph.block.outputs), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+
+
+@pytest.mark.slow
+def test_attention_in_micro_batches():
+    """Its operations run once in each."""
+    traced = trace(trained(causal), (shapes(), BATCH), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = micro_batched(dataclasses.replace(traced, blockwise_attention=True), 2, RuleBook())
+    assert [op.count for op in graph.ops() if op.primitive.startswith("attention")] == [2.0, 2.0]
+    args = numbers(H)
+    got = jax.jit(lambda leaves: run_graph(graph, leaves))(jax.tree.leaves(args))
+    for a, b in zip(jax.tree.leaves(jax.jit(trained(causal))(*args)), got, strict=True):
         np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
 
 

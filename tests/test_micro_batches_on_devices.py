@@ -63,6 +63,35 @@ def test_a_result_that_is_flat_over_examples(num_microbatches):
     check(trained(loss), recipes.pipeline(1, num_microbatches=num_microbatches), 8)
 
 
+@pytest.mark.slow
+def test_the_search_does_not_cut_a_batch_that_is_addressed_by_position():
+    """A limit under which it would: the first example counts double."""
+
+    def step(p, b):
+        def loss(p):
+            x = b["x"]
+            for w in p:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x.at[0].multiply(2.0) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value
+
+    random = np.random.default_rng(0)
+    args = (
+        [jnp.asarray(random.normal(size=(WIDTH, WIDTH)) / 2, jnp.float32) for _ in range(6)],
+        {"x": random.normal(size=(1024, WIDTH)).astype(np.float32)},
+    )
+    expected = jax.jit(step)(*args)
+    for limit in (2**16, 2**14):
+        parallel = autopar.parallelize(step, memory_limit_bytes=limit, cache_dir=None, show_progress=False)
+        try:
+            assert_close(parallel(*jax.tree.map(jnp.array, args)), expected)
+        except MemoryLimitError:
+            return
+    pytest.fail("the last limit is too high to try the search")
+
+
 def averaged(p, b):
     """Nothing that is kept comes of the examples."""
     return jax.tree.map(lambda p: 0.9 * p, p), {"mean": b["x"].mean()}
