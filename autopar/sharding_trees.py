@@ -19,34 +19,36 @@ def shardings_in(tree: Any, shardings: Sequence[Any], where: str) -> Any:
 
     Raises: UnsupportedError that names the class whose constructor does not take them as they are.
     """
-    try:
-        made = jax.tree.unflatten(tree, shardings)
-        kept = jax.tree.leaves(made)
-        if len(kept) == len(shardings) and all(a is b for a, b in zip(kept, shardings, strict=True)):
-            return made
-        cause: Exception | None = None
-    except Exception as error:  # whatever a user's constructor raises
-        cause = error
-    refusing = _refusing(tree)
+    holds, made = _put_in(tree, shardings)
+    if holds:
+        return made
     raise UnsupportedError(
         where=where,
         expected="classes whose constructors take shardings in place of arrays",
-        got=f"{refusing}, whose constructor " + (f"raises {cause!r:.120}" if cause is not None else "changes them"),
+        got=f"{_refusing(tree, shardings)}, whose constructor takes arrays only",
         hint="take plan.sharding(path) of each leaf, with the paths that the plan prints (plan.record.arguments), or "
         "device_put the leaves of jax.tree.leaves; step.init and calls of the step need no tree of shardings",
-    ) from cause
+    )
 
 
-def _refusing(tree: Any) -> str:
-    """The innermost class of a tree that does not hold plain objects as they are."""
+def _refusing(tree: Any, shardings: Sequence[Any]) -> str:
+    """The innermost class of a tree that does not hold its shardings as they are."""
+    first = 0
     for child in tree.children():
-        if found := _refusing(child):
+        if found := _refusing(child, shardings[first : first + child.num_leaves]):
             return found
-    markers = [object() for _ in range(tree.num_leaves)]
-    try:
-        kept = jax.tree.leaves(jax.tree.unflatten(tree, markers))
-        refuses = len(kept) != len(markers) or any(a is not b for a, b in zip(kept, markers, strict=True))
-    except Exception:
-        refuses = True
+        first += child.num_leaves
     node = tree.node_data()
-    return f"{node[0].__module__}.{node[0].__qualname__}" if refuses and node is not None else ""
+    if node is None or _put_in(tree, shardings)[0]:
+        return ""
+    return f"{node[0].__module__}.{node[0].__qualname__}"
+
+
+def _put_in(tree: Any, shardings: Sequence[Any]) -> tuple[bool, Any]:
+    """(whether a tree holds shardings as they are, the tree with them)."""
+    try:
+        made = jax.tree.unflatten(tree, shardings)
+        kept = jax.tree.leaves(made)
+    except Exception:  # whatever a user's constructor raises
+        return False, None
+    return len(kept) == len(shardings) and all(a is b for a, b in zip(kept, shardings, strict=True)), made
