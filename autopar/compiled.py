@@ -20,7 +20,7 @@ from autopar.pipelining import Staged
 from autopar.plan import Plan
 from autopar.rules import RuleBook
 from autopar.runtime.crossings import crossing, is_here
-from autopar.runtime.dispatching import InFlight, in_flight_on, turn
+from autopar.runtime.dispatching import InFlight, in_flight_on, smallest, turn
 from autopar.runtime.execution import Executor, Way
 from autopar.runtime.global_arrays import aval_of, from_whole
 from autopar.runtime.recutting import End
@@ -41,8 +41,8 @@ class Compiled:
     Everything inside is by leaf: user trees hold arrays only, since their constructors may compute on what they hold.
     `executable` takes the constants and the leaves of the dynamic arguments and gives the leaves of the results;
     `donated` are the leaves that it takes over. `across` brings arguments to the devices in a program of several
-    processes, None in one process. `in_flight` counts what is handed out, where that is limited. `failures` is where
-    callbacks leave what they raise; None where there are none.
+    processes, None in one process. `in_flight` counts what is handed out, where that is limited, by the result `noted`.
+    `failures` is where callbacks leave what they raise; None where there are none.
     """
 
     plan: Plan
@@ -54,6 +54,7 @@ class Compiled:
     donated: frozenset[int]
     across: GlobalStep | None = None
     in_flight: InFlight | None = None
+    noted: int | None = None
     failures: list[BaseException] | None = None
 
     @property
@@ -77,8 +78,8 @@ class Compiled:
 
     def _hand_out(self, leaves: Sequence[Any]) -> Any:
         results = self.executable(self.constants, *leaves)
-        if self.in_flight is not None:
-            self.in_flight.add(results)
+        if self.in_flight is not None and self.noted is not None:
+            self.in_flight.add(results[self.noted])
         if self.failures is not None:
             raise_failures(results, self.failures)
         return results
@@ -223,6 +224,7 @@ class LoweredWhole:
     def compile(self) -> Compiled:
         several = _processes(self.mesh) > 1
         reads = list(enumerate(self.leaf_shardings))
+        not_state = set(range(len(self.traced.out_avals))) - set(self.traced.tied.values())
         return Compiled(
             plan=self.plan,
             traced=self.traced,
@@ -233,6 +235,7 @@ class LoweredWhole:
             donated=frozenset(self.traced.tied),
             across=GlobalStep(self.traced, reads, self.result_shardings) if several else None,
             in_flight=in_flight_on(list(self.mesh.devices.flat)),
+            noted=smallest(self.traced.out_avals, not_state),
             failures=self.failures,
         )
 

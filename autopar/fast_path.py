@@ -8,8 +8,9 @@ another program; and it must never get a deleted array, or memory that it takes 
 from __future__ import annotations
 
 import collections
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,50 +24,55 @@ from autopar.staging import is_weak
 class FastPath:
     """A compiled step and what a call of it has to have in common with its last one. `leaves` are those of that call.
 
-    All of it is a few tenths of a microsecond for each leaf (`benchmarks/overhead.py`).
+    What replaced the donated leaves in the last call is new memory of known types, and is what most calls pass on.
+    All of it is a fraction of a microsecond for each leaf (`benchmarks/overhead.py`).
     """
 
     def __init__(self, compiled: Compiled | CompiledPipeline, leaves: Sequence[Any]) -> None:
-        self.compiled, self.tree = compiled, compiled.traced.in_tree
+        traced = compiled.traced
+        self.compiled, self.tree = compiled, traced.in_tree
         self._context = jax_compat.trace_context()
         self._weak = _weak_types(leaves)
-        self._donated = sorted(compiled.donated)
-        self._replaced_by = [compiled.traced.tied[i] for i in self._donated]
+        donated, donates = sorted(compiled.donated), compiled.donated
+        self._donated = _picker(donated)
+        self._others = [i for i in range(len(leaves)) if i not in donates]
+        self._replaced = _picker([traced.tied[i] for i in donated])
+        self._weak_of_others = [self._weak[i] for i in self._others]
+        self._stays_as_weak = all(bool(traced.out_avals[traced.tied[i]].weak_type) == self._weak[i] for i in donated)
         # An array that is not taken over can share memory with one that is only where both have equal shards.
         alike: dict[Any, list[int]] = collections.defaultdict(list)
-        for i, (aval, sharding) in enumerate(zip(compiled.traced.in_avals, compiled.leaf_shardings, strict=True)):
+        for i, (aval, sharding) in enumerate(zip(traced.in_avals, compiled.leaf_shardings, strict=True)):
             alike[sharding.shard_shape(aval.shape), aval.dtype].append(i)
-        groups = [(set(group) & compiled.donated, set(group) - compiled.donated) for group in alike.values()]
+        groups = [(set(group) & donates, set(group) - donates) for group in alike.values()]
         self._alike = sorted(i for taken, kept in groups if taken and kept for i in taken)
         self._kept = sorted(i for taken, kept in groups if taken for i in kept)
-        self._apart: list[Any] = []  # references to what is known to share no memory: donated leaves, then kept ones
+        # References to what is known to share no memory: what replaced the donated leaves, and what was kept beside it.
+        self._new: list[Any] = []
+        self._beside: list[Any] = []
 
     def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these leaves may go to the program at once, which may still refuse it."""
-        if jax_compat.trace_context() != self._context:
+        if jax_compat.trace_context() != self._context or not _hold_data(leaves):
             return False
-        kinds = set(map(type, leaves))
-        if any(issubclass(kind, jax_compat.Tracer) for kind in kinds) or _weak_types(leaves) != self._weak:
+        donated = self._donated(leaves)
+        is_new = bool(self._new) and all(map(operator.is_, map(operator.call, self._new), donated))
+        if is_new and self._stays_as_weak:
+            if self._weak_of_others != _weak_types([leaves[i] for i in self._others]):
+                return False
+        elif self._weak != _weak_types(leaves):
             return False
-        only_arrays = kinds == _ONLY_ARRAYS
-        if any(x.is_deleted() for x in leaves if only_arrays or isinstance(x, jax.Array)):
-            return False
-        donated = [leaves[i] for i in self._donated]
         if len(set(map(id, leaves))) != len(leaves):
             ids = set(map(id, donated))
-            taken = set(self._donated)
-            if len(ids) != len(donated) or any(id(x) in ids for i, x in enumerate(leaves) if i not in taken):
+            if len(ids) != len(donated) or any(id(leaves[i]) in ids for i in self._others):
                 return False
-        return self._are_apart(leaves, donated)
+        return self._are_apart(leaves, donated, is_new)
 
-    def _are_apart(self, leaves: Sequence[Any], donated: Sequence[Any]) -> bool:
+    def _are_apart(self, leaves: Sequence[Any], donated: Sequence[Any], is_new: bool) -> bool:
         """Whether what is taken over shares no memory with anything else."""
         kept = [leaves[i] for i in self._kept]
-        n, known = len(donated), self._apart
-        fresh = bool(known) and all(ref() is x for ref, x in zip(known, donated, strict=False))
-        if fresh and all(ref() is x for ref, x in zip(known[n:], kept, strict=True)):
+        if is_new and all(map(operator.is_, map(operator.call, self._beside), kept)):
             return True
-        if fresh:
+        if is_new:
             donated = [leaves[i] for i in self._alike]
         return not share_memory(*([x for x in xs if isinstance(x, jax.Array)] for xs in (donated, kept)))
 
@@ -74,11 +80,22 @@ class FastPath:
         """The leaves of the results, of leaves that share no memory. What replaces donated leaves is new memory."""
         kept = [leaves[i] for i in self._kept]
         results = self.compiled.run(leaves)
-        self._apart = [_reference(x) for x in (*(results[i] for i in self._replaced_by), *kept)]
+        self._new = _references(self._replaced(results))
+        self._beside = _references(kept)
         return results
 
 
 _ONLY_ARRAYS = {jax_compat.ArrayImpl}
+
+
+def _hold_data(leaves: Sequence[Any]) -> bool:
+    """Whether none is a tracer or a deleted array."""
+    kinds = set(map(type, leaves))
+    if kinds == _ONLY_ARRAYS:
+        return not any(map(jax_compat.ArrayImpl.is_deleted, leaves))
+    if any(issubclass(kind, jax_compat.Tracer) for kind in kinds):
+        return False
+    return not any(x.is_deleted() for x in leaves if isinstance(x, jax.Array))
 
 
 def _weak_types(leaves: Sequence[Any]) -> list[bool]:
@@ -88,8 +105,21 @@ def _weak_types(leaves: Sequence[Any]) -> list[bool]:
         return [is_weak(x) for x in leaves]
 
 
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda values: [values[i] for i in positions]
+
+
+def _references(values: Sequence[Any]) -> list[Any]:
+    """Weak references; to what takes none, functions that give nothing."""
+    try:
+        return list(map(weakref.ref, values))
+    except TypeError:
+        return [_reference(x) for x in values]
+
+
 def _reference(x: Any) -> Any:
-    """A weak reference; to what takes none, a function that gives nothing."""
     try:
         return weakref.ref(x)
     except TypeError:

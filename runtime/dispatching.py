@@ -12,8 +12,9 @@ such limit, and nothing is waited for there.
 from __future__ import annotations
 
 import collections
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -35,13 +36,12 @@ class InFlight:
         self._made: collections.deque[jax.Array] = collections.deque()
         self._unknown = 0
 
-    def add(self, results: Sequence[Any]) -> None:
-        """Notes what a program that was just handed out makes, and waits for an older one where there are many."""
-        arrays = [x for x in results if isinstance(x, jax.Array)]
-        if not arrays:
-            return
-        # The smallest: until it is waited for, its memory is held.
-        self._made.append(min(arrays, key=lambda x: x.size))
+    def add(self, made: jax.Array) -> None:
+        """Notes a result of a program that was just handed out, and waits for an older one where there are many.
+
+        Until it is waited for, its memory is held.
+        """
+        self._made.append(made)
         if len(self._made) <= self.most:
             return
         oldest = self._made.popleft()
@@ -51,9 +51,15 @@ class InFlight:
         elif self._unknown < self.most:
             self._unknown += 1  # a later program took it over: when that one has ended, so has this one
         else:
-            jax.block_until_ready(arrays)
+            made.block_until_ready()
             self._made.clear()
             self._unknown = 0
+
+
+def smallest(avals: Sequence[Any], kept: Iterable[int] = ()) -> int | None:
+    """The position of the smallest result, one of those that no later program takes over where there are any."""
+    positions = list(kept) or range(len(avals))
+    return min(positions, key=lambda i: math.prod(avals[i].shape), default=None)
 
 
 _on_cpu: dict[tuple[int, ...], InFlight] = {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.runtime.crossings import Crossing, crosser
-from autopar.runtime.dispatching import InFlight
+from autopar.runtime.dispatching import InFlight, smallest
 from autopar.runtime.program import Free, Instruction, Program, Run
 from autopar.runtime.transfers import Route, sender
 
@@ -85,9 +85,15 @@ def _run(executable: Callable[..., Any], inputs: tuple[int, ...], outputs: tuple
 
 
 def _counted(action: Action, outputs: tuple[int, ...], in_flight: InFlight) -> Action:
+    noted: list[int] = []  # the slot of the smallest result, found in the first run
+
     def counted(slots: list[Any]) -> None:
         action(slots)
-        in_flight.add([slots[slot] for slot in outputs])
+        if not noted:
+            position = smallest([slots[slot] for slot in outputs])
+            noted.append(-1 if position is None else outputs[position])
+        if noted[0] >= 0:
+            in_flight.add(slots[noted[0]])
 
     return counted
 
