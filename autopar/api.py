@@ -33,7 +33,7 @@ def parallelize(
     follow: Step | None = None,
     batch: str | None = None,
     cache_dir: str | Path | None = DEFAULT_CACHE,
-    time_limit_s: float = 20.0,
+    time_limit_s: float | None = None,
     show_progress: bool = True,
 ) -> Any:
     """Makes a pure training step run on every device, in the layout that the search finds best.
@@ -61,7 +61,9 @@ def parallelize(
         batch: What a process passes in a program of several: "local", its own rows (the batch is those of all, in the
             order of the processes), "global", the whole batch, the same in all; None finds out by the first batch.
         cache_dir: Where plans are kept between runs; None keeps nothing.
-        time_limit_s: Seconds that the search may take for one logical mesh; then its best plan is taken.
+        time_limit_s: Seconds that planning may take, but for what it is in the middle of; then the best plan that was
+            found is taken, the first one that fits with 0, and it says what was left untried. None: searches end by
+            themselves, each solution of an integer program after 20 s at most.
         show_progress: Whether a progress line is shown on a terminal.
 
     Raises: InvalidArgumentError, UnsupportedError.
@@ -75,6 +77,7 @@ def parallelize(
         ("plan", plan, (Plan, Recipe), "load one with autopar.Plan.load(path), or take a recipe of autopar.recipes"),
         ("cluster", cluster, (Cluster,), "make one with autopar.Cluster.local(), .preset(...) or .parse(text)"),
         ("follow", follow, (Step,), "name a step that parallelize made"),
+        ("time_limit_s", time_limit_s, (int, float), "give a number of seconds"),
         (
             "memory_limit_bytes",
             memory_limit_bytes,
@@ -95,6 +98,11 @@ def parallelize(
         raise InvalidArgumentError(
             where="parallelize(memory_limit_bytes=...)", expected="a positive number of bytes for one device",
             got=repr(memory_limit_bytes), hint="leave it out to use the device's own memory",
+        )  # fmt: skip
+    if time_limit_s is not None and (isinstance(time_limit_s, bool) or not time_limit_s >= 0):
+        raise InvalidArgumentError(
+            where="parallelize(time_limit_s=...)", expected="seconds, 0 or more, or None",
+            got=repr(time_limit_s), hint="leave it out to let the search end by itself",
         )  # fmt: skip
     if isinstance(plan, Plan) and (num_microbatches != "auto" or schedule != "auto"):
         raise InvalidArgumentError(

@@ -107,7 +107,7 @@ def _asked(
     for choice, pins in itertools.zip_longest(choices, pinned):
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
         with progress.pass_("build stages"):
-            staged = build(cut, choice, cluster, limit_bytes, options.time_limit_s, constraints, pins)
+            staged = build(cut, choice, cluster, limit_bytes, options.deadline.solve_s(), constraints, pins)
             built.append(Found(staged=staged, choice=choice, weighed=(), keeps_copies=keeps_copies, pins=pins))
     best = min(built, key=lambda found: found.rank(limit_bytes))
     return dataclasses.replace(best, weighed=tuple(found.trial for found in built)), copies_state(cut.graph)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from autopar.cluster import Cluster
 from autopar.constraints import Binding
+from autopar.deadlines import Deadline
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.pins import PinsOnMesh
 from autopar.pipelining import Staged
@@ -74,13 +75,13 @@ class BuiltOut:
         cuts: dict[int, Cut],
         cluster: Cluster,
         limit_bytes: int,
-        time_limit_s: float,
+        deadline: Deadline,
         to_beat_s: float,
         progress: Progress,
         in_stages: Callable[[Cut, int], Cut],
         kept_within: float = 1.0,
     ) -> None:
-        self.cuts, self.cluster, self.limit_bytes, self.time_limit_s = cuts, cluster, limit_bytes, time_limit_s
+        self.cuts, self.cluster, self.limit_bytes, self.deadline = cuts, cluster, limit_bytes, deadline
         self.to_beat_s, self.progress, self.in_stages = to_beat_s, progress, in_stages
         self.weighed: list[PipelineTrial] = []
         self.built: set[tuple[int, Choice]] = set()  # with fewer bytes the programme may give an answer again
@@ -120,7 +121,7 @@ class BuiltOut:
                 ranked.insert(MOST_BUILT, alone_at)
             most = 1 if tightened else MOST_BUILT + (alone_at is not None)
             too_large = self.run([(problems[n], plans[n], told_s[n], *of_problem[n]) for n in ranked], most, within)
-            if not too_large:
+            if not too_large or self.deadline.passed:
                 break
             searched = [dataclasses.replace(p, limit_bytes=too_large.get(p.schedule, p.limit_bytes)) for p in searched]
         return first_answers
@@ -170,7 +171,8 @@ class BuiltOut:
                 continue
             over = self.best is None or not self.best.fits(self.limit_bytes)
             beaten = self.best is not None and not over and told_s >= within * self.best.trial.step_time_s
-            if beaten or built >= most or told_s > 1.2 * self.to_beat_s:
+            late = self.deadline.passed and (not over or self.to_beat_s < math.inf)
+            if beaten or late or built >= most or told_s > 1.2 * self.to_beat_s:
                 text = f"{m} micro-batches, {choice.text}"
                 self.weighed.append(PipelineTrial(text=text, step_time_s=told_s, peak_bytes=max(answer.peak_bytes)))
                 continue
@@ -205,7 +207,7 @@ class BuiltOut:
                 choice = evened(cut, choice)
             if binding is not None:
                 cut = dataclasses.replace(cut, graph=described(cut.graph))
-            staged = build(cut, choice, self.cluster, self.limit_bytes, self.time_limit_s, constraints)
+            staged = build(cut, choice, self.cluster, self.limit_bytes, self.deadline.solve_s(), constraints)
         return Found(staged=staged, choice=choice, weighed=(), keeps_copies=cut.keeps_copies, name=name)
 
     def refine_one_stage(self, counts: Iterable[float], within: float) -> None:
@@ -230,7 +232,9 @@ class BuiltOut:
                 self.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
 
     def refined(self, m: int, choice: Choice, name: str, binding: Binding | None = None) -> None:
-        """Works another choice out."""
+        """Works another choice out, while there is time."""
+        if self.deadline.passed:
+            return
         try:
             found = self.worked_out(m, choice, binding, name)
         except SolverError:  # what was found stands
@@ -267,7 +271,7 @@ class BuiltOut:
         the tables, if it is near the best, which stays what it was: nothing where that does not fit. `of_problem` as in
         `search`.
         """
-        if self.kept_within <= 1 or self.best is None or not self.best.fits(self.limit_bytes):
+        if self.deadline.passed or self.kept_within <= 1 or self.best is None or not self.best.fits(self.limit_bytes):
             return
         fastest: dict[int, tuple[float, int]] = {}
         for n, (problem, (_, options), answer) in enumerate(zip(problems, of_problem, answers, strict=True)):

@@ -19,7 +19,7 @@ from autopar.rules import RuleBook
 from autopar.user_cache import leave_aside, read_whole, write_whole
 
 # The version of everything that decides what a plan is. Change it when strategies, costs, rules or files change.
-SEARCH_VERSION = 33
+SEARCH_VERSION = 34
 
 
 def plan_key(parts: Sequence[object]) -> str:

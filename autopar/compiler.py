@@ -18,6 +18,7 @@ from autopar.built_out import Found
 from autopar.callbacks import any_callbacks
 from autopar.cluster import Cluster
 from autopar.costs import flops_of
+from autopar.deadlines import Deadline
 from autopar.decision_checks import (
     at_place,
     check_decisions,
@@ -80,7 +81,7 @@ from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
 from autopar.stage_building import cut_layers, recomputed
 from autopar.staging import TracedStep
-from autopar.whole_search import LONG_STEP, Candidate, PlanOptions, check_state_fits, whole_steps
+from autopar.whole_search import LONG_STEP, Candidate, PlanOptions, check_state_fits, state_bytes, whole_steps
 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.
@@ -125,6 +126,7 @@ def make_plans(
     """
     if options.binding is not None:
         traced = dataclasses.replace(traced, blockwise_attention=options.binding.blockwise_attention)
+    options = dataclasses.replace(options, deadline=Deadline.after(options.time_limit_s))
     with progress.pass_("graph"):
         graph = build_graph(traced, rules)
     limit_bytes = options.memory_limit_bytes or int((1 - MEMORY_MARGIN) * cluster.device.memory_bytes)
@@ -159,13 +161,19 @@ def make_plans(
     if not asked.is_asked and searches_whole:
         made = whole_steps(traced, graph, cluster, limit_bytes, options, trials, progress, kept_within)
         wholes, refused = ((), made) if isinstance(made, AutoparError) else (made, None)
+    if isinstance(refused, MemoryLimitError) and state_bytes(graph, cluster) > limit_bytes:
+        text = text_of_bytes(state_bytes(graph, cluster))
+        raise refused.beside([f"nor do stages fit: the arguments alone, split over all devices, take {text} on each"])
     best = wholes[0] if wholes else None
     notes: list[str] = []
     pipelines: tuple[Found, ...] = ()
     other: Found | None = None
     to_beat_s = best.step_time_s if best is not None else math.inf
     pays = asked.is_asked or (options.is_free and may_pay(best, cluster))
-    if pays or (kept_within > 1 and cluster.num_devices > 1):
+    if best is not None and pays and options.deadline.passed:
+        pays = False
+        notes.append(f"no pipeline was searched for: {options.deadline.text}")
+    if pays or (not options.deadline.passed and kept_within > 1 and cluster.num_devices > 1):
         other, reason = searched_pipeline(
             traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s, kept_within
         )
@@ -175,6 +183,8 @@ def make_plans(
     chosen: Candidate | Found | None = best
     if pays and pipelines and pipelines[0].step_time_s < to_beat_s:
         chosen = pipelines[0]
+    if chosen is None and options.deadline.passed:
+        notes.append(f"{options.deadline.text}: give the search more")
     if chosen is None and isinstance(refused, MemoryLimitError):
         raise refused.beside(notes)
     if chosen is None and other is None and refused is None:
@@ -300,7 +310,7 @@ def searched_pipeline(
             limit_bytes,
             rules,
             progress,
-            options.time_limit_s,
+            options.deadline,
             to_beat_s,
             graph,
             kept_within,

@@ -43,8 +43,9 @@ def price_in_one_program(
             alone[several[0]] = best.step_time_s
         elif len(several) <= PRICED_ALONE:
             for pin in several:
+                time_s = options.deadline.solve_s()
                 one = dataclasses.replace(pins, pinned=pins.pinned.only(pin))
-                found = search(graph, best.model, limit_bytes, options, pins=one)
+                found = search(graph, best.model, limit_bytes, options, pins=one, time_limit_s=time_s)
                 if isinstance(found, Candidate) and found.estimate.peak_bytes <= limit_bytes:
                     alone[pin] = found.step_time_s
     free_s = free[0].step_time_s if isinstance(free, tuple) else None

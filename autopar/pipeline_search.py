@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 
 from autopar.built_out import BuiltOut, Found, leaner_where_needed
 from autopar.callbacks import refuse_callbacks
 from autopar.cluster import Cluster
 from autopar.contraction import contract
+from autopar.deadlines import Deadline
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.graph import OpGraph
 from autopar.layer_assignment import assign_layers
@@ -41,6 +43,7 @@ from autopar.staging import TracedStep
 # How many times of the memory of one stage the tables may say, which count what layers share in each of them: what is
 # promising is worked out, and then it is known.
 OVERSTATED = 2.0
+_NUMBER = re.compile(r"\d+(?:,\d+)*")
 NEAR_THE_BEST = 1.15  # so far from the best are answers looked at for steps that are not long: the tables are off by it
 
 
@@ -56,7 +59,7 @@ def search_pipelines(
     limit_bytes: int,
     rules: RuleBook,
     progress: Progress,
-    time_limit_s: float,
+    deadline: Deadline,
     to_beat_s: float = float("inf"),
     whole: OpGraph | None = None,
     kept_within: float = 1.0,
@@ -87,7 +90,7 @@ def search_pipelines(
             limit_bytes=limit_bytes,
             rules=rules,
             progress=progress,
-            time_limit_s=time_limit_s,
+            deadline=deadline,
             to_beat_s=to_beat_s,
             whole=whole,
             keeps_copies=keeps_copies,
@@ -112,7 +115,7 @@ class _Search:
     limit_bytes: int
     rules: RuleBook
     progress: Progress
-    time_limit_s: float
+    deadline: Deadline
     to_beat_s: float
     whole: OpGraph | None
     keeps_copies: bool
@@ -130,7 +133,7 @@ class _Search:
         one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in free_of.values()]
         problems, of_problem = [p for p, _ in posed + one_stage], [of for _, of in posed + one_stage]
         builder = BuiltOut(
-            cuts, self.cluster, self.limit_bytes, self.time_limit_s, self.to_beat_s, self.progress,
+            cuts, self.cluster, self.limit_bytes, self.deadline, self.to_beat_s, self.progress,
             lambda cut, num_stages: self.cut(
                 cut_scans(self.traced, num_stages, self.rules), cut.graph.num_microbatches
             ),
@@ -138,7 +141,7 @@ class _Search:
         )  # fmt: skip
         within = 1.0 if is_long(self.traced) else NEAR_THE_BEST
         answers = builder.search(problems, of_problem, len(posed), within)
-        if not self.asked.is_asked:
+        if not self.asked.is_asked and not self.deadline.passed:
             for num_stages in self.searched_near(builder):
                 told_s: dict[int, float] = {}
                 for problem, (m, options), answer in zip(problems, of_problem, answers, strict=True):
@@ -171,6 +174,8 @@ class _Search:
         found: dict[int, Cut] = {}
         refused: AutoparError | None = None
         for m in microbatch_numbers(self.traced, self.cluster, self.asked):
+            if found and self.deadline.passed:
+                break
             try:
                 with self.progress.pass_(f"{m} micro-batches"):
                     found[m] = self.cut(step, m, self.whole)
@@ -208,7 +213,7 @@ class _Search:
         tried: set[int] = set()
         for m in told_s if num_stages > 1 else ():  # of one stage the best by the tables is worked out in any case
             told_s[m] = self.made_s(builder, num_stages, m, told_s[m])
-        while told_s:
+        while told_s and not self.deadline.passed:
             best = min(told_s, key=lambda m: told_s[m])
             fewer = max((d for d in numbers if 2 * d <= best), default=best)
             more = min((d for d in numbers if 2 * best <= d < most), default=best)
@@ -288,7 +293,9 @@ class _Search:
     def priced(self, cut: Cut, sizes: Sequence[int], decided: dict[DecidedFor, Decisions]) -> tuple[PricedOption, ...]:
         """The options of submeshes of these sizes that none of them is better than in all. Adds to `decided`."""
         long = is_long(self.traced)
-        made = tables(cut, self.cluster, sizes, self.limit_bytes, self.time_limit_s, decided, prices_saved=not long)
+        made = tables(
+            cut, self.cluster, sizes, self.limit_bytes, self.deadline.solve_s(), decided, prices_saved=not long
+        )
         return undominated(made)
 
     def on_schedule(
@@ -382,5 +389,10 @@ def wiring_of(graph: OpGraph) -> tuple:
 
 def why_no_pipeline(answers: Sequence[StagePlan | NoStages]) -> str:
     """The reasons of the problems that have no plan."""
-    reasons = "; ".join(dict.fromkeys(a.reason for a in answers if isinstance(a, NoStages)))
-    return reasons or "no pipeline was near the plan without stages"
+    reasons: dict[str, tuple[list[int], str]] = {}
+    for answer in answers:
+        if isinstance(answer, NoStages):  # of reasons that differ in numbers alone that with the smallest
+            numbers = [int(n.replace(",", "")) for n in _NUMBER.findall(answer.reason)]
+            kind = _NUMBER.sub("", answer.reason)
+            reasons[kind] = min(reasons.get(kind, (numbers, answer.reason)), (numbers, answer.reason))
+    return "; ".join(reason for _, reason in reasons.values()) or "no pipeline was near the plan without stages"

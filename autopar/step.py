@@ -81,7 +81,7 @@ class Options:
     follow: Step | None
     batch: str
     cache_dir: str | Path | None
-    time_limit_s: float
+    time_limit_s: float | None
     show_progress: bool
 
 

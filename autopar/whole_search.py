@@ -12,6 +12,7 @@ from autopar import memory
 from autopar.axis_uses import data_axis
 from autopar.cluster import Cluster
 from autopar.constraints import TOO_TIGHT, Binding
+from autopar.deadlines import SOLVE_S, Deadline
 from autopar.errors import (
     AutoparError,
     MemoryLimitError,
@@ -65,11 +66,11 @@ class PlanOptions:
     `max_mesh_axes` bounds the logical meshes that are tried, `axis_sizes` names the only one. `fixed` gives argument
     leaves (by number) a layout that they must have; those `in_host` come from the memory of the host. `binding` is a
     mesh whose axes have their uses, `recompute` what each layer of a pipeline recomputes (`Recompute`), `pins` say how
-    some arguments and values lie.
+    some arguments and values lie. `deadline` is when `time_limit_s` is over, set when planning begins.
     """
 
     memory_limit_bytes: int | None = None
-    time_limit_s: float = 20.0
+    time_limit_s: float | None = None
     max_mesh_axes: int = 3
     axis_sizes: tuple[int, ...] | None = None
     fixed: tuple[tuple[int, Layout], ...] = ()
@@ -78,6 +79,7 @@ class PlanOptions:
     binding: Binding | None = None
     recompute: str = "nothing"
     pins: Pins | None = None
+    deadline: Deadline = dataclasses.field(default=Deadline(), repr=False, compare=False)
 
     @property
     def is_free(self) -> bool:
@@ -122,26 +124,34 @@ def whole_steps(
     """
     candidates: list[Candidate] = []
     begun_s, may_fit = time.perf_counter(), not options.is_free or cluster.num_devices == 1
-    for mesh, pins in logical_meshes(traced, graph, cluster, options):
+    meshes = logical_meshes(traced, graph, cluster, options)
+    for number, (mesh, pins) in enumerate(meshes):
+        if options.deadline.passed and any(c.estimate.peak_bytes <= limit_bytes for c in candidates):
+            status = f"not tried: {options.deadline.text}"
+            trials.append(MeshTrial(axis_sizes=mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status))
+            continue
         if not worth_trying(mesh, candidates, limit_bytes):
             status = f"not tried: the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}"
             trials.append(MeshTrial(axis_sizes=mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status))
             continue
         slow = len(graph.block.ops) > LONG_STEP or time.perf_counter() - begun_s > SLOW_SEARCH_S
+        slow = slow or (number > 0 and options.deadline.passed)
         if slow and not may_fit and all(c.estimate.peak_bytes > limit_bytes for c in candidates):
             with progress.pass_("least memory"):
-                refusal = cannot_fit(traced, graph, cluster, limit_bytes, options.time_limit_s)
+                refusal = cannot_fit(traced, graph, cluster, limit_bytes, options.deadline.solve_s())
             if refusal is not None:
                 return refusal
             may_fit = True
         with progress.pass_(f"mesh {mesh}"):
             fitting_s = [c.step_time_s for c in candidates if c.estimate.peak_bytes <= limit_bytes]
             to_beat_s = min(fitting_s, default=math.inf)
-            found = search(graph, cost_model(cluster, mesh), limit_bytes, options, to_beat_s, pins)
+            time_s = options.deadline.solve_s(len(meshes) - number)
+            found = search(graph, cost_model(cluster, mesh), limit_bytes, options, to_beat_s, pins, time_s)
         trials.append(trial(found))
         if isinstance(found, Candidate):
             candidates.append(found)
-    if candidates and options.is_free and any(c.model.overlap.kinds and c.sends for c in candidates):
+    sends = any(c.model.overlap.kinds and c.sends for c in candidates)
+    if options.is_free and sends and not options.deadline.passed:
         with progress.pass_("data parallelism"):
             fitting_s = [c.step_time_s for c in candidates if c.estimate.peak_bytes <= limit_bytes]
             candidates += known_plans(graph, cluster, limit_bytes, options, trials, min(fitting_s, default=math.inf))
@@ -154,7 +164,7 @@ def check_state_fits(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit
     stages neither.
     """
     given = [graph.values[v] for v in graph.block.inputs]
-    needed_bytes = -(-sum(v.nbytes for v in given) // cluster.num_devices)
+    needed_bytes = state_bytes(graph, cluster)
     if needed_bytes <= limit_bytes:
         return
     largest = sorted(given, key=lambda v: -v.nbytes)[:5]
@@ -166,6 +176,11 @@ def check_state_fits(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit
         hint="use more devices, a smaller model, a smaller optimiser state (Adafactor, bfloat16 moments), or keep that "
         'in the memory of the hosts: plan=autopar.recipes.zero(2, offload="optimizer")',
     )
+
+
+def state_bytes(graph: OpGraph, cluster: Cluster) -> int:
+    """The least that the arguments take on each device, in stages too."""
+    return -(-sum(graph.values[v].nbytes for v in graph.block.inputs) // cluster.num_devices)
 
 
 def cannot_fit(
@@ -201,11 +216,15 @@ def known_plans(
     along_largest = state_along_largest(graph, whole)
     if along_largest:
         fixed = dataclasses.replace(options, fixed=along_largest)
-        tried.append(("state along its largest dimension", search(graph, model, limit_bytes, fixed, to_beat_s)))
+        time_s = options.deadline.solve_s()
+        found = search(graph, model, limit_bytes, fixed, to_beat_s, time_limit_s=time_s)
+        tried.append(("state along its largest dimension", found))
     named = described(graph)
     for name, binding in known_bindings():
-        bound = dataclasses.replace(options, binding=binding)
-        tried.append((name, search(named, model, limit_bytes, bound, to_beat_s)))
+        if options.deadline.passed:
+            break
+        bound, time_s = dataclasses.replace(options, binding=binding), options.deadline.solve_s()
+        tried.append((name, search(named, model, limit_bytes, bound, to_beat_s, time_limit_s=time_s)))
     trials += [dataclasses.replace(trial(found), name=name) for name, found in tried]
     return [found for _, found in tried if isinstance(found, Candidate)]
 
@@ -316,6 +335,7 @@ def search(
     options: PlanOptions,
     to_beat_s: float = math.inf,
     pins: PinsOnMesh | None = None,
+    time_limit_s: float = SOLVE_S,
 ) -> Candidate | MeshTrial:
     """The fastest plan on one mesh, within the memory limit where that can be had, else the smallest found.
 
@@ -325,19 +345,19 @@ def search(
     exact estimate of that one is over the limit, bytes get a price: those of the values that are alive where memory is
     short in any plan seen. The price rises until a plan fits, and is then halved towards the cheapest plan that fits
     (the Lagrangian relaxation of formula (4)). Where the plan without prices does not beat `to_beat_s`, the time of a
-    plan that fits on another mesh, none is tried. The whole search takes `options.time_limit_s` at most, but for its
-    last solution.
+    plan that fits on another mesh, none is tried. The whole search takes `time_limit_s` at most, but for its last
+    solution.
 
     Returns the reason, as a trial, when the time limit passed without any plan.
     """
-    deadline = time.perf_counter() + options.time_limit_s
+    deadline = time.perf_counter() + time_limit_s
     first_argument = len(graph.constants)
     fixed = {graph.block.inputs[first_argument + i]: layout for i, layout in options.fixed}
     constraints = options.binding.on(model.links.mesh.num_devices)[1] if options.binding is not None else None
     pinned = pins.layouts(graph) if pins is not None else None
     in_host = frozenset(graph.block.inputs[first_argument + i] for i in options.in_host)
     intra_op = IntraOp(graph, model, fixed, constraints=constraints, pins=pinned, in_host=in_host)
-    free = intra_op.solve(time_limit_s=options.time_limit_s)
+    free = intra_op.solve(time_limit_s=time_limit_s)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
         status = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
         if free.status is Status.INFEASIBLE:

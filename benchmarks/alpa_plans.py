@@ -25,6 +25,7 @@ from rich.table import Table
 from autopar import solver
 from autopar.built_out import choice_of
 from autopar.cluster import Cluster
+from autopar.deadlines import Deadline
 from autopar.pipeline_search import search_pipelines, tables
 from autopar.pipelining import PipelineOptions, Staged
 from autopar.progress import Progress
@@ -156,7 +157,7 @@ def compare(name: str) -> Row:
     limit_bytes = cluster.device.memory_bytes
     begun = time.perf_counter()
     found = search_pipelines(
-        traced, cluster, PipelineOptions(), limit_bytes, rules, Progress("ours", show=False), TIME_LIMIT_S
+        traced, cluster, PipelineOptions(), limit_bytes, rules, Progress("ours", show=False), Deadline()
     )
     planning_s = time.perf_counter() - begun
     numbers = microbatch_numbers(traced, cluster, PipelineOptions())

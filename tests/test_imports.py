@@ -18,6 +18,7 @@ LAYER_OF = {
     "cluster": "vocabulary",
     "constraints": "vocabulary",
     "collectives": "vocabulary",
+    "deadlines": "vocabulary",
     "device_clock": "vocabulary",
     "errors": "vocabulary",
     "fitting": "vocabulary",

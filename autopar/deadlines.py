@@ -1,0 +1,39 @@
+"""When planning has to end: made once for a planning, and handed to each search that spends time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+# What one solution of an integer program may take where no limit is given, and the least that it is given under one, so
+# that there is a plan at all: most end by a proof, or by rounds, long before.
+SOLVE_S, LEAST_SOLVE_S = 20.0, 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """A moment of `time.perf_counter()`, and how long before it planning began; inf for both: none."""
+
+    limit_s: float = math.inf
+    at_s: float = math.inf
+
+    @staticmethod
+    def after(limit_s: float | None) -> Deadline:
+        """So many seconds from now; None: none."""
+        return Deadline() if limit_s is None else Deadline(limit_s=limit_s, at_s=time.perf_counter() + limit_s)
+
+    @property
+    def passed(self) -> bool:
+        return time.perf_counter() >= self.at_s
+
+    def solve_s(self, parts: int = 1) -> float:
+        """Seconds for one of so many searches that are left."""
+        if math.isinf(self.at_s):
+            return SOLVE_S
+        return max((self.at_s - time.perf_counter()) / parts, LEAST_SOLVE_S)
+
+    @property
+    def text(self) -> str:
+        """What is said of what was left untried."""
+        return f"the {self.limit_s:g} s of time_limit_s were over"
