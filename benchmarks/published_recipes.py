@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -41,6 +42,7 @@ RECIPES = {
     "zero(3)": recipes.zero(3),
     "tensor_parallel()": recipes.tensor_parallel(),
 }
+_INSTALLED = re.compile(r"/\S*/site-packages/")
 EQUAL, WRONG, REFUSED, BROKEN, LATE = "equal", "WRONG", "refused", "BROKEN", "TOO LATE"
 
 
@@ -88,7 +90,8 @@ def run_row(case: Case, expected: tuple[PyTree, list[PyTree], PyTree], devices: 
     except Exception as error:
         outcome = REFUSED if isinstance(error, autopar.errors.AutoparError) else BROKEN
         said = str(error).strip().splitlines() or [""]
-        return row(outcome, said=f"{type(error).__name__}: {said[0]}"[:300])
+        said_of = _INSTALLED.sub("", said[0])
+        return row(outcome, said=f"{type(error).__name__}: {said_of}"[:300])
     if of_state.relative > worst:
         worst, leaf = of_state.relative, of_state.path
     return row(EQUAL if worst <= case.tolerance else WRONG, difference=worst, said=leaf, notes=tuple(notes))
