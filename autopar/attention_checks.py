@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar import jax_compat
 from autopar.errors import UnsupportedError
 from autopar.graph import Dimension, FactorKind, Op, OpGraph
 
@@ -41,7 +42,7 @@ def check_heads(graph: OpGraph, parts: int) -> None:
         heads = [n for n, names in zip(value.shape, value.dimensions, strict=True) if Dimension.HEAD in names]
         if not any(n % parts == 0 for n in heads):
             raise UnsupportedError(
-                where=f"attention in {op.module or 'the step'}",
+                where=_place(op),
                 expected=f"a dimension of heads that {parts} devices can share, apart from the examples",
                 got=f"scores of shape {list(value.shape)}, heads: {heads or 'none'}",
                 hint="share sequences among fewer devices (sp, size), or take another kind of sequence parallelism",
@@ -54,8 +55,13 @@ def check_rings(graph: OpGraph, parts: int) -> None:
         for factor in op.rule.factors if op.rule is not None else ():
             if factor.kind is FactorKind.RING and factor.size % parts:
                 raise UnsupportedError(
-                    where=f"attention in {op.module or 'the step'}",
+                    where=_place(op),
                     expected=f"positions that {parts} devices can share evenly",
                     got=f"{factor.size} positions",
                     hint="pad the sequences, or share them among fewer devices (sp, size)",
                 )
+
+
+def _place(op: Op) -> str:
+    line = jax_compat.source_line(op.eqn) if op.eqn is not None else ""
+    return f"attention in {op.module or 'the step'}" + (f" at {line}" if line else "")

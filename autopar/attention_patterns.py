@@ -376,7 +376,7 @@ class _Writer:
     def operation(self, form: Form, gradients: Gradients | None, operands: Sequence[Atom], like: Op) -> Op:
         values = [self.fresh.values[v] for v in operands if isinstance(v, int)]
         avals = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
-        eqn = attention.equation(form, gradients, avals)
+        eqn = jax_compat.at_line_of(like.eqn, attention.equation(form, gradients, avals))
         made = [v.aval for v in eqn.outvars]
         outputs = tuple(self.fresh.value(a.shape, str(a.dtype), jax_compat.itemsize(a)) for a in made)
         op = dataclasses.replace(

@@ -307,6 +307,7 @@ class _Linker:
         last_reader = {
             self.number[t.stage, key]: i for i, t in enumerate(tasks) for key in t.inputs if not t.kind.repeats
         }
+        in_the_loop = {self.number[t.stage, key] for t in tasks if t.kind.repeats for key in t.inputs}
         replaced = [self.replacements(stage, number) for number, stage in enumerate(self.stages)]
         linked = []
         for i, task in enumerate(tasks):
@@ -317,6 +318,8 @@ class _Linker:
                 accumulator = b in made
                 # What was sent is never donated: its receiver may still be reading it.
                 state = replaced[task.stage].get(b) in made and last_reader.get(b) == i and b not in sent
+                # What the micro-batches read is there until the last of them has: a count that goes up before them.
+                state = state and (task.kind is TaskKind.AFTER or b not in in_the_loop)
                 if accumulator or (state and b not in outputs):
                     donated.append(position)
             linked.append(

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.errors import UnsupportedError
+from autopar.errors import MemoryLimitError, UnsupportedError
 from tests.small_steps import assert_close, slow_cluster, verified_step
 
 
@@ -114,3 +114,36 @@ def test_fourier_transforms_run_on_each_devices_part():
     programs = parallel.compile(w, x).as_text()
     assert "[4,9,4]" in programs
     assert not re.search(r"\[16,9,[46]\]\S* fft\(", programs)
+
+
+@pytest.mark.parametrize("options", [{"memory_limit_bytes": 500}, {"plan": recipes.combine(num_microbatches=5)}])
+def test_a_count_that_goes_up_before_the_micro_batches_is_there_for_them(options):
+    """What picks a position is computed of the old count in each micro-batch, where memory is short."""
+
+    def loss(w, i, x):
+        y = jax.lax.conv_general_dilated(x, w, (2,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return jnp.mean(jax.lax.dynamic_index_in_dim(y, i % 4, axis=1, keepdims=False) ** 2)
+
+    def step(state, x):
+        grads = jax.grad(loss)(state["w"], state["i"], x)
+        return {"w": state["w"] - 0.1 * grads, "i": state["i"] + 1}, ()
+
+    parallel = autopar.parallelize(
+        step, cluster=slow_cluster(2), cache_dir=None, show_progress=False, **{"memory_limit_bytes": 600, **options}
+    )
+    state = {"w": np.ones((2, 2, 4), np.float32), "i": np.int32(0)}
+    with pytest.raises(MemoryLimitError):
+        parallel.plan(state, np.ones((5, 8, 2), np.float32))
+
+
+def test_attention_that_cannot_be_shared_is_named_by_its_line():
+    def step(w, x):
+        scores = jax.nn.softmax(jnp.einsum("blhe,bmhe->bhlm", x @ w, x), axis=-1)
+        return w, jnp.einsum("bhlm,bmhe->blhe", scores, x)
+
+    x = np.ones((8, 3, 2, 4), np.float32)
+    ring = recipes.sequence_parallel("ring", size=2)
+    parallel = autopar.parallelize(step, plan=ring, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    line = step.__code__.co_firstlineno
+    with pytest.raises(UnsupportedError, match=rf"test_found_at_random\.py:({line + 1}|{line + 2}):.*3 positions"):
+        parallel.plan(np.ones((4, 4), np.float32), x)
