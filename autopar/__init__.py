@@ -1,6 +1,6 @@
 """autopar: write a training step for one device, run it on all of them, sharded as a search finds best."""
 
-from autopar import errors, recipes
+from autopar import distributed, errors, recipes
 from autopar.api import parallelize, plan
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
@@ -19,6 +19,7 @@ __all__ = [
     "Tuning",
     "Verification",
     "constrain",
+    "distributed",
     "errors",
     "parallelize",
     "plan",

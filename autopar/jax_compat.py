@@ -405,6 +405,38 @@ class SharedStore:
         return {key[len(prefix) :]: value for key, value in self._client.key_value_dir_get(prefix)}
 
 
+def initialize_distributed(
+    before_service: Callable[[str, int], None], address_for: Callable[[str, int, int], str], *args: Any, **options: Any
+) -> None:
+    """`jax.distributed.initialize`. Process 0 calls `before_service(bind address, number of processes)` first; the
+    client connects to `address_for(address of the service, number of this process, number of processes)`.
+    """
+    module = distributed._jax
+
+    class Around:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(module, name)
+
+        def get_distributed_runtime_service(self, bind_address: str, processes: int, **how: Any) -> Any:
+            before_service(bind_address, processes)
+            return module.get_distributed_runtime_service(bind_address, processes, **how)
+
+        def get_distributed_runtime_client(self, address: str, process: int, **how: Any) -> Any:
+            at = address_for(address, process, distributed.global_state.num_processes)
+            return module.get_distributed_runtime_client(at, process, **how)
+
+    distributed._jax = Around()
+    try:
+        jax.distributed.initialize(*args, **options)
+    finally:
+        distributed._jax = module
+
+
+def process_of_distributed() -> tuple[int, int]:
+    """(number of this process, number of processes); the devices need not have been looked for."""
+    return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
 def shared_store() -> SharedStore | None:
     """What the processes of this program share; None where `jax.distributed` is not in use."""
     client = distributed.global_state.client

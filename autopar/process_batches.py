@@ -279,10 +279,12 @@ class ProcessBatches:
         *,
         names: Callable[[], Sequence[str]],
         planned: Callable[[], Sequence[PlannedBatch]],
+        is_run: bool,
     ) -> list[Any]:
         """The dynamic arguments of a call, with global arrays in place of rows of this process.
 
-        `batch` are the numbers of those with examples, `names` those of all.
+        `batch` are the numbers of those with examples, `names` those of all. `is_run`: the step runs on them, in all
+        processes; one alone may ask for the plan of a batch that is known.
         Raises: ProcessMismatchError, ProcessLostError, InvalidArgumentError.
         """
         leaves, tree = jax.tree.flatten([args[i] for i in batch])
@@ -295,7 +297,7 @@ class ProcessBatches:
 
         if any(map(jax_compat.is_tracer, jax.tree.leaves(args) if not self._taken else leaves)):
             return list(args)  # inside of another transformation, which is refused
-        found = self._as_taken("call", self._word, leaves, tree, passed, planned)
+        found = self._as_taken("call", self._word, leaves, tree, passed, planned, is_run)
         if not any(isinstance(x, ProcessRows) for x in found):
             return list(args)
         new = dict(zip(batch, jax.tree.unflatten(tree, _rows_placed(found, planned())), strict=True))
@@ -329,14 +331,15 @@ class ProcessBatches:
         tree: Any,
         passed: Callable[[], Passed],
         planned: Callable[[], Sequence[PlannedBatch]],
+        is_run: bool = True,
     ) -> list[Any]:
         """The leaves, with `ProcessRows` for those that are rows of this process."""
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return leaves  # shapes are those of the whole
         key = (entry, word, tree, tuple((_where(x), *_shape_and_type(x, "batch")) for x in leaves))
         taken, calls = self._taken.get(key, (None, 0))
-        calls += 1
-        if taken is None or (taken.mode == GLOBAL and calls & (calls - 1) == 0):
+        calls += is_run
+        if taken is None or (is_run and taken.mode == GLOBAL and calls > 1 and calls & (calls - 1) == 0):
             taken = self._compared(entry, passed(), [p.shapes for p in planned()])
         self._taken[key] = taken, calls
         return [x if counts is None else ProcessRows(x, counts) for x, counts in zip(leaves, taken.counts, strict=True)]

@@ -142,7 +142,7 @@ class Step:
 
     def _run(self, *args: Any) -> Any:
         if jax.process_count() > 1:
-            args = self._with_whole_batch(args)
+            args = self._with_whole_batch(args, is_run=True)
         if nan_check.is_on():
             return self._run_checked(args)
         fast = self._fast
@@ -172,7 +172,7 @@ class Step:
         with turn:
             dynamic = self._dynamic(args)
             self._refuse_unusable(dynamic, self._dynamic_names(len(args)))
-            compiled, given = self.compile(*args), jax.tree.leaves(tuple(dynamic))
+            compiled, given = self._compile(args), jax.tree.leaves(tuple(dynamic))
             with nan_check.switched_off():
                 here = compiled.across is None
                 results = compiled.run(put_copies(given, compiled) if here else put_leaves(given, compiled))
@@ -313,7 +313,7 @@ class Step:
 
     # Inside
 
-    def _with_whole_batch(self, args: Sequence[Any]) -> tuple[Any, ...]:
+    def _with_whole_batch(self, args: Sequence[Any], *, is_run: bool = False) -> tuple[Any, ...]:
         """Arguments with the whole batch, where this process passed its own rows of it. NNX objects are split."""
         if jax.process_count() == 1 or any(map(nnx_objects.holds_objects, args)):
             return tuple(args)
@@ -323,6 +323,7 @@ class Step:
             sorted(self._numbers(examples, len(args))),
             names=lambda: self._dynamic_names(len(args)),
             planned=self._planned_batches,
+            is_run=is_run,
         )
         dynamic, static = iter(whole), self._options.static_argnums
         return tuple(arg if i in static else next(dynamic) for i, arg in enumerate(args))

@@ -47,7 +47,7 @@ def train_step(params: Params, batch: dict[str, jax.Array]) -> tuple[Params, dic
 def train(process: int, coordinator: str, address: str, steps: int) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cross_host_transfer_socket_address", address)
-    jax.distributed.initialize(coordinator, num_processes=2, process_id=process)
+    autopar.distributed.initialize(coordinator, num_processes=2, process_id=process)
     random = np.random.default_rng(process)  # as a data loader: 16 of the 32 rows of a batch in each process
     batches = [{name: random.normal(size=(16, WIDTH)).astype(np.float32) for name in "xy"} for _ in range(4)]
     params = train_step.init(create, jax.random.key(0))

@@ -97,7 +97,7 @@ def _wait(store: SharedStore, watch: Watch, key: str, name: str) -> str:
             raise ProcessMismatchError(
                 where=f"{name}, process {jax.process_index()} of {jax.process_count()}",
                 expected="all processes to plan together, and to pass batches of new shapes in the same call",
-                got=f"process {', '.join(map(str, ahead))} has begun another step meanwhile",
+                got=f"process {', '.join(map(str, ahead))} has begun another step, or ended, meanwhile",
                 hint="pass as many rows in all processes: drop or pad the rest of an epoch in all of them",
             )
     return found

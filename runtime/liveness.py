@@ -1,14 +1,18 @@
 """Who of the processes of a program is still there: each shows a sign of life, process 0 looks who has gone silent.
 
 jax ends all processes when one has been silent for its heartbeat timeout (100 s unless `jax.distributed.initialize` is
-told otherwise), or at once when process 0 is gone. This is quicker, names the process, and lets Python say so:
+told otherwise), or at once, with a C++ stack and nothing else, when process 0 is gone. This is quicker, names the
+process, and lets Python say so:
 
 (1) Every process writes a sign of life each second, with the number of steps it has begun and whether it is ending.
 (2) Process 0 finds one lost that is silent for `LOST_AFTER_S`, that ended on an exception, or that ended before a step
-    that another has begun; and tells all.
+    that another has begun; and tells all. The others find process 0 lost where its store does not answer for as long,
+    or where the link to it breaks (`coordinator_link`, after `autopar.distributed.initialize`).
 (3) Every process that hears of it logs it, and raises `ProcessLostError` at its next step. One that hangs in a wait,
-    where no exception reaches it, is ended after `GRACE_S`.
-(4) A process that ends on an exception tells the others, and does not stay in jax's own barrier for them.
+    where no exception reaches it, is ended after `GRACE_S`, with the error and where it stood; so is, after `MOST_S`,
+    one that computes on.
+(4) A process that ends on an exception tells the others, and does not stay in jax's own barrier for them. One that ends
+    as it should is watched, and watches, until it has left that barrier.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import os
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 import jax
@@ -27,29 +33,49 @@ import jax
 from autopar import jax_compat
 from autopar.errors import ProcessLostError
 from autopar.jax_compat import SharedStore
+from autopar.runtime.coordinator_link import CoordinatorLink
 
 logger = logging.getLogger("autopar")
 
 BEAT_S = 1.0
 LOST_AFTER_S = 20.0  # a process that holds Python's lock this long in one call is taken for dead
 GRACE_S = 5.0
+MOST_S = 25.0
 _ALIVE, _FAILED, _ENDED = "alive", "failed", "ended"
 _PREFIX = "autopar/alive/"
 _VERDICT = "autopar/lost"
 
 
 class Watch:
-    """Shows that this process is there, and knows when another is not. One thread, from the first step to the end."""
+    """Shows that this process is there, and knows when another is not, from the start of the program to its end.
 
-    def __init__(self, store: SharedStore, process: int, lost_after_s: float) -> None:
-        self._store, self._process, self._lost_after_s = store, process, lost_after_s
+    `others` are known to take part from now on: `autopar.distributed.initialize` has met them. Else they are looked for
+    as soon as they show themselves.
+    """
+
+    def __init__(
+        self,
+        store: SharedStore,
+        process: int,
+        others: frozenset[int] = frozenset(),
+        link: CoordinatorLink | None = None,
+    ) -> None:
+        self._store, self._process, self._lost_after_s = store, process, LOST_AFTER_S
         self._steps, self._beats, self._state = 0, 0, _ALIVE
-        self._seen: dict[int, tuple[str, float]] = {}
+        begun = time.monotonic()
+        self._seen: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", begun))
+        self._last_signs: dict[int, tuple[str, str, str]] = {}
+        self._answered = begun
+        self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._told = False
+        self._told_at: float | None = None
         self.lost: ProcessLostError | None = None
-        self._thread = threading.Thread(target=self._run, name="autopar liveness", daemon=True)
-        self._thread.start()
+        runs = (self._show, self._look)
+        self._threads = [threading.Thread(target=run, name="autopar liveness", daemon=True) for run in runs]
+        for thread in self._threads:
+            thread.start()
+        if link is not None:
+            link.when_lost(lambda: self._link_broke(link))
         atexit.register(self._end)
 
     def begin_step(self) -> None:
@@ -60,13 +86,13 @@ class Watch:
     def check(self) -> None:
         """Raises: ProcessLostError."""
         if self.lost is not None:
-            self._told = True
+            self._told_at = self._told_at or time.monotonic()
             raise self.lost
 
     def ahead(self) -> list[int]:
-        """The processes that have begun more steps than this one."""
-        signs = {int(process): int(text.split()[1]) for process, text in self._store.below(_PREFIX).items()}
-        return sorted(process for process, steps in signs.items() if steps > self._steps)
+        """The processes that have begun more steps than this one, or have ended."""
+        signs = {int(process): text.split() for process, text in self._store.below(_PREFIX).items()}
+        return sorted(p for p, (_, steps, state) in signs.items() if int(steps) > self._steps or state != _ALIVE)
 
     def blame(self, error: BaseException) -> NoReturn:
         """Raises what made jax fail: the loss of a process, as soon as it is known, or else the error itself.
@@ -76,7 +102,7 @@ class Watch:
         self._await_verdict()
         if self.lost is None:
             raise error
-        self._told = True
+        self._told_at = self._told_at or time.monotonic()
         raise self.lost from error
 
     def _await_verdict(self) -> None:
@@ -84,24 +110,40 @@ class Watch:
         while self.lost is None and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    # The thread
+    # The threads
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
+    def _show(self) -> None:
+        """Shows signs of life. Writing one may wait for ever, where process 0 is stopped."""
+        while not self._is_over():
             try:
                 self._beat()
+            except jax.errors.JaxRuntimeError:
+                return  # the other thread finds the same
+            self._stop.wait(BEAT_S / 2)
+
+    def _beat(self) -> None:
+        with self._lock:
+            self._beats += 1
+            beats = self._beats
+        self._store.set(f"{_PREFIX}{self._process}", f"{beats} {self._steps} {self._state}")
+
+    def _look(self) -> None:
+        """Looks for who is lost."""
+        while not self._is_over():
+            try:
                 verdict = self._judge() if self._process == 0 else self._look_at_the_judge()
                 verdict = verdict or self._store.wait_for(_VERDICT, BEAT_S / 2)
             except jax.errors.JaxRuntimeError as error:
+                if self._is_over():
+                    return
                 verdict = f"0 does not answer any more ({str(error).splitlines()[0][:100]})"
             if verdict is not None:
                 self._hear(verdict)
                 return
             self._stop.wait(BEAT_S / 2)
 
-    def _beat(self) -> None:
-        self._beats += 1
-        self._store.set(f"{_PREFIX}{self._process}", f"{self._beats} {self._steps} {self._state}")
+    def _is_over(self) -> bool:
+        return self._stop.is_set() or jax_compat.shared_store() is None  # after `jax.distributed.shutdown`
 
     def _judge(self) -> str | None:
         """The verdict, `number of the process, what is known`, when one is lost."""
@@ -109,15 +151,16 @@ class Watch:
         now = time.monotonic()
         furthest = max((int(steps) for _, steps, _ in signs.values()), default=0)
         verdict = None
-        for process, (beats, steps, state) in sorted(signs.items()):
-            if self._seen.get(process, ("", 0.0))[0] != beats:
+        for process in sorted(self._seen.keys() | signs.keys()):
+            beats, steps, state = signs.get(process, ("", "0", _ALIVE))
+            if self._seen.get(process, (None, 0.0))[0] != beats:
                 self._seen[process] = (beats, now)
             silent_s = now - self._seen[process][1]
             if state == _FAILED:
                 verdict = f"{process} ended on an exception in or after step {steps}"
             elif state == _ENDED and int(steps) < furthest:
                 verdict = f"{process} ended after step {steps}, before step {furthest} that others have begun"
-            elif state == _ALIVE and silent_s > self._lost_after_s:
+            elif silent_s > self._lost_after_s and process != self._process:
                 verdict = f"{process} has shown no sign of life for {silent_s:.0f} s, since step {steps}"
         if verdict is not None:
             self._store.set(_VERDICT, verdict)
@@ -125,34 +168,43 @@ class Watch:
 
     def _look_at_the_judge(self) -> str | None:
         """The verdict on process 0, which does not judge any more once it has ended."""
-        _, steps, state = (self._store.wait_for(f"{_PREFIX}0", BEAT_S / 2) or f"0 0 {_ALIVE}").split()
+        now = time.monotonic()
+        sign = self._store.wait_for(f"{_PREFIX}0", BEAT_S / 2)
+        if sign is not None or (self._beats > 0 and self._store.wait_for(f"{_PREFIX}{self._process}", BEAT_S / 2)):
+            self._answered = time.monotonic()
+        _, steps, state = (sign or f"0 0 {_ALIVE}").split()
+        if now - self._answered > self._lost_after_s:
+            return f"0 has not answered for {now - self._answered:.0f} s"
         if state == _FAILED:
             return f"0 ended on an exception in or after step {steps}"
         if state == _ENDED and int(steps) < self._steps:
             return f"0 has ended after step {steps}"
         return None
 
+    def _link_broke(self, link: CoordinatorLink) -> None:
+        if self._state != _ALIVE:
+            self._stop.wait(GRACE_S)  # process 0 has left jax's barrier as this one does
+        if not self._is_over():
+            self._hear(f"0 {link.lost}")
+
     def _hear(self, verdict: str) -> None:
         process, text = verdict.split(" ", 1)
-        if int(process) == self._process or self._state != _ALIVE:
-            return
-        self.lost = ProcessLostError(
-            where=f"process {self._process}, step {self._steps}",
-            expected=f"process {process} to take part",
-            got=f"process {process} {text}",
-            hint=f"look into the log of process {process}; then start all processes again from the last checkpoint",
-        )
+        with self._lock:
+            if int(process) == self._process or self._state == _FAILED or self.lost is not None:
+                return
+            self.lost = lost_error(self._process, int(process), text, f"step {self._steps}")
         logger.error("%s", self.lost)
-        main, stood_still_s, at = threading.main_thread().ident, 0.0, None
-        while stood_still_s < GRACE_S and not self._told and not self._stop.is_set():
-            frame = sys._current_frames().get(main or 0)
-            here = (id(frame), frame.f_lasti if frame is not None else 0)
-            stood_still_s = stood_still_s + 0.5 if here == at else 0.0
-            at = here
-            self._stop.wait(0.5)
-        if not self._told and not self._stop.is_set():
-            logger.error("process %d waits for process %s in vain: ended", self._process, process)
-            _leave()
+        heard, told_where = time.monotonic(), wait_until_stuck(lambda: self._told_at is not None or self._is_over())
+        if told_where is None:
+            return  # the main thread ends with the error by itself
+        logger.error("process %d waits for process %s in vain: ended", self._process, process)
+        self._stay_until_heard(heard)
+        leave(self.lost, told_where)
+
+    def _stay_until_heard(self, since: float) -> None:
+        """Process 0 keeps what is told: it stays until all have had the time to hear it."""
+        if self._process == 0:
+            time.sleep(max(0.0, since + 3 * BEAT_S - time.monotonic()))
 
     # The end
 
@@ -161,11 +213,21 @@ class Watch:
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._await_verdict()
         self._state = _FAILED if error is not None else _ENDED
-        together = self.lost is None and self._say_so(linger=error is not None)
+        if self.lost is not None:
+            if self._told_at is None:
+                self._told_at = time.monotonic()
+                leave(self.lost)
+            self._stay_until_heard(self._told_at)
+            leave()
+        if self._is_over():
+            return
+        if not self._say_so(linger=error is not None):
+            leave()  # jax would wait minutes for the others, and then for the one that is lost
+        jax.distributed.shutdown()  # here, while the others are watched
+        # Python aborts threads that are in C++ when it ends.
         self._stop.set()
-        self._thread.join(2 * BEAT_S)
-        if not together:
-            _leave()  # jax would wait minutes for the others, and then for the one that is lost
+        for thread in self._threads:
+            thread.join(2 * BEAT_S)
 
     def _say_so(self, linger: bool) -> bool:
         """Tells the others that this process ends, and whether jax's own end, which waits for all, can follow.
@@ -187,9 +249,46 @@ class Watch:
         return not linger
 
 
-def _leave() -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+def lost_error(here: int, lost: int, what: str, at: str) -> ProcessLostError:
+    return ProcessLostError(
+        where=f"process {here}, {at}",
+        expected=f"process {lost} to take part",
+        got=f"process {lost} {what}",
+        hint=f"look into the log of process {lost}; then start all processes again from the last checkpoint",
+    )
+
+
+def wait_until_stuck(is_told: Callable[[], bool]) -> str | None:
+    """Where the main thread stands, once it has stood still for `GRACE_S` or `MOST_S` are over; None: it was told."""
+    main, stood_still_s, at = threading.main_thread().ident, 0.0, None
+    begun = time.monotonic()
+    while stood_still_s < GRACE_S and time.monotonic() < begun + MOST_S:
+        if is_told():
+            return None
+        frame = sys._current_frames().get(main or 0)
+        here = (id(frame), frame.f_lasti if frame is not None else 0)
+        stood_still_s = stood_still_s + 0.5 if here == at else 0.0
+        at = here
+        del frame  # it would keep alive what the main thread has left
+        time.sleep(0.5)
+    frame = sys._current_frames().get(main or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+def leave(error: BaseException | None = None, stack: str = "") -> NoReturn:
+    """Ends the process at once, with an error as Python prints it."""
+    if error is not None:
+        kind = type(error)
+        text = f"Traceback (most recent call last):\n{stack}{kind.__module__}.{kind.__qualname__}: {error}\n"
+        os.write(2, text.encode())
+
+    def flush() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)  # the main thread may hold their locks for ever
+    flushing.start()
+    flushing.join(1.0)
     os._exit(1)
 
 
@@ -199,4 +298,18 @@ def the_watch() -> Watch | None:
     store = jax_compat.shared_store()
     if store is None or jax.process_count() == 1:
         return None
-    return Watch(store, jax.process_index(), LOST_AFTER_S)
+    return watch_from_the_start() or Watch(store, jax.process_index())
+
+
+_from_the_start: list[Watch] = []
+
+
+def watch_from_the_start() -> Watch | None:
+    """The watch that `autopar.distributed.initialize` has begun."""
+    return _from_the_start[0] if _from_the_start else None
+
+
+def begin_watch(store: SharedStore, process: int, num_processes: int, link: CoordinatorLink | None) -> None:
+    """Begins the watch of a program that all of its processes have joined."""
+    others = frozenset(range(num_processes)) - {process}
+    _from_the_start.append(Watch(store, process, others, link))

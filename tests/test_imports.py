@@ -106,6 +106,7 @@ LAYER_OF = {
     "elsewhere_gpu": "compiler",
     "elsewhere_tpu": "compiler",
     "decision_checks": "compiler",
+    "distributed": "compiler",
     "emission": "compiler",
     "memory_refusals": "compiler",
     "global_step": "compiler",

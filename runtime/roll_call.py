@@ -1,0 +1,170 @@
+"""The processes of a program meet before jax brings them together: who does not come, or goes meanwhile, has a name.
+
+jax's own way in ends a process with a C++ stack when another one does not come. So process 0 first listens at the
+address of the coordination service itself. Every other process connects and says its number; when all have, all are
+told, and process 0 gives the address to jax. The connections stay until jax has joined the processes: both ends say
+each second that they are there, and process 0 tells all who is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+_BEAT_S = 1.0
+_SILENT_S = 20.0
+_HELLO = "autopar.distributed"
+
+
+class RollCall:
+    """The meeting, as one process sees it. `lost` is (process, what is known) of the first that is lost."""
+
+    def __init__(self, process: int, num_processes: int, address: str, timeout_s: float) -> None:
+        self._process, self._num_processes, self._address = process, num_processes, _host_and_port(address)
+        self._timeout_s = timeout_s
+        self._ends: dict[int, socket.socket] = {}
+        self._all_here, self._closed = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self.lost: tuple[int, str] | None = None
+        self._on_lost: list[Callable[[], None]] = []
+
+    def hold(self) -> None:
+        """Returns when all are here, or `lost` says who is not."""
+        deadline = time.monotonic() + self._timeout_s
+        if self._process == 0:
+            self._listen(deadline)
+        else:
+            self._connect(deadline)
+
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Calls `call`, in another thread, when a process goes before `close`."""
+        self._on_lost.append(call)
+        if self.lost is not None:
+            call()
+
+    def close(self) -> None:
+        """Ends the meeting: jax has joined the processes."""
+        self._closed.set()
+        for end in self._ends.values():
+            _say(end, "bye")
+            end.close()
+
+    # Process 0
+
+    def _listen(self, deadline: float) -> None:
+        host, port = self._address
+        any_host = host in ("", "::")
+        family = socket.AF_INET6 if any_host and socket.has_dualstack_ipv6() else socket.AF_INET
+        both = family == socket.AF_INET6
+        where = ("" if any_host else host, port)
+        with socket.create_server(where, family=family, dualstack_ipv6=both, backlog=self._num_processes) as server:
+            server.settimeout(0.2)
+            while len(self._ends) < self._num_processes - 1 and self.lost is None:
+                missing = sorted(set(range(1, self._num_processes)) - set(self._ends))
+                if time.monotonic() > deadline:
+                    others = f", nor have {', '.join(map(str, missing[1:]))}" if missing[1:] else ""
+                    self._lose(missing[0], f"has not come within {self._timeout_s:.0f} s{others}")
+                    return
+                with contextlib.suppress(TimeoutError):
+                    end, _ = server.accept()
+                    _thread(functools.partial(self._welcome, end))
+        for end in list(self._ends.values()):
+            _say(end, "all")
+        self._all_here.set()
+
+    def _welcome(self, end: socket.socket) -> None:
+        end.settimeout(_SILENT_S)
+        with contextlib.suppress(OSError, ValueError), end.makefile("r") as lines:
+            hello, number = lines.readline().split()
+            if hello != _HELLO:
+                return
+            process = int(number)
+            self._ends[process] = end
+            _thread(functools.partial(self._beat, end))
+            self._read(process, lines)
+
+    # All
+
+    def _connect(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            try:
+                end = socket.create_connection(self._address, timeout=5.0)
+            except OSError:
+                time.sleep(0.2)  # process 0 has not begun
+                continue
+            end.settimeout(_SILENT_S)
+            _say(end, f"{_HELLO} {self._process}")
+            self._ends[0] = end
+            _thread(functools.partial(self._beat, end))
+            _thread(functools.partial(self._follow, end))
+            while not self._all_here.wait(0.1):
+                if self.lost is not None:
+                    return
+                if time.monotonic() > deadline + _SILENT_S:  # process 0 says sooner who has not come
+                    break
+            else:
+                return
+        self._lose(0, f"has not been reached at {':'.join(map(str, self._address))} within {self._timeout_s:.0f} s")
+
+    def _follow(self, end: socket.socket) -> None:
+        with contextlib.suppress(OSError), end.makefile("r") as lines:
+            self._read(0, lines)
+
+    def _read(self, process: int, lines: object) -> None:
+        """Reads what the other end says until it is done."""
+        why = "has closed its connection"
+        try:
+            for line in lines:  # type: ignore[attr-defined]
+                word, _, rest = line.strip().partition(" ")
+                if word == "all":
+                    self._all_here.set()
+                elif word == "lost":
+                    number, _, text = rest.partition(" ")
+                    if int(number) != self._process:
+                        self._lose(int(number), text)
+                    return
+                elif word == "bye":
+                    return
+        except TimeoutError:
+            why = f"has shown no sign of life for {_SILENT_S:.0f} s"
+        except OSError as error:
+            why = f"has closed its connection ({error.strerror or error})"
+        self._lose(process, why)
+
+    def _beat(self, end: socket.socket) -> None:
+        while not self._closed.wait(_BEAT_S):
+            if not _say(end, "here"):
+                return
+
+    def _lose(self, process: int, text: str) -> None:
+        with self._lock:
+            if self.lost is not None or self._closed.is_set():
+                return
+            self.lost = process, text
+        if self._process == 0:
+            for number, end in list(self._ends.items()):
+                if number != process:
+                    _say(end, f"lost {process} {text}")
+        for call in self._on_lost:
+            call()
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, port = address.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
+def _say(end: socket.socket, line: str) -> bool:
+    try:
+        end.sendall(f"{line}\n".encode())
+    except OSError:
+        return False
+    return True
+
+
+def _thread(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="autopar roll call", daemon=True).start()
