@@ -184,17 +184,6 @@ def test_a_missing_argument_is_pythons_own_error():
     assert_works(parallel)
 
 
-def test_keyword_only_arguments_are_named():
-    def step(state, batch, *, rate=0.1):
-        return mlp_step(state, batch)
-
-    parallel = small(step)
-    with pytest.raises(errors.InvalidArgumentError, match=r"step: .*keyword-only rate") as caught:
-        parallel(new_mlp_state(), mlp_batch(), rate=1.0)
-    assert "positional" in caught.value.hint
-    assert_works(parallel)
-
-
 @pytest.mark.parametrize("name", ["batch_argnums", "donate_argnums", "static_argnums"])
 @pytest.mark.parametrize("number", [2, -1])
 def test_argument_numbers_out_of_range(name, number):
