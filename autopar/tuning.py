@@ -30,6 +30,7 @@ from autopar.plan_text import in_short
 from autopar.progress import Progress
 from autopar.quantities import text_of_bytes, text_of_s
 from autopar.recipes import Recipe, data_parallel, zero
+from autopar.runtime.dispatching import drain
 from autopar.step import Asked, Step, asked_of, check_is_step, keep_rules
 from autopar.whole_search import PlanOptions
 
@@ -352,6 +353,7 @@ def _turn_of(compiled: Compiled | CompiledPipeline, arguments: Sequence[Any]) ->
             # What a step takes over comes back.
             given = [made[tied[i]] if i in tied else leaf for i, leaf in enumerate(given)]
             del made
+        drain()
         return took[1:]
 
     return turn

@@ -55,6 +55,12 @@ class InFlight:
             self._made.clear()
             self._unknown = 0
 
+    def drain(self) -> None:
+        """Waits for all that is noted, and holds none of it any more."""
+        jax.block_until_ready([array for array in self._made if not array.is_deleted()])
+        self._made.clear()
+        self._unknown = 0
+
 
 def smallest(avals: Sequence[Any], kept: Iterable[int] = ()) -> int | None:
     """The position of the smallest result, one of those that no later program takes over where there are any."""
@@ -70,3 +76,10 @@ def in_flight_on(devices: Sequence[jax.Device]) -> InFlight | None:
     if devices[0].platform != "cpu":
         return None
     return _on_cpu.setdefault(tuple(sorted(d.id for d in devices)), InFlight())
+
+
+def drain() -> None:
+    """Waits for the programs in flight on CPU devices, so that no memory is held for them."""
+    with turn:
+        for in_flight in _on_cpu.values():
+            in_flight.drain()

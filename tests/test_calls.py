@@ -1,6 +1,7 @@
 """What a call has to have in common with the last one to run its program: configuration, types, memory, threads."""
 
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +208,16 @@ def test_the_oldest_program_in_flight_is_waited_for():
     for i, array in enumerate(made):
         in_flight.add(array)
         assert [x.waited_for for x in made] == [n < i + 1 - MOST_IN_FLIGHT for n in range(40)]
+
+
+def test_nothing_is_held_for_what_is_drained():
+    in_flight, array = InFlight(), jnp.zeros(4)
+    in_flight.add(array)
+    alive = weakref.ref(array)
+    del array
+    assert alive() is not None
+    in_flight.drain()
+    assert alive() is None
 
 
 def test_programs_that_were_all_taken_over_are_bounded_too():
