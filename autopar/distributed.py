@@ -27,8 +27,8 @@ def initialize(
     """Joins the processes of a program: `jax.distributed.initialize`, which takes the same arguments.
 
     All processes call it. When one of them is killed or stopped afterwards, process 0 too, each of the others ends
-    within a minute with an error that names it. With jax's own function they do so after the first step only, and jax
-    ends them with a C++ stack where it is process 0. Processes that do not come are waited for as long as
+    within a minute with an error that names it. With jax's own function they do so from the first step on only, and jax
+    adds a C++ stack where it is process 0. Processes that do not come are waited for as long as
     `initialization_timeout` says, in seconds.
 
     Raises: ProcessLostError where processes do not come, or go while they join; what jax raises.

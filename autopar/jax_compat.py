@@ -437,6 +437,11 @@ def process_of_distributed() -> tuple[int, int]:
     return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
+def coordinator_address() -> str:
+    """host:port of the coordination service, in process 0."""
+    return distributed.global_state.coordinator_address or ""
+
+
 def shared_store() -> SharedStore | None:
     """What the processes of this program share; None where `jax.distributed` is not in use."""
     client = distributed.global_state.client

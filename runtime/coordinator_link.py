@@ -12,8 +12,10 @@ import contextlib
 import functools
 import socket
 import threading
+import time
 from collections.abc import Callable
 
+_AGAIN_S = 0.001
 _CLOSING_S = 2.0  # after the service has closed a connection: what jax takes to close its end too, when all is well
 
 
@@ -86,6 +88,31 @@ class CoordinatorLink:
             self.lost = why
             for call in self._on_lost:
                 call()
+
+
+def when_service_goes(address: str, call: Callable[[str], None]) -> None:
+    """Calls `call` with what is known when nobody listens at `address` any more, in another thread.
+
+    For a client that is connected to the service itself: it ends its process about a hundredth of a second later, which
+    is enough to say why.
+    """
+    host, port = address.rsplit(":", 1)
+
+    def look() -> None:
+        while True:
+            try:
+                with socket.create_connection((host.strip("[]"), int(port)), timeout=10.0) as end:
+                    end.settimeout(None)
+                    while end.recv(1 << 12):
+                        pass  # the service says what it expects, and closes the connection after a while
+            except ConnectionRefusedError as error:
+                call(f"takes no connections any more ({error.strerror or error})")
+                return
+            except OSError:
+                pass
+            time.sleep(_AGAIN_S)
+
+    _thread(look)
 
 
 _kept_open: list[socket.socket] = []  # until this process ends

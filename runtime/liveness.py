@@ -33,7 +33,7 @@ import jax
 from autopar import jax_compat
 from autopar.errors import ProcessLostError
 from autopar.jax_compat import SharedStore
-from autopar.runtime.coordinator_link import CoordinatorLink
+from autopar.runtime.coordinator_link import CoordinatorLink, when_service_goes
 
 logger = logging.getLogger("autopar")
 
@@ -76,6 +76,8 @@ class Watch:
             thread.start()
         if link is not None:
             link.when_lost(lambda: self._link_broke(link))
+        elif process != 0:
+            when_service_goes(jax_compat.coordinator_address(), self._service_went)
         atexit.register(self._end)
 
     def begin_step(self) -> None:
@@ -187,13 +189,17 @@ class Watch:
         if not self._is_over():
             self._hear(f"0 {link.lost}")
 
+    def _service_went(self, why: str) -> None:
+        if self._state == _ALIVE and not self._is_over():
+            self._hear(f"0 {why}")
+
     def _hear(self, verdict: str) -> None:
         process, text = verdict.split(" ", 1)
         with self._lock:
             if int(process) == self._process or self._state == _FAILED or self.lost is not None:
                 return
             self.lost = lost_error(self._process, int(process), text, f"step {self._steps}")
-        logger.error("%s", self.lost)
+        logger.error("ProcessLostError: %s", self.lost)
         heard, told_where = time.monotonic(), wait_until_stuck(lambda: self._told_at is not None or self._is_over())
         if told_where is None:
             return  # the main thread ends with the error by itself

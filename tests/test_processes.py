@@ -111,7 +111,9 @@ def test_an_exception_in_one_process_ends_the_others(tmp_path, process):
 
 
 @pytest.mark.slow
-def test_jax_ends_the_others_when_the_first_process_dies(tmp_path):
+def test_the_others_say_so_before_jax_ends_them_when_the_first_process_dies(tmp_path):
     (_, _, died_s), (code, text, ended_s) = launch(tmp_path, 2, 2, 120.0, **MLP | {"steps": 1000, "dies": [0, 2]})
     assert code not in (0, -9), text
+    assert "ProcessLostError: process 1, step" in text
+    assert "got process 0 takes no connections any more" in text
     assert ended_s - died_s < 30.0
