@@ -90,8 +90,8 @@ def random_case(random_: random.Random) -> Case:
     )
 
 
-def run(case: Case, folder: Path) -> list[Ended] | None:
-    """How the others ended; None where the process had ended before its moment."""
+def run(case: Case, folder: Path) -> tuple[str, list[Ended]] | None:
+    """The phase in which the process was, and how the others ended; None where it had ended before its moment."""
     coordinator, *ports = free_ports(case.processes + 1)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
@@ -118,6 +118,7 @@ def run(case: Case, folder: Path) -> list[Ended] | None:
         if victim.poll() is not None or not reached:
             return None
         victim.send_signal(getattr(signal, case.signal))
+        phase = (["starts", *re.findall("phase: (.*)\n", logs[case.victim].read_text())])[-1]
         lost_at = time.monotonic()
         others = {i: p for i, p in enumerate(running) if i != case.victim}
         seconds: dict[int, float] = {}
@@ -130,7 +131,7 @@ def run(case: Case, folder: Path) -> list[Ended] | None:
         for p in running:
             p.send_signal(signal.SIGKILL)
             p.wait()
-    return [
+    return phase, [
         Ended(code=p.returncode, seconds=seconds.get(i, WAIT_S), error=error_in(logs[i].read_text(), case.victim))
         for i, p in others.items()
     ]
@@ -144,18 +145,18 @@ def error_in(log: str, victim: int) -> str:
     return "done" if "phase: ends\n" in log and "Error" not in log and "Check failure" not in log else ""
 
 
-def table(cases: Sequence[tuple[Case, list[Ended]]]) -> str:
+def table(cases: Sequence[tuple[Case, str, list[Ended]]]) -> str:
     """Rows of Markdown, one for each program."""
     lines = [
-        "| processes | stages | lost | by | in phase | s into it | others ended after, s | exit codes | saying of it |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| processes | stages | lost | by | in phase | others ended after, s | exit codes | saying of it |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for case, others in cases:
+    for case, phase, others in cases:
         seconds = ", ".join(f"{e.seconds:.0f}" for e in others)
         codes = ", ".join(str(e.code) for e in others)
         said = "; ".join(dict.fromkeys(e.error or "NOTHING" for e in others))
         lines.append(
-            f"| {case.processes} | {case.stages} | {case.victim} | {case.signal} | {case.phase} | {case.after_s:.1f} "
+            f"| {case.processes} | {case.stages} | {case.victim} | {case.signal} | {phase} "
             f"| {seconds} | {codes} | {said[:160]} |"
         )
     return "\n".join(lines)
@@ -207,19 +208,20 @@ def main() -> None:
     while len(found) < options.programs:
         case = random_case(random_)
         with tempfile.TemporaryDirectory() as folder:
-            others = run(case, Path(folder))
-            if others is None:
+            ended = run(case, Path(folder))
+            if ended is None:
                 continue
-            found.append((case, others))
+            phase, others = ended
+            found.append((case, phase, others))
             print(table(found[-1:]).splitlines()[-1], flush=True)
             for i, e in enumerate(others):
                 if not e.is_right:
                     print(f"--- not right ({i}):")
                     print("\n".join(log.read_text()[-2500:] for log in sorted(Path(folder).iterdir())), flush=True)
-    wrong = sum(not e.is_right for _, others in found for e in others)
-    last = max(e.seconds for _, others in found for e in others)
+    wrong = sum(not e.is_right for *_, others in found for e in others)
+    last = max(e.seconds for *_, others in found for e in others)
     text = (
-        f"{len(found)} programs, a process of each lost; {sum(len(others) for _, others in found)} others, of which "
+        f"{len(found)} programs, a process of each lost; {sum(len(others) for *_, others in found)} others, of which "
         f"{wrong} did not end within {LIMIT_S:.0f} s with an error that names it; the last after {last:.0f} s.\n"
     )
     print(text)

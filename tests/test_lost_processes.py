@@ -65,9 +65,9 @@ def test_a_process_that_goes_while_jax_joins_them_is_named_by_all():
 )
 def test_the_others_end_within_a_minute_with_its_name(tmp_path: Path, victim, signal, phase, after_s, said):
     case = Case(processes=2, stages=2, victim=victim, signal=signal, phase=phase, after_s=after_s)
-    others = run(case, tmp_path)
-    assert others is not None
-    for ended in others:
+    found = run(case, tmp_path)
+    assert found is not None
+    for ended in found[1]:
         assert said in ended.error, (tmp_path / f"log{1 - victim}").read_text()[-3000:]
         assert ended.seconds < 60.0
         assert ended.code == 1
