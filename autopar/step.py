@@ -23,7 +23,7 @@ from autopar.donation import untied_arguments
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
 from autopar.fast_path import FastPath
 from autopar.garbage import collected_seldom
-from autopar.global_step import make_state
+from autopar.global_step import make_state, naming_the_lost
 from autopar.layout import even_layout
 from autopar.lowered import Lowered
 from autopar.memory_refusals import check_given_plan_fits
@@ -276,7 +276,8 @@ class Step:
             abstract(leaf, f"batch{jax.tree_util.keystr(path)}")
         leaves, tree = jax.tree.flatten(data)
         if jax.process_count() > 1:
-            return jax.tree.unflatten(tree, self._batches.put(word, leaves, tree, self._planned_batches))
+            placed = naming_the_lost(lambda: self._batches.put(word, leaves, tree, self._planned_batches))
+            return jax.tree.unflatten(tree, placed)
         if planned is None:
             return data
         shapes, shardings = self._planned_batches()[-1]
@@ -318,12 +319,14 @@ class Step:
         if jax.process_count() == 1 or any(map(nnx_objects.holds_objects, args)):
             return tuple(args)
         examples = nnx_objects.batch_argnums(args, self._options.batch_argnums, _DEFAULTS["batch_argnums"])
-        whole = self._batches.arguments(
-            self._dynamic(args),
-            sorted(self._numbers(examples, len(args))),
-            names=lambda: self._dynamic_names(len(args)),
-            planned=self._planned_batches,
-            is_run=is_run,
+        whole = naming_the_lost(
+            lambda: self._batches.arguments(
+                self._dynamic(args),
+                sorted(self._numbers(examples, len(args))),
+                names=lambda: self._dynamic_names(len(args)),
+                planned=self._planned_batches,
+                is_run=is_run,
+            )
         )
         dynamic, static = iter(whole), self._options.static_argnums
         return tuple(arg if i in static else next(dynamic) for i, arg in enumerate(args))

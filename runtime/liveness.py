@@ -68,7 +68,7 @@ class Watch:
         self._answered = begun
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._told_at: float | None = None
+        self._is_told, self._lost_at = False, begun
         self.lost: ProcessLostError | None = None
         runs = (self._show, self._look)
         self._threads = [threading.Thread(target=run, name="autopar liveness", daemon=True) for run in runs]
@@ -88,7 +88,7 @@ class Watch:
     def check(self) -> None:
         """Raises: ProcessLostError."""
         if self.lost is not None:
-            self._told_at = self._told_at or time.monotonic()
+            self._is_told = True
             raise self.lost
 
     def ahead(self) -> list[int]:
@@ -104,7 +104,7 @@ class Watch:
         self._await_verdict()
         if self.lost is None:
             raise error
-        self._told_at = self._told_at or time.monotonic()
+        self._is_told = True
         raise self.lost from error
 
     def _await_verdict(self) -> None:
@@ -198,19 +198,20 @@ class Watch:
         with self._lock:
             if int(process) == self._process or self._state == _FAILED or self.lost is not None:
                 return
+            self._lost_at = time.monotonic()
             self.lost = lost_error(self._process, int(process), text, f"step {self._steps}")
         logger.error("ProcessLostError: %s", self.lost)
-        heard, told_where = time.monotonic(), wait_until_stuck(lambda: self._told_at is not None or self._is_over())
-        if told_where is None:
+        where = wait_until_stuck(lambda: self._is_told or self._is_over())
+        if where is None:
             return  # the main thread ends with the error by itself
         logger.error("process %d waits for process %s in vain: ended", self._process, process)
-        self._stay_until_heard(heard)
-        leave(self.lost, told_where)
+        self._stay_until_heard()
+        leave(self.lost, where)
 
-    def _stay_until_heard(self, since: float) -> None:
+    def _stay_until_heard(self) -> None:
         """Process 0 keeps what is told: it stays until all have had the time to hear it."""
         if self._process == 0:
-            time.sleep(max(0.0, since + 3 * BEAT_S - time.monotonic()))
+            time.sleep(max(0.0, self._lost_at + 4 * BEAT_S - time.monotonic()))
 
     # The end
 
@@ -220,11 +221,9 @@ class Watch:
             self._await_verdict()
         self._state = _FAILED if error is not None else _ENDED
         if self.lost is not None:
-            if self._told_at is None:
-                self._told_at = time.monotonic()
-                leave(self.lost)
-            self._stay_until_heard(self._told_at)
-            leave()
+            error, self._is_told = None if self._is_told else self.lost, True
+            self._stay_until_heard()
+            leave(error)
         if self._is_over():
             return
         if not self._say_so(linger=error is not None):
