@@ -136,7 +136,7 @@ def decide(name: str, passed: Sequence[Passed], planned: Sequence[Sequence[Shape
     by_data = local if other else whole
     by_shape = {GLOBAL: whole, LOCAL: local}.get(_as_planned(passed, as_local, planned) or "", by_data)
     if by_shape == by_data:
-        return dataclasses.replace(local, by_data=True) if other and before is None else by_data
+        return dataclasses.replace(local, by_data=True) if other and before != LOCAL else by_data
     if before == LOCAL:
         return local
     if other:

@@ -92,6 +92,12 @@ def test_equal_data_are_the_whole_batch_and_others_are_rows():
     )
 
 
+def test_only_the_first_rows_that_differ_are_told():
+    said = [decide("step", [Passed("auto", (leaf(8, h),)) for h in "ab"], (), before).by_data for before in
+            (None, "global", "local")]  # fmt: skip
+    assert said == [True, True, False]
+
+
 def test_shapes_of_plans_must_agree_with_the_data():
     assert taken(leaf(8, "a"), leaf(8, "b"), planned=[[(16, 4)]]) == "local"
     assert taken(leaf(8, "a"), leaf(8, "a"), planned=[[(8, 4)]]) == "global"
