@@ -132,17 +132,21 @@ def run(case: Case, folder: Path) -> tuple[str, list[Ended]] | None:
             p.send_signal(signal.SIGKILL)
             p.wait()
     return phase, [
-        Ended(code=p.returncode, seconds=seconds.get(i, WAIT_S), error=error_in(logs[i].read_text(), case.victim))
+        Ended(
+            code=p.returncode,
+            seconds=seconds.get(i, WAIT_S),
+            error=error_in(logs[i].read_text(), case.victim, p.returncode),
+        )
         for i, p in others.items()
     ]
 
 
-def error_in(log: str, victim: int) -> str:
+def error_in(log: str, victim: int, code: int) -> str:
     """What an error of autopar says of a process, empty where none names it; "done" where none was needed any more."""
     named = re.search(rf"ProcessLostError: .*got process {victim} ([^\n]*)", log)
     if named is not None:
         return named[1]
-    return "done" if "phase: ends\n" in log and "Error" not in log and "Check failure" not in log else ""
+    return "done" if "phase: ends\n" in log and code == 0 else ""
 
 
 def table(cases: Sequence[tuple[Case, str, list[Ended]]]) -> str:

@@ -136,7 +136,7 @@ class Watch:
                 verdict = self._judge() if self._process == 0 else self._look_at_the_judge()
                 verdict = verdict or self._store.wait_for(_VERDICT, BEAT_S / 2)
             except jax.errors.JaxRuntimeError as error:
-                if self._is_over():
+                if self._is_over_soon():
                     return
                 verdict = f"0 does not answer any more ({str(error).splitlines()[0][:100]})"
             if verdict is not None:
@@ -146,6 +146,12 @@ class Watch:
 
     def _is_over(self) -> bool:
         return self._stop.is_set() or jax_compat.shared_store() is None  # after `jax.distributed.shutdown`
+
+    def _is_over_soon(self) -> bool:
+        """The same, some time after all have left jax's barrier, where this process ends."""
+        if self._state != _ALIVE:
+            self._stop.wait(GRACE_S)
+        return self._is_over()
 
     def _judge(self) -> str | None:
         """The verdict, `number of the process, what is known`, when one is lost."""
@@ -184,9 +190,7 @@ class Watch:
         return None
 
     def _link_broke(self, link: CoordinatorLink) -> None:
-        if self._state != _ALIVE:
-            self._stop.wait(GRACE_S)  # process 0 has left jax's barrier as this one does
-        if not self._is_over():
+        if not self._is_over_soon():
             self._hear(f"0 {link.lost}")
 
     def _service_went(self, why: str) -> None:
