@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopar.decisions import ShardingPlan
 from autopar.graph import Atom, Block, Op, OpGraph
-from autopar.intra_op import ShardingPlan
 from autopar.partials import find_partials
 
 

@@ -13,8 +13,9 @@ from autopar.cluster import Cluster
 from autopar.constraints import Binding
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.mesh import LogicalMesh
+from autopar.options import PipelineOptions, PlanOptions
 from autopar.pins import PinsOnMesh, on_meshes
-from autopar.pipelining import PipelineOptions, default_chunks, part_of
+from autopar.pipelining import default_chunks, part_of
 from autopar.progress import Progress
 from autopar.purposes import described
 from autopar.rules import RuleBook
@@ -23,8 +24,7 @@ from autopar.search_space import few_bubbles, is_long, meshes_inside, microbatch
 from autopar.sinking import copies_state
 from autopar.stage_assignment import balanced
 from autopar.stage_building import Choice, Cut, build, cut_layers, layers_of_pieces
-from autopar.staging import TracedStep
-from autopar.whole_search import PlanOptions
+from autopar.traced_step import TracedStep
 
 
 def asked_pipeline(

@@ -22,13 +22,9 @@ from autopar.layout import Layout, enumerate_layouts, enumerate_with_partial, re
 from autopar.mesh import LogicalMesh
 from autopar.partials import Partials, find_partials
 from autopar.strategies import Signature, Strategy, enumerate_strategies, following
+from autopar.value_state import ALL
 
 Layouts = tuple[Layout, ...]
-
-# The states in which a value can lie, beside the copies for one role (by the role's name): as its operation left it,
-# once its sums are reduced, and as a copy for readers of all roles; and in the memory of the host, which nothing reads.
-RAW, PLACED, ALL = "raw", "placed", "all"
-HOST = "host"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -11,8 +11,8 @@ import collections
 from collections.abc import Iterator, Mapping
 
 from autopar.costs import flops_of
+from autopar.decisions import ShardingPlan
 from autopar.graph import Dimension, OpGraph, OpKind, Role, Value
-from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout
 from autopar.purposes import described
 

@@ -14,7 +14,7 @@ from autopar.errors import UnsupportedError
 from autopar.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
 from autopar.rewriting import remove_dead
 from autopar.rules import RuleBook, equation_key, replicated_rule
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
 _NOISE = frozenset({"", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "scan", "branch"})

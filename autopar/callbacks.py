@@ -17,19 +17,12 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError
-from autopar.graph import Op, OpKind
 
 PRIMITIVES = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 
 
 def is_callback(eqn: Any) -> bool:
     return eqn is not None and eqn.primitive.name in PRIMITIVES
-
-
-def has_effects(op: Op) -> bool:
-    """Whether an operation, or one inside of it, does more than its results say."""
-    runs = op.kind in (OpKind.EQUATION, OpKind.SCAN, OpKind.WHILE, OpKind.COND)
-    return runs and op.eqn is not None and bool(op.eqn.effects)
 
 
 def guarded(eqn: Any, failures: list[BaseException]) -> Any:

@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
-from autopar.assembly import HOST
 from autopar.callbacks import raise_failures
 from autopar.compiler import make_function, make_staged
 from autopar.errors import UnsupportedError
@@ -29,9 +28,10 @@ from autopar.runtime.verifier import verify_program
 from autopar.seams import Seams, seams_of
 from autopar.sharding_trees import shardings_in
 from autopar.specs import check_host_memory, named_sharding, submesh
-from autopar.staging import TracedStep
 from autopar.task_programs import compile_tasks, sharding_of
 from autopar.tasks import layout_of
+from autopar.traced_step import TracedStep
+from autopar.value_state import HOST
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ from autopar.memory_use import memory_of_program
 from autopar.mesh import LogicalMesh
 from autopar.node_costs import cost_model
 from autopar.offloading import with_host_copies
+from autopar.options import PlanOptions
 from autopar.pin_prices import price_in_one_program, price_in_stages
 from autopar.pipeline_search import search_pipelines
 from autopar.pipelining import (
@@ -80,8 +81,8 @@ from autopar.recording import (
 from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
 from autopar.stage_building import cut_layers, recomputed
-from autopar.staging import TracedStep
-from autopar.whole_search import LONG_STEP, Candidate, PlanOptions, check_state_fits, state_bytes, whole_steps
+from autopar.traced_step import TracedStep
+from autopar.whole_search import LONG_STEP, Candidate, check_state_fits, state_bytes, whole_steps
 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.

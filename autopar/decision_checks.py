@@ -13,9 +13,9 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from autopar.algebra import is_summing_type, sums_locally
+from autopar.decisions import ShardingPlan
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.graph import Block, FactorKind, Op, OpGraph, OpKind, walk
-from autopar.intra_op import ShardingPlan
 from autopar.json_files import Fault
 from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh

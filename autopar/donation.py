@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 
 _KEY = re.compile(r"\[[^\]]*\]|\.\w+")  # one step of a path: ['w'], [0] or .params
 

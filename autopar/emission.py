@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from autopar import attention, jax_compat
-from autopar.assembly import HOST, RAW
 from autopar.callbacks import guarded, is_callback
 from autopar.graph import Constant, OpGraph, OpKind
 from autopar.grouped_convolutions import convolved_part, is_grouped
@@ -37,6 +36,7 @@ from autopar.instructions import (
 from autopar.layout import Layout
 from autopar.resharding import Step, StepKind
 from autopar.specs import DEVICE_MEMORY, named_sharding, partition_spec
+from autopar.value_state import HOST, RAW
 
 Environment = dict[tuple[int, Place], Any]
 

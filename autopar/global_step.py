@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.crossings import absent, cross, is_here, to_all_processes
 from autopar.runtime.global_arrays import aval_of, from_whole, move, place
 from autopar.runtime.liveness import the_watch
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 
 # Results that are not state go to all processes where they are not larger: losses and other metrics.
 SHARED_BYTES = 65536

@@ -266,3 +266,9 @@ def read_by(op: Op) -> tuple[int, ...]:
     """The values that an operation reads: its operands, then what its blocks read from around them."""
     own = [a for a in op.inputs if isinstance(a, int)]
     return tuple(dict.fromkeys([*own, *(v for block in op.blocks for v in sorted(free_values(block)))]))
+
+
+def has_effects(op: Op) -> bool:
+    """Whether an operation, or one inside of it, does more than its results say."""
+    runs = op.kind in (OpKind.EQUATION, OpKind.SCAN, OpKind.WHILE, OpKind.COND)
+    return runs and op.eqn is not None and bool(op.eqn.effects)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from autopar.assembly import HOST, PLACED, RAW
 from autopar.graph import Atom, Block, Op, Role, Section
 from autopar.layout import Layout
 from autopar.lazy import lazy
 from autopar.resharding import Step
 from autopar.strategies import Strategy
+from autopar.value_state import HOST, PLACED, RAW
 
 # Where a value lies: its layout, and as what: RAW as its operation left it, PLACED once its sums are reduced, a copy
 # for ALL readers, or one for the readers of a role (by the role's name), or in the memory of the HOST.

@@ -8,44 +8,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar import solver
-from autopar.assembly import ALL, PLACED, RAW, Assembly, Home, Reshard, assemble
+from autopar.assembly import Assembly, Home, Reshard, assemble
 from autopar.attention_checks import check_heads, check_rings
 from autopar.constraints import Constraints
+from autopar.decisions import Relaxation, ShardingPlan, SolverReport
 from autopar.folding import fold, joined
 from autopar.graph import Op, OpGraph, OpKind, Section, read_by
 from autopar.layout import Layout, replicated
-from autopar.masks import SECONDS, Masks, Relaxation
-from autopar.mesh import LogicalMesh
+from autopar.masks import SECONDS, Masks
 from autopar.node_costs import CostModel, NodeCosts, copied_s
-from autopar.partials import Partials
 from autopar.pins import PinnedLayout
-from autopar.record import SolverReport
 from autopar.resharding import paths
 from autopar.slack import slacks_s
-from autopar.strategies import Strategy
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingPlan:
-    """The decisions for one graph on one mesh.
-
-    `strategy[op.id]` of every operation that has a choice (the others are replicated); `raw`, `placed` and `copies` are
-    layouts of values as in `Assembly`; a value that is in none of them is replicated. `wires[op.id]` is the layout in
-    which a value leaves for another stage. Arguments that are `in_host` lie in the memory of the host between steps.
-    `relaxation` is what was given up of constraints.
-    """
-
-    mesh: LogicalMesh
-    strategy: dict[int, Strategy]
-    partials: Partials
-    raw: dict[int, Layout]
-    placed: dict[int, Layout]
-    copies: dict[tuple[int, str], Layout]
-    report: SolverReport
-    wires: dict[int, Layout] = dataclasses.field(default_factory=dict)
-    in_host: frozenset[int] = frozenset()
-    relaxation: Relaxation | None = None
-
+from autopar.value_state import ALL, PLACED, RAW
 
 # Of the solver, for the decisions of layers and of stages: more find nothing better (the layers of GPT-3 on 28 meshes),
 # and a clock would make plans depend on what else the machine does.
@@ -147,9 +122,9 @@ class IntraOp:
         kinds: list[int] = []
         number: dict[tuple, int] = {}
         for node in assembly.nodes:
-            cost, key = self._costs.of_node(node)
+            cost, key = self._costs.of_members(node.members, node.size)
             node_cost.append(cost)
-            kinds.append(number.setdefault(key, len(number)))
+            kinds.append(number.setdefault((node.kind, node.size, node.layouts, *key), len(number)))
         for value, layout in self.fixed.items():
             if (home := assembly.placed.get(value)) is not None:
                 allowed = np.array([at == layout for at in home.layouts])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import ChainMap
 
-from autopar.assembly import ALL, PLACED, RAW
 from autopar.callbacks import is_callback
+from autopar.decisions import ShardingPlan
 from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section
 from autopar.instructions import (
     Accumulate,
@@ -24,11 +24,11 @@ from autopar.instructions import (
     Split,
     Stack,
 )
-from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh
 from autopar.resharding import MeshLinks, Step, StepKind, fits, gather_and_slice, paths
 from autopar.strategies import Strategy
+from autopar.value_state import ALL, PLACED, RAW
 
 
 def lower(graph: OpGraph, plan: ShardingPlan, links: MeshLinks) -> LoweredBlock:

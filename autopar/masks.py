@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.assembly import ALL, Assembly, Reshard
+from autopar.assembly import Assembly, Reshard
 from autopar.constraints import Constraints
+from autopar.decisions import Relaxation
 from autopar.graph import OpGraph, Purpose, Role, Value
 from autopar.layout import Layout, replicated
+from autopar.value_state import ALL
 
 # What giving up counts, beside the part of all bytes that it concerns: to compute a value whole, to keep it whole, to
 # keep weights in parts that are gathered over the axis that has them. The plan's time, as a part of the longest that a
@@ -44,18 +46,6 @@ class NodeMask:
     @property
     def good(self) -> np.ndarray:
         return np.logical_and.reduce([self.allowed, *(wish.granted for wish in self.wishes)])
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxation:
-    """What was given up: for a node the strategies that are left, the numbers of reshards whose ways are all open, and
-    for notes the values (with the number of the axis) that are computed whole, or cut where they should not be.
-    """
-
-    nodes: dict[int, np.ndarray]
-    edges: frozenset[int]
-    whole: tuple[tuple[int, int], ...] = ()
-    cut: tuple[int, ...] = ()
 
 
 class Masks:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar import memory
-from autopar.assembly import RAW
 from autopar.graph import OpGraph, OpKind, Role, Section, read_by
 from autopar.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Pass, section_of
 from autopar.layout import local_bytes
@@ -21,6 +20,7 @@ from autopar.prediction import task_program
 from autopar.record import MemoryHolder, MemoryKind, MemoryUse
 from autopar.resharding import StepKind
 from autopar.runtime.merging import groups_of
+from autopar.value_state import RAW
 
 LARGEST = 20  # how many holders a plan names
 _NUMBER = re.compile(r"\d+")

@@ -23,7 +23,7 @@ from autopar.extrapolation import extrapolated
 from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, free_values
 from autopar.rewriting import renumbered
 from autopar.rules import RuleBook
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 
 _LOOPS = (OpKind.SCAN, OpKind.WHILE, OpKind.COND)
 # What is not worth doing for the whole batch outside of the loop.

@@ -18,7 +18,7 @@ from autopar import jax_compat
 from autopar.arguments import on_default_device
 from autopar.building import module_path
 from autopar.errors import NonFiniteError
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 
 
 def is_on() -> bool:

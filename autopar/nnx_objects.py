@@ -16,7 +16,8 @@ import jax
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError
-from autopar.staging import TracedStep, tie_state
+from autopar.staging import tie_state
+from autopar.traced_step import TracedStep
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

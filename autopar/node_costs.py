@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from autopar import attention
-from autopar.assembly import Node
 from autopar.cluster import Cluster, DeviceKind
 from autopar.collectives import CollectiveKind
 from autopar.costs import Work, copies_are_fused, flops_of, is_fusible, time_s, transposed, transposing_s
@@ -93,11 +93,11 @@ class NodeCosts:
         self._seconds: dict[tuple, float] = {}
         self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
 
-    def of_node(self, node: Node) -> tuple[np.ndarray, tuple]:
-        """(cost of each strategy, key): nodes with equal keys have equal strategies and costs."""
-        total = np.zeros(node.size)
-        key: list[tuple] = [(node.kind, node.size, node.layouts)]
-        for op, strategies in node.members:
+    def of_members(self, members: Sequence[tuple[Op, tuple[Strategy, ...]]], size: int) -> tuple[np.ndarray, tuple]:
+        """(cost of each of `size` strategies, key) of operations that choose together: equal keys, equal costs."""
+        total = np.zeros(size)
+        key: list[tuple] = []
+        for op, strategies in members:
             work = self._work(op)
             member = (id(work), id(strategies), op.count)
             if member not in self._known:
@@ -107,7 +107,7 @@ class NodeCosts:
         return total, tuple(key)
 
     def least_s(self, op: Op, strategies: tuple[Strategy, ...]) -> float:
-        """Seconds of an operation in a step under the fastest of strategies that `of_node` has seen."""
+        """Seconds of an operation in a step under the fastest of strategies that `of_members` has seen."""
         return float(self._known[id(self._work(op)), id(strategies), op.count].min())
 
     def compute_s(self, op: Op, strategy: Strategy | None) -> float:

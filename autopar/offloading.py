@@ -21,11 +21,11 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from autopar.assembly import HOST, RAW
 from autopar.graph import OpGraph, Role, Section
 from autopar.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Place, section_of
 from autopar.layout import local_bytes
 from autopar.mesh import LogicalMesh
+from autopar.value_state import HOST, RAW
 
 BUCKETS, AHEAD = 16, 2
 _ORDER = {section: number for number, section in enumerate(Section)}

@@ -10,12 +10,13 @@ from autopar.built_out import Found
 from autopar.cluster import Cluster
 from autopar.errors import SolverError
 from autopar.graph import OpGraph
+from autopar.options import PlanOptions
 from autopar.pins import Pin, PinsOnMesh
 from autopar.progress import Progress
 from autopar.record import PinRecord, PinsRecord
 from autopar.rules import RuleBook
-from autopar.staging import TracedStep
-from autopar.whole_search import Candidate, PlanOptions, search, whole_steps
+from autopar.traced_step import TracedStep
+from autopar.whole_search import Candidate, search, whole_steps
 
 # So many pins are priced alone too: each takes another search on one mesh.
 PRICED_ALONE = 4

@@ -21,7 +21,7 @@ from autopar.graph import OpGraph, Value, read_by
 from autopar.layout import Layout
 from autopar.mesh import AXIS_NAMES, LogicalMesh, factorisations
 from autopar.paths import matches, parts_of
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 
 CLOSEST_SHOWN = 3
 

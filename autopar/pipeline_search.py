@@ -18,7 +18,8 @@ from autopar.layer_assignment import assign_layers
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import num_examples
 from autopar.node_costs import LEAST_HIDDEN_COUNT, cost_model
-from autopar.pipelining import PipelineOptions, default_chunks, part_of
+from autopar.options import PipelineOptions
+from autopar.pipelining import default_chunks, part_of
 from autopar.progress import Progress
 from autopar.rules import RuleBook
 from autopar.runtime.sharing import USED
@@ -38,7 +39,7 @@ from autopar.solver import NoStages, StagePlan, StageProblem
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_building import Cut, cut_layers
 from autopar.stage_costs import Decisions, PricedOption, again_of, layer_decisions, stage_options, undominated
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 
 # How many times of the memory of one stage the tables may say, which count what layers share in each of them: what is
 # promising is worked out, and then it is known.

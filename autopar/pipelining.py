@@ -9,9 +9,10 @@ from autopar.cluster import Cluster
 from autopar.collectives import Link
 from autopar.constraints import TOO_TIGHT, Constraints
 from autopar.costs import flops_of
+from autopar.decisions import ShardingPlan
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.graph import OpGraph, OpKind, Section
-from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, saved_values, state_values
+from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, Terms, saved_values, state_values
 from autopar.layers import Layers, find_layers
 from autopar.layout import Layout
 from autopar.lowering import lower
@@ -41,21 +42,6 @@ class Submesh:
 
     first_device: int
     mesh: LogicalMesh
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
-    """What may be asked of a pipeline; None where it is for the search to choose."""
-
-    num_stages: int | None = None
-    num_microbatches: int | None = None
-    schedule: str | None = None
-    chunks: int | None = None
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether anything but the search's own choice was asked for."""
-        return self != PipelineOptions()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

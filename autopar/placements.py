@@ -12,13 +12,13 @@ of those types. One plan holds for both.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec, Sharding
 
 from autopar import jax_compat
+from autopar.traced_step import Placement
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
 _PLACING = {
@@ -28,14 +28,6 @@ _PLACING = {
     "mesh_cast": "auto_axes or explicit_axes",
     "device_put": "device_put",
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Placement:
-    """What was taken out: its name in the user's code, and the line of it."""
-
-    name: str
-    line: str
 
 
 def without_placements(closed: Any) -> tuple[Any, tuple[Placement, ...]]:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import attention, memory
-from autopar.assembly import HOST, RAW
 from autopar.collectives import CollectiveKind, sent_bytes
 from autopar.costs import is_fusible
 from autopar.graph import Op, OpGraph, OpKind, Value
@@ -29,8 +28,10 @@ from autopar.instructions import (
 )
 from autopar.layout import Layout, local_bytes
 from autopar.memory_steps import Step as MemoryStep
+from autopar.mesh import LogicalMesh
 from autopar.node_costs import CostModel, NodeCosts, ring_bytes
 from autopar.resharding import Step, StepKind
+from autopar.value_state import HOST, RAW
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -481,3 +482,16 @@ class _MemoryWriter:
             for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True)
         )
         return inner, tuple(steps), out
+
+
+def place_names(
+    graph: OpGraph, stands_for: dict[int, tuple[int, tuple[Layout, str]]], made_by: dict[int, str], mesh: LogicalMesh
+) -> dict[int, str]:
+    """What to call the values of a memory program in messages."""
+    out = {}
+    for number, (v, place) in stands_for.items():
+        value = graph.values[v]
+        what = value.name or f"{made_by.get(v, 'value')} {value.dtype}{list(value.shape)}"
+        copy = "" if place[1] in ("raw", "placed") else f", copy for {place[1]}"
+        out[number] = f"{what} {place[0].text(mesh)}{copy}"
+    return out

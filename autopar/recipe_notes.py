@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autopar.constraints import Binding, Constraints
+from autopar.decisions import ShardingPlan
 from autopar.graph import Dimension, OpGraph, Purpose, Value
-from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, replicated
 from autopar.pipelining import PlannedStage
 from autopar.whole_search import Candidate

@@ -9,8 +9,8 @@ from autopar.axis_uses import data_axis, expert_axis, sequence_axis, tensor_axis
 from autopar.constraints import Binding
 from autopar.device_grids import cube, square
 from autopar.errors import InvalidArgumentError
+from autopar.options import PipelineOptions
 from autopar.pins import Pins
-from autopar.pipelining import PipelineOptions
 from autopar.recomputation import Recompute
 from autopar.runtime.schedules import SCHEDULES
 

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 
 from autopar.cluster import Cluster
+from autopar.decisions import SolverReport
 from autopar.layout import Layout
 from autopar.timeline import Timeline
 
@@ -161,19 +162,6 @@ class Predicted:
             count, sent = out.get(c.kind, (0.0, 0.0))
             out[c.kind] = (count + c.count, sent + c.sent_bytes)
         return out
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SolverReport:
-    """What the solver says of its answer. Seconds; `nodes` before and `classes` after folding."""
-
-    status: str
-    objective_s: float
-    bound_s: float
-    gap: float
-    wall_s: float
-    nodes: int
-    classes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar.assembly import HOST, RAW
+from autopar.decisions import ShardingPlan, SolverReport
 from autopar.errors import UnsupportedError
 from autopar.graph import Constant, Op, OpGraph
 from autopar.instructions import Compute, Loop, LoweredBlock, Place
-from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, replicated
 from autopar.memory import MemoryEstimate
 from autopar.memory_use import memory_of_stages, saved_bytes
@@ -29,15 +28,15 @@ from autopar.record import (
     PlannedValue,
     Predicted,
     PredictedCollective,
-    SolverReport,
     StageRecord,
 )
 from autopar.runtime.program import TaskKind
 from autopar.runtime.timeline import timeline_of as pipeline_timeline
 from autopar.scan_cutting import Piece
-from autopar.staging import TracedStep
 from autopar.strategies import Strategy
 from autopar.timeline import Timeline
+from autopar.traced_step import TracedStep
+from autopar.value_state import HOST, RAW
 
 MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
@@ -435,19 +434,6 @@ def _computes(lowered: LoweredBlock) -> list[tuple[Op, Compute]]:
         elif isinstance(instruction, Loop):
             for block in instruction.blocks:
                 out += _computes(block)
-    return out
-
-
-def place_names(
-    graph: OpGraph, stands_for: dict[int, tuple[int, tuple[Layout, str]]], made_by: dict[int, str], mesh: LogicalMesh
-) -> dict[int, str]:
-    """What to call the values of a memory program in messages."""
-    out = {}
-    for number, (v, place) in stands_for.items():
-        value = graph.values[v]
-        what = value.name or f"{made_by.get(v, 'value')} {value.dtype}{list(value.shape)}"
-        copy = "" if place[1] in ("raw", "placed") else f", copy for {place[1]}"
-        out[number] = f"{what} {place[0].text(mesh)}{copy}"
     return out
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, MutableMapping
 
-from autopar.callbacks import has_effects
-from autopar.graph import Atom, Block, Op, OpGraph, Value, free_values, read_by
+from autopar.graph import Atom, Block, Op, OpGraph, Value, free_values, has_effects, read_by
 
 
 class Fresh:

@@ -26,7 +26,7 @@ from autopar.example_rules import MixesExamples, places_of_results
 from autopar.graph import FactorKind, Rule
 from autopar.rules import RuleBook, equation_key
 from autopar.stacked_layers import LOOPS, Stacks, find_stacks, major, rules_of
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 
 _COMBINE = {
     "reduce_sum": jax.lax.add,

@@ -8,11 +8,11 @@ from autopar.cluster import Cluster
 from autopar.errors import InvalidArgumentError
 from autopar.mesh import LogicalMesh
 from autopar.micro_batches import num_examples
-from autopar.pipelining import PipelineOptions
+from autopar.options import PipelineOptions
 from autopar.scan_cutting import CutStep, divisors
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.stage_building import Cut
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 from autopar.whole_search import LONG_STEP, distinct_meshes
 
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")

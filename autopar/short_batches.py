@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 from autopar.building import build_graph
 from autopar.decision_checks import signature_of
+from autopar.decisions import ShardingPlan
 from autopar.errors import AutoparError
 from autopar.graph import Block, Op, OpGraph, OpKind
-from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, replicated
 from autopar.lowering import lower
 from autopar.mesh import LogicalMesh
@@ -34,8 +34,8 @@ from autopar.runtime.schedules import Schedule
 from autopar.scan_cutting import cut_scans
 from autopar.stage_building import Cut, cut_layers, recomputed
 from autopar.stage_graphs import StageGraph
-from autopar.staging import TracedStep
 from autopar.strategies import Strategy, strategy_of
+from autopar.traced_step import TracedStep
 
 
 def for_short_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> Plan | None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from autopar.assembly import ALL, Assembly, Reshard
+from autopar.assembly import Assembly, Reshard
 from autopar.costs import is_fusible
 from autopar.graph import Block, Op, OpGraph, OpKind, Section, read_by
+from autopar.value_state import ALL
 
 NO_VALUES: frozenset[int] = frozenset()
 

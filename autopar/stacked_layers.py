@@ -17,7 +17,7 @@ from autopar.algebra import multiplications
 from autopar.building import called_jaxpr, role_of
 from autopar.graph import FactorKind, Role, Rule
 from autopar.rules import RuleBook, equation_key
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 
 DOMINATING = 0.5  # of the forward pass's matrix products: a scan with less is no stack that stages could be cut from
 LOOPS = frozenset({"scan", "while", "cond"})

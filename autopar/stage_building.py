@@ -10,9 +10,10 @@ from typing import Any
 from autopar.alike import carried_over, shape_of
 from autopar.cluster import Cluster
 from autopar.constraints import Constraints
+from autopar.decisions import ShardingPlan
 from autopar.errors import UnsupportedError
 from autopar.graph import OpGraph, OpKind
-from autopar.intra_op import IntraOp, ShardingPlan, Terms
+from autopar.intra_op import IntraOp, Terms
 from autopar.layers import Layers
 from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh

@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar.collectives import Link
 from autopar.contraction import Contracted
+from autopar.decisions import ShardingPlan
 from autopar.graph import OpKind, Section, read_by, walk
 from autopar.instructions import (
     Accumulate,
@@ -27,7 +28,7 @@ from autopar.instructions import (
     Stack,
     section_of,
 )
-from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, ShardingPlan, Terms, held_values, saved_values, state_values
+from autopar.intra_op import ROUNDS, IntraOp, MemoryPrices, Terms, held_values, saved_values, state_values
 from autopar.layers import Layers
 from autopar.layout import local_bytes
 from autopar.lowering import lower

@@ -13,45 +13,8 @@ from autopar import jax_compat
 from autopar.callbacks import check_effects
 from autopar.errors import InvalidArgumentError
 from autopar.fingerprints import first_difference, jaxpr_fingerprint
-from autopar.placements import Placement, without_placements
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TracedStep:
-    """A function traced to a jaxpr. Leaves are numbered over all dynamic arguments in order.
-
-    `constants` are arrays the function closes over; `tied[i]` is the output leaf that becomes input leaf i in the next
-    step, found for each donated argument; `fingerprint` identifies the jaxpr between processes; `retrace` traces the
-    function once more, on the leaves' shapes or on others. `blockwise_attention`: its graphs have attention as one
-    operation a pass (`autopar.attention`). `changed_in_place` are the paths of leaves that the function replaced in the
-    containers it was given.
-    """
-
-    name: str
-    jaxpr: Any
-    constants: tuple[Any, ...]
-    in_tree: Any
-    out_tree: Any
-    in_avals: tuple[jax.ShapeDtypeStruct, ...]
-    out_avals: tuple[jax.ShapeDtypeStruct, ...]
-    in_paths: tuple[str, ...]
-    out_paths: tuple[str, ...]
-    argument_of: tuple[int, ...]
-    donated: frozenset[int]
-    batch: frozenset[int]
-    tied: dict[int, int]
-    fingerprint: str
-    retrace: Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
-    blockwise_attention: bool = False
-    placements: tuple[Placement, ...] = ()
-    changed_in_place: tuple[str, ...] = ()
-
-
-def is_same_step(one: TracedStep, other: TracedStep) -> bool:
-    """Whether two traces are the same computation of the same trees: what is decided for one holds for the other."""
-    parts = ("fingerprint", "in_tree", "out_tree", "tied", "donated", "batch")
-    return all(getattr(one, part) == getattr(other, part) for part in parts)
-
+from autopar.placements import without_placements
+from autopar.traced_step import TracedStep
 
 NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
 CONVERT = (

@@ -29,7 +29,7 @@ from autopar.lowered import Lowered
 from autopar.memory_refusals import check_given_plan_fits
 from autopar.mesh import LogicalMesh
 from autopar.methods import OfInstances, keeping, without_self
-from autopar.pipelining import PipelineOptions
+from autopar.options import PipelineOptions, PlanOptions
 from autopar.placements import placement_note
 from autopar.plan import Plan, Trees
 from autopar.plan_file import decode, encode
@@ -44,18 +44,9 @@ from autopar.sharing_memory import without_shared_memory
 from autopar.short_batches import for_short_batch
 from autopar.signatures import Signature
 from autopar.specs import concrete_mesh, named_sharding
-from autopar.staging import (
-    TracedStep,
-    abstract,
-    flatten_arguments,
-    impurity,
-    is_same_step,
-    name_of,
-    trace,
-    traced_once,
-)
+from autopar.staging import abstract, flatten_arguments, impurity, name_of, trace, traced_once
+from autopar.traced_step import TracedStep, is_same_step
 from autopar.user_cache import cache_directory, default_directory
-from autopar.whole_search import PlanOptions
 
 logger = logging.getLogger("autopar")
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import jax_compat
-from autopar.assembly import HOST
 from autopar.emission import Emitter
 from autopar.instructions import Key, Stack
 from autopar.specs import named_sharding
 from autopar.tasks import LoweredStage, StagedProgram, StageTask, groups_of_examples, layout_of, shape_of
+from autopar.value_state import HOST
 
 
 def compile_tasks(

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from autopar.assembly import HOST, RAW
 from autopar.graph import OpGraph, OpKind, Section, read_by
 from autopar.instructions import (
     Accumulate,
@@ -25,6 +24,7 @@ from autopar.layout import Layout, local_bytes
 from autopar.mesh import LogicalMesh
 from autopar.runtime.program import Buffer, Pipeline, Task, TaskKind, Transfer
 from autopar.stage_graphs import StageGraph
+from autopar.value_state import HOST, RAW
 
 _KINDS = {
     Section.WHOLE: TaskKind.FORWARD,

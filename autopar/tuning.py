@@ -25,6 +25,7 @@ from autopar.compiled import Compiled, CompiledPipeline, build
 from autopar.compiler import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.garbage import collected_seldom
+from autopar.options import PlanOptions
 from autopar.plan import Plan
 from autopar.plan_text import in_short
 from autopar.progress import Progress
@@ -32,7 +33,6 @@ from autopar.quantities import text_of_bytes, text_of_s
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.runtime.dispatching import drain
 from autopar.step import Asked, Step, asked_of, check_is_step, keep_rules
-from autopar.whole_search import PlanOptions
 
 # Recipes that are timed beside the search's plans, by the names that they have in the table.
 BESIDE = (("data_parallel()", data_parallel()), *((f"zero({stage})", zero(stage)) for stage in (1, 2, 3)))

@@ -12,7 +12,8 @@ from autopar import memory
 from autopar.axis_uses import data_axis
 from autopar.cluster import Cluster
 from autopar.constraints import TOO_TIGHT, Binding
-from autopar.deadlines import SOLVE_S, Deadline
+from autopar.deadlines import SOLVE_S
+from autopar.decisions import ShardingPlan
 from autopar.errors import (
     AutoparError,
     MemoryLimitError,
@@ -20,26 +21,21 @@ from autopar.errors import (
 )
 from autopar.graph import OpGraph
 from autopar.instructions import LoweredBlock
-from autopar.intra_op import IntraOp, MemoryPrices, ShardingPlan
+from autopar.intra_op import IntraOp, MemoryPrices
 from autopar.layout import Layout
 from autopar.lowering import lower
 from autopar.mesh import LogicalMesh, factorisations, orderings
 from autopar.node_costs import HIDDEN_COUNT, LEAST_HIDDEN_COUNT, CostModel, cost_model
 from autopar.offloading import with_host_copies
+from autopar.options import PlanOptions
 from autopar.overlap import timed
-from autopar.pins import Pins, PinsOnMesh, on_meshes
-from autopar.pipelining import (
-    PipelineOptions,
-)
-from autopar.prediction import allocation_s, compute_times_s, memory_program
+from autopar.pins import PinsOnMesh, on_meshes
+from autopar.prediction import allocation_s, compute_times_s, memory_program, place_names
 from autopar.progress import Progress
 from autopar.purposes import described
 from autopar.record import MeshTrial
-from autopar.recording import (
-    place_names,
-)
 from autopar.solver import Solution, Status
-from autopar.staging import TracedStep
+from autopar.traced_step import TracedStep
 
 # Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
 NEARLY_EQUAL = 0.005
@@ -57,34 +53,6 @@ SLOW_SEARCH_S = 10.0
 ZERO_STAGES = (0, 1, 3)
 # What may count of a send that computing can hide: how much of it does depends on what else is sent.
 HIDDEN_COUNTS = (HIDDEN_COUNT, LEAST_HIDDEN_COUNT)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What may be asked of the search.
-
-    `max_mesh_axes` bounds the logical meshes that are tried, `axis_sizes` names the only one. `fixed` gives argument
-    leaves (by number) a layout that they must have; those `in_host` come from the memory of the host. `binding` is a
-    mesh whose axes have their uses, `recompute` what each layer of a pipeline recomputes (`Recompute`), `pins` say how
-    some arguments and values lie. `deadline` is when `time_limit_s` is over, set when planning begins.
-    """
-
-    memory_limit_bytes: int | None = None
-    time_limit_s: float | None = None
-    max_mesh_axes: int = 3
-    axis_sizes: tuple[int, ...] | None = None
-    fixed: tuple[tuple[int, Layout], ...] = ()
-    in_host: tuple[int, ...] = ()
-    pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
-    binding: Binding | None = None
-    recompute: str = "nothing"
-    pins: Pins | None = None
-    deadline: Deadline = dataclasses.field(default=Deadline(), repr=False, compare=False)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing is said of how the step lies on the devices."""
-        return not self.fixed and self.axis_sizes is None and self.binding is None and self.pins is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,9 @@ from autopar import solver
 from autopar.built_out import choice_of
 from autopar.cluster import Cluster
 from autopar.deadlines import Deadline
+from autopar.options import PipelineOptions
 from autopar.pipeline_search import search_pipelines, tables
-from autopar.pipelining import PipelineOptions, Staged
+from autopar.pipelining import Staged
 from autopar.progress import Progress
 from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans

@@ -13,7 +13,8 @@ from autopar.building import build_graph
 from autopar.graph import Block, Constant, Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.rewriting import Fresh, reading, renumbered
 from autopar.rules import RuleBook
-from autopar.staging import TracedStep, trace
+from autopar.staging import trace
+from autopar.traced_step import TracedStep
 
 BOOK = RuleBook()
 ORDER = list(Section)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from autopar.alike import carried_over, shape_of
+from autopar.decisions import ShardingPlan
 from autopar.graph import Block, Section
-from autopar.intra_op import ShardingPlan
 from autopar.layout import Layout, replicated
 from autopar.mesh import LogicalMesh
 from autopar.partials import find_partials

@@ -11,7 +11,8 @@ from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExampl
 from autopar.graph import OpGraph, OpKind, Section
 from autopar.micro_batches import micro_batched
 from autopar.rules import RuleBook
-from autopar.staging import TracedStep, trace
+from autopar.staging import trace
+from autopar.traced_step import TracedStep
 from benchmarks.zoo import CASES
 from benchmarks.zoo.comparison import worst_difference
 from tests import small_steps

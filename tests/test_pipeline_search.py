@@ -14,7 +14,7 @@ from autopar.built_out import BuiltOut, choice_of, in_turn
 from autopar.cluster import Cluster, Link
 from autopar.compiler import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
-from autopar.pipelining import PipelineOptions
+from autopar.options import PipelineOptions
 from autopar.rules import RuleBook
 from autopar.scan_cutting import cut_scans
 from autopar.search_space import (

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import jax_compat
-from autopar.placements import Placement, without_placements
+from autopar.placements import without_placements
+from autopar.traced_step import Placement
 from tests.small_steps import assert_close, slow_cluster, verified_step
 
 LAYERS, WIDTH = 4, 32

@@ -20,7 +20,8 @@ from autopar.recomputation import Recompute, rematerialise
 from autopar.scan_cutting import CutStep, Piece, cut_scans
 from autopar.stage_assignment import assign
 from autopar.stage_building import cut_layers, layers_of_pieces
-from autopar.staging import TracedStep, trace
+from autopar.staging import trace
+from autopar.traced_step import TracedStep
 from tests.sections import BOOK, evaluate, text
 from tests.sections import assert_same_numbers as assert_same_numbers_of_graphs
 from tests.small_steps import assert_close, slow_cluster

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from autopar import hardware
-from autopar.assembly import RAW
 from autopar.cluster import Cluster, Link
 from autopar.contraction import contract
 from autopar.graph import OpKind, Section
@@ -25,6 +24,7 @@ from autopar.solver import StageOption
 from autopar.stage_building import Choice, build, cut_layers
 from autopar.stage_costs import PricedOption, again_of, layer_decisions, stage_options, undominated
 from autopar.staging import trace
+from autopar.value_state import RAW
 from tests.small_steps import chain_step
 
 LAYERS, WIDTH, BATCH = 8, 2048, 65_536  # large batches: to split examples is best by far

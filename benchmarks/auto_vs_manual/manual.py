@@ -13,9 +13,10 @@ from autopar import recipes
 from autopar.cluster import Cluster
 from autopar.layout import even_layout
 from autopar.mesh import LogicalMesh
+from autopar.options import PlanOptions
 from autopar.recipes import Recipe
-from autopar.staging import TracedStep
-from autopar.whole_search import PlanOptions, distinct_meshes
+from autopar.traced_step import TracedStep
+from autopar.whole_search import distinct_meshes
 from benchmarks.auto_vs_manual.models import Model
 
 AUTO = "auto"
