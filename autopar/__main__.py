@@ -25,12 +25,13 @@ from typing import Any
 import jax
 
 import autopar
-from autopar import elsewhere, measuring
-from autopar.cluster import Cluster
+from autopar.common.cache_dir import default_directory
 from autopar.errors import AutoparError, InvalidArgumentError
-from autopar.plan import Plan
+from autopar.hardware import calibrate
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
 from autopar.step import on_cluster
-from autopar.user_cache import default_directory
+from autopar.xla import aot
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,7 +119,7 @@ def _plan(parsed: argparse.Namespace) -> Plan:
 def _verify(parsed: argparse.Namespace) -> autopar.Verification:
     cluster = Cluster.parse(parsed.cluster)
     is_local = parsed.cluster.startswith("local")
-    compile_for = None if is_local else elsewhere.spec_of(cluster)
+    compile_for = None if is_local else aot.spec_of(cluster)
     if not is_local and compile_for is None:
         raise InvalidArgumentError(
             where="--cluster",
@@ -159,7 +160,7 @@ def _planned_for(step: Callable[..., Any], cluster: Cluster) -> autopar.Step:
 
 def _measure(parsed: argparse.Namespace) -> str:
     """Measures, and says what came out and where it lies."""
-    measurement = measuring.measure(parsed.devices)
+    measurement = calibrate.measure(parsed.devices)
     if parsed.save:
         Cluster.of_measurement(measurement, parsed.devices).save(parsed.save)
         return f"{measurement}\n\nSaved to {parsed.save}: plan for it with --cluster {parsed.save}"

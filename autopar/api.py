@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cluster import Cluster
+from autopar.calls.nnx_objects import unwrapped
+from autopar.calls.process_batches import batch_word
+from autopar.common.units import bytes_of_text
 from autopar.errors import InvalidArgumentError
-from autopar.nnx_objects import unwrapped
-from autopar.plan import Plan
-from autopar.process_batches import batch_word
-from autopar.quantities import bytes_of_text
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
 from autopar.recipes import Recipe, pipeline_options
 from autopar.step import DEFAULT_CACHE, Options, Step, function_of
 
@@ -47,7 +47,8 @@ def parallelize(
         cluster: The hardware to plan for, also as text (`dgx-h100x2`, `tpu-v5e:2x4`, a file of `Cluster.save`: see
             `Cluster.parse`); None takes the devices of this program.
         num_microbatches: Into how many equal parts the batch is cut; "auto" leaves it to the search.
-        schedule: In which order a pipeline's stages run them: one of `autopar.runtime.schedules.SCHEDULES`, or "auto".
+        schedule: In which order a pipeline's stages run them: one of
+            `autopar.runtime.pipeline.standard_schedules.SCHEDULES`, or "auto".
         memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); None: what
             the device has, less a tenth.
         batch_argnums: The arguments whose leaves carry examples. Where argument 1 is or holds an NNX object, the

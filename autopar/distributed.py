@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from autopar import jax_compat
+from autopar.common import jax_compat
 from autopar.errors import ProcessLostError
-from autopar.runtime.coordinator_link import CoordinatorLink
-from autopar.runtime.liveness import begin_watch, leave, lost_error, wait_until_stuck
-from autopar.runtime.roll_call import RollCall
+from autopar.runtime.processes.coordinator_relay import CoordinatorLink
+from autopar.runtime.processes.heartbeat import begin_watch, leave, lost_error, wait_until_stuck
+from autopar.runtime.processes.roll_call import RollCall
 
 _AT = "autopar.distributed.initialize"
 INITIALIZATION_TIMEOUT_S = 300  # as jax has it

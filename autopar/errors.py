@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.quantities import text_of_bytes
+from autopar.common.units import text_of_bytes
 
 
 class AutoparError(Exception):

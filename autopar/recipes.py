@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar.axis_uses import data_axis, expert_axis, sequence_axis, tensor_axis
-from autopar.constraints import Binding
-from autopar.device_grids import cube, square
 from autopar.errors import InvalidArgumentError
-from autopar.options import PipelineOptions
-from autopar.pins import Pins
-from autopar.recomputation import Recompute
-from autopar.runtime.schedules import SCHEDULES
+from autopar.passes.remat import Recompute
+from autopar.plan.options import PipelineOptions
+from autopar.runtime.pipeline.standard_schedules import SCHEDULES
+from autopar.sharding.constraints import Binding
+from autopar.sharding.parallelisms import data_axis, expert_axis, sequence_axis, tensor_axis
+from autopar.sharding.pins import Pins
+from autopar.sharding.tensor_grids import cube, square
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,8 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
 
     "1d": by columns, then by rows, with an all-reduce behind each pair; attention by heads. Source: Shoeybi et al.,
         "Megatron-LM", 2019, section 3.
-    "2d", "2.5d" with `depth` squares, "3d": blocks of everything, gathered for each product (`autopar.device_grids`).
+    "2d", "2.5d" with `depth` squares, "3d": blocks of everything, gathered for each product
+    (`autopar.sharding.tensor_grids`).
 
     `size` devices hold a model together, all of them where it is None; what is left is data parallel. A mesh has three
     axes, so "2.5d" and "3d" leave none for that (more depth of "2.5d" is the same). Raises: InvalidArgumentError.
@@ -98,7 +99,8 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Rec
     * "ulysses": everywhere but inside of attention, which is split by heads; all-to-alls bring queries, keys and values
       there and the result back. Parameters are whole (`combine(sp=..., zero=...)` shares them out). Source: Jacobs et
       al., "DeepSpeed Ulysses", 2023, section 3.
-    * "ring": everywhere, also inside of attention: keys and values go round all devices in parts (`autopar.attention`),
+    * "ring": everywhere, also inside of attention: keys and values go round all devices in parts
+    (`autopar.attention.ring`),
       as the sums of their gradients do. Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence
       Training from System Perspective", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023.
 

@@ -13,40 +13,41 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from autopar import jax_compat, nan_check, nnx_objects
-from autopar.arguments import hashable, lies_as, on_one_device, put_copies, put_leaves
-from autopar.cache import DiskCache, plan_key
-from autopar.cluster import Cluster
-from autopar.compiled import Compiled, CompiledPipeline, build, build_whole, lower_whole, put
-from autopar.compiler import check_plan, make_plan
-from autopar.donation import untied_arguments
+from autopar.calls import nan_check, nnx_objects
+from autopar.calls.aliasing import without_shared_memory
+from autopar.calls.arguments import hashable, lies_as, on_one_device, put_copies, put_leaves
+from autopar.calls.fast_path import FastPath
+from autopar.calls.methods import OfInstances, keeping, without_self
+from autopar.calls.process_batches import PlannedBatch, ProcessBatches, batch_word
+from autopar.calls.signatures import Signature
+from autopar.common import jax_compat
+from autopar.common.cache_dir import cache_directory, default_directory
+from autopar.common.gc_policy import collected_seldom
+from autopar.common.progress import Progress
+from autopar.compiler.memory_errors import check_given_plan_fits
+from autopar.compiler.planner import check_plan, make_plan
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
-from autopar.fast_path import FastPath
-from autopar.garbage import collected_seldom
-from autopar.global_step import make_state, naming_the_lost
-from autopar.layout import even_layout
-from autopar.lowered import Lowered
-from autopar.memory_refusals import check_given_plan_fits
-from autopar.mesh import LogicalMesh
-from autopar.methods import OfInstances, keeping, without_self
-from autopar.options import PipelineOptions, PlanOptions
-from autopar.placements import placement_note
-from autopar.plan import Plan, Trees
-from autopar.plan_file import decode, encode
-from autopar.process_batches import PlannedBatch, ProcessBatches, batch_word
-from autopar.progress import Progress
+from autopar.executables.compiled_step import Compiled, CompiledPipeline, build, build_whole, lower_whole, put
+from autopar.executables.lowered_step import Lowered
+from autopar.executables.multiprocess import make_state, naming_the_lost
+from autopar.executables.short_batches import for_short_batch
+from autopar.frontend.donation import untied_arguments
+from autopar.frontend.drop_shardings import placement_note
+from autopar.frontend.tracing import abstract, flatten_arguments, impurity, name_of, trace, traced_once
+from autopar.hardware.cluster import Cluster
+from autopar.ir.jax_sharding import concrete_mesh, named_sharding
+from autopar.ir.layout import even_layout
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep, is_same_step
+from autopar.plan.cache import DiskCache, plan_key
+from autopar.plan.file import decode, encode
+from autopar.plan.options import PipelineOptions, PlanOptions
+from autopar.plan.plan import Plan, Trees
+from autopar.plan.schema import PlannedValue
 from autopar.recipes import Recipe
-from autopar.record import PlannedValue
-from autopar.rules import RuleBook
-from autopar.runtime.agreement import agree
-from autopar.runtime.dispatching import turn
-from autopar.sharing_memory import without_shared_memory
-from autopar.short_batches import for_short_batch
-from autopar.signatures import Signature
-from autopar.specs import concrete_mesh, named_sharding
-from autopar.staging import abstract, flatten_arguments, impurity, name_of, trace, traced_once
-from autopar.traced_step import TracedStep, is_same_step
-from autopar.user_cache import cache_directory, default_directory
+from autopar.runtime.execution.dispatch import turn
+from autopar.runtime.processes.agreement import agree
+from autopar.sharding.rules import RuleBook
 
 logger = logging.getLogger("autopar")
 

@@ -23,21 +23,21 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import solver
-from autopar.built_out import choice_of
-from autopar.cluster import Cluster
-from autopar.deadlines import Deadline
-from autopar.options import PipelineOptions
-from autopar.pipeline_search import search_pipelines, tables
-from autopar.pipelining import Staged
-from autopar.progress import Progress
-from autopar.rules import RuleBook
-from autopar.scan_cutting import cut_scans
-from autopar.search_space import is_long, microbatch_numbers, submesh_sizes
+from autopar.common.deadline import Deadline
+from autopar.common.progress import Progress
+from autopar.frontend.tracing import trace
+from autopar.hardware.cluster import Cluster
+from autopar.inter_op.build_stages import Choice, Cut, build, cut_layers
+from autopar.inter_op.evaluate import choice_of
+from autopar.inter_op.search import search_pipelines, tables
+from autopar.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
+from autopar.inter_op.staged import Staged
+from autopar.passes.assign_stages import balanced
+from autopar.passes.split_scan import cut_scans
+from autopar.plan.options import PipelineOptions
+from autopar.sharding.rules import RuleBook
 from autopar.solver import StageProblem
-from autopar.solver.stages import peak_bytes
-from autopar.stage_assignment import balanced
-from autopar.stage_building import Choice, Cut, build, cut_layers
-from autopar.staging import trace
+from autopar.solver.stages.problem import peak_bytes
 from benchmarks.machine import description, markdown
 from benchmarks.zoo import CASES
 

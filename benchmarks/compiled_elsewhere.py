@@ -97,9 +97,9 @@ class Row:
 def compare(target: str, model: str) -> Row:
     """Plans and compiles in this process."""
     import autopar
-    from autopar import hlo
     from autopar.errors import MissingCompilerError
-    from autopar.verification import compare_traffic, compiled_elsewhere, peak_bytes
+    from autopar.verify import compare_traffic, compiled_elsewhere, peak_bytes
+    from autopar.xla import collectives
 
     step, args, options = MODELS[model]()
     parallel = autopar.parallelize(step, cluster=autopar.Cluster.parse(TARGETS[target]), cache_dir=None, **options)
@@ -111,7 +111,7 @@ def compare(target: str, model: str) -> Row:
     except MissingCompilerError as error:
         return Row(target=target, model=model, failure=error.hint.split(",")[0])
     compiled_at = time.perf_counter()
-    sent, counts = compare_traffic(plan.predicted, hlo.traffic(hlo.collectives(compiled.as_text())))
+    sent, counts = compare_traffic(plan.predicted, collectives.traffic(collectives.collectives(compiled.as_text())))
     return Row(
         target=target,
         model=model,

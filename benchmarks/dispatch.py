@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.compiled import CompiledPipeline, routes, stage_meshes
-from autopar.runtime.execution import Action, action_of
-from autopar.runtime.program import Free, Instruction, Run
+from autopar.executables.compiled_step import CompiledPipeline, routes, stage_meshes
+from autopar.runtime.execution.execute import Action, action_of
+from autopar.runtime.pipeline.program import Free, Instruction, Run
 from benchmarks.machine import description, markdown
 from benchmarks.overhead import mlp, mlp_step
 

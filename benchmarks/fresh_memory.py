@@ -34,7 +34,7 @@ import jax
 
 import autopar
 from autopar import recipes
-from autopar.quantities import text_of_bytes
+from autopar.common.units import text_of_bytes
 from autopar.recipes import Recipe
 from benchmarks.auto_vs_manual.models import models
 from benchmarks.machine import description, markdown

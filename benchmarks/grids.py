@@ -28,7 +28,7 @@ from rich.table import Table
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.plan_text import in_short
+from autopar.plan.render import in_short
 from benchmarks.machine import description, kept_rows, markdown
 from benchmarks.zoo import CASES
 

@@ -20,15 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from autopar import hardware
-from autopar.cluster import Cluster
-from autopar.collectives import CollectiveKind, Link, sent_bytes, time_s
-from autopar.costs import Work
-from autopar.costs import time_s as operation_s
-from autopar.fitting import Timing, fit_link
-from autopar.hardware import DeviceKind
-from autopar.layout import Layout
-from autopar.strategies import Strategy
+from autopar.cost.roofline import Work
+from autopar.cost.roofline import time_s as operation_s
+from autopar.hardware import kinds
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.collective_cost import CollectiveKind, Link, sent_bytes, time_s
+from autopar.hardware.fit import Timing, fit_link
+from autopar.hardware.kinds import DeviceKind
+from autopar.ir.layout import Layout
+from autopar.sharding.strategies import Strategy
 from benchmarks.machine import description, markdown
 
 RESULTS = Path(__file__).parent / "results" / "hardware_model.md"
@@ -37,8 +37,8 @@ MEGABYTE = 1e6
 # Smaller ones are overhead and its scatter, which would outvote the latencies.
 FITTED_FROM_BYTES = 0.5e6
 
-LINKS = {"sm_90": hardware.NVLINK4, "sm_100_B200": hardware.NVLINK5, "sm_100_GB200": hardware.NVLINK5_NVL72}
-DEVICES = {"sm_90": hardware.H100, "sm_100_B200": hardware.B200}
+LINKS = {"sm_90": kinds.NVLINK4, "sm_100_B200": kinds.NVLINK5, "sm_100_GB200": kinds.NVLINK5_NVL72}
+DEVICES = {"sm_90": kinds.H100, "sm_100_B200": kinds.B200}
 DTYPES = {"bf16xbf16->bf16": "bfloat16", "f32xf32->f32": "float32"}
 
 # openxla/xla, collective performance table: medians in us of arrays of 1 MiB, 16 MiB, 256 MiB and 2 GiB (the gathered
@@ -216,7 +216,7 @@ class Product:
         return 2.0 * b * m * n * k
 
     def predicted_s(self, device: DeviceKind) -> float:
-        """As `autopar.costs` has it, on one device."""
+        """As `autopar.cost.roofline` has it, on one device."""
         b, m, n, k = self.sides
         width = 2 if self.dtype == "bfloat16" else 4
         work = Work(
@@ -314,13 +314,13 @@ def collectives_by_group(points: dict[str, list[Timing]]) -> list[list[str]]:
 
 
 def fits(points: dict[str, list[Timing]]) -> list[list[str]]:
-    """Constants fitted again, beside those of `autopar.hardware`."""
+    """Constants fitted again, beside those of `autopar.hardware.kinds`."""
     rows = []
     for arch, link in LINKS.items():
         timings = [t for t in points[arch] if array_bytes(t) >= FITTED_FROM_BYTES]
         fit = fit_link(timings, fabric=link.fabric, source="")
         rows.append([arch, "fitted", *_constants(fit.link), *errors(ratios(timings, fit.link))[:1]])
-        rows.append(["", "in autopar.hardware", *_constants(link), *errors(ratios(timings, link))[:1]])
+        rows.append(["", "in autopar.hardware.kinds", *_constants(link), *errors(ratios(timings, link))[:1]])
     return rows
 
 

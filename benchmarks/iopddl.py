@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.solver import Solution, Status, solve
-from autopar.solver.contest import read_contest, write_choice
+from benchmarks.contest_format import read_contest, write_choice
 
 # Best cost submitted to the contest, by file name: for the score printed, the solver never sees them.
 BEST_SUBMITTED = {

@@ -1,4 +1,4 @@
-"""How far `autopar.memory` is from XLA's own figure: `python -m benchmarks.memory_study [CASE ...]`.
+"""How far `autopar.cost.peak_memory` is from XLA's own figure: `python -m benchmarks.memory_study [CASE ...]`.
 
 Every case is compiled by plain `jax.jit` for one CPU device, state donated, at sizes where activations are tens of
 megabytes, and predicted from its jaxpr alone. XLA's figure is `memory.allocated_bytes`; `lost` is the part of it that
@@ -24,8 +24,9 @@ import numpy as np
 import optax
 from jax.extend import core as jax_core
 
-from autopar import jax_compat, memory
-from autopar.memory_steps import Step
+from autopar.common import jax_compat
+from autopar.cost import peak_memory
+from autopar.cost.xla_program import Step
 from benchmarks.zoo import CASES
 
 MEBIBYTE = 1 << 20
@@ -45,7 +46,7 @@ _UNFUSED = frozenset(
 )  # fmt: skip
 
 
-def program_of(closed: Any, donated: Mapping[int, int] | None = None) -> memory.Program:
+def program_of(closed: Any, donated: Mapping[int, int] | None = None) -> peak_memory.Program:
     """A closed jaxpr with unsharded sizes as a `Program`.
 
     Args:
@@ -58,7 +59,7 @@ def program_of(closed: Any, donated: Mapping[int, int] | None = None) -> memory.
     steps: list[Step] = []
     results = reader.inline(closed, arguments, steps)
     kept = [reader.own(r, arguments, steps) for r in results]
-    return memory.Program(
+    return peak_memory.Program(
         steps=tuple(steps),
         nbytes=reader.nbytes,
         arguments=(*arguments, *reader.constants),
@@ -311,7 +312,7 @@ def measured(name: str, step: Callable, args: tuple) -> dict[str, int]:
                     arguments=stats.argument_size_in_bytes,
                     results=stats.output_size_in_bytes - stats.alias_size_in_bytes,
                     temporaries=stats.temp_size_in_bytes,
-                    total=memory.allocated_bytes(stats),
+                    total=peak_memory.allocated_bytes(stats),
                     live=live_bytes,
                 )
             )
@@ -337,7 +338,7 @@ def main(names: list[str]) -> None:
         size = len(jax.tree.leaves(args[0]))
         program = program_of(closed, {i: i for i in range(size)})
         begin = time.perf_counter()
-        predicted = memory.estimate(program, memory.compiler_for("cpu", jax.__version_info__))
+        predicted = peak_memory.estimate(program, peak_memory.compiler_for("cpu", jax.__version_info__))
         elapsed_s = time.perf_counter() - begin
         found = measured(name, step, args)
         print(

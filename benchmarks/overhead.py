@@ -34,9 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar import hardware, hlo
-from autopar.compiler import make_function
-from autopar.rules import RuleBook
+from autopar.compiler.planner import make_function
+from autopar.hardware import kinds
+from autopar.sharding.rules import RuleBook
+from autopar.xla import collectives
 from benchmarks.machine import description, markdown
 
 ROOT = Path(__file__).parent.parent
@@ -48,12 +49,12 @@ LEAVES = (10, 100, 400)
 def slow_cluster() -> autopar.Cluster:
     """Eight devices so slow beside their links that the search splits small models."""
     device = dataclasses.replace(
-        hardware.V100,
+        kinds.V100,
         name="slow",
-        peak_flops=tuple((dtype, rate / 1e4) for dtype, rate in hardware.V100.peak_flops),
-        peak_memory_bytes_per_s=hardware.V100.peak_memory_bytes_per_s / 1e4,
+        peak_flops=tuple((dtype, rate / 1e4) for dtype, rate in kinds.V100.peak_flops),
+        peak_memory_bytes_per_s=kinds.V100.peak_memory_bytes_per_s / 1e4,
     )
-    return autopar.Cluster.flat(8, device=device, links=(hardware.NVLINK2,))
+    return autopar.Cluster.flat(8, device=device, links=(kinds.NVLINK2,))
 
 
 def mlp_step(state: Any, batch: Any) -> Any:
@@ -128,7 +129,7 @@ def rivals(function: Callable[..., Any], state: Any, batch: Any) -> Rivals:
         for f in (emitted, function)
     ]
     own, of_emitted, of_original = (
-        hlo.traffic(hlo.collectives(text))
+        collectives.traffic(collectives.collectives(text))
         for text in (executable.as_text(), *(f.lower(state, batch).compile().as_text() for f in by_hand))
     )
     assert own == of_emitted, "the function that autopar emits became another program under jit"

@@ -45,9 +45,9 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.compiled import routes, stage_meshes
-from autopar.runtime.execution import Executor
-from autopar.runtime.program import Task, TaskKind
+from autopar.executables.compiled_step import routes, stage_meshes
+from autopar.runtime.execution.execute import Executor
+from autopar.runtime.pipeline.program import Task, TaskKind
 from benchmarks.machine import description, markdown
 from benchmarks.overhead import mlp, mlp_step
 

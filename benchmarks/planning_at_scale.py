@@ -67,7 +67,7 @@ def plan_once(model: str, form: str, hosts: int) -> Row:
 
     import autopar
     from autopar.errors import MemoryLimitError, SolverError
-    from autopar.plan_text import in_short
+    from autopar.plan.render import in_short
     from benchmarks.zoo import CASES
 
     dtype = {"dtype": jnp.bfloat16} if form == "unrolled" else {}

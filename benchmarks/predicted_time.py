@@ -35,10 +35,10 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar import local_devices, measuring
-from autopar.device_clock import DeviceClock, MatmulRun
-from autopar.memory import allocated_bytes
-from autopar.record import Predicted
+from autopar.cost.peak_memory import allocated_bytes
+from autopar.hardware import calibrate, discovery
+from autopar.hardware.microbenchmarks import DeviceClock, MatmulRun
+from autopar.plan.schema import Predicted
 from benchmarks.machine import description, markdown
 from benchmarks.zoo.case import Case
 from benchmarks.zoo.gpt import gpt, gpt_bf16
@@ -103,7 +103,7 @@ class Product:
     """A matrix product on all devices at once, of a kind that the constants came from."""
 
     def __init__(self, num_devices: int, now: Callable[[], float]) -> None:
-        devices, found = local_devices.chosen(num_devices)
+        devices, found = discovery.chosen(num_devices)
         in_step = found.devices_per_host if devices[0].platform == "cpu" else 1
         self.timed = MatmulRun(dtype="float32", width=512, in_step=in_step)
         self.clock = DeviceClock(devices, found.num_hosts, now)
@@ -299,7 +299,7 @@ def main() -> int:
 
     def measured(count: int | None) -> autopar.Cluster:
         now = processor_s if arguments.processor_time else time.perf_counter
-        measurement = measuring.measure(count, clock=lambda devices, found: DeviceClock(devices, found.num_hosts, now))
+        measurement = calibrate.measure(count, clock=lambda devices, found: DeviceClock(devices, found.num_hosts, now))
         reports.append(str(measurement))
         print(reports[-1], flush=True)
         return autopar.Cluster.of_measurement(measurement, count)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from autopar.runtime.schedules import Times, make_schedule, peak_in_flight, place
+from autopar.runtime.pipeline.standard_schedules import Times, make_schedule, peak_in_flight, place
 from benchmarks.machine import markdown
 
 RESULTS = Path(__file__).parent / "results" / "schedules.md"

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from autopar.solver import Backend, Edge, Problem, Use, evaluate
-from autopar.solver.contest import read_contest
-from autopar.solver.flat import flatten
-from autopar.solver.ilp import Settings, solve_lazily
-from autopar.solver.livespans import can_bind
-from autopar.solver.presolve import reduce_all
+from autopar.solver.ilp.exact import Settings, solve_lazily
+from autopar.solver.ilp.flat_arrays import flatten
+from autopar.solver.ilp.memory_rows import can_bind
+from autopar.solver.presolve.presolve import reduce_all
+from benchmarks.contest_format import read_contest
 
 RESULTS = Path(__file__).parent / "results" / "solvers.md"
 

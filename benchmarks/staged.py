@@ -27,9 +27,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 import autopar
-from autopar.runtime.program import Send
-from autopar.runtime.schedules import SCHEDULES
-from autopar.runtime.verifier import verify_program, verify_schedule
+from autopar.runtime.pipeline.program import Send
+from autopar.runtime.pipeline.standard_schedules import SCHEDULES
+from autopar.runtime.pipeline.verify import verify_program, verify_schedule
 from benchmarks.correctness import cluster_of, last_line
 from benchmarks.machine import description, markdown
 from benchmarks.zoo import CASES, Case

@@ -70,7 +70,7 @@ def _limited(limit_s: float) -> Callable[[], None]:
 
 def of_the_pass(step: str, topology: str, mesh: str, python: str, limit_s: float) -> Row:
     """Has the pass plan, in its own environment, and reads what came out."""
-    from autopar.elsewhere_tpu import NO_SLICE
+    from autopar.xla.aot_tpu import NO_SLICE
 
     empty = Row(step=step, topology=topology, planner="XLA's pass", mesh=mesh)
     with tempfile.TemporaryDirectory(prefix="xla-auto-sharding-") as folder:
@@ -102,7 +102,7 @@ def of_the_pass(step: str, topology: str, mesh: str, python: str, limit_s: float
 def of_ours(step: str, topology: str, memory_limit_bytes: int | None) -> Row:
     """Plans and compiles in this process."""
     import autopar
-    from autopar.verification import compiled_elsewhere, peak_bytes
+    from autopar.verify import compiled_elsewhere, peak_bytes
     from benchmarks.plain_steps import STEPS
 
     case = STEPS[step]()
@@ -148,9 +148,9 @@ def of_ours_in_fresh_process(step: str, topology: str, memory_limit_bytes: int |
 
 
 def bytes_by_kind(text: str) -> dict[str, float]:
-    from autopar import hlo
+    from autopar.xla import collectives
 
-    return {kind.value: sent for kind, sent in hlo.traffic(hlo.collectives(text)).bytes.items()}
+    return {kind.value: sent for kind, sent in collectives.traffic(collectives.collectives(text)).bytes.items()}
 
 
 def last_words(stderr: str) -> str:

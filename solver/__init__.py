@@ -1,13 +1,13 @@
 """One strategy a node at the least cost within the memory limit; pipeline stages at the least step time."""
 
-from .checking import brute_force, evaluate
-from .ilp import Backend
-from .problem import Edge, Infeasibility, Problem, Solution, Status, Use
-from .solving import solve
-from .stage_checking import brute_force_stages
-from .stage_search import best_stages, solve_stages
-from .stages import NoStages, Schedule, Stage, StageOption, StagePlan, StageProblem, step_time_s
-from .tying import tie
+from autopar.solver.ilp.brute_force import brute_force, evaluate
+from autopar.solver.ilp.exact import Backend
+from autopar.solver.ilp.problem import Edge, Infeasibility, Problem, Solution, Status, Use
+from autopar.solver.ilp.tied import tie
+from autopar.solver.solve import solve
+from autopar.solver.stages.brute_force import brute_force_stages
+from autopar.solver.stages.problem import NoStages, Schedule, Stage, StageOption, StagePlan, StageProblem, step_time_s
+from autopar.solver.stages.search import best_stages, solve_stages
 
 __all__ = [
     "Backend",

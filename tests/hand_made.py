@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from autopar.cluster import Link
-from autopar.decisions import ShardingPlan, SolverReport
-from autopar.graph import Block, Op, OpGraph, OpKind, Role, Section, Value
-from autopar.layout import Layout, replicated
-from autopar.lowering import lower
-from autopar.mesh import LogicalMesh
-from autopar.partials import find_partials
-from autopar.resharding import MeshLinks
-from autopar.stage_graphs import StageGraph, cut
-from autopar.tasks import LoweredStage
-from autopar.value_state import ALL
+from autopar.hardware.cluster import Link
+from autopar.inter_op.tasks import LoweredStage
+from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, Value
+from autopar.ir.layout import Layout, replicated
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.value_state import ALL
+from autopar.lowering.decisions import ShardingPlan, SolverReport
+from autopar.lowering.lower import lower
+from autopar.passes.stage_graph import StageGraph, cut
+from autopar.sharding.partial_sums import find_partials
+from autopar.sharding.resharding import MeshLinks
 
 LINK = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up")
 REPORT = SolverReport(status="optimal", objective_s=0.0, bound_s=0.0, gap=0.0, wall_s=0.0, nodes=0, classes=0)

@@ -74,10 +74,10 @@ def main(task: dict[str, Any]) -> None:
     import numpy as np
 
     import autopar
-    from autopar.runtime import liveness
+    from autopar.runtime.processes import heartbeat
     from benchmarks.zoo import CASES
 
-    liveness.LOST_AFTER_S = task.get("lost_after_s", liveness.LOST_AFTER_S)
+    heartbeat.LOST_AFTER_S = task.get("lost_after_s", heartbeat.LOST_AFTER_S)
     case = CASES[task["case"]]()
     recipe = autopar.recipes.pipeline(task["stages"], task["schedule"], num_microbatches=task["microbatches"])
     if task.get("offloads"):

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar import jax_compat
-from autopar.graph import Atom, Block, Op, OpGraph, OpKind, Section
+from autopar.common import jax_compat
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Section
 
 Environment = dict[int, Any]
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar import jax_compat
-from autopar.building import build_graph
-from autopar.graph import Block, Constant, Op, OpGraph, OpKind, Role, Section, read_by
-from autopar.rewriting import Fresh, reading, renumbered
-from autopar.rules import RuleBook
-from autopar.staging import trace
-from autopar.traced_step import TracedStep
+from autopar.common import jax_compat
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.ir.graph import Block, Constant, Op, OpGraph, OpKind, Role, Section, read_by
+from autopar.ir.rewrite import Fresh, reading, renumbered
+from autopar.ir.traced_step import TracedStep
+from autopar.sharding.rules import RuleBook
 
 BOOK = RuleBook()
 ORDER = list(Section)

@@ -9,161 +9,43 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# A module imports modules of its own layer and of those that stand before it here.
-LAYERS = ("vocabulary", "front end", "strategies and costs", "solver | runtime", "compiler", "face")
-# Every module of the package, or sub-package. A new file is entered here.
-LAYER_OF = {
-    "algebra": "vocabulary",
-    "axis_uses": "vocabulary",
-    "cluster": "vocabulary",
-    "constraints": "vocabulary",
-    "collectives": "vocabulary",
-    "deadlines": "vocabulary",
-    "device_clock": "vocabulary",
-    "errors": "vocabulary",
-    "fitting": "vocabulary",
-    "garbage": "vocabulary",
-    "graph": "vocabulary",
-    "hardware": "vocabulary",
-    "hlo": "vocabulary",
-    "hlo_loops": "vocabulary",
-    "hlo_text": "vocabulary",
-    "json_files": "vocabulary",
-    "layout": "vocabulary",
-    "lazy": "vocabulary",
-    "local_devices": "vocabulary",
-    "measurement": "vocabulary",
-    "measuring": "vocabulary",
-    "mesh": "vocabulary",
-    "paths": "vocabulary",
-    "plan": "vocabulary",
-    "plan_checks": "vocabulary",
-    "plan_file": "vocabulary",
-    "plan_text": "vocabulary",
-    "plan_timeline": "vocabulary",
-    "progress": "vocabulary",
-    "quantities": "vocabulary",
-    "record": "vocabulary",
-    "sharding_trees": "vocabulary",
-    "specs": "vocabulary",
-    "timeline": "vocabulary",
-    "torus": "vocabulary",
-    "tpu_slices": "vocabulary",
-    "user_cache": "vocabulary",
-    "value_state": "vocabulary",
-    "traced_step": "vocabulary",
-    "wires": "vocabulary",
-    "alignment": "front end",
-    "attention": "front end",
-    "attention_checks": "front end",
-    "attention_patterns": "front end",
-    "attention_reading": "front end",
-    "attention_sums": "front end",
-    "batch_states": "front end",
-    "building": "front end",
-    "callbacks": "front end",
-    "example_rules": "front end",
-    "extrapolation": "front end",
-    "grouped_convolutions": "front end",
-    "jax_compat": "front end",
-    "layer_assignment": "front end",
-    "layer_kinds": "front end",
-    "layers": "front end",
-    "micro_batches": "front end",
-    "partials": "front end",
-    "pins": "front end",
-    "placements": "front end",
-    "recomputation": "front end",
-    "rewriting": "front end",
-    "rules": "front end",
-    "scan_cutting": "front end",
-    "stacked_layers": "front end",
-    "stage_assignment": "front end",
-    "stage_graphs": "front end",
-    "contraction": "front end",
-    "donation": "front end",
-    "fingerprints": "front end",
-    "purposes": "front end",
-    "sinking": "front end",
-    "staging": "front end",
-    "assembly": "strategies and costs",
-    "slack": "strategies and costs",
-    "costs": "strategies and costs",
-    "folding": "strategies and costs",
-    "memory": "strategies and costs",
-    "memory_fusion": "strategies and costs",
-    "memory_steps": "strategies and costs",
-    "resharding": "strategies and costs",
-    "schedule_order": "strategies and costs",
-    "strategies": "strategies and costs",
-    "streams": "strategies and costs",
-    "runtime": "solver | runtime",
-    "solver": "solver | runtime",
-    "alike": "compiler",
-    "axis_roles": "compiler",
-    "cache": "compiler",
-    "compiled": "compiler",
-    "compiler": "compiler",
-    "elsewhere": "compiler",
-    "elsewhere_gpu": "compiler",
-    "elsewhere_tpu": "compiler",
-    "decision_checks": "compiler",
-    "distributed": "compiler",
-    "emission": "compiler",
-    "memory_refusals": "compiler",
-    "global_step": "compiler",
-    "intra_op": "compiler",
-    "masks": "compiler",
-    "recipe_notes": "compiler",
-    "instructions": "compiler",
-    "lowered": "compiler",
-    "lowering": "compiler",
-    "node_costs": "compiler",
-    "offloading": "compiler",
-    "overlap": "compiler",
-    "pin_prices": "compiler",
-    "memory_use": "compiler",
-    "built_out": "compiler",
-    "pipeline_search": "compiler",
-    "search_space": "compiler",
-    "asked_pipelines": "compiler",
-    "pipelining": "compiler",
-    "prediction": "compiler",
-    "process_batches": "compiler",
-    "seams": "compiler",
-    "recording": "compiler",
-    "stage_building": "compiler",
-    "stage_costs": "compiler",
-    "task_programs": "compiler",
-    "tasks": "compiler",
-    "whole_search": "compiler",
-    "__init__": "face",
-    "__main__": "face",
-    "api": "face",
-    "arguments": "face",
-    "methods": "face",
-    "nan_check": "face",
-    "nnx_objects": "face",
-    "signatures": "face",
-    "fast_path": "face",
-    "sharing_memory": "face",
-    "short_batches": "compiler",
-    "step": "face",
-    "options": "front end",
-    "decisions": "strategies and costs",
-    "device_grids": "face",
-    "constraining": "face",
-    "recipes": "face",
-    "tuning": "face",
-    "verification": "face",
+# Packages of `autopar/`, lowest first; `""` is what lies at the top level. A package imports only those before it.
+PACKAGES = (
+    "common",
+    "ir",
+    "hardware",
+    "sharding",
+    "attention",
+    "frontend",
+    "microbatch",
+    "passes",
+    "lowering",
+    "plan",
+    "cost",
+    "solver",
+    "intra_op",
+    "runtime",
+    "inter_op",
+    "xla",
+    "compiler",
+    "executables",
+    "calls",
+    "",
+)
+# Anyone may import these.
+LEAVES = ("errors",)
+# The same for the packages inside of solver/ and runtime/.
+INNER_PACKAGES = {
+    "solver": ("ilp", "presolve", "anytime", "stages", ""),
+    "runtime": ("pipeline", "simulation", "execution", "processes", ""),
 }
 
 # Parts of jax that are private or differ between versions, and the files that may use them.
 UNSTABLE_JAX = ("jax._src", "jax.core", "jax.experimental", "jax.extend", "jax.interpreters", "jaxlib")
-JAX_COMPAT = "autopar/jax_compat.py"
+JAX_COMPAT = "autopar/common/jax_compat.py"
 ALSO_ALLOWED = {
-    "autopar/elsewhere_gpu.py": ("jax.experimental.topologies",),
-    "autopar/elsewhere_tpu.py": ("jax.experimental.topologies", "jax.experimental.mesh_utils"),
+    "autopar/xla/aot_gpu.py": ("jax.experimental.topologies",),
+    "autopar/xla/aot_tpu.py": ("jax.experimental.topologies", "jax.experimental.mesh_utils"),
 }
 
 
@@ -181,7 +63,7 @@ def real_files(folder: Path) -> Iterator[Path]:
 
 
 def module_name(path: Path) -> str:
-    """`autopar.solver.ilp` for solver/ilp.py, `autopar.mesh` for autopar/mesh.py; a package by its own name."""
+    """`autopar.solver.solve` of solver/solve.py, `autopar.ir.mesh` of autopar/ir/mesh.py; a package by its own name."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     full = parts if parts[0] == "autopar" else ("autopar", *parts)
     return ".".join(full[:-1] if full[-1] == "__init__" and len(full) > 2 else full)
@@ -202,15 +84,16 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def own_modules(path: Path) -> set[str]:
-    """First part below `autopar` of what a file imports of the project: `mesh`, `solver`, `__init__`."""
-    parts = [name.split(".") for name in imports(path) if name.split(".")[0] == "autopar"]
-    known = {module_name(p).split(".")[1] for p in package_files()}
-    return {name[1] if len(name) > 1 and name[1] in known else "__init__" for name in parts}
+def own_imports(path: Path) -> set[str]:
+    """Full names of what a file imports of the project, without leaves."""
+    names = {name for name in imports(path) if name.split(".")[0] == "autopar"}
+    return {name for name in names if "." in name and name.split(".")[1] not in LEAVES}
 
 
-def part_of(path: Path) -> str:
-    return module_name(path).split(".")[1]
+def package_of(name: str, packages: tuple[str, ...], depth: int) -> str:
+    """Which of some packages a full name belongs to; its part number `depth` says so."""
+    parts = name.split(".")
+    return parts[depth] if len(parts) > depth and parts[depth] in packages else ""
 
 
 def relative(path: Path) -> str:
@@ -230,30 +113,41 @@ def jax_names(path: Path) -> set[str]:
     return {name for name in found if is_within(name, UNSTABLE_JAX)}
 
 
+def test_every_package_has_a_row_and_says_what_it_is_for():
+    for top, packages in {"autopar": PACKAGES, **INNER_PACKAGES}.items():
+        folders = {path for path in (ROOT / top).iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+        assert {path.name for path in folders} == set(packages) - {""}
+        for path in folders:
+            assert (path / "__init__.py").read_text().startswith('"""'), f"{relative(path)} has no docstring"
+
+
+def upward_imports(path: Path, packages: tuple[str, ...], depth: int) -> set[str]:
+    own = packages.index(package_of(module_name(path), packages, depth))
+    prefix = module_name(path).split(".")[:depth]
+    same_top = (name for name in own_imports(path) if name.split(".")[:depth] == prefix)
+    return {name for name in same_top if packages.index(package_of(name, packages, depth)) > own}
+
+
 @pytest.mark.parametrize("path", package_files(), ids=relative)
-def test_every_module_has_a_layer(path):
-    assert part_of(path) in LAYER_OF, f"enter {part_of(path)} into LAYER_OF of tests/test_imports.py"
-
-
-def test_every_layer_is_of_a_module_that_is_there():
-    assert set(LAYER_OF) == {part_of(path) for path in package_files()}
-    assert set(LAYER_OF.values()) <= set(LAYERS)
-
-
-@pytest.mark.parametrize("path", [p for p in package_files() if part_of(p) in LAYER_OF], ids=relative)
 def test_imports_point_one_way(path):
-    own = LAYER_OF[part_of(path)]
-    above = LAYERS[LAYERS.index(own) + 1 :]
-    upwards = {name for name in own_modules(path) if LAYER_OF.get(name) in above}
-    assert not upwards, f"{relative(path)} ({own}) imports {upwards}, which stand above it"
+    upwards = upward_imports(path, PACKAGES, 1)
+    assert not upwards, f"{relative(path)} imports {upwards}, of packages that stand behind its own in PACKAGES"
+    top = module_name(path).split(".")[1]
+    if top in INNER_PACKAGES and path.name != "__init__.py":
+        upwards = upward_imports(path, INNER_PACKAGES[top], 2)
+        assert not upwards, f"{relative(path)} imports {upwards}, of packages that stand behind its own"
 
 
 def test_no_module_imports_itself_through_others():
+    modules = {module_name(path) for path in package_files()}
     graph: dict[str, set[str]] = {}
     for path in package_files():
-        graph.setdefault(part_of(path), set()).update(own_modules(path) - {part_of(path)})
+        found = graph.setdefault(module_name(path), set())
+        for name in own_imports(path):
+            found |= {name, name.rpartition(".")[0]} & modules
+        found.discard(module_name(path))
     order = list(graphlib.TopologicalSorter(graph).static_order())
-    assert set(order) >= set(graph)
+    assert set(order) == modules
 
 
 @pytest.mark.parametrize("path", sorted(real_files(ROOT / "solver")), ids=relative)
@@ -269,7 +163,7 @@ def test_the_solver_knows_neither_jax_nor_the_compiler(path):
 
 @pytest.mark.parametrize("path", sorted(real_files(ROOT / "runtime")), ids=relative)
 def test_the_runtime_does_not_know_the_solver(path):
-    assert "solver" not in own_modules(path)
+    assert not {name for name in own_imports(path) if is_within(name, ("autopar.solver",))}
 
 
 @pytest.mark.parametrize("path", package_files(), ids=relative)

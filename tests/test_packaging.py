@@ -103,7 +103,7 @@ def test_the_folder_that_holds_a_checkout_has_the_package_too(tmp_path):
     """Where the checkout is called autopar, Python would take it for an empty namespace package."""
     (tmp_path / "autopar").symlink_to(ROOT, target_is_directory=True)
     code = (
-        "import autopar, autopar.solver.ilp, autopar.runtime, importlib.resources\n"
+        "import autopar, autopar.solver.ilp.exact, autopar.runtime, importlib.resources\n"
         "print(autopar.Step, autopar.parallelize.__module__, 'Plan' in dir(autopar))\n"
         "assert importlib.resources.files('autopar').joinpath('py.typed').is_file()"
     )

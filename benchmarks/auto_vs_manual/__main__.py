@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from autopar.user_cache import default_directory
+from autopar.common.cache_dir import default_directory
 from benchmarks.auto_vs_manual import reports
 from benchmarks.auto_vs_manual.manual import AUTO, NAMES
 from benchmarks.auto_vs_manual.models import models

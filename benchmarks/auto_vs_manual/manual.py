@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 from autopar import recipes
-from autopar.cluster import Cluster
-from autopar.layout import even_layout
-from autopar.mesh import LogicalMesh
-from autopar.options import PlanOptions
+from autopar.hardware.cluster import Cluster
+from autopar.intra_op.spmd_search import distinct_meshes
+from autopar.ir.layout import even_layout
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep
+from autopar.plan.options import PlanOptions
 from autopar.recipes import Recipe
-from autopar.traced_step import TracedStep
-from autopar.whole_search import distinct_meshes
 from benchmarks.auto_vs_manual.models import Model
 
 AUTO = "auto"

@@ -27,9 +27,10 @@ from benchmarks.predicted_time import Running, take_turns  # first of all: it as
 import jax  # isort: skip
 
 import autopar  # isort: skip
-from autopar import measuring, tuning
-from autopar.plan_text import in_short
-from autopar.verification import peak_bytes, traffic_of
+from autopar import tune
+from autopar.hardware import calibrate
+from autopar.plan.render import in_short
+from autopar.verify import peak_bytes, traffic_of
 from benchmarks.auto_vs_manual.manual import AUTO, TIMED
 from benchmarks.auto_vs_manual.models import Model, models
 from benchmarks.auto_vs_manual.planning import cluster_of, line_of, outcome_of, plan_row, with_plan
@@ -96,7 +97,7 @@ def run_in_turn(name: str, path: str) -> None:
 
 def main(name: str, cluster_text: str, *names: str) -> None:
     model, count = models()[name], cluster_of(cluster_text).num_devices
-    case, cluster = model.build(), autopar.Cluster.of_measurement(measuring.measure(count, show_progress=False), count)
+    case, cluster = model.build(), autopar.Cluster.of_measurement(calibrate.measure(count, show_progress=False), count)
     rows: list[Row] = []
     programs: dict[str, InAProcess] = {}
     program_of: dict[str, str] = {}  # of each recipe
@@ -112,7 +113,7 @@ def main(name: str, cluster_text: str, *names: str) -> None:
                         case.step, cluster=cluster, plan=plan, cache_dir=None, show_progress=False
                     )
                     compiled = step.compile(*model.shapes())
-                    text = program_of[recipe] = tuning.program_of(compiled)
+                    text = program_of[recipe] = tune.program_of(compiled)
                     if text not in programs:
                         programs[text] = InAProcess(name, recipe, plan, directory)
                     row = dataclasses.replace(
@@ -149,7 +150,7 @@ def timed_row(model: Model, cluster_text: str, cluster: autopar.Cluster) -> tupl
     step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, show_progress=False)
     try:
         tuned = autopar.tune(step, step.init(case.init, jax.random.key(0)), case.batch(0))
-    except tuning.FAILURES as error:
+    except tune.FAILURES as error:
         return dataclasses.replace(row, why=str(error).strip().splitlines()[0]), None
     print(tuned, file=sys.stderr, flush=True)
     count = sum(timed.measured_s is not None for timed in tuned.rows)

@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 import jax
 
-from autopar.cluster import Cluster
-from autopar.compiler import make_plan
+from autopar.common.progress import Progress
+from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, SolverError
-from autopar.plan import Plan, Trees
-from autopar.plan_text import in_short
-from autopar.progress import Progress
-from autopar.rules import RuleBook
-from autopar.staging import trace
+from autopar.frontend.tracing import trace
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan, Trees
+from autopar.plan.render import in_short
+from autopar.sharding.rules import RuleBook
 from benchmarks.auto_vs_manual.manual import RECIPES, Outcome, Problem
 from benchmarks.auto_vs_manual.models import Model, models
 from benchmarks.auto_vs_manual.rows import Row, Status

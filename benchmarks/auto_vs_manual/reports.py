@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from autopar.quantities import text_of_bytes
+from autopar.common.units import text_of_bytes
 from benchmarks.auto_vs_manual import figures, findings
 from benchmarks.auto_vs_manual.manual import AUTO, NAMES, TIMED
 from benchmarks.auto_vs_manual.models import models

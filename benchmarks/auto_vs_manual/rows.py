@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autopar.quantities import text_of_bytes
+from autopar.common.units import text_of_bytes
 
 TIE = 1e-3  # two times that differ by less count as equal: what simulation and sums may differ by
 

@@ -39,7 +39,7 @@ os.environ.setdefault(
     "--xla_llvm_disable_expensive_passes=true",
 )
 
-from autopar.rules import RuleBook  # noqa: E402
+from autopar.sharding.rules import RuleBook  # noqa: E402
 from benchmarks.machine import description, markdown  # noqa: E402
 from benchmarks.random_programs.generator import generate  # noqa: E402
 from benchmarks.random_programs.modes import KINDS, Bench, Mode, Outcome, modes_of  # noqa: E402

@@ -2,8 +2,8 @@
 
 import random
 
-from autopar.runtime.placement import Schedule
-from autopar.runtime.program import Buffer, Pipeline, Task, TaskKind, Transfer
+from autopar.runtime.pipeline.program import Buffer, Pipeline, Task, TaskKind, Transfer
+from autopar.runtime.pipeline.schedule import Schedule
 
 BEFORE, F, B, W, AFTER = TaskKind
 

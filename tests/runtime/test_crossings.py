@@ -59,13 +59,13 @@ def main(process, ports):
     jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{ports[process]}")
     jax.distributed.initialize(f"127.0.0.1:{ports[-1]}", PROCESSES, process)
 
-    from autopar.layout import replicated
-    from autopar.mesh import LogicalMesh
-    from autopar.runtime.crossings import crosser, crossing, is_here
-    from autopar.runtime.global_arrays import aval_of, from_whole
-    from autopar.runtime.recutting import End
-    from autopar.specs import named_sharding
-    from autopar.wires import wire_layouts
+    from autopar.ir.jax_sharding import named_sharding
+    from autopar.ir.layout import replicated
+    from autopar.ir.mesh import LogicalMesh
+    from autopar.lowering.transfer_layouts import wire_layouts
+    from autopar.runtime.execution.cross_process import crosser, crossing, is_here
+    from autopar.runtime.execution.cut_shards import End
+    from autopar.runtime.execution.global_arrays import aval_of, from_whole
 
     def end(layout, logical, devices):
         grid = np.array([jax.devices()[i] for i in devices]).reshape(logical.axis_sizes)

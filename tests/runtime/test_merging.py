@@ -2,11 +2,11 @@
 
 import pytest
 
-from autopar.runtime.emitting import emit
-from autopar.runtime.merging import merged
-from autopar.runtime.program import Run, TaskKind
-from autopar.runtime.schedules import SCHEDULES, make_schedule
-from autopar.runtime.simulator import simulate
+from autopar.runtime.pipeline.emit import emit
+from autopar.runtime.pipeline.merge_buffers import merged
+from autopar.runtime.pipeline.program import Run, TaskKind
+from autopar.runtime.pipeline.standard_schedules import SCHEDULES, make_schedule
+from autopar.runtime.simulation.simulator import simulate
 from tests.runtime.pipelines import Builder, chain
 
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InvalidArgumentError, ScheduleError
-from autopar.runtime.program import TaskKind
-from autopar.runtime.schedules import SCHEDULES, Slot, Times, make_schedule, peak_in_flight, place
-from autopar.runtime.verifier import verify_schedule
+from autopar.runtime.pipeline.program import TaskKind
+from autopar.runtime.pipeline.standard_schedules import SCHEDULES, Slot, Times, make_schedule, peak_in_flight, place
+from autopar.runtime.pipeline.verify import verify_schedule
 from benchmarks.schedules import ZERO_BUBBLE_ROWS, Expected, expectations, zero_bubble_rate
 
 STAGE_COUNTS = range(2, 17)

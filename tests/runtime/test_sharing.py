@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.runtime.emitting import emit
-from autopar.runtime.schedules import make_schedule
-from autopar.runtime.sharing import on_shared_processors
-from autopar.runtime.simulator import simulate
+from autopar.runtime.pipeline.emit import emit
+from autopar.runtime.pipeline.standard_schedules import make_schedule
+from autopar.runtime.simulation.shared_cores import on_shared_processors
+from autopar.runtime.simulation.simulator import simulate
 from tests.runtime.pipelines import chain
 from tests.runtime.test_simulator import spans, two_stages
 

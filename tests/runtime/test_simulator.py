@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from autopar.runtime.emitting import emit
-from autopar.runtime.program import Free, Run, Send, TaskKind
-from autopar.runtime.schedules import SCHEDULES, Times, make_schedule, place
-from autopar.runtime.simulator import simulate
-from autopar.runtime.timeline import timeline_of
-from autopar.timeline import chrome_trace, write_trace
+from autopar.common.trace_events import chrome_trace, write_trace
+from autopar.runtime.pipeline.emit import emit
+from autopar.runtime.pipeline.program import Free, Run, Send, TaskKind
+from autopar.runtime.pipeline.standard_schedules import SCHEDULES, Times, make_schedule, place
+from autopar.runtime.simulation.simulated_timeline import timeline_of
+from autopar.runtime.simulation.simulator import simulate
 from tests.runtime.pipelines import Builder, chain
 
 BEFORE, F, B, W, AFTER = TaskKind

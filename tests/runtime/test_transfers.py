@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.layout import Layout, enumerate_layouts, replicated
-from autopar.mesh import LogicalMesh
-from autopar.runtime.recutting import End
-from autopar.runtime.regridding import Hop, regrid
-from autopar.runtime.transfers import Route, route, sender
-from autopar.specs import named_sharding, submesh
-from autopar.wires import common_grid, grid_of, refined, wire_layouts
+from autopar.ir.jax_sharding import named_sharding, submesh
+from autopar.ir.layout import Layout, enumerate_layouts, replicated
+from autopar.ir.mesh import LogicalMesh
+from autopar.lowering.transfer_layouts import common_grid, grid_of, refined, wire_layouts
+from autopar.runtime.execution.cross_mesh import Hop, regrid
+from autopar.runtime.execution.cut_shards import End
+from autopar.runtime.execution.transfers import Route, route, sender
 
 MESHES = [LogicalMesh(axis_sizes=s) for s in ((1,), (2,), (3,), (4,), (8,), (2, 2), (2, 4), (4, 2))]
 SHAPES = ((24, 16), (6, 4), (8,), (5,), (), (2, 3, 4))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from autopar.solver import Problem, brute_force, evaluate
-from autopar.solver.contest import read_contest, write_choice, write_contest
+from benchmarks.contest_format import read_contest, write_choice, write_contest
 from benchmarks.iopddl import main
 from tests.solver.cases import layered_problem
 

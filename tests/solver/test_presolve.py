@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, Use, brute_force, evaluate
-from autopar.solver.followers import merge_followers
-from autopar.solver.presolve import (
+from autopar.solver.presolve.followers import merge_followers
+from autopar.solver.presolve.presolve import (
     drop_dominated,
     drop_forbidden,
     eliminate,
@@ -20,7 +20,7 @@ from autopar.solver.presolve import (
     merge_parallel,
     reduce_all,
 )
-from autopar.solver.reduction import ConflictError, Reduction, chain
+from autopar.solver.presolve.reduction import ConflictError, Reduction, chain
 from tests.solver.cases import random_problem
 
 STEPS = [merge_parallel, drop_forbidden, fold_forced, merge_followers, eliminate, drop_dominated, reduce_all]

@@ -20,7 +20,7 @@ from autopar.solver import (
     solve_stages,
     step_time_s,
 )
-from autopar.solver.stages import check, in_flight, peak_bytes
+from autopar.solver.stages.problem import check, in_flight, peak_bytes
 
 CLOSE = 1e-8
 

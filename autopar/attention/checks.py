@@ -1,0 +1,67 @@
+"""What sharing sequences asks of the attention in a step: that there is some, and that heads or positions divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.common import jax_compat
+from autopar.errors import UnsupportedError
+from autopar.ir.graph import Dimension, FactorKind, Op, OpGraph
+
+
+def check_attention(graph: OpGraph) -> None:
+    """Raises: UnsupportedError where a described graph has no attention between positions of the batch."""
+    kinds = {factor.kind for op in graph.ops() if op.rule is not None for factor in op.rule.factors}
+    if FactorKind.RING not in kinds and not any(True for _ in score_products(graph)):
+        raise UnsupportedError(
+            where="recipe",
+            expected="a step with attention, between positions that can be followed from the batch",
+            got="none",
+            hint="sequence parallelism has nothing to share here: use data or tensor parallelism",
+        )
+
+
+def score_products(graph: OpGraph) -> Iterator[Op]:
+    """The products of a described graph whose result has the positions of both operands: queries by keys."""
+    for op in graph.ops():
+        if op.primitive != "dot_general" or op.rule is None:
+            continue
+        (result,), dimensions = op.rule.results, graph.values[op.outputs[0]].dimensions
+        positions = {f for fs, names in zip(result, dimensions, strict=True) if Dimension.SEQUENCE in names for f in fs}
+        left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands)
+        if positions - left and positions - right and all(isinstance(a, int) for a in op.inputs):
+            yield op
+
+
+def check_heads(graph: OpGraph, parts: int) -> None:
+    """Raises: UnsupportedError where attention has no heads that so many devices can share."""
+    if parts == 1:
+        return
+    for op in score_products(graph):
+        value = graph.values[op.outputs[0]]
+        heads = [n for n, names in zip(value.shape, value.dimensions, strict=True) if Dimension.HEAD in names]
+        if not any(n % parts == 0 for n in heads):
+            raise UnsupportedError(
+                where=_place(op),
+                expected=f"a dimension of heads that {parts} devices can share, apart from the examples",
+                got=f"scores of shape {list(value.shape)}, heads: {heads or 'none'}",
+                hint="share sequences among fewer devices (sp, size), or take another kind of sequence parallelism",
+            )
+
+
+def check_rings(graph: OpGraph, parts: int) -> None:
+    """Raises: UnsupportedError where attention has positions that so many devices cannot share evenly."""
+    for op in graph.ops():
+        for factor in op.rule.factors if op.rule is not None else ():
+            if factor.kind is FactorKind.RING and factor.size % parts:
+                raise UnsupportedError(
+                    where=_place(op),
+                    expected=f"positions that {parts} devices can share evenly",
+                    got=f"{factor.size} positions",
+                    hint="pad the sequences, or share them among fewer devices (sp, size)",
+                )
+
+
+def _place(op: Op) -> str:
+    line = jax_compat.source_line(op.eqn) if op.eqn is not None else ""
+    return f"attention in {op.module or 'the step'}" + (f" at {line}" if line else "")

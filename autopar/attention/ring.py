@@ -1,0 +1,393 @@
+"""Attention as one operation, that of a part of the positions on each device: no device has all scores (a ring).
+
+Keys and values come in blocks. Of each row of scores a running maximum and a running sum are kept, with which the parts
+of the weighed sum are brought to one scale (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+Where positions are split, each device holds the queries of its positions, and the keys and values of all of them come
+round in p-1 permutes; in the backward pass the sums of their gradients go with them and arrive where they belong
+(Li et al., "Sequence Parallelism", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023).
+
+What it does not do: leave out blocks that a mask hides wholly (so causal attention costs as much as any), dropout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.common import jax_compat
+from autopar.ir.graph import Factor, FactorKind, Rule
+
+# The label of the positions of keys; those of queries have another one.
+KEY = "k"
+# A dimension of size one that counts nothing.
+NONE = "_"
+
+# What is computed of a score, element by element: ("score",), ("iota", label, type), ("array", number of the operand),
+# ("const", number, type), else (primitive, parameters, operands...).
+Expression = tuple[Any, ...]
+
+# Primitives that may stand in an expression.
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "abs": jnp.abs, "add": jnp.add, "add_any": jnp.add, "and": jnp.bitwise_and, "div": jnp.divide, "eq": jnp.equal,
+    "ge": jnp.greater_equal, "gt": jnp.greater, "le": jnp.less_equal, "lt": jnp.less, "max": jnp.maximum,
+    "min": jnp.minimum, "mul": jnp.multiply, "ne": jnp.not_equal, "neg": jnp.negative, "not": jnp.logical_not,
+    "or": jnp.bitwise_or, "sub": jnp.subtract,
+    "select_n": lambda which, no, yes: jnp.where(which, yes, no),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What an attention computes: softmax over the keys of an expression of query times key, times value.
+
+    Each string names the dimensions of an array, one letter each. `position` is the letter of the queries' positions;
+    `rows` those of a row of scores, which its maximum and sum have. `arrays` are those that `score` reads (masks).
+    """
+
+    query: str
+    key: str
+    value: str
+    out: str
+    rows: str
+    position: str
+    score: Expression
+    arrays: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """The dimensions of the gradients of an attention's result, queries, keys and values."""
+
+    out: str
+    query: str
+    key: str
+    value: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Which axes of a `shard_map` split which letter, and how many devices they are."""
+
+    axes: Mapping[str, tuple[str, ...]]
+    sizes: Mapping[str, int]
+
+    def size(self, letter: str) -> int:
+        n = 1
+        for axis in self.axes.get(letter, ()):
+            n *= self.sizes[axis]
+        return n
+
+    def index(self, letter: str) -> Any:
+        """The number of this device's part."""
+        axes = self.axes.get(letter, ())
+        return lax.axis_index(axes) if axes else 0
+
+
+HERE = Places(axes={}, sizes={})
+
+
+def letters(form: Form, gradients: Gradients | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The dimensions of (operands, results): of the forward pass, or with gradients of the backward pass."""
+    if gradients is None:
+        return (form.query, form.key, form.value, *form.arrays), (form.out, form.rows, form.rows)
+    operands = (form.query, form.key, form.value, form.out, form.rows, form.rows, gradients.out, *form.arrays)
+    return operands, (gradients.query, gradients.key, gradients.value)
+
+
+# The passes on one device's part
+
+
+def forward(form: Form, places: Places, query: Any, key: Any, value: Any, *arrays: Any) -> tuple[Any, Any, Any]:
+    """(result, largest score of each row, sum of each row's exponentials over that of the largest)."""
+    exact = _exact(query)
+    here, count = places.index(form.position), places.size(form.position)
+
+    def block(key: Any, value: Any, source: Any) -> tuple[Any, Any, Any]:
+        scores = _scores(form, places, source, query, key, arrays)
+        largest = jnp.max(scores, axis=-1)
+        weights = jnp.exp(scores - _finite(largest)[..., None])
+        summed = _einsum(f"{form.rows}{KEY},{form.value}->{_weighed(form)}", weights.astype(value.dtype), value, exact)
+        return summed, largest, jnp.sum(weights, axis=-1)
+
+    def turn(carry: Any, step: Any) -> tuple[Any, None]:
+        moving, done = carry
+        moving = _next(moving, places, form.position, 1)
+        return (moving, _joined(form, done, block(moving[0], moving[1], (here - step) % count))), None
+
+    done = block(key, value, here)
+    if count > 1:
+        (_, done), _ = lax.scan(turn, ((key, value), done), jnp.arange(1, count))
+    summed, largest, total = done
+    out = summed / _along(total, form.rows, _weighed(form))
+    return jnp.einsum(f"{_weighed(form)}->{form.out}", out).astype(value.dtype), largest, total
+
+
+def backward(
+    form: Form,
+    gradients: Gradients,
+    places: Places,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    largest: Any,
+    total: Any,
+    change: Any,
+    *arrays: Any,
+) -> tuple[Any, Any, Any]:
+    """The gradients of query, key and value, from that of the result (`change`)."""
+    exact = _exact(query)
+    here, count = places.index(form.position), places.size(form.position)
+    # What came round in the forward pass comes round again, the other way, rather than being kept until now.
+    key, value, change = lax.optimization_barrier((key, value, change))
+    along = _einsum(f"{form.out},{gradients.out}->{form.rows}", out.astype(exact), change.astype(exact), exact)
+    scored = form.rows + KEY
+
+    def block(key: Any, value: Any, source: Any) -> tuple[Any, Any, Any]:
+        product = _product(form, query, key)
+        scores, pull = jax.vjp(lambda s: _score(form, places, source, s, arrays), product)
+        weights = jnp.exp(scores - _finite(largest)[..., None]) / total[..., None]
+        of_value = _einsum(f"{scored},{gradients.out}->{gradients.value}", weights.astype(change.dtype), change, exact)
+        of_weights = _einsum(f"{gradients.out},{form.value}->{scored}", change, value, exact)
+        (of_product,) = pull(weights * (of_weights - along[..., None]))
+        of_product = of_product.astype(key.dtype)
+        of_query = _einsum(f"{scored},{form.key}->{gradients.query}", of_product, key, exact)
+        of_key = _einsum(f"{scored},{form.query}->{gradients.key}", of_product, query, exact)
+        return of_query, of_key, of_value
+
+    def turn(carry: Any, step: Any) -> tuple[Any, None]:
+        moving, of_query, sums = carry
+        moving = _next(moving, places, form.position, -1)
+        more_query, more_key, more_value = block(moving[0], moving[1], (here + step) % count)
+        # What has come here belongs to the keys that are here, and moves on with them; the last move brings it home.
+        sums = _next((sums[0] + more_key, sums[1] + more_value), places, form.position, -1)
+        return (moving, of_query + more_query, sums), None
+
+    of_query, own_key, own_value = block(key, value, here)
+    if count > 1:
+        nothing = (jnp.zeros_like(own_key), jnp.zeros_like(own_value))
+        carry = ((key, value), of_query, nothing)
+        (_, of_query, sums), _ = lax.scan(turn, carry, jnp.arange(1, count))
+        own_key, own_value = own_key + sums[0], own_value + sums[1]
+    return of_query.astype(query.dtype), own_key.astype(key.dtype), own_value.astype(value.dtype)
+
+
+def _exact(query: Any) -> Any:
+    """The type of scores and sums: 32 bits at least."""
+    return jnp.promote_types(query.dtype, jnp.float32)
+
+
+def _einsum(spec: str, one: Any, other: Any, exact: Any) -> Any:
+    """A product of two arrays, summed in `exact`."""
+
+    def mixed(one: Any, other: Any) -> Any:
+        return jnp.einsum(spec, one, other, preferred_element_type=exact)
+
+    if one.dtype == exact and other.dtype == exact:
+        return mixed(one, other)
+    # XLA's CPU compiler has no products of 16-bit numbers with 32-bit results but for some layouts.
+    return lax.platform_dependent(one, other, cpu=lambda a, b: mixed(a.astype(exact), b.astype(exact)), default=mixed)
+
+
+def _product(form: Form, query: Any, key: Any) -> Any:
+    return _einsum(f"{form.query},{form.key}->{form.rows}{KEY}", query, key, _exact(query))
+
+
+def _scores(form: Form, places: Places, source: Any, query: Any, key: Any, arrays: Sequence[Any]) -> Any:
+    return _score(form, places, source, _product(form, query, key), arrays)
+
+
+def _score(form: Form, places: Places, source: Any, product: Any, arrays: Sequence[Any]) -> Any:
+    """The expression of products of this device's queries with the keys of device `source`."""
+    dims = form.rows + KEY
+    size = dict(zip(dims, product.shape, strict=True))
+
+    def shaped(array: Any, letters: str) -> Any:
+        """An array with the dimensions of the product, of size one where it has none of them."""
+        if KEY in letters and array.shape[letters.index(KEY)] != size[KEY]:
+            array = lax.dynamic_slice_in_dim(array, source * size[KEY], size[KEY], letters.index(KEY))
+        array = array.reshape([n for n, letter in zip(array.shape, letters, strict=True) if letter != NONE])
+        has = letters.replace(NONE, "")
+        if not has:
+            return array.reshape([1 for _ in dims])
+        array = jnp.einsum(f"{has}->{''.join(d for d in dims if d in has)}", array)
+        return array.reshape([size[d] if d in has else 1 for d in dims])
+
+    @functools.cache
+    def value(node: Expression) -> Any:
+        match node:
+            case ("score",):
+                return product
+            case ("iota", letter, dtype):
+                part = source if letter == KEY else places.index(letter)
+                return shaped(part * size[letter] + jnp.arange(size[letter]), letter).astype(dtype)
+            case ("array", int(number)):
+                return shaped(arrays[number], form.arrays[number])
+            case ("const", number, dtype):
+                return jnp.asarray(number, dtype)
+            case ("convert_element_type", (dtype,), operand):
+                inner = value(operand)
+                # Scores stay as exact as they are.
+                return inner if has_score(operand) else inner.astype(dtype)
+            case ("integer_pow", (power,), operand):
+                return value(operand) ** power
+            case (primitive, (), *operands):
+                return ELEMENTWISE[primitive](*map(value, operands))
+        raise AssertionError(f"no expression: {node}")
+
+    return jnp.broadcast_to(value(form.score), product.shape)
+
+
+def has_score(node: Expression) -> bool:
+    """Whether an expression reads the score."""
+    return node[0] == "score" or any(isinstance(part, tuple) and has_score(part) for part in node if part != ())
+
+
+def counted(node: Expression) -> set[str]:
+    """The letters of the dimensions along which an expression counts."""
+    if node[0] == "iota":
+        return {node[1]}
+    return set().union(*(counted(part) for part in node if isinstance(part, tuple) and part))
+
+
+def _finite(largest: Any) -> Any:
+    """Of a row in which everything is masked by minus infinity, zero: its exponentials are zeros then."""
+    return jnp.where(jnp.isneginf(largest), jnp.zeros_like(largest), largest)
+
+
+def _weighed(form: Form) -> str:
+    """The dimensions of a weighed sum of values as they are kept while blocks come: rows first."""
+    return form.rows + "".join(letter for letter in form.out if letter not in form.rows)
+
+
+def _along(rows: Any, dims: str, others: str) -> Any:
+    return rows.reshape((*rows.shape, *(1 for _ in others[len(dims) :])))
+
+
+def _joined(form: Form, one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Two parts of a row's sums at the scale of the larger of their maxima."""
+    largest = jnp.maximum(one[1], other[1])
+    by = [jnp.exp(part[1] - _finite(largest)) for part in (one, other)]
+    summed = [part[0] * _along(scale, form.rows, _weighed(form)) for part, scale in zip((one, other), by, strict=True)]
+    return summed[0] + summed[1], largest, one[2] * by[0] + other[2] * by[1]
+
+
+def _next(arrays: Any, places: Places, letter: str, step: int) -> Any:
+    """What the device before had (a step of 1) or the one behind (-1).
+
+    Pairs stand in the order of the way: of two devices both ways are one permute, and a compiler would make it once.
+    """
+    n = places.size(letter)
+    return lax.ppermute(arrays, places.axes[letter], [(i, (i + step) % n) for i in range(n)][::step])
+
+
+# The operations
+
+
+def _here(*args: Any, form: Form, gradients: Gradients | None) -> tuple[Any, ...]:
+    return run(form, gradients, HERE, args)
+
+
+def run(form: Form, gradients: Gradients | None, places: Places, args: Sequence[Any]) -> tuple[Any, ...]:
+    """One pass on one device's part: forward, or with gradients backward."""
+    if gradients is None:
+        return forward(form, places, *args)
+    return backward(form, gradients, places, *args)
+
+
+FORWARD = jax_compat.primitive("attention", _here)
+BACKWARD = jax_compat.primitive("attention_backward", _here)
+PRIMITIVES = frozenset({FORWARD.name, BACKWARD.name})
+
+
+@functools.cache
+def equation(form: Form, gradients: Gradients | None, avals: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+    """The equation of a pass on operands of these shapes."""
+    primitive = FORWARD if gradients is None else BACKWARD
+    closed = jax.make_jaxpr(lambda *args: primitive.bind(*args, form=form, gradients=gradients))(*avals)
+    (eqn,) = jax_compat.open_jaxpr(closed).eqns
+    return eqn
+
+
+def sizes_of(eqn: Any) -> dict[str, int]:
+    """How large each lettered dimension of an equation is."""
+    operands, results = letters(eqn.params["form"], eqn.params["gradients"])
+    return {
+        letter: n
+        for names, var in zip((*operands, *results), (*eqn.invars, *eqn.outvars), strict=True)
+        for letter, n in zip(names, var.aval.shape, strict=True)
+    }
+
+
+def flops(eqn: Any) -> float:
+    """Two matrix products forward, five backward (scores are computed again)."""
+    form, sizes = eqn.params["form"], sizes_of(eqn)
+    products = 1.0
+    for letter in (*form.rows, KEY):
+        products *= sizes[letter]
+    inner, outer = (
+        functools.reduce(lambda n, letter: n * sizes[letter], letters, 1.0)
+        for letters in (set(form.query) - set(form.rows), set(form.out) - set(form.rows))
+    )
+    if eqn.params["gradients"] is None:
+        return 2.0 * products * (inner + outer)
+    return 2.0 * products * (3.0 * inner + 2.0 * outer)
+
+
+def block_bytes(eqn: Any) -> int:
+    """Bytes of all scores, as they are computed."""
+    form, sizes = eqn.params["form"], sizes_of(eqn)
+    itemsize = jnp.dtype(_exact(eqn.invars[0].aval)).itemsize
+    return functools.reduce(lambda n, letter: n * sizes[letter], (*form.rows, KEY), itemsize)
+
+
+def travelling(eqn: Any) -> tuple[tuple[int, int], ...]:
+    """(number of the operand of whose shape it is, bytes of an element) of each array that goes round the ring."""
+    blocks = tuple((i, jax_compat.itemsize(eqn.invars[i].aval)) for i in (1, 2))
+    if eqn.params["gradients"] is None:
+        return blocks
+    exact = jnp.dtype(jnp.promote_types(eqn.invars[0].aval.dtype, jnp.float32)).itemsize
+    return (*blocks, *((i, exact) for i in (1, 2)))
+
+
+def rule_of(eqn: Any) -> Rule:
+    """Positions of queries and keys are one factor that goes round a ring. What keeps everything apart is split freely.
+
+    A mask's positions of keys are whole on every device.
+    """
+    form, sizes = eqn.params["form"], sizes_of(eqn)
+    apart = set(form.query) & set(form.key) & set(form.value) & set(form.out)
+    numbers: dict[str, int] = {}
+    factors: list[Factor] = []
+
+    def factor(name: str, size: int, kind: FactorKind) -> tuple[int, ...]:
+        if size == 1:
+            return ()
+        if name not in numbers:
+            numbers[name] = len(factors)
+            factors.append(Factor(size, kind))
+        return (numbers[name],)
+
+    def dims(names: str, is_mask: bool) -> tuple[tuple[int, ...], ...]:
+        out = []
+        for letter in names:
+            if letter == form.position or (letter == KEY and not is_mask):
+                out.append(factor(form.position, sizes[letter], FactorKind.RING))
+            elif letter in apart:
+                out.append(factor(letter, sizes[letter], FactorKind.PASS))
+            else:
+                size = 1 if letter == NONE else sizes[letter]
+                out.append(factor(letter, size, FactorKind.FIXED))
+        return tuple(out)
+
+    operands, results = letters(form, eqn.params["gradients"])
+    first_mask = len(operands) - len(form.arrays)
+    described = tuple(dims(names, i >= first_mask) for i, names in enumerate(operands))
+    made = tuple(dims(names, False) for names in results)
+    return Rule(tuple(factors), described, made)

@@ -1,0 +1,102 @@
+"""Arguments of a step: copies of them, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.common import jax_compat
+from autopar.errors import InvalidArgumentError
+from autopar.executables.compiled_step import Compiled, CompiledPipeline
+from autopar.ir.jax_sharding import HOST_MEMORY
+
+
+def put_copies(leaves: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
+    """Leaves of the arguments where a plan wants them; those taken over share no memory with what was given."""
+
+    def put_copy(leaf: Any, sharding: Any) -> Any:
+        # `jax.device_put` may share memory with what it is given, with may_alias=False too: jaxlib 0.10 and 0.12 then
+        # delete both. One leaf after the other, so that no more than one is there once too often.
+        return jax.block_until_ready(jax.device_put(copied(leaf), sharding))
+
+    return [
+        put_copy(leaf, sharding) if i in compiled.donated else jax.device_put(leaf, sharding)
+        for i, (leaf, sharding) in enumerate(zip(leaves, compiled.leaf_shardings, strict=True))
+    ]
+
+
+def copy_of(args: Sequence[Any]) -> list[Any]:
+    """Arguments whose arrays are copies, so that donating them leaves the originals."""
+    return [jax.tree.map(copied, a) for a in args]
+
+
+@jax_compat.no_mesh_set()
+def copied(leaf: Any) -> Any:
+    """The leaf in memory of its own. What is neither an array nor a number may stand for an array that it holds."""
+    if isinstance(leaf, (jax.Array, np.ndarray)):
+        return leaf.copy()
+    return jnp.array(leaf) if hasattr(leaf, "__jax_array__") else leaf
+
+
+def lies_as(leaf: Any, sharding: Any) -> bool:
+    """Whether a leaf is an array that lies as it should."""
+    return isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def put_leaves(leaves: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
+    """Leaves of the arguments where the plan wants them."""
+    if compiled.across is not None:
+        return list(leaves)  # it brings them there itself, in the same order in all processes
+    out, shardings = list(leaves), compiled.leaf_shardings
+    astray = [i for i, leaf in enumerate(leaves) if not lies_as(leaf, shardings[i])]
+    put = jax.device_put([out[i] for i in astray], [shardings[i] for i in astray])
+    for i, array in zip(astray, put, strict=True):
+        out[i] = array
+    return out
+
+
+def is_elsewhere(array: jax.Array) -> bool:
+    """Whether an array is not simply on one device."""
+    return len(array.devices()) > 1 or array.sharding.memory_kind == HOST_MEMORY
+
+
+def on_default_device(array: Any) -> Any:
+    """An array brought to one device, uncommitted, so that shardings in the code that reads it still hold."""
+    if not isinstance(array, jax.Array):
+        return array
+    if not array.is_fully_addressable:
+        return jax.device_put(array, jax.devices()[0])
+    if jax_compat.is_key_dtype(array.dtype):
+        return jax_compat.key_of(np.asarray(jax.random.key_data(array)), array.dtype)
+    return jnp.asarray(np.asarray(array))
+
+
+def hashable(value: Any, name: str) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        raise InvalidArgumentError(
+            where=name,
+            expected="a static argument that can be hashed: each value of it is a step of its own",
+            got=type(value).__name__,
+            hint="pass a tuple or a frozen dataclass, or take it out of static_argnums",
+        ) from None
+    return value
+
+
+def on_one_device(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with their arrays on the default device, where some are not simply on one; static ones as they are."""
+    if not any(isinstance(x, jax.Array) and is_elsewhere(x) for x in jax.tree.leaves(tuple(args))):
+        return tuple(args)
+    return tuple(_moved(arg) for arg in args)
+
+
+def _moved(arg: Any) -> Any:
+    leaves, tree = jax.tree.flatten(arg)
+    if not any(isinstance(x, jax.Array) for x in leaves):
+        return arg
+    return jax.tree.unflatten(tree, [on_default_device(x) if isinstance(x, jax.Array) else x for x in leaves])

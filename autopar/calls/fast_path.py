@@ -1,0 +1,126 @@
+"""Calls that go straight to the program of the step's last call, and what has to be looked at before they do.
+
+A compiled program refuses arguments of other shapes, types and layouts by itself. It does not know that jax's
+configuration has changed, nor that an argument is now weakly typed or no longer, for either of which `jax.jit` has
+another program; and it must never get a deleted array, or memory that it takes over and reads elsewhere too.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from autopar.calls.aliasing import share_memory
+from autopar.common import jax_compat
+from autopar.executables.compiled_step import Compiled, CompiledPipeline
+from autopar.frontend.tracing import is_weak
+
+
+class FastPath:
+    """A compiled step and what a call of it has to have in common with its last one. `leaves` are those of that call.
+
+    What replaced the donated leaves in the last call is new memory of known types, and is what most calls pass on.
+    All of it is a fraction of a microsecond for each leaf (`benchmarks/overhead.py`).
+    """
+
+    def __init__(self, compiled: Compiled | CompiledPipeline, leaves: Sequence[Any]) -> None:
+        traced = compiled.traced
+        self.compiled, self.tree = compiled, traced.in_tree
+        self._context = jax_compat.trace_context()
+        self._weak = _weak_types(leaves)
+        donated, donates = sorted(compiled.donated), compiled.donated
+        self._donated = _picker(donated)
+        self._others = [i for i in range(len(leaves)) if i not in donates]
+        self._replaced = _picker([traced.tied[i] for i in donated])
+        self._weak_of_others = [self._weak[i] for i in self._others]
+        self._stays_as_weak = all(bool(traced.out_avals[traced.tied[i]].weak_type) == self._weak[i] for i in donated)
+        # An array that is not taken over can share memory with one that is only where both have equal shards.
+        alike: dict[Any, list[int]] = collections.defaultdict(list)
+        for i, (aval, sharding) in enumerate(zip(traced.in_avals, compiled.leaf_shardings, strict=True)):
+            alike[sharding.shard_shape(aval.shape), aval.dtype].append(i)
+        groups = [(set(group) & donates, set(group) - donates) for group in alike.values()]
+        self._alike = sorted(i for taken, kept in groups if taken and kept for i in taken)
+        self._kept = sorted(i for taken, kept in groups if taken for i in kept)
+        # References to what is known to share no memory: what replaced the donated leaves, and what was kept beside it.
+        self._new: list[Any] = []
+        self._beside: list[Any] = []
+
+    def takes(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call with these leaves may go to the program at once, which may still refuse it."""
+        if jax_compat.trace_context() != self._context or not _hold_data(leaves):
+            return False
+        donated = self._donated(leaves)
+        is_new = bool(self._new) and all(map(operator.is_, map(operator.call, self._new), donated))
+        if is_new and self._stays_as_weak:
+            if self._weak_of_others != _weak_types([leaves[i] for i in self._others]):
+                return False
+        elif self._weak != _weak_types(leaves):
+            return False
+        if len(set(map(id, leaves))) != len(leaves):
+            ids = set(map(id, donated))
+            if len(ids) != len(donated) or any(id(leaves[i]) in ids for i in self._others):
+                return False
+        return self._are_apart(leaves, donated, is_new)
+
+    def _are_apart(self, leaves: Sequence[Any], donated: Sequence[Any], is_new: bool) -> bool:
+        """Whether what is taken over shares no memory with anything else."""
+        kept = [leaves[i] for i in self._kept]
+        if is_new and all(map(operator.is_, map(operator.call, self._beside), kept)):
+            return True
+        if is_new:
+            donated = [leaves[i] for i in self._alike]
+        return not share_memory(*([x for x in xs if isinstance(x, jax.Array)] for xs in (donated, kept)))
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves of the results, of leaves that share no memory. What replaces donated leaves is new memory."""
+        kept = [leaves[i] for i in self._kept]
+        results = self.compiled.run(leaves)
+        self._new = _references(self._replaced(results))
+        self._beside = _references(kept)
+        return results
+
+
+_ONLY_ARRAYS = {jax_compat.ArrayImpl}
+
+
+def _hold_data(leaves: Sequence[Any]) -> bool:
+    """Whether none is a tracer or a deleted array."""
+    kinds = set(map(type, leaves))
+    if kinds == _ONLY_ARRAYS:
+        return not any(map(jax_compat.ArrayImpl.is_deleted, leaves))
+    if any(issubclass(kind, jax_compat.Tracer) for kind in kinds):
+        return False
+    return not any(x.is_deleted() for x in leaves if isinstance(x, jax.Array))
+
+
+def _weak_types(leaves: Sequence[Any]) -> list[bool]:
+    try:
+        return [x.weak_type for x in leaves]
+    except AttributeError:
+        return [is_weak(x) for x in leaves]
+
+
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda values: [values[i] for i in positions]
+
+
+def _references(values: Sequence[Any]) -> list[Any]:
+    """Weak references; to what takes none, functions that give nothing."""
+    try:
+        return list(map(weakref.ref, values))
+    except TypeError:
+        return [_reference(x) for x in values]
+
+
+def _reference(x: Any) -> Any:
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: None

@@ -1,0 +1,291 @@
+"""Steps that change NNX objects in place: split into graphs and arrays, run as pure functions, written back.
+
+As `nnx.jit` does: modules, optimizers, metrics and Rngs among the arguments share references, with each other too. The
+graph of an object is static: it is part of the tree of the arguments. An argument that the step leaves as it is comes
+back in no result. `flax.nnx` is used where the program has loaded it, and never imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from autopar.common import jax_compat
+from autopar.errors import UnsupportedError
+from autopar.frontend.tracing import tie_state
+from autopar.ir.traced_step import TracedStep
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ObjectState:
+    """An object in two parts: its graph, which is static, and an `nnx.State` of its arrays, or of their shapes."""
+
+    graph: Any
+    state: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Returned:
+    """What a step with objects gives: each object argument's new state, None where it is left as it is, and `result`.
+
+    `names` are those of the object arguments.
+    """
+
+    names: tuple[str, ...]
+    states: tuple[Any, ...]
+    result: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Key:
+    """A step of a path as Python writes it."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _flatten_state(node: ObjectState) -> tuple[list[Any], Any]:
+    leaves, tree = jax.tree.flatten(node.state)
+    return leaves, (node.graph, tree)
+
+
+def _flatten_state_with_paths(node: ObjectState) -> tuple[list[Any], Any]:
+    leaves, tree = jax.tree_util.tree_flatten_with_path(node.state)
+    return [(_Key(_path_text(path)), leaf) for path, leaf in leaves], (node.graph, tree)
+
+
+def _unflatten_state(aux: Any, leaves: Iterable[Any]) -> ObjectState:
+    graph, tree = aux
+    return ObjectState(graph, jax.tree.unflatten(tree, leaves))
+
+
+def _flatten_returned_with_paths(node: Returned) -> tuple[list[Any], Any]:
+    keys = [*(_Key(f".{name}") for name in node.names), _Key("")]
+    return list(zip(keys, (*node.states, node.result), strict=True)), node.names
+
+
+def _unflatten_returned(names: tuple[str, ...], children: Iterable[Any]) -> Returned:
+    *states, result = children
+    return Returned(names, tuple(states), result)
+
+
+jax.tree_util.register_pytree_with_keys(ObjectState, _flatten_state_with_paths, _unflatten_state, _flatten_state)
+jax.tree_util.register_pytree_with_keys(
+    Returned,
+    _flatten_returned_with_paths,
+    _unflatten_returned,
+    lambda node: ((*node.states, node.result), node.names),
+)
+
+
+def _path_text(path: Sequence[Any]) -> str:
+    """`.layers[0].kernel` for the path of an array in an `nnx.State`."""
+    text = ""
+    for key in path:
+        if isinstance(key, jax.tree_util.DictKey):
+            name = key.key
+            text += f".{name}" if isinstance(name, str) and name.isidentifier() else f"[{name!r}]"
+        elif not (isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value" and key is path[-1]):
+            text += str(key)
+    return text
+
+
+def _is_leaf(x: Any) -> bool:
+    nnx = sys.modules["flax.nnx"]
+    return isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
+
+
+def _is_object(x: Any) -> bool:
+    nnx = sys.modules["flax.nnx"]
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def is_object(x: Any) -> bool:
+    """Whether something is an NNX object itself."""
+    return "flax.nnx" in sys.modules and _is_object(x)
+
+
+def holds_objects(tree: Any) -> bool:
+    """Whether there are NNX objects in a tree. An `nnx.State` is none: it is a tree of arrays."""
+    if "flax.nnx" not in sys.modules:
+        return False
+    return any(map(_is_object, jax.tree.leaves(tree, is_leaf=_is_leaf)))
+
+
+def is_split(arg: Any) -> bool:
+    """Whether an argument holds objects that are split."""
+    leaves = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, ObjectState))
+    return any(isinstance(x, ObjectState) for x in leaves)
+
+
+def _split(trees: Sequence[Any], tag: Any = None) -> list[Any]:
+    """Trees with `ObjectState`s in place of objects, in one context: what is met again is a reference."""
+    nnx = sys.modules["flax.nnx"]
+    with nnx.split_context(tag) as context:
+
+        def split(x: Any) -> Any:
+            return ObjectState(*context.split(x)) if _is_object(x) else x
+
+        return [jax.tree.map(split, t, is_leaf=_is_leaf) if holds_objects(t) else t for t in trees]
+
+
+def _merge(trees: Sequence[Any], tag: Any = None, inner: bool | None = None) -> list[Any]:
+    """The inverse of `_split`."""
+    nnx = sys.modules["flax.nnx"]
+    with nnx.merge_context(tag, inner) as context:
+
+        def merge(x: Any) -> Any:
+            return context.merge(x.graph, x.state) if isinstance(x, ObjectState) else x
+
+        def whole(tree: Any) -> Any:
+            return jax.tree.map(merge, tree, is_leaf=lambda x: isinstance(x, ObjectState))
+
+        return [whole(t) if is_split(t) else t for t in trees]
+
+
+def split(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with their objects split; the others as they are."""
+    if not any(map(holds_objects, args)):
+        return tuple(args)
+    return tuple(_split(args))
+
+
+def merged(tree: Any) -> Any:
+    """A tree with new objects in place of the split ones."""
+    return _merge([tree])[0] if is_split(tree) else tree
+
+
+def run_and_write_back(run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Runs `run(*split(args))` and writes the new states into the objects of `args`. Returns the step's own result."""
+    nnx, tag = sys.modules["flax.nnx"], object()
+    with nnx.update_context(tag):
+        out = run(*_split(args, tag))
+        *_, result = _merge([*out.states, out.result], tag, inner=False)
+    return result
+
+
+def pure(function: Callable[..., Any], args: Sequence[Any], names: Sequence[str]) -> Any:
+    """What `function` gives for arguments with split objects, as `Returned`; for others its own result."""
+    which = [i for i, arg in enumerate(args) if is_split(arg)]
+    if not which:
+        return function(*args)
+    nnx, tag = sys.modules["flax.nnx"], object()
+    with nnx.update_context(tag):
+        objects = _merge([args[i] for i in which], tag, inner=True)
+        before = [jax.tree.flatten(x) for x in _split(objects, tag)]  # at once: the variables in there are the objects'
+        of = dict(zip(which, objects, strict=True))
+        result = function(*(of.get(i, arg) for i, arg in enumerate(args)))
+        *after, result = _split([*objects, result], tag)
+    changed = [_changed(old, new) for old, new in zip(before, after, strict=True)]
+    coming = [new for new, is_changed in zip(after, changed, strict=True) if is_changed]
+    if is_split(result) or any(map(_refers_outside, coming)):
+        changed = [True] * len(after)  # what is referred to must come back too
+    states = tuple(new if is_changed else None for new, is_changed in zip(after, changed, strict=True))
+    return Returned(tuple(names[i] for i in which), states, result)
+
+
+def _changed(old: tuple[list[Any], Any], new: Any) -> bool:
+    leaves, tree = jax.tree.flatten(new)
+    return bool(tree != old[1] or any(a is not b for a, b in zip(leaves, old[0], strict=True)))
+
+
+def _refers_outside(tree: Any) -> bool:
+    """Whether a graph has references to nodes that belong to other arguments."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ObjectState))
+    nodes = [node for x in leaves if isinstance(x, ObjectState) for node in x.graph.nodes]
+    references = {node.index for node in nodes if type(node).__name__ == "NodeRef"}
+    return not references <= {
+        node.index for node in nodes if type(node).__name__ != "NodeRef" and hasattr(node, "index")
+    }
+
+
+def batch_argnums(args: Sequence[Any], given: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
+    """The arguments that carry examples: those asked for, or, where the default falls on an object, all arguments with
+    arrays behind the last object, except keys of random numbers and single numbers.
+    """
+    objects = [i for i, arg in enumerate(args) if is_split(arg)]
+    if tuple(given) != tuple(default) or not set(given) & set(objects):
+        return tuple(given)
+
+    def carries(leaf: Any) -> bool:
+        return bool(getattr(leaf, "shape", ())) and not jax_compat.is_key_dtype(leaf.dtype)
+
+    behind = range(objects[-1] + 1, len(args))
+    return tuple(i for i in behind if any(map(carries, jax.tree.leaves(args[i]))))
+
+
+def donate_argnums(args: Sequence[Any], given: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
+    """The arguments whose memory is taken over: those asked for, by default all objects where there are any."""
+    objects = tuple(i for i, arg in enumerate(args) if is_split(arg))
+    return objects if objects and tuple(given) == tuple(default) else tuple(given)
+
+
+def tie_objects(traced: TracedStep, args: Sequence[Any], donate: Sequence[int]) -> TracedStep:
+    """A step with split objects, each array of a donated one tied to what is written back in its place."""
+    position = {path: i for i, path in enumerate(traced.out_paths)}
+    objects = {i for i, arg in enumerate(args) if is_split(arg)}
+    tied: dict[int, int] = {}
+    for i, (path, owner) in enumerate(zip(traced.in_paths, traced.argument_of, strict=True)):
+        new = position.get(f"result.{path}") if owner in objects and owner in donate else None
+        if new is not None:
+            a, b = traced.in_avals[i], traced.out_avals[new]
+            if (a.shape, a.dtype) == (b.shape, b.dtype):
+                tied[i] = new
+    result = traced.out_tree.children()[-1]
+    first = traced.out_tree.num_leaves - result.num_leaves
+    others = [i for i in donate if i not in objects]
+    for i, at in tie_state(args, others, result, traced.in_avals, traced.out_avals[first:]).items():
+        tied[i] = first + at
+    kept = {i for i in objects if not any(owner == i and k in tied for k, owner in enumerate(traced.argument_of))}
+    donated = frozenset(k for k in traced.donated if traced.argument_of[k] not in kept)
+    return dataclasses.replace(traced, tied=tied, donated=donated)
+
+
+def idle_optimizers(traced: TracedStep, args: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """Of each optimizer that comes back as it was given, what a user should know, as a sentence."""
+    optimizer: Any = sys.modules["flax.nnx"].Optimizer
+    back = {path.removeprefix("result.").partition(".")[0] for path in traced.out_paths}
+    sentences = []
+    for arg, name in zip(args, names, strict=True):
+        parts = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, ObjectState))
+        kinds = [getattr(x.graph.nodes[0], "type", object) for x in parts if isinstance(x, ObjectState)]
+        if name not in back and any(isinstance(kind, type) and issubclass(kind, optimizer) for kind in kinds):
+            sentences.append(
+                f"the step changes nothing of the optimizer {name!r}. What jax.jit or another transformation of jax "
+                "inside of the step changes in place is lost: use those of nnx there"
+            )
+    return sentences
+
+
+def public_tree(arg: Any) -> Any:
+    """The structure in which an argument's shardings are shown: an `nnx.State` for each object."""
+    if not is_split(arg):
+        return jax.tree.structure(arg)
+    shown = jax.tree.map(
+        lambda x: x.state if isinstance(x, ObjectState) else x, arg, is_leaf=lambda x: isinstance(x, ObjectState)
+    )
+    return jax.tree.structure(shown)
+
+
+def unwrapped(function: Any) -> Any:
+    """The function inside of `nnx.jit`, whose work `parallelize` does itself.
+
+    Raises: UnsupportedError where nnx.jit was asked for shardings.
+    """
+    if type(function).__module__.partition(".")[0] != "flax" or not hasattr(function, "jitted_fn"):
+        return function
+    asked: list[str] = [n for n in ("in_shardings", "out_shardings") if getattr(function, n, None) is not None]
+    if asked or getattr(function, "partial_args", None):
+        raise UnsupportedError(
+            where=f"parallelize(nnx.jit({getattr(function, '__name__', 'fun')}))",
+            expected="a function, or nnx.jit of one without shardings",
+            got=f"nnx.jit with {', '.join(asked) or 'bound arguments'}",
+            hint="decorate the function itself with parallelize; layouts are asked for by recipes and constrain",
+        )
+    return function.fun

@@ -1,0 +1,78 @@
+"""What the mesh axes of a plan do, in the words of the known parallelisms: read off what a search decided.
+
+An axis does what it splits in the matrix products of the forward and backward pass, by their arithmetic: examples
+(data), positions (sequence), experts (expert) or widths (tensor). An axis of examples over which state lies in parts
+too is one of sharded data (ZeRO, FSDP). An axis that splits no product is named by what else it splits, state first.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+
+from autopar.cost.roofline import flops_of
+from autopar.ir.graph import Dimension, OpGraph, OpKind, Role, Value
+from autopar.ir.layout import Layout
+from autopar.lowering.decisions import ShardingPlan
+from autopar.sharding.semantics import described
+
+DATA, SHARDED_DATA, TENSOR, SEQUENCE, EXPERT = "data", "sharded data", "tensor", "sequence", "expert"
+# What a product does that an axis splits in dimensions of several names: experts have examples too, as positions have.
+_FIRST = ((Dimension.EXPERT, EXPERT), (Dimension.EXAMPLE, DATA), (Dimension.SEQUENCE, SEQUENCE))
+
+
+def dimensions_of(graph: OpGraph) -> Mapping[int, Value]:
+    """The values of a graph by number, with what their dimensions count."""
+    is_described = any(value.purpose is not None for value in graph.values)
+    return {value.id: value for value in (graph if is_described else described(graph)).values}
+
+
+def roles_of_axes(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value]) -> tuple[str, ...]:
+    """For each axis of the plan's mesh what it does, or its own name (x) where it splits nothing."""
+    return tuple(
+        _role(plan, graph, values, axis) or name if plan.mesh.axis_sizes[axis] > 1 else name
+        for axis, name in enumerate(plan.mesh.axis_names)
+    )
+
+
+def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis: int) -> str | None:
+    work: dict[str, float] = collections.defaultdict(float)
+    for op in graph.ops():
+        strategy = plan.strategy.get(op.id)
+        if (
+            strategy is None
+            or op.kind is not OpKind.EQUATION
+            or op.role is Role.UPDATE
+            or op.primitive not in _PRODUCTS
+        ):
+            continue
+        layouts = (*zip(op.inputs, strategy.operands, strict=True), *zip(op.outputs, strategy.results, strict=True))
+        split = {name for v, at in layouts if isinstance(v, int) for name in _split(values.get(v), at, axis)}
+        if split or any(axis in at.sharded_axes for _, at in layouts):
+            work[_named(split)] += op.count * flops_of(op)
+    role = max(work, key=lambda name: work[name]) if work else None
+    inputs = [(v, plan.raw.get(v)) for v in graph.block.inputs]
+    state = [at for i, (_, at) in enumerate(inputs) if i in graph.donated and at is not None]
+    batch = [(v, at) for i, (v, at) in enumerate(inputs) if i in graph.batch and at is not None]
+    in_parts = any(axis in at.sharded_axes for at in state)
+    if role is None:
+        split = {name for v, at in batch for name in _split(values.get(v), at, axis)}
+        role = _named(split) if split else None
+        if role is None and in_parts:
+            return SHARDED_DATA
+    return SHARDED_DATA if role == DATA and in_parts else role
+
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+
+
+def _split(value: Value | None, layout: Layout, axis: int) -> Iterator[Dimension]:
+    """What the dimensions count that an axis splits."""
+    if value is not None:
+        for axes, names in zip(layout.dims, value.dimensions, strict=False):
+            if axis in axes:
+                yield from names
+
+
+def _named(split: set[Dimension]) -> str:
+    return next((role for dimension, role in _FIRST if dimension in split), TENSOR)

@@ -1,0 +1,275 @@
+"""What must hold of a plan's decisions beside the graph of its step: every strategy is one of its operation, every
+value lies where its operation leaves it, sums are only left where they are added up.
+
+A plan that was searched for holds to this; one from a file may not, and would give an error far from its cause or, of
+sums, wrong numbers. `plan_checks` has what can be seen without the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+from autopar.common.json_files import Fault
+from autopar.errors import AutoparError, PlanMismatchError
+from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind, walk
+from autopar.ir.layout import Layout, replicated
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import is_summing_type, sums_locally
+from autopar.lowering.decisions import ShardingPlan
+from autopar.passes.remat import Recompute
+from autopar.passes.stage_graph import StageGraph
+from autopar.plan.schema import PipelineRecord, PlannedValue
+from autopar.sharding.strategies import Signature, Strategy, strategy_of
+
+_HINT = "plan anew; what a plan must hold to is said with autopar.constrain, not by editing its file"
+
+
+def check_decisions(plan: ShardingPlan, graph: OpGraph, place: str, step: str) -> None:
+    """Raises: PlanMismatchError for the first decision that the graph cannot have; `place` is theirs in the file."""
+    for fault in _Checker(plan, graph, place).faults():
+        raise mismatch(step, fault)
+
+
+def check_values(planned: Sequence[PlannedValue], made: Sequence[PlannedValue], place: str, step: str) -> None:
+    """Holds what a plan says of arguments, or results, against what its decisions make of them. Raises:
+    PlanMismatchError.
+    """
+    if len(planned) != len(made):
+        raise mismatch(step, Fault(place=place, expected=f"{len(made)} of them", got=str(len(planned))))
+    for i, (said, is_) in enumerate(zip(planned, made, strict=True)):
+        if (said.kind == "constant") != (is_.kind == "constant"):
+            raise mismatch(step, Fault(place=f"{place}[{i}].kind", expected=is_.kind, got=said.kind))
+        for field in ("shape", "dtype", "stage", "stages", "layout", "in_host"):
+            expected, got = getattr(is_, field), getattr(said, field)
+            if expected != got:
+                raise mismatch(step, Fault(place=f"{place}[{i}].{field}", expected=str(expected), got=str(got)))
+
+
+def check_layers(made: PipelineRecord, names: Sequence[str], step: str) -> None:
+    """Holds the layers of a plan's stages, and what each recomputes, against those of its step. Raises:
+    PlanMismatchError.
+    """
+    said = [(f"$.plan.pipeline.stages[{q}].layers", stage.layers) for q, stage in enumerate(made.stages)]
+    for place, layers in said:
+        first, names = names[: len(layers)], names[len(layers) :]
+        if tuple(layers) != tuple(first):
+            raise mismatch(step, Fault(place=place, expected=", ".join(first) or "none", got=", ".join(layers)))
+    if names:
+        got = f"{len(names)} layers in no stage, the first of them {names[0]}"
+        raise mismatch(step, Fault(place="$.plan.pipeline.stages", expected="stages that hold all layers", got=got))
+    known = [policy.value for policy in Recompute]
+    for i, policy in enumerate(made.recomputed):
+        if policy not in known:
+            place = f"$.plan.pipeline.recomputed[{i}]"
+            raise mismatch(step, Fault(place=place, expected=" or ".join(known), got=repr(policy)))
+
+
+def check_groups(made: PipelineRecord, group_of_stage: Sequence[int], step: str) -> None:
+    """Stages are on one group of devices where the schedule says so, and only there. Raises: PlanMismatchError."""
+    first_device: dict[int, int] = {}
+    for q, (stage, group) in enumerate(zip(made.stages, group_of_stage, strict=True)):
+        place, got = f"$.plan.pipeline.stages[{q}].first_device", str(stage.first_device)
+        expected = first_device.setdefault(group, stage.first_device)
+        if stage.first_device != expected:
+            raise mismatch(step, Fault(place=place, expected=f"{expected}, as of its group's other stage", got=got))
+        if list(first_device.values()).count(expected) > 1:
+            raise mismatch(step, Fault(place=place, expected="devices of another group than the others'", got=got))
+
+
+def check_wires(
+    plans: Sequence[ShardingPlan], stages: Sequence[StageGraph], group_of_stage: Sequence[int], step: str
+) -> None:
+    """What a stage hands to another one on the same devices lies alike on both sides. Raises: PlanMismatchError."""
+    for q, (plan, stage) in enumerate(zip(plans, stages, strict=True)):
+        for op in stage.graph.block.ops:
+            target = stage.sends.get(op.id)
+            if op.kind is not OpKind.SEND or target is None or group_of_stage[target] != group_of_stage[q]:
+                continue
+            (value,) = op.inputs
+            assert isinstance(value, int), "values are sent, not literals"
+            rank = len(stage.graph.values[value].shape)
+            arrives = plans[target].raw.get(value) or replicated(rank)
+            if plan.wires[op.id] != arrives:
+                place = f"$.plan.pipeline.stages[{q}].decisions.wires.{op.id}"
+                expected, got = arrives.text(plan.mesh), plan.wires[op.id].text(plan.mesh)
+                raise mismatch(step, Fault(place=place, expected=expected, got=got))
+
+
+@contextlib.contextmanager
+def at_place(step: str, place: str) -> Iterator[None]:
+    """Errors inside of it are those of a plan at a place of its file. Raises: PlanMismatchError."""
+    try:
+        yield
+    except PlanMismatchError:
+        raise
+    except AutoparError as error:
+        raise mismatch(step, Fault(place=place, expected=error.expected, got=error.got)) from error
+
+
+def mismatch(step: str, fault: Fault) -> PlanMismatchError:
+    """The error of a plan that is no plan of its step."""
+    return PlanMismatchError(where=f"plan of {step}, {fault.place}", expected=fault.expected, got=fault.got, hint=_HINT)
+
+
+@dataclasses.dataclass(slots=True)
+class _Checker:
+    plan: ShardingPlan
+    graph: OpGraph
+    place: str
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        return self.plan.mesh
+
+    def home(self, value: int) -> Layout:
+        """Where a value lies as its operation leaves it, as in `lowering`."""
+        return self.plan.raw.get(value) or replicated(len(self.graph.values[value].shape))
+
+    def placed(self, value: int) -> Layout:
+        return self.plan.placed.get(value) or self.home(value)
+
+    def faults(self) -> Iterator[Fault]:
+        yield from self.numbers()
+        yield from self.layouts()
+        yield from self.whole("raw", self.graph.block.inputs)
+        yield from self.block(self.graph.block)
+
+    def numbers(self) -> Iterator[Fault]:
+        """Operations and values are those of the graph."""
+        ops = {op.id: op for op in walk(self.graph.block)}
+        values = set(values_of(self.graph.block))
+        for name, table in (("raw", self.plan.raw), ("placed", self.plan.placed)):
+            for v in table:
+                if v not in values:
+                    yield Fault(
+                        place=f"{self.place}.{name}.{v}", expected="the number of a value of the step", got=str(v)
+                    )
+        for i, (v, _) in enumerate(self.plan.copies):
+            if v not in values:
+                yield Fault(place=f"{self.place}.copies[{i}][0]", expected="the number of a value", got=str(v))
+        for op in self.plan.strategy:
+            if op not in ops or ops[op].kind is not OpKind.EQUATION:
+                yield Fault(place=f"{self.place}.of_op.{op}", expected="the number of an operation", got=str(op))
+        sends = {op.id for op in ops.values() if op.kind is OpKind.SEND}
+        for op in sends.symmetric_difference(self.plan.wires):
+            expected = "a layout of what is sent there" if op in sends else "the number of an operation that sends"
+            yield Fault(place=f"{self.place}.wires.{op}", expected=expected, got="none" if op in sends else str(op))
+        inputs = set(self.graph.block.inputs)
+        for i, v in enumerate(sorted(self.plan.in_host)):
+            if v not in inputs:
+                yield Fault(place=f"{self.place}.in_host[{i}]", expected="the number of an argument", got=str(v))
+
+    def layouts(self) -> Iterator[Fault]:
+        """Layouts have the dimensions of their values and divide them, and only homes may be sums."""
+        ops = {op.id: op for op in walk(self.graph.block)}
+        tables = [(f".raw.{v}", v, layout, True) for v, layout in self.plan.raw.items()]
+        tables += [(f".placed.{v}", v, layout, False) for v, layout in self.plan.placed.items()]
+        tables += [(f".copies[{i}][2]", v, at, False) for i, ((v, _), at) in enumerate(self.plan.copies.items())]
+        wires = ((op, ops[op].inputs[0], layout) for op, layout in self.plan.wires.items())
+        tables += [(f".wires.{op}", v, layout, False) for op, v, layout in wires if isinstance(v, int)]
+        for name, v, layout, may_be_sum in tables:
+            shape = self.graph.values[v].shape
+            if len(layout.dims) != len(shape) or not layout.fits(shape, self.mesh):
+                expected = f"a split of shape {list(shape)} into equal parts"
+                yield Fault(place=f"{self.place}{name}", expected=expected, got=layout.text(self.mesh))
+            if layout.partial and not may_be_sum:
+                yield Fault(place=f"{self.place}{name}", expected="no sum", got=layout.text(self.mesh))
+            if layout.partial and may_be_sum and v not in self.plan.placed:
+                yield Fault(place=f"{self.place}.placed.{v}", expected="where the sum comes to lie", got="nothing")
+
+    def whole(self, table: str, values: Sequence[int]) -> Iterator[Fault]:
+        for v in values:
+            if self.home(v).partial:
+                yield Fault(place=f"{self.place}.{table}.{v}", expected="no sum", got=self.home(v).text(self.mesh))
+
+    def same(self, value: int, layout: Layout) -> Iterator[Fault]:
+        if self.home(value) != layout:
+            got = self.home(value).text(self.mesh)
+            yield Fault(place=f"{self.place}.raw.{value}", expected=layout.text(self.mesh), got=got)
+
+    def block(self, block: Block) -> Iterator[Fault]:
+        kept, partials = self.plan.partials.kept, self.plan.partials
+        for op in block.ops:
+            if op.kind is OpKind.EQUATION:
+                yield from self.equation(op)
+            elif op.kind is OpKind.BARRIER:
+                for source, target in zip(op.inputs, op.outputs, strict=True):
+                    if isinstance(source, int):
+                        yield from self.same(target, self.placed(source))
+            elif op.kind is OpKind.ACCUMULATE:
+                if not partials.reads_raw(op, 0):
+                    yield from self.whole("raw", op.outputs)
+            elif op.kind is OpKind.SCAN:
+                (body,) = op.blocks
+                first, carry = op.num_consts, op.num_carry
+                carried = body.inputs[first : first + carry]
+                sums = [v for v in carried if v in kept]
+                yield from self.whole("raw", [v for v in body.inputs if v not in sums])
+                for inner, result in zip(carried, op.outputs[:carry], strict=True):
+                    yield from self.same(result, self.home(inner))
+                for stack in op.outputs[carry:]:
+                    home = self.home(stack)
+                    yield from self.same(stack, Layout(((), *home.dims[1:]), home.partial if stack in kept else ()))
+            elif op.kind is OpKind.WHILE:
+                condition, body = op.blocks
+                yield from self.whole("raw", (*condition.inputs, *body.inputs, *op.outputs))
+                carried = body.inputs[len(body.inputs) - len(op.outputs) :]
+                for inner, result in zip(carried, op.outputs, strict=True):
+                    yield from self.same(result, self.home(inner))
+            else:
+                yield from self.whole("raw", (*op.outputs, *(v for inner in op.blocks for v in inner.inputs)))
+            for inner_block in op.blocks:
+                yield from self.block(inner_block)
+
+    def equation(self, op: Op) -> Iterator[Fault]:
+        strategy = self.plan.strategy.get(op.id)
+        place = f"{self.place}.of_op.{op.id}"
+        if strategy is None:
+            for v in op.outputs:
+                yield from self.same(v, replicated(len(self.graph.values[v].shape)))
+            return
+        if not is_strategy(strategy, signature_of(op, self.graph, self.plan), self.mesh):
+            where = f" in {op.module}" if op.module else ""
+            reads = ", ".join(layout.text(self.mesh) for layout in strategy.operands)
+            makes = ", ".join(layout.text(self.mesh) for layout in strategy.results)
+            yield Fault(place=place, expected=f"a way to split {op.primitive}{where}", got=f"{reads} -> {makes}")
+        for v, layout in zip(op.outputs, strategy.results, strict=True):
+            yield from self.same(v, layout)
+
+
+def values_of(block: Block) -> Iterator[int]:
+    """The values that a block gets and makes, those of its loops too."""
+    yield from block.inputs
+    for op in block.ops:
+        yield from op.outputs
+        for inner in op.blocks:
+            yield from values_of(inner)
+
+
+def signature_of(op: Op, graph: OpGraph, plan: ShardingPlan) -> Signature:
+    """What the strategies of an operation depend on, as `assembly` has it, but for where sums may reach it."""
+    assert op.rule is not None, "equations have rules"
+    members = plan.partials.raw_operands(op)
+    sums = any(f.kind is FactorKind.SUM for f in op.rule.factors)
+    return Signature(
+        rule=op.rule,
+        operand_shapes=tuple(graph.values[a].shape if isinstance(a, int) else a.shape for a in op.inputs),
+        result_shapes=tuple(graph.values[v].shape for v in op.outputs),
+        sums_partially=sums and sums_locally(op.eqn) and is_summing_type(op.eqn),
+        linear=(members,) if members else (),
+    )
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def is_strategy(strategy: Strategy, signature: Signature, mesh: LogicalMesh) -> bool:
+    """Whether a strategy is a way to split an operation: its layouts, read as the factors that they split, give it
+    again.
+    """
+    made = strategy_of(signature, strategy.operands, strategy.results, mesh)
+    if made is None:
+        return False
+    in_order = dataclasses.replace(made, ring=tuple(sorted(made.ring)))
+    return in_order == dataclasses.replace(strategy, ring=tuple(sorted(strategy.ring)))

@@ -1,0 +1,246 @@
+"""What takes the memory of a device: by kind, throughout the step and when most is taken, and the largest by name.
+
+Read off the instructions that will run, as all predictions are: what is held is a value in one of its places.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from autopar.cost import peak_memory
+from autopar.cost.prediction import task_program
+from autopar.inter_op.staged import Staged
+from autopar.ir.graph import OpGraph, OpKind, Role, Section, read_by
+from autopar.ir.layout import local_bytes
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.value_state import RAW
+from autopar.lowering.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Pass, section_of
+from autopar.plan.schema import MemoryHolder, MemoryKind, MemoryUse
+from autopar.runtime.pipeline.merge_buffers import groups_of
+from autopar.sharding.resharding import StepKind
+
+LARGEST = 20  # how many holders a plan names
+_NUMBER = re.compile(r"\d+")
+_LOCAL = (StepKind.SLICE, StepKind.MASK)
+
+
+def saved_for_backward(graph: OpGraph, instructions: Sequence[Instruction]) -> dict[Key, str]:
+    """What the backward pass reads of what was made before it, and the module of the first operation to read it.
+
+    Arguments, and what is made once for all micro-batches, are there anyway. What another stage sends is not. What a
+    barrier lets through is read behind it: `jax.checkpoint` puts one around a layer, outside of its module.
+    """
+    made: set[Key] = set()
+    found: dict[Key, str] = {}
+    behind: dict[int, Key] = {}
+    received = {v for i, v in enumerate(graph.block.inputs) if i in graph.repeating}
+    for instruction in instructions:
+        if isinstance(instruction, HostCopy):
+            continue  # of what only the update reads
+        role = instruction.role if isinstance(instruction, Move) else instruction.op.role
+        if role is Role.BACKWARD:
+            module = instruction.module if isinstance(instruction, Move) else instruction.op.module
+            for key in instruction.keys_read:
+                if key in made or key[0] in received:
+                    found.setdefault(key, module)
+                elif key[0] in behind:
+                    found[behind.pop(key[0])] = module
+            if isinstance(instruction, Pass):
+                saved = zip(instruction.op.outputs, instruction.keys_read, strict=True)
+                behind.update((out, key) for out, key in saved if key in found)
+        elif section_of(instruction) is not Section.BEFORE:
+            made.update(instruction.keys_made)
+    return found
+
+
+def saved_bytes(graph: OpGraph, lowered: LoweredBlock, mesh: LogicalMesh) -> dict[str, int]:
+    """Bytes on one device that wait for the backward pass of each module; of one micro-batch."""
+    out: dict[str, int] = collections.defaultdict(int)
+    for key, module in saved_for_backward(graph, lowered.instructions).items():
+        out[module] += _local(graph, key, mesh)
+    return dict(out)
+
+
+def memory_of_program(
+    graph: OpGraph,
+    lowered: LoweredBlock,
+    program: peak_memory.Program,
+    estimate: peak_memory.MemoryEstimate,
+    stands_for: Mapping[int, Key],
+    mesh: LogicalMesh,
+) -> MemoryUse:
+    """Of a step that runs as one program; numbers of the program stand for values in their places."""
+    told = _Kinds(graph, lowered.instructions)
+    names = _Names(graph, mesh)
+    arguments = [
+        MemoryHolder(name=names.of(stands_for[a]), kind=told.of_argument(v), nbytes=program.nbytes[a])
+        for a, v in zip(program.arguments, lowered.block.inputs, strict=True)
+    ]
+    taken_over = set(program.donated.values())
+    results = [
+        MemoryHolder(
+            name=names.of(stands_for[r]) if r in stands_for else "a result that is an argument or a literal",
+            kind=MemoryKind.OTHER,
+            nbytes=program.nbytes[r],
+        )
+        for r in dict.fromkeys(program.results)
+        if r not in taken_over
+    ]
+    temporary = _temporaries(program, estimate, stands_for, told, names)
+    return _use(arguments, [*arguments, *results, *temporary])
+
+
+def memory_of_stages(staged: Staged) -> tuple[MemoryUse, ...]:
+    """Of a pipeline, for each group of devices."""
+    buffers, key_of, stage_of = staged.staged.pipeline.buffers, staged.staged.key_of, staged.staged.stage_of
+    members: dict[int, list[int]] = {}
+    for b, group in enumerate(groups_of(staged.staged.pipeline)):
+        members.setdefault(group, []).append(b)
+    told = [_Kinds(p.stage.graph, p.lowered.lowered.instructions) for p in staged.stages]
+    names = [_Names(p.stage.graph, p.lowered.mesh) for p in staged.stages]
+
+    def holder(b: int, nbytes: int, held: set[tuple[int, int]]) -> MemoryHolder:
+        stage = stage_of[b]
+        kind = told[stage].of(key_of[b])
+        old = told[stage].replaced.get(key_of[b][0])
+        if kind is MemoryKind.NEW_STATE and old is not None and (stage, old) not in held:
+            kind = told[stage].of_argument(old)  # it has the memory of what it replaces
+        times = nbytes // buffers[b].nbytes if buffers[b].nbytes else 1
+        return MemoryHolder(name=names[stage].of(key_of[b]), kind=kind, nbytes=nbytes, count=times)
+
+    out = []
+    accumulators = {b for task in staged.staged.pipeline.tasks for b in set(task.outputs).intersection(task.inputs)}
+    for mesh, parts in enumerate(staged.simulation.at_peak):
+        lasting = {b for b in {*staged.staged.pipeline.inputs, *accumulators} if buffers[b].mesh == mesh}
+        throughout = [holder(b, buffers[b].nbytes, {(stage_of[b], key_of[b][0])}) for b in sorted(lasting)]
+        shares = [
+            (b, n * buffers[b].nbytes // _total(members[g], buffers)) for g, n in parts if g >= 0 for b in members[g]
+        ]
+        held = {(stage_of[b], key_of[b][0]) for b, _ in shares}
+        at_peak = [holder(b, n, held) for b, n in shares]
+        for task in (-1 - what for what, _ in parts if what < 0):
+            stage = staged.staged.tasks[task].stage
+            at_peak += _of_task(staged, task, told[stage], names[stage])
+        out.append(_use(throughout, at_peak))
+    return tuple(out)
+
+
+def _total(members: Iterable[int], buffers: Sequence) -> int:
+    return max(1, sum(buffers[b].nbytes for b in members))
+
+
+def _of_task(staged: Staged, number: int, told: _Kinds, names: _Names) -> list[MemoryHolder]:
+    """What a task holds beside its inputs and outputs."""
+    task = staged.staged.tasks[number]
+    planned = staged.stages[task.stage]
+    graph, model = planned.stage.graph, planned.model
+    program, stands_for = task_program(graph, task.instructions, task.inputs, task.outputs, model)
+    return _temporaries(program, peak_memory.estimate(program, model.compiler), stands_for, told, names)
+
+
+def _temporaries(
+    program: peak_memory.Program,
+    estimate: peak_memory.MemoryEstimate,
+    stands_for: Mapping[int, Key],
+    told: _Kinds,
+    names: _Names,
+) -> list[MemoryHolder]:
+    """What lies at the peak beside arguments and results, largest first, up to the bytes of all temporaries: the rest
+    lies in the memory of results that are not made yet.
+    """
+    ends = {*program.arguments, *(set(program.results) - set(program.donated.values()))}
+    left, found = estimate.temporary_bytes, []
+    for number, nbytes in estimate.at_peak:
+        if number in ends or not left:
+            continue
+        nbytes = min(nbytes, left)
+        left -= nbytes
+        if number in stands_for:
+            kind, name = told.of(stands_for[number]), names.of(stands_for[number])
+        else:
+            kind, name = MemoryKind.COLLECTIVE, "on its way from one layout to another"
+        found.append(MemoryHolder(name=name, kind=kind, nbytes=nbytes))
+    return found
+
+
+def _use(throughout: Sequence[MemoryHolder], at_peak: Sequence[MemoryHolder]) -> MemoryUse:
+    alike: dict[tuple[str, MemoryKind], MemoryHolder] = {}
+    for h in at_peak:
+        before = alike.get((h.name, h.kind), MemoryHolder(name=h.name, kind=h.kind, nbytes=0, count=0))
+        alike[h.name, h.kind] = dataclasses.replace(h, nbytes=before.nbytes + h.nbytes, count=before.count + h.count)
+    largest = sorted((h for h in alike.values() if h.nbytes), key=lambda h: -h.nbytes)[:LARGEST]
+    return MemoryUse(throughout=_by_kind(throughout), at_peak=_by_kind(at_peak), largest=tuple(largest))
+
+
+def _by_kind(holders: Iterable[MemoryHolder]) -> dict[MemoryKind, int]:
+    sums: dict[MemoryKind, int] = collections.Counter()
+    for h in holders:
+        sums[h.kind] += h.nbytes
+    return {kind: sums[kind] for kind in MemoryKind if sums[kind]}
+
+
+class _Names:
+    """What to call a value in a place; those of layers that are alike have one name."""
+
+    def __init__(self, graph: OpGraph, mesh: LogicalMesh) -> None:
+        self.graph, self.mesh = graph, mesh
+        self.makers = {v: f"{op.module}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
+
+    def of(self, key: Key) -> str:
+        value = self.graph.values[key[0]]
+        made = value.name or self.makers.get(value.id, "a value from another stage")
+        return f"{_NUMBER.sub('*', made)} {value.dtype}{list(value.shape)} {key[1][0].text(self.mesh)}"
+
+
+class _Kinds:
+    """What each value of a graph is held for. `replaced[v]` is the argument whose place a new state v takes."""
+
+    def __init__(self, graph: OpGraph, instructions: Sequence[Instruction]) -> None:
+        self.arguments: dict[int, MemoryKind] = {}
+        self.values: dict[int, MemoryKind] = {}
+        inputs, outputs, ops = graph.block.inputs, graph.block.outputs, graph.block.ops
+        trained = {v for op in ops if op.role is not Role.UPDATE for v in read_by(op)}
+        state = {*graph.donated, *(i for i, _ in graph.tied)}
+        for i, v in enumerate(inputs):
+            if i in graph.batch:
+                self.arguments[v] = MemoryKind.BATCH
+            elif i in state:
+                self.arguments[v] = MemoryKind.PARAMETER if v in trained else MemoryKind.OPTIMIZER
+            elif i not in graph.repeating:
+                self.arguments[v] = MemoryKind.OTHER
+        replacing = [(outputs[o], inputs[i]) for i, o in graph.tied]
+        self.replaced = {new: old for new, old in replacing if isinstance(new, int)}
+        updating = {v for op in ops if op.role is Role.UPDATE for v in read_by(op)}
+        for op in ops:
+            if op.kind is OpKind.ACCUMULATE and op.role is Role.BACKWARD:
+                self.values |= dict.fromkeys((*read_by(op), *op.outputs), MemoryKind.GRADIENT)
+            elif op.role is Role.BACKWARD:
+                self.values |= dict.fromkeys(updating.intersection(op.outputs), MemoryKind.GRADIENT)
+        self.values |= dict.fromkeys(self.replaced.keys() - self.values.keys(), MemoryKind.NEW_STATE)
+        self.saved = saved_for_backward(graph, instructions).keys()
+        self.moved = {
+            (i.value, i.target)
+            for i in instructions
+            if isinstance(i, Move) and any(s.kind not in _LOCAL for s in i.steps)
+        }
+
+    def of_argument(self, value: int) -> MemoryKind:
+        return self.arguments.get(value, MemoryKind.OTHER)
+
+    def of(self, key: Key) -> MemoryKind:
+        value, (_, state) = key
+        if state == RAW and value in self.arguments:
+            return self.arguments[value]
+        if value in self.values:
+            return self.values[value]
+        if key in self.saved:
+            return MemoryKind.SAVED
+        return MemoryKind.COLLECTIVE if key in self.moved else MemoryKind.TEMPORARY
+
+
+def _local(graph: OpGraph, key: Key, mesh: LogicalMesh) -> int:
+    value = graph.values[key[0]]
+    return local_bytes(value.shape, value.itemsize, key[1][0], mesh)

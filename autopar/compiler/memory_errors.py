@@ -1,0 +1,57 @@
+"""The errors of plans that do not fit into memory: in stages, in micro-batches, and of a plan that was given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import MemoryLimitError
+from autopar.plan.plan import Plan
+
+_NAMED = 5  # how many of the largest tensors an error names
+
+
+def check_given_plan_fits(plan: Plan, limit_bytes: int | None) -> None:
+    """Raises: MemoryLimitError for a plan that is to be run as it is, with a limit that it was not made for."""
+    if limit_bytes is not None and not fits(plan, limit_bytes):
+        raise _refusal(
+            plan,
+            f"the plan of {plan.record.step}",
+            limit_bytes,
+            "a plan is run as it is: make another one with this limit, or leave the limit out here",
+        )
+
+
+def fits(plan: Plan, limit_bytes: int) -> bool:
+    return max(plan.predicted.peak_bytes) <= limit_bytes
+
+
+def pipeline_refusal(plan: Plan, limit_bytes: int, beside: Sequence[str] = ()) -> MemoryLimitError:
+    """The error of a step whose plan in micro-batches or stages does not fit; with what else was tried."""
+    made = plan.record.pipeline
+    assert made is not None, "a plan in one program is refused before it is written down"
+    ways = [f"more micro-batches (now {made.num_microbatches})"]
+    if len(made.stages) > 1:
+        ways += [] if made.schedule == "1f1b" else [f'schedule="1f1b" (now "{made.schedule}")']
+        ways += [f"more stages (now {len(made.stages)})"]
+    ways += ["more devices, with state split over them (recipes.zero(3))"]
+    ways += [] if "input" in made.recomputed else ['recompute="input" of recipes.cut and recipes.combine']
+    ways += ["a smaller optimiser state (Adafactor, bfloat16 moments)"]
+    hint = "use " + ", ".join(ways[:-1]) + ", or " + ways[-1]
+    return _refusal(plan, plan.record.step, limit_bytes, "; ".join([hint, *beside]))
+
+
+def _refusal(plan: Plan, where: str, limit_bytes: int, hint: str) -> MemoryLimitError:
+    peak_bytes, pipeline = plan.predicted.peak_bytes, plan.record.pipeline
+    group = max(range(len(peak_bytes)), key=lambda i: peak_bytes[i])
+    if pipeline is not None:
+        worst = max(pipeline.stages, key=lambda stage: stage.peak_bytes)
+        held = [str(q) for q, stage in enumerate(pipeline.stages) if stage.first_device == worst.first_device]
+        where += f", stage {' and '.join(held)} of {len(pipeline.stages)}"
+    memory = plan.predicted.memory
+    return MemoryLimitError(
+        where=where,
+        limit_bytes=limit_bytes,
+        needed_bytes=peak_bytes[group],
+        largest=[(h.name, h.nbytes) for h in memory[group].largest[:_NAMED]] if memory else [],
+        hint=hint,
+    )

@@ -1,0 +1,453 @@
+"""Between the compiler's decisions and what a plan records of them, in both directions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.common.trace_events import Timeline
+from autopar.common.units import text_of_bytes
+from autopar.compiler.memory_breakdown import memory_of_stages, saved_bytes
+from autopar.cost.cost_model import CostModel
+from autopar.cost.overlap import timed, timeline_of
+from autopar.cost.peak_memory import MemoryEstimate
+from autopar.cost.prediction import CollectiveUse, allocation_s, compute_times_s, host_use, predicted_collectives
+from autopar.errors import UnsupportedError
+from autopar.inter_op.staged import PlannedStage, Staged
+from autopar.ir.graph import Constant, Op, OpGraph
+from autopar.ir.layout import Layout, replicated
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep
+from autopar.ir.value_state import HOST, RAW
+from autopar.lowering.decisions import ShardingPlan, SolverReport
+from autopar.lowering.instructions import Compute, Loop, LoweredBlock, Place
+from autopar.passes.split_scan import Piece
+from autopar.plan.schema import (
+    Decisions,
+    MemoryUse,
+    ModuleRow,
+    PipelineRecord,
+    PlannedStrategy,
+    PlannedValue,
+    Predicted,
+    PredictedCollective,
+    StageRecord,
+)
+from autopar.runtime.pipeline.program import TaskKind
+from autopar.runtime.simulation.simulated_timeline import timeline_of as pipeline_timeline
+from autopar.sharding.partial_sums import find_partials
+from autopar.sharding.strategies import Strategy
+
+MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+def decisions_of(plan: ShardingPlan) -> Decisions:
+    """The decisions as tables of numbers; `sharding_plan_of` is the inverse."""
+    layouts: dict[Layout, int] = {}
+    strategies: dict[PlannedStrategy, int] = {}
+
+    def number(layout: Layout) -> int:
+        return layouts.setdefault(layout, len(layouts))
+
+    def strategy(s: Strategy) -> int:
+        planned = PlannedStrategy(
+            operands=tuple(map(number, s.operands)),
+            results=tuple(map(number, s.results)),
+            split=s.split,
+            combined=s.combined,
+            ring=s.ring,
+        )
+        return strategies.setdefault(planned, len(strategies))
+
+    of_op = {op: strategy(s) for op, s in plan.strategy.items()}
+    raw = {v: number(layout) for v, layout in plan.raw.items()}
+    placed = {v: number(layout) for v, layout in plan.placed.items()}
+    copies = tuple((v, readers, number(layout)) for (v, readers), layout in plan.copies.items())
+    wires = {op: number(layout) for op, layout in plan.wires.items()}
+    return Decisions(
+        layouts=tuple(layouts),
+        strategies=tuple(strategies),
+        of_op=of_op,
+        raw=raw,
+        placed=placed,
+        copies=copies,
+        wires=wires,
+        in_host=tuple(sorted(plan.in_host)),
+    )
+
+
+def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMesh, graph: OpGraph) -> ShardingPlan:
+    """The inverse of `decisions_of`."""
+    layouts = decisions.layouts
+    strategies = [
+        Strategy(
+            tuple(layouts[i] for i in s.operands),
+            tuple(layouts[i] for i in s.results),
+            s.split,
+            tuple(s.combined),
+            tuple(s.ring),
+        )
+        for s in decisions.strategies
+    ]
+    return ShardingPlan(
+        mesh=mesh,
+        strategy={op: strategies[i] for op, i in decisions.of_op.items()},
+        partials=find_partials(graph),
+        raw={v: layouts[i] for v, i in decisions.raw.items()},
+        placed={v: layouts[i] for v, i in decisions.placed.items()},
+        copies={(v, readers): layouts[i] for v, readers, i in decisions.copies},
+        report=report,
+        wires={op: layouts[i] for op, i in decisions.wires.items()},
+        in_host=frozenset(decisions.in_host),
+    )
+
+
+def planned_values(
+    traced: TracedStep, graph: OpGraph, lowered: LoweredBlock
+) -> tuple[list[PlannedValue], list[PlannedValue]]:
+    """(arguments, constants first; results) with their layouts."""
+    places = [(0, place) for place in lowered.entries()]
+    made = [(0, place) if place is not None else None for place in lowered.outputs]
+    num_constants = len(lowered.inputs) - len(traced.in_avals)
+    return _arguments(graph, num_constants, places), _results(traced, made)
+
+
+def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue], list[PlannedValue]]:
+    """(arguments, constants first; results) of a pipeline, each on the first stage that has it.
+
+    Raises: UnsupportedError where a leaf's pieces lie so that it cannot be one array.
+    """
+    program, graph, cut = staged.staged, staged.graph, staged.step
+    first_constant = len(graph.constants)
+    placed: dict[int, _Placed] = {}
+    for position, b in zip(program.arguments, program.pipeline.inputs, strict=True):
+        placed.setdefault(position, (program.stage_of[b], program.key_of[b][1]))
+    made = {
+        position: (program.stage_of[b], program.key_of[b][1])
+        for position, b in zip(program.results, program.pipeline.outputs, strict=True)
+    }
+    arguments = _arguments(graph, first_constant, [placed.get(p) for p in range(len(graph.block.inputs))])
+    results = _results(cut.traced, [made.get(p) for p in range(len(cut.traced.out_avals))])
+    leaves = leaves_of_pieces(arguments[first_constant:], cut.arguments, traced.in_paths)
+    return [*arguments[:first_constant], *leaves], leaves_of_pieces(results, cut.results, traced.out_paths)
+
+
+_Placed = tuple[int, Place]  # stage and place; None for what is the same everywhere
+
+
+def _arguments(graph: OpGraph, num_constants: int, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
+    found = []
+    for position, (v, where) in enumerate(zip(graph.block.inputs, placed, strict=True)):
+        value = graph.values[v]
+        stage, (layout, state) = where or (0, (replicated(len(value.shape)), RAW))
+        found.append(
+            PlannedValue(
+                path=value.name,
+                shape=value.shape,
+                dtype=value.dtype,
+                nbytes=value.nbytes,
+                kind=kind_of_argument(graph, position, num_constants),
+                layout=layout,
+                stage=stage,
+                in_host=state == HOST,
+            )
+        )
+    return found
+
+
+def _results(traced: TracedStep, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
+    found = []
+    for path, aval, where in zip(traced.out_paths, traced.out_avals, placed, strict=True):
+        stage, (layout, state) = where or (0, (replicated(len(aval.shape)), RAW))
+        found.append(
+            PlannedValue(
+                path=path,
+                shape=tuple(aval.shape),
+                dtype=str(aval.dtype),
+                nbytes=0,
+                kind="result",
+                layout=layout,
+                stage=stage,
+                in_host=state == HOST,
+            )
+        )
+    return found
+
+
+def leaves_of_pieces(
+    values: Sequence[PlannedValue], pieces: Sequence[Piece], paths: Sequence[str]
+) -> list[PlannedValue]:
+    """The leaves that the values are pieces of, in order.
+
+    Raises: UnsupportedError where the pieces of a leaf differ in layout or share a stage.
+    """
+    found: dict[int, list[PlannedValue]] = {}
+    for value, piece in zip(values, pieces, strict=True):
+        found.setdefault(piece.leaf, []).append(value)
+    out = []
+    for leaf, parts in found.items():
+        first = parts[0]
+        if len(parts) == 1:
+            out.append(first)
+            continue
+        stages = tuple(part.stage for part in parts)
+        if len({part.layout for part in parts}) > 1 or len(set(stages)) < len(stages):
+            raise UnsupportedError(
+                where=paths[leaf],
+                expected="a part of it on each stage, all in one layout",
+                got=", ".join(f"{part.layout} on stage {part.stage}" for part in parts),
+                hint="use another number of stages, or write the layers out in a Python loop",
+            )
+        out.append(
+            dataclasses.replace(
+                first,
+                path=paths[leaf],
+                shape=(len(parts) * first.shape[0], *first.shape[1:]),
+                nbytes=len(parts) * first.nbytes,
+                stages=stages,
+            )
+        )
+    return out
+
+
+def kind_of_argument(graph: OpGraph, position: int, first_argument: int) -> str:
+    if position < first_argument:
+        return "constant"
+    if position in graph.donated:
+        return "state"
+    return "batch" if position in graph.batch else "other"
+
+
+def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int, keeps_copies: bool) -> PipelineRecord:
+    """How a step was cut, and each stage's decisions."""
+    tasks, simulation = staged.staged.tasks, staged.simulation
+    firsts = [s.first_layer for s in staged.stages]
+    stages = []
+    for number, (planned, at) in enumerate(zip(staged.stages, staged.submeshes, strict=True)):
+        last = firsts[number + 1] if number + 1 < len(firsts) else len(staged.layers)
+
+        def seconds(*kinds: TaskKind, number: int = number) -> float:
+            return sum(
+                t for t, task in zip(staged.task_s, tasks, strict=True) if task.stage == number and task.kind in kinds
+            )
+
+        mesh_index = planned.lowered.mesh_index
+        stages.append(
+            StageRecord(
+                first_layer=firsts[number],
+                layers=staged.layers.names[firsts[number] : last],
+                first_device=at.first_device,
+                axis_sizes=at.mesh.axis_sizes,
+                decisions=decisions_of(planned.sharding),
+                solver=planned.sharding.report,
+                forward_s=seconds(TaskKind.FORWARD),
+                backward_s=seconds(TaskKind.BACKWARD),
+                weight_s=seconds(TaskKind.WEIGHT),
+                once_s=seconds(TaskKind.BEFORE, TaskKind.AFTER),
+                peak_bytes=simulation.peak_bytes[mesh_index],
+                in_flight=simulation.peak_in_flight[mesh_index],
+            )
+        )
+    return PipelineRecord(
+        schedule=staged.schedule.name,
+        num_microbatches=staged.graph.num_microbatches,
+        chunks=chunks,
+        recomputed=tuple(recomputed),
+        keeps_copies=keeps_copies,
+        stages=tuple(stages),
+        scan_parts=staged.step.parts,
+        timeline=pipeline_timeline(simulation, staged.simulated),
+    )
+
+
+def staged_predicted(staged: Staged, flops: float) -> Predicted:
+    """What a pipelined step is predicted to take. Times of computing and sending are means over the devices."""
+    simulation, devices = staged.simulation, 0
+    compute_s = collective_s = hidden_s = allocation = host_s = copied_bytes = 0.0
+    kept_bytes = [0] * len(simulation.peak_bytes)
+    collectives: list[PredictedCollective] = []
+    for planned in staged.stages:
+        graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
+        n = model.links.mesh.num_devices
+        compute_s += n * sum(compute_times_s(graph, block, model).values())
+        uses = predicted_collectives(graph, block, model)
+        collective_s += n * sum(use.time_s for use in uses)
+        collectives += grouped(uses, model.links.mesh)
+        host = host_use(graph, block, model)
+        kept_bytes[planned.lowered.mesh_index] += host.kept_bytes
+        host_s += n * host.time_s
+        copied_bytes += n * host.copied_bytes
+    for task, seconds, nbytes in zip(staged.staged.tasks, staged.hidden_s, staged.task_bytes, strict=True):
+        runs = staged.graph.num_microbatches if task.kind.repeats else 1
+        n, device = staged.submeshes[task.stage].mesh.num_devices, staged.stages[task.stage].model.device
+        hidden_s += n * runs * seconds
+        allocation += n * device.fresh_s(nbytes, runs)
+    devices = sum(s.mesh.num_devices for s in dict.fromkeys(staged.submeshes))
+    device = staged.stages[0].model.device
+    step_s = simulation.step_time_s
+    peak_flops_per_s = device.peak_flops_per_s(main_dtype(staged.graph)) * devices
+    return Predicted(
+        step_time_s=step_s,
+        compute_time_s=compute_s / devices,
+        collective_time_s=collective_s / devices,
+        hidden_time_s=hidden_s / devices,
+        allocation_time_s=allocation / devices + simulation.waiting_s,
+        peak_bytes=tuple(simulation.peak_bytes),
+        flops=flops,
+        mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,
+        bubble_fraction=simulation.bubble_fraction,
+        collectives=tuple(collectives),
+        memory=memory_of_stages(staged),
+        host_bytes=tuple(kept_bytes) if any(kept_bytes) else (),
+        host_copied_bytes=copied_bytes / devices,
+        host_time_s=host_s / devices,
+    )
+
+
+def predicted(
+    graph: OpGraph,
+    lowered: LoweredBlock,
+    model: CostModel,
+    estimate: MemoryEstimate,
+    use: MemoryUse,
+    flops: float,
+) -> tuple[Predicted, Timeline]:
+    """What a lowered step is predicted to take, and when; both from the same run of its instructions."""
+    uses = predicted_collectives(graph, lowered, model)
+    compute_s = sum(compute_times_s(graph, lowered, model).values())
+    collective_s = sum(use.time_s for use in uses)
+    host = host_use(graph, lowered, model)
+    allocation = allocation_s(estimate, model)
+    ran = timed(graph, lowered, model)
+    step_s = ran.end_s + allocation
+    peak_flops_per_s = model.device.peak_flops_per_s(main_dtype(graph)) * model.links.mesh.num_devices
+    made = Predicted(
+        step_time_s=step_s,
+        compute_time_s=compute_s,
+        collective_time_s=collective_s,
+        hidden_time_s=ran.hidden_s,
+        allocation_time_s=allocation,
+        peak_bytes=(estimate.peak_bytes,),
+        flops=flops,
+        mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,
+        bubble_fraction=0.0,
+        collectives=grouped(uses, model.links.mesh),
+        memory=(use,),
+        host_bytes=(host.kept_bytes,) if host.kept_bytes else (),
+        host_copied_bytes=float(host.copied_bytes),
+        host_time_s=host.time_s,
+    )
+    return made, timeline_of(ran, allocation)
+
+
+def main_dtype(graph: OpGraph) -> str:
+    """The type of the operands of the largest matrix product: what peak arithmetic is counted in."""
+    products = [op for op in graph.ops() if op.primitive in MATRIX_PRODUCTS]
+    if not products:
+        return "float32"
+    largest = max(products, key=lambda op: max(v.aval.size for v in (*op.eqn.invars, *op.eqn.outvars)))
+    return str(largest.eqn.invars[0].aval.dtype)
+
+
+def grouped(uses: tuple[CollectiveUse, ...], mesh: LogicalMesh) -> tuple[PredictedCollective, ...]:
+    """Collectives added up by kind, axes and module, in order of appearance."""
+    rows: dict[tuple[str, tuple[int, ...], str], list[float]] = {}
+    for use in uses:
+        row = rows.setdefault((use.kind.value, use.axes, use.module), [0.0, 0.0, 0.0])
+        row[0] += use.count
+        row[1] += use.total_bytes
+        row[2] += use.time_s
+    return tuple(
+        PredictedCollective(
+            kind=kind,
+            axes=tuple(mesh.axis_names[a] for a in axes),
+            module=module,
+            count=count,
+            sent_bytes=sent,
+            time_s=t,
+        )
+        for (kind, axes, module), (count, sent, t) in rows.items()
+    )
+
+
+def module_rows(
+    graph: OpGraph, lowered: LoweredBlock, model: CostModel, collectives: Sequence[PredictedCollective]
+) -> tuple[ModuleRow, ...]:
+    """One row for each module path: how its matrix products are split, what it computes, sends and keeps."""
+    seconds = compute_times_s(graph, lowered, model)
+    saved = saved_bytes(graph, lowered, model.links.mesh)
+    splits: dict[str, dict[str, None]] = {}
+    count: dict[str, int] = {}
+    time: dict[str, float] = {}
+    for op, compute in _computes(lowered):
+        count[op.module] = count.get(op.module, 0) + 1
+        time[op.module] = time.get(op.module, 0.0) + seconds.get(op.id, 0.0)
+        here = splits.setdefault(op.module, {})
+        if op.primitive in MATRIX_PRODUCTS:
+            whole = [replicated(len(a.shape if isinstance(a, Constant) else graph.values[a].shape)) for a in op.inputs]
+            layouts = compute.strategy.operands if compute.strategy is not None else whole
+            reads = " @ ".join(layout.text(model.links.mesh) for layout in layouts)
+            result = compute.strategy.results[0] if compute.strategy is not None else compute.results[0]
+            here[f"{op.role.value}: {reads} -> {result.text(model.links.mesh)}"] = None
+    by_module: dict[str, list[PredictedCollective]] = {}
+    for c in collectives:
+        by_module.setdefault(c.module, []).append(c)
+    modules = dict.fromkeys((*count, *by_module, *saved))
+    return tuple(
+        ModuleRow(
+            module=m,
+            operations=count.get(m, 0),
+            splits=tuple(splits.get(m, ())),
+            compute_time_s=time.get(m, 0.0),
+            collectives=tuple(by_module.get(m, ())),
+            saved_bytes=saved.get(m, 0),
+        )
+        for m in modules
+    )
+
+
+def stage_rows(planned: PlannedStage) -> tuple[ModuleRow, ...]:
+    """The rows of one stage of a pipeline."""
+    graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
+    return module_rows(graph, block, model, grouped(predicted_collectives(graph, block, model), model.links.mesh))
+
+
+def together(reports: Sequence[SolverReport]) -> SolverReport:
+    """What the solver says of all stages: the worst status and gap, the sum of the rest."""
+    worst = max(reports, key=lambda r: r.gap)
+    return SolverReport(
+        status=worst.status,
+        objective_s=sum(r.objective_s for r in reports),
+        bound_s=sum(r.bound_s for r in reports),
+        gap=worst.gap,
+        wall_s=sum(r.wall_s for r in reports),
+        nodes=sum(r.nodes for r in reports),
+        classes=sum(r.classes for r in reports),
+    )
+
+
+def _computes(lowered: LoweredBlock) -> list[tuple[Op, Compute]]:
+    out: list[tuple[Op, Compute]] = []
+    for instruction in lowered.instructions:
+        if isinstance(instruction, Compute):
+            out.append((instruction.op, instruction))
+        elif isinstance(instruction, Loop):
+            for block in instruction.blocks:
+                out += _computes(block)
+    return out
+
+
+def replicated_notes(graph: OpGraph) -> tuple[str, ...]:
+    """The operations that no rule allows to split, said once for each primitive and reason."""
+    found: dict[tuple[str, str], int] = {}
+    largest: dict[tuple[str, str], int] = {}
+    for op in graph.ops():
+        if op.rule is not None and op.rule.note:
+            key = (op.primitive, op.rule.note)
+            found[key] = found.get(key, 0) + 1
+            sizes = [graph.values[v].nbytes for v in op.outputs]
+            largest[key] = max(largest.get(key, 0), *sizes) if sizes else largest.get(key, 0)
+    return tuple(
+        f"{primitive} is replicated ({n} of them, the largest makes {text_of_bytes(largest[primitive, note])}): {note}"
+        for (primitive, note), n in found.items()
+    )

@@ -1,0 +1,99 @@
+"""Plans that hold to what the user says of some arguments and modules; the search decides the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+from autopar.errors import InvalidArgumentError
+from autopar.ir.mesh import AXIS_NAMES
+from autopar.recipes import Recipe, check_number
+from autopar.sharding.pins import Pin, Pins
+
+
+def constrain(
+    pins: Mapping[str, PartitionSpec],
+    *,
+    axis_sizes: Mapping[str, int] | None = None,
+    recipe: Recipe | None = None,
+) -> Recipe:
+    """Arguments (by path), or the results of modules, that lie as they are told; the search completes the plan.
+
+    ```python
+    plan = autopar.constrain({"layers/*/attn/kernel": P(None, "model"), "batch/tokens": P("data")})
+    step = autopar.parallelize(train_step, plan=plan)
+    ```
+
+    The plan says what the pins cost: its predicted step time beside that of the plan without them
+    (`plan.record.pinned`).
+
+    Args:
+        pins: For each pattern the layout of what it matches. A pattern is matched against the end of paths such as
+            `state/params/layers/0/attn/kernel`, so that it names the optimiser's moments of a parameter too: `*` stands
+            for characters of one part, `**` for any number of parts. Where no argument matches, the results of the
+            modules that do are meant. Axes have any names; `PartitionSpec.UNCONSTRAINED` leaves a dimension to the
+            search.
+        axis_sizes: How many devices lie along an axis. Sizes that are not given are searched for.
+        recipe: What else the plan must hold to. Axes have the recipe's names then (data, tensor), or, of a recipe that
+            names none (`recipes.pipeline`), any.
+
+    Raises: InvalidArgumentError.
+    """
+    if not isinstance(pins, Mapping) or not pins:
+        raise InvalidArgumentError(
+            where="constrain(pins)",
+            expected="a dictionary from patterns to PartitionSpecs",
+            got=repr(pins),
+            hint="for a plan without pins leave out plan=...",
+        )
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise InvalidArgumentError(
+            where="constrain(recipe=...)",
+            expected="a recipe, or None",
+            got=type(recipe).__name__,
+            hint="take one of autopar.recipes",
+        )
+    sizes = tuple((name, check_number(f"constrain(axis_sizes={{{name!r}: ...}})", n)) for name, n in _items(axis_sizes))
+    made = Pins(pins=tuple(_pin(pattern, spec) for pattern, spec in pins.items()), axis_sizes=sizes)
+    several = [name for name in made.names if dict(sizes).get(name) != 1]
+    if len(several) > len(AXIS_NAMES):
+        raise InvalidArgumentError(
+            where="constrain(pins)",
+            expected=f"at most {len(AXIS_NAMES)} mesh axes of more than one device",
+            got=", ".join(several),
+            hint="give axes of one device the size 1, or join axes that always stand together",
+        )
+    return dataclasses.replace(recipe or Recipe(), pins=made)
+
+
+def _items(sizes: Mapping[str, int] | None) -> list[tuple[str, int]]:
+    return list(sizes.items()) if sizes is not None else []
+
+
+def _pin(pattern: str, spec: PartitionSpec) -> Pin:
+    if not isinstance(pattern, str) or not pattern.strip("/") or not isinstance(spec, PartitionSpec):
+        raise InvalidArgumentError(
+            where=f"constrain, pattern {pattern!r}",
+            expected="a path and a jax.sharding.PartitionSpec",
+            got=f"{type(pattern).__name__} and {type(spec).__name__} ({spec!r:.40})",
+            hint="write P(None, 'model') with P = jax.sharding.PartitionSpec",
+        )
+    dims: list[tuple[str, ...] | None] = []
+    for entry in spec:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            dims.append(None)
+        else:
+            dims.append(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry))
+    pin = Pin(pattern=pattern, dims=tuple(dims))
+    names = [name for axes in dims for name in axes or ()]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InvalidArgumentError(
+            where=f"constrain, pattern {pattern!r}",
+            expected="every mesh axis at most once in a spec",
+            got=f"{pin.text}, with {', '.join(map(repr, twice))} twice",
+            hint="give the second dimension another axis",
+        )
+    return pin

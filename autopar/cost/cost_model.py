@@ -1,0 +1,218 @@
+"""What times are computed from on one mesh, and the seconds of each strategy of an operation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.attention import ring
+from autopar.common.jax_compat import jax_version
+from autopar.cost.roofline import Work, copies_are_fused, flops_of, is_fusible, time_s, transposed, transposing_s
+from autopar.cost.stream_simulator import Overlap, overlap_of
+from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
+from autopar.hardware.cluster import Cluster, DeviceKind
+from autopar.hardware.collective_cost import CollectiveKind
+from autopar.ir.graph import Atom, Op, OpGraph, OpKind
+from autopar.ir.layout import Layout, local_bytes, replicated
+from autopar.ir.mesh import LogicalMesh
+from autopar.sharding.resharding import MeshLinks, StepKind
+from autopar.sharding.strategies import Strategy
+
+# What counts of a send, for as long as there is computing to hide it: all that is sent shares the links. For the layers
+# of GPT 15B on four and eight V100 0.2 to 0.4 give the best decisions; where state is split to save memory, its gathers
+# hide better than that.
+HIDDEN_COUNT, LEAST_HIDDEN_COUNT = 0.3, 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """What times and bytes are computed from: the device, the mesh with its links, and what XLA's compiler does."""
+
+    device: DeviceKind
+    links: MeshLinks
+    compiler: Compiler
+    overlap: Overlap
+
+    @property
+    def hidden_count(self) -> float:
+        """What counts of a send that computing can hide, where stages are decided without a recipe."""
+        return HIDDEN_COUNT if self.overlap.kinds else 1.0
+
+    def widening(self, dtype: str) -> float:
+        """Bytes sent for each byte stored of a value of this type.
+
+        XLA's CPU compiler does every collective of bfloat16 in 32 bits; those of float16 it does as they are.
+        """
+        return 2.0 if self.device.widens_bfloat16 and dtype == "bfloat16" else 1.0
+
+
+# Cheap elementwise results are computed again for so many readers.
+_MOST_READERS = 2
+# What is sent is copied with another dimension last as if its rows were so long: paths know no shapes.
+_ROW_BYTES = 2048.0
+
+
+def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
+    """The costs of a logical mesh laid over a cluster."""
+    name = cluster.device.name
+    platform = "cpu" if name == "CPU" else "tpu" if name.startswith("TPU") else "gpu"
+    return CostModel(
+        device=cluster.device.in_one_program(mesh.num_devices),
+        links=MeshLinks(
+            mesh=mesh,
+            links=cluster.axis_links(mesh.axis_sizes),
+            scatters_by_all_reduce=platform == "tpu",
+            transposing_s_per_byte=cluster.device.transposing_s(1.0, _ROW_BYTES),
+        ),
+        compiler=compiler_for(platform, jax_version()),
+        overlap=overlap_of(platform),
+    )
+
+
+def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:
+    """Seconds of one run of what cuts, adds up or joins micro-batches, whose result lies in a layout: reads and writes
+    of memory.
+    """
+    passes = 3 if op.kind is OpKind.ACCUMULATE else 2 * graph.num_microbatches
+    nbytes = graph.values[op.outputs[0]].nbytes / layout.shards(model.links.mesh)
+    return model.device.memory_s(passes * nbytes, nbytes)
+
+
+class NodeCosts:
+    """Seconds of each strategy of a node, cached by what its operations are."""
+
+    def __init__(self, graph: OpGraph, model: CostModel) -> None:
+        self.graph, self.model = graph, model
+        self._known: dict[tuple, np.ndarray] = {}
+        self._works: dict[tuple, Work] = {}
+        self._seconds: dict[tuple, float] = {}
+        self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
+
+    def of_members(self, members: Sequence[tuple[Op, tuple[Strategy, ...]]], size: int) -> tuple[np.ndarray, tuple]:
+        """(cost of each of `size` strategies, key) of operations that choose together: equal keys, equal costs."""
+        total = np.zeros(size)
+        key: list[tuple] = []
+        for op, strategies in members:
+            work = self._work(op)
+            member = (id(work), id(strategies), op.count)
+            if member not in self._known:
+                self._known[member] = op.count * np.array([self._strategy_s(op, work, s) for s in strategies])
+            total = total + self._known[member]
+            key.append((op.primitive, *member))
+        return total, tuple(key)
+
+    def least_s(self, op: Op, strategies: tuple[Strategy, ...]) -> float:
+        """Seconds of an operation in a step under the fastest of strategies that `of_members` has seen."""
+        return float(self._known[id(self._work(op)), id(strategies), op.count].min())
+
+    def compute_s(self, op: Op, strategy: Strategy | None) -> float:
+        """Seconds of an operation in a step, without the collectives it makes; None: every device does all of it."""
+        key = (op.key, self._copied(op), op.count, id(strategy))
+        if strategy is None or key not in self._seconds:
+            strategy = strategy or Strategy(
+                tuple(replicated(len(self._shape(a))) for a in op.inputs),
+                tuple(replicated(len(self._shape(v))) for v in op.outputs),
+                split=1,
+            )
+            seconds = self._strategy_s(op, self._work(op), dataclasses.replace(strategy, combined=(), ring=()))
+            self._seconds[key] = op.count * seconds
+        return self._seconds[key]
+
+    def _shape(self, atom: Atom) -> tuple[int, ...]:
+        return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
+
+    def _work(self, op: Op) -> Work:
+        key = op.key, self._copied(op)
+        if key not in self._works:
+            self._works[key] = self._new_work(op)
+        return self._works[key]
+
+    def _new_work(self, op: Op) -> Work:
+        return Work(
+            flops=flops_of(op),
+            dtype=self.graph.values[op.outputs[0]].dtype if op.outputs else "float32",
+            operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
+            result_bytes=tuple(self._nbytes(v) for v in op.outputs),
+            fusible=is_fusible(op.primitive),
+            is_product=op.primitive == "dot_general",
+            is_convolution=op.primitive == "conv_general_dilated",
+            transposed=tuple((i, self._row_bytes(op.inputs[i]), times) for i, times in self._copied(op)),
+        )
+
+    def _copied(self, op: Op) -> tuple[tuple[int, float], ...]:
+        """The operands that are copied with another dimension last, and how many times its size each copy reads."""
+        if not self.model.device.transposing:
+            return ()
+        if op.id not in self._copies:
+            found = transposed(op.eqn)
+            fused = copies_are_fused(op.eqn)
+            self._copies[op.id] = tuple((i, self._read_by_copy(op.inputs[i]) if fused else 1.0) for i in found)
+        return self._copies[op.id]
+
+    def _read_by_copy(self, atom: Atom) -> float:
+        """How many times a value's own bytes a copy of it reads: elementwise operations that lead to it are computed
+        on the way, from what XLA has written to memory (also what many read, or several if it is expensive).
+        """
+        read, seen, stack = 0.0, {atom}, [atom]
+        while stack:
+            value = stack.pop()
+            maker = self._makers.get(value)
+            most_readers = 1 if maker is not None and maker.primitive in EXPENSIVE else _MOST_READERS
+            written = value != atom and self._readers[value] > most_readers
+            if maker is None or written or not is_fusible(maker.primitive):
+                read += min(1.0, self._nbytes(value) / max(1, self._nbytes(atom)))
+                continue
+            for operand in maker.inputs:
+                if isinstance(operand, int) and operand not in seen:
+                    seen.add(operand)
+                    stack.append(operand)
+        return max(read, 1.0)
+
+    @functools.cached_property
+    def _makers(self) -> dict[Atom, Op]:
+        return {v: op for op in self.graph.ops() if op.kind is OpKind.EQUATION for v in op.outputs}
+
+    @functools.cached_property
+    def _readers(self) -> Counter[Atom]:
+        return Counter(a for op in self.graph.ops() for a in {a for a in op.inputs if isinstance(a, int)})
+
+    def _nbytes(self, atom: Atom) -> int:
+        return self.graph.values[atom].nbytes if isinstance(atom, int) else 0
+
+    def _row_bytes(self, atom: Atom) -> int:
+        return self._nbytes(atom) * self._shape(atom)[-1] // max(1, math.prod(self._shape(atom)))
+
+    def _strategy_s(self, op: Op, work: Work, strategy: Strategy) -> float:
+        mesh = self.model.links.mesh
+        parts = tuple(layout.shards(mesh) for layout in strategy.operands)
+        result_parts = tuple(layout.shards(mesh) for layout in strategy.results)
+        seconds = time_s(work, strategy, (parts, result_parts), self.model.device)
+        if work.transposed and self.model.device.transposing:
+            row_parts = tuple(mesh.size(layout.dims[-1]) if layout.dims else 1 for layout in strategy.operands)
+            seconds += transposing_s(work, parts, row_parts, self.model.device)
+        if strategy.combined:
+            for v, n in zip(op.outputs, result_parts, strict=True):
+                widening = self.model.widening(self.graph.values[v].dtype)
+                nbytes = self.graph.values[v].nbytes / n * widening
+                seconds += self.model.links.time_s(StepKind.ALL_REDUCE.value, nbytes, strategy.combined)
+        if strategy.ring:
+            for nbytes in ring_bytes(op, strategy, self.model):
+                permute_s = self.model.links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, strategy.ring)
+                seconds += (mesh.size(strategy.ring) - 1) * permute_s
+        return seconds
+
+
+def ring_bytes(op: Op, strategy: Strategy, model: CostModel) -> list[float]:
+    """Bytes of each array that a device hands on, as often as there are other devices in the ring."""
+    found = []
+    for i, itemsize in ring.travelling(op.eqn):
+        aval = op.eqn.invars[i].aval
+        nbytes = local_bytes(aval.shape, itemsize, strategy.operands[i], model.links.mesh)
+        # Sums go round in 32 bits whatever the type of the operand is.
+        found.append(nbytes * (model.widening(str(aval.dtype)) if itemsize == aval.dtype.itemsize else 1.0))
+    return found

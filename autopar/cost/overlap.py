@@ -1,0 +1,217 @@
+"""How long a lowered step takes, with what is sent behind what is computed: its instructions on two streams.
+
+The number and the timeline come from the same run. `autopar.cost.stream_simulator` has the rules. What the partitioner
+reduces in place (`Compute.reduced`) is an all-reduce of its own once it is compiled, which a compiler takes apart like
+any other. Copies from the memory of the host and to it are taken to hold up computing, and each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.common.trace_events import DEVICES, LINKS, Timeline
+from autopar.common.trace_events import Event as Shown
+from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
+from autopar.cost.prediction import CollectiveUse, host_copy_s, use_of_step, uses_of_reduction, uses_of_ring
+from autopar.cost.roofline import is_fusible
+from autopar.cost.stream_simulator import Event, Ran, Stream, Work, run
+from autopar.hardware.collective_cost import Fabric
+from autopar.ir.graph import OpGraph, OpKind
+from autopar.ir.layout import local_bytes
+from autopar.lowering.instructions import (
+    Accumulate,
+    Compute,
+    HostCopy,
+    Instruction,
+    Key,
+    Leave,
+    Loop,
+    LoweredBlock,
+    Move,
+    Pass,
+    Split,
+    Stack,
+)
+
+
+def timed(graph: OpGraph, lowered: LoweredBlock, model: CostModel, costs: NodeCosts | None = None) -> Ran:
+    """A block on the clock of one device, all its runs in a step together.
+
+    A loop runs iteration after iteration, each by the same rules; of a branch, the alternative that takes longest.
+    `costs` of the same graph and model, where there are some already, save working them out again.
+    """
+    return _Writer(graph, model, costs or NodeCosts(graph, model)).timed(lowered)
+
+
+def crossing_s(graph: OpGraph, instruction: Split | Accumulate | Stack, model: CostModel) -> float:
+    """Seconds of all runs, in a step, of what cuts, adds up or joins micro-batches."""
+    layout = instruction.sum_[0] if isinstance(instruction, Accumulate) else instruction.result
+    return instruction.op.count * copied_s(graph, instruction.op, layout, model)
+
+
+def timeline_of(ran: Ran, allocation_s: float) -> Timeline:
+    """A step as a timeline; at its end the time that it waits for memory. Neighbours of one name are one event."""
+    shown: dict[Stream, list[Shown]] = {Stream.COMPUTE: [], Stream.SEND: []}
+    for event in ran.events():
+        row = shown[event.stream]
+        computes = event.stream is Stream.COMPUTE
+        if computes and row and (row[-1].name, row[-1].end_s) == (event.name, event.start_s):
+            row[-1] = _shown(event, row[-1].start_s)
+        else:
+            row.append(_shown(event, event.start_s))
+    events = shown[Stream.COMPUTE] + shown[Stream.SEND]
+    if allocation_s:
+        events.append(Shown(DEVICES, 0, "memory for temporary values", "memory", ran.end_s, ran.end_s + allocation_s))
+    return Timeline(rows=("every device",), links=("collectives",), events=tuple(events))
+
+
+def _shown(event: Event, start_s: float) -> Shown:
+    if event.stream is Stream.COMPUTE:
+        return Shown(DEVICES, 0, event.name, "compute", start_s, event.end_s)
+    return Shown(LINKS, 0, event.name, "send", start_s, event.end_s, 0, int(event.sent_bytes))
+
+
+class _Writer:
+    """Instructions as work. Values are numbered, so that a place that is filled twice is two values."""
+
+    def __init__(self, graph: OpGraph, model: CostModel, costs: NodeCosts) -> None:
+        self.graph, self.model, self.costs = graph, model, costs
+        self.num_values = 0
+
+    def timed(self, lowered: LoweredBlock) -> Ran:
+        made: dict[Key, int] = {}
+        works: list[Work] = []
+        for instruction in lowered.instructions:
+            self.instruction(instruction, made, works)
+        return run(works, self.model.overlap.combined_bytes)
+
+    def new(self) -> int:
+        self.num_values += 1
+        return self.num_values
+
+    def define(self, keys: Iterable[Key], made: dict[Key, int]) -> tuple[int, ...]:
+        numbers = []
+        for key in keys:
+            made[key] = self.new()
+            numbers.append(made[key])
+        return tuple(numbers)
+
+    def instruction(self, instruction: Instruction, made: dict[Key, int], works: list[Work]) -> None:
+        reads = tuple(made[key] for key in instruction.keys_read if key in made)
+        if isinstance(instruction, Move):
+            self.move(instruction, reads, made, works)
+        elif isinstance(instruction, Compute):
+            self.compute(instruction, reads, made, works)
+        elif isinstance(instruction, Loop):
+            inside = self.inside(instruction)
+            sends = any(ran.send_s for ran in inside)
+            works.append(
+                Work(
+                    name=_named(instruction.op.module),
+                    stream=Stream.BOTH if sends else Stream.COMPUTE,
+                    seconds=sum(ran.end_s for ran in inside),
+                    reads=reads,
+                    makes=self.define(instruction.keys_made, made),
+                    inside=inside,
+                )
+            )
+        elif isinstance(instruction, Pass):
+            makes = self.define(instruction.keys_made, made)
+            for read, value in zip(instruction.keys_read, makes, strict=True):
+                works.append(_renamed((made[read],) if read in made else (), (value,)))
+        elif isinstance(instruction, HostCopy):
+            behind = tuple(made[key] for key in instruction.behind if key in made)
+            way = "to" if instruction.to_host else "from"
+            works.append(
+                Work(
+                    name=f"{way} the host's memory, {_named(instruction.module)}",
+                    stream=Stream.BOTH,
+                    seconds=host_copy_s(self.graph, instruction, self.model),
+                    reads=(*reads, *behind),
+                    makes=self.define(instruction.keys_made, made),
+                )
+            )
+        elif not isinstance(instruction, Leave):
+            op = instruction.op
+            works.append(
+                Work(
+                    name=_named(op.module),
+                    stream=Stream.COMPUTE,
+                    seconds=crossing_s(self.graph, instruction, self.model),
+                    reads=reads,
+                    makes=self.define(instruction.keys_made, made),
+                )
+            )
+
+    def compute(self, compute: Compute, reads: tuple[int, ...], made: dict[Key, int], works: list[Work]) -> None:
+        op = compute.op
+        makes = self.define(compute.keys_made, made)
+        turns = uses_of_ring(compute, self.model)
+        summands = tuple(self.new() for _ in makes) if compute.reduced or turns else makes
+        works.append(
+            Work(
+                name=_named(op.module),
+                stream=Stream.COMPUTE,
+                seconds=self.costs.compute_s(op, compute.strategy),
+                reads=reads,
+                makes=summands,
+                is_light=is_fusible(op.primitive),
+            )
+        )
+        if turns:
+            arrived = tuple(self.new() for _ in turns)
+            for use, there in zip(turns, arrived, strict=True):
+                works.append(self.collective(use, int(use.sent_bytes), reads, (there,), reduces=False))
+            works.append(_renamed((*summands, *arrived), makes))
+        if compute.reduced:
+            uses = uses_of_reduction(self.graph, compute, self.model)
+            for use, v, layout, summand, value in zip(uses, op.outputs, compute.results, summands, makes, strict=True):
+                at = self.graph.values[v]
+                nbytes = local_bytes(at.shape, at.itemsize, layout, self.model.links.mesh)
+                works.append(self.collective(use, nbytes, (summand,), (value,), reduces=True))
+
+    def move(self, move: Move, reads: tuple[int, ...], made: dict[Key, int], works: list[Work]) -> None:
+        value, mesh = self.graph.values[move.value], self.model.links.mesh
+        at = reads
+        for step in move.steps:
+            after = (self.new(),)
+            use = use_of_step(value, step, move, self.model)
+            if use is None:
+                works.append(_renamed(at, after))
+            else:
+                nbytes = local_bytes(value.shape, value.itemsize, step.after, mesh)
+                works.append(self.collective(use, nbytes, at, after, reduces=step.kind.reduces))
+            at = after
+        (made[move.value, move.target],) = at
+
+    def collective(
+        self, use: CollectiveUse, nbytes: int, reads: tuple[int, ...], makes: tuple[int, ...], reduces: bool
+    ) -> Work:
+        links = self.model.links
+        apart = use.kind in self.model.overlap.kinds and links.link(use.axes).fabric is not Fabric.SHARED_MEMORY
+        times = f"{use.count:g} " if use.count != 1 else ""
+        axes = "*".join(links.mesh.axis_names[a] for a in use.axes)
+        return Work(
+            name=f"{times}{use.kind.value} over {axes}, {_named(use.module)}",
+            stream=Stream.SEND if apart else Stream.BOTH,
+            seconds=use.time_s,
+            reads=reads,
+            makes=makes,
+            nbytes=nbytes,
+            sent_bytes=use.total_bytes,
+            reduction=(use.kind, use.axes) if reduces else None,
+        )
+
+    def inside(self, loop: Loop) -> tuple[Ran, ...]:
+        rans = tuple(self.timed(block) for block in loop.blocks)
+        if loop.op.kind is OpKind.COND:
+            return (max(rans, key=lambda ran: ran.end_s),)
+        return rans
+
+
+def _renamed(reads: tuple[int, ...], makes: tuple[int, ...]) -> Work:
+    return Work(name="", stream=Stream.NEITHER, seconds=0.0, reads=reads, makes=makes, is_light=True)
+
+
+def _named(module: str) -> str:
+    return module or "(no module)"

@@ -1,0 +1,125 @@
+"""Time of operations on one device: a roofline of arithmetic and memory traffic.
+
+Time = launch + max(operations / rate + fill, bytes / memory's rate), of one shard. Small products run at a part of the
+rate that large ones reach: filling and draining the matrix units takes its time, whatever is between. On CPU the
+operands of a product are packed before its arithmetic, which few rows do not make up for: + operands / packing's rate;
+and what does not lie as its kernels want it is copied first, so that another dimension is the last (`transposed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autopar.attention import ring
+from autopar.hardware.cluster import DeviceKind
+from autopar.ir.graph import FactorKind, Op
+from autopar.ir.primitives import multiplications
+from autopar.sharding.strategies import Strategy
+
+# Primitives that XLA fuses into their neighbours: elementwise, and those that only move or make values.
+_NOT_FUSED = frozenset(
+    {
+        "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter-mul", "scatter-min",
+        "scatter-max", "sort", "top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "cholesky",
+        "triangular_solve", "lu", "qr", "eigh", "svd", "reduce_window", "reduce_window_sum", "reduce_window_max",
+        "reduce_window_min", "select_and_scatter_add", "random_bits", "threefry2x32", "reduce_sum", "reduce_max",
+        "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "concatenate", "pad",
+        "dynamic_update_slice", "attention", "attention_backward",
+    }
+)  # fmt: skip
+# A fused operation makes no memory traffic of its own but shares its kernel's reads and writes. This is an assumption,
+# not a measurement: it only has to make replicated elementwise work cost something, in the order of its real cost.
+FUSED_TRAFFIC_SHARE = 0.5
+
+
+def is_fusible(primitive: str) -> bool:
+    """Whether XLA fuses the primitive into its neighbours, so that its result need not be written to memory."""
+    return primitive not in _NOT_FUSED
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result.
+
+    `is_product`: a matrix product, whose operands are packed where devices do that. `is_convolution`: a convolution,
+    which reaches another rate than products. `transposed`: the operands that are copied with another dimension last,
+    where that takes its time; for each the bytes of a row, and how many times its size the copy reads, for what is
+    computed on the way.
+    """
+
+    flops: float
+    dtype: str
+    operand_bytes: tuple[int, ...]
+    result_bytes: tuple[int, ...]
+    fusible: bool
+    is_product: bool = False
+    is_convolution: bool = False
+    transposed: tuple[tuple[int, int, float], ...] = ()
+
+
+def flops_of(op: Op) -> float:
+    """Arithmetic operations of one run. A matmul counts 2 m n k; elementwise operations one for each element."""
+    assert op.rule is not None, "only equations have a rule"
+    if op.primitive in ring.PRIMITIVES:
+        return ring.flops(op.eqn)
+    if (multiplied := multiplications(op.eqn)) is not None:
+        return 2.0 * multiplied
+    sizes = [v.aval.size for v in op.eqn.outvars]
+    if any(f.kind in (FactorKind.SUM, FactorKind.EXTREMUM) for f in op.rule.factors):
+        sizes += [v.aval.size for v in op.eqn.invars]
+    return float(max(sizes, default=0))
+
+
+def time_s(
+    work: Work, strategy: Strategy, shard_counts: tuple[tuple[int, ...], tuple[int, ...]], device: DeviceKind
+) -> float:
+    """Seconds of one run on one device. `shard_counts`: into how many parts each operand and each result is split."""
+    operand_parts, result_parts = shard_counts
+    operands = [n / parts for n, parts in zip(work.operand_bytes, operand_parts, strict=True)]
+    results = [n / parts for n, parts in zip(work.result_bytes, result_parts, strict=True)]
+    read, written, largest = sum(operands), sum(results), max([*operands, *results], default=0.0)
+    if work.fusible:
+        return device.memory_s(FUSED_TRAFFIC_SHARE * written, largest)
+    rate = device.flops_per_s(work.dtype) * (device.convolution_share if work.is_convolution else 1.0)
+    arithmetic_s = work.flops / strategy.split / rate + device.fill_s(work.dtype)
+    if work.is_product:
+        arithmetic_s += device.packing_s(read)
+    return max(arithmetic_s, device.memory_s(read + written, largest)) + device.launch_overhead_s
+
+
+def transposing_s(work: Work, parts: tuple[int, ...], row_parts: tuple[int, ...], device: DeviceKind) -> float:
+    """Seconds of copies that an operation wants of its operands, which are split into so many parts, and their rows."""
+    return sum(
+        device.transposing_s(times * work.operand_bytes[i] / parts[i], row / row_parts[i])
+        for i, row, times in work.transposed
+    )
+
+
+def transposed(eqn: Any) -> tuple[int, ...]:
+    """The operands that XLA's CPU compiler copies so that another dimension is the last.
+
+    Its kernels for products of many matrices take the left ones row by row, as its convolutions take images with their
+    channels last and kernels with the outgoing channels last. A product of two matrices takes both either way. (Where
+    no copy is made the kernel reads against the rows, which takes about as long.)
+    """
+    if eqn.primitive.name == "dot_general":
+        (summed, _), (batch, _) = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        wide = [d for d in range(len(shape)) if shape[d] > 1 and d not in batch]
+        return (0,) if batch and wide and wide[-1] not in summed and any(d in summed for d in wide) else ()
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers, last = eqn.params["dimension_numbers"], len(eqn.invars[0].aval.shape) - 1
+        return tuple(i for i, d in ((0, numbers.lhs_spec[1]), (1, numbers.rhs_spec[0])) if d != last)
+    return ()
+
+
+def copies_are_fused(eqn: Any) -> bool:
+    """Whether such copies are operations of their own, into which XLA fuses what makes the operand: those that bring
+    images and kernels, and products that sum over several dimensions or have several rows, to the form kernels take.
+    """
+    if eqn.primitive.name != "dot_general":
+        return True
+    (summed, _), (batch, _) = eqn.params["dimension_numbers"]
+    rest = len(eqn.invars[0].aval.shape) - len(summed) - len(batch)
+    return len(summed) > 1 or rest > 1 or tuple(batch) != tuple(range(len(batch)))

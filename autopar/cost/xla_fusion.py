@@ -1,0 +1,261 @@
+"""Which values XLA writes to memory: operations grouped into kernels.
+
+An elementwise operation is computed inside the kernels that read it, again in each of them where it is cheap, and is
+never written. Written are: results of operations that do not fuse (matrix products, convolutions, gathers, sorts,
+loops), what such operations read, and what is expensive (an exponential, a reduction) and read by several kernels.
+Reshapes are names for the same memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from autopar.cost.xla_program import (
+    ABSORBING,
+    ALIASES,
+    ARITHMETIC,
+    BARRIER,
+    EXPENSIVE,
+    MATRIX_PRODUCTS,
+    RANDOM_BITS,
+    REDUCTIONS,
+    SCALAR_BYTES,
+    Compiler,
+    Step,
+)
+
+# Steps that are put at the ends of a loop's body: a turn's slice of a stacked input, a slice put into a stacked result.
+SLICE, STACK = "slice_of_stacked", "stack"
+SEVERAL = -1  # in place of the one kernel that reads a value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """Operations that XLA runs as one. It reads and writes only values that are in memory.
+
+    Attributes:
+        in_place: An output may take the memory of an input of the same size that dies here.
+        after: Outputs of other kernels that must be there first although they are not read (barriers).
+        behind_others: Of kernels that become ready together this one runs last.
+        twice: Inputs or outputs that take their memory twice over.
+        halves: Inputs that could be kept in half their memory as far as this kernel cares.
+        blocks: The kernels of a loop's body, or of each branch.
+        block_results: What a loop's body hands on to the next turn.
+        block_carried: The loop's carried values, as the body calls them at its start.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kind: str
+    in_place: bool
+    after: tuple[int, ...] = ()
+    behind_others: bool = False
+    twice: tuple[int, ...] = ()
+    halves: tuple[int, ...] = ()
+    blocks: tuple[tuple[Kernel, ...], ...] = ()
+    block_results: tuple[int, ...] = ()
+    block_carried: tuple[int, ...] = ()
+
+
+def kernels(
+    steps: Sequence[Step],
+    arguments: Sequence[int],
+    results: Sequence[int],
+    nbytes: Mapping[int, int],
+    compiler: Compiler,
+) -> tuple[Kernel, ...]:
+    """The kernels of a program in program order; values are named by the memory they are in."""
+    return _block(tuple(steps), frozenset(results), nbytes, {}, compiler)
+
+
+def _block(
+    steps: tuple[Step, ...],
+    results: frozenset[int],
+    nbytes: Mapping[int, int],
+    memory: dict[int, int],
+    compiler: Compiler,
+) -> tuple[Kernel, ...]:
+    """`memory` names for each alias the value whose memory it is."""
+    written = _written(steps, results, nbytes, compiler)
+    transposed = {step.inputs[0] for step in steps if step.kind == "transpose"}
+    found: list[Kernel] = []
+    reads: dict[int, tuple[int, ...]] = {}  # what a value that is not written is computed from
+    behind: dict[int, tuple[int, ...]] = {}  # what must have happened before a value may be computed
+    for step in steps:
+        inputs: list[int] = []
+        after: list[int] = []
+        for v in step.inputs:
+            if v in reads:
+                inputs += reads[v]
+            else:
+                inputs.append(memory.get(v, v))
+            if v in behind:
+                after += behind[v]
+        if len(inputs) > 1:
+            inputs = list(dict.fromkeys(inputs))
+        if after:
+            after = list(dict.fromkeys(after))
+        if step.kind in ALIASES and (step.kind == BARRIER or step.outputs[0] not in results):
+            if step.kind == BARRIER:
+                after = list(dict.fromkeys(after + inputs))
+            for v, out in zip(step.inputs, step.outputs, strict=False):
+                if v in reads:
+                    reads[out] = reads[v]
+                else:
+                    memory[out] = memory.get(v, v)
+                if after:
+                    behind[out] = tuple(after)
+        elif step.outputs and written.isdisjoint(step.outputs):
+            for out in step.outputs:
+                reads[out] = tuple(inputs)
+                if after:
+                    behind[out] = tuple(after)
+        else:
+            blocks, block_results, block_carried = _blocks(step, nbytes, memory, compiler)
+            found.append(
+                Kernel(
+                    inputs=tuple(inputs),
+                    outputs=step.outputs,
+                    kind=step.kind,
+                    in_place=step.fusible or bool(step.body) or step.kind in ABSORBING,
+                    after=tuple(after),
+                    # XLA folds the transpose of a weight's gradient into its product, which is made anew by that.
+                    behind_others=step.kind in MATRIX_PRODUCTS and step.outputs[0] in transposed,
+                    twice=_twice(step, tuple(inputs), compiler),
+                    halves=_halves(step, reads, memory, compiler),
+                    blocks=blocks,
+                    block_results=block_results,
+                    block_carried=block_carried,
+                )
+            )
+    return tuple(found)
+
+
+def _halves(
+    step: Step, reads: Mapping[int, tuple[int, ...]], memory: Mapping[int, int], compiler: Compiler
+) -> tuple[int, ...]:
+    """Inputs of a matrix product that it reads as they are, where 16 bits of each element would do."""
+    if step.kind not in MATRIX_PRODUCTS or step.half_precision or not compiler.products_round:
+        return ()
+    return tuple(memory.get(v, v) for v in step.inputs if v not in reads)
+
+
+def _twice(step: Step, inputs: tuple[int, ...], compiler: Compiler) -> tuple[int, ...]:
+    """What a kernel needs two buffers for where its program names one."""
+    if step.kind in RANDOM_BITS:
+        return step.outputs  # two words of the generator's state, of which each bit is made where it is read
+    if step.kind in MATRIX_PRODUCTS and step.half_precision and compiler.widens_half_precision:
+        return inputs + step.outputs
+    return ()
+
+
+def _blocks(
+    step: Step, nbytes: Mapping[int, int], memory: dict[int, int], compiler: Compiler
+) -> tuple[tuple[tuple[Kernel, ...], ...], tuple[int, ...], tuple[int, ...]]:
+    """The kernels of a loop's body or of each branch, what they hand back, and what a loop carries."""
+    if not step.body:
+        return (), (), ()
+    branches = step.body if step.kind == "cond" else (step,)
+    blocks, handed_back, carried = [], [], []
+    for branch in branches:
+        is_loop = branch.kind != "branch"
+        first_sliced = branch.num_constants + branch.num_carried if is_loop else len(branch.inputs)
+        body: list[Step] = []
+        for i, (outer, inner) in enumerate(zip(branch.inputs, branch.body_inputs, strict=True)):
+            if i >= first_sliced:
+                body.append(Step(inputs=(outer,), outputs=(inner,), kind=SLICE, fusible=True))
+            elif is_loop and i >= branch.num_constants:
+                carried.append(inner)
+            else:
+                memory[inner] = memory.get(outer, outer)
+        body += branch.body
+        num_kept = branch.num_carried if is_loop else len(branch.body_outputs)
+        body += [Step(inputs=(v,), outputs=(), kind=STACK, fusible=False) for v in branch.body_outputs[num_kept:]]
+        kept = branch.body_outputs[:num_kept]
+        blocks.append(_block(tuple(body), frozenset(kept), nbytes, memory, compiler))
+        if is_loop:
+            handed_back += [memory.get(v, v) for v in kept]
+    return tuple(blocks), tuple(handed_back), tuple(carried)
+
+
+def _written(
+    steps: tuple[Step, ...], results: frozenset[int], nbytes: Mapping[int, int], compiler: Compiler
+) -> set[int]:
+    """Values that go to memory, found from the last step to the first."""
+    written = set(results)
+    absorbing = ABSORBING | MATRIX_PRODUCTS if compiler.products_absorb else ABSORBING
+    reader: dict[int, int] = {}  # the kernel that a value is read by, as the index of its last step, or SEVERAL
+    by_reduction: set[int] = set()  # read by a kernel that is a reduction
+    unfused: set[int] = set()  # read by a kernel that cannot compute it on the way in
+    uses: dict[int, int] = {}
+    arithmetic: dict[int, int] = {}
+    row_broadcasts = _row_broadcasts(steps, nbytes) if compiler.writes_row_operands else set()
+    into_rows: set[int] = set()  # values that arithmetic carries into a reduction over the last dimension
+    for index in range(len(steps) - 1, -1, -1):
+        step = steps[index]
+        kind = step.kind
+        out = step.outputs[0] if step.outputs else -1
+        if kind in ALIASES:
+            for v, o in zip(step.inputs, step.outputs, strict=False):
+                if o in results:
+                    written.add(v)
+                for marked in (unfused, into_rows, by_reduction):
+                    if o in marked:
+                        marked.add(v)
+                if kind == BARRIER:
+                    unfused.add(v)
+                if o in reader:
+                    reader[v] = reader[o] if reader.get(v, reader[o]) == reader[o] else SEVERAL
+                uses[v] = uses.get(v, 0) + uses.get(o, 0)
+                arithmetic[v] = arithmetic.get(v, 0) + arithmetic.get(o, 0)
+            continue
+        into, is_reduction = index, kind in REDUCTIONS
+        if step.fusible and len(step.outputs) == 1:
+            keep = out in results or out in unfused or out not in reader
+            keep = keep or (reader[out] == SEVERAL and kind in EXPENSIVE and not compiler.repeats_expensive)
+            if not keep and compiler.writes_row_operands:
+                keep = uses[out] > 1 and out in by_reduction
+                keep = keep or (kind == "broadcast_in_dim" and arithmetic.get(out, 0) > 1 and out in into_rows)
+            if keep:
+                written.add(out)
+            else:
+                into, is_reduction = reader[out], out in by_reduction
+        else:
+            written.update(step.outputs)
+        absorbs = step.fusible or kind in absorbing
+        if kind in REDUCTIONS:
+            rows = step.reduces_last
+        else:
+            rows = step.fusible and (out in into_rows or not row_broadcasts.isdisjoint(step.inputs))
+        for v in step.inputs:
+            reader[v] = into if reader.get(v, into) == into else SEVERAL
+            uses[v] = uses.get(v, 0) + 1
+            if is_reduction:
+                by_reduction.add(v)
+            if kind in ARITHMETIC:
+                arithmetic[v] = arithmetic.get(v, 0) + 1
+            if rows:
+                into_rows.add(v)
+            if not absorbs:
+                unfused.add(v)
+    return written
+
+
+def _row_broadcasts(steps: tuple[Step, ...], nbytes: Mapping[int, int]) -> set[int]:
+    """Broadcasts of what reductions over the last dimension gave."""
+    per_row: set[int] = set()
+    broadcasts: set[int] = set()
+    for step in steps:
+        if not step.outputs:
+            continue
+        out = step.outputs[0]
+        if step.kind in REDUCTIONS:
+            if step.reduces_last and nbytes[out] > SCALAR_BYTES:
+                per_row.add(out)
+        elif (step.fusible or step.kind in ALIASES) and not per_row.isdisjoint(step.inputs):
+            if step.kind == "broadcast_in_dim":
+                broadcasts.add(out)
+            elif all(nbytes[out] <= 2 * nbytes[v] for v in step.inputs if v in per_row):
+                per_row.add(out)
+    return broadcasts

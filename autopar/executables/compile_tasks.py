@@ -1,0 +1,104 @@
+"""Each task of a staged program as a jax function on global arrays, compiled for its stage's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from autopar.common import jax_compat
+from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, groups_of_examples, layout_of, shape_of
+from autopar.ir.jax_sharding import named_sharding
+from autopar.ir.value_state import HOST
+from autopar.lowering.emit import Emitter
+from autopar.lowering.instructions import Key, Stack
+
+
+def compile_tasks(
+    program: StagedProgram,
+    stages: Sequence[LoweredStage],
+    meshes: Sequence[Mesh | None],
+    weak: Mapping[int, bool] | None = None,
+) -> list[Any]:
+    """The executable of each task; `meshes` are the stages', None for those whose devices are of other processes.
+
+    `weak` says of buffers that hold results of the step whether their types are weak.
+    """
+    groups = groups_of_examples(stages)
+    out = []
+    for number, task in enumerate(program.tasks):
+        mesh, stage = meshes[task.stage], stages[task.stage]
+        out.append(None if mesh is None else compile_task(program, number, stage, mesh, groups, weak or {}))
+    return out
+
+
+@jax_compat.no_mesh_set()
+def compile_task(
+    program: StagedProgram, number: int, stage: LoweredStage, mesh: Mesh, groups: int, weak: Mapping[int, bool]
+) -> Any:
+    """Lowers and compiles one task. Its arguments are flat, in the order of the task's inputs."""
+    task, linked = program.tasks[number], program.pipeline.tasks[number]
+    m = stage.stage.graph.num_microbatches
+
+    def copies(buffer: int) -> int:
+        return m if program.pipeline.buffers[buffer].repeats and not task.kind.repeats else 1
+
+    inputs = [key for key, b in zip(task.inputs, linked.inputs, strict=True) for _ in range(copies(b))]
+    outputs = [key for key, b in zip(task.outputs, linked.outputs, strict=True) for _ in range(copies(b))]
+    avals = [aval_of(stage, key) for key in inputs]
+    donated = {linked.inputs[i] for i in linked.donated}
+    positions = [b for b in linked.inputs for _ in range(copies(b))]
+    function = task_function(task, stage, mesh, groups)
+    made = [b for b in linked.outputs for _ in range(copies(b))]
+
+    def typed(*arrays: Any) -> tuple[Any, ...]:
+        outs = zip(function(*arrays), made, strict=True)
+        return tuple(jax_compat.with_weak_type(x, weak[b]) if b in weak else x for x, b in outs)
+
+    typed.__name__ = function.__name__
+    jitted = jax.jit(
+        typed,
+        in_shardings=tuple(sharding_of(key, mesh) for key in inputs),
+        out_shardings=tuple(sharding_of(key, mesh) for key in outputs),
+        donate_argnums=tuple(i for i, b in enumerate(positions) if b in donated),
+    )
+    return jitted.lower(*avals).compile()
+
+
+def task_function(task: StageTask, stage: LoweredStage, mesh: Mesh, groups: int) -> Callable[..., tuple[Any, ...]]:
+    """The function of a task: flat arrays in, flat arrays out; of a value that it takes or makes for all micro-batches
+    there are as many arrays."""
+    graph = stage.stage.graph
+    emitter = Emitter(graph, mesh, groups)
+    stacked = {(i.op.inputs[0], i.read) for i in task.instructions if isinstance(i, Stack) and i.read is not None}
+
+    def function(*arrays: Any) -> tuple[Any, ...]:
+        rest = iter(arrays)
+        env: dict[Key, Any] = {}
+        for key in task.inputs:
+            env[key] = [next(rest) for _ in range(graph.num_microbatches)] if key in stacked else next(rest)
+        for key in task.zeros:
+            shape = shape_of(graph, key, stage.mesh)
+            env[key] = emitter.pin(jnp.zeros(shape, graph.values[key[0]].dtype), layout_of(key))
+        for instruction in task.instructions:
+            emitter.run(instruction, env)
+        out: list[Any] = []
+        for key in task.outputs:
+            made = env[key]
+            out += made if isinstance(made, list) else [made]
+        return tuple(out)
+
+    function.__name__ = task.name.replace(" ", "_")
+    return function
+
+
+def sharding_of(key: Key, mesh: Mesh) -> NamedSharding:
+    return named_sharding(layout_of(key), mesh, in_host=key[1][1] == HOST)
+
+
+def aval_of(stage: LoweredStage, key: Key) -> jax.ShapeDtypeStruct:
+    value = stage.stage.graph.values[key[0]]
+    return jax_compat.struct(shape_of(stage.stage.graph, key, stage.mesh), value.dtype, value.weak_type)

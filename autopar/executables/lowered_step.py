@@ -1,0 +1,49 @@
+"""A step between tracing and compiling, staged as `jax.jit` stages: `step.lower(*args).compile()`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from autopar.errors import UnsupportedError
+from autopar.executables.compiled_step import Compiled, CompiledPipeline, LoweredWhole
+from autopar.plan.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A step lowered under its plan. `whole` is its one program, None where the plan has stages."""
+
+    plan: Plan
+    whole: LoweredWhole | None
+    compiling: Callable[[], Compiled | CompiledPipeline]
+
+    def compile(self) -> Compiled | CompiledPipeline:
+        """The compiled program, which calls of the step with such arguments run, too."""
+        return self.compiling()
+
+    def as_text(self, dialect: str | None = None) -> str:
+        """The StableHLO program with all shardings. Raises: UnsupportedError for a plan with stages."""
+        text: str = self._program("as_text").as_text(dialect)
+        return text
+
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """The MLIR module. Raises: UnsupportedError for a plan with stages."""
+        return self._program("compiler_ir").compiler_ir(dialect)
+
+    def cost_analysis(self) -> Any:
+        """What XLA counts in the program before it is compiled. Raises: UnsupportedError for a plan with stages."""
+        return self._program("cost_analysis").cost_analysis()
+
+    def _program(self, asked: str) -> Any:
+        if self.whole is None:
+            pipeline = self.plan.record.pipeline
+            assert pipeline is not None, "a plan without stages is lowered to one program"
+            raise UnsupportedError(
+                where=f"{self.plan.record.step}.lower(...).{asked}()",
+                expected="a plan of one program",
+                got=f"one of {len(pipeline.stages)} stages, whose tasks are lowered and compiled one by one",
+                hint="step.compile(...).as_text() has the optimised programs of all tasks",
+            )
+        return self.whole.lowered

@@ -1,0 +1,115 @@
+"""A step in a program of several processes: its arguments brought to where they are read, its small results to all.
+
+Every process calls the step with the same arguments: what it has whole (numpy arrays, say), and global arrays, of which
+it may hold a part or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.common import jax_compat
+from autopar.errors import AutoparError
+from autopar.ir.traced_step import TracedStep
+from autopar.runtime.execution.cross_process import absent, cross, is_here, to_all_processes
+from autopar.runtime.execution.global_arrays import aval_of, from_whole, move, place
+from autopar.runtime.processes.heartbeat import the_watch
+
+# Results that are not state go to all processes where they are not larger: losses and other metrics.
+SHARED_BYTES = 65536
+
+
+class GlobalStep:
+    """What surrounds a compiled step: `arguments` in front of it, `results` behind it.
+
+    `reads` are (leaf of the arguments, sharding) of each of its inputs, leaf -1 for those that are no arguments;
+    `made` the sharding of each of its results, None where it is a literal.
+    """
+
+    def __init__(
+        self,
+        traced: TracedStep,
+        reads: Sequence[tuple[int, NamedSharding]],
+        made: Sequence[NamedSharding | None],
+    ) -> None:
+        self._reads = [(leaf, traced.in_avals[leaf], sharding) for leaf, sharding in reads]
+        state = set(traced.tied.values())
+        everybody = set(range(jax.process_count()))
+        self._absent, self._shared = [], []
+        for position, (aval, sharding) in enumerate(zip(traced.out_avals, made, strict=True)):
+            if sharding is None:
+                continue
+            if not is_here(sharding):
+                self._absent.append((position, absent(aval.shape, aval.dtype, sharding)))
+            processes = {d.process_index for d in sharding.mesh.devices.flat}
+            small = aval.size * jax_compat.itemsize(aval) <= SHARED_BYTES
+            if position not in state and small and processes != everybody:
+                everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+                crossing = to_all_processes(aval.shape, aval.dtype, everywhere)
+                self._shared.append((position, everywhere, crossing))
+
+    def arguments(self, leaves: Sequence[Any]) -> list[Any]:
+        """The step's inputs, of the leaves of its arguments; None where an input is none of them.
+
+        Raises: ProcessLostError; TypeError, in all processes alike, for another shape than it is compiled for.
+        """
+        watch = the_watch()
+        if watch is not None:
+            watch.begin_step()
+        return [None if leaf < 0 else place(leaves[leaf], aval, sharding) for leaf, aval, sharding in self._reads]
+
+    def results(self, results: Sequence[Any]) -> list[Any]:
+        """The same with arrays in all places, and the small ones readable in every process."""
+        out = list(results)
+        for position, array in self._absent:
+            out[position] = array
+        if self._shared:
+            whole = [move(out[position], everywhere) for position, everywhere, _ in self._shared]
+            readable = cross([crossing for _, _, crossing in self._shared], whole)
+            for (position, _, _), array in zip(self._shared, readable, strict=True):
+                out[position] = array
+        return out
+
+
+def naming_the_lost(run: Callable[[], Any]) -> Any:
+    """Runs something; where jax fails because another process is gone, the error says which.
+
+    Raises: ProcessLostError.
+    """
+    try:
+        return run()
+    except AutoparError:
+        raise
+    except jax.errors.JaxRuntimeError as error:
+        watch = the_watch()
+        if watch is None:
+            raise
+        watch.blame(error)
+
+
+def make_state(
+    function: Callable[..., Sequence[Any]], leaves: Sequence[Any], wanted: Sequence[NamedSharding], args: Sequence[Any]
+) -> list[Any]:
+    """Runs `function(*args)`, which gives leaves of these shapes, where they are to lie: once on each mesh."""
+    made: list[Any] = [None] * len(leaves)
+    meshes = {tuple(s.mesh.devices.flat): s.mesh for s in wanted}
+    for devices, mesh in meshes.items():
+        which = [i for i, s in enumerate(wanted) if tuple(s.mesh.devices.flat) == devices]
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        if not is_here(everywhere):
+            for i in which:
+                made[i] = absent(leaves[i].shape, leaves[i].dtype, wanted[i])
+            continue
+        given = jax.tree.map(lambda x, s=everywhere: from_whole(x, aval_of(x), s), list(args))
+
+        def chosen(*values: Any, which: Sequence[int] = which) -> list[Any]:
+            out = function(*values)
+            return [out[i] for i in which]
+
+        for i, array in zip(which, jax.jit(chosen, out_shardings=[wanted[i] for i in which])(*given), strict=True):
+            made[i] = array
+    return made

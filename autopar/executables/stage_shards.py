@@ -1,0 +1,88 @@
+"""Arrays that are one for the user and lie in parts on the stages: cut in front of a step, joined behind it.
+
+Nothing is copied: the parts and the whole share the devices' buffers, so that donating a part deletes the whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from autopar.ir.jax_sharding import named_sharding, submesh
+from autopar.passes.split_scan import Piece
+from autopar.plan.plan import Plan
+from autopar.plan.schema import PlannedValue
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """One leaf: its shape and sharding over all its stages, and the sharding of the part on each of them."""
+
+    path: str
+    shape: tuple[int, ...]
+    sharding: NamedSharding
+    parts: tuple[NamedSharding, ...]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        return (self.shape[0] // len(self.parts), *self.shape[1:])
+
+    def cut(self, array: Any) -> list[jax.Array]:
+        """The parts of an array. Raises: ValueError for one that has another shape or lies in another way."""
+        if not isinstance(array, jax.Array) or array.shape != self.shape or not self._lies(array):
+            raise ValueError(f"{self.path}: expected an array of shape {self.shape} on {self.sharding}")
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        return [
+            jax.make_array_from_single_device_arrays(
+                self.part_shape, part, [shards[device] for device in part.mesh.devices.flat]
+            )
+            for part in self.parts
+        ]
+
+    def join(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The inverse of `cut`."""
+        shards = [shard.data for part in parts for shard in part.addressable_shards]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+
+    def _lies(self, array: jax.Array) -> bool:
+        return array.sharding == self.sharding or array.sharding.is_equivalent_to(self.sharding, len(self.shape))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seams:
+    """All leaves of the arguments, or of the results, in order; None for those in one piece."""
+
+    leaves: tuple[Seam | None, ...]
+
+    def cut(self, leaves: Sequence[Any]) -> list[Any]:
+        """Pieces in order. Raises: ValueError."""
+        out: list[Any] = []
+        for leaf, seam in zip(leaves, self.leaves, strict=True):
+            out += [leaf] if seam is None else seam.cut(leaf)
+        return out
+
+    def join(self, pieces: Sequence[Any]) -> list[Any]:
+        """The inverse of `cut`."""
+        rest = iter(pieces)
+        return [next(rest) if seam is None else seam.join([next(rest) for _ in seam.parts]) for seam in self.leaves]
+
+
+def seams_of(values: Sequence[PlannedValue], pieces: Sequence[Piece], plan: Plan) -> Seams | None:
+    """The seams of a plan's arguments (without constants) or results; None where all are in one piece."""
+    if all(piece.parts == 1 for piece in pieces):
+        return None
+    return Seams(tuple(_seam(value, plan) if value.stages else None for value in values))
+
+
+def _seam(value: PlannedValue, plan: Plan) -> Seam:
+    meshes = [submesh(*plan.stage_mesh(stage)) for stage in value.stages]
+    return Seam(
+        path=value.path,
+        shape=value.shape,
+        sharding=plan.sharding_of(value),
+        parts=tuple(named_sharding(value.layout, mesh, in_host=value.in_host) for mesh in meshes),
+    )

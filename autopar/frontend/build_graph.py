@@ -1,0 +1,231 @@
+"""From a traced step to the graph of operations: calls inlined, loops and branches nested, dead work removed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from autopar.attention.match import blockwise
+from autopar.common import jax_compat
+from autopar.errors import UnsupportedError
+from autopar.frontend.callbacks import is_callback
+from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
+from autopar.ir.rewrite import remove_dead
+from autopar.ir.traced_step import TracedStep
+from autopar.sharding.rules import RuleBook, equation_key, replicated_rule
+
+_WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
+_NOISE = frozenset({"", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "scan", "branch"})
+_LOOPS = {"scan": OpKind.SCAN, "while": OpKind.WHILE, "cond": OpKind.COND}
+
+
+def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
+    """The graph of a traced step, every operation with its sharding rule.
+
+    Raises: UnsupportedError for equations that bring a mesh of their own (`shard_map`), and for attention that cannot
+    be done in blocks where it has to be.
+    """
+    builder = _Builder()
+    inputs = [builder.value(v, f"constant {i}") for i, v in enumerate(traced.jaxpr.constvars)]
+    builder.constants += traced.constants
+    inputs += [builder.value(v, path) for v, path in zip(traced.jaxpr.invars, traced.in_paths, strict=True)]
+    num_top = len(traced.constants)
+    ops: list[Op] = []
+    outputs = builder.inline(traced.jaxpr, inputs, "", 1.0, ops)
+    # Constants of inner jaxprs are found on the way; they go with the outer ones, in front of the arguments.
+    inputs = [*inputs[:num_top], *builder.inner_constants, *inputs[num_top:]]
+    block = remove_dead(Block(inputs=tuple(inputs), outputs=tuple(outputs), ops=tuple(ops)))
+    rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION and op.rule is None)
+    block = _with_rules(block, rules)
+    offset = len(inputs) - len(traced.in_avals)
+    graph = OpGraph(
+        values=tuple(builder.values),
+        block=block,
+        constants=tuple(builder.constants),
+        tied=tuple((offset + i, o) for i, o in sorted(traced.tied.items())),
+        donated=frozenset(offset + i for i in traced.donated),
+        batch=frozenset(offset + i for i in traced.batch),
+    )
+    return blockwise(graph) if traced.blockwise_attention else graph
+
+
+class _Builder:
+    """Numbers values and operations while jaxprs are walked."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.constants: list[Any] = []
+        self.inner_constants: list[int] = []
+        self._constant_ids: dict[int, int] = {}
+        self._num_ops = 0
+        self._calls: list[Any] = []  # the calls around, of which jax knows the line of the user's code
+
+    def value(self, var: Any, name: str = "") -> int:
+        aval = var.aval
+        shape, dtype = tuple(int(n) for n in aval.shape), str(aval.dtype)
+        weak_type = bool(getattr(aval, "weak_type", False))
+        self.values.append(Value(len(self.values), shape, dtype, jax_compat.itemsize(aval), name, weak_type))
+        return len(self.values) - 1
+
+    def constant(self, var: Any, array: Any) -> int:
+        """The value of an inner jaxpr's constant, one for each array."""
+        if id(array) not in self._constant_ids:
+            self._constant_ids[id(array)] = self.value(var, f"constant {len(self.constants)}")
+            self.constants.append(array)
+            self.inner_constants.append(self._constant_ids[id(array)])
+        return self._constant_ids[id(array)]
+
+    def inline(self, jaxpr: Any, args: Sequence[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
+        """Appends the operations of a jaxpr whose inputs (constants first) are `args`; returns its outputs."""
+        env: dict[Any, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+
+        def read(atom: Any) -> Atom:
+            return Constant(atom) if isinstance(atom, jax_compat.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            ins = [read(v) for v in eqn.invars]
+            own = jax_compat.name_stack(eqn)
+            here = f"{stack}/{own}" if stack and own else stack or own
+            outs = self._equation(eqn, ins, here, count, ops)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> Sequence[Atom]:
+        name = eqn.primitive.name
+        if name in jax_compat.OPAQUE_CALLS:
+            raise UnsupportedError(
+                where=f"{module_path(stack)} at {jax_compat.source_line(eqn)}",
+                expected="a step written for one device",
+                got=f"an equation that brings its own mesh ({name})",
+                hint="take the manual parallelism out of the step: autopar decides it",
+            )
+        if (inner := called_jaxpr(eqn)) is not None:
+            return self._call(eqn, inner, ins, stack, count, ops)
+        if name in jax_compat.REMAT_CALLS:
+            ins = self._barrier(eqn, ins, stack, count, ops)
+            return self._call(eqn, eqn.params["jaxpr"], ins, stack, count, ops)
+        if name in _LOOPS:
+            return self._loop(eqn, ins, stack, count, ops)
+        outputs = tuple(self.value(v) for v in eqn.outvars)
+        op = self._op(OpKind.EQUATION, eqn, ins, outputs, stack, count, key=equation_key(eqn))
+        if is_callback(eqn):  # each is called for itself, on whole arrays
+            op = dataclasses.replace(op, key=f"{op.key}#{op.id}", rule=replicated_rule(eqn, ""))
+        ops.append(op)
+        return outputs
+
+    def _op(
+        self, kind: OpKind, eqn: Any, ins: Iterable[Atom], outs: Iterable[int], stack: str, count: float, **more: Any
+    ) -> Op:
+        self._num_ops += 1
+        if self._calls and not jax_compat.source_line(eqn):  # inside of one of jax's own functions
+            eqn = jax_compat.at_line_of(self._calls[-1], eqn)
+        return Op(
+            id=self._num_ops - 1, kind=kind, primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(ins),
+            outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count, **more,
+        )  # fmt: skip
+
+    def _call(self, eqn: Any, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
+        jaxpr = jax_compat.open_jaxpr(closed)
+        consts = [self.constant(v, c) for v, c in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=True)]
+        known = bool(jax_compat.source_line(eqn))
+        if known:
+            self._calls.append(eqn)
+        outs = self.inline(jaxpr, [*consts, *ins], stack, count, ops)
+        if known:
+            self._calls.pop()
+        return outs
+
+    def _barrier(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
+        passing = {atom: None for atom in ins if isinstance(atom, int)}
+        through = {atom: self._copy_of(atom) for atom in passing}
+        ops.append(self._op(OpKind.BARRIER, eqn, passing, through.values(), stack, count))
+        return [through[a] if isinstance(a, int) else a for a in ins]
+
+    def _copy_of(self, atom: int) -> int:
+        self.values.append(dataclasses.replace(self.values[atom], id=len(self.values), name=""))
+        return len(self.values) - 1
+
+    def _block(self, closed: Any, stack: str, count: float) -> Block:
+        """A nested block; constants of its jaxpr are read from the outside (closed over)."""
+        jaxpr = jax_compat.open_jaxpr(closed)
+        consts = [self.constant(v, c) for v, c in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=True)]
+        inputs = [self.value(v) for v in jaxpr.invars]
+        ops: list[Op] = []
+        outputs = self.inline(jaxpr, [*consts, *inputs], stack, count, ops)
+        return Block(inputs=tuple(inputs), outputs=tuple(outputs), ops=tuple(ops))
+
+    def _loop(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> tuple[int, ...]:
+        kind, params = _LOOPS[eqn.primitive.name], eqn.params
+        more: dict[str, Any]
+        blocks: tuple[Block, ...]
+        if kind is OpKind.SCAN:
+            num_consts, num_carry = jax_compat.scan_counts(params)
+            trips = int(params["length"])
+            blocks = (self._block(params["jaxpr"], stack, count * trips),)
+            more = dict(num_consts=num_consts, num_carry=num_carry, trips=trips)
+        elif kind is OpKind.WHILE:
+            # The trip count of a while loop is not known: costs inside count once.
+            blocks = tuple(self._block(params[p], stack, count) for p in ("cond_jaxpr", "body_jaxpr"))
+            num_consts = params["cond_nconsts"] + params["body_nconsts"]
+            num_carry = len(ins) - num_consts
+            more = dict(num_consts=num_consts, num_carry=num_carry, num_condition_consts=params["cond_nconsts"])
+        else:
+            blocks = tuple(self._block(b, stack, count) for b in params["branches"])
+            more = {}
+        outputs = tuple(self.value(v) for v in eqn.outvars)
+        ops.append(self._op(kind, eqn, ins, outputs, stack, count, blocks=blocks, **more))
+        return outputs
+
+
+def called_jaxpr(eqn: Any) -> Any | None:
+    """What an equation that does nothing but call it calls; None for other equations."""
+    if eqn.primitive.name in jax_compat.REMAT_CALLS:
+        return None if eqn.params["differentiated"] and eqn.params["prevent_cse"] else eqn.params["jaxpr"]
+    if eqn.primitive.name not in jax_compat.INLINED_CALLS:
+        return None
+    wanted = jax_compat.INLINED_CALLS[eqn.primitive.name]
+    found = [k for k in (wanted, "jaxpr", "call_jaxpr", "fun_jaxpr") if k is not None and k in eqn.params]
+    assert found, f"{eqn.primitive.name} holds no jaxpr under a known name: {sorted(eqn.params)}"
+    return eqn.params[found[0]]
+
+
+def role_of(stack: str) -> Role:
+    """Backward where a name stack holds `transpose(`, forward where it holds `jvp(` only, else update."""
+    if "transpose(" in stack:
+        return Role.BACKWARD
+    return Role.FORWARD if "jvp(" in stack else Role.UPDATE
+
+
+def module_path(stack: str) -> str:
+    """The user's module path in a name stack: `transpose(jvp(M))/layer0/jit(_where)` is `M/layer0`."""
+    parts: list[str] = []
+    for part in split_stack(stack):
+        called = part.startswith(("jit(", "pjit("))
+        while match := _WRAPPER.match(part):
+            part = match.group(1)
+        if not called and part not in _NOISE:
+            parts += [p for p in part.split("/") if p not in _NOISE]
+    return "/".join(parts)
+
+
+def split_stack(stack: str) -> list[str]:
+    """Splits at slashes outside of parentheses."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(stack):
+        depth += (c == "(") - (c == ")")
+        if c == "/" and depth == 0:
+            parts.append(stack[start:i])
+            start = i + 1
+    return [*parts, stack[start:]]
+
+
+def _with_rules(block: Block, rules: RuleBook) -> Block:
+    ops = []
+    for op in block.ops:
+        if op.kind is OpKind.EQUATION:
+            ops.append(dataclasses.replace(op, rule=op.rule or rules.rule(op.key)))
+        else:
+            ops.append(dataclasses.replace(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks)))
+    return dataclasses.replace(block, ops=tuple(ops))

@@ -1,0 +1,108 @@
+"""Calls of Python from a step: `jax.debug.print`, `jax.debug.callback`, `io_callback`, `pure_callback`.
+
+In one program they do what they do under plain `jax.jit`: a callback gets whole arrays, gathered before it, and runs
+once, on the first device, which hands results on to the others. Nothing merges two of them, or leaves one with effects
+out. One that raises would end that device's program while the others wait for it for ever: what it raises is kept, and
+raised when the step has run. In stages and micro-batches they are refused: they would come once a micro-batch, with a
+part of the examples, or again where a layer is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.common import jax_compat
+from autopar.errors import UnsupportedError
+
+PRIMITIVES = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
+
+
+def is_callback(eqn: Any) -> bool:
+    return eqn is not None and eqn.primitive.name in PRIMITIVES
+
+
+def guarded(eqn: Any, failures: list[BaseException]) -> Any:
+    """The equation of a callback that adds what Python raises to `failures`, and goes on with zeros."""
+    if "callback" not in eqn.params:
+        return eqn
+    callback: Callable[..., Any] = eqn.params["callback"]
+    avals = [v.aval for v in eqn.outvars]
+
+    def guard(*args: Any) -> Any:
+        try:
+            made = callback(*args)
+            results = [np.asarray(x) for x in jax.tree.leaves(made)] if avals else []
+            for result, aval in zip(results, avals, strict=True):
+                if result.shape != aval.shape or result.dtype != aval.dtype:
+                    got = f"{result.dtype}{list(result.shape)}"
+                    raise TypeError(f"a callback said that it gives {aval.str_short()} and gave {got}")
+        except BaseException as error:  # whatever it is, the other devices wait
+            failures.append(error)
+            return [np.zeros(aval.shape, aval.dtype) for aval in avals]
+        return results
+
+    return eqn.replace(params={**eqn.params, "callback": guard})
+
+
+def raise_failures(results: Any, failures: list[BaseException]) -> None:
+    """Waits until a step with callbacks has run. Raises: what one of them raised."""
+    jax.block_until_ready(results)
+    jax.effects_barrier()
+    if failures:
+        first = failures[0]
+        failures.clear()
+        raise first
+
+
+def check_effects(closed: Any, name: str) -> None:
+    """Raises: UnsupportedError for effects other than those of callbacks, with the line of code."""
+    if not closed.effects:
+        return
+    for eqn in _with_effects(jax_compat.open_jaxpr(closed)):
+        if not is_callback(eqn):
+            raise UnsupportedError(
+                where=f"{name}, {eqn.primitive.name} at {jax_compat.source_line(eqn)}",
+                expected="a function without side effects other than callbacks",
+                got=f"effects: {', '.join(sorted(map(str, eqn.effects)))}",
+                hint="return what changes as a result, and take it as an argument",
+            )
+
+
+def any_callbacks(jaxpr: Any) -> bool:
+    """Whether a step calls Python."""
+    return next(_callbacks(jaxpr), None) is not None
+
+
+def refuse_callbacks(jaxpr: Any, name: str) -> None:
+    """Raises: UnsupportedError for a step with callbacks that is to be cut into micro-batches or stages."""
+    for eqn in _callbacks(jaxpr):
+        raise UnsupportedError(
+            where=f"{name}, {eqn.primitive.name} at {jax_compat.source_line(eqn)}",
+            expected="a step without callbacks, where it is cut into micro-batches or stages",
+            got="one that would be called once for each micro-batch, with a part of the examples",
+            hint="run the step as one program (without stages and num_microbatches), or return what the callback shows",
+        )
+
+
+def _callbacks(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if is_callback(eqn):
+            yield eqn
+        for inner in jax_compat.jaxprs_in(eqn):
+            yield from _callbacks(inner)
+
+
+def _with_effects(jaxpr: Any) -> Iterator[Any]:
+    """The innermost equations that have effects."""
+    for eqn in jaxpr.eqns:
+        if not eqn.effects:
+            continue
+        inner = [found for found in jax_compat.jaxprs_in(eqn) if found.effects]
+        for found in inner:
+            yield from _with_effects(found)
+        if not inner:
+            yield eqn

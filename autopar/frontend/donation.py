@@ -1,0 +1,76 @@
+"""Donated arguments that no result replaces: their memory cannot be reused, and a training step would not train."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from autopar.ir.traced_step import TracedStep
+
+_KEY = re.compile(r"\[[^\]]*\]|\.\w+")  # one step of a path: ['w'], [0] or .params
+
+
+def untied_arguments(traced: TracedStep, names: Sequence[str], donate: Iterable[int]) -> list[str]:
+    """Of each donated argument with leaves of which no result replaces one, what a user should know, as a sentence."""
+    tied = {traced.argument_of[leaf] for leaf in traced.tied}
+    missing = sorted({traced.argument_of[i] for i in traced.donated} & set(donate) - tied)
+    return [_sentence(traced, names[i], i) for i in missing]
+
+
+def _sentence(traced: TracedStep, name: str, argument: int) -> str:
+    leaves = [i for i, owner in enumerate(traced.argument_of) if owner == argument]
+    given = {traced.in_paths[i].removeprefix(name): traced.in_avals[i] for i in leaves}
+    changed = [path for path in traced.changed_in_place if path in {traced.in_paths[i] for i in leaves}]
+    text = f"argument {name!r} is donated, but no result replaces it: {_difference(name, given, traced)}."
+    if changed:
+        text += f" The step changes {', '.join(changed[:3])} in place, which is lost, as under jax.jit: return it."
+    return text + (
+        " Nothing of it is donated. Return the new value with the tree, shapes and dtypes of the old one, or say "
+        "donate_argnums=() for a step that only reads it"
+    )
+
+
+def _difference(name: str, given: dict[str, jax.ShapeDtypeStruct], traced: TracedStep) -> str:
+    """The first leaf that differs between an argument and the result that is most like it."""
+    best = max(_results(traced), key=lambda found: _likeness(given, found[1]), default=None)
+    if best is None or not _likeness(given, best[1]):
+        return "the step returns nothing that is like it"
+    prefix, made = best
+    for path, aval in given.items():
+        if path not in made:
+            return f"{prefix} has no {path or 'such leaf'}"
+        if (made[path].shape, made[path].dtype) != (aval.shape, aval.dtype):
+            return f"{name}{path} is {_text(aval)}, and {prefix}{path} is {_text(made[path])}"
+    for path in made:
+        if path not in given:
+            return f"{prefix}{path} is not in {name}"
+    return f"{prefix} has the same leaves in another kind of tree"
+
+
+def _results(traced: TracedStep) -> list[tuple[str, dict[str, jax.ShapeDtypeStruct]]]:
+    """(prefix, leaves by the path behind it) of what may replace an argument: the result, or one of its parts."""
+    pairs = list(zip(traced.out_paths, traced.out_avals, strict=True))
+    found = [("result", {path.removeprefix("result"): aval for path, aval in pairs})]
+    tree = traced.out_tree
+    start = 0
+    for child in tree.children() if not jax.tree_util.treedef_is_leaf(tree) else ():
+        part = pairs[start : start + child.num_leaves]
+        start += child.num_leaves
+        if part:
+            key = _KEY.match(part[0][0], len("result"))
+            prefix = key.string[: key.end()] if key is not None else part[0][0]
+            found.append((prefix, {path.removeprefix(prefix): aval for path, aval in part}))
+    return found
+
+
+def _likeness(given: dict[str, jax.ShapeDtypeStruct], made: dict[str, jax.ShapeDtypeStruct]) -> int:
+    """How many leaves have the same path; a single array is like one of its shape."""
+    if "" in given:
+        return int("" in made and made[""].shape == given[""].shape != ())
+    return len(given.keys() & made.keys())
+
+
+def _text(aval: jax.ShapeDtypeStruct) -> str:
+    return f"{aval.dtype}{list(aval.shape)}"

@@ -1,0 +1,121 @@
+"""Shardings and devices that a step's own code names, taken out of its jaxpr: under a plan the plan decides them.
+
+`with_sharding_constraint`, `reshard`, `device_put` and the like change where a value lies, not what it is. Left in, XLA
+would obey them beside the plan's own layouts and send what no plan predicts, and a stage on some of the devices could
+not be compiled with the shardings of all of them. Each becomes its operand, in the bodies of loops, branches and calls
+too; variables and parameters forget the meshes that they were traced with.
+
+Conversions from a weak type to the same type or back go as well, without a note: they do nothing to values, and the
+step traced with numbers or weakly typed arrays is then, but for the weak types themselves, the step traced with arrays
+of those types. One plan holds for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec, Sharding
+
+from autopar.common import jax_compat
+from autopar.ir.traced_step import Placement
+
+# Equations whose results are their operands, one by one, in another place. What the user's code calls them.
+_PLACING = {
+    "sharding_constraint": "with_sharding_constraint",
+    "layout_constraint": "with_layout_constraint",
+    "reshard": "reshard",
+    "mesh_cast": "auto_axes or explicit_axes",
+    "device_put": "device_put",
+}
+
+
+def without_placements(closed: Any) -> tuple[Any, tuple[Placement, ...]]:
+    """A closed jaxpr without the places that its equations name, and what was taken out, each line of code once."""
+    taking = _Taking()
+    made = taking.jaxpr(closed)
+    return made, tuple(taking.found)
+
+
+def placement_note(placements: Sequence[Placement]) -> str:
+    """What a user should know of the placements that were taken out."""
+    names = ", ".join(dict.fromkeys(p.name for p in placements))
+    count = f"{len(placements)} places" if len(placements) > 1 else "1 place"
+    line = next((p.line for p in placements if p.line), "")
+    return (
+        f"shardings that the step's code names at {count} ({names}{f'; first at {line}' if line else ''}) are dropped: "
+        "the plan decides where values lie; pin with autopar.constrain to have them kept"
+    )
+
+
+class _Taking:
+    def __init__(self) -> None:
+        self.found: dict[Placement, None] = {}
+
+    def jaxpr(self, closed: Any) -> Any:
+        """An open or closed jaxpr, rewritten; the same object where there is nothing to take out."""
+        inner = jax_compat.open_jaxpr(closed)
+        now: dict[Any, Any] = {}
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, jax_compat.Literal) else now.get(atom, atom)
+
+        def renamed(var: Any) -> Any:
+            plain = jax_compat.without_mesh(var)
+            if plain is not var:
+                now[var] = plain
+            return plain
+
+        constvars, invars = [renamed(v) for v in inner.constvars], [renamed(v) for v in inner.invars]
+        eqns, changed = [], bool(now)
+        for eqn in inner.eqns:
+            ins = [read(a) for a in eqn.invars]
+            if self.places(eqn):
+                now.update(zip(eqn.outvars, ins, strict=True))
+                changed = True
+                continue
+            # The body of a shard_map is typed by the mesh of its own that it names.
+            taken = eqn.primitive.name != "shard_map"
+            params = {name: self.param(name, value) if taken else value for name, value in eqn.params.items()}
+            same = all(params[name] is value for name, value in eqn.params.items())
+            outs = [renamed(v) for v in eqn.outvars]
+            changed = changed or bool(now) or not same
+            eqns.append(eqn.replace(invars=ins, outvars=outs, params=eqn.params if same else params))
+        if not changed:
+            return closed
+        outvars = [read(a) for a in inner.outvars]
+        made = inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+        return made if inner is closed and not jax_compat.jaxpr_consts(closed) else jax_compat.closed_like(closed, made)
+
+    def places(self, eqn: Any) -> bool:
+        """Whether an equation only names a place, or a weak type. Notes places, and calls that name them."""
+        name = eqn.primitive.name
+        if name == "convert_element_type" and eqn.params["new_dtype"] == eqn.invars[0].aval.dtype:
+            return True
+        shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+        if any(isinstance(s, Sharding) for s in shardings):
+            self.found.setdefault(Placement("shardings of jax.jit", jax_compat.source_line(eqn)))
+        if name not in _PLACING:
+            return False
+        if name == "device_put" and not any((*eqn.params["devices"], *eqn.params["srcs"])):
+            return False  # what jnp.asarray and the like leave behind
+        # Where typed and untyped arrays meet, jax reshards by itself, to no axis.
+        if name != "reshard" or any(eqn.params["dst_sharding"].spec):
+            self.found.setdefault(Placement(_PLACING[name], jax_compat.source_line(eqn)))
+        return True
+
+    def param(self, name: str, value: Any) -> Any:
+        if isinstance(value, (Sharding, PartitionSpec)):
+            return None
+        if name in ("in_shardings", "out_shardings") and any(isinstance(s, Sharding) for s in value):
+            return tuple(jax_compat.UNSPECIFIED_SHARDING if isinstance(s, Sharding) else s for s in value)
+        if _is_jaxpr(value):
+            return self.jaxpr(value)
+        if isinstance(value, (tuple, list)) and any(map(_is_jaxpr, value)):
+            made = [self.jaxpr(v) if _is_jaxpr(v) else v for v in value]
+            return value if all(a is b for a, b in zip(made, value, strict=True)) else type(value)(made)
+        return value
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(jax_compat.open_jaxpr(value), "eqns")

@@ -1,0 +1,166 @@
+"""Fingerprints of traced functions: hashes of what is computed, the same in every process and for every trace of it.
+
+Jaxprs are compared by structure. What is printed of their parameters may hold addresses (functions, objects without a
+text of their own) and differ each time. Weak types are no part of it: they decide which operations are traced, and do
+nothing beyond that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import re
+from collections.abc import Mapping, Set
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.common import jax_compat
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}|\b[0-9]{12,}\b")  # also as `id` writes it
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, np.dtype)
+_TREE = type(jax.tree.structure(0))
+
+
+def jaxpr_fingerprint(closed: Any) -> str:
+    """A hash of a closed jaxpr that is the same in every process: equations, parameters, shapes and constants."""
+    return _Hasher().of(closed).hex()[:32]
+
+
+def first_difference(one: Any, other: Any) -> str:
+    """The first equation in which two jaxprs differ, as `primitive at file:line (function)`; empty where none does."""
+    hasher = _Hasher()
+    return _first_difference(hasher, jax_compat.open_jaxpr(one), jax_compat.open_jaxpr(other))
+
+
+def _first_difference(hasher: _Hasher, one: Any, other: Any) -> str:
+    names: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
+    for a, b in zip(one.eqns, other.eqns, strict=False):
+        if hasher.of_equation(a, names[0]) != hasher.of_equation(b, names[1]):
+            inner = zip(_jaxprs(a.params), _jaxprs(b.params), strict=False)
+            deeper = (_first_difference(hasher, x, y) for x, y in inner)
+            return next(filter(None, deeper), "") or f"{a.primitive.name} at {jax_compat.source_line(a)}"
+    return "" if len(one.eqns) == len(other.eqns) else f"{len(one.eqns)} and {len(other.eqns)} operations"
+
+
+def _jaxprs(value: Any) -> list[Any]:
+    if hasattr(jax_compat.open_jaxpr(value), "eqns"):
+        return [jax_compat.open_jaxpr(value)]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [jaxpr for part in parts for jaxpr in _jaxprs(part)]
+
+
+class _Hasher:
+    """Hashes values by what they hold. Jaxprs that are met again are hashed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, bytes]] = {}  # with the jaxpr, so that its id stays its own
+        self._inside: set[int] = set()
+
+    def of(self, value: Any) -> bytes:
+        if isinstance(value, _PLAIN):
+            return _digest(type(value).__name__, repr(value))
+        if hasattr(jax_compat.open_jaxpr(value), "eqns"):
+            return self._of_jaxpr(value)
+        if isinstance(value, (np.ndarray, np.generic, jax.Array)) and not jax_compat.is_tracer(value):
+            return _of_array(value)
+        if isinstance(value, jax_compat.ShapedArray):
+            return _digest("type", _type(value))
+        if isinstance(value, (type, _TREE)):
+            return self._of_tree(value) if isinstance(value, _TREE) else _digest("type", _name(value))
+        if id(value) in self._inside:
+            return b"itself"
+        self._inside.add(id(value))
+        try:
+            return self._of_parts(value)
+        finally:
+            self._inside.discard(id(value))
+
+    def _of_parts(self, value: Any) -> bytes:
+        kind = _name(type(value))
+        if isinstance(value, Mapping):
+            return _digest(kind, *(self.of(part) for item in value.items() for part in item))
+        if isinstance(value, (tuple, list)):
+            return _digest(kind, *map(self.of, value))
+        if isinstance(value, Set):
+            return _digest(kind, *sorted(map(self.of, value)))
+        if isinstance(value, functools.partial):
+            return _digest(kind, self.of(value.func), self.of(value.args), self.of(value.keywords))
+        code = getattr(value, "__code__", None)
+        if code is not None:
+            return _digest("function", _name(value), self._of_code(code))
+        if dataclasses.is_dataclass(value) and kind.rpartition(".")[2] != "DebugInfo":  # which has paths and lines
+            fields = [f.name for f in dataclasses.fields(value) if f.compare and hasattr(value, f.name)]
+            return _digest(kind, *(part for name in fields for part in (name, self.of(getattr(value, name)))))
+        if callable(value) and hasattr(value, "__qualname__"):
+            return _digest(kind, _name(value))
+        return _digest(kind, _ADDRESS.sub("", repr(value)))
+
+    def _of_code(self, code: Any) -> bytes:
+        inner = type(code)
+        consts = (self._of_code(c) if isinstance(c, inner) else self.of(c) for c in code.co_consts)
+        return _digest(code.co_code, *code.co_names, *consts)
+
+    def _of_tree(self, tree: Any) -> bytes:
+        """Of a tree's structure: its classes and what they keep beside their children."""
+        node = tree.node_data()
+        if node is None:
+            return _digest("leaf", str(tree.num_leaves))
+        return _digest("node", _name(node[0]), self.of(node[1]), *map(self._of_tree, tree.children()))
+
+    def _of_jaxpr(self, value: Any) -> bytes:
+        if id(value) not in self._known:
+            number: dict[Any, int] = {}
+            jaxpr = jax_compat.open_jaxpr(value)
+            parts: list[bytes] = [_of_array(const) for const in jax_compat.jaxpr_consts(value)]
+            parts += [self._of_atom(v, number) for v in (*jaxpr.constvars, *jaxpr.invars)]
+            parts += [self.of_equation(eqn, number) for eqn in jaxpr.eqns]
+            parts += [self._of_atom(v, number) for v in jaxpr.outvars]
+            self._known[id(value)] = value, _digest("jaxpr", *parts)
+        return self._known[id(value)][1]
+
+    def of_equation(self, eqn: Any, number: dict[Any, int]) -> bytes:
+        """Of an equation whose variables are numbered in the order in which they are met."""
+        operands = [self._of_atom(v, number) for v in eqn.invars]
+        params = [part for key in sorted(eqn.params.keys() - {"weak_type"}) for part in (key, self.of(eqn.params[key]))]
+        results = [self._of_atom(v, number) for v in eqn.outvars]
+        return _digest(eqn.primitive.name, *operands, *params, *results)
+
+    def _of_atom(self, atom: Any, number: dict[Any, int]) -> bytes:
+        if isinstance(atom, jax_compat.Literal):
+            return _digest("literal", self.of(_value(atom)), _type(atom.aval))
+        return _digest(str(number.setdefault(atom, len(number))), _type(atom.aval))
+
+
+def _value(literal: Any) -> Any:
+    """What a literal's type holds of its value: weakly typed ones may be written with more digits."""
+    if not jax.dtypes.issubdtype(literal.aval.dtype, np.number):
+        return literal.val
+    return np.asarray(literal.val).astype(literal.aval.dtype)
+
+
+def _type(aval: Any) -> str:
+    return str(aval.str_short()).removeprefix("~")
+
+
+def _of_array(array: Any) -> bytes:
+    if jax_compat.is_key_dtype(array.dtype):
+        array = jax.random.key_data(array)
+    values = np.asarray(array)
+    return _digest("array", str(values.dtype), str(values.shape), values.tobytes())
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _digest(*parts: str | bytes) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()

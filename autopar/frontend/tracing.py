@@ -1,0 +1,215 @@
+"""From a Python function to a traced step: the jaxpr, its trees, and which leaves are state, batch and constants."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.common import jax_compat
+from autopar.errors import InvalidArgumentError
+from autopar.frontend.callbacks import check_effects
+from autopar.frontend.drop_shardings import without_placements
+from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint
+from autopar.ir.traced_step import TracedStep
+
+NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
+CONVERT = (
+    "convert it: np.asarray(x), or jax.numpy.from_dlpack(x) for a tensor of another library; jax.jit takes neither"
+)
+
+
+def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf of the arguments or results.
+
+    Raises: InvalidArgumentError when the leaf is no array.
+    """
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__"):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
+        return jax.ShapeDtypeStruct((), jax.numpy.asarray(leaf).dtype, weak_type=is_weak(leaf))
+    numbers = (np.number, np.bool_)
+    if isinstance(leaf, (np.ndarray, np.generic)) and any(jax.dtypes.issubdtype(leaf.dtype, n) for n in numbers):
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    raise InvalidArgumentError(
+        where=path,
+        expected="an array, a number or a jax.ShapeDtypeStruct",
+        got=f"{type(leaf).__name__} ({str(leaf)[:60]})",
+        hint=CONVERT if _converts(leaf) else hint,
+    )
+
+
+def _converts(leaf: Any) -> bool:
+    """Whether something is another library's array."""
+    return not isinstance(leaf, (np.ndarray, np.generic)) and (
+        hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__")
+    )
+
+
+def is_weak(leaf: Any) -> bool:
+    """Whether jax takes the type of a leaf for a weak one: Python's numbers, and arrays made of them."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return not isinstance(leaf, (bool, np.generic))
+    return bool(getattr(leaf, "weak_type", False))
+
+
+def flatten_arguments(args: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], Any, list[str], list[int]]:
+    """(leaves, tree, readable paths, the argument each leaf belongs to)."""
+    leaves, paths, owner = [], [], []
+    for i, (arg, name) in enumerate(zip(args, names, strict=True)):
+        for path, leaf in _leaves_with_paths((arg,), (name,)):
+            leaves.append(leaf)
+            paths.append(path)
+            owner.append(i)
+    return leaves, jax.tree.structure(tuple(args)), paths, owner
+
+
+def _leaves_with_paths(args: Sequence[Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for arg, name in zip(args, names, strict=True):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            yield name + jax.tree_util.keystr(path), leaf
+
+
+def trace(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    names: Sequence[str],
+    donate: Sequence[int],
+    batch: Sequence[int],
+) -> TracedStep:
+    """Traces `function` on abstract arguments.
+
+    `names`, `donate` and `batch` are over `args`, static arguments already bound.
+    Raises: InvalidArgumentError, UnsupportedError.
+    """
+    leaves, in_tree, in_paths, owner = flatten_arguments(args, names)
+    in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
+    name = name_of(function)
+    out_trees: list[Any] = []
+    out_paths: list[str] = []
+    changed: list[str] = []
+
+    def flat(*flat_args: Any) -> list[Any]:
+        given = jax.tree.unflatten(in_tree, flat_args)
+        before = dict(zip(in_paths, jax.tree.leaves(given), strict=True))
+        out = function(*given)
+        try:
+            after = dict(_leaves_with_paths(given, names))
+        except (TypeError, ValueError):  # the function put into its own copy what is no tree for jax
+            after = {}
+        changed[:] = [path for path, leaf in before.items() if after.get(path) is not leaf]
+        with_paths, tree = jax.tree_util.tree_flatten_with_path(out)
+        out_trees.append(tree)
+        out_paths[:] = ["result" + jax.tree_util.keystr(path) for path, _ in with_paths]
+        for path, (_, leaf) in zip(out_paths, with_paths, strict=True):
+            abstract(
+                leaf, f"{name}, {path}", "return arrays and numbers only; keep names and the like outside of the step"
+            )
+        return [leaf for _, leaf in with_paths]
+
+    original = jax.make_jaxpr(flat)(*in_avals)
+    closed, placements = without_placements(original)
+    fingerprint = jaxpr_fingerprint(closed)
+    check_effects(closed, name)
+    jaxpr = jax_compat.open_jaxpr(closed)
+    out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
+    donated = frozenset(i for i, o in enumerate(owner) if o in donate)
+    batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
+    return TracedStep(
+        name=name,
+        jaxpr=jaxpr,
+        constants=tuple(jax_compat.jaxpr_consts(closed)),
+        in_tree=in_tree,
+        out_tree=out_trees[0],
+        in_avals=in_avals,
+        out_avals=out_avals,
+        in_paths=tuple(in_paths),
+        out_paths=tuple(out_paths),
+        argument_of=tuple(owner),
+        donated=donated,
+        batch=batch_leaves,
+        tied=tie_state(args, donate, out_trees[0], in_avals, out_avals),
+        fingerprint=fingerprint,
+        # A fresh function object, so that jax does not answer from its cache of traces.
+        retrace=jax_compat.under_present_mesh(
+            lambda avals: without_placements(jax.make_jaxpr(lambda *a: flat(*a))(*avals))[0]
+        ),
+        placements=placements,
+        changed_in_place=tuple(changed),
+    )
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, of what a `functools.partial` binds, or of a callable object's class."""
+    while not hasattr(function, "__name__") and hasattr(function, "func"):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def impurity(traced: TracedStep) -> str | None:
+    """Traces the function a second time; what a user should know where that gives another computation.
+
+    Plain `jax.jit` keeps what the first trace gives, and so does a step, which is then not cut into micro-batches.
+    """
+    again = traced.retrace(traced.in_avals)
+    if jaxpr_fingerprint(again) == traced.fingerprint:
+        return None
+    at = first_difference(traced.retrace(traced.in_avals), again)
+    return (
+        f"two traces of the function differ{f' ({at})' if at else ''}; the first is run every time, as under jax.jit, "
+        "without micro-batches. Does it read or change something outside of its arguments (a counter, the time, "
+        "numpy's random numbers)? Pass that in as an argument, or use jax.random with a key in the state"
+    )
+
+
+def traced_once(traced: TracedStep) -> TracedStep:
+    """A step that is not traced on other shapes: that would be another computation."""
+
+    def refuse(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        raise TypeError("two traces of the function differ: what a micro-batch does cannot be told from a trace")
+
+    return dataclasses.replace(traced, retrace=refuse)
+
+
+def tie_state(
+    args: Sequence[Any],
+    donate: Sequence[int],
+    out_tree: Any,
+    in_avals: Sequence[jax.ShapeDtypeStruct],
+    out_avals: Sequence[jax.ShapeDtypeStruct],
+) -> dict[int, int]:
+    """Pairs each leaf of a donated argument with the output leaf that replaces it.
+
+    The output itself, or one of its parts at the first level, in order, must have the argument's tree and shapes.
+    """
+    outputs: list[tuple[Any, int]] = [(out_tree, 0)]
+    start = 0
+    for child in out_tree.children() if not jax.tree_util.treedef_is_leaf(out_tree) else ():
+        outputs.append((child, start))
+        start += child.num_leaves
+    tied: dict[int, int] = {}
+    taken: set[int] = set()
+    first = 0
+    for i, arg in enumerate(args):
+        tree: Any = jax.tree.structure(arg)
+        n = tree.num_leaves
+        if i in donate and n:
+            for child, at in outputs:
+                same = (
+                    child == tree
+                    and at not in taken
+                    and all(
+                        a.shape == b.shape and a.dtype == b.dtype
+                        for a, b in zip(in_avals[first : first + n], out_avals[at : at + n], strict=True)
+                    )
+                )
+                if same:
+                    tied.update({first + k: at + k for k in range(n)})
+                    taken.update(range(at, at + n))
+                    break
+        first += n
+    return tied

@@ -1,0 +1,332 @@
+"""A choice of stages worked out: recomputation, one graph and one set of decisions for each stage, their program."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.cost.cost_model import CostModel
+from autopar.errors import UnsupportedError
+from autopar.hardware.cluster import Cluster
+from autopar.inter_op.isomorphism import carried_over, shape_of
+from autopar.inter_op.stage_costs import lowest_price
+from autopar.inter_op.staged import (
+    PlannedStage,
+    Staged,
+    Submesh,
+    TaskCosts,
+    check_directions,
+    cut_stages,
+    layers_of,
+    model_of,
+    planned_stage,
+    schedule_of,
+    solve_stage,
+    stage_problem,
+    stage_program,
+    wires_of,
+)
+from autopar.intra_op.ilp import IntraOp, Terms
+from autopar.ir.graph import OpGraph, OpKind
+from autopar.ir.layout import Layout, replicated
+from autopar.ir.mesh import LogicalMesh
+from autopar.lowering.decisions import ShardingPlan
+from autopar.microbatch.microbatch import micro_batched
+from autopar.passes.layers import Layers
+from autopar.passes.remat import Recompute, rematerialise
+from autopar.passes.remat_cheap import sunk
+from autopar.passes.split_scan import CutStep
+from autopar.passes.stage_graph import StageGraph
+from autopar.runtime.pipeline.standard_schedules import Schedule
+from autopar.sharding.constraints import Constraints
+from autopar.sharding.pins import PinnedLayout, PinsOnMesh
+from autopar.sharding.rules import RuleBook
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A step cut into micro-batches and layers; `step` is what was cut into micro-batches. Cheap copies of the state
+    are kept for all of them, or made in each anew.
+    """
+
+    step: CutStep
+    graph: OpGraph
+    layers: Layers
+    keeps_copies: bool = True
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The leaf that each argument is, or is a piece of."""
+        return tuple(piece.leaf for piece in self.step.arguments)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and the
+    terms under which each stage is thought to fit, where they are known, and whether its state alone would not fit if
+    bytes cost next to nothing.
+    """
+
+    schedule: str
+    chunks: int
+    first_layers: tuple[int, ...]
+    group_meshes: tuple[LogicalMesh, ...]
+    policies: tuple[str, ...]
+    terms: tuple[Terms, ...] = ()
+    crowded: tuple[bool, ...] = ()
+
+    @property
+    def text(self) -> str:
+        meshes = [f"{n} x {mesh}" for mesh, n in _runs(self.group_meshes)]
+        again = {p for p in self.policies if p != "nothing"}
+        kept = f", recompute {' and '.join(sorted(again))}" if again else ""
+        return f"{len(self.first_layers)} stages on {' + '.join(meshes)}, {self.schedule}{kept}"
+
+
+def cut_layers(
+    step: CutStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None, *, keeps_copies: bool = True
+) -> Cut:
+    """A step cut into micro-batches and layers; `whole` is its graph with all scans whole, if it is there already."""
+    graph = micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None)
+    graph = sunk(graph, of_state=not keeps_copies)
+    return Cut(step=step, graph=graph, layers=layers_of(graph), keeps_copies=keeps_copies)
+
+
+def layers_of_pieces(cut: Cut) -> tuple[int, ...]:
+    """The first layer of each stage where each holds one part of a scan over layers.
+
+    Raises: UnsupportedError where the layers do not follow the parts.
+    """
+    layer_of = {op: number for number, ops in enumerate(cut.layers.ops) for op in ops}
+    scans = {
+        op.module.split("/")[-1]: layer_of[op.id]
+        for op in cut.graph.block.ops
+        if op.kind is OpKind.SCAN and op.id in layer_of
+    }
+    firsts = [0, *(scans.get(scope, 0) for scope in cut.step.scopes[1:])]
+    if sorted(set(firsts)) != firsts:
+        raise UnsupportedError(
+            where=f"the scan over {cut.step.trips} layers of {cut.step.traced.name}",
+            expected="parts that follow one another in the forward pass",
+            got=f"parts in layers {firsts}",
+            hint="use fewer stages, or write the layers out in a Python loop",
+        )
+    return tuple(firsts)
+
+
+def pieces_of(cut: Cut) -> dict[int, int]:
+    """The leaf, by the position in the graph's inputs, of each piece of a leaf."""
+    first = len(cut.graph.constants)
+    return {first + i: piece.leaf for i, piece in enumerate(cut.step.arguments) if piece.parts > 1}
+
+
+def recomputed(cut: Cut, policies: Sequence[str]) -> OpGraph:
+    """The graph in which each layer keeps what its policy says."""
+    if all(p == "nothing" for p in policies):
+        return cut.graph
+    return rematerialise(cut.graph, cut.layers, [Recompute(p) for p in policies])
+
+
+def place(group_meshes: Sequence[LogicalMesh], schedule: Schedule) -> list[Submesh]:
+    """The devices of each stage: larger groups first, so that no group lies across hosts that it does not fill."""
+    order = sorted(range(len(group_meshes)), key=lambda g: -group_meshes[g].num_devices)
+    firsts = [0, *itertools.accumulate(group_meshes[g].num_devices for g in order)]
+    first_of = dict(zip(order, firsts, strict=False))
+    groups = [Submesh(first_device=first_of[g], mesh=mesh) for g, mesh in enumerate(group_meshes)]
+    return [groups[g] for g in schedule.mesh_of_stage]
+
+
+class Decider:
+    """Decides the stages of one pipeline, on one set of terms after another.
+
+    Stages that are alike, on meshes that are alike, on equal terms, share their decisions. Constraints and pins bind
+    all. `pieces` names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the
+    stage in the middle, which is like most others, chooses for its own.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageGraph],
+        models: Sequence[CostModel],
+        meshes: Sequence[LogicalMesh],
+        time_limit_s: float,
+        pieces: Mapping[int, int],
+        constraints: Constraints | None,
+        pins: Mapping[int, PinnedLayout],
+    ) -> None:
+        self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
+        self.pieces, self.constraints, self.pins = pieces, constraints, pins
+        self.wires = wires_of(stages, meshes, constraints)
+        self.shapes = [shape_of(stage.graph) for stage in stages]
+        self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
+        self.solved: dict[tuple[Any, Terms], int] = {}  # problem and terms -> which of them
+        self.problems: dict[Any, tuple[int, IntraOp]] = {}  # with the stage whose numbers it has
+        self.of_problem: dict[Any, list[int]] = {}
+        self.carried: dict[tuple[int, int], ShardingPlan] = {}
+
+    def decide(self, terms: Sequence[Terms]) -> list[tuple[int, ShardingPlan]]:
+        """For each stage its decisions, and their number: stages with one number do the same."""
+        layouts: dict[int, Layout] = {}
+        found: dict[int, tuple[int, ShardingPlan]] = {}
+        middle = len(self.stages) // 2
+        for at in sorted(range(len(self.stages)), key=lambda q: (bool(self.pieces) and q != middle, q)):
+            stage = self.stages[at]
+            inputs = zip(stage.arguments, stage.graph.block.inputs, strict=False)
+            leaf_of = {v: self.pieces[p] for p, v in inputs if p in self.pieces}
+            fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts}
+            number = self.number(at, terms[at], fixed)
+            found[at] = number, self.of_stage(number, at)
+            for v, leaf in leaf_of.items():
+                whole = replicated(len(stage.graph.values[v].shape))
+                layouts.setdefault(leaf, found[at][1].placed.get(v, whole))
+        return [found[at] for at in range(len(self.stages))]
+
+    def number(self, at: int, terms: Terms, fixed: Mapping[int, Layout]) -> int:
+        """The decisions that a stage gets. Terms that lead to the same decisions lead to one number."""
+        key = self.key(at, fixed)
+        if (key, terms) not in self.solved:
+            if key not in self.problems:
+                args = self.stages[at], self.models[at], self.wires[at], fixed, self.constraints, self.pinned(at)
+                self.problems[key] = at, stage_problem(*args)
+            source, problem = self.problems[key]
+            sharding = solve_stage(problem, terms, self.time_limit_s)
+            known = self.of_problem.setdefault(key, [])
+            number = next((n for n in known if _decides_alike(self.of_stage(n, source), sharding)), len(self.made))
+            if number == len(self.made):
+                self.made.append((source, sharding))
+                known.append(number)
+            self.solved[key, terms] = number
+        return self.solved[key, terms]
+
+    def key(self, at: int, fixed: Mapping[int, Layout]) -> Any:
+        """What there is to decide, but for the terms, without the numbers of operations and values."""
+        shape, (received, sent) = self.shapes[at], self.wires[at]
+        number = {v: i for i, v in enumerate(shape.values)}
+        op_number = {op: i for i, op in enumerate(shape.ops)}
+        arrives = sorted((number[v], layout) for v, layout in received.items() if v in number)
+        leaves = sorted((op_number[op], layout) for op, layout in sent.items())
+        given = sorted((number[v], layout) for v, layout in fixed.items())
+        held = sorted((number[v], str(pin.dims)) for v, pin in self.pinned(at).items())
+        return shape.key, self.models[at].links, str(arrives), str(leaves), str(given), str(held)
+
+    def pinned(self, at: int) -> dict[int, PinnedLayout]:
+        """The pins of values of a stage."""
+        values = set(self.shapes[at].values)
+        return {v: pin for v, pin in self.pins.items() if v in values}
+
+    def of_stage(self, number: int, at: int) -> ShardingPlan:
+        """Decisions in the numbers of a stage."""
+        if (number, at) not in self.carried:
+            source, sharding = self.made[number]
+            self.carried[number, at] = (
+                sharding
+                if source == at
+                else carried_over(sharding, self.shapes[source], self.shapes[at], self.stages[at].graph)
+            )
+        return self.carried[number, at]
+
+
+def _decides_alike(one: ShardingPlan, other: ShardingPlan) -> bool:
+    """Whether all is split alike; what it was thought to cost may differ."""
+    names = ("strategy", "raw", "placed", "copies", "wires", "in_host")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+# A stage that needs more memory than there is is decided anew with a higher price on the bytes of its state, then with
+# that price on what is saved for backward passes too, then with higher ones on both: how often, the first such price
+# (as a part of its objective divided by the memory) and by how much it rises.
+LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
+
+
+def build(
+    cut: Cut,
+    choice: Choice,
+    cluster: Cluster,
+    limit_bytes: int,
+    time_limit_s: float,
+    constraints: Constraints | None = None,
+    pins: PinsOnMesh | None = None,
+) -> Staged:
+    """Works a choice out: recomputation, stages, decisions, instructions, tasks, the list, its simulation.
+
+    Stages that do not fit into the memory are decided anew, leaner each time, a few times at most. Pins hold on the
+    mesh of every stage.
+    """
+    graph = recomputed(cut, choice.policies)
+    num_stages = len(choice.first_layers)
+    schedule = schedule_of(choice.schedule, num_stages, graph.num_microbatches, choice.chunks)
+    check_directions(graph, schedule)
+    stages = cut_stages(graph, cut.layers, choice.first_layers, schedule.splits_backward, num_stages)
+    submeshes = place(choice.group_meshes, schedule)
+    models = [model_of(cluster, s.mesh) for s in submeshes]
+    pinned = pins.layouts(graph, cut.leaves) if pins is not None else {}
+    meshes = [s.mesh for s in submeshes]
+    decider = Decider(stages, models, meshes, time_limit_s, pieces_of(cut), constraints, pinned)
+    thought = choice.terms
+    # A recipe means the plan that its source describes, which does not count on what is hidden.
+    counts = [t.hidden_count for t in thought] or [m.hidden_count if constraints is None else 1.0 for m in models]
+    prices, costs = [lowest_price(model) for model in models], TaskCosts()
+    for q, terms in enumerate(thought):
+        if choice.crowded[q] or terms.in_flight:
+            prices[q] = terms.s_per_byte
+    in_flight = [t.in_flight for t in thought] or [0] * num_stages
+    planned: list[PlannedStage] = []
+    for leaner in range(LEANER + 1):
+        decisions = decider.decide(
+            [
+                Terms(s_per_byte=p, hidden_count=c, in_flight=n)
+                for p, c, n in zip(prices, counts, in_flight, strict=True)
+            ]
+        )
+        if [n for n, _ in decisions] != [p.like for p in planned]:
+            planned = [
+                planned[q]
+                if planned and planned[q].like == like
+                else planned_stage(
+                    choice.first_layers[q], stages[q], models[q], sharding, schedule.mesh_of_stage[q], like
+                )
+                for q, (like, sharding) in enumerate(decisions)
+            ]
+            staged = stage_program(cut.step, graph, cut.layers, planned, submeshes, schedule, cluster, costs)
+        peak_bytes = staged.simulation.peak_bytes
+        over = [q for q, group in enumerate(schedule.mesh_of_stage) if peak_bytes[group] > limit_bytes]
+        if not over or leaner == LEANER:
+            break
+        for q in over:
+            dear = FIRST_PRICE * planned[q].sharding.report.objective_s / limit_bytes
+            known = thought[q].s_per_byte if thought else dear
+            if prices[q] < known:
+                prices[q] = known
+            elif not in_flight[q]:
+                in_flight[q] = _rounded_up(schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks)
+            else:
+                prices[q] = max(dear, prices[q] * PRICE_RISE)
+    return staged
+
+
+def _rounded_up(n: int) -> int:
+    """To a power of two: stages that are alike but for what is in flight are decided together."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def evened(cut: Cut, choice: Choice) -> Choice:
+    """A choice for a step with its scan in small parts, for the step with one part on each stage: all stages are like
+    the middle one was.
+    """
+    num_stages = len(choice.first_layers)
+    middle = num_stages // 2
+    policy = choice.policies[choice.first_layers[middle]]
+    return dataclasses.replace(
+        choice,
+        first_layers=layers_of_pieces(cut) if cut.step.parts > 1 else (0,),
+        group_meshes=(choice.group_meshes[middle],) * num_stages,
+        policies=(policy,) * len(cut.layers),
+        terms=choice.terms and (choice.terms[middle],) * num_stages,
+        crowded=choice.crowded and (choice.crowded[middle],) * num_stages,
+    )
+
+
+def _runs(meshes: Sequence[LogicalMesh]) -> list[tuple[LogicalMesh, int]]:
+    return [(mesh, len(list(group))) for mesh, group in itertools.groupby(meshes)]

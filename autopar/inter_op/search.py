@@ -1,0 +1,399 @@
+"""Which stages, on which devices, with how many micro-batches, on which schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+from autopar.common.deadline import Deadline
+from autopar.common.progress import Progress
+from autopar.cost.cost_model import LEAST_HIDDEN_COUNT, cost_model
+from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
+from autopar.frontend.callbacks import refuse_callbacks
+from autopar.hardware.cluster import Cluster
+from autopar.inter_op.build_stages import Cut, cut_layers
+from autopar.inter_op.evaluate import BuiltOut, Found, leaner_where_needed
+from autopar.inter_op.search_space import (
+    finest,
+    is_long,
+    meshes_inside,
+    microbatch_numbers,
+    schedules_of,
+    sizes_for,
+    stage_numbers,
+    stages_told_apart,
+)
+from autopar.inter_op.stage_costs import Decisions, PricedOption, again_of, layer_decisions, stage_options, undominated
+from autopar.inter_op.staged import default_chunks, part_of
+from autopar.ir.graph import OpGraph
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep
+from autopar.microbatch.microbatch import num_examples
+from autopar.passes.assign_layers import assign_layers
+from autopar.passes.fold_layers import contract
+from autopar.passes.remat_cheap import copies_state
+from autopar.passes.split_scan import CutStep, cut_scans, divisors, one_part_a_group, trips_of
+from autopar.plan.options import PipelineOptions
+from autopar.runtime.simulation.shared_cores import USED
+from autopar.sharding.rules import RuleBook
+from autopar.solver import NoStages, StagePlan, StageProblem
+from autopar.solver import Schedule as SearchedSchedule
+
+# How many times of the memory of one stage the tables may say, which count what layers share in each of them: what is
+# promising is worked out, and then it is known.
+OVERSTATED = 2.0
+_NUMBER = re.compile(r"\d+(?:,\d+)*")
+NEAR_THE_BEST = 1.15  # so far from the best are answers looked at for steps that are not long: the tables are off by it
+
+
+# What decisions were made for: mesh, operations and values, devices that examples divide among, and where what is saved
+# has a price the examples and the micro-batches in flight.
+DecidedFor = tuple[LogicalMesh, int, int, int, int]
+
+
+def search_pipelines(
+    traced: TracedStep,
+    cluster: Cluster,
+    asked: PipelineOptions,
+    limit_bytes: int,
+    rules: RuleBook,
+    progress: Progress,
+    deadline: Deadline,
+    to_beat_s: float = float("inf"),
+    whole: OpGraph | None = None,
+    kept_within: float = 1.0,
+) -> Found | str:
+    """The fastest pipeline, of all that was not asked for otherwise, one that fits where there is one; or why there is
+    none that may be faster than `to_beat_s`.
+
+    For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
+    over stages for all of them together; the best few are worked out to the last instruction and simulated.
+    One stage is tried in other numbers of micro-batches too, and what was worked out where devices share processors.
+    Where one stage is the best, it is decided once more, under other terms and as data parallelism and ZeRO do (as
+    those where devices share processors, and it is near the best).
+    A scan over layers is priced in small parts and worked out in as many equal ones as there are stages, on equal
+    submeshes. Where nothing fits, all is searched again with copies of the state made in each micro-batch anew.
+    Others that fit and take at most `kept_within` times as long come with it, and then the best of each number of
+    stages is worked out if it may be one of them; 1 is for none.
+
+    Raises: what cutting into micro-batches raises, where a number of them was asked for; UnsupportedError for a
+    schedule that was asked for and cannot run a scan in parts, and for callbacks.
+    """
+    refuse_callbacks(traced.jaxpr, traced.name)
+
+    def searched(keeps_copies: bool) -> tuple[Found | str, bool]:
+        search = _Search(
+            traced=traced,
+            cluster=cluster,
+            asked=asked,
+            limit_bytes=limit_bytes,
+            rules=rules,
+            progress=progress,
+            deadline=deadline,
+            to_beat_s=to_beat_s,
+            whole=whole,
+            keeps_copies=keeps_copies,
+            kept_within=kept_within,
+        )
+        return search.run()
+
+    return leaner_where_needed(searched, limit_bytes)
+
+
+# A problem, with the micro-batches that it is for and the options that its numbers stand for.
+_Posed = tuple[StageProblem, tuple[int, tuple[PricedOption, ...]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """One search, copies of the state being kept or made in each micro-batch anew. Fields as in `search_pipelines`."""
+
+    traced: TracedStep
+    cluster: Cluster
+    asked: PipelineOptions
+    limit_bytes: int
+    rules: RuleBook
+    progress: Progress
+    deadline: Deadline
+    to_beat_s: float
+    whole: OpGraph | None
+    keeps_copies: bool
+    kept_within: float
+
+    def run(self) -> tuple[Found | str, bool]:
+        """(what is found, whether copies that are made anew may help)"""
+        step = cut_scans(self.traced, finest(trips_of(self.traced, self.rules)), self.rules)
+        cuts = self.cuts(step)
+        decided: dict[DecidedFor, Decisions] = {}
+        posed = self.problems(step, cuts, decided)
+        # One stage alone, plain accumulation of gradients, is worked out too, whatever the programme likes better.
+        free = self.asked.num_stages is None and step.parts == 1
+        free_of = {(p.num_microbatches, p.schedule): (p, of) for p, of in posed if free and p.chunks == 1}
+        one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in free_of.values()]
+        problems, of_problem = [p for p, _ in posed + one_stage], [of for _, of in posed + one_stage]
+        builder = BuiltOut(
+            cuts, self.cluster, self.limit_bytes, self.deadline, self.to_beat_s, self.progress,
+            lambda cut, num_stages: self.cut(
+                cut_scans(self.traced, num_stages, self.rules), cut.graph.num_microbatches
+            ),
+            self.kept_within,
+        )  # fmt: skip
+        within = 1.0 if is_long(self.traced) else NEAR_THE_BEST
+        answers = builder.search(problems, of_problem, len(posed), within)
+        if not self.asked.is_asked and not self.deadline.passed:
+            for num_stages in self.searched_near(builder):
+                told_s: dict[int, float] = {}
+                for problem, (m, options), answer in zip(problems, of_problem, answers, strict=True):
+                    if problem.fixed_num_stages == num_stages and isinstance(answer, StagePlan):
+                        told_s[m] = min(told_s.get(m, math.inf), builder.told_s(problem, answer, options))
+                self.in_other_numbers(step, cuts, decided, builder, num_stages, told_s)
+            hides = cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds
+            if hides or self.cluster.shares_processors:
+                builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0) if hides else (), self.looks_within)
+        builder.work_out_near(problems, of_problem, answers)
+        slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
+        copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())
+        return builder.found() or why_no_pipeline(answers), copies
+
+    @property
+    def looks_within(self) -> float:
+        """How many times of the best one's time others may take to be worked out once it is known. Where processors are
+        shared many are nearly as fast, and each is soon worked out.
+        """
+        return NEAR_THE_BEST if self.cluster.shares_processors and not is_long(self.traced) else 1.0
+
+    def cut(self, step: CutStep, m: int, whole: OpGraph | None = None) -> Cut:
+        return cut_layers(step, m, self.rules, whole, keeps_copies=self.keeps_copies)
+
+    def cuts(self, step: CutStep) -> dict[int, Cut]:
+        """The step in each number of micro-batches that it can be cut into.
+
+        Raises: why it cannot, where it can be cut into none of them.
+        """
+        found: dict[int, Cut] = {}
+        refused: AutoparError | None = None
+        for m in microbatch_numbers(self.traced, self.cluster, self.asked):
+            if found and self.deadline.passed:
+                break
+            try:
+                with self.progress.pass_(f"{m} micro-batches"):
+                    found[m] = self.cut(step, m, self.whole)
+            except (UnsupportedError, BatchMismatchError) as error:
+                refused = error  # some sizes are traced to another program: others may serve
+        if refused is not None and not found:
+            raise refused
+        return found
+
+    def searched_near(self, builder: BuiltOut) -> list[int]:
+        """The numbers of stages to try in other numbers of micro-batches: one, plain accumulation of gradients; and
+        those that were worked out, where processors are shared and no bubble tells numbers of micro-batches apart.
+        """
+        if not self.cluster.shares_processors or is_long(self.traced):  # each number is traced and priced anew
+            return [1]
+        return sorted({1, *(num_stages for num_stages, _ in builder.best_of)})
+
+    def in_other_numbers(
+        self,
+        step: CutStep,
+        cuts: dict[int, Cut],
+        decided: dict[DecidedFor, Decisions],
+        builder: BuiltOut,
+        num_stages: int,
+        told_s: dict[int, float],
+    ) -> None:
+        """So many stages in half and twice the micro-batches while that is faster: where there is memory for fewer,
+        parameters are gathered, and gradients added up, less often. Adds to `cuts`, `decided` and `told_s`.
+
+        Args:
+            told_s: What so many stages take in those numbers of micro-batches in which they fit.
+        """
+        numbers, most = divisors(num_examples(self.traced)), max(cuts)
+        over = OVERSTATED if num_stages == 1 else 1.0
+        tried: set[int] = set()
+        for m in told_s if num_stages > 1 else ():  # of one stage the best by the tables is worked out in any case
+            told_s[m] = self.made_s(builder, num_stages, m, told_s[m])
+        while told_s and not self.deadline.passed:
+            best = min(told_s, key=lambda m: told_s[m])
+            fewer = max((d for d in numbers if 2 * d <= best), default=best)
+            more = min((d for d in numbers if 2 * best <= d < most), default=best)
+            near = [m for m in (fewer, more) if m not in told_s]
+            if num_stages > 1 and best not in tried and (num_stages, best) not in builder.best_of:
+                near = [best]  # only told so far
+            tried |= {*near}
+            if not near:
+                return
+            for m in near:
+                limit_bytes = int(over * self.limit_bytes)
+                found_s = self.stages_s(step, num_stages, m, cuts, decided, builder, limit_bytes)
+                told_s[m] = self.made_s(builder, num_stages, m, found_s)
+                if (num_stages, m) in builder.best_of:
+                    made, told_bytes = builder.best_of[num_stages, m]
+                    over = max(1.0, told_bytes / made.trial.peak_bytes)
+
+    def made_s(self, builder: BuiltOut, num_stages: int, m: int, told_s: float) -> float:
+        """What so many stages take if they were worked out (inf: they do not fit), and else as told."""
+        if (num_stages, m) not in builder.best_of:
+            return told_s
+        made, _ = builder.best_of[num_stages, m]
+        return made.trial.step_time_s if made.fits(self.limit_bytes) else math.inf
+
+    def stages_s(
+        self,
+        step: CutStep,
+        num_stages: int,
+        m: int,
+        cuts: dict[int, Cut],
+        decided: dict[DecidedFor, Decisions],
+        builder: BuiltOut,
+        limit_bytes: int,
+    ) -> float:
+        """What so many stages take in a number of micro-batches, by the tables (inf: they do not fit, or cannot be cut
+        so); worked out where they may be the best.
+        """
+        if m not in cuts:
+            try:
+                with self.progress.pass_(f"{m} micro-batches"):
+                    cuts[m] = self.cut(step, m, self.whole)
+            except (UnsupportedError, BatchMismatchError):
+                return math.inf  # as in `cuts`: others may serve
+        alone = [self.cluster.num_devices]
+        sizes = alone if num_stages == 1 else sizes_for(cuts[m], self.cluster, self.asked, m == min(cuts))
+        with self.progress.pass_("layer costs"):
+            priced = self.priced(cuts[m], sizes, decided)
+        name = SearchedSchedule.ONE_F_ONE_B.value
+        for problem, options in self.on_schedule(step, cuts[m], name, priced, (num_stages,)):
+            limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
+            (answer,) = builder.search([limited], [(m, options)], 0, self.looks_within)
+            return builder.told_s(problem, answer, options) if isinstance(answer, StagePlan) else math.inf
+        return math.inf
+
+    def problems(self, step: CutStep, cuts: dict[int, Cut], decided: dict[DecidedFor, Decisions]) -> list[_Posed]:
+        """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans and where devices
+        share processors, of stages.
+        """
+        found: list[_Posed] = []
+        long = is_long(self.traced)
+        equal = stage_numbers(step, self.cluster) if step.parts > 1 else ()
+        asked = (self.asked.num_stages,) if self.asked.num_stages is not None else ()
+        for m, cut in cuts.items():
+            numbers = equal or asked or stages_told_apart(self.cluster, self.asked, len(cut.layers))
+            with self.progress.pass_("layer costs"):
+                sizes = sizes_for(cut, self.cluster, self.asked, m == min(cuts))
+                priced = self.priced(cut, sizes, decided)
+                if long:  # what is nowhere better with small micro-batches is not priced for large ones
+                    better = {(o.mesh, o.terms) for o in priced}
+                    for key, of in decided.items():
+                        decided[key] = tuple(d for d in of if (key[0], d.terms) in better)
+            for name in schedules_of(self.asked, self.cluster):
+                made = self.on_schedule(step, cut, name, priced, numbers)
+                found += [(problem, (m, options)) for problem, options in made]
+        return found
+
+    def priced(self, cut: Cut, sizes: Sequence[int], decided: dict[DecidedFor, Decisions]) -> tuple[PricedOption, ...]:
+        """The options of submeshes of these sizes that none of them is better than in all. Adds to `decided`."""
+        long = is_long(self.traced)
+        made = tables(
+            cut, self.cluster, sizes, self.limit_bytes, self.deadline.solve_s(), decided, prices_saved=not long
+        )
+        return undominated(made)
+
+    def on_schedule(
+        self,
+        step: CutStep,
+        cut: Cut,
+        name: str,
+        priced: tuple[PricedOption, ...],
+        numbers: Sequence[int | None],
+    ) -> list[tuple[StageProblem, tuple[PricedOption, ...]]]:
+        """The problems of one schedule, one for each number of stages (none: any), of a scan those that it has."""
+        asked, cluster = self.asked, self.cluster
+        chunks = asked.chunks or default_chunks(name)
+        if step.parts > 1 and chunks > 1:
+            if asked.schedule is not None or asked.chunks is not None:
+                raise one_part_a_group(step, name, chunks)
+            return []
+        found = []
+        for num_stages in numbers:
+            options = priced if step.parts == 1 else _on(priced, cluster.num_devices // (num_stages or 1))
+            if step.parts > 1 and not options:
+                continue  # stages of more devices than share an example
+            problem = StageProblem(
+                options=tuple(o.option for o in options),
+                num_devices=cluster.num_devices,
+                num_layers=len(cut.layers),
+                num_microbatches=cut.graph.num_microbatches,
+                schedule=SearchedSchedule(name),
+                limit_bytes=self.limit_bytes,
+                host_devices=cluster.devices_per_host,
+                chunks=chunks,
+                fixed_num_stages=num_stages,
+                shares_processors=cluster.shares_processors,
+                idle_share=1 - USED,
+                call_s=cluster.device.call_s,
+            )
+            found.append((problem, options))
+        return found
+
+
+def _on(options: Sequence[PricedOption], num_devices: int) -> tuple[PricedOption, ...]:
+    """The options of stages on so many devices."""
+    return tuple(o for o in options if o.mesh.num_devices == num_devices)
+
+
+def tables(
+    cut: Cut,
+    cluster: Cluster,
+    sizes: Sequence[int],
+    limit_bytes: int,
+    time_limit_s: float,
+    decided: dict[DecidedFor, Decisions],
+    *,
+    prices_saved: bool = True,
+) -> tuple[PricedOption, ...]:
+    """The options of every submesh of these sizes.
+
+    `decided` are the decisions made for smaller micro-batches: they are kept where operations and values have the same
+    numbers and hang together alike, examples divide among as many of the devices, and what is saved has no price that
+    depends on their number (`prices_saved`, which long steps do without); then they are only priced anew. Adds to it
+    what is decided here.
+    """
+    assignment = assign_layers(cut.graph, cut.layers)
+    contracted = contract(cut.graph, assignment, len(cut.layers))
+    wiring, again = hash(wiring_of(contracted.graph)), again_of(contracted)
+    options: list[PricedOption] = []
+    models = [cost_model(part, mesh) for part in (part_of(cluster, n) for n in sizes) for mesh in meshes_inside(part)]
+    examples = num_examples(cut.step.traced) // cut.graph.num_microbatches
+    # Some boundary lies between hosts, and the slowest stage sets the pace.
+    link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
+    for model in models:
+        mesh = model.links.mesh
+        stages = cluster.num_devices / mesh.num_devices
+        in_flight = min(math.ceil(stages), cut.graph.num_microbatches) if prices_saved else 0
+        key = mesh, wiring, math.gcd(examples, mesh.num_devices), in_flight and examples, in_flight
+        if key not in decided:
+            # A stage on this mesh holds about its share of the layers.
+            room_bytes, equal = limit_bytes * stages, cut.step.parts > 1
+            decided[key] = layer_decisions(contracted, model, room_bytes, in_flight, equal, time_limit_s)
+        options += stage_options(contracted, again, cut.layers, model, link, decided[key])
+    return tuple(options)
+
+
+def wiring_of(graph: OpGraph) -> tuple:
+    """Operations and values by their numbers, without sizes: equal where decisions for one graph serve another."""
+    return tuple(
+        (op.id, op.kind, op.section, op.primitive, tuple(a for a in op.inputs if isinstance(a, int)), op.outputs)
+        for op in graph.ops()
+    )
+
+
+def why_no_pipeline(answers: Sequence[StagePlan | NoStages]) -> str:
+    """The reasons of the problems that have no plan."""
+    reasons: dict[str, tuple[list[int], str]] = {}
+    for answer in answers:
+        if isinstance(answer, NoStages):  # of reasons that differ in numbers alone that with the smallest
+            numbers = [int(n.replace(",", "")) for n in _NUMBER.findall(answer.reason)]
+            kind = _NUMBER.sub("", answer.reason)
+            reasons[kind] = min(reasons.get(kind, (numbers, answer.reason)), (numbers, answer.reason))
+    return "; ".join(reason for _, reason in reasons.values()) or "no pipeline was near the plan without stages"

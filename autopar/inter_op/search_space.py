@@ -1,0 +1,174 @@
+"""What a search over pipelines goes through: numbers of micro-batches and stages, sizes of submeshes, their meshes."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.errors import InvalidArgumentError
+from autopar.hardware.cluster import Cluster
+from autopar.inter_op.build_stages import Cut
+from autopar.intra_op.spmd_search import LONG_STEP, distinct_meshes
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep
+from autopar.microbatch.microbatch import num_examples
+from autopar.passes.split_scan import CutStep, divisors
+from autopar.plan.options import PipelineOptions
+from autopar.solver import Schedule as SearchedSchedule
+
+SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
+# Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
+SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
+SHARING = 32  # devices of a stage that may share an example: for more, micro-batches have more examples
+MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
+MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
+EACH_UP_TO = 8  # stages: larger numbers of them are told apart by powers of two
+FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
+
+
+def is_long(traced: TracedStep) -> bool:
+    """Whether whatever is done to a step takes long."""
+    return len(traced.jaxpr.eqns) > LONG_STEP
+
+
+def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOptions) -> list[int]:
+    """The numbers of micro-batches to search through, most first.
+
+    At most so many that each has a few examples for the devices of a stage, and that bubbles are small whatever the
+    number of stages; then fewer, larger ones, which read parameters less often. The first have examples for powers of
+    two of devices, as stages mostly are; the others for an odd number of hosts too. Where devices share processors the
+    whole batch too: what idles in a bubble is not lost.
+    """
+    if asked.num_microbatches is not None:
+        return [asked.num_microbatches]
+    examples = num_examples(traced)
+    smallest = min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
+    most = examples / max(smallest, cluster.num_devices // (MOST_STAGES * SHARING))
+    most = min(most, MICROBATCHES_A_STAGE * min(cluster.num_devices, MOST_STAGES))
+    several = 2 if is_long(traced) else MICROBATCH_SIZES  # each size is traced and priced anew
+    wanted = [max(1.0, most / MICROBATCH_RATIO**i) for i in range(several)]
+    groups = examples // odd_part(examples, cluster)
+    stages_are_odd = _odd(cluster.num_devices) > MOST_PARTS
+    of = [groups if i or stages_are_odd else examples for i in range(several)]
+    found = [nearest_divisor(n, number) for n, number in zip(of, wanted, strict=True)]
+    return list(dict.fromkeys([*found, 1] if cluster.shares_processors else found))
+
+
+def _odd(n: int) -> int:
+    """What is left of a number without its factors of two."""
+    return n // (n & -n)
+
+
+def odd_part(examples: int, cluster: Cluster) -> int:
+    """The odd number of devices that examples can be split over, not many of them: micro-batches of a power of two
+    would leave stages of three or nine hosts without data parallelism.
+    """
+    most = MICROBATCH_RATIO * SMALLEST_MICROBATCH
+    return max(d for d in _divisor_chain(_odd(cluster.num_devices)) if examples % d == 0 and d <= most)
+
+
+def finest(trips: int) -> int:
+    """In how many parts a scan over layers is priced: a divisor of its trips."""
+    return max((d for d in divisors(trips) if d <= FINEST_PARTS), default=1)
+
+
+def stage_numbers(step: CutStep, cluster: Cluster) -> list[int]:
+    """The numbers of stages that cut a scan over layers and the devices into equal parts."""
+    n, total = cluster.devices_per_host, cluster.num_devices
+    sizes = {s: total // s for s in divisors(step.trips) if total % s == 0 and s <= step.parts}
+    return [s for s, size in sizes.items() if size % n == 0 or n % size == 0]
+
+
+def stages_told_apart(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> tuple[int | None, ...]:
+    """The numbers of stages to search one by one: None is any. Where devices share processors all of them take about
+    as long, and what they wait for memory, which the programme over stages does not know, tells them apart.
+    """
+    if not cluster.shares_processors or asked.schedule is not None or asked.chunks is not None:
+        return (None,)
+    numbers = range(2, min(cluster.num_devices, num_layers, MOST_STAGES) + 1)
+    return tuple(n for n in numbers if n <= EACH_UP_TO or n & (n - 1) == 0) or (None,)
+
+
+def few_bubbles(traced: TracedStep, num_stages: int, parts: int = 1) -> int:
+    """The divisor of the batch nearest to four micro-batches for each stage, of those that leave micro-batches which
+    can be cut into so many parts, where the batch can be.
+    """
+    if num_stages == 1:
+        return 1
+    examples = num_examples(traced)
+    return nearest_divisor(examples // parts if examples % parts == 0 else examples, 4 * num_stages)
+
+
+def nearest_divisor(n: int, wanted: float) -> int:
+    """The divisor of n whose ratio to what is wanted is nearest to one."""
+    return min(divisors(n), key=lambda m: abs(math.log(m / wanted)))
+
+
+def schedules_of(asked: PipelineOptions, cluster: Cluster) -> tuple[str, ...]:
+    """Those to search through. Where devices share processors the one that holds least: none leaves less idle there.
+
+    Raises: InvalidArgumentError for a schedule that the search over stages has no model of.
+    """
+    if asked.schedule is None:
+        return SEARCHED_SCHEDULES[:1] if cluster.shares_processors else SEARCHED_SCHEDULES
+    known = [s.value for s in SearchedSchedule]
+    if asked.schedule not in known:
+        raise InvalidArgumentError(
+            where=f"schedule={asked.schedule!r} without a number of stages",
+            expected=f"one of {', '.join(known)}",
+            got=repr(asked.schedule),
+            hint=f"name the stages: plan=autopar.recipes.pipeline(4, {asked.schedule!r})",
+        )
+    return (asked.schedule,)
+
+
+def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> list[int]:
+    """Powers of two inside of a host, then whole hosts by powers of two, and all; no smaller than layers allow, but for
+    what is left over. Many hosts that this leaves in small parts are cut evenly, each size into the next smaller one.
+    """
+    n, total = cluster.devices_per_host, cluster.num_devices
+    if asked.num_stages is not None:
+        if total % asked.num_stages:
+            raise InvalidArgumentError(
+                where="pipeline",
+                expected=f"a number of stages that divides {total} devices",
+                got=f"{asked.num_stages} stages",
+                hint="ask for a number of stages that divides the devices",
+            )
+        return [total // asked.num_stages]
+    inside = [size for size in (2**i for i in range(n.bit_length())) if n % size == 0]
+    hosts = [n * 2**i for i in range(cluster.num_hosts.bit_length()) if 2**i <= cluster.num_hosts]
+    sizes = sorted({*inside, *hosts, total})
+    enough = [size for size in sizes if size * num_layers >= total]
+    # Where the devices are no multiple of the smallest of these, smaller stages make up the rest.
+    for size in reversed(sizes[: -len(enough)]):
+        if total % enough[0] == 0:
+            break
+        enough.insert(0, size)
+    if total // enough[0] <= MOST_PARTS:
+        return enough
+    chain = [*inside, *(n * of_hosts for of_hosts in _divisor_chain(cluster.num_hosts))]
+    return sorted({size for size in chain if size * num_layers >= total})
+
+
+def sizes_for(cut: Cut, cluster: Cluster, asked: PipelineOptions, is_largest: bool) -> list[int]:
+    """Of the sizes of submeshes those for the micro-batches of a cut: where there are larger ones, these are for stages
+    of more devices than share an example.
+    """
+    sizes = submesh_sizes(cluster, asked, len(cut.layers))
+    examples = num_examples(cut.step.traced) // cut.graph.num_microbatches
+    return [size for size in sizes if is_largest or size <= max(sizes[0], SHARING * examples)]
+
+
+def _divisor_chain(n: int) -> list[int]:
+    """1 and n with numbers between them of which each divides the next, by the smallest factor that there is."""
+    chain = [1]
+    while chain[-1] < n:
+        rest = n // chain[-1]
+        chain.append(chain[-1] * divisors(rest)[1])
+    return chain
+
+
+def meshes_inside(part: Cluster) -> list[LogicalMesh]:
+    """The logical meshes of a stage, of at most two axes, of which the inner one stays inside of a host."""
+    meshes = distinct_meshes(part, 2)
+    return [m for m in meshes if len(m.axis_sizes) == 1 or m.axis_sizes[-1] <= part.devices_per_host]

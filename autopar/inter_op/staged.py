@@ -1,0 +1,362 @@
+"""A step in stages: each stage's decisions, the tasks they make, and the program that runs them on a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from autopar.cost.cost_model import CostModel, cost_model
+from autopar.cost.overlap import timed
+from autopar.cost.prediction import task_memory
+from autopar.cost.roofline import flops_of
+from autopar.errors import InvalidArgumentError, SolverError
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.collective_cost import Link
+from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
+from autopar.intra_op.ilp import ROUNDS, IntraOp, MemoryPrices, Terms, saved_values, state_values
+from autopar.ir.graph import OpGraph, OpKind, Section
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.host_offload import with_host_copies
+from autopar.lowering.lower import lower
+from autopar.lowering.transfer_layouts import refined, wire_layouts
+from autopar.passes.assign_stages import assign
+from autopar.passes.layers import Layers, find_layers
+from autopar.passes.split_scan import CutStep
+from autopar.passes.stage_graph import StageGraph, cut, split_backward
+from autopar.runtime.pipeline.emit import emit
+from autopar.runtime.pipeline.merge_buffers import merged
+from autopar.runtime.pipeline.program import Program
+from autopar.runtime.pipeline.standard_schedules import Schedule, make_schedule
+from autopar.runtime.simulation.shared_cores import on_shared_processors
+from autopar.runtime.simulation.simulator import Simulation, simulate
+from autopar.sharding.constraints import TOO_TIGHT, Constraints
+from autopar.sharding.pins import PinnedLayout
+from autopar.solver import Status
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Submesh:
+    """The devices of one stage, neighbours from `first_device` on, and the mesh they are used as."""
+
+    first_device: int
+    mesh: LogicalMesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """A stage with its decisions. Stages with one number `like` do the same, on operations of other numbers."""
+
+    like: int
+    first_layer: int
+    stage: StageGraph
+    model: CostModel
+    sharding: ShardingPlan
+    lowered: LoweredStage
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A whole step in stages, ready to run or to simulate.
+
+    `step` is the step that was staged, with its scan over layers in parts where it has one.
+    `simulated` is the list that `simulation` ran, in which equal buffers are one; `program()` is the one to execute.
+    `submeshes[q]` are the devices of stage q; stages of one group of devices have the same.
+    `task_s[i]`, `task_bytes[i]`: seconds of one run of task i, and bytes it needs beside its buffers on one device;
+    `hidden_s[i]`: how much longer a run would take if nothing were sent within the mesh while it computes.
+    """
+
+    step: CutStep
+    graph: OpGraph
+    layers: Layers
+    stages: tuple[PlannedStage, ...]
+    submeshes: tuple[Submesh, ...]
+    staged: StagedProgram
+    schedule: Schedule
+    simulated: Program
+    task_s: tuple[float, ...]
+    hidden_s: tuple[float, ...]
+    task_bytes: tuple[int, ...]
+    transfer_s: tuple[float, ...]
+    simulation: Simulation
+
+    def program(self) -> Program:
+        """The list of instructions with every buffer."""
+        return emit(self.staged.pipeline, self.schedule)
+
+
+def default_chunks(name: str) -> int:
+    """Stages on each group of devices where nothing else is asked for."""
+    return 2 if name in ("interleaved", "zb-v") else 1
+
+
+def schedule_of(name: str, num_stages: int, num_microbatches: int, chunks: int) -> Schedule:
+    """The schedule of so many stages, `chunks` of them on each group of devices."""
+    return make_schedule(name, num_stages // chunks, num_microbatches, chunks)
+
+
+def layers_of(graph: OpGraph) -> Layers:
+    return find_layers(graph, flops_of)
+
+
+def check_directions(graph: OpGraph, schedule: Schedule) -> None:
+    """Raises: InvalidArgumentError for a step with a backward pass on a schedule without one."""
+    if schedule.forward_only and any(op.section is Section.BACKWARD for op in graph.block.ops):
+        raise InvalidArgumentError(
+            where=f"schedule {schedule.name}",
+            expected="a step without a backward pass",
+            got="one that takes gradients",
+            hint="train on another schedule, such as 1f1b; this one is for evaluation steps",
+        )
+
+
+def cut_stages(
+    graph: OpGraph, layers: Layers, first_layers: Sequence[int], splits_backward: bool, num_stages: int
+) -> list[StageGraph]:
+    """The graph of each stage; stage q holds the layers from `first_layers[q]` up to the next stage's first."""
+    assigned = assign(graph, layers, first_layers)
+    state = assigned.graph.donated | {i for i, _ in assigned.graph.tied}
+    stages = cut(
+        assigned.graph,
+        {op.id: stage for op, stage in zip(assigned.graph.block.ops, assigned.stages, strict=True)},
+        {i: assigned.homes[i] for i in state},
+        num_stages,
+    )
+    return [split_backward(s) for s in stages] if splits_backward else stages
+
+
+# Layouts of what a stage receives (by value), and of what it sends (by SEND operation).
+Wires = tuple[dict[int, Layout], dict[int, Layout]]
+
+
+def wires_of(
+    stages: Sequence[StageGraph], meshes: Sequence[LogicalMesh], constraints: Constraints | None = None
+) -> list[Wires]:
+    """In which layouts values cross between stages, for each stage; bound ones as they lie anyway, or split further."""
+    found: list[Wires] = [({}, {}) for _ in stages]
+    for source, stage in enumerate(stages):
+        for op in stage.graph.block.ops:
+            if op.kind is not OpKind.SEND:
+                continue
+            (value,) = op.inputs
+            assert isinstance(value, int), "values are sent, not literals"
+            target = stage.sends[op.id]
+            at = stage.graph.values[value]
+            if constraints is None:
+                leaves, arrives = wire_layouts(at.shape, meshes[source], meshes[target])
+            else:
+                ends = ((constraints.natural(at, mesh), mesh) for mesh in (meshes[source], meshes[target]))
+                leaves, arrives = refined(at.shape, *ends)
+            found[source][1][op.id] = leaves
+            found[target][0][value] = arrives
+    return found
+
+
+def stage_problem(
+    stage: StageGraph,
+    model: CostModel,
+    wires: Wires,
+    fixed: Mapping[int, Layout] | None = None,
+    constraints: Constraints | None = None,
+    pins: Mapping[int, PinnedLayout] | None = None,
+) -> IntraOp:
+    """What there is to decide of one stage on its mesh: the ILP over its forward, backward and update operations.
+
+    `fixed` gives arguments (by value) the one layout they may have. Raises: InvalidArgumentError for a pin that a value
+    cannot have.
+    """
+    received, sent = wires
+    return IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
+
+
+def solve_stage(problem: IntraOp, terms: Terms, time_limit_s: float) -> ShardingPlan:
+    """The decisions of one stage under some terms. Raises: SolverError."""
+    saved = saved_values(problem.graph) if terms.in_flight else frozenset()
+    prices = MemoryPrices(
+        s_per_byte=terms.s_per_byte,
+        values=state_values(problem.graph) | saved,
+        copies=dict.fromkeys((v for v, _ in saved), float(terms.in_flight)),
+    )
+    solution = problem.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count, rounds=ROUNDS)
+    if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        raise SolverError(
+            where=f"a stage on mesh {problem.model.links.mesh}",
+            expected="decisions for its operations",
+            got=f"{solution.status.value} after {solution.wall_s:.1f} s",
+            hint=TOO_TIGHT if solution.status is Status.INFEASIBLE else "give the search more time (time_limit_s)",
+        )
+    return problem.decode(solution)
+
+
+def planned_stage(
+    first_layer: int, stage: StageGraph, model: CostModel, sharding: ShardingPlan, mesh_index: int, like: int
+) -> PlannedStage:
+    """Decisions -> instructions. `mesh_index` is the group of devices that runs the stage."""
+    lowered = LoweredStage(
+        stage=stage,
+        lowered=with_host_copies(
+            stage.graph, lower(stage.graph, sharding, model.links), sharding.in_host, model.links.mesh
+        ),
+        mesh=model.links.mesh,
+        mesh_index=mesh_index,
+    )
+    return PlannedStage(
+        like=like, first_layer=first_layer, stage=stage, model=model, sharding=sharding, lowered=lowered
+    )
+
+
+def stage_program(
+    step: CutStep,
+    graph: OpGraph,
+    layers: Layers,
+    planned: Sequence[PlannedStage],
+    submeshes: Sequence[Submesh],
+    schedule: Schedule,
+    cluster: Cluster,
+    costs: TaskCosts | None = None,
+) -> Staged:
+    """Instructions -> tasks -> the list that runs them -> the same list on a virtual clock.
+
+    `costs` keeps what tasks cost from one program of these stages to the next.
+    """
+    costs = costs or TaskCosts()
+    staged = assemble_pipeline([p.lowered for p in planned])
+    found = costs.of_all(planned, staged, cluster)
+    task_s, task_bytes = tuple(cost.seconds for cost in found), tuple(cost.nbytes for cost in found)
+    transfer_s = tuple(transfer_seconds(staged, i, submeshes, cluster) for i in range(len(staged.pipeline.transfers)))
+    # Equal buffers are one on the virtual clock, so that long pipelines of many micro-batches are simulated quickly.
+    smaller, sent_s = merged(staged.pipeline, transfer_s)
+    program = emit(smaller, schedule)
+    simulation = simulate(program, task_s, sent_s, task_bytes)
+    if cluster.shares_processors:
+        devices = {p.lowered.mesh_index: at.mesh.num_devices for p, at in zip(planned, submeshes, strict=True)}
+        simulation = on_shared_processors(simulation, program, [devices[mesh] for mesh in sorted(devices)])
+    waiting_s = renewal_s(simulation, program, planned, cluster)
+    simulation = dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s, waiting_s=waiting_s)
+    return Staged(
+        step=step,
+        graph=graph,
+        layers=layers,
+        stages=tuple(planned),
+        submeshes=tuple(submeshes),
+        staged=staged,
+        schedule=schedule,
+        simulated=program,
+        task_s=task_s,
+        hidden_s=tuple(cost.hidden_s for cost in found),
+        task_bytes=task_bytes,
+        transfer_s=transfer_s,
+        simulation=simulation,
+    )
+
+
+def renewal_s(
+    simulation: Simulation,
+    program: Program,
+    planned: Sequence[PlannedStage],
+    cluster: Cluster,
+) -> float:
+    """Seconds in which a step waits for memory that was given back in the step before: of what devices hold between
+    tasks, beside their state (`DeviceKind.renewed_s`). What a task needs while it runs is counted with the task.
+    """
+    meshes = {p.lowered.mesh_index: p.model for p in planned}
+    waits = []
+    for mesh, model in meshes.items():
+        block_bytes = sum(nbytes for holder, nbytes in simulation.at_peak[mesh] if holder < 0)
+        buffers = (program.pipeline.buffers[b] for b in program.pipeline.inputs)
+        given_bytes = sum(buffer.nbytes for buffer in buffers if buffer.mesh == mesh)
+        held_bytes = simulation.peak_bytes[mesh] - given_bytes - block_bytes
+        waits.append((model.links.mesh.num_devices, model.device.renewed_s(held_bytes, block_bytes)))
+    if not cluster.shares_processors:
+        return max((seconds for _, seconds in waits), default=0.0)
+    return sum(n * seconds for n, seconds in waits) / sum(n for n, _ in waits)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCost:
+    """One run of a task on its mesh: seconds (what it computes, sends in the mesh, copies, waits for memory, and what
+    calling it takes from devices that share processors), of which `hidden_s` in which something is sent while something
+    is computed; bytes beside its buffers on one device.
+    """
+
+    seconds: float
+    hidden_s: float
+    nbytes: int
+
+
+class TaskCosts:
+    """What tasks cost, worked out once for all stages that do the same."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple, TaskCost] = {}
+
+    def of_all(self, planned: Sequence[PlannedStage], staged: StagedProgram, cluster: Cluster) -> list[TaskCost]:
+        """The cost of every task of a program, whose stages are all planned."""
+        found, seen = [], dict.fromkeys(range(len(planned)), 0)
+        for task in staged.tasks:
+            stage, position = planned[task.stage], seen[task.stage]
+            seen[task.stage] += 1
+            # Stages that do the same may still be cut into other tasks, by what they wait for.
+            sizes = len(task.instructions), len(task.inputs), len(task.outputs)
+            key = (stage.like, position, task.kind, task.level, *sizes)
+            if key not in self.known:
+                self.known[key] = task_cost(stage, task, cluster)
+            found.append(self.known[key])
+        return found
+
+
+def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskCost:
+    graph, device = planned.stage.graph, planned.model.device
+    block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
+    ran = timed(graph, block, planned.model)
+    runs = graph.num_microbatches if task.kind.repeats else 1
+    nbytes = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
+    # Alone, a task has the processors of all devices, but is not called sooner.
+    called_s = 0.0
+    if cluster.shares_processors:
+        called_s = device.call_s * cluster.num_devices / planned.lowered.mesh.num_devices
+    seconds = (ran.end_s + device.fresh_s(nbytes, runs)) / runs + called_s
+    return TaskCost(seconds=seconds, hidden_s=ran.hidden_s / runs, nbytes=nbytes)
+
+
+def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Submesh], cluster: Cluster) -> float:
+    """Seconds in which a buffer crosses: every device sends its part, all at once."""
+    transfer = staged.pipeline.transfers[number]
+    source, target = (submeshes[staged.stage_of[b]] for b in (transfer.source, transfer.target))
+    if source.first_device == target.first_device:
+        return 0.0
+    link = link_between(source, target, cluster)
+    return link.latency_s + transfer.nbytes / link.bytes_per_s
+
+
+def link_between(source: Submesh, target: Submesh, cluster: Cluster) -> Link:
+    """The link between neighbouring submeshes: inside of a host where both lie in one."""
+    n = cluster.devices_per_host
+    hosts = {
+        device // n for s in (source, target) for device in (s.first_device, s.first_device + s.mesh.num_devices - 1)
+    }
+    return cluster.inside_host if len(hosts) == 1 else cluster.between_hosts
+
+
+def model_of(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
+    """The cost model of a stage's mesh: the links of as many neighbouring devices of the cluster."""
+    return cost_model(part_of(cluster, mesh.num_devices), mesh)
+
+
+def part_of(cluster: Cluster, num_devices: int) -> Cluster:
+    """Whole hosts of a cluster, or a part of one.
+
+    Raises: InvalidArgumentError for a number that is neither.
+    """
+    n = cluster.devices_per_host
+    if num_devices % n and n % num_devices:
+        raise InvalidArgumentError(
+            where=f"a stage on cluster {cluster.name}",
+            expected=f"whole hosts of {n} devices, or a number that divides a host",
+            got=f"{num_devices} devices",
+            hint="choose a number of stages that cuts the cluster so",
+        )
+    if num_devices >= n:
+        return cluster.submesh(num_devices // n, n)
+    return cluster.submesh(1, num_devices)

@@ -1,0 +1,194 @@
+"""What constraints leave of the choices of an ILP, and what gives way where they leave none together.
+
+Constraints allow some strategies of each node and some ways of each edge, and wish that values be split over mesh axes.
+A wish holds where a node has a strategy that grants it. Where all of that contradicts itself (a matrix must be split by
+columns, and what reads the result takes the columns apart), as few wishes as possible are given up, and their values
+stay whole; if that helps, ways of edges that are not allowed otherwise are opened first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autopar.intra_op.choice_graph import Assembly, Reshard
+from autopar.ir.graph import OpGraph, Purpose, Role, Value
+from autopar.ir.layout import Layout, replicated
+from autopar.ir.value_state import ALL
+from autopar.lowering.decisions import Relaxation
+from autopar.sharding.constraints import Constraints
+
+# What giving up counts, beside the part of all bytes that it concerns: to compute a value whole, to keep it whole, to
+# keep weights in parts that are gathered over the axis that has them. The plan's time, as a part of the longest that a
+# choice could take, decides between equals, and which ways are opened.
+COMPUTED_WHOLE, KEPT_WHOLE, GATHERED, SECONDS, OPENED = 1.0, 0.5, 10.0, 1e-2, 1e-8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """That a value be split over a mesh axis, where a node computes or keeps it: the strategies that grant it."""
+
+    value: int
+    axis: int
+    granted: np.ndarray
+    is_kept: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMask:
+    """Which strategies of a node are allowed, and its wishes, which some allowed strategy grants all."""
+
+    allowed: np.ndarray
+    wishes: tuple[Wish, ...]
+
+    @property
+    def good(self) -> np.ndarray:
+        return np.logical_and.reduce([self.allowed, *(wish.granted for wish in self.wishes)])
+
+
+class Masks:
+    """The masks of an assembly's nodes and edges under constraints."""
+
+    def __init__(self, graph: OpGraph, assembly: Assembly, constraints: Constraints) -> None:
+        self.graph, self.assembly, self.constraints = graph, assembly, constraints
+        self._total_bytes = sum(v.nbytes for v in graph.values)
+        self._allowed: dict[tuple, np.ndarray] = {}
+        self._wishes: dict[tuple, list[tuple[int, np.ndarray]]] = {}
+        self._pairs: dict[tuple, np.ndarray] = {}
+        self.nodes = self._nodes()
+
+    def _nodes(self) -> dict[int, NodeMask]:
+        """The mask of each node that is bound. What must be split is, where the operations of a node can have it so."""
+        bound, assembly = self.constraints, self.assembly
+        allowed_at: dict[int, np.ndarray] = {}
+        wished_at: dict[int, list[list[Wish]]] = {}
+
+        def bind(node: int, allowed: np.ndarray, wishes: list[Wish]) -> None:
+            if assembly.nodes[node].kind != "wire":
+                allowed_at[node] = allowed_at[node] & allowed if node in allowed_at else allowed
+                wished_at.setdefault(node, []).append(wishes)
+
+        for homes in (assembly.raw, assembly.placed):
+            for value, home in homes.items():
+                wishes = self._wished(value, home.layouts, bound.must_lie_split, is_kept=True)
+                bind(home.node, self._good(value, home.layouts), wishes)
+        for (value, readers), home in assembly.copies.items():
+            # A copy for readers of all roles is kept between the passes, like the value itself.
+            kept = readers == ALL
+            wishes = self._wished(value, home.layouts, bound.must_be_copied_split, is_kept=True) if kept else []
+            bind(home.node, self._good(value, home.layouts), wishes)
+        updating = Role.UPDATE if self.graph.forward_role is Role.FORWARD else None
+        for op in self.graph.ops():
+            if op.id not in assembly.of_op:
+                continue
+            node, strategies = assembly.of_op[op.id]
+            allowed = np.ones(len(strategies), bool)
+            wishes = []
+            meets = any(isinstance(a, int) and self.graph.values[a].purpose is Purpose.ACTIVATION for a in op.inputs)
+            for i, atom in enumerate(op.inputs):
+                # The update may read a part of whatever is there: what it makes decides.
+                if isinstance(atom, int) and op.role is not updating:
+                    layouts = assembly.operand_layouts(strategies, i)
+                    allowed = allowed & self._good(atom, layouts)
+                    if meets:
+                        allowed = allowed & self._good(atom, layouts, bound.meets_activations)
+                    wishes += self._wished(atom, layouts, bound.must_be_read_split, is_kept=False)
+            for i, atom in enumerate(op.outputs):
+                layouts = assembly.result_layouts(strategies, i)
+                allowed = allowed & self._good(atom, layouts)
+                wishes += self._wished(atom, layouts, bound.must_lie_split, is_kept=False)
+            bind(node, allowed, wishes)
+        found: dict[int, NodeMask] = {}
+        for node, allowed in allowed_at.items():
+            good, held = allowed, list[Wish]()
+            for wishes in wished_at[node]:
+                both = np.logical_and.reduce([good, *(wish.granted for wish in wishes)])
+                if wishes and both.any():
+                    good, held = both, [*held, *wishes]
+            found[node] = NodeMask(allowed=allowed, wishes=tuple(held))
+        return found
+
+    def _good(
+        self, value: int, layouts: tuple[Layout, ...], allows: Callable[..., np.ndarray] | None = None
+    ) -> np.ndarray:
+        """Which layouts of a value the constraints allow."""
+        v = self.graph.values[value]
+        key = (id(layouts), v.dimensions, v.sides, v.purpose, allows.__name__ if allows is not None else "")
+        if key not in self._allowed:
+            self._allowed[key] = (allows or self.constraints.allowed)(v, layouts)
+        return self._allowed[key]
+
+    def _wished(
+        self, value: int, layouts: tuple[Layout, ...], wanted: Callable[[Value], Sequence[bool]], is_kept: bool
+    ) -> list[Wish]:
+        v = self.graph.values[value]
+        key = (id(layouts), v.dimensions, v.sides, v.purpose, wanted.__name__)
+        if key not in self._wishes:
+            self._wishes[key] = self.constraints.split(v, layouts, wanted(v))
+        return [Wish(value=value, axis=a, granted=g, is_kept=is_kept) for a, g in self._wishes[key]]
+
+    def pairs(self, reshard: Reshard) -> np.ndarray | None:
+        """Which ways of an edge are allowed, a row for each strategy of its source; None for all of them."""
+        # New state is laid as the old one, whatever it was before: a statistic of the batch comes as an activation.
+        if self.assembly.nodes[reshard.target.node].kind in ("wire", "argument"):
+            return None
+        return self._pairs_of(reshard, self.constraints.may_become)
+
+    def _pairs_of(self, reshard: Reshard, may: Callable[[Value, Layout, Layout], bool]) -> np.ndarray:
+        v, sources = self.graph.values[reshard.value], reshard.source.layouts
+        is_wire = self.assembly.nodes[reshard.source.node].kind == "wire"
+        key = (is_wire or id(sources), id(reshard.target.layouts), v.dimensions, v.purpose, may.__name__)
+        if is_wire:  # how a value crosses between stages binds nobody: it is as good as whole
+            sources = (replicated(len(v.shape)),)
+        if key not in self._pairs:
+            self._pairs[key] = np.array([[may(v, a, b) for b in reshard.target.layouts] for a in sources])
+        return self._pairs[key]
+
+    # Giving up
+
+    def price_of_node(self, node: int) -> np.ndarray | None:
+        """What each strategy of a node gives up; inf where it is not allowed, None where nothing is bound."""
+        mask = self.nodes.get(node)
+        if mask is None:
+            return None
+        price = np.where(mask.allowed, 0.0, np.inf)
+        for wish in mask.wishes:
+            each = (KEPT_WHOLE if wish.is_kept else COMPUTED_WHOLE) + self._part(wish.value)
+            price = price + np.where(wish.granted, 0.0, each)
+        return price
+
+    def price_of_edge(self, reshard: Reshard) -> np.ndarray | None:
+        """What each way of an edge gives up; None where all of them are allowed."""
+        allowed = self.pairs(reshard)
+        if allowed is None:
+            return None
+        price = np.where(allowed, 0.0, OPENED)
+        if self.assembly.nodes[reshard.source.node].kind != "wire":
+            price = price + np.where(self._pairs_of(reshard, self.constraints.gathers_weights), GATHERED, 0.0)
+        return price
+
+    def _part(self, value: int) -> float:
+        return self.graph.values[value].nbytes / self._total_bytes
+
+    def relaxation(self, choice: Sequence[int]) -> Relaxation:
+        """What a choice gives up: values whose wishes it does not grant stay whole, ways that it takes are open."""
+        nodes: dict[int, np.ndarray] = {}
+        whole: dict[tuple[int, int], None] = {}
+        for node, mask in self.nodes.items():
+            given_up = [wish for wish in mask.wishes if not wish.granted[choice[node]]]
+            if not given_up:
+                continue
+            held = [wish.granted for wish in mask.wishes if wish.granted[choice[node]]]
+            nodes[node] = np.logical_and.reduce([mask.allowed, *held, *(~wish.granted for wish in given_up)])
+            whole.update(dict.fromkeys((wish.value, wish.axis) for wish in given_up if not wish.is_kept))
+        edges: list[int] = []
+        for number, reshard in enumerate(self.assembly.reshards):
+            allowed = self.pairs(reshard)
+            if allowed is not None:
+                source = choice[reshard.source.node] if len(allowed) > 1 else 0
+                if not allowed[source, choice[reshard.target.node]]:
+                    edges.append(number)
+        cut = dict.fromkeys(self.assembly.reshards[number].value for number in edges)
+        return Relaxation(nodes=nodes, edges=frozenset(edges), whole=tuple(whole), cut=tuple(cut))

@@ -1,0 +1,106 @@
+"""How long what is sent between operations may be on its way before a device waits for it.
+
+Computing goes on while something is sent, as long as what is sent was made long enough before it is read: a gradient is
+read by the update, behind the rest of the backward pass; a parameter is there before the step begins. What the next
+product reads has no slack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from autopar.cost.roofline import is_fusible
+from autopar.intra_op.choice_graph import Assembly, Reshard
+from autopar.ir.graph import Block, Op, OpGraph, OpKind, Section, read_by
+from autopar.ir.value_state import ALL
+
+NO_VALUES: frozenset[int] = frozenset()
+
+
+def slacks_s(graph: OpGraph, assembly: Assembly, compute_s: Callable[[Op], float]) -> tuple[float, ...]:
+    """Of each resharding, seconds of computing between the operation that makes its value and the first that waits for
+    it, all runs of a step together.
+
+    `compute_s` of an operation, without its blocks. Operations that take next to no time wait without holding up
+    others: what counts is who waits for them. Arguments have all the time there is: they can be sent ahead. In a step
+    that is cut into micro-batches nothing is sent beside what another section computes, what arrives from another stage
+    is there when the section begins, and what is gathered once for all micro-batches comes before any computing.
+    """
+    return _Slacks(graph, assembly, compute_s).run()
+
+
+class _Slacks:
+    def __init__(self, graph: OpGraph, assembly: Assembly, compute_s: Callable[[Op], float]) -> None:
+        self.graph, self.assembly, self.compute_s = graph, assembly, compute_s
+        self.is_cut = graph.is_cut  # asked for every resharding; the graph looks through all of its operations
+        # Seconds from the start of a block: of operations, when somebody waits for them; of values, when they are made.
+        self.waited_for_s: dict[int, float] = {}
+        self.made_s: dict[int, float] = {}
+        self.made_in: dict[int, Section] = {}
+        self.readers: dict[int, list[Op]] = {}
+        self.left_s: dict[int, float] = {}  # of values that a block hands on: its end
+        self.section_s: dict[Section, float] = {}  # where sections begin
+        self.of_copy = {home.node: readers for (_, readers), home in assembly.copies.items()}
+
+    def run(self) -> tuple[float, ...]:
+        end_s = self.block(self.graph.block)
+        for position, v in enumerate(self.graph.block.inputs):
+            if position not in self.graph.repeating:
+                self.made_s[v] = -math.inf
+        once = self.graph.once() if self.is_cut else NO_VALUES
+        return tuple(self.slack_s(reshard, once, end_s) for reshard in self.assembly.reshards)
+
+    def block(self, block: Block) -> float:
+        """Places what is in a block in time; returns how long it takes."""
+        now_s = 0.0
+        ends_s: dict[Section, float] = {}
+        begins_s: list[float] = []
+        for v in block.inputs:
+            self.made_s[v] = 0.0
+        for op in block.ops:
+            begins_s.append(now_s)
+            self.section_s.setdefault(op.section, now_s)
+            inside_s = [self.block(inner) for inner in op.blocks]
+            now_s += self.compute_s(op) + (max(inside_s) if op.kind is OpKind.COND else sum(inside_s))
+            ends_s[op.section] = now_s
+            for v in op.outputs:
+                self.made_s[v], self.made_in[v] = now_s, op.section
+            for v in read_by(op):
+                self.readers.setdefault(v, []).append(op)
+        for atom in block.outputs:
+            if isinstance(atom, int):
+                self.left_s[atom] = now_s
+        for op, begin_s in zip(reversed(block.ops), reversed(begins_s), strict=True):
+            self.waited_for_s[op.id] = self.awaited_s(op, ends_s[op.section]) if _is_light(op) else begin_s
+        return now_s
+
+    def awaited_s(self, op: Op, section_end_s: float) -> float:
+        """When somebody in its section waits for one of the results of an operation."""
+        readers = (reader for v in op.outputs for reader in self.readers.get(v, ()))
+        here = (self.waited_for_s[reader.id] for reader in readers if reader.section is op.section)
+        return min(here, default=section_end_s)
+
+    def slack_s(self, reshard: Reshard, once: frozenset[int], end_s: float) -> float:
+        value, target = reshard.value, self.assembly.nodes[reshard.target.node]
+        if value in once and self.of_copy.get(reshard.target.node) == ALL:
+            return 0.0
+        if target.kind == "argument":
+            readers: list[Op] = []  # the next step's state
+        else:
+            readers = self.readers.get(value, [])
+            members = {op.id for op, _ in target.members}
+            role = self.of_copy.get(reshard.target.node)
+            its = [op for op in readers if op.id in members or op.role.value == role]
+            readers = its or readers
+        first = min(readers, key=lambda op: self.waited_for_s[op.id], default=None)
+        read_s = self.waited_for_s[first.id] if first is not None else self.left_s.get(value, end_s)
+        made_s = self.made_s.get(value, -math.inf)
+        reads_in = first.section if first is not None else Section.WHOLE
+        if self.is_cut and math.isfinite(made_s) and self.made_in.get(value, reads_in) is not reads_in:
+            made_s = self.section_s.get(reads_in, made_s)
+        return max(0.0, read_s - made_s)
+
+
+def _is_light(op: Op) -> bool:
+    return op.kind in (OpKind.ACCUMULATE, OpKind.BARRIER) or (op.kind is OpKind.EQUATION and is_fusible(op.primitive))

@@ -1,0 +1,80 @@
+"""Repetition: which nodes of an assembly look alike, so that one decision serves all of them.
+
+Nodes get a colour from what they are (their operations, strategies and layouts) and then, round by round, from the
+colours around them. After a few rounds the same node of every repeated layer has the same colour, because it sees
+the same surroundings; nodes near the ends of the stack keep colours of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopar.intra_op.choice_graph import Assembly, Home
+from autopar.ir.graph import Op
+
+ROUNDS = 6  # how far a node looks: about half a transformer layer in each direction
+SMALL = 150  # nodes up to which nothing is folded: such problems are solved whole
+
+
+def fold(assembly: Assembly, kinds: Sequence[int], edge_kinds: Sequence[int]) -> tuple[int, ...]:
+    """A class for each node; nodes of one class share their decision.
+
+    `kinds[n]` numbers what a node is (equal numbers: equal strategies and costs), `edge_kinds[e]` the cost matrix of
+    each reshard.
+    """
+    n = len(assembly.nodes)
+    if n <= SMALL:
+        return tuple(range(n))
+    around: list[list[tuple[int, int, int]]] = [[] for _ in range(n)]
+    for reshard, kind in zip(assembly.reshards, edge_kinds, strict=True):
+        source, target = reshard.source.node, reshard.target.node
+        around[source].append((kind, 0, target))
+        around[target].append((kind, 1, source))
+    colours = list(kinds)
+    for _ in range(ROUNDS):
+        number: dict[tuple, int] = {}
+        colours = [
+            number.setdefault(
+                (colours[i], tuple(sorted((kind, way, colours[j]) for kind, way, j in around[i]))), len(number)
+            )
+            for i in range(n)
+        ]
+    return tuple(colours)
+
+
+def joined(assembly: Assembly, classes: Sequence[int], alike: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:
+    """The classes, with those of operations that are to be decided alike, of what they make and of the arguments that
+    they read, made one, wherever they choose among the same.
+    """
+    parent = dict(zip(classes, classes, strict=True))
+
+    def of(node: int) -> int:
+        at = classes[node]
+        while parent[at] != at:
+            parent[at] = parent[parent[at]]
+            at = parent[at]
+        return at
+
+    def join(one: Home | None, other: Home | None) -> None:
+        if one is not None and other is not None and one.layouts == other.layouts:
+            nodes = assembly.nodes[one.node], assembly.nodes[other.node]
+            if nodes[0].layouts and nodes[0].layouts == nodes[1].layouts:
+                parent[of(other.node)] = of(one.node)
+
+    made = {v for pair in alike for op in pair for v in op.outputs}
+    readers: dict[int, list[str]] = {}
+    for v, reader in assembly.copies:
+        readers.setdefault(v, []).append(reader)
+    for a, b in alike:
+        if a.id in assembly.of_op and b.id in assembly.of_op:
+            (one, strategies), (other, others) = assembly.of_op[a.id], assembly.of_op[b.id]
+            if strategies == others:
+                parent[of(other)] = of(one)
+        inputs = [(x, y) for x, y in zip(a.inputs, b.inputs, strict=True) if isinstance(x, int) and isinstance(y, int)]
+        outside = [(x, y) for x, y in inputs if x not in made and y not in made]
+        for x, y in (*zip(a.outputs, b.outputs, strict=True), *outside):
+            join(assembly.raw.get(x), assembly.raw.get(y))
+            join(assembly.placed.get(x), assembly.placed.get(y))
+            for reader in readers.get(x, ()):
+                join(assembly.copies.get((x, reader)), assembly.copies.get((y, reader)))
+    return tuple(of(node) for node in range(len(classes)))

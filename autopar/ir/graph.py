@@ -1,0 +1,275 @@
+"""The graph of operations that plans are made for: values, operations with their factors, and nested blocks.
+
+A `Block` lists operations in program order. Loops and branches hold blocks of their own; calls (jit, custom_vjp, ...)
+are inlined. Values are numbered through the whole graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+
+class Role(enum.Enum):
+    """Which part of a training step an operation belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class OpKind(enum.Enum):
+    EQUATION = "equation"  # one jax primitive
+    BARRIER = "barrier"  # operands pass unchanged; keeps rematerialised work where the user put it
+    SCAN = "scan"
+    WHILE = "while"
+    COND = "cond"
+    # What enters and leaves the loop over micro-batches, one operand and one result each:
+    SPLIT = "split"  # a value with examples of the whole batch; the result holds those of one micro-batch
+    ACCUMULATE = "accumulate"  # a summand that each micro-batch makes; the result is their sum
+    STACK = "stack"  # what each micro-batch makes of its examples; the result holds the whole batch
+    # A value that another stage reads leaves its stage here; no results.
+    SEND = "send"
+
+
+class Section(enum.Enum):
+    """When an operation runs in a step that is cut into micro-batches, in order."""
+
+    WHOLE = "whole"  # the step is not cut
+    BEFORE = "before"  # once, before the first micro-batch
+    FORWARD = "forward"  # once a micro-batch
+    BACKWARD = "backward"  # once a micro-batch, after its forward section
+    WEIGHT = "weight"  # the part of the backward section that no other stage waits for
+    AFTER = "after"  # once, after the last micro-batch
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it runs once for each micro-batch."""
+        return self in (Section.FORWARD, Section.BACKWARD, Section.WEIGHT)
+
+
+class Dimension(enum.Enum):
+    """What a dimension of a value counts. What is none of these (vocabularies, inner widths) has no name."""
+
+    EXAMPLE = "example"
+    SEQUENCE = "sequence"  # positions of a text, of an image, of a sound
+    EXPERT = "expert"  # of a mixture of experts
+    FEATURE = "feature"  # what layers hand on: the width of a model, not the width inside of a layer
+    HEAD = "head"  # of attention: each has scores of its own
+
+
+class Side(enum.Enum):
+    """What a product of the forward pass does with a dimension of a matrix."""
+
+    INPUT = "input"  # sums over it, with the features that it reads
+    OUTPUT = "output"  # makes it: the features of its result
+
+
+class Purpose(enum.Enum):
+    """What a value is to a training step."""
+
+    BATCH = "batch"
+    MATRIX = "matrix"  # state that the forward pass multiplies with
+    PARAMETER = "parameter"  # other state that the forward pass reads
+    OPTIMIZER = "optimizer"  # state that only the update reads
+    MATRIX_COPY = "matrix copy"  # what products read of a matrix: its cast, its transpose
+    WEIGHT_COPY = "weight copy"  # anything else that is computed of state alone
+    GRADIENT = "gradient"  # has no examples any more, and is computed of them
+    ACCUMULATOR = "accumulator"  # a sum over micro-batches
+    UPDATE = "update"  # made by the update
+    ACTIVATION = "activation"  # everything else
+
+
+class FactorKind(enum.Enum):
+    """What happens when a mesh axis splits a factor."""
+
+    PASS = "pass"  # operands and results are split alike, nothing is sent
+    SUM = "sum"  # results are partial sums
+    EXTREMUM = "extremum"  # results are combined by max, min, and, or
+    RING = "ring"  # operands and results are split alike, and parts of some operands go round all devices
+    FIXED = "fixed"  # may not be split
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Factor:
+    size: int
+    kind: FactorKind
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """How an operation's dimensions hang together, in Shardy's terms.
+
+    `operands[i][d]` and `results[i][d]` list the factors of a dimension, major first; a dimension of size one has none.
+    `note` says why an operation is replicated, where it is.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[tuple[tuple[int, ...], ...], ...]
+    results: tuple[tuple[tuple[int, ...], ...], ...]
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the program. `name` is set for arguments and constants; `weak_type` as jax has it.
+
+    `dimensions` (of each dimension what it counts, as far as that is known), `sides` (of those of a matrix, and of what
+    belongs to it, which side they are) and `purpose` are set by `autopar.sharding.semantics`, for plans that are bound
+    to them.
+    """
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    name: str = ""
+    weak_type: bool = False
+    dimensions: tuple[frozenset[Dimension], ...] = ()
+    sides: tuple[frozenset[Side], ...] = ()
+    purpose: Purpose | None = None
+
+    @property
+    def size(self) -> int:
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant:
+    """A literal operand."""
+
+    literal: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.literal.aval.shape)
+
+
+Atom = int | Constant
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation.
+
+    `key` tells what an equation computes of its operands (primitive, parameters, literals, shapes): equations with
+    equal keys and operands compute the same. `count` is how often it runs in a step (trip counts of the loops around
+    it, and micro-batches, multiplied). `dim` is where a SPLIT cuts and a STACK joins. For loops: `blocks` are (body,)
+    of a scan, (condition, body) of a while, the branches of a cond; `num_consts` and `num_carry` divide a loop's
+    inputs as jax does (for a while, `num_consts` counts both condition's and body's constants and
+    `num_condition_consts` the first of them).
+    """
+
+    id: int
+    kind: OpKind
+    primitive: str
+    eqn: Any
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    rule: Rule | None
+    role: Role
+    module: str
+    count: float
+    key: str = ""
+    blocks: tuple[Block, ...] = ()
+    num_consts: int = 0
+    num_carry: int = 0
+    num_condition_consts: int = 0
+    trips: int = 1
+    section: Section = Section.WHOLE
+    dim: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    inputs: tuple[int, ...]
+    outputs: tuple[Atom, ...]
+    ops: tuple[Op, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpGraph:
+    """The whole step. The top block's inputs are the hoisted constants, then the flat arguments.
+
+    `tied` pairs a position in the inputs with the position in the outputs that must have the same layout; `donated`
+    are the inputs whose memory the step may reuse; `batch` the inputs that carry examples. Where the step is cut into
+    `num_microbatches`, the top block's operations stand in the order of their sections, and `repeating` are the inputs
+    that arrive once for each micro-batch (from another stage). A batch may be cut into as many runs of neighbouring
+    examples as divide `runs_of_examples`, of each of which a micro-batch takes its share (0: into any number).
+    """
+
+    values: tuple[Value, ...]
+    block: Block
+    constants: tuple[Any, ...]
+    tied: tuple[tuple[int, int], ...]
+    donated: frozenset[int]
+    batch: frozenset[int]
+    num_microbatches: int = 1
+    repeating: frozenset[int] = frozenset()
+    runs_of_examples: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the step is cut into sections."""
+        return any(op.section is not Section.WHOLE for op in self.block.ops)
+
+    @property
+    def forward_role(self) -> Role:
+        """The role of the forward pass: where nothing is differentiated, that of all operations."""
+        trains = any(op.kind is OpKind.EQUATION and op.role is not Role.UPDATE for op in self.ops())
+        return Role.FORWARD if trains else Role.UPDATE
+
+    def once(self) -> frozenset[int]:
+        """The values of the top block that are the same for every micro-batch and known before the first one."""
+        found = {v for i, v in enumerate(self.block.inputs) if i not in self.repeating}
+        before = (op for op in self.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
+        return frozenset(found | {v for op in before for v in op.outputs})
+
+    def result_counts(self) -> tuple[float, ...]:
+        """How often a step makes each of its results, all micro-batches together: once, but in a graph in which one
+        operation stands for several.
+        """
+        m = self.num_microbatches
+        made = {v: op.count / (m if op.section.repeats else 1) for op in self.block.ops for v in op.outputs}
+        return tuple(made.get(atom, 1.0) if isinstance(atom, int) else 1.0 for atom in self.block.outputs)
+
+    def ops(self) -> Iterator[Op]:
+        """Every operation, bodies of loops after their loop."""
+        yield from walk(self.block)
+
+
+def walk(block: Block) -> Iterator[Op]:
+    for op in block.ops:
+        yield op
+        for inner in op.blocks:
+            yield from walk(inner)
+
+
+def free_values(block: Block) -> set[int]:
+    """Values that a block reads from around it."""
+    made = {*block.inputs, *(o for op in walk(block) for o in op.outputs)}
+    made |= {i for op in walk(block) for inner in op.blocks for i in inner.inputs}
+    read = [a for op in walk(block) for a in op.inputs] + list(block.outputs)
+    read += [a for op in walk(block) for inner in op.blocks for a in inner.outputs]
+    return {a for a in read if isinstance(a, int)} - made
+
+
+def read_by(op: Op) -> tuple[int, ...]:
+    """The values that an operation reads: its operands, then what its blocks read from around them."""
+    own = [a for a in op.inputs if isinstance(a, int)]
+    return tuple(dict.fromkeys([*own, *(v for block in op.blocks for v in sorted(free_values(block)))]))
+
+
+def has_effects(op: Op) -> bool:
+    """Whether an operation, or one inside of it, does more than its results say."""
+    runs = op.kind in (OpKind.EQUATION, OpKind.SCAN, OpKind.WHILE, OpKind.COND)
+    return runs and op.eqn is not None and bool(op.eqn.effects)

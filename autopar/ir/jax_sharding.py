@@ -1,0 +1,105 @@
+"""Layouts as jax writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.errors import NotEnoughDevicesError, UnsupportedError
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+
+STAGE_AXIS = "stage"  # of a mesh over several stages
+# What jax calls memory of the host that devices copy from and to, and their own.
+HOST_MEMORY, DEVICE_MEMORY = "pinned_host", "device"
+
+
+def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_sizes))
+
+
+def concrete_mesh(mesh: LogicalMesh) -> Mesh:
+    """The mesh over this program's first devices.
+
+    Raises: NotEnoughDevicesError.
+    """
+    return submesh(mesh, 0)
+
+
+def submesh(mesh: LogicalMesh, first_device: int) -> Mesh:
+    """The mesh over this program's devices from `first_device` on.
+
+    Raises: NotEnoughDevicesError.
+    """
+    devices = jax.devices()
+    needed = first_device + mesh.num_devices
+    if len(devices) < needed:
+        raise NotEnoughDevicesError(
+            where=f"mesh {mesh}",
+            expected=f"{needed} devices",
+            got=f"{len(devices)} {jax.default_backend()} device(s)",
+            hint="plan for the devices at hand (cluster=None), or run where there are as many; for a trial on CPU set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}",
+        )
+    grid = np.array(devices[first_device:needed]).reshape(mesh.axis_sizes)
+    return Mesh(grid, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_sizes))
+
+
+def check_host_memory(where: str, device: Any) -> None:
+    """Raises: UnsupportedError where a device cannot keep arrays in the memory of its host; jax ignores them then."""
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if HOST_MEMORY not in kinds:
+        raise UnsupportedError(
+            where=where,
+            expected=f"devices with jax's memory kind {HOST_MEMORY!r}, where the plan keeps the optimiser's state",
+            got=f"{device.platform} devices with {', '.join(map(repr, kinds)) or 'none'}",
+            hint="plan without offload='optimizer', or run where jax has memory kinds: on GPU, TPU and CPU, but not "
+            "when compiling for GPUs that are not here",
+        )
+
+
+def joint_mesh(mesh: LogicalMesh, first_devices: Sequence[int]) -> Mesh:
+    """The meshes of several stages, each from its first device on, as one mesh with the stages as its first axis.
+
+    Raises: NotEnoughDevicesError.
+    """
+    grid = np.stack([submesh(mesh, first).devices for first in first_devices])
+    return Mesh(grid, (STAGE_AXIS, *mesh.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def abstract_joint_mesh(mesh: LogicalMesh, num_stages: int) -> AbstractMesh:
+    sizes = (num_stages, *mesh.axis_sizes)
+    return AbstractMesh(sizes, (STAGE_AXIS, *mesh.axis_names), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def stacked_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
+    """The `PartitionSpec` on a joint mesh of an array whose equal parts along dimension 0 lie on the stages."""
+    first, *rest = (tuple(axis_names[a] for a in axes) for axes in layout.dims)
+    names = [found if len(found) > 1 else found[0] if found else None for found in rest]
+    while names and names[-1] is None:
+        names.pop()
+    return PartitionSpec((STAGE_AXIS, *first) if first else STAGE_AXIS, *names)
+
+
+def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
+    """The `PartitionSpec` of a layout; a partial one has its leading dimension of summands in front."""
+
+    def names(axes: Sequence[int]) -> Any:
+        found = tuple(axis_names[a] for a in axes)
+        return found if len(found) > 1 else found[0] if found else None
+
+    dims = [names(axes) for axes in layout.dims]
+    if layout.partial:
+        dims = [names(layout.partial), *dims]
+    while dims and dims[-1] is None:
+        dims.pop()
+    return PartitionSpec(*dims)
+
+
+def named_sharding(layout: Layout, mesh: Mesh, *, in_host: bool = False) -> NamedSharding:
+    spec = partition_spec(layout, mesh.axis_names)
+    return NamedSharding(mesh, spec, memory_kind=HOST_MEMORY) if in_host else NamedSharding(mesh, spec)

@@ -1,0 +1,120 @@
+"""How one value lies on a logical mesh: which mesh axes split which dimension, and over which axes it is partial."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+
+from autopar.ir.mesh import LogicalMesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """`dims[d]` are the mesh axes that split dimension d, major first; `partial` are the axes over which devices hold
+    summands of the value (unreduced). An axis stands in at most one place. All other axes replicate.
+    """
+
+    dims: tuple[tuple[int, ...], ...]
+    partial: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        used = [a for axes in self.dims for a in axes] + list(self.partial)
+        assert len(used) == len(set(used)), f"a mesh axis is used twice in {self.dims}, partial {self.partial}"
+
+    @property
+    def sharded_axes(self) -> frozenset[int]:
+        return frozenset(a for axes in self.dims for a in axes)
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.partial and not any(self.dims)
+
+    @property
+    def reduced(self) -> Layout:
+        """The same split with nothing partial."""
+        return Layout(self.dims) if self.partial else self
+
+    def shards(self, mesh: LogicalMesh) -> int:
+        """Into how many different pieces the value is split."""
+        sizes, shards = mesh.axis_sizes, 1
+        for axes in self.dims:
+            for a in axes:
+                shards *= sizes[a]
+        return shards
+
+    def local_shape(self, shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[int, ...]:
+        return tuple(n // mesh.size(axes) for n, axes in zip(shape, self.dims, strict=True))
+
+    def fits(self, shape: tuple[int, ...], mesh: LogicalMesh) -> bool:
+        """Whether every dimension divides evenly."""
+        # Asked for every step of every resharding: loops cost a third of what generators do.
+        sizes = mesh.axis_sizes
+        for n, axes in zip(shape, self.dims, strict=True):
+            for a in axes:
+                if n % sizes[a]:
+                    return False
+                n //= sizes[a]
+        return True
+
+    def text(self, mesh: LogicalMesh) -> str:
+        """`[x, -, yz]` for a matrix split over x and y*z; `+x` behind it where the value is partial over x."""
+        names = mesh.axis_names
+        inside = ", ".join("".join(names[a] for a in axes) or "-" for axes in self.dims)
+        return f"[{inside}]" + "".join(f" +{names[a]}" for a in self.partial)
+
+
+@functools.cache
+def replicated(rank: int) -> Layout:
+    return Layout(((),) * rank)
+
+
+@functools.cache
+def enumerate_layouts(shape: tuple[int, ...], mesh: LogicalMesh, order: tuple[int, ...] = ()) -> tuple[Layout, ...]:
+    """Every layout of a value that divides evenly, none of them partial, the replicated one first.
+
+    Axes of size one are never used; where two axes split one dimension, the major one is the one that comes first in
+    `order`, the lower one where no order is given.
+    """
+    return _enumerate(shape, mesh, (None, *range(len(shape))), order)
+
+
+@functools.cache
+def enumerate_with_partial(
+    shape: tuple[int, ...], mesh: LogicalMesh, order: tuple[int, ...] = ()
+) -> tuple[Layout, ...]:
+    """Every layout that divides evenly, partial over any of the axes that do not split it."""
+    return _enumerate(shape, mesh, (None, *range(len(shape)), _PARTIAL), order)
+
+
+_PARTIAL = -1
+
+
+def _enumerate(
+    shape: tuple[int, ...], mesh: LogicalMesh, choices: tuple[int | None, ...], order: tuple[int, ...]
+) -> tuple[Layout, ...]:
+    axes = [a for a in order or range(len(mesh.axis_sizes)) if mesh.axis_sizes[a] > 1]
+    found = []
+    for places in itertools.product(choices, repeat=len(axes)):
+        on = [
+            tuple(a for a, place in zip(axes, places, strict=True) if place == d)
+            for d in (*range(len(shape)), _PARTIAL)
+        ]
+        layout = Layout(tuple(on[:-1]), tuple(sorted(on[-1])))
+        if layout.fits(shape, mesh):
+            found.append(layout)
+    return tuple(found)
+
+
+def local_bytes(shape: tuple[int, ...], itemsize: int, layout: Layout, mesh: LogicalMesh) -> int:
+    """Bytes of a value on one device; a partial value is as large as a reduced one."""
+    return math.prod(shape) * itemsize // layout.shards(mesh)
+
+
+def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
+    """Splits the largest dimension that divides by the whole (one-axis) mesh."""
+    n = mesh.num_devices
+    dividing = [d for d, size in enumerate(shape) if size % n == 0 and size >= n > 1]
+    chosen = max(dividing, key=lambda d: shape[d], default=None)
+    return Layout(tuple((0,) if d == chosen else () for d in range(len(shape))))

@@ -1,0 +1,99 @@
+"""Small tools for passes that rewrite the top block of a graph: what an operation reads, clones, other operands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, MutableMapping
+
+from autopar.ir.graph import Atom, Block, Op, OpGraph, Value, free_values, has_effects, read_by
+
+
+class Fresh:
+    """Numbers the values and operations that a pass adds to a graph."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.values: list[Value] = list(graph.values)
+        self._next_op = 1 + max((op.id for op in graph.ops()), default=-1)
+
+    def copy_of(self, value: int) -> int:
+        """A new value of the same shape and type."""
+        self.values.append(dataclasses.replace(self.values[value], id=len(self.values), name=""))
+        return len(self.values) - 1
+
+    def value(self, shape: tuple[int, ...], dtype: str, itemsize: int) -> int:
+        """A new value."""
+        self.values.append(Value(len(self.values), tuple(shape), dtype, itemsize))
+        return len(self.values) - 1
+
+    def op_id(self) -> int:
+        self._next_op += 1
+        return self._next_op - 1
+
+
+def remove_dead(block: Block) -> Block:
+    """The block without operations of which no result is used and that have no effect. Loops keep all they carry."""
+    live = {a for a in block.outputs if isinstance(a, int)}
+    kept: list[Op] = []
+    for op in reversed(block.ops):
+        if live.isdisjoint(op.outputs) and not has_effects(op):
+            continue
+        if op.blocks:
+            op = dataclasses.replace(op, blocks=tuple(remove_dead(b) for b in op.blocks))
+            live |= {i for inner in op.blocks for i in free_values(inner)}
+        live |= {a for a in op.inputs if isinstance(a, int)}
+        kept.append(op)
+    return dataclasses.replace(block, ops=tuple(reversed(kept)))
+
+
+def reading(op: Op, names: Mapping[int, int]) -> Op:
+    """The operation with other values in the place of those it reads."""
+    if not any(v in names for v in read_by(op)):
+        return op
+    blocks = tuple(_block_reading(block, names) for block in op.blocks)
+    return dataclasses.replace(op, inputs=_named(op.inputs, names), blocks=blocks)
+
+
+def clone(op: Op, names: MutableMapping[int, int], fresh: Fresh) -> Op:
+    """A copy with results of its own, entered in `names`, that reads `names[v]` in the place of v."""
+    blocks = tuple(_cloned_block(block, names, fresh) for block in op.blocks)
+    inputs = _named(op.inputs, names)
+    outputs = tuple(fresh.copy_of(v) for v in op.outputs)
+    names.update(zip(op.outputs, outputs, strict=True))
+    return dataclasses.replace(op, id=fresh.op_id(), inputs=inputs, outputs=outputs, blocks=blocks)
+
+
+def makers(ops: Iterable[Op]) -> dict[int, Op]:
+    """The operation that makes each value."""
+    return {v: op for op in ops for v in op.outputs}
+
+
+def renumbered(graph: OpGraph) -> OpGraph:
+    """The graph with its operations numbered from 0 in program order, bodies after their loop; values stay."""
+    number = 0
+
+    def block_of(block: Block) -> Block:
+        nonlocal number
+        ops = []
+        for op in block.ops:
+            here, number = number, number + 1
+            ops.append(dataclasses.replace(op, id=here, blocks=tuple(block_of(b) for b in op.blocks)))
+        return dataclasses.replace(block, ops=tuple(ops))
+
+    return dataclasses.replace(graph, block=block_of(graph.block))
+
+
+def _named(atoms: Iterable[Atom], names: Mapping[int, int]) -> tuple[Atom, ...]:
+    return tuple(names.get(a, a) if isinstance(a, int) else a for a in atoms)
+
+
+def _block_reading(block: Block, names: Mapping[int, int]) -> Block:
+    ops = tuple(reading(op, names) for op in block.ops)
+    return dataclasses.replace(block, ops=ops, outputs=_named(block.outputs, names))
+
+
+def _cloned_block(block: Block, names: Mapping[int, int], fresh: Fresh) -> Block:
+    inner = dict(names)
+    inputs = tuple(fresh.copy_of(v) for v in block.inputs)
+    inner.update(zip(block.inputs, inputs, strict=True))
+    ops = tuple(clone(op, inner, fresh) for op in block.ops)
+    return Block(inputs=inputs, outputs=_named(block.outputs, inner), ops=ops)

@@ -1,0 +1,378 @@
+"""From instructions to a jax function on global arrays, every value pinned to the layout that the plan gives it.
+
+A partial value over axes A is an array with one leading dimension of size |A|, split over A: each device holds its
+summand. Linear operations run on it under `vmap`; reducing is a `shard_map` of `psum` or `psum_scatter`. Everything
+else is left to the partitioner between constraints that leave it nothing to decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from autopar.attention import ring
+from autopar.common import jax_compat
+from autopar.frontend.callbacks import guarded, is_callback
+from autopar.ir.graph import Constant, OpGraph, OpKind
+from autopar.ir.jax_sharding import DEVICE_MEMORY, named_sharding, partition_spec
+from autopar.ir.layout import Layout
+from autopar.ir.value_state import HOST, RAW
+from autopar.lowering.instructions import (
+    Accumulate,
+    Compute,
+    HostCopy,
+    Instruction,
+    Leave,
+    Loop,
+    LoweredBlock,
+    Move,
+    Pass,
+    Place,
+    Split,
+    Stack,
+)
+from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
+from autopar.sharding.resharding import Step, StepKind
+
+Environment = dict[tuple[int, Place], Any]
+
+
+class Emitter:
+    """Evaluates lowered blocks on tracers.
+
+    `groups` is the number of runs of neighbouring examples that a batch is cut into before it is cut into micro-batches
+    (`tasks.groups_of_examples`). `failures` are what callbacks raised in a program and nobody was told yet.
+    """
+
+    def __init__(self, graph: OpGraph, mesh: Mesh, groups: int = 1) -> None:
+        self.graph, self.mesh, self.groups = graph, mesh, groups
+        self.failures: list[BaseException] = []
+
+    def __call__(self, lowered: LoweredBlock, args: Sequence[Any]) -> list[Any]:
+        """The outputs of the step for its inputs (constants first), both as global arrays."""
+        return self.block(lowered, args, {})
+
+    def block(self, lowered: LoweredBlock, args: Sequence[Any], outer: Environment) -> list[Any]:
+        env = dict(outer)
+        for value, place, array in zip(lowered.block.inputs, lowered.entries(), args, strict=True):
+            env[value, place] = array if place[1] == HOST else self.pin(array, place[0])
+        for instruction in lowered.instructions:
+            self.run(instruction, env)
+        return [
+            self.literal(atom) if place is None else env[self.key(atom, place)]
+            for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True)
+        ]
+
+    def key(self, atom: Any, place: Place) -> tuple[int, Place]:
+        assert isinstance(atom, int), "literals have no place"
+        return atom, place
+
+    def literal(self, atom: Any) -> Any:
+        assert isinstance(atom, Constant), "what has no place is a literal"
+        return atom.literal.val
+
+    def pin(self, array: Any, layout: Layout) -> Any:
+        return jax.lax.with_sharding_constraint(array, named_sharding(layout, self.mesh))
+
+    def run(self, instruction: Instruction, env: Environment) -> None:
+        if isinstance(instruction, Move):
+            self.move(instruction, env)
+        elif isinstance(instruction, Compute):
+            self.compute(instruction, env)
+        elif isinstance(instruction, Pass):
+            values = [env[self.key(a, p)] for a, p in zip(instruction.op.inputs, instruction.reads, strict=True)]
+            through = jax.lax.optimization_barrier(values)
+            for value, place, array in zip(instruction.op.outputs, instruction.reads, through, strict=True):
+                env[value, (place[0], RAW)] = self.pin(array, place[0])
+        elif isinstance(instruction, Loop):
+            self.loop(instruction, env)
+        elif isinstance(instruction, HostCopy):
+            self.host_copy(instruction, env)
+        elif not isinstance(instruction, Leave):
+            self.crossing(instruction, env)
+
+    # Micro-batches
+
+    def crossing(self, instruction: Split | Accumulate | Stack, env: Environment) -> None:
+        """A value enters or leaves the loop over micro-batches. Of a split or stacked one there is a list of arrays."""
+        (atom,), (target,) = instruction.op.inputs, instruction.op.outputs
+        value = self.literal(atom) if instruction.read is None else env[self.key(atom, instruction.read)]
+        if isinstance(instruction, Accumulate):
+            key = target, instruction.sum_
+            env[key] = self.pin(env[key] + value, instruction.sum_[0])
+        elif isinstance(instruction, Split):
+            env[target, (instruction.result, RAW)] = self.split(value, instruction)
+        else:
+            env[target, (instruction.result, RAW)] = self.stack(value, instruction)
+
+    def split(self, array: Any, instruction: Split) -> list[Any]:
+        """Each micro-batch takes an equal share of each group of neighbouring examples."""
+        m, dim = self.graph.num_microbatches, instruction.op.dim
+        before, size, after = array.shape[:dim], array.shape[dim], array.shape[dim + 1 :]
+        parts = array.reshape((*before, self.groups, m, size // (self.groups * m), *after))
+        taken = (jax.lax.index_in_dim(parts, k, dim + 1, keepdims=False) for k in range(m))
+        return [self.pin(part.reshape((*before, size // m, *after)), instruction.result) for part in taken]
+
+    def stack(self, arrays: Sequence[Any], instruction: Stack) -> Any:
+        """The inverse of `split`."""
+        m, dim = self.graph.num_microbatches, instruction.op.dim
+        shape = arrays[0].shape
+        before, size, after = shape[:dim], shape[dim], shape[dim + 1 :]
+        parts = [a.reshape((*before, self.groups, size // self.groups, *after)) for a in arrays]
+        joined = jnp.stack(parts, dim + 1).reshape((*before, m * size, *after))
+        return self.pin(joined, instruction.result)
+
+    def operands(self, instruction: Compute | Loop, env: Environment) -> list[Any]:
+        return [
+            self.literal(atom) if place is None else env[self.key(atom, place)]
+            for atom, place in zip(instruction.op.inputs, instruction.reads, strict=True)
+        ]
+
+    # Computing
+
+    def compute(self, instruction: Compute, env: Environment) -> None:
+        op, operands = instruction.op, self.operands(instruction, env)
+        partial_in = [place is not None and bool(place[0].partial) for place in instruction.reads]
+        if op.primitive == "fft":
+            outs = self.fourier_transform(instruction, operands)
+        elif any(partial_in):
+            axes = [0 if p else None for p in partial_in]
+            outs = jax.vmap(lambda *xs: jax_compat.bind(op.eqn, xs), in_axes=axes, out_axes=0)(*operands)
+        elif instruction.strategy is not None and is_grouped(op.eqn):
+            outs = self.grouped_convolution(instruction, operands)
+        elif instruction.written_out:
+            outs = self.sum_by_hand(instruction, operands)
+        elif op.primitive in ring.PRIMITIVES:
+            outs = self.attention(instruction, operands)
+        elif is_callback(op.eqn):
+            outs = jax_compat.call_back(guarded(op.eqn, self.failures), operands)
+        else:
+            outs = jax_compat.bind(op.eqn, operands)
+        for value, place, array in zip(op.outputs, instruction.places, outs, strict=True):
+            env[value, place] = self.pin(array, place[0])
+
+    def sum_by_hand(self, instruction: Compute, operands: list[Any]) -> list[Any]:
+        """Runs a summing operation on each device's part: the result is that device's summand.
+
+        Only the summed axes are manual; along the others the partitioner splits the work as the operands lie.
+        """
+        assert instruction.strategy is not None, "a replicated operation has nothing to sum"
+        op, (result,) = instruction.op, instruction.results
+        axes = set(result.partial)
+        names = frozenset(self.mesh.axis_names[a] for a in axes)
+        touched = [any(axes.intersection(on) for on in layout.dims) for layout in instruction.strategy.operands]
+        in_specs, args = [], []
+        # What the sum does not run over (the array that a scatter adds to) is itself a summand, of one device only.
+        whole = [not t and op.primitive == "scatter-add" and i == 0 for i, t in enumerate(touched)]
+        for array, layout, masked in zip(operands, instruction.strategy.operands, whole, strict=True):
+            kept = Layout(tuple(tuple(a for a in on if a in axes) for on in layout.dims))
+            if masked:
+                array = self.mask(array, layout, Layout(layout.dims, result.partial))
+                kept = Layout(kept.dims, result.partial)
+            in_specs.append(partition_spec(kept, self.mesh.axis_names))
+            args.append(array)
+
+        def local(*parts: Any) -> Any:
+            parts = tuple(p[0] if masked else p for p, masked in zip(parts, whole, strict=True))
+            (out,) = jax_compat.bind(op.eqn, parts)
+            return out[None]
+
+        out_spec = partition_spec(Layout((), result.partial), self.mesh.axis_names)
+        run = jax.shard_map(
+            local, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_spec, axis_names=names, check_vma=False
+        )
+        return [run(*args)]
+
+    def grouped_convolution(self, instruction: Compute, operands: list[Any]) -> list[Any]:
+        """Runs a convolution in groups on each device's part; what it sums over devices is reduced, or left partial."""
+        eqn, strategy, (result,) = instruction.op.eqn, instruction.strategy, instruction.results
+        assert strategy is not None, "a replicated operation is not split"
+        names = self.mesh.axis_names
+        examples_dim = eqn.params["dimension_numbers"].out_spec[0]
+        split = math.prod(self.mesh.shape[names[a]] for a in result.dims[examples_dim])
+        examples = eqn.outvars[0].aval.shape[examples_dim] // split
+
+        def local(*parts: Any) -> Any:
+            out = convolved_part(eqn, parts, examples)
+            if instruction.reduced:
+                out = jax.lax.psum(out, tuple(names[a] for a in instruction.reduced))
+            return out[None] if result.partial else out
+
+        in_specs = tuple(partition_spec(layout, names) for layout in strategy.operands)
+        out_spec = partition_spec(result, names)
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
+        return [run(*operands)]
+
+    def fourier_transform(self, instruction: Compute, operands: list[Any]) -> list[Any]:
+        """Runs an fft on each device's part, row by row; it takes any number of dimensions before those it transforms.
+
+        XLA's partitioner gathers what it transforms, and its CPU compiler gives it layouts that its fft refuses.
+        """
+        (place,), (result,), names = instruction.reads, instruction.results, self.mesh.axis_names
+        assert place is not None, "an array is transformed, no number"
+
+        def local(part: Any) -> Any:
+            (out,) = jax_compat.bind(instruction.op.eqn, [jax_compat.in_rows(part)])
+            return jax_compat.in_rows(out)
+
+        specs = partition_spec(place[0], names), partition_spec(result, names)
+        return [jax.shard_map(local, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*operands)]
+
+    def attention(self, instruction: Compute, operands: list[Any]) -> list[Any]:
+        """Runs attention on each device's part; where positions are split, keys and values go round."""
+        op, strategy = instruction.op, instruction.strategy
+        if strategy is None:
+            return jax_compat.bind(op.eqn, operands)
+        form, gradients = op.eqn.params["form"], op.eqn.params["gradients"]
+        names, axes = ring.letters(form, gradients)[0], {}
+        for letters, layout in zip(names[:3], strategy.operands, strict=False):
+            for letter, on in zip(letters, layout.dims, strict=True):
+                axes[letter] = tuple(self.mesh.axis_names[a] for a in on)
+        places = ring.Places(axes=axes, sizes=dict(self.mesh.shape))
+        run = jax.shard_map(
+            lambda *parts: ring.run(form, gradients, places, parts),
+            mesh=self.mesh,
+            in_specs=tuple(partition_spec(layout, self.mesh.axis_names) for layout in strategy.operands),
+            out_specs=tuple(partition_spec(layout, self.mesh.axis_names) for layout in strategy.results),
+            check_vma=False,
+        )
+        return list(run(*operands))
+
+    # The memory of the host
+
+    def host_copy(self, copy: HostCopy, env: Environment) -> None:
+        array, (layout, _) = env[copy.value, copy.source], copy.target
+        waited_for = [env[key] for key in copy.behind if key in env]
+        if waited_for:
+            array, *_ = jax.lax.optimization_barrier((array, *waited_for))
+        sharding = named_sharding(layout, self.mesh, in_host=copy.to_host)
+        if copy.to_host:
+            array = jax.device_put(self.in_rows(array, layout), sharding)
+        else:
+            array = self.in_rows(jax.device_put(array, sharding.with_memory_kind(DEVICE_MEMORY)), layout)
+        env[copy.value, copy.target] = array
+
+    def in_rows(self, array: Any, layout: Layout) -> Any:
+        """An array on the devices, each part of it laid out in memory row by row, as it lies in the host's.
+
+        Else a compiler may choose another order for the update, and have the host's copy brought, transposed, and sent
+        back before it is read. Said on each device's part: a partitioner gathers what it does not know.
+        """
+        spec = partition_spec(layout, self.mesh.axis_names)
+        run = jax.shard_map(jax_compat.in_rows, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return run(array)
+
+    # Resharding
+
+    def move(self, move: Move, env: Environment) -> None:
+        array = env[move.value, move.source]
+        if move.apart:
+            array = jax.lax.optimization_barrier(array)
+        for step in move.steps:
+            array = self.step(array, step)
+        env[move.value, move.target] = array
+
+    def step(self, array: Any, step: Step) -> Any:
+        if step.kind.reduces:
+            return self.reduce(array, step)
+        if step.kind is StepKind.MASK:
+            array = self.mask(array, step.before, step.after)
+        return self.pin(array, step.after)
+
+    def reduce(self, array: Any, step: Step) -> Any:
+        names = tuple(self.mesh.axis_names[a] for a in step.axes)
+        grown = [d for d, (b, a) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b]
+
+        def local(part: Any) -> Any:
+            summand = part[0]
+            if step.kind is StepKind.ALL_REDUCE:
+                out = jax.lax.psum(summand, names)
+            else:
+                (d,) = grown
+                out = jax.lax.psum_scatter(summand, names, scatter_dimension=d, tiled=True)
+            return out[None] if step.after.partial else out
+
+        specs = (partition_spec(step.before, self.mesh.axis_names), partition_spec(step.after, self.mesh.axis_names))
+        reduced = jax.shard_map(local, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(array)
+        return self.pin(reduced, step.after)
+
+    def mask(self, array: Any, before: Layout, after: Layout) -> Any:
+        """A whole value as a sum: the first device along the new axes holds it, the others hold zeros."""
+        sizes = [self.mesh.shape[self.mesh.axis_names[a]] for a in before.partial]
+        rest = array.shape[1:] if before.partial else array.shape
+        array = array.reshape((*sizes, *rest))
+        for position, axis in enumerate(after.partial):
+            if axis not in before.partial:
+                n = self.mesh.shape[self.mesh.axis_names[axis]]
+                array = jnp.expand_dims(array, position)
+                first = jax.lax.broadcasted_iota(
+                    jnp.int32, (*array.shape[:position], n, *array.shape[position + 1 :]), position
+                )
+                array = jnp.where(first == 0, array, jnp.zeros((), array.dtype))
+        return self.pin(array.reshape((-1, *rest)), after)
+
+    # Loops
+
+    def loop(self, instruction: Loop, env: Environment) -> None:
+        op, operands = instruction.op, self.operands(instruction, env)
+        runs = [lambda args, lowered=lowered: self.block(lowered, args, env) for lowered in instruction.blocks]
+        if op.kind is OpKind.SCAN:
+            outs = self.scan(instruction, operands, runs[0])
+        elif op.kind is OpKind.WHILE:
+            outs = self.while_loop(instruction, operands, runs[0], runs[1])
+        else:
+            avals = [v.aval for v in op.eqn.outvars]
+            branches = [lambda *args, run=run: self.settle(run(args), instruction.results, avals) for run in runs]
+            outs = jax.lax.switch(self.index(operands[0]), branches, *operands[1:])
+        for value, layout, array in zip(op.outputs, instruction.results, outs, strict=True):
+            env[value, (layout, RAW)] = self.pin(array, layout)
+
+    def index(self, predicate: Any) -> Any:
+        return predicate.astype(jnp.int32) if predicate.dtype == jnp.bool_ else predicate
+
+    def settle(self, outs: Sequence[Any], layouts: Sequence[Layout], avals: Sequence[Any]) -> list[Any]:
+        return [self.pin(out, layout) for out, layout in zip(self.like(outs, avals), layouts, strict=True)]
+
+    def scan(self, instruction: Loop, operands: list[Any], run: Any) -> Sequence[Any]:
+        op = instruction.op
+        k, c = op.num_consts, op.num_carry
+        consts = operands[:k]
+        carry_avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["jaxpr"]).invars[k : k + c]]
+
+        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = run([*consts, *carry, *slices])
+            return self.like(outs[:c], carry_avals), outs[c:]
+
+        carry, stacked = jax.lax.scan(
+            body,
+            self.like(operands[k : k + c], carry_avals),
+            list(operands[k + c :]),
+            length=op.trips,
+            reverse=op.eqn.params["reverse"],
+            unroll=op.eqn.params["unroll"],
+        )
+        # Of partial slices the summands of a device lie together, in front of the iterations.
+        partial = [bool(layout.partial) for layout in instruction.results[c:]]
+        return [*carry, *(jnp.moveaxis(a, 1, 0) if p else a for a, p in zip(stacked, partial, strict=True))]
+
+    def while_loop(self, instruction: Loop, operands: list[Any], condition: Any, body: Any) -> Sequence[Any]:
+        op = instruction.op
+        k, n = op.num_condition_consts, op.num_consts
+        avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["body_jaxpr"]).invars[n - k :]]
+        return jax.lax.while_loop(
+            lambda carry: condition([*operands[:k], *carry])[0],
+            lambda carry: self.like(body([*operands[k:n], *carry]), avals),
+            self.like(operands[n:], avals),
+        )
+
+    def like(self, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+        """Carried values with the weak types and dtypes of the traced loop (a literal has neither)."""
+        return [
+            a if hasattr(a, "aval") and a.aval.weak_type == aval.weak_type else jax_compat.with_type(a, aval)
+            for a, aval in zip(arrays, avals, strict=True)
+        ]

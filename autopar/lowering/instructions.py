@@ -1,0 +1,246 @@
+"""What a lowered step is made of: instructions, the places that values lie in, and blocks of both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from autopar.common.cached_attribute import lazy
+from autopar.ir.graph import Atom, Block, Op, Role, Section
+from autopar.ir.layout import Layout
+from autopar.ir.value_state import HOST, PLACED, RAW
+from autopar.sharding.resharding import Step
+from autopar.sharding.strategies import Strategy
+
+# Where a value lies: its layout, and as what: RAW as its operation left it, PLACED once its sums are reduced, a copy
+# for ALL readers, or one for the readers of a role (by the role's name), or in the memory of the HOST.
+Place = tuple[Layout, str]
+# A value in one of its places.
+Key = tuple[int, Place]
+
+
+class _Reading:
+    """What an instruction reads and makes, asked for many times over: worked out once (hence no slots)."""
+
+    @lazy
+    def keys_read(self) -> tuple[Key, ...]:
+        """The places that the instruction reads, those inside of loops included."""
+        return tuple(self._read())
+
+    @lazy
+    def keys_made(self) -> tuple[Key, ...]:
+        """The places that the instruction fills."""
+        return tuple(self._made())
+
+    def _read(self) -> Iterable[Key]:
+        raise NotImplementedError
+
+    def _made(self) -> Iterable[Key]:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Move(_Reading):
+    """Reshards a value: from one of its places to another, by single collectives.
+
+    `apart` says that the same steps were made before for readers of another role, and are meant to be made again
+    (a gathered parameter is freed in between): the compiler must not merge the two.
+    """
+
+    value: int
+    source: Place
+    target: Place
+    steps: tuple[Step, ...]
+    count: float
+    module: str
+    role: Role
+    apart: bool = False
+    section: Section = Section.WHOLE
+
+    def _read(self) -> Iterable[Key]:
+        return ((self.value, self.source),)
+
+    def _made(self) -> Iterable[Key]:
+        return ((self.value, self.target),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute(_Reading):
+    """Runs one operation. `reads[i]` is the place of operand i, None for a literal; `strategy` None: replicated.
+
+    `written_out`: results stay partial and are computed on each device's part by hand; otherwise the partitioner
+    runs it, and `reduced` says over which axes it all-reduces the results on the way.
+    """
+
+    op: Op
+    reads: tuple[Place | None, ...]
+    results: tuple[Layout, ...]
+    strategy: Strategy | None
+    written_out: bool
+    reduced: tuple[int, ...]
+
+    @lazy
+    def places(self) -> tuple[Place, ...]:
+        """Where the results lie."""
+        summed = self.strategy is not None and bool(self.reduced) and self.reduced != self.strategy.combined
+        state = PLACED if summed else RAW
+        return tuple([(layout, state) for layout in self.results])
+
+    def _read(self) -> Iterable[Key]:
+        return _pairs(self.op.inputs, self.reads)
+
+    def _made(self) -> Iterable[Key]:
+        return zip(self.op.outputs, self.places, strict=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass(_Reading):
+    """Operands go through a barrier unchanged."""
+
+    op: Op
+    reads: tuple[Place, ...]
+
+    def _read(self) -> Iterable[Key]:
+        return _pairs(self.op.inputs, self.reads)
+
+    def _made(self) -> Iterable[Key]:
+        return ((v, (place[0], RAW)) for v, place in zip(self.op.outputs, self.reads, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loop(_Reading):
+    """A scan, while or cond. `results` are the layouts of its results."""
+
+    op: Op
+    reads: tuple[Place | None, ...]
+    blocks: tuple[LoweredBlock, ...]
+    results: tuple[Layout, ...]
+
+    def _read(self) -> Iterable[Key]:
+        yield from _pairs(self.op.inputs, self.reads)
+        for block in self.blocks:
+            made = {(v, (layout, RAW)) for v, layout in zip(block.block.inputs, block.inputs, strict=True)}
+            for inner in block.instructions:
+                yield from (key for key in inner.keys_read if key not in made)
+                made.update(inner.keys_made)
+            yield from (key for key in _pairs(block.block.outputs, block.outputs) if key not in made)
+
+    def _made(self) -> Iterable[Key]:
+        return ((v, (at, RAW)) for v, at in zip(self.op.outputs, self.results, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Crossing(_Reading):
+    """A value goes into the loop over micro-batches, or comes out of it; the result lies as it does."""
+
+    op: Op
+    read: Place | None
+    result: Layout
+
+    def _read(self) -> Iterable[Key]:
+        return _pairs(self.op.inputs, (self.read,))
+
+    def _made(self) -> Iterable[Key]:
+        return ((self.op.outputs[0], (self.result, RAW)),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split(_Crossing):
+    """Cuts a value into those of the micro-batches."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accumulate(_Reading):
+    """Adds a summand to the sum over micro-batches (`sum_` lies as the summand; it starts from zeros)."""
+
+    op: Op
+    read: Place | None
+    sum_: Place
+
+    @property
+    def accumulator(self) -> Key:
+        """The sum."""
+        return self.op.outputs[0], self.sum_
+
+    def _read(self) -> Iterable[Key]:
+        return (*_pairs(self.op.inputs, (self.read,)), self.accumulator)
+
+    def _made(self) -> Iterable[Key]:
+        return (self.accumulator,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack(_Crossing):
+    """Joins what the micro-batches made."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leave(_Reading):
+    """A value is in the layout in which another stage takes it."""
+
+    op: Op
+    read: Place | None
+
+    def _read(self) -> Iterable[Key]:
+        return _pairs(self.op.inputs, (self.read,))
+
+    def _made(self) -> Iterable[Key]:
+        return ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCopy(_Reading):
+    """Copies each device's part of a value from the memory of the host, or to it: one of the places is a HOST one.
+
+    It waits for what lies in the places `behind`, of those that are made before it in the same program.
+    """
+
+    value: int
+    source: Place
+    target: Place
+    module: str
+    section: Section
+    behind: tuple[tuple[int, Place], ...] = ()
+
+    @property
+    def to_host(self) -> bool:
+        return self.target[1] == HOST
+
+    def _read(self) -> Iterable[Key]:
+        return ((self.value, self.source),)
+
+    def _made(self) -> Iterable[Key]:
+        return ((self.value, self.target),)
+
+
+def _pairs(atoms: Sequence[Atom], places: Sequence[Place | None]) -> list[Key]:
+    return [(a, p) for a, p in zip(atoms, places, strict=True) if isinstance(a, int) and p is not None]
+
+
+Instruction = Move | Compute | Pass | Loop | Split | Accumulate | Stack | Leave | HostCopy
+
+
+def section_of(instruction: Instruction) -> Section:
+    """The section in which an instruction of the top block runs."""
+    return instruction.section if isinstance(instruction, (Move, HostCopy)) else instruction.op.section
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredBlock:
+    """Instructions of a block, the layouts its inputs come in, and where its outputs lie (None: literals).
+
+    Inputs that are `in_host` come in the memory of the host, all others in that of the devices.
+    """
+
+    block: Block
+    inputs: tuple[Layout, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Place | None, ...]
+    in_host: frozenset[int] = frozenset()
+
+    def entries(self) -> tuple[Place, ...]:
+        """The places in which the inputs come."""
+        return tuple(
+            (layout, HOST if v in self.in_host else RAW)
+            for v, layout in zip(self.block.inputs, self.inputs, strict=True)
+        )

@@ -1,0 +1,366 @@
+"""What the values of one micro-batch are to those of the whole batch: the same, a part of them, or a summand.
+
+Operations are followed one by one. What keeps the examples apart (`example_rules`) gives parts, what sums over them
+gives summands, what is linear in summands (`algebra`) gives summands again. Everything else mixes the examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.common import jax_compat
+from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind
+from autopar.ir.primitives import linear_operands
+from autopar.microbatch.example_rules import (
+    AGAINST_OTHERS,
+    COMBINES,
+    SEVERAL,
+    MixesExamples,
+    places_of_results,
+    reshaped,
+    sums_over_examples,
+)
+
+
+class Mixes(Exception):
+    """An operation brings examples together; raised where that makes it impossible to follow them. Stays inside."""
+
+    def __init__(self, op: Op, why: str) -> None:
+        super().__init__(why)
+        self.op, self.why = op, why
+
+
+class Form(enum.Enum):
+    SAME = "same"  # the whole batch's value, in every micro-batch
+    PART = "part"  # the micro-batches' values, joined, are the whole batch's
+    SUMMAND = "summand"  # the micro-batches' values add up to the whole batch's
+    WHOLE = "whole"  # a micro-batch alone has nothing of it
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What a value of one micro-batch is to that of the whole batch.
+
+    Of a PART, dimension `dim` holds `outer` blocks, and each of them the examples in order: with `outer` 1, micro-batch
+    i has the i-th of equal slices. `zero`: it holds zeros only. `early`: the whole can be computed before the first
+    micro-batch. `streams`: it is computed for each micro-batch; what does not stream is known before or after the loop.
+    `cut`: a PART that is cut from the whole rather than computed. `cause` is what brought examples together
+    (SUMMAND and WHOLE).
+    """
+
+    form: Form
+    dim: int = 0
+    outer: int = 1
+    zero: bool = False
+    early: bool = False
+    streams: bool = True
+    cut: bool = False
+    cause: Mixes | None = dataclasses.field(default=None, compare=False)
+
+
+# Parameters that are sizes of results, whose shapes are looked at, and of the first operand's dimensions.
+_SIZES = frozenset({"shape", "new_sizes", "sizes", "sharding"})
+_SIZES_OF_OPERAND = frozenset({"limit_indices", "slice_sizes"})
+# What leaves zeros zeros.
+_ZERO_KEEPING = frozenset({
+    "add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "reduce_sum",
+    "cumsum", "slice", "copy", "rev", "dynamic_slice", "select_n", "concatenate", "dynamic_update_slice",
+    "convert_element_type",
+})  # fmt: skip
+_MAX_ROUNDS = 8  # of following a loop's carried values; each round settles at least one form
+
+
+@dataclasses.dataclass(slots=True)
+class Follower:
+    """Follows examples through the operations of the graphs of a whole batch and of one of its micro-batches.
+
+    Both graphs have the same operations on values of the same numbers. `runs` is the number of equal runs that the
+    examples of a micro-batch can be cut into, in each of the parts that were found: where a dimension counts pairs of
+    neighbouring examples, half as many as it has examples.
+    """
+
+    whole: OpGraph
+    part: OpGraph
+    num_microbatches: int
+    runs: int = 0
+
+    def same_shape(self, value: int) -> bool:
+        return self.whole.values[value].shape == self.part.values[value].shape
+
+    def is_part(self, value: int, dim: int) -> bool:
+        """Whether a value's shapes are those of a batch and a micro-batch along `dim`."""
+        shape, cut = self.whole.values[value].shape, list(self.whole.values[value].shape)
+        if shape[dim] % self.num_microbatches:
+            return False
+        cut[dim] //= self.num_microbatches
+        return tuple(cut) == self.part.values[value].shape
+
+    def by_shape(self, value: int) -> State:
+        """What a value that is known before the first micro-batch is to one micro-batch, told by its shapes."""
+        known = State(form=Form.SAME, early=True, streams=False)
+        if self.same_shape(value):
+            return known
+        for dim in range(len(self.whole.values[value].shape)):
+            if self.is_part(value, dim):
+                return dataclasses.replace(known, form=Form.PART, dim=dim, cut=True)
+        return dataclasses.replace(known, form=Form.WHOLE)
+
+    def cuts(self, value: int, state: State) -> None:
+        """Notes a value of which each micro-batch has a part."""
+        self.runs = math.gcd(
+            self.runs, self.whole.values[value].shape[state.dim] // (state.outer * self.num_microbatches)
+        )
+
+    # Operations
+
+    def follow(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
+        """The states of an operation's results when it runs once for each micro-batch.
+
+        `part` is the micro-batch's operation; `around` the states of values that its blocks read from outside.
+        Raises: Mixes when the results are none of those that can be followed.
+        """
+        if any(s.form is Form.WHOLE for s in states):
+            raise Mixes(op, "it reads a result of all examples")
+        if op.kind is OpKind.BARRIER:
+            return list(states)
+        if op.kind is OpKind.SCAN:
+            return self._scan(op, part, states, around)
+        if op.kind is OpKind.WHILE:
+            return self._while(op, part, states, around)
+        if op.kind is OpKind.COND:
+            return self._cond(op, part, states, around)
+        zero = op.primitive in _ZERO_KEEPING and all(s.zero for s in _summands_of(op, states))
+        if any(s.form is Form.PART for s in states):
+            results = self._examples(op, part, states)
+        elif any(s.form is Form.SUMMAND for s in states):
+            results = self._linear(op, part, states)
+        else:
+            results = self._unchanged(op, part)
+        return [dataclasses.replace(s, zero=zero) for s in results]
+
+    def _examples(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
+        """Results of an equation that reads parts."""
+        places = tuple(s.dim if s.form is Form.PART else None for s in states)
+        outers = {s.outer for s in states if s.form is Form.PART}
+        if len(outers) != 1:
+            raise Mixes(op, SEVERAL)
+        (outer,) = outers
+        for atom, s in zip(op.inputs, states, strict=True):
+            if s.form is Form.SAME and isinstance(atom, int) and not self.same_shape(atom):
+                raise Mixes(op, AGAINST_OTHERS)
+        self._check_parameters(op, part, places)
+        if sums_over_examples(op.eqn, places) and sums_over_examples(part.eqn, places):
+            return self._summed(op, states)
+        if any(s.form is Form.SUMMAND for s in states):
+            raise Mixes(op, COMBINES)
+        if op.primitive == "reshape":
+            dims, outer = self._reshaped(op, states[0])
+        else:
+            dims = self._apart(op, part, places)
+        results = [State(form=Form.PART, dim=dim, outer=outer) for dim in dims]
+        for value, state in zip(op.outputs, results, strict=True):
+            if not self.is_part(value, state.dim):
+                raise Mixes(op, "its result does not follow the number of examples")
+            self.cuts(value, state)
+        return results
+
+    def _summed(self, op: Op, states: Sequence[State]) -> list[State]:
+        """A sum over examples; one that is added to something is, if that is a sum over examples too."""
+        added = op.primitive in ("scatter-add", "scatter-sub")
+        if added and not (states[0].form is Form.SUMMAND or states[0].zero):
+            raise Mixes(op, "it adds sums over examples to something else")
+        if any(s.form is Form.SUMMAND for s in states[added:]) or not _can_be_summed(op):
+            raise Mixes(op, COMBINES)
+        if not all(self.same_shape(v) for v in op.outputs):
+            raise Mixes(op, "its result does not follow the number of examples")
+        cause = Mixes(op, "it sums over examples")
+        return [State(form=Form.SUMMAND, cause=cause) for _ in op.outputs]
+
+    def _reshaped(self, op: Op, state: State) -> tuple[list[int], int]:
+        """(the dimension of the result that holds the examples, its blocks)."""
+        (operand,), (result,) = op.inputs, op.outputs
+        assert isinstance(operand, int), "literals hold no examples"
+        shapes = self.whole.values[operand].shape, self.whole.values[result].shape
+        found = reshaped(*shapes, state.dim, state.outer, self.num_microbatches)
+        if found is None or op.eqn.params["dimensions"] is not None:
+            raise Mixes(op, "it takes the examples apart")
+        return [found[0]], found[1]
+
+    def _apart(self, op: Op, part: Op, places: Sequence[int | None]) -> list[int]:
+        """The dimensions of an equation's results that hold the examples."""
+        try:
+            results = places_of_results(op.eqn, places)
+            if results == places_of_results(part.eqn, places):
+                return results
+        except MixesExamples as why:
+            raise Mixes(op, str(why)) from None
+        raise Mixes(op, "its result does not follow the number of examples")
+
+    def _check_parameters(self, op: Op, part: Op, places: Sequence[int | None]) -> None:
+        """Parameters are the same for a micro-batch, but for sizes of what holds the examples."""
+        for name, value in op.eqn.params.items():
+            other = part.eqn.params[name]
+            if name in _SIZES or (name in _SIZES_OF_OPERAND and _differ_at(value, other) <= {places[0]}):
+                continue
+            if not _same_parameter(value, other):
+                raise Mixes(op, f"its {name} depends on the number of examples")
+
+    def _linear(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
+        """Results of an equation that reads summands and no parts."""
+        for members in linear_operands(op.primitive, op.eqn):
+            inside = all(s.form is Form.SUMMAND or s.zero for i, s in enumerate(states) if i in members)
+            outside = all(s.form is Form.SAME for i, s in enumerate(states) if i not in members)
+            if inside and outside and _is_same(op, part) and _can_be_summed(op):
+                cause = next(s.cause for s in states if s.form is Form.SUMMAND)
+                return [State(form=Form.SUMMAND, cause=cause) for _ in op.outputs]
+        raise Mixes(op, "it is not linear in a sum over examples")
+
+    def _unchanged(self, op: Op, part: Op) -> list[State]:
+        """Results of an equation that reads nothing that depends on the examples."""
+        if all(self.same_shape(v) for v in op.outputs) and _is_same(op, part):
+            return [State(form=Form.SAME) for _ in op.outputs]
+        if op.primitive == "broadcast_in_dim":
+            (value,) = op.outputs
+            source = op.inputs[0]
+            shape = self.whole.values[source].shape if isinstance(source, int) else source.shape
+            kept = {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
+            for dim in range(len(self.whole.values[value].shape)):
+                if dim not in kept and self.is_part(value, dim):
+                    self.cuts(value, state := State(form=Form.PART, dim=dim))
+                    return [state]
+        raise Mixes(op, "it counts the examples")
+
+    # Blocks
+
+    def _block(self, block: Block, part: Block, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
+        """The states of a block's outputs from those of its inputs."""
+        known = {**around, **dict(zip(block.inputs, states, strict=True))}
+        for op, other in zip(block.ops, part.ops, strict=True):
+            results = self.follow(op, other, [state_of(a, known) for a in op.inputs], known)
+            known.update(zip(op.outputs, results, strict=True))
+        return [state_of(a, known) for a in block.outputs]
+
+    def _scan(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
+        if op.trips != part.trips:
+            raise Mixes(op, "it goes over the examples one by one")
+        (body,), (other,) = op.blocks, part.blocks
+        consts = [_inside(s) for s in states[: op.num_consts]]
+        carry = [_inside(s) for s in states[op.num_consts : op.num_consts + op.num_carry]]
+        xs = []
+        for s in states[op.num_consts + op.num_carry :]:
+            if s.form is Form.PART and s.dim == 0:
+                raise Mixes(op, "it goes over the examples one by one")
+            xs.append(dataclasses.replace(_inside(s), dim=s.dim - 1) if s.form is Form.PART else _inside(s))
+
+        def round_(carry: list[State]) -> tuple[list[State], list[State]]:
+            outputs = self._block(body, other, [*consts, *carry, *xs], around)
+            return outputs[: op.num_carry], outputs[op.num_carry :]
+
+        carry, ys = self._settled(op, carry, round_)
+        return [*carry, *(dataclasses.replace(y, dim=y.dim + 1) if y.form is Form.PART else y for y in ys)]
+
+    def _while(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
+        (condition, body), (other_condition, other_body) = op.blocks, part.blocks
+        k, n = op.num_condition_consts, op.num_consts
+        inside = [_inside(s) for s in states]
+
+        def round_(carry: list[State]) -> tuple[list[State], list[State]]:
+            going_on = self._block(condition, other_condition, [*inside[:k], *carry], around)
+            if any(s.form is not Form.SAME for s in going_on):
+                raise Mixes(op, "how long it runs depends on all examples")
+            return self._block(body, other_body, [*inside[k:n], *carry], around), []
+
+        return self._settled(op, inside[n:], round_)[0]
+
+    def _settled(self, op: Op, carry: list[State], round_: Any) -> tuple[list[State], list[State]]:
+        """The carried values' states that a loop's body keeps, and those of what it stacks up."""
+        for _ in range(_MAX_ROUNDS + len(carry)):
+            after, stacked = round_(carry)
+            joined = [_join(op, a, b) for a, b in zip(carry, after, strict=True)]
+            if joined == carry:
+                return carry, stacked
+            carry = joined
+        raise Mixes(op, "what it carries takes ever other forms")
+
+    def _cond(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
+        if states[0].form is not Form.SAME:
+            raise Mixes(op, "which branch it takes depends on the examples")
+        inside = [_inside(s) for s in states[1:]]
+        results: list[State] | None = None
+        for block, other in zip(op.blocks, part.blocks, strict=True):
+            branch = self._block(block, other, inside, around)
+            results = branch if results is None else [_join(op, a, b) for a, b in zip(results, branch, strict=True)]
+        assert results is not None, "a cond has branches"
+        return results
+
+
+def state_of(atom: Atom, known: Mapping[int, State]) -> State:
+    if isinstance(atom, Constant):
+        return State(form=Form.SAME, early=True, streams=False, zero=_is_zero(atom))
+    return known[atom]
+
+
+def _is_zero(constant: Constant) -> bool:
+    if jax_compat.is_key_dtype(constant.literal.aval.dtype):
+        return False
+    return bool(np.all(np.asarray(constant.literal.val) == 0))
+
+
+def _inside(state: State) -> State:
+    """A state as a loop's body sees it: what is known outside does not matter there."""
+    return State(form=state.form, dim=state.dim, outer=state.outer, zero=state.zero, cause=state.cause)
+
+
+def _join(op: Op, one: State, other: State) -> State:
+    """The state of a value that is either of two."""
+    zero = one.zero and other.zero
+    for a, b in ((one, other), (other, one)):
+        if a.form is Form.SUMMAND and (b.form is Form.SUMMAND or b.zero):
+            return dataclasses.replace(a, zero=zero)
+    if one.form is not other.form or (one.form is Form.PART and (one.dim, one.outer) != (other.dim, other.outer)):
+        raise Mixes(op, "what it carries depends on the examples in more ways than one")
+    return dataclasses.replace(one, zero=zero)
+
+
+def _summands_of(op: Op, states: Sequence[State]) -> Sequence[State]:
+    """The operands that are zero when the result is, of an operation that keeps zeros."""
+    if op.primitive == "select_n":
+        return states[1:]
+    if op.primitive == "dynamic_update_slice":
+        return states[:2]
+    return states[:1] if op.primitive == "dynamic_slice" else states
+
+
+def _is_same(op: Op, part: Op) -> bool:
+    """Whether an equation of a micro-batch computes of the same operands what that of the whole batch does."""
+    params, others = op.eqn.params, part.eqn.params
+    return op.key == part.key and all(_same_parameter(v, others[k]) for k, v in params.items() if _is_jaxpr(v))
+
+
+def _same_parameter(one: Any, other: Any) -> bool:
+    # Functions that come with an equation differ from trace to trace; what they compute, its jaxprs say too.
+    return (callable(one) and not _is_jaxpr(one)) or repr(one) == repr(other)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(jax_compat.open_jaxpr(value), "eqns")
+
+
+def _differ_at(one: Sequence[int], other: Sequence[int]) -> set[int | None]:
+    return {d for d, (a, b) in enumerate(zip(one, other, strict=True)) if a != b}
+
+
+def _can_be_summed(op: Op) -> bool:
+    """Whether results are numbers; sums of integers in any order are exact."""
+    return all(is_number(str(v.aval.dtype)) for v in op.eqn.outvars)
+
+
+def is_number(dtype: str) -> bool:
+    """Whether a value's type is one of numbers, rather than of truth values or random keys."""
+    return not dtype.startswith("key<") and dtype != "bool"

@@ -1,0 +1,286 @@
+"""Cuts a train step into pipeline stages: the stage of every operation, and copies of what each stage makes itself."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import InvalidArgumentError
+from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by
+from autopar.ir.primitives import is_inexact, linear_operands
+from autopar.ir.rewrite import Fresh, clone, makers, reading, renumbered
+from autopar.passes.assign_layers import LayerAssignment, assign_layers
+from autopar.passes.layers import Layers
+
+_BACKWARD = (Section.BACKWARD, Section.WEIGHT)
+_ADDITIONS = frozenset({"add", "add_any", "sub"})
+_FOLLOWERS = frozenset({"neg", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StagedGraph:
+    """A graph whose operations have stages.
+
+    `stages[i]` is the stage of the i-th operation of the top block, `homes[i]` of the i-th input: state lies there.
+    Operations may read arguments, hoisted values and forward values of other stages; `check_stages` says what they
+    may not. New state is made at its home where an operation of the update makes it.
+    """
+
+    graph: OpGraph
+    stages: tuple[int, ...]
+    homes: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return 1 + max(self.stages, default=0)
+
+
+def balanced(layers: Layers, num_stages: int) -> tuple[int, ...]:
+    """The first layer of each of `num_stages` contiguous stages, so that the largest arithmetic is the least.
+
+    Raises: InvalidArgumentError when there are fewer layers than stages.
+    """
+    n = len(layers)
+    if not 1 <= num_stages <= n:
+        raise InvalidArgumentError(
+            where="stages",
+            expected=f"at most one stage a layer ({n} layers)",
+            got=f"{num_stages} stages",
+            hint="use fewer stages; layers are the model's numbered modules or its repeated matrix products",
+        )
+    before = [0.0, *itertools.accumulate(layers.flops)]
+    # largest[i], for k stages: the largest arithmetic of the first i layers in k stages, and the last stage's start.
+    largest = [0.0] + [float("inf")] * n
+    starts: list[list[int]] = []
+    for _ in range(num_stages):
+        options = [[(max(largest[a], before[b] - before[a]), a) for a in range(b)] for b in range(1, n + 1)]
+        best = [min(found) for found in options]
+        largest = [float("inf"), *(value for value, _ in best)]
+        starts.append([0, *(start for _, start in best)])
+    cuts, end = [], n
+    for start in reversed(starts):
+        end = start[end]
+        cuts.append(end)
+    return tuple(reversed(cuts))
+
+
+def assign(
+    graph: OpGraph, layers: Layers, first_layers: Sequence[int], assignment: LayerAssignment | None = None
+) -> StagedGraph:
+    """Cuts at layers: stage q holds layers `first_layers[q]` to `first_layers[q + 1]` - 1.
+
+    The result computes what `graph` computes, up to the order of sums: (1) sums of gradients from several stages are
+    taken behind the loop over micro-batches, (2) recomputed values are not sent, (3) every stage has its own copy of
+    the portable operations and of the parts of barriers that it reads.
+    `assignment` saves finding the layers of all operations again for another cut.
+    Raises: InvalidArgumentError for cuts that are not in order or beyond the layers.
+    """
+    _check_cuts(first_layers, len(layers))
+    found = assign_layers(graph, layers) if assignment is None else assignment
+
+    def stage_of(layer: int) -> int:
+        return bisect.bisect_right(first_layers, layer) - 1
+
+    stages = [None if layer is None else stage_of(layer) for layer in found.layer_of]
+    homes = tuple(map(stage_of, found.homes))
+    graph, stages = accumulate_apart(graph, stages)
+    graph = _saved_at_cuts(graph, stages, found.same_as)
+    graph, placed = _copies(graph, stages, homes)
+    staged = StagedGraph(graph=renumbered(graph), stages=tuple(placed), homes=homes)
+    check_stages(staged)
+    return staged
+
+
+def check_stages(staged: StagedGraph) -> None:
+    """Holds the invariants that pipeline schedules rest on.
+
+    (1) A forward operation reads forward values of its own and earlier stages. (2) A backward operation reads backward
+    values of its own and later stages. (3) What runs before the loop reads nothing of it; sums over micro-batches are
+    made where their summands are.
+    """
+    ops = staged.graph.block.ops
+    assert len(ops) == len(staged.stages), f"{len(ops)} operations, {len(staged.stages)} stages"
+    made = {v: (op, stage) for op, stage in zip(ops, staged.stages, strict=True) for v in op.outputs}
+    for op, stage in zip(ops, staged.stages, strict=True):
+        for v in read_by(op):
+            if v not in made:
+                continue
+            maker, at = made[v]
+            text = f"{op.primitive} ({op.id}) in {op.module!r}, {op.section.value} of stage {stage}, reads stage {at}"
+            if op.section is Section.BEFORE:
+                assert maker.section is Section.BEFORE, text
+            elif op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
+                assert at == stage, text
+            elif op.section is Section.FORWARD:
+                assert maker.section is Section.BEFORE or at <= stage, text
+            elif op.section in _BACKWARD and maker.section in _BACKWARD:
+                assert at >= stage, text
+
+
+def accumulate_apart(graph: OpGraph, stages: Sequence[int | None]) -> tuple[OpGraph, list[int | None]]:
+    """Takes sums of gradients from several stages behind the loop: each stage accumulates its own summand.
+
+    `sum over micro-batches of (a + b)` becomes `(sum of a) + (sum of b)`, for additions whose result, or what linear
+    operations make of it, is only accumulated (tied embeddings). The addition runs where the update reads it.
+    """
+    ops = graph.block.ops
+    at = {op.id: stage for op, stage in zip(ops, stages, strict=True)}
+    maker = makers(ops)
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        for v in read_by(op):
+            readers.setdefault(v, []).append(op)
+    outputs = {v for v in graph.block.outputs if isinstance(v, int)}
+
+    # What may move, last first: read by nothing but sums over micro-batches and other operations that may move.
+    movable: set[int] = set()
+    for op in reversed(ops):
+        linear = op.primitive in _ADDITIONS | _FOLLOWERS and op.kind is OpKind.EQUATION and op.section in _BACKWARD
+        if linear and outputs.isdisjoint(op.outputs) and _linear_in_all(op):
+            users = [r for v in op.outputs for r in readers.get(v, ())]
+            if users and all(r.kind is OpKind.ACCUMULATE or r.id in movable for r in users):
+                movable.add(op.id)
+    # What must: additions over stages, and what follows them.
+    moved: set[int] = set()
+    for op in ops:
+        if op.id not in movable:
+            continue
+        sources = [maker[v] for v in read_by(op) if v in maker]
+        mixed = len({at[m.id] for m in sources if at[m.id] is not None}) > 1
+        if (mixed and op.primitive in _ADDITIONS) or any(m.id in moved for m in sources):
+            moved.add(op.id)
+    if not moved:
+        return graph, list(stages)
+
+    fresh = Fresh(graph)
+    pattern = next(op for op in ops if op.kind is OpKind.ACCUMULATE)
+    summed: dict[int, int] = {}
+    sums: list[tuple[Op, int | None]] = []
+    names: dict[int, int] = {}
+    late: list[tuple[Op, int | None]] = []
+    for op in ops:
+        if op.id not in moved:
+            continue
+        for v in read_by(op):
+            if v in summed or v in names:
+                continue
+            summed[v] = fresh.copy_of(v)
+            total = dataclasses.replace(
+                pattern, id=fresh.op_id(), inputs=(v,), outputs=(summed[v],), section=op.section, role=op.role,
+                module=op.module, count=op.count,
+            )  # fmt: skip
+            sums.append((total, at[maker[v].id] if v in maker else 0))
+        once = dataclasses.replace(op, section=Section.AFTER, role=Role.UPDATE, count=op.count / graph.num_microbatches)
+        late.append((clone(once, names := {**summed, **names}, fresh), _wanted_at(op, readers, at)))
+    # The old sums are now what the moved operations make.
+    for op in ops:
+        if op.kind is OpKind.ACCUMULATE and op.inputs[0] in names and op.inputs[0] not in summed:
+            names[op.outputs[0]] = names[op.inputs[0]]
+    gone = moved | {op.id for op in ops if op.kind is OpKind.ACCUMULATE and op.outputs[0] in names}
+    kept = [(reading(op, names) if op.section is Section.AFTER else op, at[op.id]) for op in ops if op.id not in gone]
+    in_loop = [pair for pair in kept if pair[0].section is not Section.AFTER]
+    after = [pair for pair in kept if pair[0].section is Section.AFTER]
+    rows = [*in_loop, *sums, *late, *after]
+    return _with_rows(graph, fresh, rows, names), [stage for _, stage in rows]
+
+
+def _linear_in_all(op: Op) -> bool:
+    operands = frozenset(range(len(op.inputs)))
+    if op.primitive == "convert_element_type":
+        # Rounding once, behind the sum, is what accumulating in the wider type is for.
+        return all(is_inexact(v.aval.dtype) for v in (*op.eqn.invars, *op.eqn.outvars))
+    return all(isinstance(a, int) for a in op.inputs) and operands in linear_operands(op.primitive, op.eqn)
+
+
+def _wanted_at(op: Op, readers: Mapping[int, Sequence[Op]], at: Mapping[int, int | None]) -> int | None:
+    """The stage of the update that reads what a moved operation leads to."""
+    following: Op | None = op
+    while following is not None:
+        (result,) = following.outputs
+        following = None
+        for reader in readers[result]:
+            if reader.kind is not OpKind.ACCUMULATE:
+                following = reader
+                break
+            for update in readers.get(reader.outputs[0], ()):
+                if at[update.id] is not None:
+                    return at[update.id]
+    return 0
+
+
+def _saved_at_cuts(graph: OpGraph, stages: Sequence[int | None], same_as: Mapping[int, int]) -> OpGraph:
+    """Reads the forward value where a later stage would wait for an earlier one to compute it again."""
+    at = {v: stage for op, stage in zip(graph.block.ops, stages, strict=True) for v in op.outputs}
+    ops = []
+    for op, stage in zip(graph.block.ops, stages, strict=True):
+        names = {}
+        if stage is not None and op.section in _BACKWARD:
+            for v in read_by(op):
+                made = at.get(v)
+                if v in same_as and made is not None and made < stage:
+                    names[v] = same_as[v]
+        ops.append(reading(op, names))
+    return dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=tuple(ops)))
+
+
+def _copies(graph: OpGraph, stages: Sequence[int | None], homes: Sequence[int]) -> tuple[OpGraph, list[int]]:
+    """One copy of each operation without a stage on each stage that reads it; of barriers what the stage reads."""
+    ops = graph.block.ops
+    wanted: dict[int, set[int]] = {}
+    tied = {graph.block.outputs[o]: homes[i] for i, o in graph.tied}
+    for v in graph.block.outputs:
+        if isinstance(v, int):
+            wanted.setdefault(v, set()).add(tied.get(v, 0))
+    for op, stage in zip(reversed(ops), reversed(stages), strict=True):
+        if op.kind is OpKind.BARRIER and stage is None:
+            for v, out in zip(op.inputs, op.outputs, strict=True):
+                assert isinstance(v, int), "a barrier passes values only"
+                wanted.setdefault(v, set()).update(wanted.get(out, ()))
+        else:
+            own = {stage} if stage is not None else set().union(*(wanted.get(v, set()) for v in op.outputs))
+            for v in read_by(op):
+                wanted.setdefault(v, set()).update(own)
+    fresh = Fresh(graph)
+    names: dict[int, dict[int, int]] = {}  # by stage
+    rows: list[tuple[Op, int | None]] = []
+    used: set[int] = set()
+    for op, stage in zip(ops, stages, strict=True):
+        if stage is not None:
+            rows.append((reading(op, names.get(stage, {})), stage))
+            continue
+        for q in sorted(set().union(*(wanted.get(v, set()) for v in op.outputs))):
+            part = op
+            if op.kind is OpKind.BARRIER:
+                pairs = [(v, out) for v, out in zip(op.inputs, op.outputs, strict=True) if q in wanted.get(out, ())]
+                part = dataclasses.replace(op, inputs=tuple(v for v, _ in pairs), outputs=tuple(o for _, o in pairs))
+            here = names.setdefault(q, {})
+            if used.isdisjoint(part.outputs):
+                # The first copy keeps its values.
+                used |= set(part.outputs)
+                rows.append((dataclasses.replace(reading(part, here), id=fresh.op_id()), q))
+            else:
+                rows.append((clone(part, here, fresh), q))
+    of_output = {v: names.get(tied.get(v, 0), {}).get(v, v) for v in graph.block.outputs if isinstance(v, int)}
+    stages_of = [stage for _, stage in rows if stage is not None]
+    return _with_rows(graph, fresh, rows, of_output), stages_of
+
+
+def _with_rows(
+    graph: OpGraph, fresh: Fresh, rows: Sequence[tuple[Op, int | None]], names: Mapping[int, int]
+) -> OpGraph:
+    outputs = tuple(names.get(v, v) if isinstance(v, int) else v for v in graph.block.outputs)
+    block = Block(inputs=graph.block.inputs, outputs=outputs, ops=tuple(op for op, _ in rows))
+    return dataclasses.replace(graph, values=tuple(fresh.values), block=block)
+
+
+def _check_cuts(first_layers: Sequence[int], num_layers: int) -> None:
+    ordered = all(a < b for a, b in itertools.pairwise(first_layers))
+    if not first_layers or first_layers[0] != 0 or not ordered or first_layers[-1] >= num_layers:
+        raise InvalidArgumentError(
+            where="first layers of the stages",
+            expected=f"0, then rising numbers below the number of layers ({num_layers})",
+            got=str(tuple(first_layers)),
+            hint="`balanced(layers, num_stages)` gives a valid cut",
+        )

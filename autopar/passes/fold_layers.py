@@ -1,0 +1,166 @@
+"""A step with its repeated layers taken out: of each run of equal layers the first and the last stay.
+
+What is chosen for one of forty equal layers is chosen for all, so that the search need not see the others. The two that
+stay count for the whole run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from autopar.ir.graph import Block, Op, OpGraph, OpKind, read_by
+from autopar.ir.rewrite import reading
+from autopar.passes.assign_layers import LayerAssignment
+from autopar.passes.layer_equivalence import layer_kinds, members_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Contracted:
+    """A smaller graph with the numbers of the whole one.
+
+    `layer_of[op.id]` of the operations that stay (None as in `LayerAssignment`, but only where several layers read what
+    is made); `stands_for[l]` is the layer that layer l is like, itself where it stays; `weight[l]` how many layers one
+    that stays counts for; `home_of[i]` the layer of the i-th input; `alike` the operations of the first layer of each
+    run with those of its last.
+    """
+
+    graph: OpGraph
+    layer_of: dict[int, int | None]
+    stands_for: tuple[int, ...]
+    weight: dict[int, float]
+    home_of: tuple[int, ...]
+    alike: tuple[tuple[Op, Op], ...]
+
+    def copies(self) -> dict[int, float]:
+        """For each value of the smaller graph, for how many of the whole one it counts, where that is not one."""
+        found = {v: self.weight.get(home, 1.0) for v, home in zip(self.graph.block.inputs, self.home_of, strict=True)}
+        for op in self.graph.block.ops:
+            layer = self.layer_of[op.id]
+            if layer is not None:
+                found.update(dict.fromkeys(op.outputs, self.weight[layer]))
+        return {v: n for v, n in found.items() if n != 1.0}
+
+
+def contract(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> Contracted:
+    """Takes out the inner layers of every run of three or more equal ones.
+
+    A value of a layer that was taken out is read from the one that stays instead: by what comes later in the program
+    from the layer that ran first, so that every value is made before it is read. A run whose values cannot be had so
+    (a layer reads something of a layer beyond its neighbour that has no counterpart) stays whole.
+    """
+    members = members_of(graph, assignment)
+    kinds = layer_kinds(graph, members, num_layers)
+    runs = [list(equal) for _, equal in itertools.groupby(range(num_layers), key=lambda layer: kinds[layer])]
+    layer_of = dict(zip((op.id for op in graph.block.ops), assignment.layer_of, strict=True))
+    while True:
+        made = _without([run for run in runs if len(run) > 2], graph, assignment, layer_of, members)
+        if isinstance(made, Contracted):
+            return made
+        runs = [run for run in runs if made not in run]
+
+
+def _without(
+    runs: Sequence[Sequence[int]],
+    graph: OpGraph,
+    assignment: LayerAssignment,
+    layer_of: dict[int, int | None],
+    members: dict[int, list[Op]],
+) -> Contracted | int:
+    """The graph without the inner layers of the runs, or a layer that cannot be taken out."""
+    dropped = {layer: (run[0], run[-1]) for run in runs for layer in run[1:-1]}
+    # Each value of a layer taken out -> its counterparts in the first and the last layer of the run.
+    counterparts: dict[int, tuple[int, int]] = {}
+    for layer, (first, last) in dropped.items():
+        for op, a, b in zip(members[layer], members[first], members[last], strict=True):
+            for v, in_first, in_last in zip(op.outputs, a.outputs, b.outputs, strict=True):
+                counterparts[v] = (in_first, in_last)
+    made: set[int] = set(graph.block.inputs)
+    layer_making = {v: layer_of[op.id] for op in graph.block.ops for v in op.outputs}
+    kept: list[Op] = []
+    for op in graph.block.ops:
+        here = layer_of[op.id]
+        if here in dropped:
+            continue
+        names: dict[int, int] = {}
+        for v in read_by(op):
+            if v in counterparts:
+                found = [c for c in counterparts[v] if c in made]
+                if not found:
+                    stuck = layer_making[v]
+                    assert stuck is not None, "what was taken out has a layer"
+                    return stuck
+                names[v] = found[-1] if layer_making[found[-1]] != here else found[0]
+        kept.append(reading(op, names) if names else op)
+        made.update(op.outputs)
+    kept, alone = _wanted(kept, graph, layer_of)
+    layer_of = {**layer_of, **alone}
+    weight = {layer: 1.0 for layer in members if layer not in dropped}
+    for run in runs:
+        weight[run[0]] = weight[run[-1]] = len(run) / 2
+    counted = tuple(
+        _running(op, weight[its]) if (its := layer_of[op.id]) is not None and weight[its] != 1.0 else op for op in kept
+    )
+    used = {v for op in counted for v in read_by(op)}
+    inputs = [i for i, v in enumerate(graph.block.inputs) if assignment.homes[i] not in dropped or v in used]
+    outputs = [o for o, atom in enumerate(graph.block.outputs) if not isinstance(atom, int) or atom in made]
+    at = {i: n for n, i in enumerate(inputs)}
+    out = {o: n for n, o in enumerate(outputs)}
+    smaller = dataclasses.replace(
+        graph,
+        block=Block(
+            inputs=tuple(graph.block.inputs[i] for i in inputs),
+            outputs=tuple(graph.block.outputs[o] for o in outputs),
+            ops=counted,
+        ),
+        constants=tuple(c for i, c in enumerate(graph.constants) if i in at),
+        tied=tuple((at[i], out[o]) for i, o in graph.tied if i in at and o in out),
+        donated=frozenset(at[i] for i in graph.donated if i in at),
+        batch=frozenset(at[i] for i in graph.batch if i in at),
+    )
+    stands_for = {layer: layer for layer in members}
+    for run in runs:
+        half = (run[0] + run[-1] + 1) // 2
+        stands_for.update({layer: run[0] if layer < half else run[-1] for layer in run})
+    num_layers = 1 + max(members)
+    stays = {op.id: op for op in counted}
+    return Contracted(
+        graph=smaller,
+        alike=tuple(
+            (stays[a.id], stays[b.id]) for run in runs for a, b in zip(members[run[0]], members[run[-1]], strict=True)
+        ),
+        layer_of={op.id: layer_of[op.id] for op in counted},
+        stands_for=tuple(stands_for.get(layer, layer) for layer in range(num_layers)),
+        weight=weight,
+        home_of=tuple(assignment.homes[i] for i in inputs),
+    )
+
+
+def _wanted(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | None]) -> tuple[list[Op], dict[int, int]]:
+    """The operations without those that have no layer and that none which stay read: they were made for layers that
+    were taken out. And the layers of those without one that are made for one layer alone.
+    """
+    wanted = {atom for atom in graph.block.outputs if isinstance(atom, int)}
+    readers: dict[int, set[int | None]] = {v: {None} for v in wanted}
+    found: list[Op] = []
+    alone: dict[int, int] = {}
+    for op in reversed(ops):
+        layer = layer_of[op.id]
+        if layer is None and wanted.isdisjoint(op.outputs):
+            continue
+        if layer is None and op.kind is OpKind.EQUATION:
+            layers = set().union(*(readers.get(v, ()) for v in op.outputs))
+            if len(layers) == 1 and (only := next(iter(layers))) is not None:
+                layer = alone[op.id] = only
+        for v in read_by(op):
+            readers.setdefault(v, set()).add(layer)
+        wanted.update(read_by(op))
+        found.append(op)
+    return found[::-1], alone
+
+
+def _running(op: Op, times: float) -> Op:
+    """The operation, with those inside of it, so many times as often."""
+    blocks = tuple(dataclasses.replace(b, ops=tuple(_running(inner, times) for inner in b.ops)) for b in op.blocks)
+    return dataclasses.replace(op, count=op.count * times, blocks=blocks)

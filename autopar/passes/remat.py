@@ -1,0 +1,221 @@
+"""Rematerialisation by layer: what the backward pass reads of the forward pass is computed again instead of kept.
+
+A layer's forward operations are cloned into the backward section behind a barrier over what they start from. The
+barrier takes the cotangents that arrive at the layer as well, so that the work waits for the backward pass. Source:
+Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604.06174.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Mapping, Sequence
+
+from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
+from autopar.ir.rewrite import Fresh, clone, reading, renumbered
+from autopar.passes.assign_layers import assign_layers
+from autopar.passes.layers import Layers, is_product
+
+_BACKWARD = (Section.BACKWARD, Section.WEIGHT)
+
+
+class Recompute(enum.Enum):
+    """What of a layer is computed again in the backward pass."""
+
+    NOTHING = "nothing"  # all that the backward pass reads is kept
+    CHEAP = "matmuls"  # results of matrix products are kept, the rest is computed again
+    ALL = "input"  # only what enters the layer is kept
+
+
+def rematerialise(graph: OpGraph, layers: Layers, policy: Recompute | Sequence[Recompute]) -> OpGraph:
+    """The graph with recomputation, for all layers alike or for each its own.
+
+    Forward operations keep their numbers, so that `layers` holds for the result too. Regions that the user
+    rematerialises stay as they are. Random numbers come out the same again: they are functions of their key.
+    """
+    policies = [policy] * len(layers) if isinstance(policy, Recompute) else list(policy)
+    assert len(policies) == len(layers), f"{len(policies)} policies for {len(layers)} layers"
+    ids = [op.id for op in graph.ops()]
+    assert ids == list(range(len(ids))), "operations are numbered in program order (`renumbered`)"
+    readers = _Readers(graph, _layer_of(graph, layers))
+    fresh = Fresh(graph)
+    inserted: dict[int, list[Op]] = {}  # by position
+    found: dict[int, list[tuple[int, dict[int, int]]]] = {}
+    names: list[dict[int, int]] = [{} for _ in policies]  # by layer, for its backward operations from there on
+    for layer, what in enumerate(policies):
+        if what is not Recompute.NOTHING:
+            at, ops, new = _recomputation(layer, what, readers, fresh)
+            inserted.setdefault(at, []).extend(ops)
+            found.setdefault(at, []).append((layer, new))
+    rows: list[Op] = []
+    for position, op in enumerate(graph.block.ops):
+        rows += inserted.get(position, [])
+        for layer, new in found.get(position, []):
+            names[layer] = new
+        if op.section in _BACKWARD:
+            op = readers.renamed(op, names)
+        rows.append(op)
+    block = dataclasses.replace(graph.block, ops=tuple(rows))
+    return renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block))
+
+
+def _layer_of(graph: OpGraph, layers: Layers) -> dict[int, int | None]:
+    assignment = assign_layers(graph, layers)
+    return {op.id: layer for op, layer in zip(graph.block.ops, assignment.layer_of, strict=True)}
+
+
+def saved_bytes(graph: OpGraph, layers: Layers) -> tuple[int, ...]:
+    """Bytes that one micro-batch keeps for the backward pass, at the first layer whose backward operations read them.
+
+    Values of the forward section and parts of the batch, unsharded; arguments and hoisted values are there anyway.
+    """
+    readers = _Readers(graph, _layer_of(graph, layers))
+    out = [0] * len(layers)
+    for op in graph.block.ops:
+        if op.section is Section.FORWARD or op.kind is OpKind.SPLIT:
+            for v in op.outputs:
+                if found := readers.layers.get(v):
+                    out[min(found)] += graph.values[v].nbytes
+    return tuple(out)
+
+
+def computed_again(graph: OpGraph, layer_of: Mapping[int, int | None], policy: Recompute) -> dict[int, frozenset[int]]:
+    """For each layer the ids of the forward operations that a policy computes again; `layer_of[op.id]` as in
+    `LayerAssignment`.
+    """
+    readers = _Readers(graph, layer_of)
+    found = {}
+    for layer in sorted({layer for layer in layer_of.values() if layer is not None}):
+        _, again = _again(layer, policy, readers) if policy is not Recompute.NOTHING else ([], [])
+        found[layer] = frozenset(op.id for op in again)
+    return found
+
+
+class _Readers:
+    """Who reads what in the backward section. `layers[v]` are the layers that need v, through barriers and portable
+    operations too."""
+
+    def __init__(self, graph: OpGraph, layer_of: Mapping[int, int | None]) -> None:
+        self.ops = graph.block.ops
+        self.layer = layer_of
+        self.position = {v: i for i, op in enumerate(self.ops) for v in op.outputs}
+        self.layers: dict[int, set[int]] = {}
+        for op in reversed(self.ops):
+            if op.section not in _BACKWARD or op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
+                continue
+            own = self.layer[op.id]
+            if op.kind is OpKind.BARRIER:
+                pairs = [(v, out) for v, out in zip(op.inputs, op.outputs, strict=True) if isinstance(v, int)]
+            else:
+                pairs = list(itertools.product(read_by(op), op.outputs))
+            for v, out in pairs:
+                self.layers.setdefault(v, set()).update({own} if own is not None else self.layers.get(out, ()))
+
+    def renamed(self, op: Op, names: Sequence[Mapping[int, int]]) -> Op:
+        """A backward operation that reads what its layer computed again; a barrier what its one layer did."""
+        own = self.layer[op.id]
+        if op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
+            return op
+        if own is not None:
+            return reading(op, names[own])
+        if op.kind is not OpKind.BARRIER:
+            return op
+        here: dict[int, int] = {}
+        for v, out in zip(op.inputs, op.outputs, strict=True):
+            found = self.layers.get(out, set())
+            if isinstance(v, int) and len(found) == 1:
+                (layer,) = found
+                here |= {v: names[layer][v]} if v in names[layer] else {}
+        return reading(op, here)
+
+
+def _again(layer: int, what: Recompute, readers: _Readers) -> tuple[list[int], list[Op]]:
+    """(values that the layer's backward operations read anew, the operations that make them, in program order)."""
+    # What every stage can make for itself (masks) is made again too; each layer makes its own.
+    forward = [
+        op
+        for op in readers.ops
+        if op.section is Section.FORWARD
+        and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK, OpKind.SPLIT, OpKind.BARRIER)
+        and readers.layer[op.id] in (layer, None)
+    ]
+    made = {v: op for op in forward if not (what is Recompute.CHEAP and is_product(op)) for v in op.outputs}
+    # What other layers keep as their input is there anyway.
+    for op in forward:
+        if readers.layer[op.id] == layer:
+            for v in op.outputs:
+                if readers.layers.get(v, {layer}) != {layer}:
+                    made.pop(v, None)
+    wanted = [v for v in made if layer in readers.layers.get(v, ())]
+    return wanted, _needed(wanted, made, forward)
+
+
+def _recomputation(
+    layer: int, what: Recompute, readers: _Readers, fresh: Fresh
+) -> tuple[int, list[Op], dict[int, int]]:
+    """(position, operations that go there, new names for what the layer's backward operations read)."""
+    ops = readers.ops
+    wanted, again = _again(layer, what, readers)
+    backward = [
+        i
+        for i, op in enumerate(ops)
+        if op.section in _BACKWARD and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK) and _is_of(op, layer, readers)
+    ]
+    at = next((i for i in backward if not {*wanted}.isdisjoint(read_by(ops[i]))), None)
+    if at is None:
+        return 0, [], {}
+    results = {v for op in again for v in op.outputs}
+    starts = dict.fromkeys(v for op in again for v in read_by(op) if v not in results)
+    cotangents = _cotangents(layer, at, backward, readers)
+    through = {v: fresh.copy_of(v) for v in (*starts, *cotangents)}
+    first = ops[at]
+    barrier = Op(
+        id=fresh.op_id(), kind=OpKind.BARRIER, primitive="optimization_barrier", eqn=None, inputs=tuple(through),
+        outputs=tuple(through.values()), rule=None, role=Role.BACKWARD, module=first.module, count=first.count,
+        section=Section.BACKWARD,
+    )  # fmt: skip
+    names = dict(through)
+    clones = [
+        dataclasses.replace(clone(op, names, fresh), section=Section.BACKWARD, role=Role.BACKWARD) for op in again
+    ]
+    return at, [barrier, *clones], {v: names[v] for v in (*wanted, *cotangents)}
+
+
+def _is_of(op: Op, layer: int, readers: _Readers) -> bool:
+    own = readers.layer[op.id]
+    return own == layer if own is not None else any(readers.layers.get(v) == {layer} for v in op.outputs)
+
+
+def _needed(wanted: Sequence[int], made: Mapping[int, Op], forward: Sequence[Op]) -> list[Op]:
+    """The forward operations that make the wanted values from what is kept, in program order."""
+    needed: set[int] = set()
+    stack = list(wanted)
+    while stack:
+        op = made[stack.pop()]
+        if op.id not in needed:
+            needed.add(op.id)
+            stack += [v for v in read_by(op) if v in made]
+    return [op for op in forward if op.id in needed]
+
+
+def _cotangents(layer: int, at: int, backward: Sequence[int], readers: _Readers) -> list[int]:
+    """The last cotangent that is there when the layer's backward operations start and that they wait for.
+
+    Not all of them: a gradient that is added to another layer's (tied parameters) would be held up for nothing.
+    """
+    ops = readers.ops
+
+    def is_cotangent(v: int) -> bool:
+        made = readers.position.get(v)
+        return (
+            made is not None
+            and made < at
+            and ops[made].section in _BACKWARD
+            and readers.layer[ops[made].id] is not None
+        )
+
+    read = dict.fromkeys(v for i in backward if i >= at for v in read_by(ops[i]) if is_cotangent(v))
+    arriving = [v for v in read if readers.layer[ops[readers.position[v]].id] != layer]
+    own = [v for v in read_by(ops[at]) if v in read]
+    return sorted(arriving or own, key=lambda v: readers.position[v])[-1:]

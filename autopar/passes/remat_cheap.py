@@ -1,0 +1,102 @@
+"""What is cheap to make is made where it is read, in each section anew, instead of once before the loop.
+
+Masks, positions, and constants that are spread over a whole batch cost next to nothing to make, inside of the kernels
+that read them. Made before the first micro-batch they would lie in memory through the whole step, as large as the
+activations that they are added to.
+
+Copies of parameters in half precision take a pass over memory to make, and lie there through the whole step as well:
+where memory is short, they too may be made anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autopar.ir.graph import Atom, Op, OpGraph, OpKind, Section, read_by
+from autopar.ir.rewrite import Fresh, clone, reading, renumbered
+
+# Elementwise operations and those that make or lay out values: what compilers compute again rather than keep.
+_CHEAP = frozenset({
+    "iota", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy",
+    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "add", "sub", "mul", "neg", "max", "min", "select_n",
+    "slice", "rem", "sign", "abs", "integer_pow", "square", "stop_gradient", "full", "concatenate", "rev", "pad",
+    "clamp",
+})  # fmt: skip
+
+WORTH_MAKING = 0.05  # of the state: copies that take less are no reason to plan once more
+
+
+def sunk(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
+    """The graph with cheap operations on constants, or also on the state, in the sections that read them."""
+    cheap = _cheap(graph, _state(graph) if of_state else frozenset())
+    if not cheap:
+        return graph
+    fresh = Fresh(graph)
+    names: dict[Section, dict[int, int]] = {}
+    rows: list[Op] = []
+    for op in graph.block.ops:
+        if op.section.repeats:
+            known = names.setdefault(op.section, {})
+            for value in read_by(op):
+                _make(value, op.section, cheap, known, fresh, rows)
+            op = reading(op, known)
+        rows.append(op)
+    return renumbered(
+        dataclasses.replace(
+            graph,
+            values=tuple(fresh.values),
+            block=dataclasses.replace(graph.block, ops=_without_unread(rows, graph.block.outputs, cheap)),
+        )
+    )
+
+
+def copies_state(graph: OpGraph) -> bool:
+    """Whether much is made of the state once that could be made in each micro-batch, in which it is read."""
+    state = _state(graph)
+    copies = _cheap(graph, state).keys()
+    read = {v for op in graph.block.ops if op.section.repeats for v in copies & read_by(op)}
+    return sum(graph.values[v].nbytes for v in read) > WORTH_MAKING * sum(graph.values[v].nbytes for v in state)
+
+
+def _state(graph: OpGraph) -> frozenset[int]:
+    """What a step is given, but for the batch."""
+    return frozenset(v for position, v in enumerate(graph.block.inputs) if position not in graph.batch)
+
+
+def _cheap(graph: OpGraph, given: frozenset[int]) -> dict[int, Op]:
+    """What makes each value that comes of constants and given values by cheap operations before the loop."""
+    cheap: dict[int, Op] = {}
+    for op in graph.block.ops:
+        is_cheap = op.section is Section.BEFORE and op.kind is OpKind.EQUATION and op.primitive in _CHEAP
+        if is_cheap and all(not isinstance(a, int) or a in cheap or a in given for a in op.inputs):
+            cheap.update(dict.fromkeys(op.outputs, op))
+    return cheap
+
+
+def _make(
+    value: int, section: Section, cheap: Mapping[int, Op], known: dict[int, int], fresh: Fresh, rows: list[Op]
+) -> None:
+    """Adds what makes a cheap value to a section, with all that it is made of."""
+    waiting = [value]
+    while waiting:
+        op = cheap.get(waiting[-1]) if waiting[-1] not in known else None
+        missing = [v for v in read_by(op) if v in cheap and v not in known] if op is not None else []
+        if missing:
+            waiting += reversed(missing)
+            continue
+        waiting.pop()
+        if op is not None:
+            rows.append(dataclasses.replace(clone(op, known, fresh), section=section))
+
+
+def _without_unread(rows: list[Op], outputs: tuple[Atom, ...], cheap: Mapping[int, Op]) -> tuple[Op, ...]:
+    """The operations without the cheap ones, made before the loop, that nobody reads any more."""
+    wanted = {a for a in outputs if isinstance(a, int)}
+    kept: list[Op] = []
+    for op in reversed(rows):
+        sunk_away = op.section is Section.BEFORE and not op.blocks and any(v in cheap for v in op.outputs)
+        if not sunk_away or wanted.intersection(op.outputs):
+            kept.append(op)
+            wanted.update(read_by(op))
+    return tuple(reversed(kept))

@@ -1,0 +1,326 @@
+"""What must hold of a plan whatever step it is for: numbers in range, meshes of the cluster's devices, layouts of these
+meshes, tables whose indices lie in them.
+
+`first_fault` says where a plan breaks one of these; what can be seen beside the traced step only is checked where the
+plan is made into a function (`decision_checks`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from autopar.common.json_files import Fault
+from autopar.common.trace_events import DEVICES, LINKS, Timeline
+from autopar.errors import InvalidArgumentError
+from autopar.hardware.collective_cost import CollectiveKind
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
+from autopar.plan.schema import FORMAT_VERSION, Decisions, PipelineRecord, PlannedValue, PlanRecord, PredictedCollective
+
+# No number of a plan is larger: of integers what other programs read as such, of others far more than seconds, bytes
+# and arithmetic operations of a step can be.
+LARGEST_INTEGER, LARGEST = 2**63 - 1, 1e30
+# What sums of seconds may lack to zero by rounding.
+ROUNDING = 1e-9
+
+KINDS = ("state", "batch", "constant", "other")
+READERS = ("all", "forward", "backward", "update")
+COLLECTIVES = tuple(kind.value for kind in CollectiveKind)
+
+
+def first_fault(record: PlanRecord) -> Fault | None:
+    """The first thing for which a record is no plan, with its place in the file; None where it is one."""
+    checks = (_numbers, _meshes, _values, _all_decisions, _predicted, _axis_names, _pipeline, _timelines)
+    return next((fault for check in checks for fault in check(record)), None)
+
+
+def _range(n: int) -> str:
+    return f"one of 0 to {n - 1}" if n else "none, as there is nothing to number"
+
+
+def _outside(place: str, indices: Iterable[int], n: int) -> Iterator[Fault]:
+    """Indices into a table of n rows."""
+    for i, index in enumerate(indices):
+        if not 0 <= index < n:
+            yield Fault(place=f"{place}[{i}]", expected=_range(n), got=str(index))
+
+
+def _numbers(record: PlanRecord) -> Iterator[Fault]:
+    if record.format_version != FORMAT_VERSION:
+        got = str(record.format_version)
+        yield Fault(place="$.plan.format_version", expected=str(FORMAT_VERSION), got=got)
+    found = _out_of_range(record)
+    if found is not None:
+        place, number = found
+        yield Fault(
+            place=f"$.plan{place}", expected="a number of zero or more, and of a usual size", got=f"{number:.8g}"
+        )
+
+
+def _out_of_range(value: Any) -> tuple[str, float] | None:
+    """(place, number) of the first number that is negative or larger than any in a plan."""
+    kind = type(value)
+    if kind is int:
+        return (
+            None if 0 <= value <= LARGEST_INTEGER else ("", float(min(max(value, -LARGEST_INTEGER), LARGEST_INTEGER)))
+        )
+    if kind is float:
+        return None if -ROUNDING <= value <= LARGEST else ("", value)
+    if kind is str or kind is bool or value is None:
+        return None
+    items: Iterable[tuple[str, Any]] = ()
+    if kind is tuple:
+        for i, item in enumerate(value):
+            if (found := _out_of_range(item)) is not None:
+                return f"[{i}]{found[0]}", found[1]
+        return None
+    if kind is dict:
+        keys = ((f".{key}", key) for key in value)
+        items = (*keys, *((f".{key}", item) for key, item in value.items()))
+    elif isinstance(value, msgspec.Struct):
+        # The events of a timeline are lists in the file.
+        listed, names = value.__struct_config__.array_like, value.__struct_fields__
+        items = ((f"[{i}]" if listed else f".{name}", getattr(value, name)) for i, name in enumerate(names))
+    elif dataclasses.is_dataclass(value):
+        items = ((f".{name}", getattr(value, name)) for name in value.__dataclass_fields__)
+    for place, item in items:
+        if (found := _out_of_range(item)) is not None:
+            return f"{place}{found[0]}", found[1]
+    return None
+
+
+def _mesh(place: str, sizes: Sequence[int]) -> Iterator[Fault]:
+    if not 1 <= len(sizes) <= len(AXIS_NAMES):
+        yield Fault(place=place, expected=f"1 to {len(AXIS_NAMES)} mesh axes", got=f"{len(sizes)}")
+    for i, n in enumerate(sizes):
+        if n < 1:
+            yield Fault(place=f"{place}[{i}]", expected="one device or more along a mesh axis", got=str(n))
+
+
+def _meshes(record: PlanRecord) -> Iterator[Fault]:
+    pipeline, devices = record.pipeline, record.cluster.num_devices
+    if record.memory_limit_bytes == 0:
+        yield Fault(place="$.plan.memory_limit_bytes", expected="bytes of a device, or null", got="0")
+    for i, trial in enumerate(record.tried):
+        yield from _mesh(f"$.plan.tried[{i}].axis_sizes", trial.axis_sizes)
+    if pipeline is None:
+        place = "$.plan.axis_sizes"
+        yield from _mesh(place, record.axis_sizes)
+        if math.prod(record.axis_sizes) != devices:
+            got = f"{list(record.axis_sizes)}"
+            yield Fault(place=place, expected=f"a mesh of the cluster's {devices} devices", got=got)
+        try:
+            record.cluster.axis_links(record.axis_sizes)
+        except InvalidArgumentError as error:
+            yield Fault(place=place, expected=error.expected, got=error.got)
+        return
+    if record.axis_sizes:
+        yield Fault(
+            place="$.plan.axis_sizes", expected="none: each stage has its own", got=f"{list(record.axis_sizes)}"
+        )
+    if not pipeline.stages:
+        yield Fault(place="$.plan.pipeline.stages", expected="one stage or more", got="none")
+    groups: dict[int, tuple[int, ...]] = {}
+    for number, stage in enumerate(pipeline.stages):
+        place = f"$.plan.pipeline.stages[{number}]"
+        yield from _mesh(f"{place}.axis_sizes", stage.axis_sizes)
+        sizes = groups.setdefault(stage.first_device, stage.axis_sizes)
+        if sizes != stage.axis_sizes:
+            expected = f"{list(sizes)}, as of the other stage from device {stage.first_device} on"
+            yield Fault(place=f"{place}.axis_sizes", expected=expected, got=f"{list(stage.axis_sizes)}")
+        last = stage.first_device + math.prod(stage.axis_sizes)
+        over = [first for first in groups if stage.first_device < first < last]
+        over += [f for f, s in groups.items() if f < stage.first_device < f + math.prod(s)]
+        if last > devices or over:
+            expected = f"devices of its own, of the {devices} of the cluster"
+            yield Fault(
+                place=f"{place}.first_device", expected=expected, got=f"devices {stage.first_device} to {last - 1}"
+            )
+
+
+def _mesh_of(record: PlanRecord, stage: int) -> LogicalMesh:
+    sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
+    return LogicalMesh(axis_sizes=sizes)
+
+
+def _num_stages(record: PlanRecord) -> int:
+    return 1 if record.pipeline is None else len(record.pipeline.stages)
+
+
+def _values(record: PlanRecord) -> Iterator[Fault]:
+    for name, values, kinds in (("arguments", record.arguments, KINDS), ("results", record.results, ("result",))):
+        for i, value in enumerate(values):
+            yield from _value(record, value, f"$.plan.{name}[{i}]", kinds)
+
+
+def _value(record: PlanRecord, value: PlannedValue, place: str, kinds: Sequence[str]) -> Iterator[Fault]:
+    stages, num_stages = value.stages, _num_stages(record)
+    if value.kind not in kinds:
+        yield Fault(place=f"{place}.kind", expected=" or ".join(kinds), got=repr(value.kind))
+    yield from _outside(f"{place}.stages", stages, num_stages if record.pipeline is not None else 0)
+    if not 0 <= value.stage < num_stages:
+        yield Fault(place=f"{place}.stage", expected=_range(num_stages), got=str(value.stage))
+    mesh, shape = _mesh_of(record, value.stage), value.shape
+    if stages:
+        if len(set(stages)) < len(stages) or len(stages) < 2:
+            yield Fault(place=f"{place}.stages", expected="two different stages or more", got=f"{list(stages)}")
+        if stages[0] != value.stage or len({_mesh_of(record, stage) for stage in stages}) > 1:
+            expected = f"stages on equal meshes, stage {value.stage} first"
+            yield Fault(place=f"{place}.stages", expected=expected, got=f"{list(stages)}")
+        if not shape or shape[0] % len(stages):
+            expected = f"a dimension 0 that divides by the {len(stages)} stages"
+            yield Fault(place=f"{place}.shape", expected=expected, got=f"{list(shape)}")
+        shape = (shape[0] // len(stages), *shape[1:])
+    if value.layout.partial:
+        yield Fault(place=f"{place}.layout.partial", expected="none", got=f"{list(value.layout.partial)}")
+    yield from _layout(f"{place}.layout", value.layout, mesh)
+    if len(value.layout.dims) != len(shape):
+        expected = f"one entry for each of {len(shape)} dimensions"
+        yield Fault(place=f"{place}.layout.dims", expected=expected, got=str(len(value.layout.dims)))
+    if not value.layout.fits(shape, mesh):
+        expected = f"a split of shape {list(shape)} into equal parts on mesh {mesh}"
+        yield Fault(place=f"{place}.layout.dims", expected=expected, got=value.layout.text(mesh))
+
+
+def _layout(place: str, layout: Layout, mesh: LogicalMesh) -> Iterator[Fault]:
+    n = len(mesh.axis_sizes)
+    for d, axes in enumerate(layout.dims):
+        yield from _outside(f"{place}.dims[{d}]", axes, n)
+    yield from _outside(f"{place}.partial", layout.partial, n)
+
+
+def _all_decisions(record: PlanRecord) -> Iterator[Fault]:
+    if record.pipeline is None:
+        yield from _decisions("$.plan.decisions", record.decisions, _mesh_of(record, 0))
+        return
+    if record.decisions != Decisions(layouts=(), strategies=(), of_op={}, raw={}, placed={}, copies=()):
+        yield Fault(place="$.plan.decisions", expected="none: each stage has its own", got="some")
+    for number, stage in enumerate(record.pipeline.stages):
+        place = f"$.plan.pipeline.stages[{number}].decisions"
+        yield from _decisions(place, stage.decisions, _mesh_of(record, number))
+
+
+def _decisions(place: str, made: Decisions, mesh: LogicalMesh) -> Iterator[Fault]:
+    num_layouts, num_axes = len(made.layouts), len(mesh.axis_sizes)
+    for i, layout in enumerate(made.layouts):
+        yield from _layout(f"{place}.layouts[{i}]", layout, mesh)
+    for i, s in enumerate(made.strategies):
+        row = f"{place}.strategies[{i}]"
+        yield from _outside(f"{row}.operands", s.operands, num_layouts)
+        yield from _outside(f"{row}.results", s.results, num_layouts)
+        yield from _outside(f"{row}.combined", s.combined, num_axes)
+        yield from _outside(f"{row}.ring", s.ring, num_axes)
+        if s.split < 1 or mesh.num_devices % s.split:
+            expected = f"a number of parts that divides the {mesh.num_devices} devices"
+            yield Fault(place=f"{row}.split", expected=expected, got=str(s.split))
+    tables = (
+        ("of_op", made.of_op, len(made.strategies)), ("raw", made.raw, num_layouts),
+        ("placed", made.placed, num_layouts), ("wires", made.wires, num_layouts),
+    )  # fmt: skip
+    for name, numbered, n in tables:
+        for key, index in numbered.items():
+            if not 0 <= index < n:
+                yield Fault(place=f"{place}.{name}.{key}", expected=_range(n), got=str(index))
+    for i, (_, readers, index) in enumerate(made.copies):
+        if readers not in READERS:
+            yield Fault(place=f"{place}.copies[{i}][1]", expected=" or ".join(READERS), got=repr(readers))
+        if not 0 <= index < num_layouts:
+            yield Fault(place=f"{place}.copies[{i}][2]", expected=_range(num_layouts), got=str(index))
+
+
+def _predicted(record: PlanRecord) -> Iterator[Fault]:
+    made, groups = record.predicted, 1
+    if record.pipeline is not None:
+        groups = len({stage.first_device for stage in record.pipeline.stages})
+    lengths = {"peak_bytes": made.peak_bytes, "memory": made.memory, "host_bytes": made.host_bytes}
+    for name, per_group in lengths.items():
+        if len(per_group) != groups and (name != "host_bytes" or per_group):
+            expected = f"one entry for each of {groups} group(s) of devices"
+            yield Fault(place=f"$.plan.predicted.{name}", expected=expected, got=str(len(per_group)))
+    yield from _collectives("$.plan.predicted.collectives", made.collectives)
+    for i, row in enumerate(record.modules):
+        yield from _collectives(f"$.plan.modules[{i}].collectives", row.collectives)
+
+
+def _collectives(place: str, collectives: Sequence[PredictedCollective]) -> Iterator[Fault]:
+    for i, made in enumerate(collectives):
+        if made.kind not in COLLECTIVES:
+            yield Fault(place=f"{place}[{i}].kind", expected=" or ".join(COLLECTIVES), got=repr(made.kind))
+        for j, axis in enumerate(made.axes):
+            if axis not in AXIS_NAMES:
+                yield Fault(place=f"{place}[{i}].axes[{j}]", expected=" or ".join(AXIS_NAMES), got=repr(axis))
+
+
+def _axis_names(record: PlanRecord) -> Iterator[Fault]:
+    stages = range(_num_stages(record))
+    if record.axis_roles and len(record.axis_roles) != len(stages):
+        got = str(len(record.axis_roles))
+        yield Fault(place="$.plan.axis_roles", expected=f"one entry for each of {len(stages)} stage(s)", got=got)
+    for stage, roles in enumerate(record.axis_roles):
+        mesh = _mesh_of(record, stage)
+        if len(roles) != len(mesh.axis_sizes):
+            expected = f"a name for each of the {len(mesh.axis_sizes)} axes of mesh {mesh}"
+            yield Fault(place=f"$.plan.axis_roles[{stage}]", expected=expected, got=", ".join(roles) or "none")
+    names, place = record.axis_names, "$.plan.axis_names"
+    if not names and record.pinned is None:
+        return
+    if len(set(names)) < len(names):
+        yield Fault(place=place, expected="a name of its own for each mesh axis", got=", ".join(names))
+    for stage in stages:
+        mesh = _mesh_of(record, stage)
+        if len(names) != len(mesh.axis_sizes):
+            expected = f"a name for each of the {len(mesh.axis_sizes)} axes of mesh {mesh}"
+            yield Fault(place=place, expected=expected, got=", ".join(names) or "none")
+
+
+def _pipeline(record: PlanRecord) -> Iterator[Fault]:
+    made, place = record.pipeline, "$.plan.pipeline"
+    if made is None:
+        return
+    for name in ("num_microbatches", "chunks", "scan_parts"):
+        if getattr(made, name) < 1:
+            yield Fault(place=f"{place}.{name}", expected="one or more", got=str(getattr(made, name)))
+    groups = len({stage.first_device for stage in made.stages})
+    if made.chunks * groups != len(made.stages):
+        expected = f"{len(made.stages)} stages on {groups} group(s) of devices, as many on each"
+        yield Fault(place=f"{place}.chunks", expected=expected, got=f"{made.chunks} on each")
+    yield from _layers(made)
+
+
+def _layers(made: PipelineRecord) -> Iterator[Fault]:
+    first = 0
+    for number, stage in enumerate(made.stages):
+        place = f"$.plan.pipeline.stages[{number}]"
+        if stage.first_layer != first:
+            got = str(stage.first_layer)
+            yield Fault(place=f"{place}.first_layer", expected=f"{first}, behind the last stage's layers", got=got)
+        if not stage.layers:
+            yield Fault(place=f"{place}.layers", expected="one layer or more", got="none")
+        first += len(stage.layers)
+    if len(made.recomputed) != first:
+        expected = f"one entry for each of {first} layers"
+        yield Fault(place="$.plan.pipeline.recomputed", expected=expected, got=str(len(made.recomputed)))
+
+
+def _timelines(record: PlanRecord) -> Iterator[Fault]:
+    yield from _timeline("$.plan.timeline", record.timeline)
+    if record.pipeline is not None:
+        yield from _timeline("$.plan.pipeline.timeline", record.pipeline.timeline)
+
+
+def _timeline(place: str, timeline: Timeline) -> Iterator[Fault]:
+    rows = {DEVICES: len(timeline.rows), LINKS: len(timeline.links)}
+    for i, event in enumerate(timeline.events):
+        if event.process not in rows:
+            yield Fault(place=f"{place}.events[{i}][0]", expected=_range(len(rows)), got=str(event.process))
+        elif not 0 <= event.row < rows[event.process]:
+            yield Fault(place=f"{place}.events[{i}][1]", expected=_range(rows[event.process]), got=str(event.row))
+    for name, per_row in timeline.tracks.items():
+        if len(per_row) > len(timeline.rows):
+            expected = f"at most one entry for each of {len(timeline.rows)} rows"
+            yield Fault(place=f"{place}.tracks.{name}", expected=expected, got=str(len(per_row)))

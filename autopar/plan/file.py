@@ -1,0 +1,87 @@
+"""Plans as files: versioned JSON with a checksum, so that a damaged plan is never run as another one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+
+import msgspec
+
+from autopar.common.json_files import Fault, JsonFaultError, decoded, first_layout_twice
+from autopar.errors import PlanFormatError
+from autopar.plan.check_record import first_fault
+from autopar.plan.schema import FORMAT_VERSION, PlanRecord
+
+_HINT = (
+    "plan anew (step.plan(...).save(path)); what a plan must hold to is said with autopar.constrain, not by editing it"
+)
+
+
+class _File(msgspec.Struct, omit_defaults=True):
+    """`key` is what a plan of the cache was saved under; files that users save have none."""
+
+    format_version: int
+    checksum: str = ""
+    key: str = ""
+    plan: msgspec.Raw = msgspec.Raw(b"")
+
+
+def encode(record: PlanRecord, key: str = "") -> bytes:
+    """JSON with the format's version and a checksum, and the key of the cache where the plan lies there."""
+    body = msgspec.json.encode(record)
+    file = _File(format_version=FORMAT_VERSION, checksum=_checksum(body), key=key, plan=msgspec.Raw(body))
+    return msgspec.json.encode(file)
+
+
+def decode(data: bytes, where: str, key: str | None = None) -> PlanRecord:
+    """The plan of a file, which is named by `where`; with a key, only a plan that was saved under it.
+
+    Raises: PlanFormatError for another format version, and for a file that was changed, with the place in it (such as
+    `$.plan.pipeline.stages[1].axis_sizes[0]`) where the plan can no longer be one.
+    """
+    try:
+        file = decoded(data, _File, "a plan saved by autopar")
+    except JsonFaultError as error:
+        fault = error.fault
+        got = fault.got if fault.place == "$" else f"{fault.got} at {fault.place}, where {fault.expected} is expected"
+        raise PlanFormatError(where=where, expected="a plan saved by autopar", got=got, hint=_HINT) from error
+    if file.format_version != FORMAT_VERSION:
+        raise PlanFormatError(
+            where=where,
+            expected=f"format version {FORMAT_VERSION}",
+            got=f"format version {file.format_version}",
+            hint="make the plan anew (step.plan(...).save(path)); plans are cheap to find and are cached on disk",
+        )
+    if key is not None and file.key != key:
+        raise PlanFormatError(
+            where=where, expected=f"the plan of key {key}", got=f"that of key {file.key!r}", hint=_HINT
+        )
+    changed = "" if _checksum(bytes(file.plan)) == file.checksum else "; it was changed since it was saved (checksum)"
+    found = _record(bytes(file.plan))
+    if isinstance(found, Fault):
+        raise PlanFormatError(
+            where=f"{where}, {found.place}", expected=found.expected, got=f"{found.got}{changed}", hint=_HINT
+        )
+    if changed:
+        raise PlanFormatError(
+            where=f"{where}, $.plan", expected="a plan as it was saved", got="a changed one (checksum)", hint=_HINT
+        )
+    return found
+
+
+def _record(body: bytes) -> PlanRecord | Fault:
+    """The plan, or the first thing for which it is none."""
+    try:
+        record = decoded(body, PlanRecord, "a plan", "$.plan")
+    except JsonFaultError as error:
+        return error.fault
+    except AssertionError as error:  # of a layout, which says no place
+        fault = None
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            fault = first_layout_twice(msgspec.json.decode(body), "$.plan")
+        return fault or Fault(place="$.plan", expected="layouts of a mesh", got=str(error))
+    return first_fault(record) or record
+
+
+def _checksum(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()

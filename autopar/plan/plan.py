@@ -1,0 +1,238 @@
+"""The plan: what was chosen for one step on one cluster, as its user sees it: shardings, text, files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from autopar.common.trace_events import write_trace
+from autopar.errors import InvalidArgumentError
+from autopar.hardware.cluster import Cluster
+from autopar.ir.jax_sharding import (
+    HOST_MEMORY,
+    abstract_joint_mesh,
+    abstract_mesh,
+    check_host_memory,
+    concrete_mesh,
+    joint_mesh,
+    partition_spec,
+    stacked_spec,
+    submesh,
+)
+from autopar.ir.mesh import LogicalMesh
+from autopar.plan import render
+from autopar.plan.file import decode, encode
+from autopar.plan.plan_timeline import timeline_of
+from autopar.plan.schema import PlannedValue, PlanRecord, Predicted
+from autopar.plan.sharding_trees import shardings_in
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trees:
+    """How the flat arguments of a step hang together: one tree for each dynamic argument, and their names."""
+
+    arguments: tuple[Any, ...]
+    names: tuple[str, ...]
+    donated: frozenset[int]
+    batch: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan for one step. `record` is what is saved; `trees` is known when the plan comes from a step.
+
+    A plan that was loaded from a file has no trees until a step takes it: then shardings are dictionaries by path.
+    """
+
+    record: PlanRecord
+    trees: Trees | None = None
+
+    @property
+    def predicted(self) -> Predicted:
+        return self.record.predicted
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.record.cluster
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The logical mesh; of a pipeline, that of its first stage."""
+        return self.stage_mesh(0)[0]
+
+    def stage_mesh(self, stage: int) -> tuple[LogicalMesh, int]:
+        """(mesh of a stage, its first device)."""
+        if self.record.pipeline is None:
+            return LogicalMesh(axis_sizes=self.record.axis_sizes), 0
+        made = self.record.pipeline.stages[stage]
+        return LogicalMesh(axis_sizes=made.axis_sizes), made.first_device
+
+    def with_note(self, note: str) -> Plan:
+        """The plan with one more note, unless it has it."""
+        notes = dict.fromkeys((*self.record.notes, note))
+        return dataclasses.replace(self, record=dataclasses.replace(self.record, notes=tuple(notes)))
+
+    def groups(self) -> dict[str, list[list[int]]]:
+        """Which devices, by number, work together along each mesh axis, and along the stages of a pipeline.
+
+        An axis has the name that a recipe or pins gave it, else that of what it does: `data`, `sharded data` (with
+        state in parts over it too), `tensor`, `sequence`, `expert`; axes that do the same are one, and one that does
+        nothing has its own name (x). Only stages on equal meshes have pipeline groups.
+        """
+        stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
+        places = {self.stage_mesh(stage): stage for stage in reversed(stages)}
+        places = dict(sorted(places.items(), key=lambda item: item[1]))
+        found: dict[str, list[list[int]]] = {}
+        for (mesh, first), stage in places.items():
+            devices = first + np.arange(mesh.num_devices).reshape(mesh.axis_sizes)
+            roles = self.record.axis_roles[stage] if self.record.axis_roles else mesh.axis_names
+            names = self.record.axis_names or roles
+            for name in dict.fromkeys(names):
+                axes = [axis for axis, other in enumerate(names) if other == name]
+                rows = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, mesh.size(axes))
+                found.setdefault(name, []).extend(rows.tolist())
+        if len(places) > 1 and len({mesh for mesh, _ in places}) == 1:
+            firsts = [first for _, first in places]
+            found["pipeline"] = [[first + i for first in firsts] for i in range(self.mesh.num_devices)]
+        return found
+
+    def jax_mesh(self, stage: int = 0) -> Mesh | AbstractMesh:
+        """The mesh of a stage over this program's devices, or an abstract one where there are too few."""
+        mesh, first_device = self.stage_mesh(stage)
+        enough = len(jax.devices()) >= first_device + mesh.num_devices
+        return submesh(mesh, first_device) if enough else abstract_mesh(mesh)
+
+    def _joint_mesh(self, stages: Sequence[int]) -> Mesh | AbstractMesh:
+        """The meshes of several stages as one, over this program's devices where there are enough."""
+        mesh = self.stage_mesh(stages[0])[0]
+        firsts = [self.stage_mesh(stage)[1] for stage in stages]
+        if len(jax.devices()) < max(firsts) + mesh.num_devices:
+            return abstract_joint_mesh(mesh, len(stages))
+        return joint_mesh(mesh, firsts)
+
+    def concrete_mesh(self) -> Mesh:
+        """The mesh over this program's devices.
+
+        Raises: NotEnoughDevicesError.
+        """
+        self.check_devices()
+        return concrete_mesh(self.mesh)
+
+    def check_devices(self) -> None:
+        """Raises: NotEnoughDevicesError where this program has fewer devices than the plan is for, UnsupportedError
+        where they cannot keep arrays in the memory of the host and the plan does.
+        """
+        stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
+        largest = max((self.stage_mesh(s) for s in stages), key=lambda at: at[1] + at[0].num_devices)
+        submesh(*largest)
+        if any(value.in_host for value in self.record.arguments):
+            check_host_memory(f"plan of {self.record.step}", jax.local_devices()[0])
+
+    # Shardings
+
+    def sharding(self, path: str) -> NamedSharding:
+        """The sharding of an argument or result, by its path as the plan prints it (`state['params']['w']`).
+
+        Raises: InvalidArgumentError when there is no such path.
+        """
+        for value in (*self.record.arguments, *self.record.results):
+            if value.path == path:
+                return self.sharding_of(value)
+        known = [v.path for v in self.record.arguments]
+        raise InvalidArgumentError(
+            where=f"plan.sharding({path!r})",
+            expected=f"one of the {len(known)} argument paths, such as {', '.join(known[:3])}",
+            got=repr(path),
+            hint="print the plan, or list plan.record.arguments",
+        )
+
+    @property
+    def state_shardings(self) -> Any:
+        """Shardings of the donated argument, in its structure (a tuple of them where several are donated).
+
+        Raises: UnsupportedError where a class in it takes arrays only; `sharding(path)` gives them one by one.
+        """
+        return self._argument_shardings("state", self.trees.donated if self.trees else frozenset())
+
+    @property
+    def batch_shardings(self) -> Any:
+        """Shardings of the batch argument, in its structure (a tuple of them where there are several).
+
+        Raises: UnsupportedError where a class in it takes arrays only; `sharding(path)` gives them one by one.
+        """
+        return self._argument_shardings("batch", self.trees.batch if self.trees else frozenset())
+
+    def argument_leaves(self, which: frozenset[int]) -> list[PlannedValue]:
+        """The leaves of some of the dynamic arguments, by their numbers."""
+        assert self.trees is not None, "only a plan bound to a step knows its arguments"
+        leaves = iter([v for v in self.record.arguments if v.kind != "constant"])
+        taken = [(i, next(leaves)) for i, tree in enumerate(self.trees.arguments) for _ in range(tree.num_leaves)]
+        return [leaf for i, leaf in taken if i in which]
+
+    def _argument_shardings(self, kind: str, which: frozenset[int]) -> Any:
+        if self.trees is None:
+            return {v.path: self.sharding_of(v) for v in self.record.arguments if v.kind == kind}
+        chosen = []
+        for i in sorted(which):
+            shardings = [self.sharding_of(v) for v in self.argument_leaves(frozenset({i}))]
+            where = f"plan.{kind}_shardings of {self.record.step}, argument {self.trees.names[i]!r}"
+            chosen.append(shardings_in(self.trees.arguments[i], shardings, where))
+        return chosen[0] if len(chosen) == 1 else tuple(chosen)
+
+    def sharding_of(self, value: PlannedValue) -> NamedSharding:
+        """How an argument or result lies on its stage's devices, or in parts on those of several stages."""
+        mesh = self.stage_mesh(value.stage)[0]
+        if value.stages:
+            joint = self._joint_mesh(value.stages)
+            sharding = NamedSharding(joint, stacked_spec(value.layout, mesh.axis_names))
+        else:
+            sharding = NamedSharding(self.jax_mesh(value.stage), partition_spec(value.layout, mesh.axis_names))
+        return sharding.with_memory_kind(HOST_MEMORY) if value.in_host else sharding
+
+    # Files and text
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON that `load` reads."""
+        Path(path).write_bytes(encode(self.record))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises: PlanFormatError for another format version or a file that was changed, with the place in it.
+        """
+        return cls(decode(Path(path).read_bytes(), str(path)))
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the predicted step as a timeline, to be opened at https://ui.perfetto.dev.
+
+        Of a pipeline each group of devices has a row, and each link between them; of a plan without stages one row
+        shows what every device computes and one what it sends meanwhile. The last event ends at the predicted time.
+        """
+        write_trace(path, timeline_of(self.record))
+
+    def explain(self, what: str) -> str:
+        """Why a module or an argument is split as it is: its layouts, collectives and their cost, as text.
+
+        `what` is a path that the plan shows, a part of it, or a pattern as `autopar.constrain` takes. Raises:
+        InvalidArgumentError where it names nothing.
+        """
+        return render.explain(self.record, what)
+
+    def diff(self, other: Plan) -> str:
+        """What differs between two plans of a step: meshes, arguments, collectives and predictions, as text."""
+        return render.diff(self.record, other.record)
+
+    def __str__(self) -> str:
+        return render.table(self.record)
+
+    def __repr__(self) -> str:
+        if self.record.pipeline is not None:
+            return f"<Plan of {self.record.step} on {self.cluster.name}, {len(self.record.pipeline.stages)} stages>"
+        return f"<Plan of {self.record.step} on {self.cluster.name}, mesh {self.mesh}>"

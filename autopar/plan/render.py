@@ -1,0 +1,377 @@
+"""A plan as text: tables that a person reads."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import re
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.common.paths import matches, parts_of, unfolded
+from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.errors import InvalidArgumentError
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+from autopar.plan.schema import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
+
+WIDTH = 140  # columns of the printed plan
+LARGEST_SHOWN = 6
+NEAREST_SHOWN = 5
+NO_MODULE = "(no module)"
+_NUMBER = re.compile(r"\d+")
+
+
+def table(record: PlanRecord) -> str:
+    """The whole plan: stages or mesh, state and batch, modules with what they send and why, memory, time."""
+    out = _Text()
+    made = record.predicted
+    if record.pipeline is None:
+        mesh = LogicalMesh(axis_sizes=record.axis_sizes)
+        out.line(f"Plan of {record.step} on {record.cluster.name}: {mesh.num_devices} device(s), mesh {mesh}")
+    else:
+        out.line(_pipeline_line(record, record.pipeline))
+    out.line(
+        f"step {text_of_s(made.step_time_s)} predicted: compute {text_of_s(made.compute_time_s)}, "
+        f"collectives {text_of_s(made.collective_time_s)}"
+        + (f", {text_of_s(made.hidden_time_s)} of it hidden" if made.hidden_time_s else "")
+        + (f", new memory {text_of_s(made.allocation_time_s)}" if made.allocation_time_s else "")
+        + "; "
+        + (f"bubble {made.bubble_fraction:.1%}; " if record.pipeline is not None else "")
+        + f"{text_of_flops(made.flops)}, MFU {made.mfu:.1%}; "
+        f"peak {text_of_bytes(max(made.peak_bytes))} a device"
+        + (f" of {text_of_bytes(record.memory_limit_bytes)}" if record.memory_limit_bytes else "")
+    )
+    if made.host_bytes:
+        out.line(
+            f"host memory: {text_of_bytes(max(made.host_bytes))} a device, of which each step copies "
+            f"{text_of_bytes(made.host_copied_bytes)}, there and back, in {text_of_s(made.host_time_s)}"
+        )
+    out.line(
+        f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
+        f"{record.solver.classes}, {text_of_s(record.solver.wall_s)}"
+    )
+    if record.pipeline is not None:
+        out.table(_stages_table(record.pipeline))
+        if record.cluster.shares_processors and len(record.predicted.peak_bytes) > 1:
+            out.line("times of stages are those while all devices are busy: they share the processors of the host")
+    out.table(_values_table(record))
+    out.table(_modules_table(record))
+    out.table(_collectives_table(record))
+    out.table(_memory_table(record))
+    out.table(_largest_table(record))
+    if len(record.tried) > 1:
+        trials = ", ".join(
+            f"{'x'.join(map(str, t.axis_sizes))} {t.name and f'({t.name}) '}"
+            + (f"{text_of_s(t.step_time_s)}" if t.step_time_s is not None else t.status)
+            for t in record.tried
+        )
+        out.line(f"meshes tried: {trials}")
+    if record.pinned is not None:
+        _pins_lines(out, record, record.pinned)
+    for weighed in record.weighed:
+        out.line(f"weighed: {weighed.text}: {text_of_s(weighed.step_time_s)}, peak {text_of_bytes(weighed.peak_bytes)}")
+    for note in record.notes:
+        out.line(f"note: {note}")
+    return out.text()
+
+
+def _pins_lines(out: _Text, record: PlanRecord, pinned: PinsRecord) -> None:
+    """The pins, which mesh axis each of their axes is, and what they cost."""
+    mesh = mesh_of(record, 0)
+    named = zip(record.axis_names, mesh.axis_sizes, mesh.axis_names, strict=True)
+    axes = ", ".join(f"{own}={n} ({name})" for own, n, name in named)
+    without = "no plan was found without them"
+    if pinned.free_step_time_s is not None and pinned.cost_s is not None:
+        without = f"{text_of_s(pinned.free_step_time_s)} without them: they cost {text_of_s(pinned.cost_s)}"
+    out.line(f"pins on {axes}: step {text_of_s(pinned.step_time_s)} with them, {without}")
+    for pin in pinned.pins:
+        alone = f", {text_of_s(pin.alone_s)} on this mesh with this pin alone" if pin.alone_s is not None else ""
+        out.line(f"  {pin.pattern}: {pin.spec}, {pin.count} {pin.of}{alone}")
+
+
+def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:
+    sizes = {s.first_device: LogicalMesh(axis_sizes=s.axis_sizes).num_devices for s in pipeline.stages}
+    chunks = f", {pipeline.chunks} on each of {len(sizes)} groups of devices" if pipeline.chunks > 1 else ""
+    return (
+        f"Plan of {record.step} on {record.cluster.name}: {sum(sizes.values())} device(s), "
+        f"{len(pipeline.stages)} stage(s){chunks}, schedule {pipeline.schedule}, "
+        f"{pipeline.num_microbatches} micro-batch(es)"
+        + ("" if pipeline.keeps_copies else ", copies of the state made in each anew")
+    )
+
+
+def _stages_table(pipeline: PipelineRecord) -> Table:
+    shown = Table(
+        "stage", "layers", "devices", "mesh", "recompute", "forward", "backward", "once a step", "in flight", "peak"
+    )
+    for number, stage in enumerate(pipeline.stages):
+        mesh = LogicalMesh(axis_sizes=stage.axis_sizes)
+        names = [stage.layers[0], stage.layers[-1]] if len(stage.layers) > 1 else list(stage.layers)
+        last = stage.first_device + mesh.num_devices - 1
+        kept = dict.fromkeys(pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)])
+        backward = text_of_s(stage.backward_s) + (f" + {text_of_s(stage.weight_s)}" if stage.weight_s else "")
+        cells = (
+            str(number),
+            f"{len(stage.layers)}: {' .. '.join(names)}",
+            f"{stage.first_device}-{last}" if last > stage.first_device else str(last),
+            str(mesh),
+            ", ".join(kept),
+            text_of_s(stage.forward_s),
+            backward,
+            text_of_s(stage.once_s),
+            str(stage.in_flight),
+            text_of_bytes(stage.peak_bytes),
+        )
+        shown.add_row(*map(escape, cells))
+    return shown
+
+
+def explain(record: PlanRecord, what: str) -> str:
+    """Everything about the modules and values whose path contains `what`, as it is or as tables fold it, or that it
+    names as a pattern (`autopar.common.paths`).
+
+    Raises: InvalidArgumentError where there is none.
+    """
+    out, called = _Text(), unfolded(what)
+    for value in (*record.arguments, *record.results):
+        if _is_called(called, value.path):
+            lies = describe(value.layout, mesh_of(record, value.stage))
+            where = _stages(record, value) + _memory(value)
+            out.line(f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {lies}{where}")
+    for row in record.modules:
+        if _is_called(called, row.module) or (not row.module and called == NO_MODULE):
+            _explain_module(out, row)
+    if not out.text():
+        raise _nothing_called(record, what)
+    return out.text()
+
+
+def _nothing_called(record: PlanRecord, what: str) -> InvalidArgumentError:
+    paths = dict.fromkeys(
+        [row.module for row in record.modules if row.module] + [v.path for v in (*record.arguments, *record.results)]
+    )
+    # What is asked for is mostly the end of a path.
+    ends = {"/".join(parts_of(path)[-n:]): path for path in paths for n in (3, 2, 1)} | {path: path for path in paths}
+    near = dict.fromkeys(ends[end] for end in difflib.get_close_matches(what, list(ends), n=NEAREST_SHOWN, cutoff=0.6))
+    some = "near names" if near else "for example"
+    return InvalidArgumentError(
+        where=f"explain({what!r})",
+        expected="a module or an argument of the plan, or a part of its path",
+        got=f"nothing that is called {what!r}; {some}: {', '.join(list(near or paths)[:NEAREST_SHOWN])}",
+        hint="print the plan: each path that it shows can be explained",
+    )
+
+
+def _explain_module(out: _Text, row: ModuleRow) -> None:
+    out.line(f"{row.module or NO_MODULE}: {row.operations} operations, computes {text_of_s(row.compute_time_s)}")
+    for split in row.splits:
+        out.line(f"  matrix product {split}")
+    for c in row.collectives:
+        out.line(
+            f"  sends: {c.count:g} {c.kind} over {'*'.join(c.axes)}, "
+            f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}"
+        )
+    if not row.collectives:
+        out.line("  sends nothing: what it reads already lies as it is read")
+
+
+def diff(one: PlanRecord, other: PlanRecord) -> str:
+    """What differs between two plans."""
+    out = _Text()
+    rows = [
+        ("mesh", _meshes(one), _meshes(other)),
+        ("step time", text_of_s(one.predicted.step_time_s), text_of_s(other.predicted.step_time_s)),
+        ("peak memory", text_of_bytes(max(one.predicted.peak_bytes)), text_of_bytes(max(other.predicted.peak_bytes))),
+        (
+            "host memory",
+            text_of_bytes(max(one.predicted.host_bytes, default=0)),
+            text_of_bytes(max(other.predicted.host_bytes, default=0)),
+        ),
+        ("sent per device", text_of_bytes(one.predicted.sent_bytes), text_of_bytes(other.predicted.sent_bytes)),
+    ]
+    a_kinds, b_kinds = one.predicted.by_kind(), other.predicted.by_kind()
+    for kind in dict.fromkeys((*a_kinds, *b_kinds)):
+        a, b = a_kinds.get(kind, (0.0, 0.0)), b_kinds.get(kind, (0.0, 0.0))
+        rows.append((kind, f"{a[0]:g}, {text_of_bytes(a[1])}", f"{b[0]:g}, {text_of_bytes(b[1])}"))
+    b_values = {v.path: v for v in (*other.arguments, *other.results)}
+    for v in (*one.arguments, *one.results):
+        w = b_values.get(v.path)
+        theirs = _place(other, w) if w is not None else "absent"
+        rows.append((v.path, _place(one, v), theirs))
+    differing = [row for row in rows if row[1] != row[2]]
+    if not differing:
+        return "the plans are the same"
+    shown = Table("what", "this plan", "other plan")
+    for row in differing:
+        shown.add_row(*map(escape, row))
+    out.table(shown)
+    return out.text()
+
+
+def mesh_of(record: PlanRecord, stage: int) -> LogicalMesh:
+    """The mesh of a stage."""
+    sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
+    return LogicalMesh(axis_sizes=sizes)
+
+
+def _meshes(record: PlanRecord) -> str:
+    if record.pipeline is None:
+        return str(mesh_of(record, 0))
+    meshes = ", ".join(str(mesh_of(record, s)) for s in range(len(record.pipeline.stages)))
+    return f"{meshes}; {record.pipeline.schedule}, {record.pipeline.num_microbatches} micro-batches"
+
+
+def _place(record: PlanRecord, value: PlannedValue) -> str:
+    return value.layout.text(mesh_of(record, value.stage)) + _stages(record, value) + _memory(value)
+
+
+def _memory(value: PlannedValue) -> str:
+    return ", in host memory" if value.in_host else ""
+
+
+def _stages(record: PlanRecord, value: PlannedValue) -> str:
+    if record.pipeline is None:
+        return ""
+    if value.stages:
+        return f", in parts on stages {', '.join(map(str, value.stages))}"
+    return f" on stage {value.stage}"
+
+
+def describe(layout: Layout, mesh: LogicalMesh) -> str:
+    """A layout in words."""
+    if layout.is_replicated:
+        return "whole on every device"
+    parts = [
+        f"dimension {d} split over {'*'.join(mesh.axis_names[a] for a in axes)} ({mesh.size(axes)} ways)"
+        for d, axes in enumerate(layout.dims)
+        if axes
+    ]
+    return ", ".join(parts)
+
+
+class _Text:
+    """Collects lines and tables as plain text."""
+
+    def __init__(self) -> None:
+        self._buffer = io.StringIO()
+        self._console = Console(file=self._buffer, width=WIDTH, no_color=True, highlight=False)
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def table(self, shown: Table) -> None:
+        self._console.print(shown)
+
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self._buffer.getvalue().splitlines())
+
+
+def _pattern(path: str) -> str:
+    """A path with its numbers taken out, so that repeated layers share a row."""
+    return _NUMBER.sub("*", path)
+
+
+def _is_called(what: str, path: str) -> bool:
+    """Whether a path contains a name that is written with its numbers, or without, or is what a pattern names."""
+    return what in path or what in _pattern(path) or matches(what, "/".join(parts_of(path)) or path)
+
+
+def _values_table(record: PlanRecord) -> Table:
+    shown = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
+    groups: dict[tuple, list[PlannedValue]] = {}
+    for v in record.arguments:
+        groups.setdefault((_pattern(v.path), v.kind, v.shape, v.layout, v.stage, v.stages, v.in_host), []).append(v)
+    for (_, kind, shape, layout, stage, stages, _), values in groups.items():
+        mesh = mesh_of(record, stage)
+        name = values[0].path if len(values) == 1 else _pattern(values[0].path)
+        local = sum(v.nbytes for v in values) // (layout.shards(mesh) * max(len(stages), 1))
+        shape_text = "x".join(map(str, shape)) or "scalar"
+        lies = _place(record, values[0])
+        row = (name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", lies, text_of_bytes(local))
+        shown.add_row(*map(escape, row))
+    return shown
+
+
+def _modules_table(record: PlanRecord) -> Table:
+    shown = Table(
+        "module", "matrix products: operands -> result", "sends (per device and step)", "compute", "send", "keeps"
+    )
+    groups: dict[tuple, list[ModuleRow]] = {}
+    for row in record.modules:
+        if row.collectives or row.splits:
+            groups.setdefault((_pattern(row.module), row.splits), []).append(row)
+    for (pattern, splits), rows in groups.items():
+        sent: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+        for c in (c for row in rows for c in row.collectives):
+            total = sent.setdefault((c.kind, c.axes), [0.0, 0.0])
+            total[0] += c.count
+            total[1] += c.sent_bytes
+        lines = [f"{n:g} {kind} {'*'.join(axes)} {text_of_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
+        name = (rows[0].module if len(rows) == 1 else f"{pattern} ({len(rows)}x)") or NO_MODULE
+        cells = (
+            name,
+            "\n".join(splits) or "-",
+            "\n".join(lines) or "nothing",
+            text_of_s(sum(row.compute_time_s for row in rows)),
+            text_of_s(sum(c.time_s for row in rows for c in row.collectives)),
+            text_of_bytes(sum(row.saved_bytes for row in rows)),
+        )
+        shown.add_row(*map(escape, cells))
+    return shown
+
+
+def _collectives_table(record: PlanRecord) -> Table:
+    shown = Table("collective", "over", "per step", "sent per device", "time")
+    totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    for c in record.predicted.collectives:
+        total = totals.setdefault((c.kind, c.axes), [0.0, 0.0, 0.0])
+        for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
+            total[i] += x
+    for (kind, axes), (count, sent, seconds) in totals.items():
+        shown.add_row(kind, "*".join(axes), f"{count:g}", text_of_bytes(sent), text_of_s(seconds))
+    return shown
+
+
+def _memory_table(record: PlanRecord) -> Table:
+    """What each group of devices holds at its peak; kinds that none of them holds have no column."""
+    uses = record.predicted.memory
+    kinds = [kind for kind in MemoryKind if any(kind in use.at_peak for use in uses)]
+    shown = Table("a device of", *(kind.value for kind in kinds), "peak")
+    for use, peak_bytes, name in zip(uses, record.predicted.peak_bytes, _group_names(record), strict=True):
+        shown.add_row(name, *(text_of_bytes(use.at_peak.get(kind, 0)) for kind in kinds), text_of_bytes(peak_bytes))
+    return shown
+
+
+def _largest_table(record: PlanRecord) -> Table:
+    """What is largest at the peak, where it is highest."""
+    at = max(range(len(record.predicted.memory)), key=lambda group: record.predicted.peak_bytes[group])
+    shown = Table(f"largest at the peak of {_group_names(record)[at]}", "kind", "n", "bytes")
+    for holder in record.predicted.memory[at].largest[:LARGEST_SHOWN]:
+        shown.add_row(escape(holder.name), holder.kind.value, str(holder.count), text_of_bytes(holder.nbytes))
+    return shown
+
+
+def _group_names(record: PlanRecord) -> list[str]:
+    """Of each group of devices the stages that it runs."""
+    if record.pipeline is None:
+        return ["the mesh"]
+    groups = len(record.predicted.peak_bytes)
+    stages: dict[int, list[str]] = {}
+    for number, stage in enumerate(record.pipeline.stages):
+        stages.setdefault(stage.first_device, []).append(str(number))
+    assert len(stages) == groups, f"{len(stages)} groups of devices have {groups} peaks"
+    return [f"stage {', '.join(numbers)}" for numbers in stages.values()]
+
+
+def in_short(record: PlanRecord) -> str:
+    """A plan in a few words, those that its search had for it."""
+    step_s = record.predicted.step_time_s
+    if record.pipeline is not None:
+        texts = [trial.text for trial in record.weighed if trial.step_time_s == step_s]
+        made = record.pipeline
+        return texts[0] if texts else f"{made.num_microbatches} micro-batches, {len(made.stages)} stages"
+    tried = [t.name for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s) and t.name]
+    return f"mesh {LogicalMesh(axis_sizes=record.axis_sizes)}" + (f", {tried[0]}" if tried else "")

@@ -1,0 +1,356 @@
+"""What a plan is bound to: which mesh axis may split what, and what it must split.
+
+The search chooses among what is allowed. A recipe is little more than this: data parallelism is a mesh axis that may
+split examples and nothing else, ZeRO lets it split state too, tensor parallelism is an axis that must split matrices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.errors import InvalidArgumentError
+from autopar.ir.graph import Dimension, OpGraph, Purpose, Side, Value, read_by
+from autopar.ir.layout import Layout, replicated
+from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
+
+LARGEST_NAMED = 3  # of the matrices that an error names
+# What inner widths count.
+_WIDTHS = frozenset({Dimension.HEAD})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AxisUse:
+    """What one mesh axis is for.
+
+    Attributes:
+        name: What people call it: data, tensor, sequence, expert.
+        dimensions: It may split dimensions that count these, of any value.
+        unnamed: It may split dimensions that count heads, or none of `Dimension` (inner widths), of any value.
+        spread: It may split values of these purposes along any dimension.
+        side: Of matrices, and of what belongs to them, it may split dimensions of this side only.
+        must: It must split values of these purposes, where they lie, if it may and one of their dimensions divides.
+        reads: Operations must read values of these purposes split over it, if they can.
+        minor: Of a dimension of values of these purposes, where they hold no examples, it splits what other axes leave.
+        keeps: Activations may be cut over it, and sums over it be left split, along dimensions that count these only.
+        keeps_unnamed: And along dimensions that count none.
+        keeps_copies: What several passes read may be kept as they read it, although it must lie split over the axis:
+            it is sent once instead of once for each pass, and takes the memory.
+        own: What counts one of these and no examples (weights, their gradients) is split along that dimension only.
+            The step has such matrices, and the size of the axis divides that dimension.
+        adds: Whether what counts examples may be a sum over it, still to be reduced.
+        exchanges: Activations that it splits may be split along dimensions that count these instead (an all-to-all).
+            What has such dimensions and counts positions twice (scores of attention, masks) is split along these only.
+        rings: Attention is split by positions too: keys and values go round it.
+    """
+
+    name: str
+    dimensions: tuple[Dimension, ...] = ()
+    unnamed: bool = False
+    spread: tuple[Purpose, ...] = ()
+    side: Side | None = None
+    must: tuple[Purpose, ...] = ()
+    reads: tuple[Purpose, ...] = ()
+    minor: tuple[Purpose, ...] = ()
+    keeps: tuple[Dimension, ...] = ()
+    keeps_unnamed: bool = False
+    keeps_copies: bool = False
+    own: tuple[Dimension, ...] = ()
+    adds: bool = True
+    exchanges: tuple[Dimension, ...] = ()
+    rings: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """The use of each axis of a mesh, in its order; and whether the optimiser's state is in the host's memory."""
+
+    axes: tuple[AxisUse, ...]
+    offloads_optimizer: bool = False
+
+    def in_host(self, graph: OpGraph) -> frozenset[int]:
+        """The arguments of a described graph, or of a stage of one, that are kept in the memory of the host."""
+        return optimizer_state(graph) if self.offloads_optimizer else frozenset()
+
+    def parts_of_heads(self, mesh: LogicalMesh) -> int:
+        """Among how many devices the heads of each attention must be shared, as they are exchanged for positions."""
+        if not any(Dimension.HEAD in use.exchanges for use in self.axes):
+            return 1
+        return mesh.size(a for a, use in enumerate(self.axes) if use.unnamed or Dimension.HEAD in use.exchanges)
+
+    def parts_of_rings(self, mesh: LogicalMesh) -> int:
+        """Among how many devices the positions of each attention must be shared."""
+        return mesh.size(a for a, use in enumerate(self.axes) if use.rings)
+
+    def allowed(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Which of the layouts the axes allow for a value; partial ones as the split beside the sum."""
+        return np.array([self.allows(value, layout) for layout in layouts], bool)
+
+    def allows(self, value: Value, layout: Layout) -> bool:
+        if any(not self.axes[axis].adds and _counts_examples(value) for axis in layout.partial):
+            return False
+        return all(self.may_split(self.axes[axis], value, d) for d, axes in enumerate(layout.dims) for axis in axes)
+
+    def may_split(self, use: AxisUse, value: Value, d: int) -> bool:
+        """Whether an axis may split a dimension of a value."""
+        if use.side is not None and any(value.sides):
+            return use.side in value.sides[d]
+        names = value.dimensions[d] if value.dimensions else frozenset()
+        if use.own and not _counts_examples(value) and any(n.intersection(use.own) for n in value.dimensions):
+            return bool(names.intersection(use.own))
+        if value.purpose in use.spread:
+            return True
+        is_score = _is_score(value, use.exchanges)
+        if is_score or (value.purpose is Purpose.ACTIVATION and names.intersection(use.exchanges)):
+            return bool(names.intersection(use.exchanges))
+        return bool(names.intersection(use.dimensions)) or (use.unnamed and names <= _WIDTHS)
+
+    def natural(self, value: Value, mesh: LogicalMesh) -> Layout:
+        """A value split by each axis along the first dimension that counts what the axis is for, if one divides."""
+        layout = replicated(len(value.shape))
+        for axis, use in enumerate(self.axes):
+            if mesh.axis_sizes[axis] == 1:
+                continue
+            for d, names in enumerate(value.dimensions):
+                dims = tuple((*on, axis) if e == d else on for e, on in enumerate(layout.dims))
+                if names.intersection(use.dimensions) and Layout(dims).fits(value.shape, mesh):
+                    layout = Layout(dims)
+                    break
+        return layout
+
+    def order_of(self, value: Value) -> tuple[int, ...]:
+        """The mesh axes, major ones first, in the order in which they split one dimension of a value.
+
+        A gather along the minor one leaves the parts of the others as they are.
+        """
+        # A constant that is spread over examples lies as the activations do that it is combined with.
+        purpose = None if any(Dimension.EXAMPLE in names for names in value.dimensions) else value.purpose
+        return tuple(sorted(range(len(self.axes)), key=lambda axis: purpose in self.axes[axis].minor))
+
+    def must_lie_split(self, value: Value) -> list[bool]:
+        """Which axes a value must be split over where it lies."""
+        return [value.purpose in use.must for use in self.axes]
+
+    def must_be_copied_split(self, value: Value) -> list[bool]:
+        """Which axes a copy, kept for several passes, of a value must be split over."""
+        return [value.purpose in use.must and not use.keeps_copies for use in self.axes]
+
+    def must_be_read_split(self, value: Value) -> list[bool]:
+        """Which axes a value must be split over where operations read it."""
+        return [value.purpose in use.reads for use in self.axes]
+
+    def split(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[bool]) -> list[tuple[int, np.ndarray]]:
+        """Of the wanted axes those over which the axes before them leave a value split, and the layouts that are so."""
+        good, found = self.allowed(value, layouts), []
+        for axis, is_wanted in enumerate(wanted):
+            if is_wanted:
+                # A sum that is still to be reduced is in parts too; one over micro-batches must not wait for its end.
+                waits = value.purpose is not Purpose.ACCUMULATOR
+                split = np.array([axis in at.sharded_axes or (waits and axis in at.partial) for at in layouts])
+                if (good & split).any():
+                    good = good & split
+                    found.append((axis, split))
+        return found
+
+    def meets_activations(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Which layouts of an operand may meet activations in one operation: where positions are exchanged for heads,
+        only activations are split so, for weights come behind the way back.
+        """
+        if value.purpose is Purpose.ACTIVATION or not any(use.exchanges for use in self.axes):
+            return np.ones(len(layouts), bool)
+        return np.array([not self._is_exchanged(value, layout) for layout in layouts], bool)
+
+    def _is_exchanged(self, value: Value, layout: Layout) -> bool:
+        split = ((value.dimensions[d], self.axes[axis]) for d, axes in enumerate(layout.dims) for axis in axes)
+        return any(names.intersection(use.exchanges) and not _is_score(value, use.exchanges) for names, use in split)
+
+    def gathers_weights(self, value: Value, source: Layout, target: Layout) -> bool:
+        """Whether weights are gathered over an axis in whose parts operations must read them."""
+        uses = [a for a, use in enumerate(self.axes) if value.purpose in use.must and value.purpose in use.reads]
+        if value.purpose in (Purpose.BATCH, Purpose.ACTIVATION):
+            return False
+        return any(a in source.sharded_axes and a not in (*target.sharded_axes, *target.partial) for a in uses)
+
+    def may_become(self, value: Value, source: Layout, target: Layout) -> bool:
+        """Whether a value that lies in one layout may be laid in another: what its axes may newly split.
+
+        A sum that is reduced comes to lie whole, and no activation is cut, but where `AxisUse.keeps` says so.
+        """
+        for d, axes in enumerate(target.dims):
+            for axis in axes:
+                use, names = self.axes[axis], value.dimensions[d] if value.dimensions else frozenset()
+                if axis in source.dims[d] or names.intersection(use.keeps) or (use.keeps_unnamed and names <= _WIDTHS):
+                    continue
+                if axis in source.sharded_axes and names.intersection(use.exchanges):
+                    continue
+                if axis in source.partial and value.purpose not in use.spread:
+                    return False
+                if value.purpose is Purpose.ACTIVATION:
+                    return False
+        return True
+
+
+# What to do where decisions under pins contradict each other: recipes are relaxed then.
+TOO_TIGHT = (
+    "no layout of all operations obeys the pins, or none was found in time: pin less, or give the search more time "
+    "(time_limit_s)"
+)
+
+
+def optimizer_state(graph: OpGraph) -> frozenset[int]:
+    """What a step replaces and only its update reads: moments, master weights. Of a step that replaces nothing, what it
+    is handed and does not read.
+
+    Numbers (counts of steps) are left out: they cost more to copy than to keep.
+    """
+    inputs, outputs = graph.block.inputs, graph.block.outputs
+    read = {v for op in graph.block.ops for v in read_by(op)}
+    replaced = {inputs[i] for i, o in graph.tied if isinstance(outputs[o], int)}
+    handed = {v for i, v in enumerate(inputs) if i >= len(graph.constants) and v not in read | set(outputs)}
+    tied_results = {o for _, o in graph.tied}
+    returned = {a for o, a in enumerate(outputs) if isinstance(a, int) and o not in tied_results}
+    found = (replaced - returned) or (set() if graph.tied else handed)
+    return frozenset(v for v in found if graph.values[v].purpose is Purpose.OPTIMIZER and graph.values[v].shape)
+
+
+def _counts_examples(value: Value) -> bool:
+    return any(Dimension.EXAMPLE in names for names in value.dimensions)
+
+
+def _is_score(value: Value, exchanges: tuple[Dimension, ...]) -> bool:
+    """Whether a value counts positions twice, for each of what can be exchanged for them."""
+    twice = sum(Dimension.SEQUENCE in names for names in value.dimensions) > 1
+    return twice and any(names.intersection(exchanges) for names in value.dimensions)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """A mesh whose axes are for something: the size of each, None for all devices that the others leave.
+
+    Several axes without a size are equally large. `offloads_optimizer`: between steps, the optimiser's state is in the
+    memory of the host.
+    """
+
+    axes: tuple[AxisUse, ...]
+    sizes: tuple[int | None, ...]
+    offloads_optimizer: bool = False
+
+    @property
+    def blockwise_attention(self) -> bool:
+        """Whether attention must be done in blocks, as one operation a pass."""
+        return any(use.rings and size != 1 for use, size in zip(self.axes, self.sizes, strict=True))
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether the positions of attention are shared, in one way or another."""
+        return any((use.rings or use.exchanges) and size != 1 for use, size in zip(self.axes, self.sizes, strict=True))
+
+    def on(self, num_devices: int) -> tuple[LogicalMesh, Constraints]:
+        """The mesh on so many devices, without axes of size one where there are others, and what binds it.
+
+        Raises: InvalidArgumentError where the sizes do not make up the devices.
+        """
+        given = math.prod(n for n in self.sizes if n is not None)
+        names = ", ".join(f"{a.name} {n or 'the rest'}" for a, n in zip(self.axes, self.sizes, strict=True))
+        if num_devices % given or (None not in self.sizes and given != num_devices):
+            raise InvalidArgumentError(
+                where="recipe",
+                expected=f"sizes that make up the {num_devices} devices of a stage",
+                got=names,
+                hint="their product, and the number of pipeline stages, must be the number of devices",
+            )
+        equal = self._equal_size(num_devices // given)
+        sizes = [equal if n is None else n for n in self.sizes]
+        used = [(a, n) for a, n in zip(self.axes, sizes, strict=True) if n > 1] or [(self.axes[0], 1)]
+        if len(used) > len(AXIS_NAMES):
+            raise InvalidArgumentError(
+                where="recipe",
+                expected=f"at most {len(AXIS_NAMES)} mesh axes of more than one device in a stage",
+                got=names,
+                hint="leave one of them at 1",
+            )
+        constraints = Constraints(axes=tuple(a for a, _ in used), offloads_optimizer=self.offloads_optimizer)
+        return LogicalMesh(axis_sizes=tuple(n for _, n in used)), constraints
+
+    def _equal_size(self, num_devices: int) -> int:
+        """Of each axis without a size, that they make up so many devices together.
+
+        Raises: InvalidArgumentError where no whole number does.
+        """
+        num_axes = max(self.sizes.count(None), 1)
+        size = round(num_devices ** (1 / num_axes))
+        if size**num_axes != num_devices and None in self.sizes:
+            names = ", ".join(use.name for use, n in zip(self.axes, self.sizes, strict=True) if n is None)
+            raise InvalidArgumentError(
+                where="recipe",
+                expected=f"devices for mesh axes of equal size ({names}): n**{num_axes} of them",
+                got=f"{num_devices} devices",
+                hint="say how many devices hold a model together (size), and the rest is data parallel",
+            )
+        return size
+
+    def example_parts(self, num_devices: int) -> int:
+        """Into how many parts the axes on so many devices cut the examples."""
+        mesh, constraints = self.on(num_devices)
+        cutting = [a for a, use in enumerate(constraints.axes) if Dimension.EXAMPLE in use.dimensions]
+        return mesh.size(cutting)
+
+    def check(self, graph: OpGraph, num_devices: int) -> None:
+        """Raises: InvalidArgumentError where a step has no matrices that an axis could split along what it owns, none
+        at all that a tensor axis could split, or no state of an optimiser that could be kept in the memory of the host.
+        """
+        if self.offloads_optimizer and not optimizer_state(graph):
+            raise InvalidArgumentError(
+                where="recipe, offload='optimizer'",
+                expected="a step with arrays among its donated arguments that only the update reads, such as moments",
+                got="none",
+                hint="leave offload out, or donate the optimiser's state (donate_argnums)",
+            )
+        mesh, constraints = self.on(num_devices)
+        for use, parts in zip(constraints.axes, mesh.axis_sizes, strict=True):
+            for what in use.own if parts > 1 else ():
+                _check_owned(graph, use.name, parts, what)
+            if parts > 1 and use.unnamed and Purpose.MATRIX in use.must:
+                _check_matrices(graph, constraints, use, parts)
+
+
+def _check_matrices(graph: OpGraph, constraints: Constraints, use: AxisUse, parts: int) -> None:
+    matrices = [value for value in graph.values if value.purpose is Purpose.MATRIX]
+    for value in matrices:
+        if any(n % parts == 0 and constraints.may_split(use, value, d) for d, n in enumerate(value.shape)):
+            return
+    largest = sorted(matrices, key=lambda value: -value.size)[:LARGEST_NAMED]
+    raise InvalidArgumentError(
+        where=f"recipe, {use.name} axis of {parts} devices",
+        expected=f"a step with a product of weights, a width or the heads of which {parts} divides",
+        got=", ".join(f"{value.name} {list(value.shape)}" for value in largest) or "no product of weights",
+        hint="there is nothing to share: choose a size that divides the widths, or data parallelism",
+    )
+
+
+def _check_owned(graph: OpGraph, axis: str, parts: int, what: Dimension) -> None:
+    sizes = {
+        value.name: n
+        for value in graph.values
+        if value.purpose is Purpose.MATRIX
+        for n, names in zip(value.shape, value.dimensions, strict=True)
+        if what in names
+    }
+    odd = next((name for name, n in sizes.items() if n % parts), None)
+    if odd is not None:
+        raise InvalidArgumentError(
+            where=f"recipe, {axis} axis of {parts} devices",
+            expected=f"a number of {what.value}s that divides by {parts}",
+            got=f"{sizes[odd]} in {odd}",
+            hint=f"choose a size that divides the number of {what.value}s",
+        )
+    if not sizes:
+        raise InvalidArgumentError(
+            where=f"recipe, {axis} axis of {parts} devices",
+            expected=f"a step with matrices of several {what.value}s",
+            got="none: no product of weights keeps a dimension apart that counts neither examples nor positions",
+            hint=f"leave the {axis} axis out, or write the {what.value}s as one array, (number, ...), in one einsum",
+        )

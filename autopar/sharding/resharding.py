@@ -1,0 +1,284 @@
+"""From one layout of a value to another: the cheapest sequence of collectives, each of them one step.
+
+A step does exactly one collective, so that what is emitted, what is predicted and what the compiled program does are
+the same. Cheapest paths are found once for each (rank, mesh): a path's time is affine in the value's bytes, so two
+tables (constant part, part per byte) serve values of every size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import dijkstra
+
+from autopar.hardware.collective_cost import CollectiveKind, Link, time_s
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+
+
+class StepKind(enum.Enum):
+    """What one step does. SLICE and MASK stay on the device: each takes its part, or device 0 keeps the summand."""
+
+    ALL_REDUCE = CollectiveKind.ALL_REDUCE
+    REDUCE_SCATTER = CollectiveKind.REDUCE_SCATTER
+    ALL_GATHER = CollectiveKind.ALL_GATHER
+    ALL_TO_ALL = CollectiveKind.ALL_TO_ALL
+    COLLECTIVE_PERMUTE = CollectiveKind.COLLECTIVE_PERMUTE
+    SLICE = "slice"
+    MASK = "mask"
+
+    @property
+    def collective(self) -> CollectiveKind | None:
+        return self.value if isinstance(self.value, CollectiveKind) else None
+
+    @property
+    def reduces(self) -> bool:
+        return self in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a path: `axes` are the mesh axes it communicates over."""
+
+    kind: StepKind
+    axes: tuple[int, ...]
+    before: Layout
+    after: Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeshLinks:
+    """A logical mesh and the link that each of its axes runs on.
+
+    `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter over all
+    devices, as XLA does for TPU (seen in programs compiled for v5p slices; over a part of them it stays what it is).
+    `transposing_s_per_byte`: what a copy with another dimension last costs, where it costs more than others, as on CPU.
+    """
+
+    mesh: LogicalMesh
+    links: tuple[Link, ...]
+    scatters_by_all_reduce: bool = False
+    transposing_s_per_byte: float = 0.0
+
+    def link(self, axes: tuple[int, ...]) -> Link:
+        """The link of a collective over several axes at once: the slowest of theirs."""
+        return max((self.links[a] for a in axes), key=lambda link: 1.0 / link.bytes_per_s)
+
+    def time_s(self, kind: CollectiveKind, result_bytes: float, axes: tuple[int, ...]) -> float:
+        return _time_s(kind, result_bytes, self.mesh.size(axes), self.link(axes))
+
+    def copied_s(self, step: Step, nbytes: float) -> float:
+        """Seconds of copies beside a step's collective, for a value of `nbytes` in all.
+
+        XLA's CPU backend gathers and scatters along the first dimension. What is gathered along the last is copied
+        behind that, what is scattered before it.
+        """
+        changed = [d for d, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b]
+        last = len(step.before.dims) - 1
+        if not self.transposing_s_per_byte or not last or last not in changed or step.kind not in _ALONG_A_DIMENSION:
+            return 0.0
+        return nbytes / min(step.before.shards(self.mesh), step.after.shards(self.mesh)) * self.transposing_s_per_byte
+
+    def as_compiled(self, step: Step, nbytes: float) -> tuple[CollectiveKind, float] | None:
+        """(kind, bytes of the result on one device) of a step's collective, for a value of `nbytes` in all.
+
+        None for a step that stays on the device. An all-to-all keeps the local size; its ring formula counts that.
+        """
+        kind = step.kind.collective
+        if kind is None:
+            return None
+        result_bytes = nbytes / step.after.shards(self.mesh)
+        over_all = self.mesh.size(step.axes) == self.mesh.num_devices
+        if kind is CollectiveKind.REDUCE_SCATTER and self.scatters_by_all_reduce and over_all:
+            return CollectiveKind.ALL_REDUCE, result_bytes * self.mesh.size(step.axes)
+        return kind, result_bytes
+
+
+_ALONG_A_DIMENSION = frozenset({StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER, StepKind.ALL_TO_ALL})
+
+
+@functools.lru_cache(maxsize=1 << 16)  # few sizes and links, asked for at every send of every plan
+def _time_s(kind: CollectiveKind, result_bytes: float, n: int, link: Link) -> float:
+    return float(time_s(kind, result_bytes, n, link))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Paths:
+    """Cheapest paths between all layouts of one rank. `index` numbers the layouts; row is source, column target.
+
+    Time of a path = `fixed_s` + bytes of the whole value * `s_per_byte`.
+    """
+
+    layouts: tuple[Layout, ...]
+    index: dict[Layout, int]
+    fixed_s: np.ndarray
+    s_per_byte: np.ndarray
+    _predecessor: np.ndarray
+    _step: dict[tuple[int, int], Step]
+
+    def steps(self, source: Layout, target: Layout) -> tuple[Step, ...]:
+        """The steps of the cheapest path; empty when the layouts are equal."""
+        i, j = self.index[source], self.index[target]
+        found: list[Step] = []
+        while j != i:
+            before = int(self._predecessor[i, j])
+            assert before >= 0, f"no path from {source} to {target}"
+            found.append(self._step[before, j])
+            j = before
+        return tuple(reversed(found))
+
+
+def _subsets(axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [s for n in range(1, len(axes) + 1) for s in itertools.combinations(axes, n)]
+
+
+def _all_layouts(rank: int, axes: tuple[int, ...]) -> list[Layout]:
+    """Every layout of a rank, with every order of axes within a dimension and every set of partial axes."""
+    found: list[Layout] = []
+    for places in itertools.product((None, "partial", *range(rank)), repeat=len(axes)):
+        on = {p: tuple(a for a, q in zip(axes, places, strict=True) if q == p) for p in set(places)}
+        orders = [list(itertools.permutations(on.get(d, ()))) for d in range(rank)]
+        found += [Layout(dims, on.get("partial", ())) for dims in itertools.product(*orders)]
+    return found
+
+
+def _with(layout: Layout, dims: dict[int, tuple[int, ...]], partial: tuple[int, ...] | None = None) -> Layout:
+    new = tuple(dims.get(d, axes) for d, axes in enumerate(layout.dims))
+    return Layout(new, layout.partial if partial is None else tuple(sorted(partial)))
+
+
+def _moves(layout: Layout, axes: tuple[int, ...]) -> list[Step]:
+    """All single steps out of a layout."""
+    moves: list[Step] = []
+
+    def add(kind: StepKind, over: tuple[int, ...], after: Layout) -> None:
+        moves.append(Step(kind=kind, axes=tuple(sorted(over)), before=layout, after=after))
+
+    rank = len(layout.dims)
+    free = tuple(a for a in axes if a not in layout.sharded_axes and a not in layout.partial)
+    for over in _subsets(layout.partial):
+        rest = tuple(a for a in layout.partial if a not in over)
+        add(StepKind.ALL_REDUCE, over, _with(layout, {}, rest))
+        for d in range(rank):
+            add(StepKind.REDUCE_SCATTER, over, _with(layout, {d: (*layout.dims[d], *over)}, rest))
+    for a in free:
+        for d in range(rank):
+            add(StepKind.SLICE, (a,), _with(layout, {d: (*layout.dims[d], a)}))
+        add(StepKind.MASK, (a,), _with(layout, {}, (*layout.partial, a)))
+    for d, on in enumerate(layout.dims):
+        for n in range(1, len(on) + 1):
+            stay, go = on[:-n], on[-n:]
+            add(StepKind.ALL_GATHER, go, _with(layout, {d: stay}))
+            for e in range(rank):
+                if e != d:
+                    add(StepKind.ALL_TO_ALL, go, _with(layout, {d: stay, e: (*layout.dims[e], *go)}))
+        for order in itertools.permutations(on):
+            if order != on:
+                add(StepKind.COLLECTIVE_PERMUTE, on, _with(layout, {d: order}))
+    return moves
+
+
+@functools.cache
+def paths(rank: int, mesh_links: MeshLinks) -> Paths:
+    """Cheapest paths between all layouts of values of `rank` dimensions, for a value of 1 MiB.
+
+    The size only weighs latency against bandwidth in the choice of a path, hardly ever a close call.
+    """
+    mesh = mesh_links.mesh
+    axes = tuple(a for a, n in enumerate(mesh.axis_sizes) if n > 1)
+    layouts = _all_layouts(rank, axes)
+    index = {layout: i for i, layout in enumerate(layouts)}
+    typical_bytes = float(1 << 20)
+    rows, columns, weights = [], [], []
+    step_of: dict[tuple[int, int], Step] = {}
+    cost_of: dict[tuple[int, int], tuple[float, float]] = {}
+    known: dict[tuple[StepKind, tuple[int, ...], int, float], tuple[float, float]] = {}
+    for i, layout in enumerate(layouts):
+        for step in _moves(layout, axes):
+            j = index[step.after]
+            if (i, j) in step_of:
+                continue
+            key = (step.kind, step.axes, step.after.shards(mesh), mesh_links.copied_s(step, 1.0))
+            if key not in known:
+                known[key] = _affine(step, mesh_links)
+            fixed_s, s_per_byte = known[key]
+            weight = fixed_s + typical_bytes * s_per_byte + 1e-12  # a free step is still a step: fewer are better
+            step_of[i, j], cost_of[i, j] = step, known[key]
+            rows.append(i)
+            columns.append(j)
+            weights.append(weight)
+    n = len(layouts)
+    graph = csr_array((weights, (rows, columns)), shape=(n, n))
+    _, predecessor = dijkstra(graph, return_predecessors=True)
+    totals = _path_sums(predecessor, cost_of)
+    return Paths(tuple(layouts), index, totals[0], totals[1], predecessor, step_of)
+
+
+def _affine(step: Step, mesh_links: MeshLinks) -> tuple[float, float]:
+    """(seconds, seconds per byte of the whole value) of one step."""
+    probe_bytes = float(1 << 30)
+    collective = mesh_links.as_compiled(step, probe_bytes)
+    if collective is None:
+        return 0.0, 0.0
+    kind, result_bytes = collective
+    at_zero = mesh_links.time_s(kind, 0.0, step.axes)
+    s_per_byte = (mesh_links.time_s(kind, result_bytes, step.axes) - at_zero) / probe_bytes
+    return at_zero, s_per_byte + mesh_links.copied_s(step, 1.0)
+
+
+def _path_sums(predecessor: np.ndarray, cost_of: dict[tuple[int, int], tuple[float, float]]) -> list[np.ndarray]:
+    """Sums of step costs along the shortest-path trees: two (n, n) arrays."""
+    n = predecessor.shape[0]
+    step_cost = np.zeros((2, n, n))
+    for (i, j), cost in cost_of.items():
+        step_cost[:, i, j] = cost
+    totals = np.zeros((2, n, n))
+    source = np.arange(n)[:, None]
+    node = np.broadcast_to(np.arange(n), (n, n)).copy()
+    while True:
+        before = predecessor[source, node]
+        alive = before >= 0
+        if not alive.any():
+            return [np.where(np.isin(predecessor, -9999) & ~np.eye(n, dtype=bool), np.inf, t) for t in totals]
+        safe = np.where(alive, before, node)
+        totals += np.where(alive, step_cost[:, safe, node], 0.0)
+        node = safe
+
+
+def fits(steps: tuple[Step, ...], shape: tuple[int, ...], mesh: LogicalMesh) -> bool:
+    """Whether every layout on the way divides the value's dimensions evenly."""
+    return all(step.after.fits(shape, mesh) for step in steps)
+
+
+def gather_and_slice(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The path that always exists: make the value whole, then let each device take its part. Summands stay summands
+    where the target has them, and become such by masks.
+    """
+    steps: list[Step] = []
+    at = source
+    kept = tuple(a for a in source.partial if a in target.partial)
+    if summed := tuple(a for a in source.partial if a not in kept):
+        after = _with(at, {}, kept)
+        steps.append(Step(kind=StepKind.ALL_REDUCE, axes=summed, before=at, after=after))
+        at = after
+    for d, axes in enumerate(at.dims):
+        if axes:
+            after = _with(at, {d: ()})
+            steps.append(Step(kind=StepKind.ALL_GATHER, axes=tuple(sorted(axes)), before=at, after=after))
+            at = after
+    for a in target.partial:
+        if a not in kept:
+            after = _with(at, {}, (*at.partial, a))
+            steps.append(Step(kind=StepKind.MASK, axes=(a,), before=at, after=after))
+            at = after
+    for d, axes in enumerate(target.dims):
+        if axes:
+            after = _with(at, {d: axes})
+            steps.append(Step(kind=StepKind.SLICE, axes=tuple(sorted(axes)), before=at, after=after))
+            at = after
+    return tuple(steps)

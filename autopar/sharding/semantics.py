@@ -1,0 +1,483 @@
+"""What each value of a step is, and what its dimensions count: examples, positions in a sequence, experts.
+
+Recipes speak of these ("split the batch over data"), the graph does not know them. So the dimensions of the batch,
+whose meaning is known, are followed through the operations by the factors of their rules, forwards and backwards; a
+dimension that is split or joined (reshape) is followed in its parts.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by, walk
+
+# What is followed: what dimensions count (`Dimension`), or which side of a matrix they are (`Side`).
+Name = TypeVar("Name", bound=enum.Enum)
+# A dimension in parts, major first: the size of each and its names.
+Parts = tuple[tuple[int, frozenset[Name]], ...]
+
+_UNKNOWN: frozenset[Any] = frozenset()
+# Operations that read a parameter as a matrix.
+_MULTIPLYING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
+# Values that are or belong to weights, without examples.
+_OF_WEIGHTS = frozenset(Purpose) - {Purpose.BATCH, Purpose.ACTIVATION}
+# Operations between whole dimensions and pieces of them.
+_IN_PIECES = frozenset({"concatenate", "slice", "split"})
+
+
+def described(graph: OpGraph) -> OpGraph:
+    """The graph with the purpose and the dimensions of its values.
+
+    A batch leaf's first dimension counts examples. The next ones count positions: of whole numbers (tokens) all of
+    them, of others all but the last, which holds features. Experts are what a product of a parameter keeps apart
+    although it counts neither examples nor positions. Features are what layers hand on: of two widths that a matrix
+    joins, one is handed on and the other stays inside of a layer (`_handed_on`). Heads are what a product of two values
+    with positions keeps apart beside the examples; they are widths like others until then. The sides of matrices are
+    followed through weights only: their copies, gradients, and the optimiser's state.
+    """
+    followed: _Followed[Dimension] = _Followed(graph)
+    for position in graph.batch:
+        value = graph.values[graph.block.inputs[position]]
+        whole_numbers = not np.issubdtype(np.dtype(value.dtype), np.inexact)
+        for d in range(len(value.shape)):
+            if d == 0:
+                followed.name(value.id, d, Dimension.EXAMPLE)
+            elif whole_numbers or d < len(value.shape) - 1:
+                followed.name(value.id, d, Dimension.SEQUENCE)
+    followed.settle()
+    dependent = _dependent(graph, [graph.block.inputs[i] for i in graph.batch])
+    for value_id, d in _expert_dimensions(graph, followed, dependent):
+        followed.name(value_id, d, Dimension.EXPERT)
+    followed.settle()
+    for value_id, d in _handed_on(graph, followed, dependent):
+        followed.name(value_id, d, Dimension.FEATURE)
+    followed.settle()
+    named = [dataclasses.replace(v, dimensions=followed.names(v)) for v in graph.values]
+    purposes = _purposes(graph, named, dependent)
+    for at, parts in _heads(graph, followed, dependent):
+        followed.put(at, parts)
+    followed.settle()
+    values = [
+        dataclasses.replace(v, dimensions=followed.names(v), purpose=purposes.get(v.id, Purpose.ACTIVATION))
+        for v in graph.values
+    ]
+    sides = _followed_sides(graph, values, dependent)
+    return dataclasses.replace(graph, values=tuple(dataclasses.replace(v, sides=sides.names(v)) for v in values))
+
+
+# A dimension of a value.
+_At = tuple[int, int]
+
+
+class _Followed(Generic[Name]):
+    """The parts of every dimension, as far as they are known; of some values only, where those are given."""
+
+    def __init__(self, graph: OpGraph, within: Collection[int] | None = None) -> None:
+        self.graph, self.within = graph, within
+        self.parts: dict[_At, Parts[Name]] = {}
+        self.waiting: collections.deque[int] = collections.deque()  # values whose news have not gone round
+        self.of_value: dict[int, list[Callable[[], None]]] = {}
+        for op in walk(graph.block):
+            if op.rule is not None:
+                self.watch_op(op)
+        for outer, inner, dropped in _links(graph.block):
+            for value in (outer, inner):
+                self.of_value.setdefault(value, []).append(functools.partial(self.alike, outer, inner, dropped))
+        for one, other in _scanned(graph.block):
+            for value in (one, other):
+                self.of_value.setdefault(value, []).append(functools.partial(self.scanned_alike, one, other))
+
+    def watch_op(self, op: Op) -> None:
+        assert op.rule is not None
+        places = [
+            (value, d, factors)
+            for atom, dims in zip((*op.inputs, *op.outputs), (*op.rule.operands, *op.rule.results), strict=True)
+            if isinstance(value := atom, int)
+            for d, factors in enumerate(dims)
+            if factors
+        ]
+        through = functools.partial(self.through, places, [f.size for f in op.rule.factors])
+        for value in {value for value, _, _ in places}:
+            self.of_value.setdefault(value, []).append(through)
+
+    def of(self, value: int, d: int) -> Parts[Name]:
+        return self.parts.get((value, d), ((self.graph.values[value].shape[d], _UNKNOWN),))
+
+    def name(self, value: int, d: int, what: Name) -> None:
+        self.put((value, d), ((self.graph.values[value].shape[d], frozenset({what})),))
+
+    def put(self, at: _At, parts: Parts[Name]) -> None:
+        if self.within is not None and at[0] not in self.within:
+            return
+        size = self.graph.values[at[0]].shape[at[1]]
+        if size == 1 or math.prod(n for n, _ in parts) != size or all(not names for _, names in parts):
+            return
+        merged = _merged(self.of(*at), parts)
+        if merged != self.parts.get(at):
+            self.parts[at] = merged
+            self.waiting.append(at[0])
+
+    def names(self, value: Value) -> tuple[frozenset[Name], ...]:
+        return tuple(frozenset().union(*(names for _, names in self.of(value.id, d))) for d in range(len(value.shape)))
+
+    def settle(self) -> None:
+        """Follows until nothing changes; names are only ever added, so that this ends."""
+        while self.waiting:
+            for follow in self.of_value.get(self.waiting.popleft(), ()):
+                follow()
+
+    def alike(self, outer: int, inner: int, dropped: int) -> None:
+        """The inner value's dimensions are the outer one's, without the first `dropped`."""
+        for d in range(len(self.graph.values[inner].shape)):
+            if d + dropped < len(self.graph.values[outer].shape):
+                self.copy((outer, d + dropped), (inner, d))
+                self.copy((inner, d), (outer, d + dropped))
+
+    def scanned_alike(self, one: int, other: int) -> None:
+        """What a scan goes over counts the same in all of its slices and stacks."""
+        self.copy((one, 0), (other, 0))
+        self.copy((other, 0), (one, 0))
+
+    def copy(self, source: _At, target: _At) -> None:
+        """One dimension counts what the other does; where it counts a micro-batch's part of it, in one piece."""
+        parts, size = self.of(*source), self.graph.values[target[0]].shape[target[1]]
+        if math.prod(n for n, _ in parts) != size:
+            parts = ((size, frozenset().union(*(names for _, names in parts))),)
+        self.put(target, parts)
+
+    def through(self, places: Sequence[tuple[int, int, tuple[int, ...]]], sizes: Sequence[int]) -> None:
+        """What is known of a factor in one place is known of it in all."""
+        known: dict[int, Parts[Name]] = {}
+        for value, d, factors in places:
+            if (value, d) not in self.parts:
+                continue
+            for f, parts in zip(factors, _cut(self.of(value, d), [sizes[f] for f in factors]), strict=True):
+                known[f] = _merged(known[f], parts) if f in known else parts
+        for value, d, factors in places:
+            self.put((value, d), tuple(part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))))
+
+
+def _merged(a: Parts[Name], b: Parts[Name]) -> Parts[Name]:
+    """What both say; where they are cut differently, what the first says, if it says anything."""
+    if a == b:
+        return a
+    if [n for n, _ in a] == [n for n, _ in b]:
+        return tuple((n, x | y) for (n, x), (_, y) in zip(a, b, strict=True))
+    return a if any(names for _, names in a) else b
+
+
+def _cut(parts: Parts[Name], sizes: Sequence[int]) -> list[Parts[Name]]:
+    """The parts that make up each of the factors of these sizes, major first; a part may be cut evenly."""
+    rest = list(parts)
+    found: list[Parts[Name]] = []
+    for size in sizes:
+        mine: list[tuple[int, frozenset[Name]]] = []
+        left = size
+        while left > 1 and rest:
+            n, names = rest[0]
+            if left % n == 0:
+                mine.append(rest.pop(0))
+                left //= n
+            elif n % left == 0:
+                mine.append((left, names))
+                rest[0] = (n // left, names)
+                left = 1
+            else:
+                break
+        if left > 1:  # cut across: whatever is in there
+            across: frozenset[Name] = frozenset().union(*(names for _, names in [*mine, *rest]))
+            mine = [(size, across)]
+        found.append(tuple(mine) or ((size, _UNKNOWN),))
+    return found
+
+
+def _links(block: Block) -> Iterator[tuple[int, int, int]]:
+    """(value around, value inside, dimensions that it loses) of all loops, branches and marks."""
+    for op in block.ops:
+        for outer, inner, dropped in _pairs(op):
+            if isinstance(outer, int) and isinstance(inner, int):
+                yield outer, inner, dropped
+        for inside in op.blocks:
+            yield from _links(inside)
+
+
+def _scanned(block: Block) -> Iterator[tuple[int, int]]:
+    """Pairs of arrays that one scan takes slices of, or stacks."""
+    for op in walk(block):
+        if op.kind is OpKind.SCAN:
+            slices = [a for a in op.inputs[op.num_consts + op.num_carry :] if isinstance(a, int)]
+            yield from itertools.pairwise([*slices, *op.outputs[op.num_carry :]])
+
+
+def _pairs(op: Op) -> Iterator[tuple[Atom, Atom, int]]:
+    k, c = op.num_consts, op.num_carry
+    if op.kind in (OpKind.BARRIER, OpKind.SPLIT, OpKind.ACCUMULATE, OpKind.STACK):
+        yield from ((a, b, 0) for a, b in zip(op.inputs, op.outputs, strict=True))
+    elif op.kind is OpKind.SCAN:
+        (body,) = op.blocks
+        yield from ((a, b, int(i >= k + c)) for i, (a, b) in enumerate(zip(op.inputs, body.inputs, strict=True)))
+        yield from ((a, b, int(i >= c)) for i, (a, b) in enumerate(zip(op.outputs, body.outputs, strict=True)))
+        yield from ((a, b, 0) for a, b in zip(body.inputs[k : k + c], body.outputs, strict=False))
+    elif op.kind is OpKind.WHILE:
+        condition, body = op.blocks
+        of_condition = op.num_condition_consts
+        carried = op.inputs[op.num_consts :]
+        around = (*op.inputs[:of_condition], *carried, *op.inputs[of_condition:], *op.outputs)
+        inside = (*condition.inputs, *body.inputs, *body.outputs)
+        yield from ((a, b, 0) for a, b in zip(around, inside, strict=True))
+    elif op.kind is OpKind.COND:
+        for branch in op.blocks:
+            around, inside = (*op.inputs[1:], *op.outputs), (*branch.inputs, *branch.outputs)
+            yield from ((a, b, 0) for a, b in zip(around, inside, strict=True))
+
+
+def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:
+    """All values that are computed of some."""
+    found = set(sources)
+    before = -1
+    while len(found) > before:  # what a loop carries round needs another turn
+        before = len(found)
+        for op in graph.ops():
+            for a, b, _ in _pairs(op):
+                if isinstance(a, int) and isinstance(b, int) and (a in found or (b in found and b not in op.outputs)):
+                    found |= {b} if a in found else {a} if a in op.outputs else set()
+            if not op.blocks and any(isinstance(a, int) and a in found for a in op.inputs):
+                found.update(op.outputs)
+    return found
+
+
+def _expert_dimensions(
+    graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]
+) -> Iterator[tuple[int, int]]:
+    """Dimensions of weights that a product keeps apart and that are nothing else."""
+    for op in graph.ops():
+        if op.primitive != "dot_general" or op.rule is None:
+            continue
+        kept_apart = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.operands[1] for f in dim}
+        kept_apart &= {f for dim in op.rule.results[0] for f in dim}
+        for atom, dims in zip(op.inputs, op.rule.operands, strict=True):
+            if not isinstance(atom, int) or atom in dependent:
+                continue
+            for d, factors in enumerate(dims):
+                unnamed = all(not names for _, names in followed.of(atom, d))
+                if unnamed and factors and kept_apart.issuperset(factors):
+                    yield atom, d
+
+
+def _heads(graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]) -> Iterator[tuple[_At, Parts]]:
+    """Dimensions that scores and what they weigh keep apart; the parts of them that count nothing else are heads."""
+    for op in graph.ops():
+        if op.primitive != "dot_general" or op.rule is None or not dependent.issuperset(read_by(op)):
+            continue
+        if not all(isinstance(atom, int) and _has_positions(graph, followed, atom) for atom in op.inputs):
+            continue
+        (left, right), (result,) = op.rule.operands, op.rule.results
+        kept_apart = (
+            {f for dim in left for f in dim} & {f for dim in right for f in dim} & {f for dim in result for f in dim}
+        )
+        for d, factors in enumerate(result):
+            parts = followed.of(op.outputs[0], d)
+            if factors and kept_apart.issuperset(factors) and any(not names for _, names in parts):
+                yield (op.outputs[0], d), tuple((n, names or frozenset({Dimension.HEAD})) for n, names in parts)
+
+
+def _has_positions(graph: OpGraph, followed: _Followed[Dimension], value: int) -> bool:
+    dimensions = range(len(graph.values[value].shape))
+    return any(Dimension.SEQUENCE in names for d in dimensions for _, names in followed.of(value, d))
+
+
+def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]) -> list[_At]:
+    """Dimensions of the operands of products with weights that count what layers hand on.
+
+    Dimensions that operations of the forward pass treat as one are one width, such as that of all that is added up in
+    a residual stream. Each product with weights joins two widths, what it sums over and what it makes, and one of them
+    is handed on: what the first product sums over whose width a later one makes again (before it stand embeddings), or
+    else what the first product sums over. So columns are cut, then rows. Where that cannot be, since a product makes
+    the width that it sums over, none of the widths that hang together is told apart.
+    """
+    width = _Widths()
+    role = graph.forward_role
+    forward = [op for op in graph.ops() if op.rule is not None and op.role is role]
+
+    def unnamed(value: int, d: int) -> bool:
+        return not any(names for _, names in followed.of(value, d))
+
+    for op in forward:
+        assert op.rule is not None
+        at_factor: dict[int, _At] = {}
+        for atom, dims in zip((*op.inputs, *op.outputs), (*op.rule.operands, *op.rule.results), strict=True):
+            for d, factors in enumerate(dims):
+                if isinstance(atom, int) and factors and unnamed(atom, d):
+                    for f in factors:
+                        width.join(at_factor.setdefault(f, (atom, d)), (atom, d))
+        if op.primitive in _IN_PIECES:
+            for v, out in itertools.product(read_by(op), op.outputs):
+                for d in range(len(graph.values[out].shape)):
+                    if unnamed(v, d) and unnamed(out, d):
+                        width.join((v, d), (out, d))
+    for outer, inner, dropped in _links(graph.block):
+        for d in range(len(graph.values[inner].shape)):
+            if d + dropped < len(graph.values[outer].shape) and unnamed(inner, d) and unnamed(outer, d + dropped):
+                width.join((outer, d + dropped), (inner, d))
+    joined: dict[_At, set[_At]] = {}
+    first_read: dict[_At, int] = {}
+    last_made: dict[_At, int] = {}
+    for position, op in enumerate(forward):
+        if op.primitive not in _MULTIPLYING:
+            continue
+        assert op.rule is not None
+        made = {f for dims in op.rule.results for fs in dims for f in fs}
+        for atom, dims in zip(op.inputs, op.rule.operands, strict=True):
+            if not isinstance(atom, int) or atom in dependent:
+                continue
+            named = [(width.of((atom, d)), made.issuperset(fs)) for d, fs in enumerate(dims) if fs and unnamed(atom, d)]
+            for one in (at for at, is_made in named if not is_made):
+                for other in (at for at, is_made in named if is_made):
+                    first_read.setdefault(one, position)
+                    last_made[other] = position
+                    joined.setdefault(one, set()).add(other)
+                    joined.setdefault(other, set()).add(one)
+    found: set[_At] = set()
+    seen: set[_At] = set()
+    returning = [at for at, position in first_read.items() if last_made.get(at, position) > position]
+    for first in (*returning, *first_read):
+        if first not in seen:
+            sides = _two_sides(first, joined)
+            seen |= sides.keys()
+            if all(sides[a] != sides[b] for a in sides for b in joined[a]):
+                found |= {at for at, side in sides.items() if not side}
+    return [at for at in width.known() if width.of(at) in found]
+
+
+def _two_sides(first: _At, joined: Mapping[_At, set[_At]]) -> dict[_At, bool]:
+    """Everything that hangs together with the first one, on its side (False) or on the other."""
+    sides = {first: False}
+    waiting = [first]
+    while waiting:
+        at = waiting.pop()
+        for other in joined[at]:
+            if other not in sides:
+                sides[other] = not sides[at]
+                waiting.append(other)
+    return sides
+
+
+class _Widths:
+    """Dimensions that are one width, each set of them under one of its members."""
+
+    def __init__(self) -> None:
+        self.parent: dict[_At, _At] = {}
+
+    def of(self, at: _At) -> _At:
+        self.parent.setdefault(at, at)
+        while self.parent[at] != at:
+            self.parent[at] = self.parent[self.parent[at]]
+            at = self.parent[at]
+        return at
+
+    def join(self, one: _At, other: _At) -> None:
+        self.parent[self.of(other)] = self.of(one)
+
+    def known(self) -> list[_At]:
+        return list(self.parent)
+
+
+def _purposes(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> dict[int, Purpose]:
+    found: dict[int, Purpose] = {}
+    matrices = _feeding(graph, values, dependent)
+    forward_role = graph.forward_role
+    for op in graph.ops():
+        for v in op.outputs:
+            has_examples = any(Dimension.EXAMPLE in names for names in values[v].dimensions)
+            if op.kind is OpKind.ACCUMULATE:
+                found[v] = Purpose.ACCUMULATOR
+            elif op.role is Role.UPDATE and op.role is not forward_role and not has_examples:
+                found[v] = Purpose.UPDATE
+            elif v not in dependent:
+                copied = v in matrices and len(values[v].shape) > 1
+                found[v] = Purpose.MATRIX_COPY if copied else Purpose.WEIGHT_COPY
+            elif not has_examples and op.role is Role.BACKWARD:
+                found[v] = Purpose.GRADIENT
+        for block in op.blocks:
+            for v in block.inputs:
+                if v not in dependent:
+                    copied = v in matrices and len(values[v].shape) > 1
+                    found[v] = Purpose.MATRIX_COPY if copied else Purpose.WEIGHT_COPY
+    inputs = graph.block.inputs
+    # Parameters need not be replaced: an evaluation step reads them only, or closes over them.
+    state = {v for i, v in enumerate(inputs) if i >= len(graph.constants) or v in matrices}
+    updating = Role.UPDATE if forward_role is Role.FORWARD else None
+    forward = {v for op in graph.block.ops if op.role is not updating for v in read_by(op)}
+    for position, v in enumerate(inputs):
+        if position in graph.batch:
+            found[v] = Purpose.BATCH
+        elif v in state & matrices and len(values[v].shape) > 1:
+            found[v] = Purpose.MATRIX
+        elif v in state:
+            found[v] = Purpose.PARAMETER if v in forward else Purpose.OPTIMIZER
+    return found
+
+
+def _has_columns(op: Op, i: int, value: Value) -> bool:
+    """Whether a product keeps a dimension of its operand that is a width. What has none is a gate: it tells experts
+    apart, and is small.
+    """
+    assert op.rule is not None
+    others = {f for j, dims in enumerate(op.rule.operands) if j != i for dim in dims for f in dim}
+    return any(
+        names <= {Dimension.FEATURE} and factors and not others.intersection(factors)
+        for names, factors in zip(value.dimensions, op.rule.operands[i], strict=True)
+    )
+
+
+def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> set[int]:
+    """What reaches a product of the forward pass as a matrix, by way of values that are computed of state alone."""
+    role = graph.forward_role
+    wanted = {
+        atom
+        for op in graph.ops()
+        if op.primitive in _MULTIPLYING and op.role is role
+        for i, atom in enumerate(op.inputs)
+        if isinstance(atom, int) and atom not in dependent and _has_columns(op, i, values[atom])
+    }
+    for op in reversed(list(graph.ops())):
+        for outer, inner, _ in _pairs(op):
+            if not isinstance(outer, int) or not isinstance(inner, int):
+                continue  # a literal: a loop's body may hand one out, or be handed one
+            if inner in wanted and outer not in dependent:
+                wanted.add(outer)
+        if not op.blocks and wanted.intersection(op.outputs):
+            wanted.update(a for a in op.inputs if isinstance(a, int) and a not in dependent)
+    return wanted
+
+
+def _followed_sides(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> _Followed[Side]:
+    """Which side of a matrix each dimension of weights is. A matrix that one product reads as it is and another
+    transposed (an embedding that makes the logits too) may have dimensions that are both.
+    """
+    sides: _Followed[Side] = _Followed(graph, {v.id for v in values if v.purpose in _OF_WEIGHTS})
+    for op in graph.ops():
+        if op.primitive not in _MULTIPLYING or op.role is not Role.FORWARD:
+            continue
+        assert op.rule is not None
+        made = {f for dims in op.rule.results for fs in dims for f in fs}
+        for i, atom in enumerate(op.inputs):
+            if not isinstance(atom, int) or atom in dependent or not _has_columns(op, i, values[atom]):
+                continue
+            others = {f for j, dims in enumerate(op.rule.operands) if j != i for fs in dims for f in fs}
+            for d, factors in enumerate(op.rule.operands[i]):
+                if factors and others.issuperset(factors) and made.isdisjoint(factors):
+                    sides.name(atom, d, Side.INPUT)
+                elif factors and made.issuperset(factors) and others.isdisjoint(factors):
+                    sides.name(atom, d, Side.OUTPUT)
+    sides.settle()
+    return sides

@@ -1,0 +1,396 @@
+"""Timing the plans that are predicted to be the fastest on the devices themselves: predictions cannot tell apart plans
+that are close, a clock can.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.calls.arguments import put_copies
+from autopar.common.gc_policy import collected_seldom
+from autopar.common.progress import Progress
+from autopar.common.units import text_of_bytes, text_of_s
+from autopar.compiler.planner import make_plan, make_plans
+from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
+from autopar.executables.compiled_step import Compiled, CompiledPipeline, build
+from autopar.plan.options import PlanOptions
+from autopar.plan.plan import Plan
+from autopar.plan.render import in_short
+from autopar.recipes import Recipe, data_parallel, zero
+from autopar.runtime.execution.dispatch import drain
+from autopar.step import Asked, Step, asked_of, check_is_step, keep_rules
+
+# Recipes that are timed beside the search's plans, by the names that they have in the table.
+BESIDE = (("data_parallel()", data_parallel()), *((f"zero({stage})", zero(stage)) for stage in (1, 2, 3)))
+# Steps of a turn behind the first, which finds caches full of another plan's data.
+STEPS_IN_A_ROW = 2
+# Rounds of turns that count, at least and at most; one before them warms up.
+LEAST_ROUNDS, MOST_ROUNDS = 3, 30
+# What a plan can fail with that is no mistake of this package: too little memory, something a compiler refuses.
+FAILURES = (AutoparError, jax.errors.JaxRuntimeError)
+_Error = TypeVar("_Error", bound=Exception)
+# Where operations come from, which differs between plans that come to the same program.
+_METADATA = re.compile(r", metadata=\{[^}]*\}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One plan: seconds of a step as predicted and, the median, as measured, with the quartiles around it; `why` it was
+    not timed, where it was not.
+
+    Without a plan (a recipe that the step or the devices do not admit) nothing is predicted.
+    """
+
+    name: str
+    plan: Plan | None
+    predicted_s: float | None
+    measured_s: float | None
+    why: str = ""
+    quartiles_s: tuple[float, float] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Plans of a step by the clock: those that were timed, the fastest first, then the others as predicted."""
+
+    target: str
+    rows: tuple[Timed, ...]
+
+    @property
+    def fastest(self) -> Timed:
+        return self.rows[0]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was the fastest."""
+        plan = self.fastest.plan
+        assert plan is not None, "what was timed has a plan"
+        return plan
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=120, no_color=True, highlight=False)
+        shown = Table(f"timed on {self.target}", "predicted", "measured", "half of its steps", "relative", "not timed")
+        fastest_s = self.fastest.measured_s
+        for row in self.rows:
+            relative = row.measured_s / fastest_s if row.measured_s and fastest_s else None
+            shown.add_row(
+                escape(row.name),
+                text_of_s(row.predicted_s) if row.predicted_s is not None else "",
+                text_of_s(row.measured_s) if row.measured_s is not None else "",
+                " to ".join(map(text_of_s, row.quartiles_s)) if row.quartiles_s is not None else "",
+                f"{relative:.3f}" if relative is not None else "",
+                escape(row.why),
+            )
+        console.print(shown)
+        return buffer.getvalue().rstrip()
+
+
+def tune(
+    step: Step,
+    *args: Any,
+    beside: Mapping[str, Recipe] | None = None,
+    within: float = 1.25,
+    most: int = 8,
+    seconds: float = 20.0,
+) -> Tuning:
+    """Times the plans that are predicted to be the fastest, on the devices, and says which one is.
+
+    These are the search's own choice, other plans that it worked out, and recipes. They take turns, each on a state of
+    its own that is dropped behind the turn: devices hold one more state than the one that is given. Where that is too
+    much, give one in the memory of the host (`jax.device_get(state)`).
+
+    Args:
+        step: What `autopar.parallelize` made, without a plan, a recipe or a step to follow.
+        args: Its arguments, arrays. They survive.
+        beside: Recipes to time too, by the names that the table gives them; None: data parallelism and ZeRO.
+        within: How many times the time of the plan predicted to be the fastest a plan may be predicted to take.
+        most: So many plans are timed, those predicted to be the fastest.
+        seconds: About so long steps are run; compiling comes on top. Each plan has a few turns, however long they take.
+
+    Raises: InvalidArgumentError; UnsupportedError in a program of several processes; what planning, compiling and
+    running raise, where no plan could be timed.
+    """
+    return tuned_by(in_turns, step, args, dict(BESIDE) if beside is None else beside, within, most, seconds)
+
+
+# Runs one plan a few steps; returns what each of them took, in seconds.
+Turn = Callable[[], Sequence[float]]
+# Has plans run turn by turn for about so many seconds; what the steps of each took, or what one failed with.
+Clock = Callable[[Sequence[Turn], float], Sequence[Sequence[float] | Exception]]
+
+
+def tuned_by(
+    clock: Clock,
+    step: Step,
+    args: Sequence[Any],
+    beside: Mapping[str, Recipe],
+    within: float,
+    most: int,
+    seconds: float,
+) -> Tuning:
+    """`tune` with a clock of one's own."""
+    _check(step, beside, within, most, seconds)
+    asked = asked_of(step, *args)
+    progress = Progress(f"autopar tune {step.__name__}", show=asked.show_progress)
+    with collected_seldom():
+        found = list(_planned(asked, beside, within, progress))
+    keep_rules(step)
+    refused = [_Failed(name, made) for name, made in found if isinstance(made, Exception)]
+    plans = [(name, made) for name, made in found if isinstance(made, Plan)]
+    fitting = [(name, plan) for name, plan in plans if not _over(plan)]
+    # The search's own comes first, which takes a plan that is easier to read before one that is hardly faster.
+    others = sorted(fitting[1:], key=lambda named: step_s(named[1]))
+    running, failed, rows = _compiled(asked, [*fitting[:1], *others], within, most, progress)
+    rows += [_row(name, plan, why=_over(plan)) for name, plan in plans if _over(plan)]
+    with progress.pass_(f"time {len(running)} plans"):
+        took = clock([one.turn for one in running], seconds)
+    for one, steps in zip(running, took, strict=True):
+        if isinstance(steps, Exception):
+            failed.append(_Failed(one.name, steps, one.plan))
+        else:
+            first, middle, third = (
+                statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else [*steps] * 3
+            )
+            rows.append(dataclasses.replace(_row(one.name, one.plan), measured_s=middle, quartiles_s=(first, third)))
+    if all(row.measured_s is None for row in rows) and (failed or refused):
+        raise (failed + refused)[0].error
+    if all(row.measured_s is None for row in rows):
+        raise InvalidArgumentError(
+            where=f"autopar.tune({step.__name__}, ...)",
+            expected="a plan that fits",
+            got="; ".join(f"{row.name}: {row.why}" for row in rows),
+            hint="raise memory_limit_bytes, or name other recipes (beside)",
+        )
+    rows += [_row(one.name, one.plan, why=_reason(one.error)) for one in failed + refused]
+    rows.sort(key=lambda row: [math.inf if s is None else s for s in (row.measured_s, row.predicted_s)])
+    target = f"{jax.default_backend()} x {asked.cluster.num_devices}"
+    return Tuning(target=target, rows=(_with_note(rows), *rows[1:]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Failed:
+    """What could not be planned, compiled or run."""
+
+    name: str
+    error: Exception
+    plan: Plan | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Running:
+    """A plan that is compiled."""
+
+    name: str
+    plan: Plan
+    turn: Turn
+
+
+def _row(name: str, plan: Plan | None, why: str = "") -> Timed:
+    """Of a plan that is not timed, or not yet."""
+    return Timed(name=name, plan=plan, predicted_s=step_s(plan) if plan is not None else None, measured_s=None, why=why)
+
+
+def _over(plan: Plan) -> str:
+    """By what a plan is over the memory that it may use, if it is: a recipe's stages are built all the same."""
+    peak_bytes, limit_bytes = max(plan.predicted.peak_bytes), plan.record.memory_limit_bytes
+    if limit_bytes is None or peak_bytes <= limit_bytes:
+        return ""
+    return f"needs {text_of_bytes(peak_bytes)} on a device, of {text_of_bytes(limit_bytes)}"
+
+
+def step_s(plan: Plan) -> float:
+    """What a step is predicted to take."""
+    return plan.predicted.step_time_s
+
+
+def _check(step: Any, beside: Any, within: float, most: int, seconds: float) -> None:
+    """Raises: InvalidArgumentError, UnsupportedError in a program of several processes."""
+    check_is_step("autopar.tune", step)
+    if not isinstance(beside, Mapping) or not all(isinstance(recipe, Recipe) for recipe in beside.values()):
+        raise InvalidArgumentError(
+            where="autopar.tune(beside=...)",
+            expected="recipes by name",
+            got=repr(beside)[:60],
+            hint="such as {'tensor': autopar.recipes.tensor_parallel()}, {} for none",
+        )
+    numbers = (("within", within, 1, (int, float)), ("most", most, 1, (int,)), ("seconds", seconds, 0, (int, float)))
+    for name, value, least, kinds in numbers:
+        if not isinstance(value, kinds) or not value >= least:
+            raise InvalidArgumentError(
+                where=f"autopar.tune({name}=...)",
+                expected=f"{least} or more" + (", a whole number" if kinds == (int,) else ""),
+                got=repr(value),
+                hint="leave it out",
+            )
+    if jax.process_count() > 1:
+        raise UnsupportedError(
+            where="autopar.tune",
+            expected="a program of one process",
+            got=f"{jax.process_count()} processes",
+            hint="give each plan to a step (plan=...), and time it where it runs",
+        )
+
+
+def _planned(
+    asked: Asked, beside: Mapping[str, Recipe], within: float, progress: Progress
+) -> Iterable[tuple[str, Plan | AutoparError]]:
+    """By name the search's choice and what it worked out near it, then the recipes; or what refused them."""
+    given = asked.traced, asked.trees, asked.cluster
+    try:
+        plans = make_plans(*given, asked.options, asked.rules, progress, within)
+    except AutoparError as error:
+        yield "search", _freed(error)
+    else:
+        seen: dict[str, int] = {}
+        for number, plan in enumerate(plans):
+            name = f"{'near' if number else 'search'}: {in_short(plan.record)}"
+            seen[name] = seen.get(name, 0) + 1
+            yield name if seen[name] == 1 else f"{name} ({seen[name]})", plan
+    for name, recipe in beside.items():
+        try:
+            yield name, make_plan(*given, under(recipe, asked.options), asked.rules, progress)
+        except AutoparError as error:
+            yield name, _freed(error)
+
+
+def under(recipe: Recipe, options: PlanOptions) -> PlanOptions:
+    """What is asked of the search, for a recipe: as if the step had been made with it."""
+    own = options.pipeline
+    asked = {f.name: getattr(own, f.name) for f in dataclasses.fields(own) if getattr(own, f.name) is not None}
+    return dataclasses.replace(
+        options,
+        pipeline=dataclasses.replace(recipe.pipeline, **asked),
+        binding=recipe.binding,
+        recompute=recipe.recompute,
+        pins=recipe.pins,
+    )
+
+
+def _compiled(
+    asked: Asked, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
+) -> tuple[list[_Running], list[_Failed], list[Timed]]:
+    """(those to be timed, those that are not compiled, those that need not be) of plans, of which the first is timed
+    in any case, and which come fastest first then.
+    """
+    running: dict[str, _Running] = {}  # by program
+    failed: list[_Failed] = []
+    rows: list[Timed] = []
+    best_s = min((step_s(plan) for _, plan in plans), default=0.0)
+    for number, (name, plan) in enumerate(plans):
+        if number and step_s(plan) > within * best_s:
+            rows.append(_row(name, plan, why=f"predicted to take more than {within:g} times the best"))
+            continue
+        if len(running) >= most:
+            rows.append(_row(name, plan, why=f"not among the {most} predicted to be the fastest"))
+            continue
+        try:
+            with progress.pass_(f"compile {name}"):
+                compiled = build(asked.traced, plan, asked.rules)
+                program = program_of(compiled)
+        except FAILURES as error:
+            failed.append(_Failed(name, _freed(error), plan))
+            continue
+        if program in running:
+            rows.append(_row(name, plan, why=f"the same program as {running[program].name}"))
+        else:
+            running[program] = _Running(name, plan, _turn_of(compiled, asked.arguments))
+    return list(running.values()), failed, rows
+
+
+def _freed(error: _Error) -> _Error:
+    """An error without tracebacks: their frames hold what was being worked out, arrays on the devices too."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _reason(error: Exception) -> str:
+    """In a line of a table."""
+    text = f"{error.where}: {error.got}" if isinstance(error, AutoparError) else str(error)
+    return text.strip().split("\n")[0]
+
+
+def program_of(compiled: Compiled | CompiledPipeline) -> str:
+    """Equal for plans that run alike: those that are compiled to the same text, and pipelines that decide alike.
+
+    The text of a pipeline's tasks does not tell in which order and where they run.
+    """
+    pipeline = compiled.plan.record.pipeline
+    if pipeline is None:
+        return _METADATA.sub("", compiled.as_text())
+    stages = [(s.first_layer, s.first_device, s.axis_sizes, s.decisions) for s in pipeline.stages]
+    way = (pipeline.schedule, pipeline.num_microbatches, pipeline.chunks, pipeline.scan_parts, pipeline.keeps_copies)
+    blockwise = compiled.plan.record.blockwise_attention
+    return msgspec.json.encode((way, blockwise, pipeline.recomputed, stages)).decode()
+
+
+def _turn_of(compiled: Compiled | CompiledPipeline, arguments: Sequence[Any]) -> Turn:
+    """A few steps of a plan, each on the state that the one before returned; nothing stays on the devices."""
+    tied, leaves = compiled.traced.tied, jax.tree.leaves(tuple(arguments))
+
+    def turn() -> list[float]:
+        ready = compiled.ready()
+        given = jax.block_until_ready(put_copies(leaves, ready))
+        took = []
+        for _ in range(1 + STEPS_IN_A_ROW):
+            begun = time.perf_counter()
+            made = jax.block_until_ready(ready.run(given))
+            took.append(time.perf_counter() - begun)
+            # What a step takes over comes back.
+            given = [made[tied[i]] if i in tied else leaf for i, leaf in enumerate(given)]
+            del made
+        drain()
+        return took[1:]
+
+    return turn
+
+
+def in_turns(
+    turns: Sequence[Turn], seconds: float, now: Callable[[], float] = time.perf_counter
+) -> list[Sequence[float] | Exception]:
+    """Each has one turn a round, the order turned round each time, so that what else the machine does falls on all."""
+    took: list[list[float]] = [[] for _ in turns]
+    failed: dict[int, Exception] = {}
+    begun = now()
+    for number in itertools.count():
+        order = [i for i in range(len(turns)) if i not in failed]
+        for i in order if number % 2 else reversed(order):
+            try:
+                steps = turns[i]()
+            except FAILURES as error:
+                failed[i] = _freed(error)
+            else:
+                took[i] += steps if number else []
+        one_more_s = (now() - begun) * (number + 2) / (number + 1)
+        if len(failed) == len(turns) or number >= MOST_ROUNDS or (number >= LEAST_ROUNDS and one_more_s > seconds):
+            break
+    return [failed.get(i, steps) for i, steps in enumerate(took)]
+
+
+def _with_note(rows: Sequence[Timed]) -> Timed:
+    """The fastest row, whose plan says how it was chosen."""
+    fastest, timed = rows[0], [row for row in rows if row.measured_s is not None]
+    assert fastest.plan is not None, "what was timed has a plan"
+    others = f"{len(timed) - 1} other plan{'s' if len(timed) != 2 else ''}"
+    foreseen = min(timed, key=lambda row: row.predicted_s or 0.0)
+    note = f"timed on the devices beside {others}: {text_of_s(fastest.measured_s or 0.0)}; "
+    if foreseen is fastest:
+        note += "it was predicted to be the fastest, too"
+    else:
+        note += f"the one predicted to be the fastest took {text_of_s(foreseen.measured_s or 0.0)}"
+    record = dataclasses.replace(fastest.plan.record, notes=(*fastest.plan.record.notes, note))
+    return dataclasses.replace(fastest, plan=dataclasses.replace(fastest.plan, record=record))

@@ -1,0 +1,204 @@
+"""Holding a plan against the truth: the program XLA compiled, and the numbers of plain `jax.jit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from autopar.calls import nnx_objects
+from autopar.calls.arguments import copy_of
+from autopar.common import jax_compat
+from autopar.cost.peak_memory import allocated_bytes
+from autopar.executables.compiled_step import Compiled, CompiledPipeline
+from autopar.plan.schema import Predicted
+from autopar.runtime.simulation.simulator import simulate
+from autopar.step import Step, check_is_step, compile_on
+from autopar.xla import aot, collectives
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One quantity, predicted and as compiled."""
+
+    name: str
+    predicted: float
+    compiled: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over compiled; 1 where both are zero."""
+        if self.compiled == 0:
+            return 1.0 if self.predicted == 0 else float("inf")
+        return self.predicted / self.compiled
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """A plan beside its compiled program.
+
+    `collectives`: bytes that each device sends in a step, by kind, and their sum (`total`); `counts` how many run. Of a
+    pipeline both are sums over its stages of what a device of each sends within its stage.
+    `peak`: bytes of one device, of a pipeline one of the stage that needs most. `difference`: the largest difference of
+    a result leaf from plain `jax.jit`, divided by that leaf's largest value, with the leaf's path; None where the
+    numbers could not be compared (shapes only, or compiled for other hardware).
+    """
+
+    target: str
+    collectives: tuple[Compared, ...]
+    counts: tuple[Compared, ...]
+    peak: Compared
+    difference: float | None
+    worst_leaf: str
+
+    @property
+    def total(self) -> Compared:
+        return self.collectives[-1]
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=100, no_color=True, highlight=False)
+        shown = Table(f"verified on {self.target}", "predicted", "compiled", "ratio")
+        for row in self.collectives:
+            shown.add_row(f"{row.name}, bytes", f"{row.predicted:,.0f}", f"{row.compiled:,.0f}", f"{row.ratio:.4f}")
+        for row in self.counts:
+            shown.add_row(f"{row.name}, count", f"{row.predicted:g}", f"{row.compiled:g}", f"{row.ratio:.3f}")
+        peak = self.peak
+        shown.add_row("peak memory, bytes", f"{peak.predicted:,.0f}", f"{peak.compiled:,.0f}", f"{peak.ratio:.3f}")
+        console.print(shown)
+        if self.difference is not None:
+            console.print(
+                f"numbers: at most {self.difference:.2e} of a leaf's largest value from plain jax.jit "
+                f"({self.worst_leaf})",
+                markup=False,
+            )
+        return buffer.getvalue().rstrip()
+
+
+def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verification:
+    """Compiles a step and holds its plan against the compiled program, and its numbers against plain `jax.jit`.
+
+    Args:
+        step: What `autopar.parallelize` made.
+        args: Its arguments, arrays or `jax.ShapeDtypeStruct`s (then no numbers are compared). Nothing is donated.
+        compile_for: Hardware that need not be here, such as "tpu:v5e:2x4" (needs the extra `autopar[tpu]`) or
+            "gpu:h100:2x8", two hosts of eight (needs `autopar[gpu]`).
+
+    Raises: what planning and compiling raise.
+    """
+    check_is_step("autopar.verify", step)
+    args = nnx_objects.split(args)
+    compiled: Compiled | CompiledPipeline
+    if compile_for is None:
+        compiled, target = step.compile(*args), f"{jax.default_backend()} x {step.plan(*args).cluster.num_devices}"
+    else:
+        compiled, target = compiled_elsewhere(step, compile_for, *args), compile_for
+    collectives, counts = compare_traffic(compiled.plan.predicted, traffic_of(compiled))
+    difference, worst = None, ""
+    arrays = all(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
+    if compile_for is None and arrays:
+        difference, worst = compare_numbers(step, compiled, args)
+    return Verification(
+        target=target,
+        collectives=collectives,
+        counts=counts,
+        peak=Compared(
+            name="peak",
+            predicted=float(max(compiled.plan.predicted.peak_bytes) + uncounted_apart(compiled)),
+            compiled=float(peak_bytes(compiled)),
+        ),
+        difference=difference,
+        worst_leaf=worst,
+    )
+
+
+def compiled_elsewhere(step: Step, target: str, *args: Any) -> Compiled:
+    """A step compiled under its plan for hardware that need not be here: its text and memory, nothing to run.
+
+    Raises: what `autopar.xla.aot.target_mesh` raises, and what planning raises.
+    """
+    aot.target_devices(target)  # a compiler that is missing is said before a plan is searched for
+    plan = step.plan(*args)
+    return compile_on(step, aot.target_mesh(target, plan.mesh.axis_sizes, plan.mesh.axis_names), *args)
+
+
+def traffic_of(compiled: Compiled | CompiledPipeline) -> collectives.Traffic:
+    """What the compiled program sends in a step; of a pipeline each task as often as it runs."""
+    if isinstance(compiled, Compiled):
+        return collectives.traffic(collectives.collectives(compiled.as_text()))
+    found: list[collectives.Collective] = []
+    for task, executable in zip(compiled.staged.staged.tasks, compiled.executables, strict=True):
+        runs = compiled.staged.schedule.num_microbatches if task.kind.repeats else 1
+        found += [dataclasses.replace(c, count=c.count * runs) for c in collectives.collectives(executable.as_text())]
+    return collectives.traffic(tuple(found))
+
+
+def peak_bytes(compiled: Compiled | CompiledPipeline) -> int:
+    """Memory of one device as compiled; of a pipeline its buffers, with the temporaries of its tasks as compiled."""
+    if isinstance(compiled, Compiled):
+        return allocated_bytes(compiled.memory_analysis())
+    staged = compiled.staged
+    temporary = [e.memory_analysis().temp_size_in_bytes for e in compiled.executables]
+    return max(simulate(compiled.executor.program, staged.task_s, staged.transfer_s, temporary).peak_bytes)
+
+
+def uncounted_apart(compiled: Compiled | CompiledPipeline) -> int:
+    """Bytes of state in the memory of the host that a compiler counts with the device's own, as XLA does for CPU."""
+    if isinstance(compiled, CompiledPipeline) or compiled.memory_analysis().host_argument_size_in_bytes:
+        return 0
+    return sum(compiled.plan.predicted.host_bytes)
+
+
+def compare_traffic(
+    predicted: Predicted, found: collectives.Traffic
+) -> tuple[tuple[Compared, ...], tuple[Compared, ...]]:
+    """(bytes by kind and in all, counts by kind): predicted beside compiled."""
+    expected = predicted.by_kind()
+    kinds = dict.fromkeys((*expected, *(k.value for k in found.count)))
+    sent = {k.value: b for k, b in found.bytes.items()}
+    count = {k.value: n for k, n in found.count.items()}
+    collectives = [Compared(name=k, predicted=expected.get(k, (0.0, 0.0))[1], compiled=sent.get(k, 0.0)) for k in kinds]
+    collectives.append(Compared(name="total", predicted=predicted.sent_bytes, compiled=found.total_bytes))
+    counts = [Compared(name=k, predicted=expected.get(k, (0.0, 0.0))[0], compiled=count.get(k, 0)) for k in kinds]
+    return tuple(collectives), tuple(counts)
+
+
+def compare_numbers(step: Step, compiled: Compiled | CompiledPipeline, args: Sequence[Any]) -> tuple[float, str]:
+    """(largest relative difference of a result leaf from plain `jax.jit`, its path). The arguments survive."""
+    expected = step.plain(*args)
+    got = step(*copy_of(args))
+    worst, where = 0.0, ""
+    paths = compiled.traced.out_paths
+    for path, a, b in zip(paths, jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        difference = leaf_difference(a, b)
+        if difference > worst or not where:
+            worst, where = difference, path
+    return worst, where
+
+
+def leaf_difference(expected: Any, got: Any) -> float:
+    """Largest absolute difference of two arrays over the largest finite value of the expected one; 0 for equal ones.
+
+    Values that are not finite must stand in the same places, else the difference is infinite.
+    """
+    if jax_compat.is_key_dtype(expected.dtype):
+        expected, got = jax.random.key_data(expected), jax.random.key_data(got)
+    a, b = np.asarray(expected), np.asarray(got)
+    if a.dtype.kind in "biu":
+        a, b = a.astype(np.float64), b.astype(np.float64)
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    finite = np.isfinite(a)
+    if not np.array_equal(finite, np.isfinite(b)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    scale = float(np.abs(a[finite]).max())
+    difference = float(np.abs(a[finite] - b[finite]).max())
+    return difference / scale if scale else difference

@@ -1,0 +1,241 @@
+"""What a compiled XLA program sends: its collectives, how often each one runs, and the bytes of each.
+
+Ring algorithms, n devices in a group: all-reduce sends 2(n-1)/n of its result, all-gather and all-to-all (n-1)/n of
+the (gathered) result, reduce-scatter (n-1) times its result, collective-permute its result.
+
+Not read: `send` and `recv` (point-to-point transfers that a program spells out itself).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from autopar.xla import loops, parse
+
+
+class Kind(enum.StrEnum):
+    """Kinds of collectives, by their names in HLO."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+    COLLECTIVE_PERMUTE = "collective-permute"
+    RAGGED_ALL_TO_ALL = "ragged-all-to-all"
+    COLLECTIVE_BROADCAST = "collective-broadcast"
+
+
+_STARTS = {f"{kind}-start": kind for kind in Kind}
+_PLAIN = {str(kind): kind for kind in Kind}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective instruction of the program, at one place from which it is reached.
+
+    Attributes:
+        groups: Devices that take part together; for a collective-permute its (source, target) pairs; None where the
+            text says neither. Numbers are positions in the order of the mesh's devices.
+        result_bytes: What one device holds afterwards, for one run of the instruction.
+        sent_bytes_per_device: What one device sends, for one run of the instruction.
+        count: Runs of the instruction in one run of the program.
+        count_is_exact: False in a loop whose number of turns the text does not tell; it is counted as one turn.
+        dtype: Element type as XLA names it; the one with most bytes where several arrays go together.
+        op_name: The path JAX gave to the operation that needs it, `jit(step)/transpose(jvp(M))/dense/dot_general`.
+    """
+
+    kind: Kind
+    name: str
+    group_size: int
+    groups: tuple[tuple[int, ...], ...] | None
+    result_bytes: int
+    sent_bytes_per_device: float
+    count: int
+    count_is_exact: bool
+    dtype: str
+    op_name: str
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes sent per device in one run of the program."""
+        return self.count * self.sent_bytes_per_device
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Per device, one run of the program: runs and bytes sent by kind of collective, and the total."""
+
+    count: Mapping[Kind, int]
+    bytes: Mapping[Kind, float]
+    count_is_exact: bool
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.bytes.values())
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {n} ({self.bytes[kind] / 1e6:.2f} MB)" for kind, n in sorted(self.count.items()))
+        return f"{self.total_bytes / 1e6:.2f} MB sent per device: {kinds or 'nothing'}"
+
+
+def collectives(text: str, *, as_written: bool = False) -> tuple[Collective, ...]:
+    """The collectives of a compiled program, from the text of `compiled.as_text()`.
+
+    An instruction in a loop counts as often as the loop turns, of a conditional the branch that sends most bytes
+    counts. TPU writes an asynchronous collective into each of the fusions that overlap it: it counts once. TPU also
+    fuses an all-reduce with the slice that each device keeps, and runs that as a reduce-scatter: `as_written` counts it
+    as the all-reduce that its text says.
+
+    Raises:
+        InvalidArgumentError: The text is no HLO module.
+    """
+    reader = _Reader(module=parse.parse(text), as_written=as_written, known={})
+    return reader.computation(reader.module.entry)
+
+
+def traffic(found: tuple[Collective, ...]) -> Traffic:
+    """Sums by kind."""
+    count: dict[Kind, int] = {}
+    sent: dict[Kind, float] = {}
+    for c in found:
+        count[c.kind] = count.get(c.kind, 0) + c.count
+        sent[c.kind] = sent.get(c.kind, 0.0) + c.total_bytes
+    return Traffic(count=count, bytes=sent, count_is_exact=all(c.count_is_exact for c in found))
+
+
+def sent_bytes(kind: Kind, group_size: int, result_bytes: float) -> float:
+    """Bytes that one device of a ring of `group_size` sends (the formulas of the module's docstring)."""
+    n = group_size
+    match kind:
+        case Kind.ALL_REDUCE:
+            return 2 * (n - 1) / n * result_bytes
+        case Kind.ALL_GATHER | Kind.ALL_TO_ALL | Kind.RAGGED_ALL_TO_ALL:
+            return (n - 1) / n * result_bytes
+        case Kind.REDUCE_SCATTER:
+            return (n - 1) * result_bytes
+        case Kind.COLLECTIVE_PERMUTE | Kind.COLLECTIVE_BROADCAST:
+            return float(result_bytes)
+
+
+def spanned_axes(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ.
+
+    Args:
+        axis_sizes: The mesh's axes in their order; its devices are numbered row by row, as XLA numbers partitions.
+    """
+    if collective.groups is None:
+        return tuple(axis_sizes)
+    varies = dict.fromkeys(axis_sizes, False)
+    for group in collective.groups:
+        for device in group[1:]:
+            a, b = group[0], device
+            for name, size in reversed(tuple(axis_sizes.items())):
+                a, i = divmod(a, size)
+                b, j = divmod(b, size)
+                varies[name] |= i != j
+    return tuple(name for name, differs in varies.items() if differs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    module: parse.Module
+    as_written: bool
+    known: dict[str, tuple[Collective, ...]]
+
+    def computation(self, name: str) -> tuple[Collective, ...]:
+        """The collectives of one run of a computation and of all it calls."""
+        if name not in self.known:
+            body = self.module.computations[name]
+            started, done = _async_markers(body)
+            found: list[Collective] = []
+            for instruction in body.instructions.values():
+                kind = _PLAIN.get(instruction.opcode) or _STARTS.get(instruction.opcode)
+                if kind is None:
+                    found += self._called(instruction)
+                elif done or ("chain_id=" in instruction.rest and not started):
+                    continue  # TPU: the same collective, waited for or carried on by a later fusion
+                else:
+                    found.append(self._collective(instruction, kind, body))
+            self.known[name] = tuple(found)
+        return self.known[name]
+
+    def _called(self, instruction: parse.Instruction) -> tuple[Collective, ...]:
+        match instruction.opcode:
+            case "while":
+                (body,), (condition,) = instruction.called("body"), instruction.called("condition")
+                turns = loops.trip_count(self.module, instruction)
+                inside = self.computation(body) + self.computation(condition)
+                return tuple(
+                    dataclasses.replace(
+                        c, count=c.count * (turns or 1), count_is_exact=c.count_is_exact and turns is not None
+                    )
+                    for c in inside
+                )
+            case "conditional":
+                names = instruction.called("branch_computations") or (
+                    *instruction.called("true_computation"),
+                    *instruction.called("false_computation"),
+                )
+                branches = (self.computation(name) for name in names)
+                return max(branches, key=lambda found: sum(c.total_bytes for c in found))
+            case "fusion" | "async-start":
+                names = instruction.called("calls")
+            case "call":
+                names = instruction.called("to_apply")
+            case "custom-call":
+                names = instruction.called("called_computations")
+            case _:
+                return ()
+        inside = tuple(c for name in names for c in self.computation(name))
+        return tuple(c if c.op_name else dataclasses.replace(c, op_name=instruction.op_name) for c in inside)
+
+    def _collective(self, instruction: parse.Instruction, kind: Kind, body: parse.Computation) -> Collective:
+        arrays = parse.arrays_of(_result_text(instruction, kind))
+        result_bytes = sum(a.nbytes for a in arrays)
+        attributes = instruction.attributes
+        groups: tuple[tuple[int, ...], ...] | None
+        if kind is Kind.COLLECTIVE_PERMUTE:
+            groups, group_size = parse.source_target_pairs(attributes), 2
+        else:
+            groups = parse.replica_groups(attributes, self.module.num_devices)
+            group_size = max(map(len, groups)) if groups else self.module.num_devices
+        if not self.as_written and kind is Kind.ALL_REDUCE and _keeps_a_slice(body):
+            kind, result_bytes = Kind.REDUCE_SCATTER, result_bytes // group_size
+        return Collective(
+            kind=kind,
+            name=instruction.name,
+            group_size=group_size,
+            groups=groups,
+            result_bytes=result_bytes,
+            sent_bytes_per_device=sent_bytes(kind, group_size, result_bytes),
+            count=1,
+            count_is_exact=True,
+            dtype=max(arrays, key=lambda a: a.nbytes).dtype if arrays else "",
+            op_name=instruction.op_name,
+        )
+
+
+def _result_text(instruction: parse.Instruction, kind: Kind) -> str:
+    """The shape of what arrives. An asynchronous start gives (operands, results, ...); all-reduce only results."""
+    elements = instruction.tuple_elements
+    if instruction.opcode == str(kind) or len(elements) < 2:
+        return instruction.shape_text
+    if kind is Kind.ALL_REDUCE and not elements[0].startswith("("):
+        return instruction.shape_text
+    return elements[1]
+
+
+def _async_markers(body: parse.Computation) -> tuple[bool, bool]:
+    """Whether this is TPU's fusion that starts an asynchronous collective, or the one that waits for it."""
+    targets = [i.rest for i in body.instructions.values() if i.opcode == "custom-call"]
+    return (
+        any('custom_call_target="AsyncCollectiveStart"' in rest for rest in targets),
+        any('custom_call_target="AsyncCollectiveDone"' in rest for rest in targets),
+    )
+
+
+def _keeps_a_slice(body: parse.Computation) -> bool:
+    """Whether this is TPU's fusion of an all-reduce with the slice that each device keeps."""
+    return body.name.startswith("all-reduce-scatter") and body.root.opcode in ("dynamic-slice", "bitcast", "reshape")

@@ -1,0 +1,152 @@
+"""From pieces on one mesh to pieces on another: what is cut, which piece goes from where to where, what is joined.
+
+Two layouts cut a value into two grids of pieces. Both are cut further to the coarsest common grid: a device of the
+source holds the same number of fine pieces as every other, a device of the target wants the same number as every other.
+Each fine piece that a device wants is sent to it once. Example: 2 devices that hold a half each send to 4 that want a
+quarter each; every half is cut in two, and the quarters cross in two rounds, in each of which a device sends one.
+
+Nothing here knows jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+from autopar.lowering.transfer_layouts import common_grid, grid_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One fine piece from a device to a device: part `sent` of what the sender holds is part `taken` of the receiver's.
+
+    Devices are numbers in row-major order of their mesh; parts are numbers in row-major order of the cuts.
+    """
+
+    sender: int
+    sent: int
+    receiver: int
+    taken: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Regridding:
+    """How a value crosses.
+
+    Attributes:
+        cuts: Into how many parts each dimension of a source's piece is cut.
+        joins: From how many parts each dimension of a target's piece is joined.
+        rounds: The hops. In a round a device sends one part at most and receives one part at most.
+    """
+
+    cuts: tuple[int, ...]
+    joins: tuple[int, ...]
+    rounds: tuple[tuple[Hop, ...], ...]
+
+    @property
+    def num_hops(self) -> int:
+        """How many fine pieces cross: as many as there are, where each crosses once."""
+        return sum(map(len, self.rounds))
+
+
+def regrid(
+    source: Layout,
+    source_mesh: LogicalMesh,
+    target: Layout,
+    target_mesh: LogicalMesh,
+    near: Callable[[int, int], bool] = lambda sender, receiver: True,
+) -> Regridding:
+    """The hops between two layouts of one value, spread evenly over the devices that hold copies of a piece.
+
+    `near(sender, receiver)`: devices that should rather send to each other than to others.
+    """
+    have, want = grid_of(source, source_mesh), grid_of(target, target_mesh)
+    fine = common_grid(have, want)
+    cuts = tuple(f // n for f, n in zip(fine, have, strict=True))
+    joins = tuple(f // n for f, n in zip(fine, want, strict=True))
+    holders: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for device, part, piece in _fine_pieces(source, source_mesh, cuts):
+        holders.setdefault(piece, []).append((device, part))
+    sends = [0] * source_mesh.num_devices
+    hops = []
+    for device, part, piece in _fine_pieces(target, target_mesh, joins):
+        sender, sent = min(holders[piece], key=lambda holder: (not near(holder[0], device), sends[holder[0]]))
+        sends[sender] += 1
+        hops.append(Hop(sender=sender, sent=sent, receiver=device, taken=part))
+    return Regridding(cuts=cuts, joins=joins, rounds=_rounds(hops))
+
+
+def _places(layout: Layout, mesh: LogicalMesh) -> list[tuple[int, ...]]:
+    """For each device, its piece by its position along each dimension."""
+    found = []
+    for device in itertools.product(*map(range, mesh.axis_sizes)):
+        place = []
+        for axes in layout.dims:
+            at = 0
+            for a in axes:
+                at = at * mesh.axis_sizes[a] + device[a]
+            place.append(at)
+        found.append(tuple(place))
+    return found
+
+
+def _fine_pieces(layout: Layout, mesh: LogicalMesh, cuts: tuple[int, ...]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """(device, part of its piece, fine piece)."""
+    return [
+        (device, number, tuple(p * c + k for p, c, k in zip(place, cuts, part, strict=True)))
+        for device, place in enumerate(_places(layout, mesh))
+        for number, part in enumerate(itertools.product(*map(range, cuts)))
+    ]
+
+
+def _rounds(hops: list[Hop]) -> tuple[tuple[Hop, ...], ...]:
+    """As few rounds as can be: colours the edges of a bipartite graph (König: as many colours as the largest degree).
+
+    A hop takes the lowest round free at both of its ends. Where there is none, two rounds are swapped along the
+    alternating path from its receiver, which frees the sender's there.
+    """
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+    for hop in hops:
+        sent[hop.sender] = sent.get(hop.sender, 0) + 1
+        received[hop.receiver] = received.get(hop.receiver, 0) + 1
+    num_rounds = max((*sent.values(), *received.values()), default=0)
+    at: list[dict[int, dict[int, int]]] = [{}, {}]  # by side: device -> round -> hop
+    round_of: dict[int, int] = {}
+
+    def ends(number: int) -> tuple[int, int]:
+        return hops[number].sender, hops[number].receiver
+
+    def free(side: int, device: int) -> int:
+        return next(r for r in range(num_rounds) if r not in at[side].get(device, {}))
+
+    def enter(number: int, r: int) -> None:
+        round_of[number] = r
+        for side, device in enumerate(ends(number)):
+            at[side].setdefault(device, {})[r] = number
+
+    for number in range(len(hops)):
+        sender, receiver = ends(number)
+        r, other = free(0, sender), free(1, receiver)
+        path = []
+        side, device, want = 1, receiver, r
+        while r != other and want in at[side].get(device, {}):
+            step = at[side][device][want]
+            path.append(step)
+            side, want = 1 - side, other if want == r else r
+            device = ends(step)[side]
+        for step in path:
+            for side, device in enumerate(ends(step)):
+                del at[side][device][round_of[step]]
+        for step in path:
+            enter(step, other if round_of[step] == r else r)
+        enter(number, r)
+    rounds: list[list[Hop]] = [[] for _ in range(num_rounds)]
+    for number, r in round_of.items():
+        rounds[r].append(hops[number])
+    assert math.fsum(map(len, rounds)) == len(hops), "a hop is lost"
+    return tuple(tuple(sorted(found, key=lambda h: (h.receiver, h.taken))) for found in rounds)

@@ -1,0 +1,226 @@
+"""Moves arrays between meshes whose devices belong to several processes.
+
+`jax.device_put` carries shards from one process to another where every process issues every such put, in one order for
+all, and both ends hold as many shards under equal shardings. So a transfer is cut into legs: a leg is one put, from
+devices of one process to devices of one process. A process takes part in the legs between two processes even where it
+holds neither end; legs within a process are its own affair. Never delete or donate what was sent: its receiver may
+still be reading it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.common import jax_compat
+from autopar.runtime.execution.cross_mesh import Hop
+from autopar.runtime.execution.cut_shards import End, Recut, cutter, joiner, passage, shard_of
+from autopar.runtime.execution.transfers import row
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """One put: shards of one process to as many devices of one process.
+
+    Attributes:
+        senders: What is sent of what this process holds of the source: (part, shard by its number); empty where others
+            send.
+        absent: What stands for the sent array in a process that holds nothing of it.
+        shape: Of the shards one after the other, the name under which they travel.
+        named: The sharding of that on the sending devices.
+        put_to: And on the receiving ones.
+        devices: The numbers of all of them.
+    """
+
+    senders: tuple[tuple[int, int], ...]
+    absent: Any | None
+    shape: tuple[int, ...]
+    named: NamedSharding
+    put_to: NamedSharding
+    devices: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """How one value crosses, as far as this process has to do with it: made once, used in every step.
+
+    Attributes:
+        shape: Of the whole value.
+        dtype: Its type; random keys travel as the numbers they are made of.
+        legs: Those that this process takes part in, in the order that all processes keep.
+        target: The sharding of what arrives.
+        joined: For each part that arrives, for each device of the target in this process (number of the leg, shard in
+            it); None: there is no such device.
+        cut: What is done on the source before, None: nothing. `is_sent`: whether this process has a device of it.
+        join: What is done on the target at last, None: nothing.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    legs: tuple[Leg, ...]
+    target: NamedSharding
+    joined: tuple[tuple[tuple[int, int], ...], ...] | None
+    is_sent: bool
+    cut: Recut | None = None
+    join: Recut | None = None
+
+    @property
+    def concerns_this_process(self) -> bool:
+        return bool(self.legs) or self.joined is not None or (self.is_sent and self.cut is not None)
+
+
+def crossing(shape: Sequence[int], dtype: Any, source: End, target: End) -> Crossing:
+    """The way of a value between any two layouts of it.
+
+    Where the source holds several copies of a piece, a device takes the one in its own process, or else the copies
+    serve in turn.
+    """
+    source_devices, target_devices = list(source.mesh.devices.flat), list(target.mesh.devices.flat)
+
+    def near(sender: int, receiver: int) -> bool:
+        return source_devices[sender].process_index == target_devices[receiver].process_index
+
+    way = passage(shape, source, target, near)
+    hops = sorted((h for hops in way.rounds for h in hops), key=lambda h: (h.receiver, h.taken))
+    crossed = _crossing(
+        way.part_shape, way.fine_shape, dtype, source_devices, target_devices, hops, way.part_sharding, way.num_parts
+    )
+    return dataclasses.replace(crossed, cut=way.cut, join=way.joined)
+
+
+def to_all_processes(shape: Sequence[int], dtype: Any, source: NamedSharding) -> Crossing:
+    """From a mesh on which a value is replicated to one device of each process."""
+    source_devices = list(source.mesh.devices.flat)
+    first: dict[int, Any] = {}
+    for device in (*source_devices, *jax.devices()):
+        first.setdefault(device.process_index, device)
+    target_devices = [first[process] for process in sorted(first)]
+    mesh = Mesh(np.array(target_devices), ("process",), axis_types=(AxisType.Auto,))
+    nearest = [source_devices.index(d) if d in source_devices else 0 for d in target_devices]
+    hops = [Hop(sender=s, sent=0, receiver=i, taken=0) for i, s in enumerate(nearest)]
+    target = NamedSharding(mesh, PartitionSpec())
+    return _crossing(shape, shape, dtype, source_devices, target_devices, hops, target, 1)
+
+
+def _crossing(
+    shape: Sequence[int],
+    fine_shape: Sequence[int],
+    dtype: Any,
+    source_devices: Sequence[Any],
+    target_devices: Sequence[Any],
+    hops: Sequence[Hop],
+    target: NamedSharding,
+    num_parts: int,
+) -> Crossing:
+    """`shape` and `target` are those of the `num_parts` arrays that arrive, `fine_shape` that of each shard sent."""
+    here = jax.process_index()
+    groups: dict[tuple[int, int, int], list[Hop]] = {}
+    for hop in hops:
+        between = source_devices[hop.sender].process_index, target_devices[hop.receiver].process_index
+        round_ = 0  # a device has one shard of an array: what it sends or takes a second time is another put
+        while any(h.sender == hop.sender or h.receiver == hop.receiver for h in groups.get((*between, round_), ())):
+            round_ += 1
+        groups.setdefault((*between, round_), []).append(hop)
+    raw_dtype, trailing = jax_compat.raw_key(dtype) if jax_compat.is_key_dtype(dtype) else (dtype, ())
+    shard_shape = (*fine_shape, *trailing)
+    held = [i for i, d in enumerate(source_devices) if d.process_index == here]
+    legs: list[Leg] = []
+    arrives: dict[tuple[int, int], tuple[int, int]] = {}
+    for (sends, receives, _), members in sorted(groups.items(), key=lambda group: group[0]):
+        if sends == receives != here:
+            continue
+        if receives == here:
+            arrives |= {(h.taken, h.receiver): (len(legs), n) for n, h in enumerate(members)}
+        named = row(np.array([source_devices[h.sender] for h in members]), shard_shape)
+        put_to = row(np.array([target_devices[h.receiver] for h in members]), shard_shape)
+        stacked = (len(members) * shard_shape[0], *shard_shape[1:]) if shard_shape else ()
+        mine = sends == here
+        legs.append(
+            Leg(
+                senders=tuple((h.sent, held.index(h.sender)) for h in members) if mine else (),
+                absent=None if mine else absent(stacked, raw_dtype, named),
+                shape=stacked,
+                named=named,
+                put_to=put_to,
+                devices=tuple(d.id for s in (named, put_to) for d in s.mesh.devices.flat),
+            )
+        )
+    local = [i for i, d in enumerate(target_devices) if d.process_index == here]
+    return Crossing(
+        shape=tuple(shape),
+        dtype=dtype,
+        legs=tuple(legs),
+        target=target,
+        joined=tuple(tuple(arrives[k, i] for i in local) for k in range(num_parts)) if local else None,
+        is_sent=bool(held),
+    )
+
+
+def cross(crossings: Sequence[Crossing], arrays: Sequence[Any]) -> list[Any]:
+    """`crosser` for once."""
+    return crosser(crossings)(arrays)
+
+
+def crosser(
+    crossings: Sequence[Crossing], has_arrived: Callable[[list[Any]], None] | None = None
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function from arrays to the same on their targets; None where this process has no device of the target.
+
+    `has_arrived` is called with what was put before it is joined.
+
+    One call of jax for each pair of groups of devices: what one call puts between several, jax sends in an order that
+    differs from process to process. `arrays[i]` is not looked at where this process has no device of its mesh.
+    """
+    calls: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for i, c in enumerate(crossings):
+        for n, leg in enumerate(c.legs):
+            calls.setdefault(leg.devices, []).append((i, n))
+    cut = cutter(tuple(c.cut if c.is_sent else None for c in crossings))
+    join = joiner(tuple(c.join if c.joined is not None else None for c in crossings))
+
+    def cross_all(arrays: Sequence[Any]) -> list[Any]:
+        parts = cut(arrays)
+        arrived: dict[tuple[int, int], Any] = {}
+        for places in calls.values():
+            legs = [(crossings[i], crossings[i].legs[n], parts[i]) for i, n in places]
+            sources = [leg.absent if leg.absent is not None else _named(c, leg, found) for c, leg, found in legs]
+            arrived |= zip(places, jax.device_put(sources, [leg.put_to for _, leg, _ in legs]), strict=True)
+        if has_arrived is not None:
+            has_arrived(list(arrived.values()))
+        return join([_parts(c, i, arrived) for i, c in enumerate(crossings)])
+
+    return cross_all
+
+
+def _named(c: Crossing, leg: Leg, parts: Sequence[Any]) -> Any:
+    shards = [shard_of(parts[part], i) for part, i in leg.senders]
+    if jax_compat.is_key_dtype(c.dtype):
+        shards = [jax.random.key_data(shard) for shard in shards]
+    return jax.make_array_from_single_device_arrays(leg.shape, leg.named, shards)
+
+
+def _parts(c: Crossing, number: int, arrived: dict[tuple[int, int], Any]) -> list[Any]:
+    """What the legs brought, as arrays over the target's mesh; None where this process has no device of it."""
+    found: list[Any] = []
+    for places in c.joined or ():
+        shards = [shard_of(arrived[number, leg], n) for leg, n in places]
+        if jax_compat.is_key_dtype(c.dtype):
+            shards = [jax_compat.key_of(shard, c.dtype) for shard in shards]
+        found.append(jax.make_array_from_single_device_arrays(c.shape, c.target, shards))
+    return found or [None]
+
+
+def absent(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> Any:
+    """What stands in this process for an array of which it holds nothing."""
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
+
+
+def is_here(sharding: NamedSharding) -> bool:
+    """Whether this process holds something of an array with this sharding."""
+    here = jax.process_index()
+    return any(d.process_index == here for d in sharding.mesh.devices.flat)

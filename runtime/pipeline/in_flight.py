@@ -1,0 +1,61 @@
+"""What a program has in flight: pairs (stage, micro-batch) from forward pass to last task of the stage."""
+
+from __future__ import annotations
+
+import collections
+
+from autopar.runtime.pipeline.program import Program, Run, TaskKind
+
+
+def release_kinds(program: Program) -> dict[int, TaskKind]:
+    """For each stage that keeps something from its forward pass: the task after which it needs it no more."""
+    kinds: dict[int, set[TaskKind]] = collections.defaultdict(set)
+    for task in program.pipeline.tasks:
+        kinds[task.stage].add(task.kind)
+    order = (TaskKind.WEIGHT, TaskKind.BACKWARD)
+    return {
+        stage: next(kind for kind in order if kind in there)
+        for stage, there in kinds.items()
+        if TaskKind.FORWARD in there and not there.isdisjoint(order)
+    }
+
+
+def program_peak_in_flight(program: Program) -> tuple[int, ...]:
+    """For each mesh the most pairs (stage, micro-batch) between forward pass and release, see `Schedule.in_flight`."""
+    held: collections.Counter[int] = collections.Counter()
+    peaks: collections.Counter[int] = collections.Counter()
+    for mesh, change in in_flight_changes(program).values():
+        held[mesh] += change
+        peaks[mesh] = max(peaks[mesh], held[mesh])
+    return tuple(peaks[mesh] for mesh in range(num_meshes(program)))
+
+
+def in_flight_changes(program: Program) -> dict[int, tuple[int, int]]:
+    """For instructions that change what is in flight: (mesh, +1 or -1). A stage may have several tasks of a kind:
+    the first run of FORWARD takes, the last of the releasing kind gives back.
+    """
+    tasks = program.pipeline.tasks
+    release = release_kinds(program)
+    begun: dict[tuple[int, int], int] = {}
+    ended: dict[tuple[int, int], int] = {}
+    for at, step in enumerate(program.instructions):
+        if isinstance(step, Run) and tasks[step.task].stage in release:
+            task = tasks[step.task]
+            if task.kind is TaskKind.FORWARD:
+                begun.setdefault((task.stage, step.micro_batch), at)
+            elif task.kind is release[task.stage]:
+                ended[task.stage, step.micro_batch] = at
+    meshes = {at: tasks[_run(program, at).task].mesh for at in (*begun.values(), *ended.values())}
+    gains = set(begun.values())
+    return {at: (mesh, 1 if at in gains else -1) for at, mesh in sorted(meshes.items())}
+
+
+def num_meshes(program: Program) -> int:
+    pipeline = program.pipeline
+    return 1 + max((*(b.mesh for b in pipeline.buffers), *(t.mesh for t in pipeline.tasks)), default=-1)
+
+
+def _run(program: Program, at: int) -> Run:
+    step = program.instructions[at]
+    assert isinstance(step, Run), f"instruction {at} is no run"
+    return step

@@ -1,0 +1,324 @@
+"""Who of the processes of a program is still there: each shows a sign of life, process 0 looks who has gone silent.
+
+jax ends all processes when one has been silent for its heartbeat timeout (100 s unless `jax.distributed.initialize` is
+told otherwise), or at once, with a C++ stack and nothing else, when process 0 is gone. This is quicker, names the
+process, and lets Python say so:
+
+(1) Every process writes a sign of life each second, with the number of steps it has begun and whether it is ending.
+(2) Process 0 finds one lost that is silent for `LOST_AFTER_S`, that ended on an exception, or that ended before a step
+    that another has begun; and tells all. The others find process 0 lost where its store does not answer for as long,
+    or where the link to it breaks (`coordinator_link`, after `autopar.distributed.initialize`).
+(3) Every process that hears of it logs it, and raises `ProcessLostError` at its next step. One that hangs in a wait,
+    where no exception reaches it, is ended after `GRACE_S`, with the error and where it stood; so is, after `MOST_S`,
+    one that computes on.
+(4) A process that ends on an exception tells the others, and does not stay in jax's own barrier for them. One that ends
+    as it should is watched, and watches, until it has left that barrier.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+import jax
+
+from autopar.common import jax_compat
+from autopar.common.jax_compat import SharedStore
+from autopar.errors import ProcessLostError
+from autopar.runtime.processes.coordinator_relay import CoordinatorLink, when_service_goes
+
+logger = logging.getLogger("autopar")
+
+BEAT_S = 1.0
+LOST_AFTER_S = 20.0  # a process that holds Python's lock this long in one call is taken for dead
+GRACE_S = 5.0
+MOST_S = 25.0
+_ALIVE, _FAILED, _ENDED = "alive", "failed", "ended"
+_PREFIX = "autopar/alive/"
+_VERDICT = "autopar/lost"
+
+
+class Watch:
+    """Shows that this process is there, and knows when another is not, from the start of the program to its end.
+
+    `others` are known to take part from now on: `autopar.distributed.initialize` has met them. Else they are looked for
+    as soon as they show themselves.
+    """
+
+    def __init__(
+        self,
+        store: SharedStore,
+        process: int,
+        others: frozenset[int] = frozenset(),
+        link: CoordinatorLink | None = None,
+    ) -> None:
+        self._store, self._process, self._lost_after_s = store, process, LOST_AFTER_S
+        self._steps, self._beats, self._state = 0, 0, _ALIVE
+        begun = time.monotonic()
+        self._seen: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", begun))
+        self._last_signs: dict[int, tuple[str, str, str]] = {}
+        self._answered = begun
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._is_told, self._lost_at = False, begun
+        self.lost: ProcessLostError | None = None
+        runs = (self._show, self._look)
+        self._threads = [threading.Thread(target=run, name="autopar liveness", daemon=True) for run in runs]
+        for thread in self._threads:
+            thread.start()
+        if link is not None:
+            link.when_lost(lambda: self._link_broke(link))
+        elif process != 0:
+            when_service_goes(jax_compat.coordinator_address(), self._service_went)
+        atexit.register(self._end)
+
+    def begin_step(self) -> None:
+        """Counts a step. Raises: ProcessLostError."""
+        self._steps += 1
+        self.check()
+
+    def check(self) -> None:
+        """Raises: ProcessLostError."""
+        if self.lost is not None:
+            self._is_told = True
+            raise self.lost
+
+    def ahead(self) -> list[int]:
+        """The processes that have begun more steps than this one, or have ended."""
+        signs = {int(process): text.split() for process, text in self._store.below(_PREFIX).items()}
+        return sorted(p for p, (_, steps, state) in signs.items() if int(steps) > self._steps or state != _ALIVE)
+
+    def blame(self, error: BaseException) -> NoReturn:
+        """Raises what made jax fail: the loss of a process, as soon as it is known, or else the error itself.
+
+        Raises: ProcessLostError.
+        """
+        self._await_verdict()
+        if self.lost is None:
+            raise error
+        self._is_told = True
+        raise self.lost from error
+
+    def _await_verdict(self) -> None:
+        deadline = time.monotonic() + self._lost_after_s + 3 * BEAT_S
+        while self.lost is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    # The threads
+
+    def _show(self) -> None:
+        """Shows signs of life. Writing one may wait for ever, where process 0 is stopped."""
+        while not self._is_over():
+            try:
+                self._beat()
+            except jax.errors.JaxRuntimeError:
+                return  # the other thread finds the same
+            self._stop.wait(BEAT_S / 2)
+
+    def _beat(self) -> None:
+        with self._lock:
+            self._beats += 1
+            beats = self._beats
+        self._store.set(f"{_PREFIX}{self._process}", f"{beats} {self._steps} {self._state}")
+
+    def _look(self) -> None:
+        """Looks for who is lost."""
+        while not self._is_over():
+            try:
+                verdict = self._judge() if self._process == 0 else self._look_at_the_judge()
+                verdict = verdict or self._store.wait_for(_VERDICT, BEAT_S / 2)
+            except jax.errors.JaxRuntimeError as error:
+                if self._is_over_soon():
+                    return
+                verdict = f"0 does not answer any more ({str(error).splitlines()[0][:100]})"
+            if verdict is not None:
+                self._hear(verdict)
+                return
+            self._stop.wait(BEAT_S / 2)
+
+    def _is_over(self) -> bool:
+        return self._stop.is_set() or jax_compat.shared_store() is None  # after `jax.distributed.shutdown`
+
+    def _is_over_soon(self) -> bool:
+        """The same, some time after all have left jax's barrier, where this process ends."""
+        if self._state != _ALIVE:
+            self._stop.wait(GRACE_S)
+        return self._is_over()
+
+    def _judge(self) -> str | None:
+        """The verdict, `number of the process, what is known`, when one is lost."""
+        signs = {int(process): text.split() for process, text in self._store.below(_PREFIX).items()}
+        now = time.monotonic()
+        furthest = max((int(steps) for _, steps, _ in signs.values()), default=0)
+        verdict = None
+        for process in sorted(self._seen.keys() | signs.keys()):
+            beats, steps, state = signs.get(process, ("", "0", _ALIVE))
+            if self._seen.get(process, (None, 0.0))[0] != beats:
+                self._seen[process] = (beats, now)
+            silent_s = now - self._seen[process][1]
+            if state == _FAILED:
+                verdict = f"{process} ended on an exception in or after step {steps}"
+            elif state == _ENDED and int(steps) < furthest:
+                verdict = f"{process} ended after step {steps}, before step {furthest} that others have begun"
+            elif silent_s > self._lost_after_s and process != self._process:
+                verdict = f"{process} has shown no sign of life for {silent_s:.0f} s, since step {steps}"
+        if verdict is not None:
+            self._store.set(_VERDICT, verdict)
+        return verdict
+
+    def _look_at_the_judge(self) -> str | None:
+        """The verdict on process 0, which does not judge any more once it has ended."""
+        now = time.monotonic()
+        sign = self._store.wait_for(f"{_PREFIX}0", BEAT_S / 2)
+        if sign is not None or (self._beats > 0 and self._store.wait_for(f"{_PREFIX}{self._process}", BEAT_S / 2)):
+            self._answered = time.monotonic()
+        _, steps, state = (sign or f"0 0 {_ALIVE}").split()
+        if now - self._answered > self._lost_after_s:
+            return f"0 has not answered for {now - self._answered:.0f} s"
+        if state == _FAILED:
+            return f"0 ended on an exception in or after step {steps}"
+        if state == _ENDED and int(steps) < self._steps:
+            return f"0 has ended after step {steps}"
+        return None
+
+    def _link_broke(self, link: CoordinatorLink) -> None:
+        if not self._is_over_soon():
+            self._hear(f"0 {link.lost}")
+
+    def _service_went(self, why: str) -> None:
+        if self._state == _ALIVE and not self._is_over():
+            self._hear(f"0 {why}")
+
+    def _hear(self, verdict: str) -> None:
+        process, text = verdict.split(" ", 1)
+        with self._lock:
+            if int(process) == self._process or self._state == _FAILED or self.lost is not None:
+                return
+            self._lost_at = time.monotonic()
+            self.lost = lost_error(self._process, int(process), text, f"step {self._steps}")
+        logger.error("ProcessLostError: %s", self.lost)
+        where = wait_until_stuck(lambda: self._is_told or self._is_over())
+        if where is None:
+            return  # the main thread ends with the error by itself
+        logger.error("process %d waits for process %s in vain: ended", self._process, process)
+        self._stay_until_heard()
+        leave(self.lost, where)
+
+    def _stay_until_heard(self) -> None:
+        """Process 0 keeps what is told: it stays until all have had the time to hear it."""
+        if self._process == 0:
+            time.sleep(max(0.0, self._lost_at + 4 * BEAT_S - time.monotonic()))
+
+    # The end
+
+    def _end(self) -> None:
+        error = getattr(sys, "last_value", None)  # what Python has just printed on its way out
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            self._await_verdict()
+        self._state = _FAILED if error is not None else _ENDED
+        if self.lost is not None:
+            error, self._is_told = None if self._is_told else self.lost, True
+            self._stay_until_heard()
+            leave(error)
+        if self._is_over():
+            return
+        if not self._say_so(linger=error is not None):
+            leave()  # jax would wait minutes for the others, and then for the one that is lost
+        jax.distributed.shutdown()  # here, while the others are watched
+        # Python aborts threads that are in C++ when it ends.
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(2 * BEAT_S)
+
+    def _say_so(self, linger: bool) -> bool:
+        """Tells the others that this process ends, and whether jax's own end, which waits for all, can follow.
+
+        After an exception it can where the others end too. Process 0 keeps what is told: it stays until they know.
+        """
+        try:
+            self._beat()
+            deadline = time.monotonic() + (GRACE_S if linger else 0.0)
+            while time.monotonic() < deadline:
+                if self._process == 0:
+                    self._judge()
+                states = [text.split()[2] for text in self._store.below(_PREFIX).values()]
+                if all(state != _ALIVE for state in states):
+                    return True
+                time.sleep(BEAT_S / 4)
+        except jax.errors.JaxRuntimeError:
+            return False  # process 0 is gone: nobody is left to be told
+        return not linger
+
+
+def lost_error(here: int, lost: int, what: str, at: str) -> ProcessLostError:
+    return ProcessLostError(
+        where=f"process {here}, {at}",
+        expected=f"process {lost} to take part",
+        got=f"process {lost} {what}",
+        hint=f"look into the log of process {lost}; then start all processes again from the last checkpoint",
+    )
+
+
+def wait_until_stuck(is_told: Callable[[], bool]) -> str | None:
+    """Where the main thread stands, once it has stood still for `GRACE_S` or `MOST_S` are over; None: it was told."""
+    main, stood_still_s, at = threading.main_thread().ident, 0.0, None
+    begun = time.monotonic()
+    while stood_still_s < GRACE_S and time.monotonic() < begun + MOST_S:
+        if is_told():
+            return None
+        frame = sys._current_frames().get(main or 0)
+        here = (id(frame), frame.f_lasti if frame is not None else 0)
+        stood_still_s = stood_still_s + 0.5 if here == at else 0.0
+        at = here
+        del frame  # it would keep alive what the main thread has left
+        time.sleep(0.5)
+    frame = sys._current_frames().get(main or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+def leave(error: BaseException | None = None, stack: str = "") -> NoReturn:
+    """Ends the process at once, with an error as Python prints it."""
+    if error is not None:
+        kind = type(error)
+        text = f"Traceback (most recent call last):\n{stack}{kind.__module__}.{kind.__qualname__}: {error}\n"
+        os.write(2, text.encode())
+
+    def flush() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)  # the main thread may hold their locks for ever
+    flushing.start()
+    flushing.join(1.0)
+    os._exit(1)
+
+
+@functools.cache
+def the_watch() -> Watch | None:
+    """The watch of this process, begun by the first who asks; None in a program of one process."""
+    store = jax_compat.shared_store()
+    if store is None or jax.process_count() == 1:
+        return None
+    return watch_from_the_start() or Watch(store, jax.process_index())
+
+
+_from_the_start: list[Watch] = []
+
+
+def watch_from_the_start() -> Watch | None:
+    """The watch that `autopar.distributed.initialize` has begun."""
+    return _from_the_start[0] if _from_the_start else None
+
+
+def begin_watch(store: SharedStore, process: int, num_processes: int, link: CoordinatorLink | None) -> None:
+    """Begins the watch of a program that all of its processes have joined."""
+    others = frozenset(range(num_processes)) - {process}
+    _from_the_start.append(Watch(store, process, others, link))

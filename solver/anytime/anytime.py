@@ -1,0 +1,269 @@
+"""The anytime core: prices on memory, message passing for the bound and a first choice, tree moves for a better one.
+
+A round, at one set of prices: sweeps of messages (the bound), a choice decoded from them and last round's choice, both
+improved by tree moves that ignore the limit but pay the prices (the Lagrangian's minimiser, nearly), the better one
+repaired to fit and polished (the incumbent), and the master of `columns` for the next prices. Both cores work: the two
+searches, and the sweeps beside the polishing. Rounds depend on the seed and on each other, never on time, so that a
+number of rounds gives the same answer again.
+
+Where no memory row can bind there are no prices to change what a round looks at: the next one starts from the best
+choice with most nodes drawn anew (iterated local search, Lourenço, Martin and Stützle 2003).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.anytime.column_generation import Columns
+from autopar.solver.anytime.compiled_loops import SAFETY, Loops
+from autopar.solver.ilp.flat_arrays import Flat
+
+MIX = 0.6  # of the best prices in those tried, Wentges' weight
+WARM_SWEEPS = 200  # at most, before prices come in: messages that have settled without prices follow prices quickly
+FEW_SWEEPS, MANY_SWEEPS = 5, 80  # a round, while prices move; once they have settled
+RECENT = 32  # choices kept for `settle` to combine
+DRAWN = 0.6  # of the nodes drawn anew before a round without prices: tree moves put right what they can
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The cheapest choice found that fits (None = none yet), the bound, and the prices and messages that prove it.
+
+    recent: the last choices that minimised cost and price, or fitted, latest last.
+    """
+
+    choice: np.ndarray | None
+    cost: float
+    bound: float
+    price: np.ndarray
+    messages: np.ndarray
+    recent: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """What `settle` found: a better choice or none, and whether the search may end there."""
+
+    choice: np.ndarray | None
+    finished: bool
+
+
+class Core:
+    """The state between rounds."""
+
+    def __init__(self, flat: Flat, start: np.ndarray, seed: int, report: Callable[[np.ndarray, float], None]):
+        self.flat = flat
+        self.loops = Loops(flat)
+        self.report = report
+        self.seed = seed
+        self.rng = np.random.default_rng(seed)
+        multi = int((np.diff(flat.first) > 1).sum())
+        self.moves = int(np.clip(multi // 8, 100, 1000))
+        self.columns = Columns(flat.room, _dearest(flat))
+        self.choice: np.ndarray | None = None
+        self.cost = np.inf
+        self.candidate = start.copy()
+        self.recent: list[np.ndarray] = []
+        self.messages = np.zeros(self.loops.length)
+        self.price = self.centre = self.best_price = np.zeros(len(flat.room))
+        self.bound = self.best_bound = -np.inf
+        self.best_messages = self.messages
+        self.centre_used = np.zeros(len(flat.room))
+        self.pairs, self.weight = FEW_SWEEPS, MIX
+        self.done = 0
+        self.settled = False
+
+    def offer(self, choice: np.ndarray, left: np.ndarray) -> None:
+        """Take a choice for the best one if it fits and costs less. left: (R,) bytes free."""
+        if len(left) and left.min() < 0:
+            return
+        cost = self.loops.cost(choice)
+        if cost < self.cost:
+            self.choice, self.cost = choice.copy(), cost
+            self._remember(choice)
+            self.report(self.choice, cost)
+
+    def _remember(self, choice: np.ndarray) -> None:
+        self.recent = [*self.recent, choice.copy()][-RECENT:]
+
+    def warm_up(self, deadline: float) -> None:
+        """Tree moves from the start, and messages without prices until they settle."""
+        left = self.loops.left(self.candidate)
+        self.offer(self.candidate, left)
+        for step in range(3):
+            self.loops.search(self.candidate, left, self.price, seed=self.seed + step, moves=self.moves, pull=0.0)
+            self.offer(self.candidate, left)
+            if time.perf_counter() >= deadline:
+                return
+        if np.isfinite(self.loops.cost(self.candidate)):
+            self.columns.add(self.loops.cost(self.candidate), self.loops.used(self.candidate))
+        self.loops.set_price(self.price)
+        for _ in range(WARM_SWEEPS // 10):
+            self.loops.sweep(self.messages, 10)
+            before, self.bound = self.bound, self.loops.bound(self.messages, self.price)
+            if time.perf_counter() >= deadline or self.bound - before <= 1e-4 * abs(self.bound):
+                break
+        self.best_bound, self.best_messages = self.bound, self.messages.copy()
+
+    def round(self, pool: Executor) -> str:
+        """One round, as the head of this file has it; returns a line on it."""
+        self.done += 1
+        base = self.seed * 1_000_003 + self.done * 10
+        polishing = [pool.submit(self._polish, self.candidate, self.price, base)]
+        if self.choice is not None:
+            polishing.append(pool.submit(self._polish, self.choice, self.centre, base + 2))
+        self.loops.set_price(self.price)
+        self.loops.sweep(self.messages, self.pairs)
+        self.bound = self.loops.bound(self.messages, self.price)
+        if self.bound > self.best_bound:
+            self.best_bound, self.best_messages, self.best_price = self.bound, self.messages.copy(), self.price
+        for task in polishing:
+            self.offer(*task.result())
+        decoded = self.loops.decode(self.messages)
+        relaxing = [
+            pool.submit(self._relax, choice, base + 4 + 2 * k)
+            for k, choice in enumerate((decoded, self.candidate.copy()))
+        ]
+        found = sorted((task.result() for task in relaxing), key=lambda entry: entry[0])
+        for _, cost, used, choice in found:
+            if np.isfinite(cost):
+                self.columns.add(cost, used)
+                self.offer(choice, self.flat.room - np.rint(used).astype(np.int64))
+        reach, _, used, self.candidate = found[0]
+        self._remember(self.candidate)
+        line = self._next_prices(reach, used)
+        if not len(self.flat.room) and self.choice is not None:
+            self.candidate = self._drawn_anew(self.choice)
+        return line
+
+    def _drawn_anew(self, choice: np.ndarray) -> np.ndarray:
+        """The choice with some nodes at random strategies of theirs."""
+        choice, flat = choice.copy(), self.flat
+        for node in np.flatnonzero(self.rng.random(len(choice)) < DRAWN).tolist():
+            begin, end = int(flat.first[node]), int(flat.first[node + 1])
+            choice[node] = self.rng.choice(np.flatnonzero(np.isfinite(flat.cost[begin:end])))
+        return choice
+
+    def _polish(self, choice: np.ndarray, price: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Make a choice fit by moves that pay the prices, then improve it by moves that do not."""
+        choice = choice.copy()
+        left = self.loops.left(choice)
+        self.loops.search(choice, left, price, seed=seed, moves=self.moves, pull=1.0)
+        self.loops.search(choice, left, price, seed=seed + 1, moves=self.moves, pull=0.0)
+        return choice, left
+
+    def _relax(self, choice: np.ndarray, seed: int) -> tuple[float, float, np.ndarray, np.ndarray]:
+        """Improve a choice that pays the prices and has no limit: cost and price, cost, bytes, choice."""
+        self.loops.search(choice, self.loops.unlimited.copy(), self.price, seed=seed, moves=self.moves, pull=1.0)
+        cost, used = self.loops.cost(choice), self.loops.used(choice)
+        return cost + float(self.price @ used), cost, used, choice
+
+    def _next_prices(self, reach: float, used: np.ndarray) -> str:
+        """Prices between the master's and the best; once they have settled, close to them and with more sweeps."""
+        fresh = self.columns.watch(used)
+        master, value = self.columns.prices()
+        if self.columns.value(self.price) >= self.columns.value(self.centre):
+            self.centre, self.centre_used = self.price, used
+        known = reach - float(self.price @ self.flat.room)
+        self.settled = value - known <= 1e-4 * abs(value) and fresh == 0
+        self.pairs = min(self.pairs * 2, MANY_SWEEPS) if self.settled else FEW_SWEEPS
+        self.weight = self.weight / 2 if self.settled else MIX
+        self.price = self.weight * self.centre + (1 - self.weight) * master
+        if self.done % 2 and not self.settled and np.isfinite(self.cost):
+            self.price = self._step_uphill()
+        if self.settled:
+            self.price = self.price * np.exp(self.rng.normal(0.0, 0.02, len(self.price)))
+        return (
+            f"round {self.done}: bound {self.bound:.7g} (best {self.best_bound:.9g}), master {value:.7g}, "
+            f"{len(self.columns.rows)} rows, {self.pairs} sweeps next, cost {self.cost:.10g}"
+        )
+
+    def _step_uphill(self) -> np.ndarray:
+        """A subgradient step from the best prices, as long as the gap allows (Polyak 1969).
+
+        With many rows that bind apart from each other the master needs a column for each of them, and this does not.
+        """
+        rows = self.columns.rows
+        slope = self.centre_used[rows] / self.columns.room[rows] - 1.0
+        slope[(self.centre[rows] <= 0) & (slope < 0)] = 0.0
+        steep = float(slope @ slope)
+        if steep == 0.0:
+            return self.centre
+        price = self.centre.copy()
+        length = 0.5 * max(0.0, self.cost - self.columns.value(self.centre)) / steep
+        price[rows] = np.maximum(0.0, price[rows] + length * slope / self.columns.room[rows])
+        return price
+
+    def best(self) -> Best:
+        """What is known now."""
+        return Best(
+            choice=self.choice,
+            cost=self.cost,
+            bound=self.best_bound,
+            price=self.best_price,
+            messages=self.best_messages,
+            recent=tuple(self.recent),
+        )
+
+    def closed(self, relative_gap: float) -> bool:
+        """Whether the best choice is as good as asked for."""
+        gap = self.cost - self.best_bound
+        return bool(np.isfinite(gap)) and gap <= (relative_gap + 2 * SAFETY) * abs(self.cost)
+
+
+def improve(
+    flat: Flat,
+    *,
+    start: np.ndarray,
+    deadline: float,
+    rounds: int | None,
+    seed: int,
+    relative_gap: float,
+    report: Callable[[np.ndarray, float], None],
+    settle: Callable[[Best], Settled] | None,
+    log: Callable[[str], None],
+) -> Best:
+    """Improve choice and bound until the deadline, the number of rounds, or the gap.
+
+    start: a choice to begin from, which need not fit. deadline: on the clock of time.perf_counter. report: called at
+    each better choice. settle: called now and then once prices have settled, to search among the best choices and to
+    end the search where the exact program can take over (None = not at all). log: called each round.
+    """
+    core = Core(flat, start, seed, report)
+    core.warm_up(deadline)
+    next_settle = 8
+    longest_s = 0.0
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        while (rounds is None or core.done < rounds) and not core.closed(relative_gap):
+            begun = time.perf_counter()
+            if begun + longest_s >= deadline:
+                break
+            log(core.round(pool))
+            longest_s = max(time.perf_counter() - begun, 0.7 * longest_s)
+            if settle is not None and core.choice is not None and core.settled and core.done >= next_settle:
+                settled = settle(core.best())
+                if settled.choice is not None:
+                    core.offer(settled.choice, core.loops.left(settled.choice))
+                if settled.finished:
+                    break
+                next_settle = core.done * 9 // 8 + 4
+    return core.best()
+
+
+def _dearest(flat: Flat) -> float:
+    """No allowed choice costs more."""
+    cost = np.where(np.isfinite(flat.cost), flat.cost, -np.inf)
+    total = float(np.maximum.reduceat(cost, flat.first[:-1]).sum()) if flat.nodes else 0.0
+    width = np.diff(flat.first)[flat.source] * np.diff(flat.first)[flat.target]
+    tops: dict[tuple[int, int], float] = {}
+    for begin, size in zip(flat.start.tolist(), width.tolist(), strict=True):
+        if (begin, size) not in tops:
+            block = flat.matrix[begin : begin + size]
+            tops[begin, size] = float(block[np.isfinite(block)].max())
+        total += tops[begin, size]
+    return total

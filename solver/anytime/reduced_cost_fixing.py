@@ -1,0 +1,46 @@
+"""Strategies that no choice cheaper than the one at hand can take: reduced-cost fixing by the messages' own bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.solver.anytime.anytime import Best
+from autopar.solver.anytime.compiled_loops import SAFETY, Loops
+from autopar.solver.ilp.flat_arrays import Flat
+from autopar.solver.ilp.problem import Problem
+from autopar.solver.presolve.presolve import keep_strategies, reduce_all
+from autopar.solver.presolve.reduction import Reduction, chain
+
+
+def drop_costly(problem: Problem, flat: Flat, best: Best) -> Reduction | None:
+    """Keep the strategies with which the bound stays below the cost at hand, then reduce; None when some node keeps
+    none.
+
+    None proves that no choice is cheaper. What is left has every choice that is cheaper, if there is any.
+
+    Raises: ConflictError when the strategies left exclude each other, which proves the same.
+    """
+    loops = Loops(flat)
+    loops.set_price(best.price)
+    messages = best.messages.copy()
+    rise = loops.extra(messages)
+    room = best.cost - best.bound + SAFETY * abs(best.cost)
+    kept = [np.flatnonzero(rise[a:b] <= room) for a, b in zip(flat.first[:-1], flat.first[1:], strict=True)]
+    if any(len(keep) == 0 for keep in kept):
+        return None
+    smaller = keep_strategies(problem, kept)
+    return chain(smaller, reduce_all(smaller.problem))
+
+
+def combine(problem: Problem, choices: Sequence[np.ndarray]) -> Reduction:
+    """Keep the strategies that some of the choices take, then reduce: where they agree, nothing is left to choose.
+
+    After relaxation induced neighbourhoods (Danna, Rothberg and Le Pape, Mathematical Programming 2005), with the
+    Lagrangian's minimisers in place of the linear program's.
+    """
+    taken = np.array(choices)
+    kept = [np.unique(taken[:, node]) for node in range(taken.shape[1])]
+    smaller = keep_strategies(problem, kept)
+    return chain(smaller, reduce_all(smaller.problem))

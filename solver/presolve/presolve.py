@@ -1,0 +1,353 @@
+"""Reductions that keep the best cost, each `reduce(problem) -> Reduction`: the smaller problem and the way back.
+
+    drop_forbidden   strategies that no neighbour allows (arc consistency; Mackworth 1977)
+    merge_parallel   edges of the same two nodes add up; a node's edge to itself is a node cost
+    drop_dominated   strategies that another one always beats (dead-end elimination; Desmet et al. 1992, Goldstein 1994)
+    fold_forced      a node with one strategy: its edges become costs of its neighbours
+    merge_followers  nodes that a neighbour settles (in followers.py)
+    eliminate        nodes of few neighbours, by min-plus (Bertele and Brioschi 1972; R1 and R2 of Scholz and Eckstein
+    2002)
+
+Uses are respected throughout: a node that holds memory, where that depends on its choice, is not eliminated, and a
+strategy is dominated only by one that holds no more at any time. Callers that may ignore memory pass a problem without
+uses.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.solver.ilp.problem import Edge, Infeasibility, Problem, Use
+from autopar.solver.presolve.followers import merge_followers
+from autopar.solver.presolve.reduction import Choice, ConflictError, Reduction, chain, size
+
+DOMINANCE_WORK = 40_000_000  # comparisons that one pass of drop_dominated may cost: about a tenth of a second
+SETTLED = 0.97  # of the strategies left by a turn of all reductions: another turn would cost more than it saves
+TABLE_ENTRIES = 4_000_000  # the largest min-plus table that elimination forms: 32 MB
+
+
+def reduce_all(problem: Problem) -> Reduction:
+    """Every reduction in turn until a turn changes nothing, or only a few strategies of a large problem.
+
+    Raises: ConflictError when the strategies left exclude each other.
+    """
+    total = Reduction(problem=problem, undo=tuple)
+    while True:
+        before = size(total.problem)
+        # Merging followers can close a circle of rules that excludes strategies, or all of them: what is forbidden is
+        # dropped again before elimination, which takes for granted that every strategy left is allowed.
+        merging = (merge_followers, merge_parallel, drop_forbidden)
+        for step in (merge_parallel, drop_forbidden, fold_forced, *merging, eliminate, drop_dominated):
+            try:
+                total = chain(total, step(total.problem))
+            except ConflictError as conflict:
+                raise _translated(conflict, total) from None
+        after = size(total.problem)
+        if after[:2] == before[:2] and after[2] > SETTLED * before[2] - 1:
+            return total
+
+
+def _translated(conflict: ConflictError, total: Reduction) -> ConflictError:
+    """The same conflict by the numbers of the nodes that the reductions began with."""
+    if total.origin is None:
+        return conflict
+    return ConflictError(replace(conflict.why, nodes=tuple(total.origin[node] for node in conflict.why.nodes)))
+
+
+def merge_parallel(problem: Problem) -> Reduction:
+    """Add up the edges of the same two nodes, and turn an edge from a node to itself into node cost."""
+    node_cost = list(problem.node_cost)
+    merged: dict[tuple[int, int], np.ndarray] = {}
+    for edge in problem.edges:
+        a, b, cost = edge.source, edge.target, edge.cost
+        if a == b:
+            node_cost[a] = node_cost[a] + np.diagonal(cost)
+            continue
+        if a > b:
+            a, b, cost = b, a, cost.T
+        held = merged.get((a, b))
+        merged[a, b] = cost if held is None else held + cost
+    # Counting is several times as fast as `any` on matrices this small.
+    edges = tuple(Edge(source=a, target=b, cost=cost) for (a, b), cost in merged.items() if np.count_nonzero(cost))
+    return Reduction(problem=replace(problem, node_cost=tuple(node_cost), edges=edges), undo=tuple)
+
+
+def drop_forbidden(problem: Problem) -> Reduction:
+    """Remove strategies of infinite cost and those left without any partner on an edge, until all have one.
+
+    Raises: ConflictError naming a node that keeps no strategy, and its neighbours.
+    """
+    allowed = [np.isfinite(cost) for cost in problem.node_cost]
+    matrices = {id(edge.cost): edge.cost for edge in problem.edges}
+    complete: dict[int, bool] = {}  # every strategy has a partner
+    for key, all_finite in zip(matrices, _all_finite(list(matrices.values())), strict=True):
+        complete[key] = all_finite
+        if not all_finite:
+            pairs = np.isfinite(matrices[key])
+            complete[key] = bool(pairs.any(axis=1).all() and pairs.any(axis=0).all())
+    whole = _all_finite(problem.node_cost)
+    pending = [
+        number
+        for number, edge in enumerate(problem.edges)
+        if not (complete[id(edge.cost)] and whole[edge.source] and whole[edge.target])
+    ]
+    if not pending and all(whole):
+        return Reduction(problem=problem, undo=tuple)
+    near = _neighbours(problem)
+    waiting = set(pending)
+    while pending:
+        number = pending.pop()
+        waiting.discard(number)
+        edge = problem.edges[number]
+        a, b = edge.source, edge.target
+        pairs = np.isfinite(edge.cost) & allowed[a][:, None] & allowed[b][None, :]
+        for node, partner in ((a, pairs.any(axis=1)), (b, pairs.any(axis=0))):
+            if not partner[allowed[node]].all():
+                allowed[node] = allowed[node] & partner
+                for other in near[node]:
+                    if other not in waiting:
+                        waiting.add(other)
+                        pending.append(other)
+    for node, left in enumerate(allowed):
+        if not left.any():
+            around = {
+                end for number in near[node] for end in (problem.edges[number].source, problem.edges[number].target)
+            }
+            reason = (
+                "the strategies of these nodes exclude each other"
+                if near[node]
+                else "no strategy of this node is allowed"
+            )
+            nodes = (node, *sorted(around - {node}))
+            raise ConflictError(Infeasibility(times=(), nodes=nodes, bytes_over=0, reason=reason))
+    return keep_strategies(problem, [np.flatnonzero(left) for left in allowed])
+
+
+def _all_finite(arrays: Sequence[np.ndarray]) -> list[bool]:
+    """Whether each of some arrays, none of them empty, has finite entries only: all of them looked at in one go."""
+    if not arrays:
+        return []
+    ends = np.cumsum([array.size for array in arrays])
+    finite = np.isfinite(np.concatenate([array.ravel() for array in arrays]))
+    return np.logical_and.reduceat(finite, np.concatenate(([0], ends[:-1]))).tolist()
+
+
+def keep_strategies(problem: Problem, kept: Sequence[np.ndarray]) -> Reduction:
+    """Restrict every node to some of its strategies, given by their numbers."""
+    if all(len(keep) == len(cost) for keep, cost in zip(kept, problem.node_cost, strict=True)):
+        return Reduction(problem=problem, undo=tuple)
+    same = [len(keep) == len(cost) for keep, cost in zip(kept, problem.node_cost, strict=True)]
+    smaller = replace(
+        problem,
+        node_cost=tuple(cost[keep] for cost, keep in zip(problem.node_cost, kept, strict=True)),
+        edges=tuple(
+            e
+            if same[e.source] and same[e.target]
+            else Edge(source=e.source, target=e.target, cost=e.cost[kept[e.source][:, None], kept[e.target]])
+            for e in problem.edges
+        ),
+        uses=tuple(replace(u, bytes=u.bytes[kept[u.node]]) for u in problem.uses),
+    )
+
+    def undo(choice: Sequence[int]) -> Choice:
+        return tuple(int(keep[strategy]) for keep, strategy in zip(kept, choice, strict=True))
+
+    return Reduction(problem=smaller, undo=undo)
+
+
+def drop_dominated(problem: Problem) -> Reduction:
+    """Remove strategies that another of the same node beats whatever its neighbours choose, with no more memory.
+
+    Goldstein's criterion: c[t] - c[s] + sum over edges of max over u of (e[t, u] - e[s, u]) <= 0. One node at a time,
+    so that two equal strategies do not remove each other; nodes are passed over once the work would pass
+    DOMINANCE_WORK.
+    """
+    near = _neighbours(problem)
+    kept = [np.arange(len(cost)) for cost in problem.node_cost]
+    uses: dict[int, list[np.ndarray]] = defaultdict(list)
+    for use in problem.uses:
+        if use.start < use.stop:
+            uses[use.node].append(use.bytes)
+    work = 0
+    for node in sorted(range(len(kept)), key=lambda node: len(kept[node])):
+        count = len(kept[node])
+        if count == 1:
+            continue
+        sides = [_side(problem.edges[number], node, kept) for number in near[node]]
+        work += count * count * (1 + sum(side.shape[1] for side in sides))
+        if work > DOMINANCE_WORK:
+            break
+        cost = problem.node_cost[node]
+        with np.errstate(invalid="ignore"):  # where both are infinite: not a number, and not below zero either
+            worst = cost[:, None] - cost[None, :]  # [t, s]: how much dearer t can be than s, at worst
+            for side in sides:
+                over = side[:, None, :] - side[None, :, :]
+                forbidden = np.isinf(side)
+                if np.count_nonzero(forbidden):  # s is not allowed there: t is no worse
+                    np.copyto(over, -np.inf, where=forbidden[None, :, :])
+                worst = worst + over.max(axis=2)
+        beats = worst <= 0
+        for held in uses[node]:
+            beats &= held[:, None] <= held[None, :]
+        np.fill_diagonal(beats, False)
+        if not np.count_nonzero(beats):
+            continue
+        alive = np.ones(count, dtype=bool)
+        for s in range(count):
+            alive[s] = not (beats[:, s] & alive).any()
+        kept[node] = np.flatnonzero(alive)
+    return keep_strategies(problem, kept)
+
+
+def _side(edge: Edge, node: int, kept: Sequence[np.ndarray]) -> np.ndarray:
+    """The edge's costs with this node's strategies first and only the kept ones of the other node."""
+    return edge.cost[:, kept[edge.target]] if edge.source == node else edge.cost[kept[edge.source], :].T
+
+
+def fold_forced(problem: Problem) -> Reduction:
+    """Turn the edges of nodes with one strategy into costs of their neighbours; the nodes stay, for their memory."""
+    single = [len(cost) == 1 for cost in problem.node_cost]
+    node_cost = list(problem.node_cost)
+    edges: list[Edge] = []
+    for edge in problem.edges:
+        if single[edge.source]:
+            node_cost[edge.target] = node_cost[edge.target] + edge.cost[0]
+        elif single[edge.target]:
+            node_cost[edge.source] = node_cost[edge.source] + edge.cost[:, 0]
+        else:
+            edges.append(edge)
+    return Reduction(problem=replace(problem, node_cost=tuple(node_cost), edges=tuple(edges)), undo=tuple)
+
+
+def eliminate(problem: Problem) -> Reduction:
+    """Remove nodes of at most two neighbours, whose memory does not depend on their choice, by min-plus.
+
+    A node v with neighbours a and b leaves the edge min over s of (c[s] + e_a[s, t] + e_b[s, u]) between them; the way
+    back looks up its best strategy for the strategies they chose. Constant memory of eliminated nodes is moved to a
+    node kept, or keeps a node of one strategy alive for it.
+    """
+    bound = {use.node for use in problem.uses if use.start < use.stop and (use.bytes != use.bytes[0]).any()}
+    resident = {use.node for use in problem.uses if use.start < use.stop}
+    table: list[dict[int, np.ndarray]] = [
+        {} for _ in problem.node_cost
+    ]  # both directions; the node's own strategies first
+    merged = merge_parallel(problem).problem
+    for edge in merged.edges:
+        table[edge.source][edge.target] = edge.cost
+        table[edge.target][edge.source] = edge.cost.T
+    cost = list(merged.node_cost)
+    rules: list[tuple[int, tuple[int, ...], np.ndarray]] = []  # node, its neighbours, its best strategy for theirs
+    gone: set[int] = set()
+    offset = 0.0
+    queue = [node for node in range(len(cost)) if len(table[node]) <= 2]
+    while queue:
+        node = queue.pop()
+        around = tuple(table[node])
+        settled = len(cost[node]) == 1 and node in resident and not around
+        if node in gone or node in bound or len(around) > 2 or settled:
+            continue
+        if len(cost[node]) * int(np.prod([table[node][other].shape[1] for other in around], initial=1)) > TABLE_ENTRIES:
+            continue
+        reach = cost[node]
+        for axis, other in enumerate(around):
+            side = table[node][other]
+            reach = reach[..., None] + side.reshape(side.shape[:1] + (1,) * axis + side.shape[1:])
+        best, value = reach.argmin(axis=0), reach.min(axis=0)
+        rules.append((node, around, best))
+        if node in resident:  # its memory is constant: it stays, alone, with its first strategy and no cost
+            cost[node] = np.zeros(1)
+            bound.add(node)
+        else:
+            gone.add(node)
+        for other in around:
+            del table[other][node]
+        table[node] = {}
+        if not around:
+            offset += float(value)
+        elif len(around) == 1:
+            cost[around[0]] = cost[around[0]] + value
+        else:
+            a, b = around
+            held = table[a].get(b)
+            table[a][b] = value if held is None else held + value
+            table[b][a] = table[a][b].T
+        queue.extend(other for other in around if len(table[other]) <= 2)
+    if not rules:
+        return Reduction(problem=problem, undo=tuple)
+
+    stays = [node for node in range(len(cost)) if node not in gone]
+    number = {node: new for new, node in enumerate(stays)}
+    shrunk = {node for node, _, _ in rules} - gone
+    names = problem.node_names
+    smaller = Problem(
+        node_cost=tuple(cost[node] for node in stays),
+        edges=tuple(
+            Edge(source=number[a], target=number[b], cost=side) for a in stays for b, side in table[a].items() if a < b
+        ),
+        uses=tuple(
+            Use(node=number[u.node], start=u.start, stop=u.stop, bytes=u.bytes[:1] if u.node in shrunk else u.bytes)
+            for u in problem.uses
+            if u.node not in gone
+        ),
+        limit_bytes=problem.limit_bytes,
+        node_names=tuple(names[node] for node in stays) if names is not None else None,
+    )
+
+    def undo(choice: Sequence[int]) -> Choice:
+        full = [0] * len(cost)
+        for node, strategy in zip(stays, choice, strict=True):
+            full[node] = strategy
+        for node, around, best in reversed(rules):
+            full[node] = int(best[tuple(full[other] for other in around)])
+        return tuple(full)
+
+    return Reduction(problem=smaller, undo=undo, offset=offset, origin=tuple(stays))
+
+
+def components(problem: Problem, *, joined: Sequence[Sequence[int]] = ()) -> Iterator[tuple[Problem, list[int]]]:
+    """The parts of a problem that share no edge and none of the groups of nodes joined, with their nodes."""
+    lead = list(range(len(problem.node_cost)))
+
+    def find(node: int) -> int:
+        while lead[node] != node:
+            lead[node] = lead[lead[node]]
+            node = lead[node]
+        return node
+
+    for edge in problem.edges:
+        lead[find(edge.source)] = find(edge.target)
+    for group in joined:
+        for node in group:
+            lead[find(node)] = find(group[0])
+    members: dict[int, list[int]] = defaultdict(list)
+    for node in range(len(lead)):
+        members[find(node)].append(node)
+    edges: dict[int, list[Edge]] = defaultdict(list)
+    uses: dict[int, list[Use]] = defaultdict(list)
+    place = {node: at for group in members.values() for at, node in enumerate(group)}
+    for edge in problem.edges:
+        edges[find(edge.source)].append(replace(edge, source=place[edge.source], target=place[edge.target]))
+    for use in problem.uses:
+        uses[find(use.node)].append(replace(use, node=place[use.node]))
+    for root, group in members.items():
+        part = Problem(
+            node_cost=tuple(problem.node_cost[node] for node in group),
+            edges=tuple(edges[root]),
+            uses=tuple(uses[root]),
+            limit_bytes=problem.limit_bytes,
+        )
+        yield part, group
+
+
+def _neighbours(problem: Problem) -> list[list[int]]:
+    """The numbers of each node's edges."""
+    near: list[list[int]] = [[] for _ in problem.node_cost]
+    for number, edge in enumerate(problem.edges):
+        near[edge.source].append(number)
+        if edge.target != edge.source:
+            near[edge.target].append(number)
+    return near

@@ -1,0 +1,221 @@
+"""Attention is found however it is written, and what cannot be done in blocks is named."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from autopar.errors import UnsupportedError
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.ir.graph import Role
+from autopar.microbatch.microbatch import micro_batched
+from autopar.sharding.rules import RuleBook
+from tests.running_graphs import read, run_graph, run_ops
+
+B, L, H, D = 2, 8, 2, 4
+
+
+def shapes(heads=H):
+    state = {"q": (H * D, H, D), "k": (H * D, heads, D), "v": (H * D, heads, D)}
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in state.items()}
+
+
+BATCH = {
+    "x": jax.ShapeDtypeStruct((B, L, H * D), jnp.float32),
+    "memory": jax.ShapeDtypeStruct((B, 2 * L, H * D), jnp.float32),
+    "length": jax.ShapeDtypeStruct((B,), jnp.int32),
+}
+
+
+def trained(attention):
+    """A step whose gradients go back through attention of projections."""
+
+    def step(state, batch):
+        def loss(state):
+            q, k, v = (jnp.einsum("blw,whd->blhd", batch["x"], state[name]) for name in "qkv")
+            return jnp.sum(jnp.sin(attention(q, k, v, batch)))
+
+        return jax.grad(loss)(state)
+
+    return step
+
+
+def graph_of(attention, heads=H):
+    args = (shapes(heads), BATCH)
+    traced = trace(trained(attention), args, names=("state", "batch"), donate=(0,), batch=(1,))
+    return build_graph(dataclasses.replace(traced, blockwise_attention=True), RuleBook())
+
+
+def operations(graph):
+    return [(op.primitive, op.role) for op in graph.ops() if op.primitive.startswith("attention")]
+
+
+def plain(q, k, v, batch):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(D)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def by_hand(q, k, v, batch):
+    """Nothing of jax.nn: the gradient goes through the maximum too."""
+    q, k, v = (a.transpose(0, 2, 1, 3) for a in (q * D**-0.5, k, v))
+    scores = q @ k.swapaxes(-1, -2)
+    exponentials = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True) @ v
+
+
+def causal(q, k, v, batch):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    return jnp.einsum(
+        "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((L, L), bool)), scores, -jnp.inf)), v
+    )
+
+
+def window_by_addition(q, k, v, batch):
+    at = jnp.arange(L)
+    near = jnp.abs(at[:, None] - at[None, :]) < 3
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.5 + jnp.where(near, 0.0, -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def padded(q, k, v, batch):
+    there = jnp.arange(L)[None, :] < batch["length"][:, None]
+    return nn.dot_product_attention(q, k, v, mask=there[:, None, None, :])
+
+
+def distance(q, k, v, batch):
+    """A penalty that grows with the distance, at another rate for each head."""
+    at = jnp.arange(L)
+    penalty = 2.0 ** -jnp.arange(1, H + 1)[:, None, None] * jnp.abs(at[:, None] - at[None, :])
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) - penalty
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def stock(q, k, v, batch):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def recomputed(q, k, v, batch):
+    return jax.checkpoint(lambda q, k, v: causal(q, k, v, batch))(q, k, v)
+
+
+def numbers(heads=H):
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    state = {name: 0.3 * jax.random.normal(next(keys), s.shape) for name, s in shapes(heads).items()}
+    batch = {name: jax.random.normal(next(keys), BATCH[name].shape) for name in ("x", "memory")}
+    return state, batch | {"length": jnp.array([5, 8], jnp.int32)}
+
+
+@pytest.mark.parametrize(
+    ("attention", "heads"),
+    [
+        (plain, H),
+        (by_hand, H),
+        (causal, H),
+        (window_by_addition, H),
+        (padded, H),
+        (distance, H),
+        (stock, H),
+        (stock, 1),
+        (recomputed, H),
+    ],
+)
+def test_attention_becomes_an_operation_a_pass_and_computes_the_same(attention, heads):
+    graph = graph_of(attention, heads)
+    again = [("attention", Role.BACKWARD)] if attention is recomputed else []
+    forward = [("attention", Role.FORWARD)]
+    assert operations(graph) == [*forward, *again, ("attention_backward", Role.BACKWARD)]
+    assert not any(v.shape[-2:] == (L, L) and v.dtype == "float32" for op in graph.ops() for v in made(graph, op))
+    args = numbers(heads)
+    expected = jax.tree.leaves(trained(attention)(*args))
+    env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves(args)], strict=True))
+    run_ops(graph.block.ops, env, graph)
+    for a, b in zip(expected, (read(env, atom) for atom in graph.block.outputs), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+
+
+@pytest.mark.slow
+def test_attention_in_micro_batches():
+    """Its operations run once in each."""
+    traced = trace(trained(causal), (shapes(), BATCH), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = micro_batched(dataclasses.replace(traced, blockwise_attention=True), 2, RuleBook())
+    assert [op.count for op in graph.ops() if op.primitive.startswith("attention")] == [2.0, 2.0]
+    args = numbers(H)
+    got = jax.jit(lambda leaves: run_graph(graph, leaves))(jax.tree.leaves(args))
+    for a, b in zip(jax.tree.leaves(jax.jit(trained(causal))(*args)), got, strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+
+
+def made(graph, op):
+    return [graph.values[v] for v in op.outputs]
+
+
+def test_scans_over_layers_stack_no_scores():
+    def step(state, batch):
+        def layer(x, weights):
+            q, k, v = (jnp.einsum("blw,whd->blhd", x, w) for w in weights)
+            return x + causal(q, k, v, batch).reshape(x.shape), None
+
+        def loss(state):
+            return jnp.sum(jnp.sin(jax.lax.scan(layer, batch["x"], state)[0]))
+
+        return jax.grad(loss)(state)
+
+    state, batch = numbers()
+    state = tuple(jnp.stack([state[name], -state[name]]) for name in "qkv")
+    traced = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = build_graph(dataclasses.replace(traced, blockwise_attention=True), RuleBook())
+    assert operations(graph) == [("attention", Role.FORWARD), ("attention_backward", Role.BACKWARD)]
+    scans = [op for op in graph.block.ops if op.primitive == "scan"]
+    assert not any(graph.values[v].shape == (2, B, H, L, L) for scan in scans for v in scan.outputs)
+    env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves((state, batch))], strict=True))
+    run_ops(graph.block.ops, env, graph)
+    for a, b in zip(step(state, batch), (read(env, atom) for atom in graph.block.outputs), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+
+
+def test_the_mask_is_computed_of_positions():
+    (op, *_) = (op for op in graph_of(causal).ops() if op.primitive == "attention")
+    assert op.eqn.params["form"].arrays == ()
+    assert "iota" in str(op.eqn.params["form"].score)
+
+
+def test_positions_are_one_factor_that_goes_round():
+    (op, *_) = (op for op in graph_of(padded).ops() if op.primitive == "attention")
+    ring = [f for f, factor in enumerate(op.rule.factors) if factor.kind.value == "ring"]
+    query, key, value, mask = op.rule.operands
+    assert [query[1], key[1], value[1]] == [tuple(ring)] * 3
+    assert all(f not in ring for dim in mask for f in dim)
+
+
+def dropped(q, k, v, batch):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    keep = jax.random.bernoulli(jax.random.key(0), 0.9, weights.shape)
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(keep, weights / 0.9, 0.0), v)
+
+
+def handed_out(q, k, v, batch):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).sum() + jnp.sum(weights**2)
+
+
+def longer(q, k, v, batch):
+    """More keys than queries; two lengths go round no ring together."""
+    memory = batch["memory"].reshape(B, 2 * L, H, D)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, memory)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), memory)
+
+
+def not_softmax(q, k, v, batch):
+    weights = jax.nn.sigmoid(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@pytest.mark.parametrize("attention", [dropped, handed_out, longer, not_softmax])
+def test_what_is_no_plain_attention_is_named(attention):
+    with pytest.raises(UnsupportedError, match=rf"test_attention_patterns.py:\d+.*{attention.__name__}"):
+        graph_of(attention)

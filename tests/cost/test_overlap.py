@@ -1,0 +1,472 @@
+"""Time with overlap: small programs on two streams by hand, and steps whose timeline and predicted time are one."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+from autopar import recipes
+from autopar.cost.cost_model import cost_model
+from autopar.cost.overlap import timed
+from autopar.cost.prediction import compute_times_s, predicted_collectives
+from autopar.cost.stream_simulator import Stream, Work, overlap_of, run
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.hardware import kinds
+from autopar.hardware.cluster import Cluster, Fabric, Link
+from autopar.hardware.collective_cost import CollectiveKind
+from autopar.inter_op.staged import renewal_s
+from autopar.intra_op.ilp import IntraOp
+from autopar.intra_op.spmd_search import evaluated, state_along_largest
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+from autopar.plan.plan_timeline import timeline_of
+from autopar.sharding.rules import RuleBook
+from tests.small_steps import chain_step
+
+MEGABYTE = 1 << 20
+
+
+def compute(name, seconds, reads="", makes=None, is_light=False):
+    """`reads` and `makes` are names with spaces between them; what is made has the name of the work."""
+    makes = name if makes is None else makes
+    return Work(
+        name=name, stream=Stream.COMPUTE, seconds=seconds, reads=tuple(reads.split()), makes=tuple(makes.split()),
+        is_light=is_light,
+    )  # fmt: skip
+
+
+def send(name, seconds, reads="", reduces=False, nbytes=1.0, stream=Stream.SEND):
+    return Work(
+        name=name, stream=stream, seconds=seconds, reads=tuple(reads.split()), makes=(name,), nbytes=nbytes,
+        reduction="sum" if reduces else None,
+    )  # fmt: skip
+
+
+def timetable(program, combined_bytes=0):
+    """(name, start, end) of what takes time, in the order in which it starts."""
+    ran = run(program, combined_bytes)
+    return [(e.name, e.start_s, e.end_s) for e in ran.events()]
+
+
+# By hand
+
+
+def test_a_gather_hides_behind_the_product_before_it():
+    program = [send("w1", 2.0), compute("h1", 3.0, "x w1"), send("w2", 2.0), compute("h2", 3.0, "h1 w2")]
+    assert timetable(program) == [("w1", 0, 2), ("h1", 2, 5), ("w2", 2, 4), ("h2", 5, 8)]
+
+
+def test_a_reduction_hides_behind_the_backward_pass_of_the_layer_before():
+    # The update reads both sums, and resharding stands in the program where it is read: behind everything.
+    program = [
+        compute("g2", 1.0, "h2"), compute("h1'", 3.0, "h2"), compute("g1", 1.0, "h1'"),
+        send("sum2", 2.0, "g2", reduces=True), compute("new2", 1.0, "sum2"),
+        send("sum1", 2.0, "g1", reduces=True), compute("new1", 1.0, "sum1"),
+    ]  # fmt: skip
+    assert sorted(timetable(program)) == [
+        ("g1", 4, 5), ("g2", 0, 1), ("h1'", 1, 4), ("new1", 7, 8), ("new2", 5, 6), ("sum1", 5, 7), ("sum2", 1, 3),
+    ]  # fmt: skip
+
+
+def test_a_chain_hides_nothing():
+    program = [compute("a", 1.0), send("b", 2.0, "a", reduces=True), compute("c", 3.0, "b"), send("d", 4.0, "c")]
+    ran = run(program)
+    assert ran.end_s == 1 + 2 + 3 + 4
+    assert ran.hidden_s == 0
+
+
+def test_a_gather_comes_no_further_ahead_than_two_results():
+    program = [w for i in range(4) for w in (send(f"w{i}", 1.0), compute(f"h{i}", 10.0, f"h{i - 1} w{i}"))]
+    starts = {name: start for name, start, _ in timetable(program)}
+    assert [starts[f"w{i}"] for i in range(4)] == [0, 1, 2, 11]  # the last one when h1 has its turn
+    assert [starts[f"h{i}"] for i in range(4)] == [1, 11, 21, 31]
+
+
+def test_small_gathers_come_ahead_of_large_ones():
+    program = [
+        send("large", 1.0, nbytes=4.0), compute("a", 9.0, "large"), send("small", 1.0), compute("b", 1.0, "a small"),
+        send("large too", 8.0, nbytes=4.0), compute("c", 1.0, "b large too"),
+    ]  # fmt: skip
+    program[5] = dataclasses.replace(program[5], reads=("b", "large too"))
+    assert run(program).end_s == 1 + 9 + 1 + 1
+    # The third is over what may be ahead with the first, which by then is read.
+    assert ("large too", 2, 10) in timetable(program)
+
+
+def test_a_cast_is_made_before_the_gather_that_reads_it():
+    program = [
+        send("w1", 1.0), compute("h1", 4.0, "w1"),
+        compute("half", 1.0, "w2", is_light=True), send("w2 whole", 2.0, "half"), compute("h2", 4.0, "h1 w2 whole"),
+    ]  # fmt: skip
+    program[4] = dataclasses.replace(program[4], reads=("h1", "w2 whole"))
+    assert sorted(timetable(program)) == [("h1", 1, 5), ("h2", 5, 9), ("half", 0, 1), ("w1", 0, 1), ("w2 whole", 1, 3)]
+
+
+def test_what_waits_for_the_batch_is_not_computed_earlier():
+    program = [
+        compute("h", 4.0, "x"), compute("half", 1.0, "h", is_light=True), send("whole", 2.0, "half"),
+        compute("y", 1.0, "whole"),
+    ]  # fmt: skip
+    assert timetable(program) == [("h", 0, 4), ("half", 4, 5), ("whole", 5, 7), ("y", 7, 8)]
+
+
+def test_small_reductions_wait_for_one_another():
+    program = [
+        compute("g2", 1.0), send("s2", 1.0, "g2", reduces=True, nbytes=2.0),
+        compute("g1", 5.0), send("s1", 1.0, "g1", reduces=True, nbytes=2.0), compute("new", 1.0, "s1 s2"),
+    ]  # fmt: skip
+    assert run(program, combined_bytes=3).end_s == 1 + 5 + 1 + 1
+    assert run(program, combined_bytes=4).end_s == 1 + 5 + 2 + 1
+
+
+def test_a_reduction_that_is_read_before_the_next_is_made_waits_for_none():
+    program = [
+        compute("a", 1.0), send("b", 1.0, "a", reduces=True), compute("c", 1.0, "b"), send("d", 1.0, "c", reduces=True),
+    ]  # fmt: skip
+    assert timetable(program, combined_bytes=100) == [("a", 0, 1), ("b", 1, 2), ("c", 2, 3), ("d", 3, 4)]
+
+
+def test_what_waits_for_a_reduction_holds_up_nothing():
+    # The gradient of a bias, summed over a dimension of one as jax writes it, stands before the next layer's product.
+    program = [
+        compute("b2", 1.0, "h2"), send("sum", 4.0, "b2", reduces=True), compute("of one", 1.0, "sum"),
+        compute("h1'", 3.0, "h2"), compute("b1", 1.0, "h1'"),
+    ]  # fmt: skip
+    assert timetable(program) == [("b2", 0, 1), ("h1'", 1, 4), ("sum", 1, 5), ("b1", 4, 5), ("of one", 5, 6)]
+
+
+def test_reductions_that_wait_for_each_other_start_alone():
+    def other(work):
+        return dataclasses.replace(work, reduction="other")
+
+    program = [
+        compute("a", 1.0), send("a sum", 1.0, "a", reduces=True),
+        compute("b", 1.0, "a"), other(send("b other", 1.0, "b", reduces=True)),
+        compute("c", 1.0, "a"), compute("d", 1.0, "b"),
+    ]  # fmt: skip
+    program[4] = dataclasses.replace(program[4], reads=("a sum",))
+    program[5] = dataclasses.replace(program[5], reads=("b other",))
+    program += [other(send("c other", 1.0, "c", reduces=True)), send("d sum", 1.0, "d", reduces=True)]
+    ran = run(program, combined_bytes=100)
+    assert len(ran.order) == len(program)
+    assert max(ran.compute_s, ran.send_s) <= ran.end_s <= ran.compute_s + ran.send_s
+
+
+def test_a_loop_that_sends_keeps_both_streams_busy():
+    body = run([send("w", 2.0), compute("h", 3.0), compute("y", 1.0, "h w")])
+    loop = Work(name="loop", stream=Stream.BOTH, seconds=body.end_s, reads=("x",), makes=("y",), inside=(body,))
+    ran = run([compute("x", 1.0), send("other", 2.0), loop, compute("z", 1.0, "y other")])
+    assert ran.end_s == 2 + 4 + 1
+    assert (ran.compute_s, ran.send_s) == (1 + 4 + 1, 2 + 2)
+    assert max(e.end_s for e in ran.events()) == ran.end_s
+
+
+def test_what_a_compiler_does_not_take_apart_holds_up_computing():
+    program = [compute("a", 1.0), send("b", 2.0, "a", stream=Stream.BOTH), compute("c", 3.0), send("d", 4.0, "c")]
+    assert timetable(program) == [("a", 0, 1), ("b", 1, 3), ("c", 3, 6), ("d", 6, 10)]
+
+
+def test_compilers_differ():
+    assert overlap_of("cpu").kinds == frozenset()
+    assert overlap_of("gpu").kinds == frozenset(CollectiveKind)
+    assert CollectiveKind.ALL_REDUCE not in overlap_of("tpu").kinds
+    assert CollectiveKind.ALL_GATHER in overlap_of("tpu").kinds
+
+
+# Any program
+
+DURATIONS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0])
+
+
+@st.composite
+def programs(draw):
+    works = []
+    for i in range(draw(st.integers(1, 14))):
+        reads = tuple(draw(st.sets(st.integers(-1, i - 1), max_size=3)))
+        stream = draw(st.sampled_from(list(Stream)))
+        works.append(
+            Work(
+                name=str(i),
+                stream=stream,
+                seconds=0.0 if stream is Stream.NEITHER else draw(DURATIONS),
+                reads=reads,
+                makes=(i,),
+                nbytes=draw(st.sampled_from([0.0, 1.0, 3.0])),
+                reduction=draw(st.sampled_from([None, "sum", "other"])) if stream is Stream.SEND else None,
+                is_light=draw(st.booleans()),
+            )
+        )
+    return works
+
+
+@given(programs(), st.sampled_from([0, 2, 100]))
+def test_the_end_lies_between_the_longer_sum_and_both(program, combined_bytes):
+    ran = run(program, combined_bytes)
+    assert max(ran.compute_s, ran.send_s) <= ran.end_s <= ran.compute_s + ran.send_s
+    assert ran.compute_s == sum(w.seconds for w in program if w.stream is Stream.COMPUTE)
+    assert ran.compute_s + ran.send_s == sum(w.seconds for w in program)
+
+
+@given(programs(), st.sampled_from([0, 2, 100]))
+def test_everything_runs_once_when_what_it_reads_is_there_and_its_stream_is_free(program, combined_bytes):
+    ran = run(program, combined_bytes)
+    assert sorted(ran.order, key=id) == sorted(program, key=id)
+    there_s = {value: start + w.seconds for w, start in zip(ran.order, ran.starts_s, strict=True) for value in w.makes}
+    free_s = dict.fromkeys(Stream, 0.0)
+    for work, start_s in zip(ran.order, ran.starts_s, strict=True):
+        assert all(start_s >= there_s.get(value, 0.0) for value in work.reads)
+        if work.stream is Stream.NEITHER:
+            continue
+        for stream in (Stream.COMPUTE, Stream.SEND) if work.stream is Stream.BOTH else (work.stream,):
+            assert start_s >= free_s[stream]
+            free_s[stream] = start_s + work.seconds
+
+
+# Steps
+
+WIDTH, EXAMPLES, LAYERS = 4096, 32_768, 4
+
+
+def arguments(width=WIDTH):
+    examples = jax.ShapeDtypeStruct((EXAMPLES, width), jnp.float32)
+    return [jax.ShapeDtypeStruct((width, width), jnp.float32)] * LAYERS, {"x": examples, "y": examples}
+
+
+def plan(cluster, function=chain_step, args=None, **options):
+    made = autopar.parallelize(function, cluster=cluster, cache_dir=None, show_progress=False, **options)
+    return made.plan(*(args or arguments()))
+
+
+H100S = Cluster.preset("dgx-h100")
+
+
+def assert_one_number(found):
+    made = found.predicted
+    events = timeline_of(found.record).events
+    assert max(e.end_s for e in events) == made.step_time_s
+    if found.record.pipeline is None:
+        computed = sum(e.end_s - e.start_s for e in events if e.category == "compute")
+        sent = sum(e.end_s - e.start_s for e in events if e.category == "send")
+        assert computed == pytest.approx(made.compute_time_s)
+        assert sent == pytest.approx(made.collective_time_s)
+        assert made.step_time_s == pytest.approx(computed + sent - made.hidden_time_s + made.allocation_time_s)
+
+
+def test_on_gpus_gradients_are_reduced_behind_the_backward_pass():
+    found = plan(H100S, plan=autopar.recipes.data_parallel())
+    assert_one_number(found)
+    # All but the last one, which nothing is left to hide, and what the loss sends.
+    gradients = next(c for c in found.predicted.collectives if c.sent_bytes > MEGABYTE)
+    assert found.predicted.hidden_time_s > 0.6 * gradients.time_s
+    assert "of it hidden" in str(found)
+
+
+def test_on_gpus_parameters_are_gathered_ahead():
+    found = plan(H100S, plan=autopar.recipes.zero(3))
+    assert_one_number(found)
+    gathered_s = sum(c.time_s for c in found.predicted.collectives if c.kind == "all-gather")
+    assert found.predicted.hidden_time_s > 0.8 * gathered_s
+
+
+def test_tpus_hide_gathers_and_no_reductions():
+    tpus = Cluster.preset("tpu-v5e", topology="2x4")
+    reduced = plan(tpus, plan=autopar.recipes.data_parallel())
+    assert reduced.predicted.hidden_time_s == pytest.approx(0.0, abs=1e-12)
+    gathered = plan(tpus, plan=autopar.recipes.zero(3))
+    assert gathered.predicted.hidden_time_s > 0
+    for found in (reduced, gathered):
+        assert_one_number(found)
+
+
+@pytest.mark.parametrize("recipe", [autopar.recipes.data_parallel(), autopar.recipes.zero(3)])
+def test_virtual_cpu_devices_hide_nothing(recipe):
+    found = plan(cpus(None), plan=recipe)
+    made = found.predicted
+    assert made.hidden_time_s == pytest.approx(0.0, abs=1e-9 * made.step_time_s)
+    assert made.step_time_s == pytest.approx(
+        made.compute_time_s + made.collective_time_s + made.allocation_time_s, rel=1e-12
+    )
+    assert_one_number(found)
+    assert "hidden" not in str(found)
+
+
+def cpus(fresh_bytes_per_s, count=4):
+    device = kinds.cpu_device(num_devices=count, cores=4, host_bytes=64 * 10**9)
+    device = dataclasses.replace(device, fresh_bytes_per_s=fresh_bytes_per_s)
+    return Cluster.flat(count, device=device, links=(kinds.cpu_link(count),) if count > 1 else ())
+
+
+def test_the_search_counts_what_a_step_waits_for_memory():
+    recipe = autopar.recipes.data_parallel()
+    known, fresh = plan(cpus(None), plan=recipe), plan(cpus(1e8), plan=recipe)
+    waited_s = fresh.predicted.allocation_time_s
+    assert waited_s > 0
+    assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
+    assert fresh.record.tried[0].step_time_s == fresh.predicted.step_time_s
+    assert_one_number(fresh)
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_microbatches", "least_bytes", "most_bytes"),
+    [(16_384, 2, 2 * 32 * 2**20, math.inf), (16_384, 4, 2**20, 16 * 2**20), (1024, 4, 0, 0)],
+)
+def test_blocks_of_tasks_are_new_in_every_run_or_once_a_step_or_kept(batch, num_microbatches, least_bytes, most_bytes):
+    # Of blocks of up to 32 MiB four devices keep 16 MiB each, more than the sums of gradients.
+    examples = jax.ShapeDtypeStruct((batch, 512), jnp.float32)
+    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 8, {"x": examples, "y": examples}
+    recipe = autopar.recipes.pipeline(1, num_microbatches=num_microbatches)
+    known, fresh = (plan(cpus(rate), args=args, plan=recipe) for rate in (None, 1e8))
+    waited_s = fresh.predicted.allocation_time_s
+    assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
+    assert least_bytes <= waited_s * 1e8 <= most_bytes
+    assert_one_number(fresh)
+
+
+def test_a_pipeline_waits_for_the_memory_that_it_gave_back():
+    # No task has so much of its own that its block is given back; what they leave for the backward pass is more.
+    examples = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 16, {"x": examples, "y": examples}
+    recipe = autopar.recipes.pipeline(2, num_microbatches=1)
+    known, fresh = (plan(cpus(rate), args=args, plan=recipe) for rate in (None, 1e8))
+    waited_s = fresh.predicted.allocation_time_s
+    assert waited_s > 0
+    assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
+    assert {e.name for e in timeline_of(fresh.record).events if e.category == "memory"} == {"memory for results"}
+    assert fresh.predicted.bubble_fraction == pytest.approx(known.predicted.bubble_fraction)
+    assert "new memory" in str(fresh)
+    assert "new memory" not in str(known)
+    assert_one_number(fresh)
+    cut = plan(cpus(1e8), args=args, plan=autopar.recipes.pipeline(2, num_microbatches=64))
+    assert cut.predicted.allocation_time_s == 0  # all that is held at a time is kept
+
+
+@pytest.mark.parametrize(("shared", "expected_s"), [(True, (2 * 8 + 6 * 4 / 3) / 8), (False, 8)])
+def test_meshes_wait_for_what_they_hold_beside_what_they_are_given(shared, expected_s):
+    def planned(mesh, num_devices):
+        links = SimpleNamespace(mesh=LogicalMesh(axis_sizes=(num_devices,)))
+        model = SimpleNamespace(links=links, device=cpus(2.0**20, count=8).device)
+        return SimpleNamespace(lowered=SimpleNamespace(mesh_index=mesh), model=model)
+
+    buffers = [SimpleNamespace(mesh=0, nbytes=8 * MEGABYTE), SimpleNamespace(mesh=0, nbytes=24 * MEGABYTE)]
+    program = SimpleNamespace(pipeline=SimpleNamespace(inputs=(0,), buffers=buffers))
+    simulation = SimpleNamespace(
+        peak_bytes=(40 * MEGABYTE, 12 * MEGABYTE),
+        at_peak=(((0, 8 * MEGABYTE), (1, 24 * MEGABYTE), (-1, 8 * MEGABYTE)), ((2, 12 * MEGABYTE),)),
+    )
+    stages = [planned(0, 2), planned(1, 6)]
+    on = SimpleNamespace(shares_processors=shared)
+    # Each keeps 8 MiB: the first those of its running task.
+    assert renewal_s(simulation, program, stages, on) == pytest.approx(expected_s)
+
+
+def test_micro_batches_are_weighed_where_a_step_waits_long_for_memory():
+    # Most of the step would be waiting; with micro-batches the temporary values are small enough to be kept.
+    narrow = arguments(WIDTH // 4)
+    whole, free = plan(cpus(None), args=narrow), plan(cpus(1e8), args=narrow)
+    assert whole.record.pipeline is None
+    assert free.record.pipeline is not None
+    one_program = plan(cpus(1e8), args=narrow, plan=autopar.recipes.data_parallel())
+    assert free.predicted.step_time_s < one_program.predicted.step_time_s
+    assert_one_number(free)
+
+
+def test_one_device_keeps_to_one_program_however_long_it_waits_for_memory():
+    alone = plan(cpus(1e8, count=1), args=arguments(WIDTH // 4))
+    assert alone.predicted.allocation_time_s > 0.1 * alone.predicted.step_time_s
+    assert alone.record.pipeline is None
+
+
+def test_tasks_wait_for_memory():
+    recipe = autopar.recipes.combine(pp=2, dp=2, num_microbatches=2)
+    known, fresh = plan(cpus(None), plan=recipe), plan(cpus(1e8), plan=recipe)
+    assert known.predicted.allocation_time_s == 0
+    assert fresh.predicted.allocation_time_s > 0
+    for stage, before in zip(fresh.record.pipeline.stages, known.record.pipeline.stages, strict=True):
+        assert stage.forward_s + stage.backward_s > before.forward_s + before.backward_s
+    assert_one_number(fresh)
+
+
+def test_a_pipeline_ends_with_its_timeline():
+    slow = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up")
+    cluster = Cluster(
+        name="two hosts", device=kinds.H100, num_hosts=2, devices_per_host=2, inside_host=kinds.NVLINK4,
+        between_hosts=slow,
+    )  # fmt: skip
+    found = plan(cluster, plan=autopar.recipes.pipeline(2, num_microbatches=4))
+    assert found.record.pipeline is not None
+    assert_one_number(found)
+
+
+def scanned(params, batch):
+    def loss(params):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return params - 0.1 * grads, value
+
+
+def test_a_scan_over_layers_is_on_the_timeline():
+    examples = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
+    args = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32), {"x": examples, "y": examples}
+    found = plan(H100S, scanned, args, plan=autopar.recipes.data_parallel())
+    assert_one_number(found)
+
+
+# A branch
+
+
+def branching(a, b, choose):
+    return jax.lax.cond(choose, lambda a, b: jnp.tanh(a @ b), lambda a, b: a @ b @ b @ b, a, b)
+
+
+@pytest.mark.parametrize("fabric", list(Fabric))
+def test_of_a_branch_the_longest_counts(fabric):
+    link = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up", fabric=fabric)
+    model = cost_model(Cluster.flat(2, device=kinds.H100, links=(link,)), LogicalMesh(axis_sizes=(2,)))
+    shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    args = (shape, shape, jax.ShapeDtypeStruct((), jnp.bool_))
+    graph = build_graph(trace(branching, args, names="abc", donate=(), batch=()), RuleBook())
+    whole = {v: Layout(((), ())) for v in graph.block.inputs[:2]}
+    intra_op = IntraOp(graph, model, whole)
+    candidate = evaluated(graph, model, intra_op.decode(intra_op.solve(time_limit_s=60.0)))
+    ran = timed(graph, candidate.lowered, model)
+    computed_s = sum(compute_times_s(graph, candidate.lowered, model).values())
+    sent_s = sum(use.time_s for use in predicted_collectives(graph, candidate.lowered, model))
+    assert ran.compute_s == pytest.approx(computed_s)
+    assert ran.send_s == pytest.approx(sent_s)
+    assert max(ran.compute_s, ran.send_s) <= ran.end_s <= ran.compute_s + ran.send_s + 1e-15
+
+
+@pytest.mark.parametrize(("width", "layers", "examples"), [(1024, 6, 8192), (4096, 4, 4096)])
+def test_no_kind_of_data_parallelism_is_faster_where_what_it_sends_hides(width, layers, examples):
+    matrices = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    batch = dict.fromkeys(("x", "y"), jax.ShapeDtypeStruct((examples, width), jnp.float32))
+
+    def step_time_s(recipe):
+        cluster = Cluster.preset("p3.16xlarge", hosts=1)
+        options = {"cluster": cluster, "plan": recipe, "cache_dir": None, "show_progress": False}
+        return autopar.plan(chain_step, matrices, batch, **options).predicted.step_time_s
+
+    by_hand = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3))]
+    assert step_time_s(None) <= min(map(step_time_s, by_hand))
+
+
+def test_a_state_lies_along_the_largest_dimension_that_divides():
+    def step(state, batch):
+        return jax.tree.map(lambda leaf: leaf + jnp.sum(batch), state)
+
+    shapes = {"tall": (64, 8), "odd": (63, 8), "neither": (63, 7), "number": ()}
+    state = {name: jax.ShapeDtypeStruct(dims, jnp.float32) for name, dims in shapes.items()}
+    batch = jax.ShapeDtypeStruct((16,), jnp.float32)
+    graph = build_graph(trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,)), RuleBook())
+    found = state_along_largest(graph, LogicalMesh(axis_sizes=(4,)))
+    names = sorted(shapes)
+    assert {names[number]: layout.dims for number, layout in found} == {"tall": ((0,), ()), "odd": ((), (0,))}

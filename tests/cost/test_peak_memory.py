@@ -1,0 +1,310 @@
+"""Predicted memory: small programs whose peak is counted by hand, and models that XLA compiles here."""
+
+import dataclasses
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.cost import peak_memory
+from autopar.cost.peak_memory import CPU, GPU, TPU, Program, Step
+from benchmarks import memory_study
+
+BIG, SMALL = 1000, 10
+
+
+class Builder:
+    """Writes programs down: values are numbered as they are made."""
+
+    def __init__(self) -> None:
+        self.nbytes: dict[int, int] = {}
+        self.steps: list[Step] = []
+
+    def value(self, nbytes: int) -> int:
+        self.nbytes[len(self.nbytes)] = nbytes
+        return len(self.nbytes) - 1
+
+    def __call__(self, kind: str, *inputs: int, nbytes: int = BIG, **fields) -> int:
+        out = self.value(nbytes)
+        fusible = kind not in {"dot_general", "gather", "sort"} and not kind.startswith("reduce")
+        self.steps.append(Step(inputs=inputs, outputs=(out,), kind=kind, fusible=fusible, **fields))
+        return out
+
+    def program(self, arguments, results, donated=None) -> Program:
+        return Program(
+            steps=tuple(self.steps),
+            nbytes=self.nbytes,
+            arguments=tuple(arguments),
+            results=tuple(results),
+            donated=donated or {},
+        )
+
+
+def peak(program: Program, compiler=GPU) -> int:
+    """The predicted peak, without the arguments."""
+    found = peak_memory.estimate(program, compiler)
+    assert found.peak_bytes == found.argument_bytes + found.result_bytes + found.temporary_bytes
+    return found.peak_bytes - found.argument_bytes
+
+
+def test_an_elementwise_chain_is_one_kernel():
+    op = Builder()
+    x = op.value(BIG)
+    y = op("exp", op("mul", op("tanh", x), x))
+    assert peak(op.program([x], [y])) == BIG
+
+
+def test_what_a_matrix_product_reads_is_written():
+    op = Builder()
+    x, w = op.value(BIG), op.value(SMALL)
+    h = op("tanh", op("dot_general", x, w))  # in place of the product
+    y = op("dot_general", h, w, nbytes=SMALL)
+    assert peak(op.program([x, w], [y])) == BIG + SMALL
+    assert peak(op.program([x, w], [y]), TPU) == BIG + SMALL
+
+
+def test_the_expensive_is_kept_where_it_is_not_computed_again_as_the_cheap_is():
+    def saved(kind: str, compiler: peak_memory.Compiler) -> int:
+        op = Builder()
+        x, w = op.value(BIG), op.value(SMALL)
+        z = op("dot_general", x, w)
+        a = op(kind, z)
+        s = op("reduce_sum", a, nbytes=SMALL)
+        t = op("reduce_sum", op("mul", a, z), nbytes=SMALL)
+        return peak(op.program([x, w], [s, t]), compiler)
+
+    keeping = dataclasses.replace(GPU, repeats_expensive=False)
+    assert saved("exp", keeping) == 2 * BIG + SMALL  # z and its exponential, and one sum beside them
+    assert saved("exp", GPU) == saved("add", GPU) == saved("add", keeping) == BIG + 2 * SMALL
+
+
+def test_reshapes_are_names():
+    op = Builder()
+    x, w = op.value(BIG), op.value(SMALL)
+    h = op("reshape", op("dot_general", x, w))
+    assert peak(op.program([x, w], [op("dot_general", h, w, nbytes=SMALL)])) == BIG + SMALL
+
+
+def layers(op: Builder, count: int):
+    """`count` matrix products and the gradients of their weights, which are as large as the activations."""
+    x, weights = op.value(BIG), [op.value(BIG) for _ in range(count)]
+    inputs = [x]
+    for w in weights:
+        inputs.append(op("dot_general", inputs[-1], w))
+    g, gradients = inputs.pop(), []
+    for w, h in zip(reversed(weights), reversed(inputs), strict=True):
+        gradients.insert(0, op("dot_general", h, g))
+        g = op("dot_general", g, w)
+    return x, weights, gradients
+
+
+@pytest.mark.parametrize("compiler", [CPU, GPU])
+def test_a_parameter_is_updated_in_place_as_soon_as_its_gradient_is_there(compiler):
+    op = Builder()
+    x, weights, gradients = layers(op, 6)
+    new = [op("sub", w, g) for w, g in zip(weights, gradients, strict=True)]
+    # Six products of the forward pass, then the gradient for the layer below and the one of a weight beside them.
+    found = peak(op.program([x, *weights], new, dict(zip(weights, new, strict=True))), compiler)
+    assert 7 * BIG <= found <= 8 * BIG
+
+
+def test_a_global_norm_keeps_all_gradients():
+    op = Builder()
+    x, weights, gradients = layers(op, 6)
+    norm = op("add", *(op("reduce_sum", g, nbytes=SMALL) for g in gradients), nbytes=SMALL)
+    new = [op("sub", w, op("mul", g, norm)) for w, g in zip(weights, gradients, strict=True)]
+    program = op.program([x, *weights], new, dict(zip(weights, new, strict=True)))
+    assert peak(program) >= 6 * BIG
+    by_hand = {v for v, _ in peak_memory.estimate(program).at_peak}
+    assert by_hand >= set(weights)
+
+
+def test_results_that_are_not_donated_take_memory():
+    op = Builder()
+    x = op.value(BIG)
+    y = op("neg", x)
+    assert peak(op.program([x], [y])) == BIG
+    assert peak(op.program([x], [y], {x: y})) == 0
+    assert peak(op.program([x], [x])) == BIG  # handed through: a copy
+
+
+def test_an_update_before_the_last_read_of_its_argument_needs_both():
+    op = Builder()
+    p, x = op.value(BIG), op.value(SMALL)
+    new = op("neg", p)
+    late = op("dot_general", op("sort", new, nbytes=SMALL), p, nbytes=SMALL)
+    assert peak(op.program([p, x], [new, late], {p: new})) == BIG + 2 * SMALL
+
+
+def rematerialised(op: Builder, with_barrier: bool) -> Program:
+    """Two layers forward; backward computes the first product again, for the sake of its exponential."""
+    x, w = op.value(SMALL), op.value(SMALL)
+    first = op("dot_general", x, w, key="first")
+    last = op("dot_general", op("dot_general", first, w, nbytes=SMALL), w)
+    g = op("dot_general", last, w, nbytes=SMALL)
+    passed = op.value(SMALL), op.value(SMALL), op.value(SMALL)
+    if with_barrier:
+        op.steps.append(Step(inputs=(x, w, g), outputs=passed, kind="optimization_barrier", fusible=False))
+    else:
+        passed = x, w, g
+    again = op("dot_general", *passed[:2], key="first")
+    return op.program([x, w], [op("dot_general", again, passed[2], nbytes=SMALL)])
+
+
+def test_a_barrier_keeps_recomputation_late():
+    assert peak(rematerialised(Builder(), with_barrier=True)) == BIG + 2 * SMALL
+    undone = peak_memory.compiler_for("cpu", (0, 10, 2))  # which finds the first product again, and keeps it
+    assert peak(rematerialised(Builder(), with_barrier=True), undone) == 2 * BIG + SMALL
+
+
+def test_the_same_computation_is_done_once_but_each_result_has_memory_of_its_own():
+    op = Builder()
+    x, w = op.value(SMALL), op.value(SMALL)
+    twice = [op("dot_general", x, w, key="same") for _ in range(2)]
+    assert peak(op.program([x, w], twice)) == 2 * BIG
+    late = [op("dot_general", v, w, nbytes=SMALL) for v in twice]
+    assert peak(op.program([x, w], late)) == BIG + 2 * SMALL
+
+
+def scanned(trips: int, stacked: bool) -> Program:
+    op = Builder()
+    w, start, xs = op.value(SMALL), op.value(BIG), op.value(trips * SMALL)
+    inner_w, inner, x = op.value(SMALL), op.value(BIG), op.value(SMALL)
+    body = Builder()
+    body.nbytes = op.nbytes
+    h = body("tanh", body("dot_general", inner, inner_w))
+    after = body("dot_general", h, x)
+    out, ys = op.value(BIG), op.value(trips * BIG)
+    op.steps.append(
+        Step(
+            inputs=(w, start, xs),
+            outputs=(out, ys) if stacked else (out,),
+            kind="scan",
+            fusible=False,
+            body=tuple(body.steps),
+            trips=trips,
+            body_inputs=(inner_w, inner, x),
+            body_outputs=(after, h) if stacked else (after,),
+            num_constants=1,
+            num_carried=1,
+        )
+    )
+    last = op("reduce_sum", *((out, ys) if stacked else (out,)), nbytes=SMALL)
+    return op.program([w, start, xs], [last])
+
+
+def test_a_scan_holds_its_stacks_its_carry_and_one_turn():
+    # The carried value, the hidden one and the next carried one; a slice of xs for the second product.
+    assert peak(scanned(5, stacked=False)) == 3 * BIG + SMALL
+    assert peak(scanned(5, stacked=True)) == (3 + 5) * BIG + SMALL
+
+
+def test_branches_share_their_memory():
+    op = Builder()
+    which, x = op.value(4), op.value(SMALL)
+    out = op.value(SMALL)
+    branches = []
+    for hidden in (BIG, 3 * BIG):
+        inner = op.value(SMALL)
+        body = Builder()
+        body.nbytes = op.nbytes
+        result = body("dot_general", body("dot_general", inner, inner, nbytes=hidden), inner, nbytes=SMALL)
+        branches.append(
+            Step(
+                inputs=(x,), outputs=(out,), kind="branch", fusible=False, body=tuple(body.steps),
+                body_inputs=(inner,), body_outputs=(result,),
+            )
+        )  # fmt: skip
+    op.steps.append(Step(inputs=(which, x), outputs=(out,), kind="cond", fusible=False, body=tuple(branches)))
+    assert peak(op.program([which, x], [out])) == 3 * BIG + 2 * SMALL
+
+
+def test_on_cpu_a_broadcast_that_a_reduction_needs_is_written():
+    op = Builder()
+    x, gain, w = op.value(BIG), op.value(50), op.value(SMALL)
+    y = op("mul", x, gain)
+    h = op("dot_general", y, w)
+    s = op("reduce_sum", op("mul", h, gain), nbytes=SMALL)
+    t = op("dot_general", h, w, nbytes=SMALL)
+    program = op.program([x, gain, w], [s, t])
+    assert peak(program, CPU) - peak(program, GPU) == BIG
+
+
+def test_live_ranges_add_up_to_the_estimate_and_are_linear():
+    program = scanned(4, stacked=True)
+    ranges = peak_memory.live_ranges(program)
+    end = max(r.stop for r in ranges)
+
+    def most(scale: int) -> float:
+        return max(
+            sum(scale * r.share * program.nbytes[r.value] for r in ranges if r.start <= p < r.stop) for p in range(end)
+        )
+
+    assert most(1) == peak_memory.estimate(program).peak_bytes
+    assert most(3) == 3 * peak_memory.estimate(program).peak_bytes
+
+
+def test_other_platforms_are_refused():
+    assert peak_memory.compiler_for("cuda", (0, 12)) is GPU
+    with pytest.raises(ValueError, match="cpu, gpu"):
+        peak_memory.compiler_for("neuron", (0, 12))
+
+
+def calls_of(program):
+    """How many functions are called to estimate what a program needs."""
+    count = 0
+
+    def called(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        peak_memory.estimate(program, CPU)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_estimate_of_a_long_program_is_linear_in_its_length():
+    def chain(products):
+        op = Builder()
+        x, w = op.value(BIG), op.value(SMALL)
+        y = x
+        for _ in range(products):
+            y = op("dot_general", y, w)
+            for kind in ("add", "mul", "tanh", "mul", "add", "exp", "sub"):
+                y = op(kind, y, x)
+        return op.program([x, w], [y])
+
+    short, long = chain(250), chain(2500)
+    assert len(long.steps) == 20_000
+    assert calls_of(long) < 10.5 * calls_of(short)
+
+
+_GPT = dict(layers=2, width=128, heads=4, vocabulary=512, length=256, batch=8)
+COMPILED = {
+    "mlp": functools.partial(memory_study.plain_mlp, (512, 2048, 512, 2048, 512), 2048, jax.nn.gelu),
+    "gpt": functools.partial(memory_study.zoo, "gpt", **_GPT),
+    "gpt_remat": functools.partial(memory_study.zoo, "gpt_remat", **_GPT),
+    "gpt_scan": functools.partial(memory_study.zoo, "gpt_scan", **_GPT),
+    "lstm": functools.partial(memory_study.zoo, "lstm", width=256, features=128, length=64, batch=64),
+    "moe": functools.partial(memory_study.zoo, "moe", **_GPT),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_models_need_what_was_predicted(name):
+    step, args = COMPILED[name]()
+    program = memory_study.program_of(jax.make_jaxpr(step)(*args), {i: i for i in range(len(jax.tree.leaves(args[0])))})
+    stats = jax.jit(step, donate_argnums=0).lower(*args).compile().memory_analysis()
+    predicted = peak_memory.estimate(program, peak_memory.compiler_for("cpu", jax.__version_info__))
+    assert predicted.peak_bytes == pytest.approx(peak_memory.allocated_bytes(stats), rel=0.15)
+
+
+def test_allocated_bytes_are_arguments_results_and_temporaries():
+    x, w = jax.ShapeDtypeStruct((1024, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    stats = jax.jit(lambda x, w: x @ w @ w, donate_argnums=0).lower(x, w).compile().memory_analysis()
+    assert peak_memory.allocated_bytes(stats) == (2 * 1024 + 256) * 256 * 4

@@ -1,0 +1,80 @@
+"""A batch of fewer examples keeps the layouts of the plan at hand, moves no state, and gives what jit gives on it."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.test_calls import RECIPES, parallel
+
+import autopar
+from autopar.executables.short_batches import counts, fit
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+from tests import small_steps as steps
+
+WAYS = RECIPES | {"sharded state": autopar.recipes.zero(3), "two axes": autopar.recipes.combine(dp=4, tp=2)}
+
+
+@pytest.mark.parametrize("recipe", WAYS.values(), ids=WAYS)
+def test_a_short_last_batch(recipe, caplog):
+    step, plain = parallel(steps.mlp_step, recipe), jax.jit(steps.mlp_step)
+    state, expected = steps.new_mlp_state(), steps.new_mlp_state()
+    caplog.set_level(logging.WARNING, "autopar")
+    for examples in (16, 10, 16, 7):
+        batch = steps.mlp_batch(examples, seed=examples)
+        before = [x.sharding for x in jax.tree.leaves(state)]
+        state, metrics = step(state, batch)
+        expected, expected_metrics = plain(expected, batch)
+        steps.assert_close((state, metrics), (expected, expected_metrics))
+        after = [x.sharding for x in jax.tree.leaves(state)]
+        if examples < 16:
+            assert after == before
+    assert len(step._plans) == 1
+    assert not caplog.records  # no planning again
+    short = step.plan(state, steps.mlp_batch(10))
+    assert "plan for 16 examples" in short.record.notes[-1]
+    assert "plan for 16 examples" in str(short)
+
+
+def test_the_batch_is_split_as_far_as_it_divides():
+    step = parallel(steps.mlp_step, autopar.recipes.combine(dp=4, tp=2))
+    state = steps.new_mlp_state()
+    whole, short = (step.plan(state, steps.mlp_batch(n)) for n in (16, 12))
+    assert short.sharding("batch['x']") == whole.sharding("batch['x']")
+    ten = step.plan(state, steps.mlp_batch(10))
+    assert not any(ten.sharding("batch['x']").spec)
+    for path in ("state['first']", "state['second']", "state['bias']"):
+        assert whole.sharding(path) == ten.sharding(path) == short.sharding(path)
+
+
+@pytest.mark.parametrize("examples", [32, 1])
+def test_other_steps_are_planned_anew(examples, caplog):
+    """A longer batch may not fit; of one example jax traces other operations."""
+
+    def centred(params, batch):
+        return steps.chain_step(params, {name: x - jnp.squeeze(x[:1]).mean() for name, x in batch.items()})
+
+    step, plain = parallel(centred), jax.jit(centred)
+    random = np.random.default_rng(0)
+    params = [random.normal(size=(8, 8)).astype(np.float32) for _ in range(2)]
+    for n in (16, examples):
+        batch = {name: random.normal(size=(n, 8)).astype(np.float32) for name in "xy"}
+        steps.assert_close(step([*params], batch), plain(params, batch))
+    assert len(step._plans) == 2
+
+
+def test_axes_that_divide_into_the_most_parts_are_kept():
+    mesh = LogicalMesh(axis_sizes=(4, 2))
+    assert fit(Layout(((0, 1), ())), (16, 3), mesh) == Layout(((0, 1), ()))
+    assert fit(Layout(((0, 1), ())), (12, 3), mesh) == Layout(((0,), ()))
+    assert fit(Layout(((0, 1), ())), (10, 3), mesh) == Layout(((1,), ()))
+    assert fit(Layout(((0, 1), ()), (2,)), (7, 3), LogicalMesh(axis_sizes=(4, 2, 2))) == Layout(((), ()), (2,))
+
+
+def test_micro_batches_are_no_larger_than_they_were():
+    assert counts(4, 10) == [5, 10]
+    assert counts(4, 7) == [7]
+    assert counts(16, 10) == [1, 2, 5, 10]
+    assert counts(4, 3) == [1, 3]

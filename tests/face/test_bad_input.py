@@ -1,0 +1,517 @@
+"""What users get wrong: the message says what, and the step can be called rightly afterwards."""
+
+import contextlib
+import json
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+
+import autopar
+from autopar import errors, recipes
+from autopar.plan.schema import FORMAT_VERSION
+from tests.small_steps import (
+    MLP_BATCH,
+    MLP_STATE,
+    assert_close,
+    mlp_batch,
+    mlp_state,
+    mlp_step,
+    new_mlp_state,
+    python,
+    slow_cluster,
+)
+
+
+def small(function=mlp_step, **options):
+    return autopar.parallelize(function, **{"cluster": slow_cluster(2), **options})
+
+
+def assert_works(step, *more) -> None:
+    assert_close(step(new_mlp_state(), mlp_batch(), *more), mlp_step(new_mlp_state(), mlp_batch()))
+
+
+def cached_plans(directory) -> list[str]:
+    return sorted(path.name for path in directory.glob("plan-*"))
+
+
+@pytest.fixture(scope="module")
+def plan() -> autopar.Plan:
+    return small(cache_dir=None).plan(MLP_STATE, MLP_BATCH)
+
+
+@pytest.fixture(scope="module")
+def plan_bytes(plan, tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    plan.save(path)
+    return path.read_bytes()
+
+
+def flipped(data: st.DataObject, content: bytes) -> bytes:
+    at = data.draw(st.integers(0, len(content) - 1))
+    return content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
+
+
+# The function
+
+
+def test_side_effects_are_named(tmp_path):
+    shown, seen = True, jax.new_ref(jnp.zeros(()))
+
+    def step(state, batch):
+        if shown:
+            seen[...] += batch["x"].sum()
+        return mlp_step(state, batch)
+
+    parallel = small(step, cache_dir=tmp_path)
+    with pytest.raises(errors.UnsupportedError, match=r"step, .*test_bad_input.py.*without side effects") as caught:
+        parallel(new_mlp_state(), mlp_batch())
+    assert "as a result" in caught.value.hint
+    assert cached_plans(tmp_path) == []
+    shown = False
+    assert_works(parallel)
+
+
+@pytest.mark.parametrize("source", ["numpy array", "numpy scalar", "counter"])
+def test_impure_functions_run_their_first_trace_and_are_named(source, caplog):
+    random, count = np.random.default_rng(0), 0
+
+    def step(state, batch):
+        nonlocal count
+        count += 1
+        noise = {"numpy array": random.normal(size=(16, 1)), "numpy scalar": random.normal(), "counter": count}[source]
+        return mlp_step(state, batch | {"x": batch["x"] + noise})
+
+    expected = jax.jit(step)(new_mlp_state(), mlp_batch())
+    random, count = np.random.default_rng(0), 0
+    parallel = small(step, cache_dir=None)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        found = parallel(new_mlp_state(), mlp_batch())
+    assert_close(found, expected)
+    assert "two traces of the function differ" in caplog.text
+    assert "jax.random" in caplog.text
+    with pytest.raises(errors.UnsupportedError, match="two traces of the function differ"):
+        small(step, plan=recipes.pipeline(2, num_microbatches=2)).plan(new_mlp_state(), mlp_batch())
+
+
+def test_counting_calls_is_not_impure():
+    calls = []
+
+    def step(state, batch):
+        calls.append(1)
+        return mlp_step(state, batch)
+
+    assert_works(small(step))
+    assert calls
+
+
+def test_shard_map_inside_of_the_step_is_named_with_its_line():
+    mesh = jax.make_mesh((2,), ("own",), axis_types=(AxisType.Auto,))
+    manual = True
+
+    def step(state, batch):
+        if manual:
+            total = jax.shard_map(
+                lambda x: jax.lax.psum(x, "own"), mesh=mesh, in_specs=PartitionSpec("own"), out_specs=PartitionSpec()
+            )(batch["x"])
+            batch = batch | {"x": batch["x"] + total.sum()}
+        return mlp_step(state, batch)
+
+    parallel = small(step)
+    with pytest.raises(errors.UnsupportedError, match=r"test_bad_input\.py:\d+.*shard_map") as caught:
+        parallel(new_mlp_state(), mlp_batch())
+    assert "take the manual parallelism out" in caught.value.hint
+    manual = False
+    assert_works(parallel)
+
+
+def test_a_result_that_is_no_array_is_named():
+    def step(state, batch):
+        return mlp_step(state, batch)[0], {"name": "text"}
+
+    with pytest.raises(Exception, match=r"text|str") as caught:
+        small(step)(new_mlp_state(), mlp_batch())
+    assert isinstance(caught.value, errors.InvalidArgumentError)
+    assert "result[1]['name']" in str(caught.value)
+
+
+def test_what_cannot_be_called_is_refused_at_once():
+    with pytest.raises(errors.InvalidArgumentError, match="int"):
+        autopar.parallelize(3)
+
+
+def test_a_step_without_arguments_runs():
+    assert small(lambda: jnp.ones(3))().tolist() == [1, 1, 1]
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    "wrong", ["text", object(), np.array(["a", "b"])], ids=["string", "object", "array of strings"]
+)
+def test_arguments_that_are_no_arrays_are_named(wrong):
+    parallel = small()
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"\['y'\]: expected an array.*got (str|object|ndarray)"
+    ) as caught:
+        parallel(new_mlp_state(), mlp_batch() | {"y": wrong})
+    assert "static_argnums" in caught.value.hint
+    assert_works(parallel)
+
+
+def test_the_path_of_an_argument_that_is_no_array_begins_with_its_name():
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        small()(new_mlp_state(), mlp_batch() | {"y": "text"})
+    assert "batch['y']" in caught.value.where
+
+
+def test_structured_arrays_are_refused():
+    with pytest.raises(errors.InvalidArgumentError):
+        small()(new_mlp_state(), mlp_batch() | {"y": np.zeros(3, [("a", "f4")])})
+
+
+def test_a_missing_argument_is_pythons_own_error():
+    parallel = small()
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'batch'"):
+        parallel(new_mlp_state())
+    assert_works(parallel)
+
+
+@pytest.mark.parametrize("name", ["batch_argnums", "donate_argnums", "static_argnums"])
+@pytest.mark.parametrize("number", [2, -1])
+def test_argument_numbers_out_of_range(name, number):
+    parallel = small(**{name: number})
+    with pytest.raises(
+        errors.InvalidArgumentError, match=rf"{name}=\({number},\).*its 2 arguments, from 0, got {number}"
+    ):
+        parallel(new_mlp_state(), mlp_batch())
+
+
+def test_a_static_argument_without_a_hash_is_named():
+    parallel = small(lambda state, batch, sizes: mlp_step(state, batch), static_argnums=2)
+    with pytest.raises(errors.InvalidArgumentError, match="sizes"):
+        parallel(new_mlp_state(), mlp_batch(), [1, 2])
+
+
+def test_put_batch_of_another_structure():
+    parallel = small()
+    parallel.plan(MLP_STATE, MLP_BATCH)
+    with pytest.raises(errors.BatchMismatchError, match=r"put_batch: expected .*'x': \*, 'y': \*.*got .*'z'"):
+        parallel.put_batch({"x": mlp_batch()["x"], "z": mlp_batch()["y"]})
+    assert_works(parallel)
+
+
+def test_put_batch_of_what_is_no_array():
+    parallel = small()
+    parallel.plan(MLP_STATE, MLP_BATCH)
+    with pytest.raises(errors.InvalidArgumentError):
+        parallel.put_batch({"x": "text", "y": "text"})
+
+
+def test_a_step_inside_of_another_transformation_says_so():
+    parallel = small()
+    with pytest.raises(errors.UnsupportedError):
+        jax.jit(parallel)(new_mlp_state(), mlp_batch())
+
+
+# A state used again. Where autopar does not see it, jaxlib dies of it: so in a process of its own.
+
+DONATED = """
+import jax, numpy as np
+import autopar
+from tests.small_steps import *
+step = autopar.parallelize(mlp_step, cluster=slow_cluster(2), cache_dir=None)
+old = step.init(mlp_state, jax.random.key(0))
+{steps}
+try:
+    step(old, mlp_batch({examples}))
+except autopar.errors.DonatedStateError as error:
+    print("refused:", error)
+state, metrics = step(step.init(mlp_state, jax.random.key(0)), mlp_batch({examples}))
+assert_close((state, metrics), mlp_step(new_mlp_state(), mlp_batch({examples})))
+print("and works afterwards")
+"""
+ONCE = "state, _ = step(old, mlp_batch())"
+TWICE = "old, _ = step(old, mlp_batch()); state, _ = step(old, mlp_batch())"
+
+
+@pytest.mark.parametrize(
+    ("steps", "examples"),
+    [
+        pytest.param(ONCE, 16, id="same shapes"),
+        pytest.param(TWICE, 16, id="same shapes, later"),
+        pytest.param(ONCE, 8, id="other shapes"),
+    ],
+)
+def test_a_donated_state_used_again(steps, examples):
+    child = python(DONATED.format(steps=steps, examples=examples))
+    assert child.returncode == 0, child.stderr[-500:]
+    assert "refused: mlp_step, state['bias']: expected an array that still holds its data" in child.stdout
+    assert "state, ... = mlp_step(state, ...)" in child.stdout
+    assert "and works afterwards" in child.stdout
+
+
+TWINS = """
+import jax, numpy as np
+import autopar
+from jax.sharding import NamedSharding, PartitionSpec
+from tests.small_steps import *
+def step(state, batch):
+    params, metrics = mlp_step(state["params"], batch)
+    return {"params": params, "average": jax.tree.map(lambda a, p: (a + p) / 2, state["average"], params)}, metrics
+def written_otherwise(x):
+    spec = (*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec)))
+    return jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec(*spec)))
+parallel = autopar.parallelize(step, cluster=slow_cluster(2), cache_dir=None)
+plan = parallel.plan({"params": MLP_STATE, "average": MLP_STATE}, MLP_BATCH)
+params = jax.device_put(new_mlp_state(), plan.state_shardings["params"])
+state, _ = parallel({"params": params, "average": TWIN}, mlp_batch())
+expected, _ = step({"params": new_mlp_state(), "average": new_mlp_state()}, mlp_batch())
+assert_close(state, expected)
+print("works")
+"""
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [
+        pytest.param("params", id="one array"),
+        pytest.param("jax.tree.map(written_otherwise, params)", id="two arrays around one buffer"),
+    ],
+)
+def test_one_array_in_two_places_of_the_state(twin):
+    child = python(TWINS.replace("TWIN", twin))
+    assert child.returncode == 0, child.stderr[-500:]
+    assert "works" in child.stdout
+
+
+# Options
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 0}, {"num_microbatches": "4"}, {"schedule": "2f2b"}], ids=str)
+def test_micro_batches_and_schedules_that_are_none(options):
+    ((name, value),) = options.items()
+    with pytest.raises(errors.InvalidArgumentError, match=name) as caught:
+        autopar.parallelize(mlp_step, **options)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_memory_limit_that_is_none(limit):
+    with pytest.raises(errors.InvalidArgumentError, match=rf"memory_limit_bytes.*positive number.*got {limit}"):
+        autopar.parallelize(mlp_step, memory_limit_bytes=limit)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_limit_bytes": 8e9},
+        {"cluster": 8},
+        {"cache_dir": 3},
+        {"follow": mlp_step},
+        {"plan": "plan.json"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_option_of_the_wrong_type_is_named(options):
+    ((name, value),) = options.items()
+    with pytest.raises(errors.InvalidArgumentError, match=f"{name}.*{type(value).__name__}"):
+        autopar.parallelize(mlp_step, **options).plan(MLP_STATE, MLP_BATCH)
+
+
+def test_one_device_that_is_too_small_is_said_to_be():
+    """There is nothing to choose there, so that every choice costs nothing."""
+
+    def step(state, batch):
+        return state - 0.1 * jnp.tanh(state @ state), batch.sum()
+
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    with pytest.raises(errors.MemoryLimitError, match=r"expected at most 1 kB per device"):
+        autopar.plan(step, shape, shape, cluster=autopar.Cluster.local(1), memory_limit_bytes=1000, cache_dir=None)
+
+
+def test_a_memory_limit_that_nothing_satisfies(tmp_path):
+    parallel = small(memory_limit_bytes=1_000, cache_dir=tmp_path)
+    with pytest.raises(errors.MemoryLimitError) as caught:
+        parallel(new_mlp_state(), mlp_batch())
+    error = caught.value
+    state_bytes = sum(x.size * 4 for x in MLP_STATE.values())
+    assert error.limit_bytes == 1_000
+    assert error.needed_bytes >= state_bytes / 2  # two devices
+    assert error.bytes_over == error.needed_bytes - 1_000
+    assert re.search(
+        r"mlp_step on mesh x=2: expected at most 1 kB per device, got [\d.]+ kB, [\d.]+ kB over", str(error)
+    )
+    assert any("state['first']" in name for name, _ in error.largest)
+    assert all(word in error.hint for word in ("more devices", "smaller batch", "jax.checkpoint"))
+    assert cached_plans(tmp_path) == []
+
+
+def test_a_memory_limit_that_is_just_enough():
+    needed = small(memory_limit_bytes=1_000)
+    with pytest.raises(errors.MemoryLimitError) as caught:
+        needed.plan(MLP_STATE, MLP_BATCH)
+    enough = small(memory_limit_bytes=caught.value.needed_bytes)
+    assert enough.plan(MLP_STATE, MLP_BATCH).predicted.peak_bytes[0] <= caught.value.needed_bytes
+    assert_works(enough)
+
+
+def test_more_devices_than_there_are():
+    cluster = autopar.Cluster.preset("dgx-h100", hosts=2)
+    parallel = autopar.parallelize(mlp_step, cluster=cluster)
+    assert parallel.plan(MLP_STATE, MLP_BATCH).mesh.num_devices == 16
+    for run in (lambda: parallel(new_mlp_state(), mlp_batch()), lambda: parallel.init(mlp_state, jax.random.key(0))):
+        with pytest.raises(errors.NotEnoughDevicesError, match="expected 16 devices, got 8 cpu") as caught:
+            run()
+        assert "cluster=None" in caught.value.hint
+
+
+def test_more_local_devices_than_there_are():
+    with pytest.raises(errors.NotEnoughDevicesError, match=r"expected 1 to 8 devices.*got 9"):
+        autopar.Cluster.local(9)
+
+
+# Plans given
+
+
+def test_a_plan_of_another_step(plan):
+    def other(state, batch):
+        new, metrics = mlp_step(state, batch)
+        return new, {"loss": metrics["loss"] * 2}
+
+    with pytest.raises(errors.PlanMismatchError, match="plan of mlp_step: expected a plan for other") as caught:
+        autopar.parallelize(other, plan=plan)(new_mlp_state(), mlp_batch())
+    assert "plan again" in caught.value.hint
+    assert "one for the same shapes, and other operations" in str(caught.value)
+
+
+def test_a_plan_for_other_shapes(plan):
+    parallel = autopar.parallelize(mlp_step, plan=plan)
+    whole, part = mlp_batch(), mlp_batch(8)
+    with pytest.raises(errors.PlanMismatchError, match="plan of mlp_step: expected a plan for mlp_step ") as caught:
+        parallel(new_mlp_state(), part)
+    names = sorted(whole)
+    for batch, before in ((part, "with "), (whole, "got one for ")):
+        assert before + ", ".join(f"batch['{n}'] float32{list(batch[n].shape)}" for n in names) in str(caught.value)
+    assert_works(parallel)
+
+
+def test_a_plan_for_other_arguments(plan):
+    more = {f"z{i}": np.zeros(16, np.float32) for i in range(5)}
+    with pytest.raises(errors.PlanMismatchError) as caught:
+        autopar.parallelize(mlp_step, plan=plan)(new_mlp_state(), mlp_batch() | more)
+    assert "with batch['z0'] float32[16], batch['z1'] float32[16], batch['z2'] float32[16], and 2 more" in str(
+        caught.value
+    )
+    assert "one for batch['z0'] absent, " in str(caught.value)
+
+
+def test_a_plan_for_a_larger_mesh():
+    large = autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster=autopar.Cluster.preset("dgx-h100", hosts=2))
+    parallel = autopar.parallelize(mlp_step, plan=large)
+    with pytest.raises(errors.NotEnoughDevicesError, match="expected 16 devices, got 8"):
+        parallel(new_mlp_state(), mlp_batch())
+
+
+def test_a_plan_file_of_another_version(plan_bytes, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(plan_bytes) | {"format_version": FORMAT_VERSION + 1}))
+    with pytest.raises(
+        errors.PlanFormatError, match=f"plan.json: expected format version {FORMAT_VERSION}, got"
+    ) as caught:
+        autopar.Plan.load(path)
+    assert "plan anew" in caught.value.hint or "make the plan anew" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"null", b"not a plan", b"\xff\xfe", b'{"format_version": "1"}']
+)
+def test_files_that_are_no_plans(content, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(errors.PlanFormatError, match=r"plan\.json: expected a plan saved by autopar"):
+        autopar.Plan.load(path)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
+def test_truncated_plan_files(share, plan_bytes, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(plan_bytes[: int(share * len(plan_bytes))])
+    with pytest.raises(errors.PlanFormatError, match=r"plan\.json"):
+        autopar.Plan.load(path)
+
+
+def test_a_plan_file_with_a_field_missing(plan_bytes, tmp_path):
+    path = tmp_path / "plan.json"
+    for name in json.loads(plan_bytes):
+        content = json.loads(plan_bytes)
+        del content[name]
+        path.write_text(json.dumps(content))
+        with pytest.raises(errors.PlanFormatError, match=name):
+            autopar.Plan.load(path)
+
+
+FLIPS = settings(max_examples=300, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
+
+
+def test_flipped_bytes_never_give_another_exception(plan_bytes, tmp_path):
+    path = tmp_path / "plan.json"
+
+    @FLIPS
+    @given(data=st.data())
+    def check(data):
+        path.write_bytes(flipped(data, plan_bytes))
+        with contextlib.suppress(errors.PlanFormatError):
+            assert isinstance(autopar.Plan.load(path), autopar.Plan)
+
+    check()
+
+
+def test_flipped_bytes_never_give_another_plan(plan, plan_bytes, tmp_path):
+    path = tmp_path / "plan.json"
+
+    @FLIPS
+    @given(data=st.data())
+    def check(data):
+        path.write_bytes(flipped(data, plan_bytes))
+        with contextlib.suppress(errors.PlanFormatError, UnicodeDecodeError):
+            assert autopar.Plan.load(path).record == plan.record
+
+    check()
+
+
+def damaged(content: dict, what: str) -> dict:
+    """A plan that is well-formed JSON of the right types, and no plan."""
+    decisions = content["decisions"]
+    if what == "layout number":
+        decisions["raw"] = dict.fromkeys(decisions["raw"], 10000)
+    elif what == "mesh axis":
+        content["axis_sizes"] = [1]
+    elif what == "strategy number":
+        decisions["of_op"] = dict.fromkeys(decisions["of_op"], 10000)
+    elif what == "no decisions":
+        decisions["of_op"] = decisions["raw"] = decisions["placed"] = {}
+    elif what == "result layouts":
+        content["results"] = []
+    elif what == "argument layouts":
+        content["arguments"] = content["arguments"][:1]
+    return content
+
+
+DAMAGES = ["layout number", "mesh axis", "strategy number", "no decisions", "result layouts", "argument layouts"]
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_plan_file_that_was_changed_is_refused(what, plan_bytes, tmp_path):
+    path = tmp_path / "plan.json"
+    content = json.loads(plan_bytes)
+    path.write_text(json.dumps(content | {"plan": damaged(content["plan"], what)}))
+    with pytest.raises(errors.PlanFormatError, match="checksum"):
+        autopar.Plan.load(path)

@@ -1,0 +1,218 @@
+"""`python -m autopar`: planning for hardware that is not here, and reading saved plans."""
+
+import dataclasses
+import importlib.util
+import json
+
+import pytest
+
+import autopar
+from autopar.__main__ import main
+from autopar.errors import InvalidArgumentError
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.kinds import H100
+from tests.small_steps import MLP_BATCH, MLP_STATE, TIMEOUT_S, mlp_step, start_python
+
+JOB = """
+import jax
+import jax.numpy as jnp
+
+from sizes import WIDTH  # a neighbour of this file
+
+
+def create(key):
+    return {"w": jax.random.normal(key, (WIDTH, WIDTH))}
+
+
+def train_step(state, batch):
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch["x"] @ p["w"]) ** 2))(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": loss}
+
+
+def job():
+    return train_step, create(jax.random.key(0)), {"x": jnp.zeros((64, WIDTH))}
+
+
+def wrong():
+    return train_step
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "job.py").write_text(JOB)
+    # 100,000 squared in float32 are 40 GB: a function that ran, instead of being traced, would not come back.
+    (tmp_path / "sizes.py").write_text("WIDTH = 100_000")
+    return tmp_path / "job.py"
+
+
+def test_a_state_that_would_fit_nowhere_here_is_planned_for_other_hardware(job, tmp_path, capsys):
+    saved = tmp_path / "plan.json"
+    assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--save", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "Plan of train_step on dgx-h100" in out
+    assert json.loads(saved.read_bytes())["plan"]["cluster"]["name"] == "dgx-h100"
+
+    assert main(["explain", str(saved), "state"]) == 0
+    assert "state['w']" in capsys.readouterr().out
+    assert main(["diff", str(saved), str(saved)]) == 0
+
+
+def test_a_step_that_runs_here_is_verified(job, capsys):
+    (job.parent / "small.py").write_text(
+        JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64")
+    )
+    assert main(["verify", f"{job.parent / 'small.py'}:job"]) == 0
+    out = capsys.readouterr().out
+    assert "verified on cpu x 8" in out
+    assert "from plain jax.jit" in out
+
+
+def test_a_step_that_runs_here_is_tuned(job, tmp_path, capsys):
+    small, saved = job.parent / "small.py", tmp_path / "plan.json"
+    small.write_text(JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64"))
+    assert main(["tune", f"{small}:job", "--save", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "timed on cpu x 8" in out
+    assert "data_parallel()" in out
+    assert any("timed on the devices" in note for note in json.loads(saved.read_bytes())["plan"]["notes"])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--cluster", "dgx-h100", "--cluster: expected the devices here: local, local:4, or a .json file"),
+        ("--save", "nowhere/plan.json", "--save: expected a path in a folder that is there, got nowhere/plan.json"),
+    ],
+)
+def test_what_cannot_be_tuned_or_kept_is_said_before_it_runs(job, option, value, message, capsys):
+    assert main(["tune", f"{job}:job", option, value]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_step_keeps_its_own_options_on_another_cluster(job, capsys):
+    """One with a recipe cannot be tuned: it would be another step without."""
+    text = JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64")
+    with_recipe = "autopar.parallelize(train_step, plan=autopar.recipes.zero(1))"
+    changed = text.replace("return train_step,", f"return {with_recipe},")
+    assert changed != text, "else this shows nothing"
+    (job.parent / "small.py").write_text(f"import autopar\n{changed}")
+    assert main(["tune", f"{job.parent / 'small.py'}:job"]) == 1
+    assert "got one with a recipe" in capsys.readouterr().err
+
+
+def test_only_what_has_a_compiler_is_verified_from_afar(job, tmp_path, capsys):
+    other = dataclasses.replace(H100, name="A card of tomorrow")
+    Cluster.flat(8, device=other).save(tmp_path / "tomorrow.json")
+    assert main(["verify", f"{job}:job", "--cluster", str(tmp_path / "tomorrow.json")]) == 1
+    assert "--cluster: expected local, or hardware that there is a compiler for" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_an_error_with_words(job, capsys):
+    assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--memory-limit-bytes", "1000000"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("autopar: train_step on mesh")
+    assert "expected at most 1 MB per device" in error
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("nowhere.py:job", "got no file 'nowhere.py'"),
+        ("job.py", "job.py: expected FILE:FUNCTION, got a file without a function"),
+        ("job", "job: expected FILE:FUNCTION, got no colon"),
+        ("job.py:other", "expected a function 'other', got none of that name"),
+        ("job.py:number", "expected a function 'number'"),
+        ("job.py:wrong", "expected a tuple of a step and its arguments, got function"),
+    ],
+)
+def test_wrong_functions_say_what_is_expected(job, monkeypatch, capsys, function, message):
+    monkeypatch.chdir(job.parent)
+    assert main(["plan", function, "--cluster", "dgx-h100"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_wrong_clusters_and_plans_say_what_is_expected(job, capsys):
+    assert main(["plan", f"{job}:job", "--cluster", "dgx-1"]) == 1
+    assert "cluster: expected local" in capsys.readouterr().err
+    assert main(["explain", "nowhere.json", "state"]) == 1
+    assert "nowhere.json: expected a plan in a file, got no such file" in capsys.readouterr().err
+
+
+def test_no_command_prints_the_usage(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "usage: autopar" in capsys.readouterr().err
+
+
+def small_job(job) -> str:
+    path = job.parent / "small.py"
+    path.write_text(JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64"))
+    return f"{path}:job"
+
+
+def test_a_cluster_file_that_is_not_there_is_named(job, capsys):
+    assert main(["plan", f"{job}:job", "--cluster", "none.json"]) == 1
+    assert "none.json: expected a cluster in a file, got no such file" in capsys.readouterr().err
+
+
+def test_a_topology_that_does_not_exist_is_refused(job, capsys):
+    assert main(["plan", f"{job}:job", "--cluster", "tpu-v5e:16x32"]) == 1
+    assert "nearest: 16x16, 8x16" in capsys.readouterr().err
+
+
+def test_sizes_are_taken_as_people_write_them(job, capsys):
+    assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--memory-limit-bytes", "1MB"]) == 1
+    assert "expected at most 1 MB per device" in capsys.readouterr().err
+    assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--memory-limit-bytes", "much"]) == 1
+    assert "expected a size, such as 80GB, 16GiB or 1000000, got 'much'" in capsys.readouterr().err
+
+
+def test_sizes_and_clusters_are_text_in_python_too():
+    options = {"cache_dir": None, "show_progress": False}
+    plan = autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100x2", memory_limit_bytes="16GiB", **options)
+    assert plan.cluster == Cluster.preset("dgx-h100", hosts=2)
+    assert plan.record.memory_limit_bytes == 16 * 2**30
+    step = autopar.parallelize(mlp_step, cluster="tpu-v5e:2x4", **options)
+    assert step.plan(MLP_STATE, MLP_BATCH).cluster == Cluster.preset("tpu-v5e", topology="2x4")
+    with pytest.raises(InvalidArgumentError, match=r"cluster: expected local, a \.json file"):
+        autopar.parallelize(mlp_step, cluster="dgx-1")
+
+
+def test_explain_without_a_match_names_near_ones(job, tmp_path, capsys):
+    saved = tmp_path / "plan.json"
+    assert main(["plan", small_job(job), "--cluster", "dgx-h100", "--save", str(saved)]) == 0
+    capsys.readouterr()
+    assert main(["explain", str(saved), "stat['w']"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nothing that is called \"stat['w']\"; near names: state['w']" in err
+
+
+def test_a_reader_that_has_read_enough_is_no_error(job):
+    saving = f"import sys; sys.argv[1:] = ['plan', {small_job(job)!r}, '--cluster', 'dgx-h100']"
+    code = f"{saving}\nfrom autopar.__main__ import main\nsys.exit(main())"
+    child = start_python(code)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    try:
+        assert child.stderr.read() == ""
+        assert child.wait(timeout=TIMEOUT_S) == 0
+    finally:
+        child.kill()
+        child.stderr.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_a_compiler_that_is_missing_is_said_before_a_plan_is_searched_for(job, monkeypatch, capsys):
+    def searched(*args):
+        raise AssertionError("a plan is searched for")
+
+    monkeypatch.setattr("autopar.step.make_plan", searched)
+    assert main(["verify", small_job(job), "--cluster", "tpu-v5e:2x4"]) == 1
+    assert "got no module libtpu" in capsys.readouterr().err

@@ -1,0 +1,398 @@
+"""The search over stages, micro-batches and schedules, on clusters where the answer is known."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.compiler import planner
+from autopar.compiler.planner import MEMORY_MARGIN
+from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
+from autopar.frontend.tracing import trace
+from autopar.hardware import kinds
+from autopar.hardware.cluster import Cluster, Link
+from autopar.inter_op import evaluate
+from autopar.inter_op.build_stages import cut_layers
+from autopar.inter_op.evaluate import BuiltOut, choice_of, in_turn
+from autopar.inter_op.search_space import (
+    microbatch_numbers,
+    odd_part,
+    schedules_of,
+    sizes_for,
+    stages_told_apart,
+    submesh_sizes,
+)
+from autopar.intra_op import spmd_search
+from autopar.passes.split_scan import cut_scans
+from autopar.plan.options import PipelineOptions
+from autopar.sharding.rules import RuleBook
+from tests.small_steps import chain_step
+
+SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
+
+
+def arguments(layers=8, width=16_384, batch=32_768):
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    examples = jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    return params, {"x": examples, "y": examples}
+
+
+def cluster(hosts=2, each=2, between=SLOW, memory_bytes=80 * 10**9):
+    return Cluster(
+        name="two hosts",
+        device=dataclasses.replace(kinds.H100, memory_bytes=memory_bytes),
+        num_hosts=hosts,
+        devices_per_host=each,
+        inside_host=kinds.NVLINK4,
+        between_hosts=between,
+    )
+
+
+def plan(on, *args, **options):
+    return autopar.parallelize(chain_step, cluster=on, cache_dir=None, show_progress=False, **options).plan(*args)
+
+
+def test_inside_of_a_host_with_fast_links_the_step_is_one_program():
+    assert plan(cluster(hosts=1, each=4), *arguments()).record.pipeline is None
+
+
+def test_stages_meet_where_links_are_slow():
+    found = plan(cluster(), *arguments())
+    made = found.record.pipeline
+    assert made is not None
+    assert [s.first_device for s in made.stages] == [0, 2]
+    assert [len(s.layers) for s in made.stages] == [4, 4]
+    assert found.predicted.step_time_s == min(t.step_time_s for t in found.record.weighed)
+
+
+def test_a_pipeline_sends_less_between_slow_hosts_than_data_parallelism():
+    # Gradients of 8 x 16384 x 16384 floats over 5 GB/s take longer than all of the pipeline's step.
+    seconds_of_gradients = 8 * 16_384 * 16_384 * 4 / SLOW.bytes_per_s
+    assert plan(cluster(), *arguments()).predicted.step_time_s < seconds_of_gradients
+
+
+def test_micro_batches_make_room():
+    args = arguments(layers=4, width=512, batch=65_536)
+    whole = plan(cluster(hosts=1, each=1), *args)
+    limit_bytes = int(whole.predicted.peak_bytes[0] * 0.6)
+    # On one device there is nothing to shard and nothing to cut into stages.
+    memory_bytes = int(limit_bytes / (1 - MEMORY_MARGIN))
+    found = plan(cluster(hosts=1, each=1, memory_bytes=memory_bytes), *args, num_microbatches=16)
+    assert len(found.record.pipeline.stages) == 1
+    assert found.record.pipeline.num_microbatches == 16
+    assert max(found.predicted.peak_bytes) <= limit_bytes
+
+
+def test_where_the_batch_does_not_fit_no_number_of_micro_batches_of_zero_is_faster():
+    """Fewer micro-batches than stages want: parameters are gathered in each of them."""
+    args = arguments(layers=8, width=8192, batch=262_144)
+    quick = dataclasses.replace(SLOW, bytes_per_s=5e10)
+    whole = plan(cluster(hosts=2, each=8, between=quick), *args)
+    memory_bytes = int(0.6 * whole.predicted.peak_bytes[0] / (1 - MEMORY_MARGIN))
+    small = cluster(hosts=2, each=8, between=quick, memory_bytes=memory_bytes)
+    found = plan(small, *args)
+    assert len(found.record.pipeline.stages) == 1
+    assert found.record.pipeline.num_microbatches < min(microbatch_numbers(trace_of(args), small, PipelineOptions()))
+    compared = []
+    for zero in (1, 3):
+        for m in (2, 4, 8):
+            try:
+                known = plan(small, *args, plan=autopar.recipes.combine(zero=zero, num_microbatches=m)).predicted
+            except MemoryLimitError:
+                continue
+            assert found.predicted.step_time_s <= known.step_time_s
+            compared.append((zero, m))
+    assert (3, 2) in compared
+    assert any("ZeRO-3" in t.text for t in found.record.weighed)
+
+
+def trace_of(args):
+    return trace(chain_step, args, names=("params", "batch"), donate=(0,), batch=(1,))
+
+
+def test_what_was_asked_for_is_kept():
+    found = plan(cluster(), *arguments(), num_microbatches=8, schedule="gpipe")
+    assert found.record.pipeline.num_microbatches == 8
+    assert found.record.pipeline.schedule == "gpipe"
+
+
+def test_plans_are_built_out_of_each_number_of_micro_batches_in_turn():
+    plans = [(64, 1.0, 0), (64, 1.1, 1), (16, 1.05, 2), (16, 1.2, 3), (4, 1.3, 4), (64, 0.9, 5)]
+    assert in_turn(plans) == [5, 2, 4, 0, 3, 1]
+
+
+def test_a_plan_that_needs_more_than_it_was_taken_for_is_searched_again(monkeypatch):
+    args = arguments()
+    first = plan(cluster(), *args)
+    peak_bytes = max(first.predicted.peak_bytes)
+    limit_bytes = int(1.2 * peak_bytes)
+    small = cluster(memory_bytes=int(limit_bytes / (1 - MEMORY_MARGIN)))
+    build = evaluate.build
+
+    def as_if_larger(*given, **named):
+        staged = build(*given, **named)
+        larger = tuple(int(1.3 * n) for n in staged.simulation.peak_bytes)
+        return dataclasses.replace(staged, simulation=dataclasses.replace(staged.simulation, peak_bytes=larger))
+
+    monkeypatch.setattr(evaluate, "build", as_if_larger)
+    found = plan(small, *args)
+    fits = [t for t in found.record.weighed if t.peak_bytes <= limit_bytes]
+    assert found.record.weighed[0].peak_bytes > limit_bytes
+    assert found.predicted.step_time_s == min(t.step_time_s for t in fits)
+
+
+def test_every_schedule_that_came_out_too_large_has_less_memory_the_next_time(monkeypatch):
+    build, solve = evaluate.build, evaluate.best_stages
+    limits = []
+
+    def as_if_larger(*given, **named):
+        staged = build(*given, **named)
+        larger = tuple(10**12 for _ in staged.simulation.peak_bytes)
+        return dataclasses.replace(staged, simulation=dataclasses.replace(staged.simulation, peak_bytes=larger))
+
+    def noted(problems, *within):
+        limits.append({p.schedule: p.limit_bytes for p in problems})
+        return solve(problems, *within)
+
+    monkeypatch.setattr(evaluate, "build", as_if_larger)
+    monkeypatch.setattr(evaluate, "best_stages", noted)
+    with pytest.raises(MemoryLimitError, match=r"got 1 TB(.|\n)*the pipeline nearest to fitting needs 1 TB"):
+        plan(cluster(), *arguments(), num_microbatches=4)
+    first, second = limits[0], limits[2]  # each time of several stages, then of one
+    assert len([s for s in first if second[s] < first[s]]) >= 2
+
+
+def test_every_device_is_used_once():
+    for stages in (2, 4):
+        made = plan(cluster(), *arguments(), plan=autopar.recipes.pipeline(stages)).record.pipeline
+        used = [s.first_device + i for s in made.stages for i in range(math.prod(s.axis_sizes))]
+        assert sorted(used) == [0, 1, 2, 3]
+
+
+def test_the_simulated_step_is_the_planned_one():
+    found = plan(cluster(), *arguments(), plan=autopar.recipes.pipeline(2, num_microbatches=4))
+    timeline = found.record.pipeline.timeline
+    assert found.predicted.step_time_s == pytest.approx(max(e.end_s for e in timeline.events))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "names"),
+    [
+        (autopar.recipes.pipeline(16), AutoparError, "16 stages"),
+        (autopar.recipes.pipeline(2, num_microbatches=7), BatchMismatchError, "7"),
+        (autopar.recipes.pipeline(3), InvalidArgumentError, "3 stages"),
+    ],
+)
+def test_what_cannot_be_is_refused(recipe, kind, names):
+    with pytest.raises(kind, match=names):
+        plan(cluster(), *arguments(), plan=recipe)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "num_layers", "sizes"),
+    [
+        (2, 8, [2, 4, 8, 16]),  # stages of one device would be more than there are layers
+        (4, 100, [1, 2, 4, 8, 16, 32]),
+        (7, 3, [8, 16, 32, 56]),  # 56 is no multiple of 32 or 16
+        (315, 107, [24, 72, 360, 2520]),  # 2,520 is no multiple of 32 or 16, and too many parts of 8
+        (8, 16, [4, 8, 16, 32, 64]),
+    ],
+)
+def test_stages_may_have_sizes_that_cover_all_devices(hosts, num_layers, sizes):
+    on = Cluster.preset("dgx-a100-80g", hosts=hosts)
+    assert submesh_sizes(on, PipelineOptions(), num_layers) == sizes
+
+
+def test_the_whole_batch_is_searched_through_where_a_bubble_costs_nothing():
+    traced = trace(chain_step, arguments(4, 8, 32), names=("params", "batch"), donate=(0,), batch=(1,))
+    assert microbatch_numbers(traced, Cluster.local(8, measured=False), PipelineOptions()) == [32, 8, 2, 1]
+    assert microbatch_numbers(traced, cluster(hosts=1, each=8), PipelineOptions()) == [32, 8, 2]
+
+
+def virtual_cpus(call_s=5e-4, fresh_bytes_per_s=6e8):
+    """Eight that share their processors; what a step gives back, and each call of a task, takes time as measured."""
+    on = Cluster.local(8, measured=False)
+    return dataclasses.replace(
+        on, device=dataclasses.replace(on.device, fresh_bytes_per_s=fresh_bytes_per_s, call_s=call_s)
+    )
+
+
+def test_no_equal_stages_are_faster_where_processors_are_shared():
+    """All numbers of stages take as long there, but for the memory that they wait for and the calls of their tasks."""
+    args = arguments(layers=8, width=128, batch=262_144)
+    found = plan(virtual_cpus(), *args).predicted.step_time_s
+    known = {
+        (stages, m): plan(virtual_cpus(), *args, plan=autopar.recipes.pipeline(stages, num_microbatches=m))
+        for stages in (2, 4)
+        for m in (4, 16)
+    }
+    times_s = {setting: made.predicted.step_time_s for setting, made in known.items()}
+    assert found <= min(times_s.values()), times_s
+    assert max(times_s.values()) > 1.1 * min(times_s.values())  # it matters which
+
+
+def test_the_table_says_whose_processors_stages_have():
+    recipe, said = autopar.recipes.pipeline(2), "they share the processors of the host"
+    args = arguments(batch=2048)  # so that it fits into a device's part of the host's memory
+    assert said in str(plan(virtual_cpus(), *args, plan=recipe))
+    assert said not in str(plan(cluster(), *args, plan=recipe))
+
+
+@pytest.mark.parametrize("call_s", [5e-5, 6e-5])
+def test_stages_are_tried_in_more_micro_batches_than_the_programme_has(call_s):
+    """Numbers of micro-batches are a factor of four apart there; the best is between two of them here."""
+    on, args = virtual_cpus(call_s=call_s, fresh_bytes_per_s=1e8), arguments(layers=8, width=512, batch=4096)
+    found = plan(on, *args)
+    equal = plan(on, *args, plan=autopar.recipes.pipeline(4, num_microbatches=16))
+    assert 16 not in microbatch_numbers(
+        trace(chain_step, args, names=("params", "batch"), donate=(0,), batch=(1,)), on, PipelineOptions()
+    )
+    assert found.predicted.step_time_s == pytest.approx(equal.predicted.step_time_s)
+    assert found.record.pipeline.num_microbatches == 16
+
+
+@pytest.mark.parametrize(
+    ("hosts", "each", "lost", "waits", "pays"),
+    [
+        (1, 8, 0.02, 0.02, False),
+        (1, 8, 0.02, 0.04, True),  # they share processors
+        (2, 1, 0.02, 0.04, False),
+        (2, 1, 0.02, 0.12, True),
+        (2, 1, 0.12, 0.04, True),
+        (1, 1, 0.0, 0.5, False),
+    ],
+)
+def test_stages_are_searched_where_a_program_loses_enough(hosts, each, lost, waits, pays):
+    device = kinds.cpu_device(num_devices=each, cores=2, host_bytes=10**10)
+    device = dataclasses.replace(device, fresh_bytes_per_s=2.0**30)
+    on = Cluster(
+        name="CPUs", device=device, num_hosts=hosts, devices_per_host=each, inside_host=SLOW, between_hosts=SLOW
+    )
+    best = SimpleNamespace(
+        step_time_s=1.0,
+        shared_out_s=1.0 - lost - waits,
+        estimate=SimpleNamespace(temporary_bytes=waits * 2**30),
+        model=SimpleNamespace(device=device),
+    )
+    assert planner.may_pay(best, on) is pays
+
+
+def test_one_stage_is_decided_as_zero_does_where_it_is_near_on_shared_processors():
+    on, args = virtual_cpus(call_s=5e-5), arguments(layers=8, width=512, batch=8192)
+    found = plan(on, *args)
+    equal = plan(on, *args, plan=autopar.recipes.pipeline(1, num_microbatches=2))
+    assert found.predicted.step_time_s <= 1.01 * equal.predicted.step_time_s
+    assert any("ZeRO-3" in trial.text for trial in found.record.weighed)
+
+
+def test_what_answers_wait_for_is_known_before_they_are_worked_out(monkeypatch):
+    told, exact_s = {}, {}
+    run, worked_out = BuiltOut.run, BuiltOut.worked_out
+
+    def noted_run(self, ranked, most, within):
+        told.update({(m, choice_of(p, a, options)): (t, a.step_time_s) for p, a, t, m, options in ranked})
+        return run(self, ranked, most, within)
+
+    def noted_worked_out(self, m, choice, *rest):
+        found = worked_out(self, m, choice, *rest)
+        exact_s[m, choice] = found.trial.step_time_s
+        return found
+
+    monkeypatch.setattr(BuiltOut, "run", noted_run)
+    monkeypatch.setattr(BuiltOut, "worked_out", noted_worked_out)
+    plan(virtual_cpus(fresh_bytes_per_s=2e8), *arguments(layers=8, width=128, batch=262_144))
+    both = [(*told[key], exact_s[key]) for key in told.keys() & exact_s.keys()]
+    assert len(both) > 2
+    assert all(told_s == pytest.approx(step_s, rel=0.25) for told_s, _, step_s in both), both
+    whole = [key for key in told if key[0] == 1]  # the whole batch at once, which has most to wait for
+    assert whole
+    assert all(told[key][0] > 1.2 * told[key][1] for key in whole)
+    assert not exact_s.keys() & set(whole)
+
+
+def test_each_task_is_called():
+    """One stage runs nothing beside its tasks: one of each micro-batch, for its backward pass waits for nobody, and as
+    many others whatever their number.
+    """
+
+    def called_s(m):
+        recipe = autopar.recipes.pipeline(1, num_microbatches=m)
+        args = arguments(layers=2, width=64, batch=1024)
+        with_calls, without = (plan(virtual_cpus(call_s), *args, plan=recipe) for call_s in (1e-3, 0.0))
+        return with_calls.predicted.step_time_s - without.predicted.step_time_s
+
+    assert called_s(8) - called_s(4) == pytest.approx(4 * 1e-3)
+    assert called_s(4) == pytest.approx((4 + 2) * 1e-3)
+
+
+def test_numbers_of_stages_are_told_apart_where_processors_are_shared():
+    many, free = dataclasses.replace(virtual_cpus(), devices_per_host=64), PipelineOptions()
+    assert stages_told_apart(virtual_cpus(), free, num_layers=4) == (2, 3, 4)
+    assert stages_told_apart(many, free, num_layers=40) == (2, 3, 4, 5, 6, 7, 8, 16, 32)
+    assert stages_told_apart(virtual_cpus(), free, num_layers=1) == (None,)
+    assert stages_told_apart(virtual_cpus(), PipelineOptions(schedule="interleaved"), num_layers=8) == (None,)
+    assert stages_told_apart(cluster(), free, num_layers=8) == (None,)
+    assert schedules_of(PipelineOptions(), virtual_cpus()) == ("1f1b",)
+    assert schedules_of(PipelineOptions(schedule="gpipe"), virtual_cpus()) == ("gpipe",)
+    assert len(schedules_of(PipelineOptions(), cluster())) > 1
+
+
+def test_small_micro_batches_are_not_for_stages_of_many_devices():
+    """128 hosts, 64 layers: stages of 16 devices or more. Of four examples none is shared by more than 32."""
+    on = Cluster.preset("dgx-a100-80g", hosts=128)
+    traced = trace(chain_step, arguments(64, 8, 1024), names=("params", "batch"), donate=(0,), batch=(1,))
+    cut = cut_layers(cut_scans(traced, 1, RuleBook()), 256, RuleBook())
+    all_sizes = submesh_sizes(on, PipelineOptions(), len(cut.layers))
+    assert all_sizes == [16, 32, 64, 128, 256, 512, 1024]
+    assert sizes_for(cut, on, PipelineOptions(), is_largest=False) == [16, 32, 64, 128]
+    assert sizes_for(cut, on, PipelineOptions(), is_largest=True) == all_sizes
+
+
+def arguments_bytes():
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments()))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "examples", "odd"), [(2, 72, 1), (3, 72, 3), (3, 32, 1), (5, 72, 1), (9, 72, 9), (315, 2520, 9)]
+)
+def test_micro_batches_can_be_split_over_an_odd_number_of_hosts(hosts, examples, odd):
+    assert odd_part(examples, Cluster.preset("dgx-a100-80g", hosts=hosts)) == odd
+
+
+@pytest.mark.parametrize(
+    ("hosts", "examples", "numbers"),
+    [
+        (32, 1024, [256, 64, 16]),
+        (512, 1536, [384, 96, 24]),
+        (2048, 4096, [512, 128, 32]),  # the smallest stages have 256 devices: they share eight examples
+        (35, 280, [70, 14, 4]),  # stages on powers of two of devices; 56 and so on divide among five or seven
+        (315, 2520, [280, 140, 40]),  # stages on nine hosts and the like: each number leaves them nine examples or more
+    ],
+)
+def test_numbers_of_micro_batches(hosts, examples, numbers):
+    traced = trace(chain_step, arguments(2, 8, examples), names=("params", "batch"), donate=(0,), batch=(1,))
+    found = microbatch_numbers(traced, Cluster.preset("dgx-a100-80g", hosts=hosts), PipelineOptions())
+    assert found == numbers
+
+
+def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(monkeypatch):
+    monkeypatch.setattr(spmd_search, "LONG_STEP", 10)
+    monkeypatch.setattr(spmd_search, "search", lambda *_: pytest.fail("it was"))
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments()[0]))
+    with pytest.raises(MemoryLimitError, match="if every value were split over all 4 devices") as caught:
+        plan(cluster(), *arguments(), memory_limit_bytes=(state_bytes + arguments_bytes()) // 4)
+    assert state_bytes / 4 < caught.value.needed_bytes
+    assert "the pipeline nearest to fitting needs" in caught.value.hint
+
+
+def test_a_long_step_whose_state_does_not_fit_is_not_searched_for_anything(monkeypatch):
+    monkeypatch.setattr(planner, "LONG_STEP", 10)
+    monkeypatch.setattr(planner, "searched_pipeline", lambda *_: pytest.fail("it was"))
+    with pytest.raises(MemoryLimitError, match="the state of chain_step, split over all 4 devices") as caught:
+        plan(cluster(), *arguments(), memory_limit_bytes=arguments_bytes() // 4 - 1)
+    assert caught.value.needed_bytes == arguments_bytes() // 4
+    assert {name for name, _ in caught.value.largest} >= {"batch['x']", "params[0]"}

@@ -1,0 +1,294 @@
+"""What the tables of the search over stages say of a stage is what its tasks take once it is built."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.cost.cost_model import cost_model
+from autopar.frontend.tracing import trace
+from autopar.hardware import kinds
+from autopar.hardware.cluster import Cluster, Link
+from autopar.inter_op.build_stages import Choice, build, cut_layers
+from autopar.inter_op.search import tables
+from autopar.inter_op.stage_costs import PricedOption, again_of, layer_decisions, stage_options, undominated
+from autopar.intra_op.ilp import IntraOp, MemoryPrices, Terms, saved_values
+from autopar.ir.graph import OpKind, Section
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.value_state import RAW
+from autopar.passes.assign_layers import assign_layers
+from autopar.passes.fold_layers import contract
+from autopar.passes.split_scan import cut_scans
+from autopar.runtime.pipeline.program import TaskKind
+from autopar.sharding.rules import RuleBook
+from autopar.solver import StageOption
+from tests.small_steps import chain_step
+
+LAYERS, WIDTH, BATCH = 8, 2048, 65_536  # large batches: to split examples is best by far
+FAST = Link(latency_s=1e-6, bytes_per_s=1e12, source="made up")
+SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up")
+
+
+def cluster(inside=kinds.NVLINK4, memory_bytes_per_s=None):
+    device = kinds.H100
+    if memory_bytes_per_s is not None:
+        device = dataclasses.replace(device, peak_memory_bytes_per_s=memory_bytes_per_s)
+    return Cluster(
+        name="two hosts", device=device, num_hosts=2, devices_per_host=2, inside_host=inside, between_hosts=SLOW
+    )
+
+
+MATRIX = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+
+
+def cut(num_microbatches, step=chain_step, matrix=MATRIX, batch=BATCH):
+    examples = jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
+    arguments = ([matrix] * LAYERS, {"x": examples, "y": examples})
+    rules = RuleBook()
+    traced = trace(step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
+    return cut_layers(cut_scans(traced, 1, rules), num_microbatches, rules)
+
+
+def residual_step(params, batch):
+    """Layers of two products, of which no backward pass reads what the second one makes."""
+
+    def loss(params):
+        x = batch["x"]
+        for w in params:
+            x = x + jnp.tanh(x @ w["in"]) @ w["out"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+RESIDUAL = {
+    "in": jax.ShapeDtypeStruct((WIDTH, 2 * WIDTH), jnp.float32),
+    "out": jax.ShapeDtypeStruct((2 * WIDTH, WIDTH), jnp.float32),
+}
+
+
+def two_stages(step, schedule, policy):
+    """(the tables' option of two devices, the first layer of the second stage, two such stages built)"""
+    on = cluster()
+    found = tables(step, on, [2], 80 * 10**9, 5.0, {})
+    option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
+    half = len(step.layers) // 2
+    choice = Choice(
+        schedule=schedule,
+        chunks=1,
+        first_layers=(0, half),
+        group_meshes=(option.mesh, option.mesh),
+        policies=(policy,) * len(step.layers),
+    )
+    return option, half, build(step, choice, on, 80 * 10**9, 5.0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_takes_what_its_layers_take(schedule):
+    option, half, built = two_stages(cut(8), schedule, "nothing")
+    for stage, layers in enumerate((slice(0, half), slice(half, None))):
+        took = dict.fromkeys(TaskKind, 0.0)
+        for task, seconds in zip(built.staged.tasks, built.task_s, strict=True):
+            if task.stage == stage:
+                took[task.kind] += seconds
+        table = option.option
+        assert table.forward_s[layers].sum() == pytest.approx(took[TaskKind.FORWARD], rel=0.02)
+        both = took[TaskKind.BACKWARD] + took[TaskKind.WEIGHT]
+        assert table.backward_s[layers].sum() == pytest.approx(both, rel=0.02)
+        if schedule == "zb-h1" and stage:  # no stage waits for anything of the first one's backward pass
+            assert table.weight_s[layers].sum() == pytest.approx(took[TaskKind.WEIGHT], rel=0.02)
+
+
+X_BYTES = BATCH // 8 // 2 * WIDTH * 4  # of one micro-batch on one of two devices
+
+
+# What tanh makes is kept beside its operand where nothing is computed again.
+@pytest.mark.parametrize(
+    ("policy", "kept_bytes"), [("nothing", 5 * X_BYTES), ("matmuls", 3 * X_BYTES), ("input", X_BYTES)]
+)
+def test_a_stage_that_recomputes_takes_and_keeps_what_its_layers_do(policy, kept_bytes):
+    option, half, built = two_stages(cut(8, residual_step, RESIDUAL), "1f1b", policy)
+    for stage, layers in enumerate((slice(0, half), slice(half, None))):
+        took = [
+            (task.kind, seconds)
+            for task, seconds in zip(built.staged.tasks, built.task_s, strict=True)
+            if task.stage == stage and task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+        ]
+        table = option.option
+        seconds = table.forward_s[layers].sum() + table.backward_s[layers].sum()
+        assert seconds == pytest.approx(sum(s for _, s in took), rel=0.02)
+    assert set(option.option.saved_bytes[1:-1]) == {kept_bytes}
+
+
+# Of each layer's two products the operand and the gradient of what is made, whatever was computed again before.
+@pytest.mark.parametrize("policy", ["nothing", "matmuls", "input"])
+def test_where_weight_gradients_wait_a_stage_holds_what_they_read(policy):
+    option, half, built = two_stages(cut(8, residual_step, RESIDUAL), "zb-h1", policy)
+    buffers = built.staged.pipeline.buffers
+    (waiting,) = (t for t in built.staged.pipeline.tasks if t.stage == 1 and t.kind is TaskKind.WEIGHT)
+    held = [buffers[b] for b in waiting.inputs if buffers[b].repeats]
+    assert list(option.option.deferred_bytes[half:]) == [6 * X_BYTES] * half
+    assert sum(b.nbytes for b in held) == half * 6 * X_BYTES
+
+
+@pytest.mark.parametrize(
+    ("prices_saved", "numbers", "anew"),
+    [
+        (False, (16, 4), 3),  # of one example, then of four: on one device there is nothing to divide
+        (False, (4, 2), 0),  # of four, then of eight, on four devices at most
+        (True, (4, 2), 4),  # what is saved of eight examples is more
+    ],
+)
+def test_where_examples_divide_among_more_devices_layers_are_decided_anew(prices_saved, numbers, anew):
+    decided = {}
+    found = [
+        len(decided)
+        for m in numbers
+        if tables(cut(m, batch=16), cluster(), [1, 2, 4], 80 * 10**9, 5.0, decided, prices_saved=prices_saved)
+    ]
+    assert found == [4, 4 + anew]  # four devices are a line or a square
+
+
+@pytest.mark.parametrize(("link", "memory_bytes_per_s", "put_off"), [(FAST, 1e11, False), (kinds.NVLINK4, 1e13, True)])
+def test_reductions_are_put_off_where_memory_is_faster_than_links(link, memory_bytes_per_s, put_off):
+    graph = cut(64).graph
+    on = cluster(link, memory_bytes_per_s)
+    on = dataclasses.replace(on, num_hosts=1, devices_per_host=4)
+    intra_op = IntraOp(graph, cost_model(on, LogicalMesh(axis_sizes=(4,))))
+    plan = intra_op.decode(intra_op.solve(time_limit_s=20.0))
+    sums = [op.outputs[0] for op in graph.block.ops if op.kind is OpKind.ACCUMULATE]
+    matrices = [plan.raw[v] for v in sums if graph.values[v].shape == (WIDTH, WIDTH)]
+    assert len(matrices) == LAYERS
+    assert any(layout.partial for layout in matrices) == put_off
+
+
+def priced(name, num_devices=1, **changed):
+    names = (
+        "forward_s",
+        "backward_s",
+        "weight_s",
+        "once_s",
+        "state_bytes",
+        "saved_bytes",
+        "deferred_bytes",
+        "working_bytes",
+        "send_s",
+    )
+    costs = {name: np.array([2, 2]) for name in names} | {k: np.array(v) for k, v in changed.items()}
+    return PricedOption(
+        option=StageOption(num_devices=num_devices, name=name, **costs),
+        mesh=LogicalMesh(axis_sizes=(num_devices,)),
+        given_bytes=np.array([1, 1]),
+        policy="nothing",
+        terms=Terms(s_per_byte=0.0, hidden_count=1.0),
+    )
+
+
+def made_and_read(graph):
+    """Values of the forward section that the backward section reads, in the order in which they are made."""
+    read = {a for op in graph.block.ops if op.section is Section.BACKWARD for a in op.inputs if isinstance(a, int)}
+    return [v for op in graph.block.ops if op.section is Section.FORWARD for v in op.outputs if v in read]
+
+
+def test_what_is_saved_for_the_backward_pass():
+    graph = cut(2).graph
+    saved = {v for v, _ in saved_values(graph)}
+    # At least what each tanh makes and the loss's difference; versions of jax keep its derivative too, or not.
+    assert saved == set(made_and_read(graph))
+    assert LAYERS + 1 <= len(saved) <= 2 * LAYERS + 1
+    assert {graph.values[v].shape for v in saved} == {(BATCH // 2, WIDTH)}
+
+
+def test_what_is_saved_has_its_price():
+    """Few examples and wide layers: activations are best had whole on every device, unless they crowd the memory."""
+    graph = cut(2, batch=64).graph
+    model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
+    intra_op = IntraOp(graph, model)
+    saved = saved_values(graph)
+    least = 16 * len(made_and_read(graph)) * (64 // 2 * WIDTH * 4) / 2
+
+    def held_bytes(s_per_byte: float) -> float:
+        prices = MemoryPrices(s_per_byte=s_per_byte, values=saved, copies={v: 16.0 for v, _ in saved})
+        choice = intra_op.solve(time_limit_s=5.0, prices=prices).choice
+        return intra_op.priced_bytes(choice, prices)
+
+    assert held_bytes(1e-16) > least * 1.01
+    assert held_bytes(1e-6) == pytest.approx(least, rel=1e-3)
+
+
+@pytest.mark.parametrize(("in_flight", "decided_for"), [(0, [0]), (1, [0]), (10_000, [0, 10_000])])
+def test_where_what_is_saved_crowds_the_memory_leaner_decisions_are_made(in_flight, decided_for):
+    """A gigabyte for 130 MB of state; 4 MB are saved of each micro-batch, as most of it lies whole on both devices."""
+    step = cut(2, batch=64)
+    contracted = contract(step.graph, assign_layers(step.graph, step.layers), LAYERS)
+    model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
+    decisions = layer_decisions(contracted, model, 10**9, in_flight, equal=False, time_limit_s=5.0)
+    assert [d.terms.in_flight for d in decisions] == decided_for
+    options = stage_options(contracted, again_of(contracted), step.layers, model, SLOW, decisions)
+    saved = [o.option.saved_bytes.sum() for o in options if o.policy == "nothing"]
+    assert all(leaner < first for first, leaner in itertools.pairwise(saved))
+
+
+def test_sums_of_gradients_are_state_that_no_step_is_given():
+    step = cut(2)
+    contracted = contract(step.graph, assign_layers(step.graph, step.layers), LAYERS)
+    model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(1,)))
+    decisions = layer_decisions(contracted, model, 10**9, 0, equal=False, time_limit_s=5.0)
+    options = stage_options(contracted, again_of(contracted), step.layers, model, SLOW, decisions)
+    for option in options:
+        assert option.given_bytes.tolist() == [WIDTH**2 * 4] * LAYERS
+        assert (option.option.state_bytes - option.given_bytes >= WIDTH**2 * 4).all()
+
+
+def test_of_equal_stages_only_decisions_whose_state_fits_are_priced():
+    step = cut(2)
+    contracted = contract(step.graph, assign_layers(step.graph, step.layers), LAYERS)
+    model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
+    state_bytes = LAYERS * WIDTH**2 * 4  # and as much again for the sums of gradients, where they are not split
+
+    def states(equal):
+        decisions = layer_decisions(contracted, model, 1.5 * state_bytes, 0, equal=equal, time_limit_s=5.0)
+        options = stage_options(contracted, again_of(contracted), step.layers, model, SLOW, decisions)
+        return [o.option.state_bytes.sum() for o in options if o.policy == "nothing"]
+
+    assert max(states(equal=False)) > 1.5 * state_bytes
+    assert states(equal=True) == [n for n in states(equal=False) if n <= 1.5 * state_bytes] != []
+
+
+def test_options_that_are_nowhere_better_than_another_are_left_out():
+    options = [
+        priced("slower", forward_s=[2, 3]),
+        priced("plain"),
+        priced("equal"),
+        priced("leaner, slower", state_bytes=[1, 1], backward_s=[3, 3]),
+        priced("faster in one layer, slower in the other", forward_s=[1, 3]),
+        priced("puts off more", weight_s=[3, 2], working_bytes=[3, 2]),
+        priced("on two devices", num_devices=2, forward_s=[9, 9]),
+    ]
+    kept = [o.option.name for o in undominated(options)]
+    assert kept == [
+        "plain",
+        "leaner, slower",
+        "faster in one layer, slower in the other",
+        "puts off more",
+        "on two devices",
+    ]
+
+
+def test_prices_are_added_up_alike_whatever_order_a_set_has():
+    graph, on = cut(4).graph, cluster()
+    intra_op = IntraOp(graph, cost_model(on, LogicalMesh(axis_sizes=(4,))))
+    values = sorted((v, RAW) for v in intra_op.assembly.raw)  # several share a node, and so its cost
+    copies = {v: 0.1 * (n + 1) / 3 for n, (v, _) in enumerate(values)}
+    priced = [
+        intra_op._priced(MemoryPrices(s_per_byte=1e-12 / 3, values=order, copies=copies))
+        for order in (tuple(values), tuple(reversed(values)))
+    ]
+    for one, other in zip(priced[0].node_cost, priced[1].node_cost, strict=True):
+        assert one.tobytes() == other.tobytes()
+    for one, other in zip(priced[0].edges, priced[1].edges, strict=True):
+        assert one.cost.tobytes() == other.cost.tobytes()

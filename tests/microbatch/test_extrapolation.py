@@ -1,0 +1,62 @@
+"""The program for one example, from those for two and for three."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import UnsupportedError
+from autopar.microbatch.extrapolation import extrapolated
+from benchmarks.zoo import CASES
+
+
+def at(function, examples):
+    return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((examples, 4), jnp.float32))
+
+
+def one(function):
+    return extrapolated(at(function, 2), at(function, 3), "function")
+
+
+def spread(x):
+    scale = jnp.sum(x**2, axis=1, keepdims=True)
+    return jnp.concatenate([x / scale, jnp.broadcast_to(jnp.arange(4.0), x.shape)], axis=1).reshape(-1, 2)
+
+
+def looped(x):
+    return jax.lax.scan(lambda carry, row: (carry + row, jnp.sin(carry)), jnp.zeros(x.shape[0]), x.T)
+
+
+@pytest.mark.parametrize("function", [spread, looped, lambda x: jax.jit(jnp.tanh)(x) @ jnp.ones((4, 2))])
+def test_it_computes_what_the_function_does(function):
+    x = np.random.default_rng(0).normal(size=(1, 4)).astype(np.float32)
+    jaxpr = one(function)
+    got = jax.core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), jaxpr.consts, x)
+    for expected, found in zip(jax.tree.leaves(function(x)), got, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_shapes_are_one_step_smaller():
+    assert [v.aval.shape for v in one(spread).jaxpr.outvars] == [(4, 2)]
+
+
+def test_programs_that_branch_on_the_number_of_examples_are_refused():
+    with pytest.raises(UnsupportedError, match="two examples as for three"):
+        one(lambda x: jnp.sin(x) if x.shape[0] == 2 else jnp.cos(x))
+
+
+def test_a_program_that_needs_two_examples_is_refused():
+    with pytest.raises(UnsupportedError, match="two examples as for three"):
+        one(lambda x: jnp.roll(x, 2, 0))
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_micro_batches_of_one_example(name):
+    case = CASES[name](batch=4)
+    step = autopar.parallelize(
+        case.step, plan=recipes.pipeline(2, num_microbatches=4), cache_dir=None, show_progress=False
+    )
+    made = autopar.verify(step, jax.jit(case.init)(jax.random.key(0)), case.batch(0))
+    assert made.difference <= case.tolerance, made

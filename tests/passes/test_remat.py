@@ -1,0 +1,113 @@
+"""Rematerialisation by layer: what is kept, what is computed again, and the numbers before and after."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.cost.roofline import flops_of
+from autopar.ir.graph import OpKind, Section
+from autopar.passes.assign_stages import assign
+from autopar.passes.layers import find_layers
+from autopar.passes.remat import Recompute, rematerialise, saved_bytes
+from benchmarks.zoo.dropout import dropout
+from benchmarks.zoo.encoder_decoder import encoder_decoder
+from benchmarks.zoo.gpt import gpt, gpt_remat
+from benchmarks.zoo.gpt_scan import gpt_scan
+from benchmarks.zoo.mlp import mlp
+from tests.sections import assert_same_numbers, plain_step, text, zoo_step
+
+
+def two_layers():
+    def loss_fn(params, batch):
+        return jnp.sum(jnp.sin(jnp.sin(batch @ params["a"]) @ params["b"]))
+
+    def step(params, batch):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params, batch))
+
+    random = np.random.default_rng(0)
+    params = {name: random.normal(size=(4, 4)).astype(np.float32) for name in "ab"}
+    return plain_step(step, params, random.normal(size=(6, 4)).astype(np.float32), 2)
+
+
+def backward_primitives(graph):
+    return [op.primitive for op in graph.block.ops if op.section is Section.BACKWARD]
+
+
+def test_nothing_changes_nothing():
+    graph, _ = two_layers()
+    assert text(rematerialise(graph, find_layers(graph, flops_of), Recompute.NOTHING)) == text(graph)
+
+
+def test_a_layer_is_computed_again_from_its_input_behind_a_barrier():
+    graph, args = two_layers()
+    layers = find_layers(graph, flops_of)
+    again = rematerialise(graph, layers, [Recompute.ALL, Recompute.NOTHING])
+    assert_same_numbers(graph, again, args)
+    (barrier,) = [op for op in again.block.ops if op.kind is OpKind.BARRIER]
+    named = {v: graph.values[v].name for v in graph.block.inputs}
+    made = {v: op for op in again.block.ops for v in op.outputs}
+    # The batch, the parameter, and the cotangent that the layer waits for.
+    kinds = [named.get(v) or (made[v].section.value, made[v].primitive) for v in barrier.inputs]
+    assert kinds == [("forward", "split"), "state['a']", ("backward", "dot_general")]
+    at = again.block.ops.index(barrier)
+    dot, cos = again.block.ops[at + 1 : at + 3]
+    assert (dot.primitive, dot.section, cos.primitive) == ("dot_general", Section.BACKWARD, "cos")
+    assert set(dot.inputs) == set(barrier.outputs[:2])
+    assert [op.primitive for op in again.block.ops[at + 3 :]][:2] == ["mul", "dot_general"]
+    assert set(again.block.ops[at + 3].inputs) == {barrier.outputs[2], *cos.outputs}
+
+
+def test_matmuls_keeps_the_products():
+    graph, args = two_layers()
+    layers = find_layers(graph, flops_of)
+    products = [p for p in backward_primitives(graph) if p == "dot_general"]
+    cheap, full = (rematerialise(graph, layers, what) for what in (Recompute.CHEAP, Recompute.ALL))
+    assert [p for p in backward_primitives(cheap) if p == "dot_general"] == products
+    assert len([p for p in backward_primitives(full) if p == "dot_general"]) == len(products) + 2
+    for new in (cheap, full):
+        assert_same_numbers(graph, new, args)
+
+
+def test_with_recomputation_a_transformer_layer_keeps_its_input_only():
+    graph, _ = zoo_step(gpt(layers=3, batch=8, length=16, width=32))
+    layers = find_layers(graph, flops_of)
+    activation = 8 * 16 * 32 * 4
+    full = saved_bytes(rematerialise(graph, layers, Recompute.ALL), layers)
+    assert full[1:4] == (activation,) * 3
+    cheap = saved_bytes(rematerialise(graph, layers, Recompute.CHEAP), layers)
+    everything = saved_bytes(graph, layers)
+    assert all(a < b < c for a, b, c in zip(full[1:4], cheap[1:4], everything[1:4], strict=True))
+
+
+def test_layers_may_have_policies_of_their_own():
+    graph, args = zoo_step(gpt(layers=2), 2)
+    layers = find_layers(graph, flops_of)
+    kept = saved_bytes(graph, layers)
+    policies = [Recompute.NOTHING, Recompute.ALL, Recompute.NOTHING, Recompute.NOTHING]
+    mixed = rematerialise(graph, layers, policies)
+    found = saved_bytes(mixed, layers)
+    assert found[1] < kept[1]
+    assert found[2] >= kept[2]
+    assert_same_numbers(graph, mixed, args)
+
+
+@pytest.mark.parametrize("case", [mlp, gpt, gpt_remat, gpt_scan, dropout, encoder_decoder])
+@pytest.mark.parametrize("what", [Recompute.CHEAP, Recompute.ALL])
+def test_real_models_compute_the_same_in_stages(case, what):
+    graph, args = zoo_step(case(), 2)
+    layers = find_layers(graph, flops_of)
+    again = rematerialise(graph, layers, what)
+    found = assign(again, layers, range(len(layers)))
+    assert_same_numbers(graph, found.graph, args)
+    assert sum(saved_bytes(again, layers)) < sum(saved_bytes(graph, layers))
+
+
+def test_regions_that_the_user_rematerialises_stay():
+    graph, _ = zoo_step(gpt_remat(layers=2))
+    layers = find_layers(graph, flops_of)
+    again = rematerialise(graph, layers, Recompute.ALL)
+    regions = [op.outputs for op in graph.block.ops if op.kind is OpKind.BARRIER]
+    kept = [op.outputs for op in again.block.ops if op.kind is OpKind.BARRIER and op.outputs in regions]
+    assert kept == regions
+    assert all(a <= b for a, b in zip(saved_bytes(again, layers), saved_bytes(graph, layers), strict=True))

@@ -1,0 +1,147 @@
+"""What `print(plan)` shows is what `explain` and `constrain` take; groups say what the axes of a search do."""
+
+import functools
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+from rich.text import Text
+
+import autopar
+from autopar import errors
+from autopar.common.paths import matches, parts_of
+from autopar.frontend.build_graph import build_graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan import render
+from autopar.sharding.rules import RuleBook
+from benchmarks.zoo import CASES
+from tests.small_steps import shapes, slow_cluster, transformer
+
+PLANS = {"one program": None, "stages": autopar.recipes.pipeline(2, num_microbatches=2)}
+
+
+@functools.cache
+def planned(name: str, how: str):
+    case = CASES[name]()
+    step = autopar.parallelize(case.step, plan=PLANS[how], cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    args = jax.eval_shape(case.init, jax.random.key(0)), case.batch(0)
+    return step, args, step.plan(*args)
+
+
+def shown(table) -> list[str]:
+    """The names in the first column."""
+    return [Text.from_markup(cell).plain for cell in table.columns[0].cells]
+
+
+@pytest.mark.parametrize("how", PLANS)
+@pytest.mark.parametrize("name", ["mlp", "gpt_scan", "moe"])
+def test_every_path_that_is_printed_is_taken_by_explain_and_constrain(name, how):
+    step, args, plan = planned(name, how)
+    arguments = shown(render._values_table(plan.record))
+    modules = shown(render._modules_table(plan.record))
+    assert arguments
+    assert modules
+    for path in (*arguments, *modules):
+        assert plan.explain(path)
+    traced, _ = step._traced(args)
+    graph = build_graph(traced, RuleBook())
+    for path in arguments:
+        pinned = autopar.constrain({path: P()}).pins.found(traced, graph)
+        named = [plan.record.arguments[i].path for i in pinned.leaves]
+        assert len(named) >= 1
+        assert not pinned.modules
+    for path in modules:
+        # The whole of a scan without a module of its own is named by the layers of a stage: there is nothing to pin.
+        if path != render.NO_MODULE and not path.startswith("layers[*:*] ("):
+            assert autopar.constrain({path: P()}).pins.found(traced, graph).modules
+
+
+def test_patterns_of_constrain_are_taken_by_explain():
+    _, _, plan = planned("mlp", "one program")
+    path = plan.record.arguments[0].path
+    parts = "/".join(parts_of(path))
+    assert plan.explain(parts).startswith(f"{path}: ")
+    assert plan.explain(f"**/{parts.rpartition('/')[2]}").startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "is_named"),
+    [
+        ("state['layers'][*]['w']", "state/layers/3/w", True),
+        ("state['layers'][0]['w']", "state/layers/3/w", False),
+        ("state.params['w']", "state/params/w", True),
+        ("state[0].mu['mlp/linear']", "state/0/mu/mlp/linear", True),
+        ("layer*/mlp (2x)", "layer1/mlp", True),
+        ("layers[0:2]", "decoder/layers[0:2]", True),
+        ("decoder/layers[0:2]/mlp", "decoder/mlp", True),
+        ("decoder/layers[*:*]/mlp (2x)", "decoder/mlp", True),
+        ("layers/[0-3]/w", "layers/2/w", True),
+        ("layers/[0-3]/w", "layers/4/w", False),
+    ],
+)
+def test_paths_as_jax_writes_them_are_patterns(pattern, path, is_named):
+    assert matches(pattern, path) is is_named
+
+
+def test_a_pin_by_a_printed_path_is_held():
+    case = transformer()
+    step = autopar.parallelize(
+        case.step,
+        plan=autopar.constrain({"params['blocks'][*]['up']": P(None, "model")}),
+        cluster=slow_cluster(4),
+        cache_dir=None,
+        show_progress=False,
+    )
+    plan = step.plan(case.shapes, shapes(case.batch))
+    axis = plan.record.axis_names.index("model")
+    pinned = [v.layout.dims for v in plan.record.arguments if v.path.endswith("['up']")]
+    assert pinned == [((), (axis,))] * 2
+
+
+def test_operands_of_stages_on_one_device_are_shown():
+    case = transformer()
+    recipe = autopar.recipes.pipeline(4, num_microbatches=4)
+    step = autopar.parallelize(case.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    text = step.plan(case.shapes, shapes(case.batch)).explain("layer0/mlp")
+    assert "matrix product forward: [-, -, -] @ [-, -] -> [-, -, -]" in text
+
+
+# Groups
+
+
+def groups(cluster: Cluster, **options) -> dict[str, list[list[int]]]:
+    case = transformer()
+    step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, show_progress=False, **options)
+    return step.plan(case.shapes, shapes(case.batch)).groups()
+
+
+def test_groups_of_a_search_say_what_their_axes_do():
+    assert set(groups(slow_cluster(8))) == {"tensor", "sharded data"}
+
+
+def test_groups_of_stages_say_what_their_axes_do():
+    recipe = autopar.recipes.pipeline(2, num_microbatches=2)
+    assert groups(Cluster.local(4), plan=recipe) == {"data": [[0, 1], [2, 3]], "pipeline": [[0, 2], [1, 3]]}
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "roles"),
+    [
+        ("mlp", autopar.recipes.data_parallel(), {"data"}),
+        ("mlp", autopar.recipes.zero(3), {"sharded data"}),
+        ("gpt_scan", autopar.recipes.tensor_parallel(), {"tensor"}),
+        ("moe", autopar.recipes.expert_parallel(), {"expert"}),
+        ("gpt_scan", autopar.recipes.sequence_parallel("ulysses"), {"sequence"}),
+    ],
+)
+def test_roles_that_are_read_off_a_plan_are_those_of_the_recipe_that_made_it(name, recipe, roles):
+    case = CASES[name]()
+    step = autopar.parallelize(case.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    plan = step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
+    assert {role for stage in plan.record.axis_roles for role in stage} == roles
+
+
+def test_what_is_called_by_no_name_is_refused_with_near_ones():
+    _, _, plan = planned("mlp", "one program")
+    with pytest.raises(errors.InvalidArgumentError, match="nothing that is called 'zzz'"):
+        plan.explain("zzz")
