@@ -217,5 +217,5 @@ def not_softmax(q, k, v, batch):
 
 @pytest.mark.parametrize("attention", [dropped, handed_out, longer, not_softmax])
 def test_what_is_no_plain_attention_is_named(attention):
-    with pytest.raises(UnsupportedError, match=rf"test_attention_patterns.py:\d+.*{attention.__name__}"):
+    with pytest.raises(UnsupportedError, match=rf"attention/test_match.py:\d+.*{attention.__name__}"):
         graph_of(attention)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.test_calls import RECIPES, parallel
 
 import autopar
 from autopar.executables.short_batches import counts, fit
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from tests import small_steps as steps
+from tests.calls.test_calls import RECIPES, parallel
 
 WAYS = RECIPES | {"sharded state": autopar.recipes.zero(3), "two axes": autopar.recipes.combine(dp=4, tp=2)}
 

@@ -70,7 +70,9 @@ def test_side_effects_are_named(tmp_path):
         return mlp_step(state, batch)
 
     parallel = small(step, cache_dir=tmp_path)
-    with pytest.raises(errors.UnsupportedError, match=r"step, .*test_bad_input.py.*without side effects") as caught:
+    with pytest.raises(
+        errors.UnsupportedError, match=r"step, .*face/test_bad_input.py.*without side effects"
+    ) as caught:
         parallel(new_mlp_state(), mlp_batch())
     assert "as a result" in caught.value.hint
     assert cached_plans(tmp_path) == []

@@ -180,7 +180,9 @@ def test_prints_come_out_as_under_jit(capfd):
     "options", [{"plan": autopar.recipes.pipeline(2)}, {"num_microbatches": 2}], ids=["stages", "micro-batches"]
 )
 def test_stages_and_micro_batches_are_refused_with_the_line(options):
-    with pytest.raises(UnsupportedError, match=r"step, debug_callback at .*test_callbacks.py:\d+.*(\n.*)*one program"):
+    with pytest.raises(
+        UnsupportedError, match=r"step, debug_callback at .*frontend/test_callbacks.py:\d+.*(\n.*)*one program"
+    ):
         parallel(training_step(in_layers), **options).plan(*arguments())
 
 
@@ -213,5 +215,5 @@ def test_other_effects_are_refused_with_the_line():
         counter[...] += 1
         return weights, batch["x"].sum()
 
-    with pytest.raises(UnsupportedError, match=r"step, \w+ at .*test_callbacks.py:\d+"):
+    with pytest.raises(UnsupportedError, match=r"step, \w+ at .*frontend/test_callbacks.py:\d+"):
         parallel(step).plan(*arguments())

@@ -56,7 +56,7 @@ def test_they_are_equal_in_every_trace_and_process():
     found = prints()
     assert found == prints()
     assert len(set(found.values())) == len(found)
-    other = python("from tests.test_fingerprints import prints\nprint(prints())")
+    other = python("from tests.frontend.test_fingerprints import prints\nprint(prints())")
     assert other.stdout.strip() == str(found), other.stderr
 
 
@@ -88,7 +88,7 @@ def test_the_first_equation_that_differs_is_named_with_its_line():
 
     assert first_difference(computed(2.0), computed(2.0)) == ""
     assert first_difference(computed(2.0), computed(3.0)).startswith("mul at ")
-    assert "test_fingerprints.py" in first_difference(computed(2.0), computed(3.0))
+    assert "frontend/test_fingerprints.py" in first_difference(computed(2.0), computed(3.0))
 
 
 def solving_step(state, batch):
@@ -103,7 +103,7 @@ def solving_step(state, batch):
 
 CACHED = """
 import autopar, logging, sys
-from tests.test_fingerprints import solving_step
+from tests.frontend.test_fingerprints import solving_step
 from tests.small_steps import mlp_batch, new_mlp_state, slow_cluster
 logging.basicConfig(level=logging.WARNING)
 step = autopar.parallelize(solving_step, cluster=slow_cluster(2))

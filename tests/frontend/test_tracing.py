@@ -113,7 +113,7 @@ def test_a_function_that_changes_between_traces_is_refused():
     assert impurity(traced(lambda x: x * 2, jnp.zeros(3), donate=(), batch=())) is None
     found = impurity(traced(lambda x: x * next(counter), jnp.zeros(3), donate=(), batch=()))
     assert "two traces of the function differ (mul at" in found
-    assert "test_staging.py" in found
+    assert "frontend/test_tracing.py" in found
 
 
 def test_side_effects_are_refused():

@@ -109,7 +109,7 @@ def test_shardings_in_the_structure_of_such_a_state_are_refused_by_name():
 def test_the_plan_of_a_file_is_run_on_such_a_state():
     found = python(
         "import autopar, jax, tempfile, pathlib\n"
-        "from tests.test_user_nodes import *\n"
+        "from tests.frontend.test_user_nodes import *\n"
         "path = pathlib.Path(tempfile.mkdtemp()) / 'plan.json'\n"
         "made().plan(new_state(), mlp_batch()).save(path)\n"
         "loaded = made(plan=autopar.Plan.load(path))\n"

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.test_calls import RECIPES, assert_same, parallel
 
 import autopar
 from tests import small_steps as steps
+from tests.calls.test_calls import RECIPES, assert_same, parallel
 
 ADAM = optax.adamw(1e-2)
 

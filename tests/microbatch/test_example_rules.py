@@ -9,12 +9,12 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
-from tests.test_micro_batches import RULES, check, traced, training
 
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import OpKind, Section, walk
 from autopar.microbatch.example_rules import APART, SUMS, reshaped
 from autopar.microbatch.microbatch import micro_batched
+from tests.microbatch.test_microbatch import RULES, check, traced, training
 
 EXAMPLES, WIDTH = 8, 6
 ROW = np.zeros((1, WIDTH), np.float32)
@@ -282,7 +282,7 @@ def test_what_addresses_examples_by_position_runs_on_the_whole_batch():
 @pytest.mark.parametrize("name", [*BY_POSITION, *IN_BLOCKS])
 def test_gradients_do_not_pass_through_what_mixes_examples(name):
     function = {**BY_POSITION, **IN_BLOCKS}[name]
-    line = f"test_example_rules.py:{inspect.getsourcelines(function)[1]}:"
+    line = f"microbatch/test_example_rules.py:{inspect.getsourcelines(function)[1]}:"
     with pytest.raises(MixedExamplesError, match="mixes the examples of the batch") as caught:
         micro_batched(traced(trained(function), state(), batch()), 2, RULES)
     assert line in str(caught.value)

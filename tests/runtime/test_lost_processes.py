@@ -5,11 +5,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.test_coordinator_link import wait_for
 
 from autopar.runtime.processes.roll_call import RollCall
 from benchmarks.lost_processes import Case, run
 from tests.in_processes import free_ports
+from tests.runtime.test_processes_coordinator_relay import wait_for
 
 
 def meeting(num_processes: int, present: list[int], timeout_s: float) -> list[RollCall]:

@@ -1,4 +1,4 @@
-"""Compiling for hardware that is not there: what names it, and TPU slices. GPUs: test_elsewhere_gpu.py."""
+"""Compiling for hardware that is not there: what names it, and TPU slices. GPUs: xla/test_aot_gpu.py."""
 
 import importlib.util
 
