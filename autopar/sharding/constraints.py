@@ -209,9 +209,10 @@ def optimizer_state(graph: OpGraph) -> frozenset[int]:
     inputs, outputs = graph.block.inputs, graph.block.outputs
     read = {v for op in graph.block.ops for v in read_by(op)}
     replaced = {inputs[i] for i, o in graph.tied if isinstance(outputs[o], int)}
-    handed = {v for i, v in enumerate(inputs) if i >= len(graph.constants) and v not in read | set(outputs)}
+    results = {o: a for o, a in enumerate(outputs) if isinstance(a, int)}  # the others are literals
+    handed = {v for i, v in enumerate(inputs) if i >= len(graph.constants)} - read - set(results.values())
     tied_results = {o for _, o in graph.tied}
-    returned = {a for o, a in enumerate(outputs) if isinstance(a, int) and o not in tied_results}
+    returned = {a for o, a in results.items() if o not in tied_results}
     found = (replaced - returned) or (set() if graph.tied else handed)
     return frozenset(v for v in found if graph.values[v].purpose is Purpose.OPTIMIZER and graph.values[v].shape)
 

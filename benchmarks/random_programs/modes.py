@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar import errors, recipes
+from autopar.common import jax_compat
 from autopar.hardware import kinds
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 from autopar.sharding.rules import RuleBook
@@ -233,22 +234,17 @@ class Bench:
         if x64 and self.program.seed % 2:
             state, batch = jax.tree.map(lambda x: _wide(np.asarray(x)), (state, batch))
         if perturbed is not None:
+            unit = _unit_of_rounding(jax.make_jaxpr(self.module.step)(state, batch).jaxpr)
             random = np.random.default_rng(perturbed)
 
             def moved(x: Any) -> Any:
                 x = np.asarray(x)
                 if not jax.numpy.issubdtype(x.dtype, np.inexact):
                     return x
-                # In every unit of rounding of the type; sums of many terms need more than one.
-                eps = 2.0**-8 if self._is_low_precision else 16 * float(jax.numpy.finfo(x.dtype).eps)
-                return (x * (1 + eps * random.uniform(-1, 1, x.shape))).astype(x.dtype)
+                return (x * (1 + unit * random.uniform(-1, 1, x.shape))).astype(x.dtype)
 
             state, batch = jax.tree.map(moved, (state, batch))
         return state, batch
-
-    @property
-    def _is_low_precision(self) -> bool:
-        return any(s.dtype in ("bfloat16", "float16") for s in self.program.statements)
 
     def _step(self, mode: Mode, **options: Any) -> autopar.Step:
         plan = eval(mode.plan, {"recipes": recipes, "autopar": autopar, "P": PartitionSpec}) if mode.plan else None
@@ -277,6 +273,18 @@ class Bench:
             plan = self._step(Mode(name="free search", devices=devices)).plan(*self.arguments(False))
             self._peaks[devices] = max(plan.predicted.peak_bytes)
         return self._peaks[devices]
+
+
+def _unit_of_rounding(jaxpr: Any) -> float:
+    """What one operation may round in the coarsest float type that a program computes in, sub-programs included.
+
+    Sums of many terms round more than once; those of half precision are kept in float32.
+    """
+    dtypes = {v.aval.dtype for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "dtype")}
+    infos = [jax.numpy.finfo(dtype) for dtype in dtypes if jax.numpy.issubdtype(dtype, np.inexact)]
+    own = [float(info.eps) * (0.5 if info.bits == 16 else 16) for info in infos]
+    inner = [_unit_of_rounding(found) for eqn in jaxpr.eqns for found in jax_compat.jaxprs_in(eqn)]
+    return max([*own, *inner], default=0.0)
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

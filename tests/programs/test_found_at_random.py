@@ -85,6 +85,16 @@ def test_offloaded_state_that_is_also_a_result_stays_on_the_devices():
     assert in_host == {"state['m']"}
 
 
+def test_offloaded_state_beside_a_literal_result():
+    def step(state, x):
+        grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(state["w"])
+        m = 0.9 * state["m"] + grads
+        return {"w": state["w"] - m, "m": m}, {"constant": 3}
+
+    state = {name: np.ones((4, 4), np.float32) for name in ("w", "m")}
+    same_as_jit(step, state, np.ones((8, 4), np.float32), plan=recipes.zero(1, offload="optimizer"))
+
+
 def test_literal_results_of_a_pipeline_are_as_weak_as_those_of_jit():
     def step(w, x):
         return w, {"y": jnp.max(jnp.tanh(x @ w)), "rate": 1.5, "count": 3, "strong": jnp.float32(2)}
