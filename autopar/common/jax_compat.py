@@ -22,7 +22,7 @@ from jax.extend import source_info_util
 from jax.extend.mlir import ir, passmanager
 from jax.interpreters import mlir
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 Literal = jax_core.Literal
 DropVar = jax_core.DropVar

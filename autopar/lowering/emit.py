@@ -22,6 +22,7 @@ from autopar.ir.graph import Constant, OpGraph, OpKind
 from autopar.ir.jax_sharding import DEVICE_MEMORY, named_sharding, partition_spec
 from autopar.ir.layout import Layout
 from autopar.ir.value_state import HOST, RAW
+from autopar.lowering.dynamic_slices import with_starts_in_range
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -136,7 +137,8 @@ class Emitter:
     # Computing
 
     def compute(self, instruction: Compute, env: Environment) -> None:
-        op, operands = instruction.op, self.operands(instruction, env)
+        op = instruction.op
+        operands = with_starts_in_range(op.eqn, self.operands(instruction, env))
         partial_in = [place is not None and bool(place[0].partial) for place in instruction.reads]
         if op.primitive == "fft":
             outs = self.fourier_transform(instruction, operands)

@@ -55,7 +55,7 @@ def contract(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> Co
     runs = [list(equal) for _, equal in itertools.groupby(range(num_layers), key=lambda layer: kinds[layer])]
     layer_of = dict(zip((op.id for op in graph.block.ops), assignment.layer_of, strict=True))
     while True:
-        made = _without([run for run in runs if len(run) > 2], graph, assignment, layer_of, members)
+        made = _without([run for run in runs if len(run) > 2], graph, assignment, layer_of, members, num_layers)
         if isinstance(made, Contracted):
             return made
         runs = [run for run in runs if made not in run]
@@ -67,6 +67,7 @@ def _without(
     assignment: LayerAssignment,
     layer_of: dict[int, int | None],
     members: dict[int, list[Op]],
+    num_layers: int,
 ) -> Contracted | int:
     """The graph without the inner layers of the runs, or a layer that cannot be taken out."""
     dropped = {layer: (run[0], run[-1]) for run in runs for layer in run[1:-1]}
@@ -96,7 +97,7 @@ def _without(
         made.update(op.outputs)
     kept, alone = _wanted(kept, graph, layer_of)
     layer_of = {**layer_of, **alone}
-    weight = {layer: 1.0 for layer in members if layer not in dropped}
+    weight = {layer: 1.0 for layer in range(num_layers) if layer not in dropped}
     for run in runs:
         weight[run[0]] = weight[run[-1]] = len(run) / 2
     counted = tuple(
@@ -119,11 +120,10 @@ def _without(
         donated=frozenset(at[i] for i in graph.donated if i in at),
         batch=frozenset(at[i] for i in graph.batch if i in at),
     )
-    stands_for = {layer: layer for layer in members}
+    stands_for = {layer: layer for layer in range(num_layers)}
     for run in runs:
         half = (run[0] + run[-1] + 1) // 2
         stands_for.update({layer: run[0] if layer < half else run[-1] for layer in run})
-    num_layers = 1 + max(members)
     stays = {op.id: op for op in counted}
     return Contracted(
         graph=smaller,
@@ -131,7 +131,7 @@ def _without(
             (stays[a.id], stays[b.id]) for run in runs for a, b in zip(members[run[0]], members[run[-1]], strict=True)
         ),
         layer_of={op.id: layer_of[op.id] for op in counted},
-        stands_for=tuple(stands_for.get(layer, layer) for layer in range(num_layers)),
+        stands_for=tuple(stands_for[layer] for layer in range(num_layers)),
         weight=weight,
         home_of=tuple(assignment.homes[i] for i in inputs),
     )

@@ -157,3 +157,28 @@ def test_attention_that_cannot_be_shared_is_named_by_its_line():
     line = step.__code__.co_firstlineno
     with pytest.raises(UnsupportedError, match=rf"test_found_at_random\.py:({line + 1}|{line + 2}):.*3 positions"):
         parallel.plan(np.ones((4, 4), np.float32), x)
+
+
+def test_a_slice_that_starts_out_of_range_and_is_split():
+    """XLA makes one slice of this one and of that of each device's part; it forgets that the first start is clamped."""
+
+    def step(w, x):
+        def loss(w):
+            rows = jax.lax.dynamic_slice_in_dim(x, jnp.argmax(x) % 6, 2, axis=1)  # 5: the last that is in range is 4
+            return jnp.mean(jnp.sum(rows, axis=-1) ** 2) + jnp.mean((x @ w) ** 2)
+
+        out, grads = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grads, out
+
+    x = np.random.default_rng(0).normal(size=(12, 6, 8, 3))
+    x.reshape(-1)[143] = 10
+    with jax.enable_x64():
+        same_as_jit(step, np.ones((3, 2)), x, devices=8, plan=recipes.tensor_parallel("2.5d", depth=2))
+
+
+def test_a_step_whose_only_layer_is_cheap_enough_for_every_stage():
+    def step(state, x):
+        y = jax.lax.associative_scan(lambda a, b: 0.5 * a + b, x, axis=1)
+        return state, {"y": y, "most": jnp.max(y)}
+
+    same_as_jit(step, {}, np.arange(144, dtype=np.float32).reshape(12, 12), devices=8, num_microbatches=2)
