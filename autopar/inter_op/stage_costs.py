@@ -275,7 +275,9 @@ class _Pricing:
         for layer, row in self.rows.items():
             for policy in Recompute:
                 backward = parts.get((layer, Section.BACKWARD), [])
-                again, kept = self.recomputed(self.again[policy][layer], forward.get(layer, []), backward)
+                again, kept = self.recomputed(
+                    self.again[policy].get(layer, frozenset()), forward.get(layer, []), backward
+                )
                 row.again_s[policy] = sum(time_s for _, time_s in again)
                 row.saved_bytes[policy] = sum(self.nbytes(key) for key in kept & made_forward)
                 deferred = self.deferred([i for i, _ in again], backward)
