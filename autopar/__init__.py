@@ -2,13 +2,13 @@
 
 from autopar import distributed, errors, recipes
 from autopar.api import parallelize, plan
-from autopar.constrain import constrain
+from autopar.constraining import constrain
 from autopar.executables.compiled_step import Compiled
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.step import Step
-from autopar.tune import Timed, Tuning, tune
-from autopar.verify import Verification, verify
+from autopar.tuning import Timed, Tuning, tune
+from autopar.verification import Verification, verify
 
 __all__ = [
     "Cluster",

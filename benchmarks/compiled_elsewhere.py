@@ -98,7 +98,7 @@ def compare(target: str, model: str) -> Row:
     """Plans and compiles in this process."""
     import autopar
     from autopar.errors import MissingCompilerError
-    from autopar.verify import compare_traffic, compiled_elsewhere, peak_bytes
+    from autopar.verification import compare_traffic, compiled_elsewhere, peak_bytes
     from autopar.xla import collectives
 
     step, args, options = MODELS[model]()

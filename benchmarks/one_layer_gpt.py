@@ -16,7 +16,7 @@ import time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import autopar
-from autopar.verify import compiled_elsewhere
+from autopar.verification import compiled_elsewhere
 from benchmarks.plain_steps import one_layer_gpt
 
 

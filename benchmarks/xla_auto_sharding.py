@@ -102,7 +102,7 @@ def of_the_pass(step: str, topology: str, mesh: str, python: str, limit_s: float
 def of_ours(step: str, topology: str, memory_limit_bytes: int | None) -> Row:
     """Plans and compiles in this process."""
     import autopar
-    from autopar.verify import compiled_elsewhere, peak_bytes
+    from autopar.verification import compiled_elsewhere, peak_bytes
     from benchmarks.plain_steps import STEPS
 
     case = STEPS[step]()

@@ -27,10 +27,10 @@ from benchmarks.predicted_time import Running, take_turns  # first of all: it as
 import jax  # isort: skip
 
 import autopar  # isort: skip
-from autopar import tune
+from autopar import tuning
 from autopar.hardware import calibrate
 from autopar.plan.render import in_short
-from autopar.verify import peak_bytes, traffic_of
+from autopar.verification import peak_bytes, traffic_of
 from benchmarks.auto_vs_manual.manual import AUTO, TIMED
 from benchmarks.auto_vs_manual.models import Model, models
 from benchmarks.auto_vs_manual.planning import cluster_of, line_of, outcome_of, plan_row, with_plan
@@ -113,7 +113,7 @@ def main(name: str, cluster_text: str, *names: str) -> None:
                         case.step, cluster=cluster, plan=plan, cache_dir=None, show_progress=False
                     )
                     compiled = step.compile(*model.shapes())
-                    text = program_of[recipe] = tune.program_of(compiled)
+                    text = program_of[recipe] = tuning.program_of(compiled)
                     if text not in programs:
                         programs[text] = InAProcess(name, recipe, plan, directory)
                     row = dataclasses.replace(
@@ -150,7 +150,7 @@ def timed_row(model: Model, cluster_text: str, cluster: autopar.Cluster) -> tupl
     step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, show_progress=False)
     try:
         tuned = autopar.tune(step, step.init(case.init, jax.random.key(0)), case.batch(0))
-    except tune.FAILURES as error:
+    except tuning.FAILURES as error:
         return dataclasses.replace(row, why=str(error).strip().splitlines()[0]), None
     print(tuned, file=sys.stderr, flush=True)
     count = sum(timed.measured_s is not None for timed in tuned.rows)

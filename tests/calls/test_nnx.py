@@ -12,7 +12,7 @@ from flax import nnx
 import autopar
 from autopar import recipes
 from autopar.errors import UnsupportedError
-from autopar.tune import tune
+from autopar.tuning import tune
 from tests.small_steps import assert_close, mlp_batch, slow_cluster
 
 

@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import UnsupportedError
-from autopar.tune import tune
+from autopar.tuning import tune
 from tests.small_steps import assert_close, mlp_batch, mlp_loss, new_mlp_state, python, slow_cluster
 
 

@@ -16,7 +16,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.intra_op.choice_graph import assemble
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.rules import RuleBook
-from autopar.verify import leaf_difference
+from autopar.verification import leaf_difference
 
 MESH = LogicalMesh(axis_sizes=(2,))
 

@@ -18,7 +18,7 @@ from autopar.hardware import discovery, kinds
 from autopar.lowering.host_offload import AHEAD, BUCKETS
 from autopar.lowering.instructions import HostCopy
 from autopar.plan.schema import MemoryKind
-from autopar.verify import compiled_elsewhere
+from autopar.verification import compiled_elsewhere
 from autopar.xla import aot_gpu
 from benchmarks.zoo import CASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, chain_loss, mlp_step, slow_cluster, verified

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.verify import Compared, leaf_difference
+from autopar.verification import Compared, leaf_difference
 from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import tune
+from autopar import tuning
 from autopar.common.progress import Progress
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import DonatedStateError, InvalidArgumentError, NotEnoughDevicesError, UnsupportedError
 from autopar.hardware import kinds
 from autopar.hardware.cluster import Cluster, Link
 from autopar.intra_op import spmd_search
-from autopar.tune import LEAST_ROUNDS, MOST_ROUNDS, in_turns, tuned_by
+from autopar.tuning import LEAST_ROUNDS, MOST_ROUNDS, in_turns, tuned_by
 from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,
@@ -251,7 +251,7 @@ def test_one_state_at_a_time_lies_on_the_devices():
 def test_what_failed_leaves_nothing_on_the_devices(monkeypatch):
     step, args = mlp(), (new_mlp_state(), mlp_batch())
     before = {id(x) for x in jax.live_arrays()}
-    put_copies, calls = tune.put_copies, []
+    put_copies, calls = tuning.put_copies, []
 
     def failing(leaves, compiled):
         made = put_copies(leaves, compiled)
@@ -268,7 +268,7 @@ def test_what_failed_leaves_nothing_on_the_devices(monkeypatch):
         assert not [x.shape for x in jax.live_arrays() if id(x) not in before]
         return took
 
-    monkeypatch.setattr(tune, "put_copies", failing)
+    monkeypatch.setattr(tuning, "put_copies", failing)
     found = tuned_by(clock, step, args, {}, 1.2, 8, 0.0)
     assert found.rows[1].why == "out of memory beside 5 arrays"
 
@@ -322,14 +322,14 @@ def test_where_all_fail_the_first_error_is_raised():
 
 
 def test_a_plan_that_is_not_compiled_is_listed(monkeypatch):
-    build = tune.build
+    build = tuning.build
 
     def refusing(traced, plan, rules):
         if plan.record.axis_sizes == (8,):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much")
         return build(traced, plan, rules)
 
-    monkeypatch.setattr(tune, "build", refusing)
+    monkeypatch.setattr(tuning, "build", refusing)
     found = by([2.0], beside={}, within=1.2)
     assert [(row.name, row.why) for row in found.rows] == [
         ("near: mesh x=2 x y=4", ""),
@@ -492,14 +492,14 @@ def test_recipes_that_do_not_fit_are_listed_and_not_timed():
 
 
 def test_the_search_s_own_plan_is_timed_though_a_recipe_is_predicted_to_be_faster(monkeypatch):
-    made = tune.make_plan
+    made = tuning.make_plan
 
     def faster(*args):
         plan = made(*args)
         predicted = dataclasses.replace(plan.predicted, step_time_s=1e-9)
         return dataclasses.replace(plan, record=dataclasses.replace(plan.record, predicted=predicted))
 
-    monkeypatch.setattr(tune, "make_plan", faster)
+    monkeypatch.setattr(tuning, "make_plan", faster)
     found = by([1.0], beside={"zero(1)": ZERO["zero(1)"]}, most=1)
     assert [row.name for row in found.rows if row.measured_s] == ["search: mesh x=8"]
     assert {row.name: row.why for row in found.rows}["zero(1)"] == "not among the 1 predicted to be the fastest"
