@@ -614,7 +614,7 @@ def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlanningRequest:
     """A step traced for its arguments, and what is asked of the search for it. `arguments` without the static ones."""
 
     traced: TracedStep
@@ -626,7 +626,7 @@ class Asked:
     show_progress: bool
 
 
-def asked_of(step: Step, *args: Any) -> Asked:
+def planning_request_of(step: Step, *args: Any) -> PlanningRequest:
     """What a step that searches would ask of the search for these arguments, of which none is a shape alone.
 
     Raises: InvalidArgumentError where the step has a plan, a recipe or another step's layout already, or gets shapes;
@@ -661,7 +661,7 @@ def asked_of(step: Step, *args: Any) -> Asked:
         step._tell(impure)
         traced = traced_once(traced)
     cluster, wanted = step._wanted(traced)
-    return Asked(
+    return PlanningRequest(
         traced=traced,
         trees=trees,
         cluster=cluster,

@@ -32,7 +32,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.runtime.execution.dispatch import drain
-from autopar.step import Asked, Step, asked_of, check_is_step, keep_rules
+from autopar.step import PlanningRequest, Step, check_is_step, keep_rules, planning_request_of
 
 # Recipes that are timed beside the search's plans, by the names that they have in the table.
 BESIDE = (("data_parallel()", data_parallel()), *((f"zero({stage})", zero(stage)) for stage in (1, 2, 3)))
@@ -145,7 +145,7 @@ def tuned_by(
 ) -> Tuning:
     """`tune` with a clock of one's own."""
     _check(step, beside, within, most, seconds)
-    asked = asked_of(step, *args)
+    asked = planning_request_of(step, *args)
     progress = Progress(f"autopar tune {step.__name__}", show=asked.show_progress)
     with collected_seldom():
         found = list(_planned(asked, beside, within, progress))
@@ -247,7 +247,7 @@ def _check(step: Any, beside: Any, within: float, most: int, seconds: float) -> 
 
 
 def _planned(
-    asked: Asked, beside: Mapping[str, Recipe], within: float, progress: Progress
+    asked: PlanningRequest, beside: Mapping[str, Recipe], within: float, progress: Progress
 ) -> Iterable[tuple[str, Plan | AutoparError]]:
     """By name the search's choice and what it worked out near it, then the recipes; or what refused them."""
     given = asked.traced, asked.trees, asked.cluster
@@ -282,7 +282,7 @@ def under(recipe: Recipe, options: PlanOptions) -> PlanOptions:
 
 
 def _compiled(
-    asked: Asked, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
+    asked: PlanningRequest, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
 ) -> tuple[list[_Running], list[_Failed], list[Timed]]:
     """(those to be timed, those that are not compiled, those that need not be) of plans, of which the first is timed
     in any case, and which come fastest first then.

@@ -27,11 +27,11 @@ from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import Choice, Cut, build, cut_layers
+from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice, build, cut_layers
 from autopar.inter_op.evaluate import choice_of
 from autopar.inter_op.search import search_pipelines, tables
 from autopar.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
-from autopar.inter_op.staged import Staged
+from autopar.inter_op.staged import StagedStep
 from autopar.passes.assign_stages import balanced
 from autopar.passes.split_scan import cut_scans
 from autopar.plan.options import PipelineOptions
@@ -95,9 +95,11 @@ def traced_step(model: Model):
     return trace(case.step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
 
 
-def alpas_plan(model: Model, cluster: Cluster, cuts: dict[int, Cut]) -> tuple[Staged, Choice, int]:
+def alpas_plan(
+    model: Model, cluster: Cluster, cuts: dict[int, MicrobatchedStep]
+) -> tuple[StagedStep, StageChoice, int]:
     """The published stages, with the rest chosen best for them: of the best few by the tables the fastest as built."""
-    ranked: list[tuple[tuple[bool, float], Choice, int]] = []
+    ranked: list[tuple[tuple[bool, float], StageChoice, int]] = []
     limit_bytes, decided = cluster.device.memory_bytes, {}
     for m, cut in cuts.items():
         sizes = submesh_sizes(cluster, PipelineOptions(), len(cut.layers))

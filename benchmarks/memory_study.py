@@ -26,7 +26,7 @@ from jax.extend import core as jax_core
 
 from autopar.common import jax_compat
 from autopar.cost import peak_memory
-from autopar.cost.xla_program import Step
+from autopar.cost.xla_program import MemoryStep
 from benchmarks.zoo import CASES
 
 MEBIBYTE = 1 << 20
@@ -46,7 +46,7 @@ _UNFUSED = frozenset(
 )  # fmt: skip
 
 
-def program_of(closed: Any, donated: Mapping[int, int] | None = None) -> peak_memory.Program:
+def program_of(closed: Any, donated: Mapping[int, int] | None = None) -> peak_memory.MemoryProgram:
     """A closed jaxpr with unsharded sizes as a `Program`.
 
     Args:
@@ -56,10 +56,10 @@ def program_of(closed: Any, donated: Mapping[int, int] | None = None) -> peak_me
     reader = _Reader()
     jaxpr = jax_compat.open_jaxpr(closed)
     arguments = [reader.new(v.aval) for v in jaxpr.invars]
-    steps: list[Step] = []
+    steps: list[MemoryStep] = []
     results = reader.inline(closed, arguments, steps)
     kept = [reader.own(r, arguments, steps) for r in results]
-    return peak_memory.Program(
+    return peak_memory.MemoryProgram(
         steps=tuple(steps),
         nbytes=reader.nbytes,
         arguments=(*arguments, *reader.constants),
@@ -77,15 +77,15 @@ class _Reader:
         self.nbytes[len(self.nbytes)] = nbytes(aval)
         return len(self.nbytes) - 1
 
-    def own(self, value: int, arguments: list[int], steps: list[Step]) -> int:
+    def own(self, value: int, arguments: list[int], steps: list[MemoryStep]) -> int:
         """A result that is an argument handed through needs memory of its own."""
         if value not in arguments:
             return value
         self.nbytes[len(self.nbytes)] = self.nbytes[value]
-        steps.append(Step(inputs=(value,), outputs=(len(self.nbytes) - 1,), kind="convert", fusible=True))
+        steps.append(MemoryStep(inputs=(value,), outputs=(len(self.nbytes) - 1,), kind="convert", fusible=True))
         return len(self.nbytes) - 1
 
-    def inline(self, closed: Any, arguments: list[int], steps: list[Step]) -> list[int]:
+    def inline(self, closed: Any, arguments: list[int], steps: list[MemoryStep]) -> list[int]:
         jaxpr = jax_compat.open_jaxpr(closed)
         env: dict[Any, int] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var in jaxpr.constvars:
@@ -95,7 +95,7 @@ class _Reader:
         def read(atom: Any) -> int:
             if isinstance(atom, jax_core.Literal):
                 value = self.new(atom.aval)
-                steps.append(Step(inputs=(), outputs=(value,), kind="iota", fusible=True))
+                steps.append(MemoryStep(inputs=(), outputs=(value,), kind="iota", fusible=True))
                 return value
             return env[atom]
 
@@ -110,7 +110,9 @@ class _Reader:
                 if name in jax_compat.REMAT_CALLS and eqn.params.get("prevent_cse", True):
                     passed = [self.new(a.aval) for a in eqn.invars]
                     steps.append(
-                        Step(inputs=tuple(inputs), outputs=tuple(passed), kind="optimization_barrier", fusible=False)
+                        MemoryStep(
+                            inputs=tuple(inputs), outputs=tuple(passed), kind="optimization_barrier", fusible=False
+                        )
                     )
                     inputs = passed
                 outputs = self.inline(eqn.params[key], inputs, steps)
@@ -118,7 +120,7 @@ class _Reader:
                 inputs = [read(a) for a in eqn.invars if not isinstance(a, jax_core.Literal)]
                 outputs = [self.new(v.aval) for v in eqn.outvars]
                 steps.append(
-                    Step(
+                    MemoryStep(
                         inputs=tuple(inputs), outputs=tuple(outputs), kind=kind_of(eqn), fusible=name not in _UNFUSED,
                         reduces_last=reduces_last(eqn), key=key_of(eqn),
                         half_precision=all(
@@ -129,13 +131,13 @@ class _Reader:
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
-    def body(self, closed: Any) -> tuple[tuple[int, ...], tuple[Step, ...], tuple[int, ...]]:
+    def body(self, closed: Any) -> tuple[tuple[int, ...], tuple[MemoryStep, ...], tuple[int, ...]]:
         inputs = [self.new(v.aval) for v in jax_compat.open_jaxpr(closed).invars]
-        steps: list[Step] = []
+        steps: list[MemoryStep] = []
         outputs = self.inline(closed, inputs, steps)
         return tuple(inputs), tuple(steps), tuple(outputs)
 
-    def nested(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
+    def nested(self, eqn: Any, inputs: list[int], outputs: list[int]) -> MemoryStep:
         match eqn.primitive.name:
             case "scan":
                 return self.scan(eqn, inputs, outputs)
@@ -144,30 +146,32 @@ class _Reader:
             case _:
                 return self.cond(eqn, inputs, outputs)
 
-    def scan(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
+    def scan(self, eqn: Any, inputs: list[int], outputs: list[int]) -> MemoryStep:
         num_constants, num_carried = jax_compat.scan_counts(eqn.params)
         inner, steps, results = self.body(eqn.params["jaxpr"])
-        return Step(
+        return MemoryStep(
             inputs=tuple(inputs), outputs=tuple(outputs), kind="scan", fusible=False, body=steps, body_inputs=inner,
             body_outputs=results, num_constants=num_constants, num_carried=num_carried, trips=eqn.params["length"],
         )  # fmt: skip
 
-    def cond(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
+    def cond(self, eqn: Any, inputs: list[int], outputs: list[int]) -> MemoryStep:
         branches = []
         for closed in eqn.params["branches"]:
             inner, steps, results = self.body(closed)
             branches.append(
-                Step(
+                MemoryStep(
                     inputs=tuple(inputs[1:]), outputs=tuple(outputs), kind="branch", fusible=False, body=steps,
                     body_inputs=inner, body_outputs=results,
                 )
             )  # fmt: skip
-        return Step(inputs=tuple(inputs), outputs=tuple(outputs), kind="cond", fusible=False, body=tuple(branches))
+        return MemoryStep(
+            inputs=tuple(inputs), outputs=tuple(outputs), kind="cond", fusible=False, body=tuple(branches)
+        )
 
-    def loop(self, eqn: Any, inputs: list[int], outputs: list[int]) -> Step:
+    def loop(self, eqn: Any, inputs: list[int], outputs: list[int]) -> MemoryStep:
         skipped, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         inner, steps, results = self.body(eqn.params["body_jaxpr"])
-        return Step(
+        return MemoryStep(
             inputs=tuple(inputs[skipped:]), outputs=tuple(outputs), kind="while", fusible=False, body=steps,
             body_inputs=inner, body_outputs=results, num_constants=constants, num_carried=len(outputs),
         )  # fmt: skip

@@ -19,14 +19,14 @@ import jax
 from autopar.attention import ring
 from autopar.attention.checks import score_products
 from autopar.attention.polynomial import Sum, add, equal, multiply, term_of
-from autopar.attention.ring import KEY, NONE, Expression, Form, Gradients
+from autopar.attention.ring import KEY, NONE, AttentionForm, Expression, Gradients
 from autopar.attention.symbolic import Around, Label, Labels, Product, Reader, Use, nodes_of
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, read_by
 from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered
 from autopar.sharding.rules import equation_key
-from autopar.sharding.semantics import described
+from autopar.sharding.semantics import annotate_semantics
 
 
 def blockwise(graph: OpGraph) -> OpGraph:
@@ -34,13 +34,13 @@ def blockwise(graph: OpGraph) -> OpGraph:
 
     Raises: UnsupportedError where scores are left.
     """
-    named = described(graph)
+    named = annotate_semantics(graph)
     wanted = {op.id for op in score_products(named)}
     fresh = Fresh(graph)
     block = _rewritten(graph.block, named, wanted, fresh, Around({}, {}))
     values = tuple(dataclasses.replace(v, dimensions=(), purpose=None) for v in fresh.values)
     rewritten = renumbered(dataclasses.replace(graph, values=values, block=block))
-    for op in score_products(described(rewritten)):
+    for op in score_products(annotate_semantics(rewritten)):
         raise UnsupportedError(
             where=f"{op.module or 'the step'} at {jax_compat.source_line(op.eqn)}",
             expected="attention as softmax(scale * q k^T + mask) v with weights that nothing else reads, and as many "
@@ -238,7 +238,7 @@ class _Writer:
         return multiply(slope, changes)
 
     def write(self, found: _Found) -> None:
-        forward: dict[int, tuple[Op, Form]] = {}  # by the values that are weighed
+        forward: dict[int, tuple[Op, AttentionForm]] = {}  # by the values that are weighed
         for use in found.values:
             if use.other not in forward:
                 made = self.forward(found, use.other, use.at, use.out, use.op)
@@ -251,7 +251,7 @@ class _Writer:
         for number in dict.fromkeys(number for _, number in found.of_products):
             self.backward(found, number, forward)
 
-    def backward(self, found: _Found, number: int, forward: dict[int, tuple[Op, Form]]) -> None:
+    def backward(self, found: _Found, number: int, forward: dict[int, tuple[Op, AttentionForm]]) -> None:
         """One operation for the gradients that go back from one gradient of a result (`change`)."""
         product = self.reader.products[number]
         sides = self.sides(product, self.reader.of(self.reader.weights[found.tree][1]))
@@ -320,7 +320,9 @@ class _Writer:
         found_letters = [names.get(self.reader.of(x)) for x in labels]
         return "".join(x for x in found_letters if x) if all(found_letters) else None
 
-    def forward(self, found: _Found, value: int, value_at: Labels, out_at: Labels, like: Op) -> tuple[Op, Form] | None:
+    def forward(
+        self, found: _Found, value: int, value_at: Labels, out_at: Labels, like: Op
+    ) -> tuple[Op, AttentionForm] | None:
         """The operation of a forward pass; None where its dimensions are not those of one."""
         scores, _ = self.reader.weights[found.tree]
         parts = [self.letters(found, at, value_at) for at in (found.query_at, found.key_at, value_at, out_at, scores)]
@@ -341,7 +343,7 @@ class _Writer:
         score = self.written(found, value_at, found.tree, arrays)
         if len(positions) != 1 or score is None or any(set(a) - set(scored) - {NONE} for _, a in arrays):
             return None
-        form = Form(
+        form = AttentionForm(
             query=query, key=key, value=weighed, out=out, rows=rows, position=positions[0], score=score,
             arrays=tuple(letters for _, letters in arrays),
         )  # fmt: skip
@@ -374,7 +376,7 @@ class _Writer:
 
     # Operations
 
-    def operation(self, form: Form, gradients: Gradients | None, operands: Sequence[Atom], like: Op) -> Op:
+    def operation(self, form: AttentionForm, gradients: Gradients | None, operands: Sequence[Atom], like: Op) -> Op:
         values = [self.fresh.values[v] for v in operands if isinstance(v, int)]
         avals = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
         eqn = jax_compat.at_line_of(like.eqn, ring.equation(form, gradients, avals))

@@ -43,7 +43,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class AttentionForm:
     """What an attention computes: softmax over the keys of an expression of query times key, times value.
 
     Each string names the dimensions of an array, one letter each. `position` is the letter of the queries' positions;
@@ -92,7 +92,7 @@ class Places:
 HERE = Places(axes={}, sizes={})
 
 
-def letters(form: Form, gradients: Gradients | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def letters(form: AttentionForm, gradients: Gradients | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The dimensions of (operands, results): of the forward pass, or with gradients of the backward pass."""
     if gradients is None:
         return (form.query, form.key, form.value, *form.arrays), (form.out, form.rows, form.rows)
@@ -103,7 +103,9 @@ def letters(form: Form, gradients: Gradients | None) -> tuple[tuple[str, ...], t
 # The passes on one device's part
 
 
-def forward(form: Form, places: Places, query: Any, key: Any, value: Any, *arrays: Any) -> tuple[Any, Any, Any]:
+def forward(
+    form: AttentionForm, places: Places, query: Any, key: Any, value: Any, *arrays: Any
+) -> tuple[Any, Any, Any]:
     """(result, largest score of each row, sum of each row's exponentials over that of the largest)."""
     exact = _exact(query)
     here, count = places.index(form.position), places.size(form.position)
@@ -129,7 +131,7 @@ def forward(form: Form, places: Places, query: Any, key: Any, value: Any, *array
 
 
 def backward(
-    form: Form,
+    form: AttentionForm,
     gradients: Gradients,
     places: Places,
     query: Any,
@@ -195,15 +197,15 @@ def _einsum(spec: str, one: Any, other: Any, exact: Any) -> Any:
     return lax.platform_dependent(one, other, cpu=lambda a, b: mixed(a.astype(exact), b.astype(exact)), default=mixed)
 
 
-def _product(form: Form, query: Any, key: Any) -> Any:
+def _product(form: AttentionForm, query: Any, key: Any) -> Any:
     return _einsum(f"{form.query},{form.key}->{form.rows}{KEY}", query, key, _exact(query))
 
 
-def _scores(form: Form, places: Places, source: Any, query: Any, key: Any, arrays: Sequence[Any]) -> Any:
+def _scores(form: AttentionForm, places: Places, source: Any, query: Any, key: Any, arrays: Sequence[Any]) -> Any:
     return _score(form, places, source, _product(form, query, key), arrays)
 
 
-def _score(form: Form, places: Places, source: Any, product: Any, arrays: Sequence[Any]) -> Any:
+def _score(form: AttentionForm, places: Places, source: Any, product: Any, arrays: Sequence[Any]) -> Any:
     """The expression of products of this device's queries with the keys of device `source`."""
     dims = form.rows + KEY
     size = dict(zip(dims, product.shape, strict=True))
@@ -261,7 +263,7 @@ def _finite(largest: Any) -> Any:
     return jnp.where(jnp.isneginf(largest), jnp.zeros_like(largest), largest)
 
 
-def _weighed(form: Form) -> str:
+def _weighed(form: AttentionForm) -> str:
     """The dimensions of a weighed sum of values as they are kept while blocks come: rows first."""
     return form.rows + "".join(letter for letter in form.out if letter not in form.rows)
 
@@ -270,7 +272,7 @@ def _along(rows: Any, dims: str, others: str) -> Any:
     return rows.reshape((*rows.shape, *(1 for _ in others[len(dims) :])))
 
 
-def _joined(form: Form, one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+def _joined(form: AttentionForm, one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     """Two parts of a row's sums at the scale of the larger of their maxima."""
     largest = jnp.maximum(one[1], other[1])
     by = [jnp.exp(part[1] - _finite(largest)) for part in (one, other)]
@@ -290,11 +292,11 @@ def _next(arrays: Any, places: Places, letter: str, step: int) -> Any:
 # The operations
 
 
-def _here(*args: Any, form: Form, gradients: Gradients | None) -> tuple[Any, ...]:
+def _here(*args: Any, form: AttentionForm, gradients: Gradients | None) -> tuple[Any, ...]:
     return run(form, gradients, HERE, args)
 
 
-def run(form: Form, gradients: Gradients | None, places: Places, args: Sequence[Any]) -> tuple[Any, ...]:
+def run(form: AttentionForm, gradients: Gradients | None, places: Places, args: Sequence[Any]) -> tuple[Any, ...]:
     """One pass on one device's part: forward, or with gradients backward."""
     if gradients is None:
         return forward(form, places, *args)
@@ -307,7 +309,7 @@ PRIMITIVES = frozenset({FORWARD.name, BACKWARD.name})
 
 
 @functools.cache
-def equation(form: Form, gradients: Gradients | None, avals: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+def equation(form: AttentionForm, gradients: Gradients | None, avals: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
     """The equation of a pass on operands of these shapes."""
     primitive = FORWARD if gradients is None else BACKWARD
     closed = jax.make_jaxpr(lambda *args: primitive.bind(*args, form=form, gradients=gradients))(*avals)

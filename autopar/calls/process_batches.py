@@ -67,7 +67,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Passed:
+class PassedBatch:
     """What one process passed, to which step: the word it was told, its batch, hashes of its other arguments."""
 
     word: str
@@ -79,7 +79,7 @@ class Passed:
         return json.dumps([self.word, [dataclasses.astuple(leaf) for leaf in self.batch], self.others, self.step])
 
     @classmethod
-    def decode(cls, text: str) -> Passed:
+    def decode(cls, text: str) -> PassedBatch:
         word, batch, others, step = json.loads(text)
         leaves = tuple(Leaf(path, glob, tuple(shape), dtype, hash_) for path, glob, shape, dtype, hash_ in batch)
         return cls(word, leaves, tuple((path, hash_) for path, hash_ in others), step)
@@ -91,7 +91,7 @@ class Passed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Taken:
+class TakenBatch:
     """How a batch is taken: `counts` are the rows of each process for each leaf, None where it is taken as it is.
 
     `by_data`: nothing but the data said so.
@@ -102,7 +102,9 @@ class Taken:
     by_data: bool = False
 
 
-def decide(name: str, passed: Sequence[Passed], planned: Sequence[Sequence[Shape]], before: str | None) -> Taken:
+def decide(
+    name: str, passed: Sequence[PassedBatch], planned: Sequence[Sequence[Shape]], before: str | None
+) -> TakenBatch:
     """How the batches of all processes are taken, the same in all.
 
     `planned` are the shapes of the batch in each plan of the step, `before` how an earlier batch was taken.
@@ -113,7 +115,7 @@ def decide(name: str, passed: Sequence[Passed], planned: Sequence[Sequence[Shape
     first, counts = passed[0], [p.num_rows() for p in passed]
     if None in counts:  # nothing but global arrays and numbers
         _check_equal(name, passed, range(len(first.batch)))
-        return Taken(GLOBAL, (None,) * len(first.batch))
+        return TakenBatch(GLOBAL, (None,) * len(first.batch))
     per_process = tuple(n for n in counts if n is not None)
     rows = [
         i
@@ -122,7 +124,7 @@ def decide(name: str, passed: Sequence[Passed], planned: Sequence[Sequence[Shape
     ]
     _check_equal(name, passed, [i for i in range(len(first.batch)) if i not in rows])
     as_local = tuple(per_process if i in rows else None for i in range(len(first.batch)))
-    local, whole = Taken(LOCAL, as_local), Taken(GLOBAL, (None,) * len(first.batch))
+    local, whole = TakenBatch(LOCAL, as_local), TakenBatch(GLOBAL, (None,) * len(first.batch))
     other = [i for i in rows if any(p.batch[i] != first.batch[i] for p in passed)]
     _check_rest_of_shape(name, passed, other)
     if first.word == LOCAL:
@@ -145,7 +147,7 @@ def decide(name: str, passed: Sequence[Passed], planned: Sequence[Sequence[Shape
 
 
 def _as_planned(
-    passed: Sequence[Passed], as_local: Sequence[tuple[int, ...] | None], planned: Sequence[Sequence[Shape]]
+    passed: Sequence[PassedBatch], as_local: Sequence[tuple[int, ...] | None], planned: Sequence[Sequence[Shape]]
 ) -> str | None:
     """Whether a plan is for the batch that each process passed, or for their rows together."""
     whole = [leaf.shape for leaf in passed[0].batch]
@@ -156,7 +158,7 @@ def _as_planned(
     return LOCAL if together in plans else None
 
 
-def _check_alike(name: str, passed: Sequence[Passed]) -> None:
+def _check_alike(name: str, passed: Sequence[PassedBatch]) -> None:
     """Raises: ProcessMismatchError where processes differ in more than rows."""
     first = passed[0]
     for p, one in enumerate(passed[1:], 1):
@@ -195,7 +197,7 @@ def _check_alike(name: str, passed: Sequence[Passed]) -> None:
             )
 
 
-def _check_equal(name: str, passed: Sequence[Passed], leaves: Sequence[int]) -> None:
+def _check_equal(name: str, passed: Sequence[PassedBatch], leaves: Sequence[int]) -> None:
     """Raises: ProcessMismatchError where leaves without rows of each process differ between processes."""
     first = passed[0]
     for i in leaves:
@@ -211,7 +213,7 @@ def _check_equal(name: str, passed: Sequence[Passed], leaves: Sequence[int]) -> 
             )
 
 
-def _check_rest_of_shape(name: str, passed: Sequence[Passed], rows: Sequence[int]) -> None:
+def _check_rest_of_shape(name: str, passed: Sequence[PassedBatch], rows: Sequence[int]) -> None:
     """Raises: ProcessMismatchError where the rows of a leaf differ in shape or type."""
     for i in rows:
         first = passed[0].batch[i]
@@ -226,7 +228,7 @@ def _check_rest_of_shape(name: str, passed: Sequence[Passed], rows: Sequence[int
 
 
 def _told_apart(
-    name: str, passed: Sequence[Passed], leaves: Sequence[int], why: str, taken: Taken, other: Taken
+    name: str, passed: Sequence[PassedBatch], leaves: Sequence[int], why: str, taken: TakenBatch, other: TakenBatch
 ) -> ProcessMismatchError:
     """The error for a batch that was taken for one of the two and looks like the other."""
     meaning = {GLOBAL: "the whole batch, the same in all processes", LOCAL: "rows of its own in each process"}
@@ -267,7 +269,7 @@ class ProcessBatches:
     def __init__(self, name: str, word: str) -> None:
         self._name, self._word = name, word
         self._number: int | None = None
-        self._taken: dict[Any, tuple[Taken, int]] = {}
+        self._taken: dict[Any, tuple[TakenBatch, int]] = {}
         self._exchanges: collections.Counter[str] = collections.Counter()
         self._mode: str | None = None
         self._others_are_checked = False
@@ -289,7 +291,7 @@ class ProcessBatches:
         """
         leaves, tree = jax.tree.flatten([args[i] for i in batch])
 
-        def passed() -> Passed:
+        def passed() -> PassedBatch:
             called = names()
             rest = [] if self._others_are_checked else [i for i in range(len(args)) if i not in batch]
             mine, others = (_paths([args[i] for i in which], [called[i] for i in which]) for which in (batch, rest))
@@ -329,7 +331,7 @@ class ProcessBatches:
         word: str,
         leaves: list[Any],
         tree: Any,
-        passed: Callable[[], Passed],
+        passed: Callable[[], PassedBatch],
         planned: Callable[[], Sequence[PlannedBatch]],
         is_run: bool = True,
     ) -> list[Any]:
@@ -344,13 +346,13 @@ class ProcessBatches:
         self._taken[key] = taken, calls
         return [x if counts is None else ProcessRows(x, counts) for x, counts in zip(leaves, taken.counts, strict=True)]
 
-    def _compared(self, entry: str, mine: Passed, planned: Sequence[Sequence[Shape]]) -> Taken:
+    def _compared(self, entry: str, mine: PassedBatch, planned: Sequence[Sequence[Shape]]) -> TakenBatch:
         if self._number is None:
             self._number = next(self._numbers)
         key = f"autopar/batches/{self._number}/{entry}/{self._exchanges[entry]}"
         self._exchanges[entry] += 1
         said = exchange(self._name, key, dataclasses.replace(mine, step=self._name).encode())
-        taken = decide(self._name, [Passed.decode(text) for text in said], planned, self._mode)
+        taken = decide(self._name, [PassedBatch.decode(text) for text in said], planned, self._mode)
         if taken.by_data and jax.process_index() == 0:
             rows = next(counts for counts in taken.counts if counts is not None)
             logger.warning(
@@ -384,12 +386,12 @@ def _paths(args: Sequence[Any], names: Sequence[str]) -> list[tuple[str, Any]]:
     return list(zip(paths, leaves, strict=True))
 
 
-def _passed(word: str, batch: Sequence[tuple[str, Any]], others: Sequence[tuple[str, Any]]) -> Passed:
+def _passed(word: str, batch: Sequence[tuple[str, Any]], others: Sequence[tuple[str, Any]]) -> PassedBatch:
     leaves = tuple(
         Leaf(path, not is_whole(x), *_shape_and_type(x, path), _where(x) or _hash(x, path)) for path, x in batch
     )
     values = [(path, x) for path, x in others if is_whole(x) and not isinstance(x, jax.ShapeDtypeStruct)]
-    return Passed(word, leaves, tuple((path, _hash(x, path)) for path, x in values))
+    return PassedBatch(word, leaves, tuple((path, _hash(x, path)) for path, x in values))
 
 
 def _where(leaf: Any) -> str:

@@ -24,7 +24,7 @@ _COLOURS = {
 }
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
+class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
     """Something that takes a while on a row: `process` is DEVICES or LINKS, `row` counts from 0 in it."""
 
     process: int
@@ -42,7 +42,7 @@ class Timeline(msgspec.Struct, frozen=True):
 
     rows: tuple[str, ...]
     links: tuple[str, ...]
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     tracks: dict[str, tuple[tuple[tuple[float, int], ...], ...]] = {}
 
 
@@ -66,7 +66,7 @@ def write_trace(path: str | Path, timeline: Timeline) -> None:
     Path(path).write_text(json.dumps(chrome_trace(timeline)))
 
 
-def _event(event: Event) -> dict[str, Any]:
+def _event(event: TraceEvent) -> dict[str, Any]:
     args = {"bytes": event.nbytes} if event.process == LINKS else {"stage": event.stage}
     made = {
         "name": event.name,

@@ -14,7 +14,7 @@ from autopar.cost.roofline import flops_of
 from autopar.ir.graph import Dimension, OpGraph, OpKind, Role, Value
 from autopar.ir.layout import Layout
 from autopar.lowering.decisions import ShardingPlan
-from autopar.sharding.semantics import described
+from autopar.sharding.semantics import annotate_semantics
 
 DATA, SHARDED_DATA, TENSOR, SEQUENCE, EXPERT = "data", "sharded data", "tensor", "sequence", "expert"
 # What a product does that an axis splits in dimensions of several names: experts have examples too, as positions have.
@@ -24,7 +24,7 @@ _FIRST = ((Dimension.EXPERT, EXPERT), (Dimension.EXAMPLE, DATA), (Dimension.SEQU
 def dimensions_of(graph: OpGraph) -> Mapping[int, Value]:
     """The values of a graph by number, with what their dimensions count."""
     is_described = any(value.purpose is not None for value in graph.values)
-    return {value.id: value for value in (graph if is_described else described(graph)).values}
+    return {value.id: value for value in (graph if is_described else annotate_semantics(graph)).values}
 
 
 def roles_of_axes(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value]) -> tuple[str, ...]:

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.cost import peak_memory
 from autopar.cost.prediction import task_program
-from autopar.inter_op.staged import Staged
+from autopar.inter_op.staged import StagedStep
 from autopar.ir.graph import OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import RAW
+from autopar.ir.value_state import UNREDUCED
 from autopar.lowering.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Pass, section_of
 from autopar.plan.schema import MemoryHolder, MemoryKind, MemoryUse
 from autopar.runtime.pipeline.merge_buffers import groups_of
@@ -67,7 +67,7 @@ def saved_bytes(graph: OpGraph, lowered: LoweredBlock, mesh: LogicalMesh) -> dic
 def memory_of_program(
     graph: OpGraph,
     lowered: LoweredBlock,
-    program: peak_memory.Program,
+    program: peak_memory.MemoryProgram,
     estimate: peak_memory.MemoryEstimate,
     stands_for: Mapping[int, Key],
     mesh: LogicalMesh,
@@ -93,7 +93,7 @@ def memory_of_program(
     return _use(arguments, [*arguments, *results, *temporary])
 
 
-def memory_of_stages(staged: Staged) -> tuple[MemoryUse, ...]:
+def memory_of_stages(staged: StagedStep) -> tuple[MemoryUse, ...]:
     """Of a pipeline, for each group of devices."""
     buffers, key_of, stage_of = staged.staged.pipeline.buffers, staged.staged.key_of, staged.staged.stage_of
     members: dict[int, list[int]] = {}
@@ -132,7 +132,7 @@ def _total(members: Iterable[int], buffers: Sequence) -> int:
     return max(1, sum(buffers[b].nbytes for b in members))
 
 
-def _of_task(staged: Staged, number: int, told: _Kinds, names: _Names) -> list[MemoryHolder]:
+def _of_task(staged: StagedStep, number: int, told: _Kinds, names: _Names) -> list[MemoryHolder]:
     """What a task holds beside its inputs and outputs."""
     task = staged.staged.tasks[number]
     planned = staged.stages[task.stage]
@@ -142,7 +142,7 @@ def _of_task(staged: Staged, number: int, told: _Kinds, names: _Names) -> list[M
 
 
 def _temporaries(
-    program: peak_memory.Program,
+    program: peak_memory.MemoryProgram,
     estimate: peak_memory.MemoryEstimate,
     stands_for: Mapping[int, Key],
     told: _Kinds,
@@ -232,7 +232,7 @@ class _Kinds:
 
     def of(self, key: Key) -> MemoryKind:
         value, (_, state) = key
-        if state == RAW and value in self.arguments:
+        if state == UNREDUCED and value in self.arguments:
             return self.arguments[value]
         if value in self.values:
             return self.values[value]

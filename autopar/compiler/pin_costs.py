@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from autopar.common.progress import Progress
 from autopar.errors import SolverError
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.evaluate import Found
-from autopar.inter_op.requested import asked_pipeline
-from autopar.intra_op.spmd_search import Candidate, search, whole_steps
+from autopar.inter_op.evaluate import PipelineCandidate
+from autopar.inter_op.requested import requested_pipeline
+from autopar.intra_op.spmd_search import SpmdCandidate, search, search_spmd
 from autopar.ir.graph import OpGraph
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.options import PlanOptions
@@ -28,14 +28,14 @@ def price_in_one_program(
     cluster: Cluster,
     limit_bytes: int,
     options: PlanOptions,
-    best: Candidate,
+    best: SpmdCandidate,
     progress: Progress,
 ) -> PinsRecord:
     """Searches once more without pins, over all meshes, and with each pin alone on the mesh of the plan."""
     assert best.pins is not None, "a plan with pins knows their axes"
     pins = best.pins
     with progress.pass_("price of the pins"):
-        free = whole_steps(
+        free = search_spmd(
             traced, graph, cluster, limit_bytes, dataclasses.replace(options, pins=None), [], Progress("", show=False)
         )
         alone: dict[Pin, float] = {}
@@ -47,7 +47,7 @@ def price_in_one_program(
                 time_s = options.deadline.solve_s()
                 one = dataclasses.replace(pins, pinned=pins.pinned.only(pin))
                 found = search(graph, best.model, limit_bytes, options, pins=one, time_limit_s=time_s)
-                if isinstance(found, Candidate) and found.estimate.peak_bytes <= limit_bytes:
+                if isinstance(found, SpmdCandidate) and found.estimate.peak_bytes <= limit_bytes:
                     alone[pin] = found.step_time_s
     free_s = free[0].step_time_s if isinstance(free, tuple) else None
     return _record(pins, best.step_time_s, free_s, alone)
@@ -60,14 +60,14 @@ def price_in_stages(
     limit_bytes: int,
     rules: RuleBook,
     progress: Progress,
-    found: Found,
+    found: PipelineCandidate,
 ) -> PinsRecord:
     """Builds the stages that were asked for once more, without pins; no pin is priced alone."""
     assert found.pins is not None, "a plan with pins knows their axes"
     with progress.pass_("price of the pins"):
         free_s = None
         try:
-            free = asked_pipeline(
+            free = requested_pipeline(
                 traced, cluster, dataclasses.replace(options, pins=None), limit_bytes, rules, Progress("", show=False)
             )
         except SolverError:

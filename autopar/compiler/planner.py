@@ -56,11 +56,11 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.callbacks import any_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import cut_layers, recomputed
-from autopar.inter_op.evaluate import Found
-from autopar.inter_op.requested import asked_pipeline, in_one_stage
+from autopar.inter_op.evaluate import PipelineCandidate
+from autopar.inter_op.requested import in_one_stage, requested_pipeline
 from autopar.inter_op.search import search_pipelines
 from autopar.inter_op.staged import (
-    Staged,
+    StagedStep,
     Submesh,
     check_directions,
     cut_stages,
@@ -69,7 +69,7 @@ from autopar.inter_op.staged import (
     schedule_of,
     stage_program,
 )
-from autopar.intra_op.spmd_search import LONG_STEP, Candidate, check_state_fits, state_bytes, whole_steps
+from autopar.intra_op.spmd_search import LONG_STEP, SpmdCandidate, check_state_fits, search_spmd, state_bytes
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
@@ -82,7 +82,7 @@ from autopar.plan.options import PlanOptions
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import FORMAT_VERSION, Decisions, MeshTrial, PinsRecord, PlanRecord
 from autopar.sharding.rules import RuleBook
-from autopar.sharding.semantics import described
+from autopar.sharding.semantics import annotate_semantics
 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.
@@ -137,7 +137,7 @@ def make_plans(
     check_host_link(cluster, options)
     # A recipe that is cut into micro-batches is built as it says, with one stage where it names none.
     if asked.num_stages is not None or (asked.is_asked and (options.binding is not None or options.pins is not None)):
-        found = asked_pipeline(traced, cluster, options, limit_bytes, rules, progress)
+        found = requested_pipeline(traced, cluster, options, limit_bytes, rules, progress)
         plan = named(staged_plan(traced, trees, graph, cluster, limit_bytes, found, progress), options)
         if not fits(plan, limit_bytes):
             raise pipeline_refusal(plan, limit_bytes)
@@ -149,39 +149,39 @@ def make_plans(
         return (pinned(plan, found.pins.names, cost),)
     if options.is_free and not options.in_host and len(graph.block.ops) > LONG_STEP:
         check_state_fits(traced, graph, cluster, limit_bytes)
-    wholes: tuple[Candidate, ...] = ()
+    spmd_candidates: tuple[SpmdCandidate, ...] = ()
     refused: AutoparError | None = None
     trials: list[MeshTrial] = []
-    kept_within = within if options.is_free else 1.0
+    keep_tolerance = within if options.is_free else 1.0
     if options.binding is not None:
-        graph = described(graph)
+        graph = annotate_semantics(graph)
         options.binding.check(graph, cluster.num_devices)
         if options.binding.shares_sequences:
             check_attention(graph)
     searches_whole = not options.is_free or cluster.num_devices <= WHOLE_UP_TO or any_callbacks(traced.jaxpr)
     if not asked.is_asked and searches_whole:
-        made = whole_steps(traced, graph, cluster, limit_bytes, options, trials, progress, kept_within)
-        wholes, refused = ((), made) if isinstance(made, AutoparError) else (made, None)
+        made = search_spmd(traced, graph, cluster, limit_bytes, options, trials, progress, keep_tolerance)
+        spmd_candidates, refused = ((), made) if isinstance(made, AutoparError) else (made, None)
     if isinstance(refused, MemoryLimitError) and state_bytes(graph, cluster) > limit_bytes:
         text = text_of_bytes(state_bytes(graph, cluster))
         raise refused.beside([f"nor do stages fit: the arguments alone, split over all devices, take {text} on each"])
-    best = wholes[0] if wholes else None
+    best = spmd_candidates[0] if spmd_candidates else None
     notes: list[str] = []
-    pipelines: tuple[Found, ...] = ()
-    other: Found | None = None
+    pipelines: tuple[PipelineCandidate, ...] = ()
+    other: PipelineCandidate | None = None
     to_beat_s = best.step_time_s if best is not None else math.inf
-    pays = asked.is_asked or (options.is_free and may_pay(best, cluster))
+    pays = asked.is_asked or (options.is_free and pipeline_may_pay(best, cluster))
     if best is not None and pays and options.deadline.passed:
         pays = False
         notes.append(f"no pipeline was searched for: {options.deadline.text}")
-    if pays or (not options.deadline.passed and kept_within > 1 and cluster.num_devices > 1):
+    if pays or (not options.deadline.passed and keep_tolerance > 1 and cluster.num_devices > 1):
         other, reason = searched_pipeline(
-            traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s, kept_within
+            traced, graph, cluster, options, limit_bytes, rules, progress, to_beat_s, keep_tolerance
         )
         if other is not None and other.fits(limit_bytes):
             pipelines = (other, *other.near)
         notes += [reason] if pays else []
-    chosen: Candidate | Found | None = best
+    chosen: SpmdCandidate | PipelineCandidate | None = best
     if pays and pipelines and pipelines[0].step_time_s < to_beat_s:
         chosen = pipelines[0]
     if chosen is None and options.deadline.passed:
@@ -199,21 +199,21 @@ def make_plans(
     if options.pins is not None and options.binding is None:
         notes.append("pins keep the step in one program: stages were not searched for, but may be asked for")
 
-    def planned(way: Candidate | Found) -> Plan:
-        if isinstance(way, Found):
+    def planned(way: SpmdCandidate | PipelineCandidate) -> Plan:
+        if isinstance(way, PipelineCandidate):
             return staged_plan(traced, trees, graph, cluster, limit_bytes, way, progress)
         with progress.pass_("record"):
             plan = named(Plan(record(traced, graph, cluster, limit_bytes, way, trials, notes), trees), options)
             return plan if options.binding is None else noted(plan, [bound_step(graph, way, options.binding)])
 
     plan = planned(chosen)
-    if isinstance(chosen, Candidate) and chosen.pins is not None:
+    if isinstance(chosen, SpmdCandidate) and chosen.pins is not None:
         cost = price_in_one_program(traced, graph, cluster, limit_bytes, options, chosen, progress)
         return (pinned(plan, chosen.pins.names, cost),)
-    if kept_within <= 1:
+    if keep_tolerance <= 1:
         return (plan,)
-    longest_s = kept_within * chosen.step_time_s
-    others: list[Candidate | Found] = [*wholes, *pipelines]
+    longest_s = keep_tolerance * chosen.step_time_s
+    others: list[SpmdCandidate | PipelineCandidate] = [*spmd_candidates, *pipelines]
     others = [way for way in others if way is not chosen and way.step_time_s <= longest_s]
     return (plan, *map(planned, sorted(others, key=lambda way: way.step_time_s)))
 
@@ -269,7 +269,7 @@ def noted(plan: Plan, bounds: Sequence[Bound]) -> Plan:
     return dataclasses.replace(plan, record=dataclasses.replace(plan.record, notes=notes))
 
 
-def may_pay(best: Candidate | None, cluster: Cluster) -> bool:
+def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
     """Whether a pipeline may beat a plan that runs the step as one program: where that does not fit, or where sending
     and work done twice, or waiting for memory, take long enough to be worth the trouble of handing out many tasks.
     """
@@ -277,7 +277,7 @@ def may_pay(best: Candidate | None, cluster: Cluster) -> bool:
         return cluster.num_devices > 1
     if best.step_time_s <= LEAST_PIPELINE_S:
         return False
-    if cluster.shares_processors:
+    if cluster.oversubscribed_cores:
         return 1 - best.shared_out_s / best.step_time_s > LOST_ON_SHARED_PROCESSORS
     waits_s = allocation_s(best.estimate, best.model)
     lost = 1 - (best.shared_out_s + waits_s) / best.step_time_s
@@ -296,10 +296,10 @@ def searched_pipeline(
     rules: RuleBook,
     progress: Progress,
     to_beat_s: float,
-    kept_within: float,
-) -> tuple[Found | None, str]:
-    """(the best pipeline, one that fits where there is one, with those `kept_within` so many times of its time; what to
-    say of it, or why there is none).
+    keep_tolerance: float,
+) -> tuple[PipelineCandidate | None, str]:
+    """(the best pipeline, one that fits where there is one, with those `keep_tolerance` so many times of its time; what
+    to say of it, or why there is none).
 
     Raises: what cutting into micro-batches raises, where a pipeline was asked for.
     """
@@ -314,7 +314,7 @@ def searched_pipeline(
             options.deadline,
             to_beat_s,
             graph,
-            kept_within,
+            keep_tolerance,
         )
     except (UnsupportedError, BatchMismatchError) as error:
         if options.pipeline.is_asked:
@@ -344,7 +344,7 @@ def staged_plan(
     graph: OpGraph,
     cluster: Cluster,
     limit_bytes: int,
-    found: Found,
+    found: PipelineCandidate,
     progress: Progress,
 ) -> Plan:
     """A pipeline as a plan."""
@@ -352,7 +352,9 @@ def staged_plan(
         return Plan(staged_record(traced, graph, cluster, limit_bytes, found), trees)
 
 
-def staged_record(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_bytes: int, found: Found) -> PlanRecord:
+def staged_record(
+    traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_bytes: int, found: PipelineCandidate
+) -> PlanRecord:
     """Writes down a pipeline."""
     staged, choice = found.staged, found.choice
     arguments, results = staged_values(traced, staged)
@@ -376,7 +378,7 @@ def staged_record(traced: TracedStep, graph: OpGraph, cluster: Cluster, limit_by
         axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
         tried=(),
         notes=notes_of(traced, graph),
-        pipeline=pipeline_record(staged, choice.policies, choice.chunks, found.keeps_copies),
+        pipeline=pipeline_record(staged, choice.policies, choice.chunks, found.hoist_casts),
         weighed=found.weighed,
     )
 
@@ -386,7 +388,7 @@ def record(
     graph: OpGraph,
     cluster: Cluster,
     limit_bytes: int,
-    best: Candidate,
+    best: SpmdCandidate,
     trials: Sequence[MeshTrial],
     notes: Sequence[str],
 ) -> PlanRecord:
@@ -430,7 +432,7 @@ def notes_of(traced: TracedStep, graph: OpGraph) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class ShardedFunction:
     """A step under a plan: the flat function (constants first, then arguments), and what it was made from. `failures`
     is where callbacks leave what they raise; None where there are none.
     """
@@ -441,7 +443,7 @@ class Made:
     failures: list[BaseException] | None
 
 
-def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
+def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     """Traced step and plan with a pipeline -> graph -> stages -> instructions -> tasks and the list that runs them.
 
     Raises: PlanMismatchError when the plan was made for another step or other shapes.
@@ -454,7 +456,7 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
     with at_place(name, f"{place}.scan_parts"):
         step = cut_scans(traced, made.scan_parts, rules)
     with at_place(name, f"{place}.num_microbatches"):
-        cut = cut_layers(step, made.num_microbatches, rules, keeps_copies=made.keeps_copies)
+        cut = cut_layers(step, made.num_microbatches, rules, hoist_casts=made.keeps_copies)
     layers = cut.layers
     check_layers(made, layers.names, name)
     graph = recomputed(cut, made.recomputed)
@@ -485,7 +487,7 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> Staged:
     return staged
 
 
-def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Made:
+def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> ShardedFunction:
     """Traced step and plan -> graph -> instructions -> function on global arrays.
 
     Raises: PlanMismatchError when the plan was made for another step or other shapes.
@@ -502,7 +504,9 @@ def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -
     check_values(plan.record.results, results, "$.plan.results", traced.name)
     emitter = Emitter(graph, mesh)
     failures = emitter.failures if any_callbacks(traced.jaxpr) else None
-    return Made(function=lambda *args: emitter(lowered, args), graph=graph, lowered=lowered, failures=failures)
+    return ShardedFunction(
+        function=lambda *args: emitter(lowered, args), graph=graph, lowered=lowered, failures=failures
+    )
 
 
 def check_plan(plan: Plan, traced: TracedStep) -> None:

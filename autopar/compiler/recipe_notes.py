@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autopar.inter_op.staged import PlannedStage
-from autopar.intra_op.spmd_search import Candidate
+from autopar.intra_op.spmd_search import SpmdCandidate
 from autopar.ir.graph import Dimension, OpGraph, Purpose, Value
 from autopar.ir.layout import Layout, replicated
 from autopar.lowering.decisions import ShardingPlan
@@ -30,7 +30,7 @@ class Bound:
     constraints: Constraints
 
 
-def bound_step(graph: OpGraph, found: Candidate, binding: Binding) -> Bound:
+def bound_step(graph: OpGraph, found: SpmdCandidate, binding: Binding) -> Bound:
     """A step in one program."""
     _, constraints = binding.on(found.sharding.mesh.num_devices)
     return Bound(graph=graph, arguments=graph.block.inputs, sharding=found.sharding, constraints=constraints)

@@ -13,15 +13,15 @@ from autopar.cost.overlap import timed, timeline_of
 from autopar.cost.peak_memory import MemoryEstimate
 from autopar.cost.prediction import CollectiveUse, allocation_s, compute_times_s, host_use, predicted_collectives
 from autopar.errors import UnsupportedError
-from autopar.inter_op.staged import PlannedStage, Staged
+from autopar.inter_op.staged import PlannedStage, StagedStep
 from autopar.ir.graph import Constant, Op, OpGraph
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
-from autopar.ir.value_state import HOST, RAW
+from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.decisions import ShardingPlan, SolverReport
 from autopar.lowering.instructions import Compute, Loop, LoweredBlock, Place
-from autopar.passes.split_scan import Piece
+from autopar.passes.split_scan import LeafSlice
 from autopar.plan.schema import (
     Decisions,
     MemoryUse,
@@ -112,7 +112,7 @@ def planned_values(
     return _arguments(graph, num_constants, places), _results(traced, made)
 
 
-def staged_values(traced: TracedStep, staged: Staged) -> tuple[list[PlannedValue], list[PlannedValue]]:
+def staged_values(traced: TracedStep, staged: StagedStep) -> tuple[list[PlannedValue], list[PlannedValue]]:
     """(arguments, constants first; results) of a pipeline, each on the first stage that has it.
 
     Raises: UnsupportedError where a leaf's pieces lie so that it cannot be one array.
@@ -139,7 +139,7 @@ def _arguments(graph: OpGraph, num_constants: int, placed: Sequence[_Placed | No
     found = []
     for position, (v, where) in enumerate(zip(graph.block.inputs, placed, strict=True)):
         value = graph.values[v]
-        stage, (layout, state) = where or (0, (replicated(len(value.shape)), RAW))
+        stage, (layout, state) = where or (0, (replicated(len(value.shape)), UNREDUCED))
         found.append(
             PlannedValue(
                 path=value.name,
@@ -158,7 +158,7 @@ def _arguments(graph: OpGraph, num_constants: int, placed: Sequence[_Placed | No
 def _results(traced: TracedStep, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
     found = []
     for path, aval, where in zip(traced.out_paths, traced.out_avals, placed, strict=True):
-        stage, (layout, state) = where or (0, (replicated(len(aval.shape)), RAW))
+        stage, (layout, state) = where or (0, (replicated(len(aval.shape)), UNREDUCED))
         found.append(
             PlannedValue(
                 path=path,
@@ -175,7 +175,7 @@ def _results(traced: TracedStep, placed: Sequence[_Placed | None]) -> list[Plann
 
 
 def leaves_of_pieces(
-    values: Sequence[PlannedValue], pieces: Sequence[Piece], paths: Sequence[str]
+    values: Sequence[PlannedValue], pieces: Sequence[LeafSlice], paths: Sequence[str]
 ) -> list[PlannedValue]:
     """The leaves that the values are pieces of, in order.
 
@@ -218,7 +218,7 @@ def kind_of_argument(graph: OpGraph, position: int, first_argument: int) -> str:
     return "batch" if position in graph.batch else "other"
 
 
-def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int, keeps_copies: bool) -> PipelineRecord:
+def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, hoist_casts: bool) -> PipelineRecord:
     """How a step was cut, and each stage's decisions."""
     tasks, simulation = staged.staged.tasks, staged.simulation
     firsts = [s.first_layer for s in staged.stages]
@@ -253,14 +253,14 @@ def pipeline_record(staged: Staged, recomputed: Sequence[str], chunks: int, keep
         num_microbatches=staged.graph.num_microbatches,
         chunks=chunks,
         recomputed=tuple(recomputed),
-        keeps_copies=keeps_copies,
+        keeps_copies=hoist_casts,
         stages=tuple(stages),
         scan_parts=staged.step.parts,
         timeline=pipeline_timeline(simulation, staged.simulated),
     )
 
 
-def staged_predicted(staged: Staged, flops: float) -> Predicted:
+def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
     """What a pipelined step is predicted to take. Times of computing and sending are means over the devices."""
     simulation, devices = staged.simulation, 0
     compute_s = collective_s = hidden_s = allocation = host_s = copied_bytes = 0.0
@@ -281,7 +281,7 @@ def staged_predicted(staged: Staged, flops: float) -> Predicted:
         runs = staged.graph.num_microbatches if task.kind.repeats else 1
         n, device = staged.submeshes[task.stage].mesh.num_devices, staged.stages[task.stage].model.device
         hidden_s += n * runs * seconds
-        allocation += n * device.fresh_s(nbytes, runs)
+        allocation += n * device.page_fault_s(nbytes, runs)
     devices = sum(s.mesh.num_devices for s in dict.fromkeys(staged.submeshes))
     device = staged.stages[0].model.device
     step_s = simulation.step_time_s

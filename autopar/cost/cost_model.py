@@ -26,7 +26,7 @@ from autopar.sharding.strategies import Strategy
 # What counts of a send, for as long as there is computing to hide it: all that is sent shares the links. For the layers
 # of GPT 15B on four and eight V100 0.2 to 0.4 give the best decisions; where state is split to save memory, its gathers
 # hide better than that.
-HIDDEN_COUNT, LEAST_HIDDEN_COUNT = 0.3, 0.1
+EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION = 0.3, 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ class CostModel:
     overlap: Overlap
 
     @property
-    def hidden_count(self) -> float:
+    def exposed_fraction(self) -> float:
         """What counts of a send that computing can hide, where stages are decided without a recipe."""
-        return HIDDEN_COUNT if self.overlap.kinds else 1.0
+        return EXPOSED_FRACTION if self.overlap.kinds else 1.0
 
     def widening(self, dtype: str) -> float:
         """Bytes sent for each byte stored of a value of this type.

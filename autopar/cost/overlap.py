@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
-from autopar.common.trace_events import Event as Shown
+from autopar.common.trace_events import TraceEvent as Shown
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
 from autopar.cost.prediction import CollectiveUse, host_copy_s, use_of_step, uses_of_reduction, uses_of_ring
 from autopar.cost.roofline import is_fusible
-from autopar.cost.stream_simulator import Event, Ran, Stream, Work, run
+from autopar.cost.stream_simulator import Ran, Stream, StreamEvent, StreamWork, run
 from autopar.hardware.collective_cost import Fabric
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.layout import local_bytes
@@ -65,7 +65,7 @@ def timeline_of(ran: Ran, allocation_s: float) -> Timeline:
     return Timeline(rows=("every device",), links=("collectives",), events=tuple(events))
 
 
-def _shown(event: Event, start_s: float) -> Shown:
+def _shown(event: StreamEvent, start_s: float) -> Shown:
     if event.stream is Stream.COMPUTE:
         return Shown(DEVICES, 0, event.name, "compute", start_s, event.end_s)
     return Shown(LINKS, 0, event.name, "send", start_s, event.end_s, 0, int(event.sent_bytes))
@@ -80,7 +80,7 @@ class _Writer:
 
     def timed(self, lowered: LoweredBlock) -> Ran:
         made: dict[Key, int] = {}
-        works: list[Work] = []
+        works: list[StreamWork] = []
         for instruction in lowered.instructions:
             self.instruction(instruction, made, works)
         return run(works, self.model.overlap.combined_bytes)
@@ -96,7 +96,7 @@ class _Writer:
             numbers.append(made[key])
         return tuple(numbers)
 
-    def instruction(self, instruction: Instruction, made: dict[Key, int], works: list[Work]) -> None:
+    def instruction(self, instruction: Instruction, made: dict[Key, int], works: list[StreamWork]) -> None:
         reads = tuple(made[key] for key in instruction.keys_read if key in made)
         if isinstance(instruction, Move):
             self.move(instruction, reads, made, works)
@@ -106,7 +106,7 @@ class _Writer:
             inside = self.inside(instruction)
             sends = any(ran.send_s for ran in inside)
             works.append(
-                Work(
+                StreamWork(
                     name=_named(instruction.op.module),
                     stream=Stream.BOTH if sends else Stream.COMPUTE,
                     seconds=sum(ran.end_s for ran in inside),
@@ -123,7 +123,7 @@ class _Writer:
             behind = tuple(made[key] for key in instruction.behind if key in made)
             way = "to" if instruction.to_host else "from"
             works.append(
-                Work(
+                StreamWork(
                     name=f"{way} the host's memory, {_named(instruction.module)}",
                     stream=Stream.BOTH,
                     seconds=host_copy_s(self.graph, instruction, self.model),
@@ -134,7 +134,7 @@ class _Writer:
         elif not isinstance(instruction, Leave):
             op = instruction.op
             works.append(
-                Work(
+                StreamWork(
                     name=_named(op.module),
                     stream=Stream.COMPUTE,
                     seconds=crossing_s(self.graph, instruction, self.model),
@@ -143,13 +143,13 @@ class _Writer:
                 )
             )
 
-    def compute(self, compute: Compute, reads: tuple[int, ...], made: dict[Key, int], works: list[Work]) -> None:
+    def compute(self, compute: Compute, reads: tuple[int, ...], made: dict[Key, int], works: list[StreamWork]) -> None:
         op = compute.op
         makes = self.define(compute.keys_made, made)
         turns = uses_of_ring(compute, self.model)
         summands = tuple(self.new() for _ in makes) if compute.reduced or turns else makes
         works.append(
-            Work(
+            StreamWork(
                 name=_named(op.module),
                 stream=Stream.COMPUTE,
                 seconds=self.costs.compute_s(op, compute.strategy),
@@ -170,7 +170,7 @@ class _Writer:
                 nbytes = local_bytes(at.shape, at.itemsize, layout, self.model.links.mesh)
                 works.append(self.collective(use, nbytes, (summand,), (value,), reduces=True))
 
-    def move(self, move: Move, reads: tuple[int, ...], made: dict[Key, int], works: list[Work]) -> None:
+    def move(self, move: Move, reads: tuple[int, ...], made: dict[Key, int], works: list[StreamWork]) -> None:
         value, mesh = self.graph.values[move.value], self.model.links.mesh
         at = reads
         for step in move.steps:
@@ -186,12 +186,12 @@ class _Writer:
 
     def collective(
         self, use: CollectiveUse, nbytes: int, reads: tuple[int, ...], makes: tuple[int, ...], reduces: bool
-    ) -> Work:
+    ) -> StreamWork:
         links = self.model.links
         apart = use.kind in self.model.overlap.kinds and links.link(use.axes).fabric is not Fabric.SHARED_MEMORY
         times = f"{use.count:g} " if use.count != 1 else ""
         axes = "*".join(links.mesh.axis_names[a] for a in use.axes)
-        return Work(
+        return StreamWork(
             name=f"{times}{use.kind.value} over {axes}, {_named(use.module)}",
             stream=Stream.SEND if apart else Stream.BOTH,
             seconds=use.time_s,
@@ -209,8 +209,8 @@ class _Writer:
         return rans
 
 
-def _renamed(reads: tuple[int, ...], makes: tuple[int, ...]) -> Work:
-    return Work(name="", stream=Stream.NEITHER, seconds=0.0, reads=reads, makes=makes, is_light=True)
+def _renamed(reads: tuple[int, ...], makes: tuple[int, ...]) -> StreamWork:
+    return StreamWork(name="", stream=Stream.NEITHER, seconds=0.0, reads=reads, makes=makes, is_light=True)
 
 
 def _named(module: str) -> str:

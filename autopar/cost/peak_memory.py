@@ -1,7 +1,7 @@
 """Peak memory of one device, predicted from the operations of a program without compiling it.
 
-A `Program` is what a compiler pass knows of a step after sharding: operations in order, and bytes per device of every
-value. The prediction follows what XLA does with it, in three passes, whose vocabulary is in `memory_steps`:
+A `MemoryProgram` is what a compiler pass knows of a step after sharding: operations in order, and bytes per device of
+every value. The prediction follows what XLA does with it, in three passes, whose vocabulary is in `memory_steps`:
 
 1. `memory_fusion`: which values are ever written to memory, and which live only inside a fused kernel;
 2. `schedule_order`: the order in which XLA runs the kernels so as to need little memory;
@@ -25,7 +25,7 @@ from typing import Any
 
 from autopar.cost import xla_fusion, xla_program, xla_schedule
 from autopar.cost.xla_fusion import Kernel
-from autopar.cost.xla_program import CPU, GPU, MATRIX_PRODUCTS, TPU, Compiler, Step, compiler_for
+from autopar.cost.xla_program import CPU, GPU, MATRIX_PRODUCTS, TPU, Compiler, MemoryStep, compiler_for
 
 __all__ = [
     "CPU",
@@ -34,8 +34,8 @@ __all__ = [
     "Compiler",
     "LiveRange",
     "MemoryEstimate",
-    "Program",
-    "Step",
+    "MemoryProgram",
+    "MemoryStep",
     "compiler_for",
     "estimate",
     "live_ranges",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class MemoryProgram:
     """A step as one device runs it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Program:
         donated: For an argument whose memory is given away, the result that takes it over.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[MemoryStep, ...]
     nbytes: Mapping[int, int]
     arguments: tuple[int, ...]
     results: tuple[int, ...]
@@ -91,7 +91,7 @@ class MemoryEstimate:
     at_peak: tuple[tuple[int, int], ...]
 
 
-def estimate(program: Program, compiler: Compiler = GPU) -> MemoryEstimate:
+def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate:
     """The most memory that the program needs at once on one device."""
     ranges = live_ranges(program, compiler)
     size = program.nbytes
@@ -137,7 +137,7 @@ def allocated_bytes(stats: Any) -> int:
     )
 
 
-def live_ranges(program: Program, compiler: Compiler = GPU) -> tuple[LiveRange, ...]:
+def live_ranges(program: MemoryProgram, compiler: Compiler = GPU) -> tuple[LiveRange, ...]:
     """Every value that is written to memory, and where it is alive.
 
     Positions count kernels in the order in which XLA runs them, bodies of loops inside their loop. The bytes of the

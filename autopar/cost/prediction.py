@@ -12,12 +12,12 @@ from autopar.attention import ring
 from autopar.cost import peak_memory
 from autopar.cost.cost_model import CostModel, NodeCosts, ring_bytes
 from autopar.cost.roofline import is_fusible
-from autopar.cost.xla_program import Step as MemoryStep
+from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
 from autopar.ir.graph import Op, OpGraph, OpKind, Value
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import HOST, RAW
+from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -32,7 +32,7 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
-from autopar.sharding.resharding import Step, StepKind
+from autopar.sharding.resharding import ReshardStep, StepKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
     return tuple(found)
 
 
-def use_of_step(value: Value, step: Step, move: Move, model: CostModel) -> CollectiveUse | None:
+def use_of_step(value: Value, step: ReshardStep, move: Move, model: CostModel) -> CollectiveUse | None:
     """The collective of one step of a resharding; None for a step that stays on the device."""
     links = model.links
     nbytes = value.nbytes * model.widening(value.dtype)
@@ -198,12 +198,12 @@ def compute_times_s(
 
 def allocation_s(estimate: peak_memory.MemoryEstimate, model: CostModel) -> float:
     """Seconds that a step in one program waits for the memory of its temporary values."""
-    return model.device.fresh_s(estimate.temporary_bytes)
+    return model.device.page_fault_s(estimate.temporary_bytes)
 
 
 def memory_program(
     graph: OpGraph, lowered: LoweredBlock, model: CostModel
-) -> tuple[peak_memory.Program, dict[int, tuple[int, Place]]]:
+) -> tuple[peak_memory.MemoryProgram, dict[int, tuple[int, Place]]]:
     """The step as `peak_memory` wants it, and which value in which place each of its numbers stands for."""
     writer = _MemoryWriter(graph, model)
     steps: list[MemoryStep] = []
@@ -217,7 +217,7 @@ def memory_program(
         results.append(writer.own(source, taken, steps))
         taken.add(results[-1])
     tied = {arguments[i]: results[o] for i, o in graph.tied}
-    program = peak_memory.Program(
+    program = peak_memory.MemoryProgram(
         steps=tuple(steps), nbytes=writer.nbytes, arguments=tuple(arguments), results=tuple(results), donated=tied
     )
     return program, writer.stands_for
@@ -241,7 +241,7 @@ def task_program(
     inputs: Sequence[tuple[int, Place]],
     outputs: Sequence[tuple[int, Place]],
     model: CostModel,
-) -> tuple[peak_memory.Program, dict[int, tuple[int, Place]]]:
+) -> tuple[peak_memory.MemoryProgram, dict[int, tuple[int, Place]]]:
     """A part of a step that runs as a program of its own, and which value in which place each number stands for.
 
     An input that is an output too (an accumulator) is updated in place.
@@ -263,7 +263,7 @@ def task_program(
         taken.add(results[-1])
         if (value, place) in arguments:
             donated[arguments[value, place]] = results[-1]
-    program = peak_memory.Program(
+    program = peak_memory.MemoryProgram(
         steps=tuple(steps),
         nbytes=writer.nbytes,
         arguments=tuple(arguments.values()),
@@ -356,7 +356,7 @@ class _MemoryWriter:
             op = instruction.op
             inputs = self.read(op, instruction.reads, env)
             outputs = tuple(
-                self.define(v, (p[0], RAW), env) for v, p in zip(op.outputs, instruction.reads, strict=True)
+                self.define(v, (p[0], UNREDUCED), env) for v, p in zip(op.outputs, instruction.reads, strict=True)
             )
             steps.append(MemoryStep(inputs=inputs, outputs=outputs, kind="optimization_barrier", fusible=False))
         elif isinstance(instruction, Loop):
@@ -401,7 +401,7 @@ class _MemoryWriter:
             inputs = (*inputs, env[target, instruction.sum_])
             place, kind = instruction.sum_, "add"
         else:
-            place, kind = (instruction.result, RAW), "copy"
+            place, kind = (instruction.result, UNREDUCED), "copy"
         steps.append(MemoryStep(inputs=inputs, outputs=(self.define(target, place, env),), kind=kind, fusible=True))
 
     def read(self, op: Op, reads: tuple[Place | None, ...], env: dict[tuple[int, Place], int]) -> tuple[int, ...]:
@@ -436,7 +436,9 @@ class _MemoryWriter:
             for atom, place in zip(op.inputs, loop.reads, strict=True)
         )
         bodies = [self.body(block, env) for block in loop.blocks]
-        outputs = tuple(self.define(v, (layout, RAW), env) for v, layout in zip(op.outputs, loop.results, strict=True))
+        outputs = tuple(
+            self.define(v, (layout, UNREDUCED), env) for v, layout in zip(op.outputs, loop.results, strict=True)
+        )
         if op.kind is OpKind.COND:
             branches = tuple(
                 MemoryStep(
@@ -475,7 +477,8 @@ class _MemoryWriter:
         env = dict(outer)
         steps: list[MemoryStep] = []
         inner = tuple(
-            self.define(v, (layout, RAW), env) for v, layout in zip(lowered.block.inputs, lowered.inputs, strict=True)
+            self.define(v, (layout, UNREDUCED), env)
+            for v, layout in zip(lowered.block.inputs, lowered.inputs, strict=True)
         )
         self.block(lowered, env, steps)
         out = tuple(

@@ -70,7 +70,7 @@ class Stream(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StreamWork:
     """A piece of work for one device, between the values that it reads and makes.
 
     Attributes:
@@ -94,7 +94,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class StreamEvent:
     """Work on a stream, COMPUTE or SEND, between two moments."""
 
     name: str
@@ -108,7 +108,7 @@ class Event:
 class Ran:
     """Work in the order in which it started, and when that was. `compute_s` and `send_s` are sums."""
 
-    order: tuple[Work, ...]
+    order: tuple[StreamWork, ...]
     starts_s: tuple[float, ...]
     end_s: float
     compute_s: float
@@ -121,7 +121,7 @@ class Ran:
             return sum(ran.hidden_s for work in self.order for ran in work.inside)
         return max(0.0, self.compute_s + self.send_s - self.end_s)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[StreamEvent]:
         """What took time, in order. A loop stands for its blocks."""
         for work, start_s in zip(self.order, self.starts_s, strict=True):
             for ran in work.inside:
@@ -130,7 +130,7 @@ class Ran:
                 start_s += ran.end_s
             if work.seconds and not work.inside:
                 stream = Stream.COMPUTE if work.stream is Stream.COMPUTE else Stream.SEND
-                yield Event(
+                yield StreamEvent(
                     name=work.name,
                     stream=stream,
                     start_s=start_s,
@@ -139,7 +139,7 @@ class Ran:
                 )
 
 
-def run(program: Sequence[Work], combined_bytes: int = 0) -> Ran:
+def run(program: Sequence[StreamWork], combined_bytes: int = 0) -> Ran:
     """Runs a program, in which each value has one maker, that stands before its readers.
 
     What nothing makes is there from the start. The streams never both wait, so that the end lies between the longer of
@@ -154,7 +154,7 @@ def run(program: Sequence[Work], combined_bytes: int = 0) -> Ran:
     return _ran(program, starts_s, now_s)
 
 
-def _ran(order: Sequence[Work], starts_s: Sequence[float], end_s: float) -> Ran:
+def _ran(order: Sequence[StreamWork], starts_s: Sequence[float], end_s: float) -> Ran:
     compute_s = sum(work.seconds for work in order if not work.inside and work.stream is Stream.COMPUTE)
     send_s = sum(work.seconds for work in order if not work.inside and work.stream is not Stream.COMPUTE)
     inside = [ran for work in order for ran in work.inside]
@@ -192,7 +192,7 @@ class _Queue:
 class _Clock:
     """A program while it runs. Work is known by its position."""
 
-    def __init__(self, program: Sequence[Work], combined_bytes: int) -> None:
+    def __init__(self, program: Sequence[StreamWork], combined_bytes: int) -> None:
         self.program = program
         self.makers = _makers(program)
         self.rank = [2 * i + 1 for i in range(len(program))]
@@ -207,7 +207,7 @@ class _Clock:
         self.groups = _combined(program, self.makers, combined_bytes)
         self.compute, self.send = _Queue(), _Queue()
         self.arrived: list[int] = []  # work for which all is there that it waits for
-        self.order: list[Work] = []
+        self.order: list[StreamWork] = []
         self.starts_s: list[float] = []
         self.end_s = 0.0
 
@@ -316,7 +316,7 @@ class _Clock:
         heapq.heappush(queue.coming, (ready_s, (self.rank[i], i)))
 
 
-def _makers(program: Sequence[Work]) -> list[list[int]]:
+def _makers(program: Sequence[StreamWork]) -> list[list[int]]:
     """For each piece of work, the positions of what makes its operands."""
     made_by: dict[Hashable, int] = {}
     found = []
@@ -335,7 +335,7 @@ class _Group:
     there: list[int] = dataclasses.field(default_factory=list)
 
 
-def _combined(program: Sequence[Work], makers: Sequence[Sequence[int]], combined_bytes: int) -> dict[int, _Group]:
+def _combined(program: Sequence[StreamWork], makers: Sequence[Sequence[int]], combined_bytes: int) -> dict[int, _Group]:
     """(4): the group of each reduction that is combined with others.
 
     Reductions of one kind depend on each other only if one has more of the kind before it than the other.
@@ -375,5 +375,5 @@ def _combined(program: Sequence[Work], makers: Sequence[Sequence[int]], combined
     return {i: group for i, group in groups.items() if group.size > 1}
 
 
-def _computes(work: Work) -> bool:
+def _computes(work: StreamWork) -> bool:
     return work.stream in (Stream.COMPUTE, Stream.BOTH)

@@ -22,7 +22,7 @@ from autopar.cost.xla_program import (
     REDUCTIONS,
     SCALAR_BYTES,
     Compiler,
-    Step,
+    MemoryStep,
 )
 
 # Steps that are put at the ends of a loop's body: a turn's slice of a stacked input, a slice put into a stacked result.
@@ -59,7 +59,7 @@ class Kernel:
 
 
 def kernels(
-    steps: Sequence[Step],
+    steps: Sequence[MemoryStep],
     arguments: Sequence[int],
     results: Sequence[int],
     nbytes: Mapping[int, int],
@@ -70,7 +70,7 @@ def kernels(
 
 
 def _block(
-    steps: tuple[Step, ...],
+    steps: tuple[MemoryStep, ...],
     results: frozenset[int],
     nbytes: Mapping[int, int],
     memory: dict[int, int],
@@ -133,7 +133,7 @@ def _block(
 
 
 def _halves(
-    step: Step, reads: Mapping[int, tuple[int, ...]], memory: Mapping[int, int], compiler: Compiler
+    step: MemoryStep, reads: Mapping[int, tuple[int, ...]], memory: Mapping[int, int], compiler: Compiler
 ) -> tuple[int, ...]:
     """Inputs of a matrix product that it reads as they are, where 16 bits of each element would do."""
     if step.kind not in MATRIX_PRODUCTS or step.half_precision or not compiler.products_round:
@@ -141,7 +141,7 @@ def _halves(
     return tuple(memory.get(v, v) for v in step.inputs if v not in reads)
 
 
-def _twice(step: Step, inputs: tuple[int, ...], compiler: Compiler) -> tuple[int, ...]:
+def _twice(step: MemoryStep, inputs: tuple[int, ...], compiler: Compiler) -> tuple[int, ...]:
     """What a kernel needs two buffers for where its program names one."""
     if step.kind in RANDOM_BITS:
         return step.outputs  # two words of the generator's state, of which each bit is made where it is read
@@ -151,7 +151,7 @@ def _twice(step: Step, inputs: tuple[int, ...], compiler: Compiler) -> tuple[int
 
 
 def _blocks(
-    step: Step, nbytes: Mapping[int, int], memory: dict[int, int], compiler: Compiler
+    step: MemoryStep, nbytes: Mapping[int, int], memory: dict[int, int], compiler: Compiler
 ) -> tuple[tuple[tuple[Kernel, ...], ...], tuple[int, ...], tuple[int, ...]]:
     """The kernels of a loop's body or of each branch, what they hand back, and what a loop carries."""
     if not step.body:
@@ -161,17 +161,17 @@ def _blocks(
     for branch in branches:
         is_loop = branch.kind != "branch"
         first_sliced = branch.num_constants + branch.num_carried if is_loop else len(branch.inputs)
-        body: list[Step] = []
+        body: list[MemoryStep] = []
         for i, (outer, inner) in enumerate(zip(branch.inputs, branch.body_inputs, strict=True)):
             if i >= first_sliced:
-                body.append(Step(inputs=(outer,), outputs=(inner,), kind=SLICE, fusible=True))
+                body.append(MemoryStep(inputs=(outer,), outputs=(inner,), kind=SLICE, fusible=True))
             elif is_loop and i >= branch.num_constants:
                 carried.append(inner)
             else:
                 memory[inner] = memory.get(outer, outer)
         body += branch.body
         num_kept = branch.num_carried if is_loop else len(branch.body_outputs)
-        body += [Step(inputs=(v,), outputs=(), kind=STACK, fusible=False) for v in branch.body_outputs[num_kept:]]
+        body += [MemoryStep(inputs=(v,), outputs=(), kind=STACK, fusible=False) for v in branch.body_outputs[num_kept:]]
         kept = branch.body_outputs[:num_kept]
         blocks.append(_block(tuple(body), frozenset(kept), nbytes, memory, compiler))
         if is_loop:
@@ -180,7 +180,7 @@ def _blocks(
 
 
 def _written(
-    steps: tuple[Step, ...], results: frozenset[int], nbytes: Mapping[int, int], compiler: Compiler
+    steps: tuple[MemoryStep, ...], results: frozenset[int], nbytes: Mapping[int, int], compiler: Compiler
 ) -> set[int]:
     """Values that go to memory, found from the last step to the first."""
     written = set(results)
@@ -242,7 +242,7 @@ def _written(
     return written
 
 
-def _row_broadcasts(steps: tuple[Step, ...], nbytes: Mapping[int, int]) -> set[int]:
+def _row_broadcasts(steps: tuple[MemoryStep, ...], nbytes: Mapping[int, int]) -> set[int]:
     """Broadcasts of what reductions over the last dimension gave."""
     per_row: set[int] = set()
     broadcasts: set[int] = set()

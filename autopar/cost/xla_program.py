@@ -111,7 +111,7 @@ def compiler_for(platform: str, jax_version: tuple[int, ...]) -> Compiler:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class MemoryStep:
     """One operation. Sizes of its values are per device, after sharding; ids are unique in the whole program.
 
     Attributes:
@@ -133,7 +133,7 @@ class Step:
     outputs: tuple[int, ...]
     kind: str
     fusible: bool
-    body: tuple[Step, ...] = ()
+    body: tuple[MemoryStep, ...] = ()
     trips: int = 1
     body_inputs: tuple[int, ...] = ()
     body_outputs: tuple[int, ...] = ()
@@ -144,7 +144,9 @@ class Step:
     key: Hashable = None
 
 
-def with_broadcasts(steps: Sequence[Step], nbytes: Mapping[int, int]) -> tuple[tuple[Step, ...], dict[int, int]]:
+def with_broadcasts(
+    steps: Sequence[MemoryStep], nbytes: Mapping[int, int]
+) -> tuple[tuple[MemoryStep, ...], dict[int, int]]:
     """Spells out the broadcast of each operand that is smaller than the result, once for all operations that need it.
 
     Returns the steps, and for each new value (ids below zero) the value whose size it has.
@@ -153,8 +155,10 @@ def with_broadcasts(steps: Sequence[Step], nbytes: Mapping[int, int]) -> tuple[t
     return _spelled_out(steps, nbytes, like), like
 
 
-def _spelled_out(steps: Sequence[Step], nbytes: Mapping[int, int], like: dict[int, int]) -> tuple[Step, ...]:
-    done: list[Step] = []
+def _spelled_out(
+    steps: Sequence[MemoryStep], nbytes: Mapping[int, int], like: dict[int, int]
+) -> tuple[MemoryStep, ...]:
+    done: list[MemoryStep] = []
     known: dict[tuple[int, int], int] = {}
     alias: dict[int, int] = {}
     for step in steps:
@@ -172,7 +176,9 @@ def _spelled_out(steps: Sequence[Step], nbytes: Mapping[int, int], like: dict[in
                     if key not in known:
                         known[key] = -1 - len(like)
                         like[known[key]] = out
-                        done.append(Step(inputs=(v,), outputs=(known[key],), kind="broadcast_in_dim", fusible=True))
+                        done.append(
+                            MemoryStep(inputs=(v,), outputs=(known[key],), kind="broadcast_in_dim", fusible=True)
+                        )
                     inputs[i] = known[key]
             if inputs != list(step.inputs):
                 step = dataclasses.replace(step, inputs=tuple(inputs))
@@ -180,13 +186,15 @@ def _spelled_out(steps: Sequence[Step], nbytes: Mapping[int, int], like: dict[in
     return tuple(done)
 
 
-def without_recomputation(steps: Sequence[Step], results: Sequence[int], compiler: Compiler) -> tuple[Step, ...]:
+def without_recomputation(
+    steps: Sequence[MemoryStep], results: Sequence[int], compiler: Compiler
+) -> tuple[MemoryStep, ...]:
     """Drops steps that compute again what an earlier step has computed, unless a kept barrier hides that.
 
     Steps that make `results` stay.
     """
     kept = frozenset(results)
-    done: list[Step] = []
+    done: list[MemoryStep] = []
     same: dict[int, int] = {}
     known: dict[Hashable, tuple[int, ...]] = {}
     for step in steps:

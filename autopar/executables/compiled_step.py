@@ -15,9 +15,9 @@ from autopar.compiler.planner import make_function, make_staged
 from autopar.errors import UnsupportedError
 from autopar.executables.compile_tasks import compile_tasks, sharding_of
 from autopar.executables.multiprocess import GlobalStep, naming_the_lost
-from autopar.executables.stage_shards import Seams, seams_of
+from autopar.executables.stage_shards import StageShardedLeaves, seams_of
 from autopar.frontend.callbacks import raise_failures
-from autopar.inter_op.staged import Staged
+from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.tasks import layout_of
 from autopar.ir.jax_sharding import check_host_memory, named_sharding, submesh
 from autopar.ir.traced_step import TracedStep
@@ -110,7 +110,7 @@ class CompiledPipeline:
 
     plan: Plan
     traced: TracedStep
-    staged: Staged
+    staged: StagedStep
     executables: tuple[Any, ...]
     executor: Executor
     leaf_shardings: tuple[NamedSharding, ...]
@@ -119,7 +119,7 @@ class CompiledPipeline:
     copies: tuple[tuple[int, int, NamedSharding], ...]
     fixed: tuple[tuple[int, Any], ...]
     literals: tuple[tuple[int, Any], ...]
-    seams: tuple[Seams, Seams] | None = None
+    seams: tuple[StageShardedLeaves, StageShardedLeaves] | None = None
     across: GlobalStep | None = None
 
     @property
@@ -334,7 +334,7 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
     )
 
 
-def _seams(staged: Staged, plan: Plan) -> tuple[Seams, Seams] | None:
+def _seams(staged: StagedStep, plan: Plan) -> tuple[StageShardedLeaves, StageShardedLeaves] | None:
     """Of arguments and results. Raises: UnsupportedError in a program of several processes."""
     cut, record = staged.step, plan.record
     num_constants = len(record.arguments) - len({piece.leaf for piece in cut.arguments})
@@ -352,7 +352,7 @@ def _seams(staged: Staged, plan: Plan) -> tuple[Seams, Seams] | None:
     return arguments, results
 
 
-def _across(traced: TracedStep, staged: Staged, plan: Plan, input_shardings: Sequence[NamedSharding]) -> GlobalStep:
+def _across(traced: TracedStep, staged: StagedStep, plan: Plan, input_shardings: Sequence[NamedSharding]) -> GlobalStep:
     """What a pipeline needs in a program of several processes."""
     program, meshes, constants = staged.staged, stage_meshes(staged), len(staged.graph.constants)
     made: list[NamedSharding | None] = [None] * len(traced.out_avals)
@@ -362,7 +362,7 @@ def _across(traced: TracedStep, staged: Staged, plan: Plan, input_shardings: Seq
     return GlobalStep(traced, list(zip(leaves, input_shardings, strict=True)), made)
 
 
-def stage_meshes(staged: Staged) -> list[Mesh]:
+def stage_meshes(staged: StagedStep) -> list[Mesh]:
     """The mesh of each stage, of this program's devices.
 
     Raises: NotEnoughDevicesError.
@@ -370,7 +370,7 @@ def stage_meshes(staged: Staged) -> list[Mesh]:
     return [submesh(s.mesh, s.first_device) for s in staged.submeshes]
 
 
-def routes(staged: Staged, meshes: Sequence[Mesh]) -> list[Way]:
+def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Way]:
     """The way of each transfer between the meshes."""
     program, here = staged.staged, jax.process_index()
 
@@ -392,7 +392,7 @@ def routes(staged: Staged, meshes: Sequence[Mesh]) -> list[Way]:
     return [way(t.source, t.target) for t in program.pipeline.transfers]
 
 
-def _input_shardings(staged: Staged, plan: Plan) -> list[NamedSharding]:
+def _input_shardings(staged: StagedStep, plan: Plan) -> list[NamedSharding]:
     """Of each of the pipeline's inputs."""
     program, meshes = staged.staged, stage_meshes(staged)
     return [sharding_of(program.key_of[b], meshes[program.stage_of[b]]) for b in program.pipeline.inputs]
@@ -416,7 +416,7 @@ def result_like(value: Any, aval: jax.ShapeDtypeStruct) -> Any:
     return jax_compat.with_weak_type(value, bool(aval.weak_type))
 
 
-def weak_results(staged: Staged, traced: TracedStep) -> dict[int, bool]:
+def weak_results(staged: StagedStep, traced: TracedStep) -> dict[int, bool]:
     """Whether the type is weak, of each buffer of a pipeline that holds a result, and of what such a one is sent of."""
     program, pieces = staged.staged, staged.step.results
     found = {

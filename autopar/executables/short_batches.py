@@ -19,7 +19,7 @@ from autopar.compiler.write_record import decisions_of, planned_values, sharding
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
 from autopar.frontend.build_graph import build_graph
-from autopar.inter_op.build_stages import Cut, cut_layers, recomputed
+from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers, recomputed
 from autopar.inter_op.staged import Submesh, cut_stages, model_of, planned_stage, schedule_of, stage_program
 from autopar.ir.graph import Block, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, replicated
@@ -33,7 +33,7 @@ from autopar.passes.split_scan import cut_scans
 from autopar.passes.stage_graph import StageGraph
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PipelineRecord, PlanRecord
-from autopar.runtime.pipeline.standard_schedules import Schedule
+from autopar.runtime.pipeline.standard_schedules import PipelineSchedule
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Strategy, strategy_of
 
@@ -121,13 +121,13 @@ def counts(most: int, examples: int) -> list[int]:
 
 def _stages(
     traced: TracedStep, made: PipelineRecord, rules: RuleBook, like: list[StageGraph] | None
-) -> tuple[Cut, Schedule, list[StageGraph]]:
+) -> tuple[MicrobatchedStep, PipelineSchedule, list[StageGraph]]:
     """A step cut as a plan says. No stages where they are not the same operations as those of `like`.
 
     Raises: what cutting into micro-batches and stages raises.
     """
     cut = cut_layers(
-        cut_scans(traced, made.scan_parts, rules), made.num_microbatches, rules, keeps_copies=made.keeps_copies
+        cut_scans(traced, made.scan_parts, rules), made.num_microbatches, rules, hoist_casts=made.keeps_copies
     )
     schedule = schedule_of(made.schedule, len(made.stages), made.num_microbatches, made.chunks)
     if cut.layers.names != tuple(name for stage in made.stages for name in stage.layers):
@@ -143,7 +143,12 @@ def _stages(
 
 
 def _staged(
-    plan: Plan, made: PipelineRecord, traced: TracedStep, cut: Cut, schedule: Schedule, stages: list[StageGraph]
+    plan: Plan,
+    made: PipelineRecord,
+    traced: TracedStep,
+    cut: MicrobatchedStep,
+    schedule: PipelineSchedule,
+    stages: list[StageGraph],
 ) -> PlanRecord:
     submeshes = [Submesh(first_device=s.first_device, mesh=LogicalMesh(axis_sizes=s.axis_sizes)) for s in made.stages]
     shardings = [

@@ -13,13 +13,13 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.ir.jax_sharding import named_sharding, submesh
-from autopar.passes.split_scan import Piece
+from autopar.passes.split_scan import LeafSlice
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PlannedValue
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Seam:
+class StageShardedLeaf:
     """One leaf: its shape and sharding over all its stages, and the sharding of the part on each of them."""
 
     path: str
@@ -53,10 +53,10 @@ class Seam:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seams:
+class StageShardedLeaves:
     """All leaves of the arguments, or of the results, in order; None for those in one piece."""
 
-    leaves: tuple[Seam | None, ...]
+    leaves: tuple[StageShardedLeaf | None, ...]
 
     def cut(self, leaves: Sequence[Any]) -> list[Any]:
         """Pieces in order. Raises: ValueError."""
@@ -71,16 +71,16 @@ class Seams:
         return [next(rest) if seam is None else seam.join([next(rest) for _ in seam.parts]) for seam in self.leaves]
 
 
-def seams_of(values: Sequence[PlannedValue], pieces: Sequence[Piece], plan: Plan) -> Seams | None:
+def seams_of(values: Sequence[PlannedValue], pieces: Sequence[LeafSlice], plan: Plan) -> StageShardedLeaves | None:
     """The seams of a plan's arguments (without constants) or results; None where all are in one piece."""
     if all(piece.parts == 1 for piece in pieces):
         return None
-    return Seams(tuple(_seam(value, plan) if value.stages else None for value in values))
+    return StageShardedLeaves(tuple(_seam(value, plan) if value.stages else None for value in values))
 
 
-def _seam(value: PlannedValue, plan: Plan) -> Seam:
+def _seam(value: PlannedValue, plan: Plan) -> StageShardedLeaf:
     meshes = [submesh(*plan.stage_mesh(stage)) for stage in value.stages]
-    return Seam(
+    return StageShardedLeaf(
         path=value.path,
         shape=value.shape,
         sharding=plan.sharding_of(value),

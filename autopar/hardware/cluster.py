@@ -69,7 +69,7 @@ class Cluster:
         return self.num_hosts * self.devices_per_host
 
     @property
-    def shares_processors(self) -> bool:
+    def oversubscribed_cores(self) -> bool:
         """Whether what idles leaves its part of the processors to the others: virtual devices of one CPU."""
         return self.device.shared_by > 1 and self.num_hosts == 1
 

@@ -57,8 +57,8 @@ class DeviceKind:
         dtype_efficiency: (dtype, share of its peak) where that was measured apart, instead of `flops_efficiency`.
         float32_fill_s: Time of filling and draining the matrix units in a float32 product, beside its arithmetic.
         fresh_bytes_per_s: Rate at which a step has memory that was given back after the last run, as temporary
-            values of CPU programs are (`fresh_s`), and a part of what pipelines hold (`renewed_s`); None where a
-            program keeps what it once had.
+            values of CPU programs are (`page_fault_s`), and a part of what pipelines hold (`held_page_fault_s`); None
+            where a program keeps what it once had.
         call_s: Processor time of one run of a task of a pipeline beside its kernels, for being called and handing on
             what it makes, where devices share processors: as seconds in which nobody else has them.
         memory_shares: (bytes of an array, share of the rate of memory-bound kernels that is reached over arrays of that
@@ -157,7 +157,7 @@ class DeviceKind:
         """Rate that large matrix products reach."""
         return self.peak_flops_per_s(dtype) * dict(self.dtype_efficiency).get(dtype, self.flops_efficiency)
 
-    def fresh_s(self, temporary_bytes: float, runs: int = 1) -> float:
+    def page_fault_s(self, temporary_bytes: float, runs: int = 1) -> float:
         """Time of having this much memory for temporary values in so many runs of a program, which make one step.
 
         Large blocks are new in every run. Of small ones what the process does not keep is new once a step: between its
@@ -169,7 +169,7 @@ class DeviceKind:
             return runs * temporary_bytes / self.fresh_bytes_per_s
         return max(0.0, temporary_bytes - _KEPT_FREE_BYTES / self.shared_by) / self.fresh_bytes_per_s
 
-    def renewed_s(self, held_bytes: float, temporary_bytes: float) -> float:
+    def held_page_fault_s(self, held_bytes: float, temporary_bytes: float) -> float:
         """Time of having anew what a step holds in many blocks and gives back: a part of what is not kept, beside
         temporary values of programs that run meanwhile.
         """

@@ -14,7 +14,7 @@ from autopar.inter_op.isomorphism import carried_over, shape_of
 from autopar.inter_op.stage_costs import lowest_price
 from autopar.inter_op.staged import (
     PlannedStage,
-    Staged,
+    StagedStep,
     Submesh,
     TaskCosts,
     check_directions,
@@ -26,9 +26,9 @@ from autopar.inter_op.staged import (
     solve_stage,
     stage_problem,
     stage_program,
-    wires_of,
+    transfer_layouts_of,
 )
-from autopar.intra_op.ilp import IntraOp, Terms
+from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
@@ -36,25 +36,25 @@ from autopar.lowering.decisions import ShardingPlan
 from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.layers import Layers
 from autopar.passes.remat import Recompute, rematerialise
-from autopar.passes.remat_cheap import sunk
-from autopar.passes.split_scan import CutStep
+from autopar.passes.remat_cheap import sink_cheap_ops
+from autopar.passes.split_scan import SplitStep
 from autopar.passes.stage_graph import StageGraph
-from autopar.runtime.pipeline.standard_schedules import Schedule
+from autopar.runtime.pipeline.standard_schedules import PipelineSchedule
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout, PinsOnMesh
 from autopar.sharding.rules import RuleBook
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class MicrobatchedStep:
     """A step cut into micro-batches and layers; `step` is what was cut into micro-batches. Cheap copies of the state
     are kept for all of them, or made in each anew.
     """
 
-    step: CutStep
+    step: SplitStep
     graph: OpGraph
     layers: Layers
-    keeps_copies: bool = True
+    hoist_casts: bool = True
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class StageChoice:
     """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and the
     terms under which each stage is thought to fit, where they are known, and whether its state alone would not fit if
     bytes cost next to nothing.
@@ -74,8 +74,8 @@ class Choice:
     first_layers: tuple[int, ...]
     group_meshes: tuple[LogicalMesh, ...]
     policies: tuple[str, ...]
-    terms: tuple[Terms, ...] = ()
-    crowded: tuple[bool, ...] = ()
+    terms: tuple[ObjectiveWeights, ...] = ()
+    over_limit: tuple[bool, ...] = ()
 
     @property
     def text(self) -> str:
@@ -86,15 +86,15 @@ class Choice:
 
 
 def cut_layers(
-    step: CutStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None, *, keeps_copies: bool = True
-) -> Cut:
+    step: SplitStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None, *, hoist_casts: bool = True
+) -> MicrobatchedStep:
     """A step cut into micro-batches and layers; `whole` is its graph with all scans whole, if it is there already."""
     graph = micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None)
-    graph = sunk(graph, of_state=not keeps_copies)
-    return Cut(step=step, graph=graph, layers=layers_of(graph), keeps_copies=keeps_copies)
+    graph = sink_cheap_ops(graph, of_state=not hoist_casts)
+    return MicrobatchedStep(step=step, graph=graph, layers=layers_of(graph), hoist_casts=hoist_casts)
 
 
-def layers_of_pieces(cut: Cut) -> tuple[int, ...]:
+def layers_of_pieces(cut: MicrobatchedStep) -> tuple[int, ...]:
     """The first layer of each stage where each holds one part of a scan over layers.
 
     Raises: UnsupportedError where the layers do not follow the parts.
@@ -116,20 +116,20 @@ def layers_of_pieces(cut: Cut) -> tuple[int, ...]:
     return tuple(firsts)
 
 
-def pieces_of(cut: Cut) -> dict[int, int]:
+def pieces_of(cut: MicrobatchedStep) -> dict[int, int]:
     """The leaf, by the position in the graph's inputs, of each piece of a leaf."""
     first = len(cut.graph.constants)
     return {first + i: piece.leaf for i, piece in enumerate(cut.step.arguments) if piece.parts > 1}
 
 
-def recomputed(cut: Cut, policies: Sequence[str]) -> OpGraph:
+def recomputed(cut: MicrobatchedStep, policies: Sequence[str]) -> OpGraph:
     """The graph in which each layer keeps what its policy says."""
     if all(p == "nothing" for p in policies):
         return cut.graph
     return rematerialise(cut.graph, cut.layers, [Recompute(p) for p in policies])
 
 
-def place(group_meshes: Sequence[LogicalMesh], schedule: Schedule) -> list[Submesh]:
+def place(group_meshes: Sequence[LogicalMesh], schedule: PipelineSchedule) -> list[Submesh]:
     """The devices of each stage: larger groups first, so that no group lies across hosts that it does not fill."""
     order = sorted(range(len(group_meshes)), key=lambda g: -group_meshes[g].num_devices)
     firsts = [0, *itertools.accumulate(group_meshes[g].num_devices for g in order)]
@@ -158,15 +158,15 @@ class Decider:
     ) -> None:
         self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
         self.pieces, self.constraints, self.pins = pieces, constraints, pins
-        self.wires = wires_of(stages, meshes, constraints)
+        self.wires = transfer_layouts_of(stages, meshes, constraints)
         self.shapes = [shape_of(stage.graph) for stage in stages]
         self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
-        self.solved: dict[tuple[Any, Terms], int] = {}  # problem and terms -> which of them
+        self.solved: dict[tuple[Any, ObjectiveWeights], int] = {}  # problem and terms -> which of them
         self.problems: dict[Any, tuple[int, IntraOp]] = {}  # with the stage whose numbers it has
         self.of_problem: dict[Any, list[int]] = {}
         self.carried: dict[tuple[int, int], ShardingPlan] = {}
 
-    def decide(self, terms: Sequence[Terms]) -> list[tuple[int, ShardingPlan]]:
+    def decide(self, terms: Sequence[ObjectiveWeights]) -> list[tuple[int, ShardingPlan]]:
         """For each stage its decisions, and their number: stages with one number do the same."""
         layouts: dict[int, Layout] = {}
         found: dict[int, tuple[int, ShardingPlan]] = {}
@@ -183,7 +183,7 @@ class Decider:
                 layouts.setdefault(leaf, found[at][1].placed.get(v, whole))
         return [found[at] for at in range(len(self.stages))]
 
-    def number(self, at: int, terms: Terms, fixed: Mapping[int, Layout]) -> int:
+    def number(self, at: int, terms: ObjectiveWeights, fixed: Mapping[int, Layout]) -> int:
         """The decisions that a stage gets. Terms that lead to the same decisions lead to one number."""
         key = self.key(at, fixed)
         if (key, terms) not in self.solved:
@@ -241,14 +241,14 @@ LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
 
 
 def build(
-    cut: Cut,
-    choice: Choice,
+    cut: MicrobatchedStep,
+    choice: StageChoice,
     cluster: Cluster,
     limit_bytes: int,
     time_limit_s: float,
     constraints: Constraints | None = None,
     pins: PinsOnMesh | None = None,
-) -> Staged:
+) -> StagedStep:
     """Works a choice out: recomputation, stages, decisions, instructions, tasks, the list, its simulation.
 
     Stages that do not fit into the memory are decided anew, leaner each time, a few times at most. Pins hold on the
@@ -266,17 +266,19 @@ def build(
     decider = Decider(stages, models, meshes, time_limit_s, pieces_of(cut), constraints, pinned)
     thought = choice.terms
     # A recipe means the plan that its source describes, which does not count on what is hidden.
-    counts = [t.hidden_count for t in thought] or [m.hidden_count if constraints is None else 1.0 for m in models]
+    counts = [t.exposed_fraction for t in thought] or [
+        m.exposed_fraction if constraints is None else 1.0 for m in models
+    ]
     prices, costs = [lowest_price(model) for model in models], TaskCosts()
     for q, terms in enumerate(thought):
-        if choice.crowded[q] or terms.in_flight:
+        if choice.over_limit[q] or terms.in_flight:
             prices[q] = terms.s_per_byte
     in_flight = [t.in_flight for t in thought] or [0] * num_stages
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
         decisions = decider.decide(
             [
-                Terms(s_per_byte=p, hidden_count=c, in_flight=n)
+                ObjectiveWeights(s_per_byte=p, exposed_fraction=c, in_flight=n)
                 for p, c, n in zip(prices, counts, in_flight, strict=True)
             ]
         )
@@ -311,7 +313,7 @@ def _rounded_up(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def evened(cut: Cut, choice: Choice) -> Choice:
+def evened(cut: MicrobatchedStep, choice: StageChoice) -> StageChoice:
     """A choice for a step with its scan in small parts, for the step with one part on each stage: all stages are like
     the middle one was.
     """
@@ -324,7 +326,7 @@ def evened(cut: Cut, choice: Choice) -> Choice:
         group_meshes=(choice.group_meshes[middle],) * num_stages,
         policies=(policy,) * len(cut.layers),
         terms=choice.terms and (choice.terms[middle],) * num_stages,
-        crowded=choice.crowded and (choice.crowded[middle],) * num_stages,
+        over_limit=choice.over_limit and (choice.over_limit[middle],) * num_stages,
     )
 
 

@@ -11,14 +11,14 @@ from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import Choice, Cut, build, evened
+from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice, build, evened
 from autopar.inter_op.stage_costs import PricedOption
-from autopar.inter_op.staged import Staged
+from autopar.inter_op.staged import StagedStep
 from autopar.intra_op.spmd_search import known_bindings
 from autopar.plan.schema import PipelineTrial
 from autopar.sharding.constraints import Binding
 from autopar.sharding.pins import PinsOnMesh
-from autopar.sharding.semantics import described
+from autopar.sharding.semantics import annotate_semantics
 from autopar.solver import NoStages, Schedule, Stage, StagePlan, StageProblem, best_stages
 
 # Of the plans that are best by the search's model, for each number of micro-batches in turn (of stages, where devices
@@ -30,18 +30,18 @@ TIGHTENED = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PipelineCandidate:
     """The best pipeline, built out, and what was weighed on the way. `near` are others that fit and take not much
     longer, the fastest first, where they were asked for.
     """
 
-    staged: Staged
-    choice: Choice
+    staged: StagedStep
+    choice: StageChoice
     weighed: tuple[PipelineTrial, ...]
-    keeps_copies: bool
+    hoist_casts: bool
     pins: PinsOnMesh | None = None
     name: str = ""
-    near: tuple[Found, ...] = ()
+    near: tuple[PipelineCandidate, ...] = ()
 
     @property
     def step_time_s(self) -> float:
@@ -63,33 +63,33 @@ class Found:
         return not self.fits(limit_bytes), self.step_time_s
 
 
-class BuiltOut:
+class PipelineEvaluator:
     """The answers of the search over stages, worked out exactly: the fastest on the virtual clock that fits.
 
     `in_stages` cuts a step with a scan in small parts into as many as there are stages. Others that fit and take at
-    most `kept_within` times as long as the best, or as what it must beat, are kept beside it; 1 keeps none.
+    most `keep_tolerance` times as long as the best, or as what it must beat, are kept beside it; 1 keeps none.
     """
 
     def __init__(
         self,
-        cuts: dict[int, Cut],
+        cuts: dict[int, MicrobatchedStep],
         cluster: Cluster,
         limit_bytes: int,
         deadline: Deadline,
         to_beat_s: float,
         progress: Progress,
-        in_stages: Callable[[Cut, int], Cut],
-        kept_within: float = 1.0,
+        in_stages: Callable[[MicrobatchedStep, int], MicrobatchedStep],
+        keep_tolerance: float = 1.0,
     ) -> None:
         self.cuts, self.cluster, self.limit_bytes, self.deadline = cuts, cluster, limit_bytes, deadline
         self.to_beat_s, self.progress, self.in_stages = to_beat_s, progress, in_stages
         self.weighed: list[PipelineTrial] = []
-        self.built: set[tuple[int, Choice]] = set()  # with fewer bytes the programme may give an answer again
-        self.best: Found | None = None
-        self.kept_within = kept_within
-        self.kept: list[Found] = []
+        self.built: set[tuple[int, StageChoice]] = set()  # with fewer bytes the programme may give an answer again
+        self.best: PipelineCandidate | None = None
+        self.keep_tolerance = keep_tolerance
+        self.kept: list[PipelineCandidate] = []
         # The best of so many stages in so many micro-batches, and the bytes that the tables took it for.
-        self.best_of: dict[tuple[int, int], tuple[Found, int]] = {}
+        self.best_of: dict[tuple[int, int], tuple[PipelineCandidate, int]] = {}
 
     def search(
         self,
@@ -109,18 +109,20 @@ class BuiltOut:
             with self.progress.pass_("stages"):
                 several, alone = searched[:first_alone], searched[first_alone:]
                 # Where devices share processors the fastest is not known before what each waits for memory.
-                near = (math.inf, math.inf) if self.cluster.shares_processors else (within, 1.0)
+                near = (math.inf, math.inf) if self.cluster.oversubscribed_cores else (within, 1.0)
                 answers = [*best_stages(several, near[0]), *best_stages(alone, near[1])]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
-            told_s = {n: self.told_s(problems[n], plan, of_problem[n][1]) for n, plan in plans.items()}
+            estimated_s = {n: self.estimated_s(problems[n], plan, of_problem[n][1]) for n, plan in plans.items()}
             kinds = {n: self.kind(of_problem[n][0], plan) for n, plan in plans.items() if n < first_alone}
-            ranked = in_turn((kind, told_s[n], n) for n, kind in kinds.items())
-            _, alone_at = min(((told_s[n], n) for n in plans if n >= first_alone), default=(0.0, None))
+            ranked = in_turn((kind, estimated_s[n], n) for n, kind in kinds.items())
+            _, alone_at = min(((estimated_s[n], n) for n in plans if n >= first_alone), default=(0.0, None))
             if alone_at is not None:
                 ranked.insert(MOST_BUILT, alone_at)
             most = 1 if tightened else MOST_BUILT + (alone_at is not None)
-            too_large = self.run([(problems[n], plans[n], told_s[n], *of_problem[n]) for n in ranked], most, within)
+            too_large = self.run(
+                [(problems[n], plans[n], estimated_s[n], *of_problem[n]) for n in ranked], most, within
+            )
             if not too_large or self.deadline.passed:
                 break
             searched = [dataclasses.replace(p, limit_bytes=too_large.get(p.schedule, p.limit_bytes)) for p in searched]
@@ -130,15 +132,16 @@ class BuiltOut:
         """What answers are alike in: micro-batches, and stages where they are equal parts of a scan. Where devices
         share processors stages alone: each number of them is tried in more micro-batches.
         """
-        if self.cluster.shares_processors:
+        if self.cluster.oversubscribed_cores:
             return 0, len(plan.stages)
         return m, len(plan.stages) if self.cuts[m].step.parts > 1 else 0
 
-    def told_s(self, problem: StageProblem, plan: StagePlan, options: Sequence[PricedOption]) -> float:
-        """What an answer takes, and waits for memory that is new in each step: roughly as `pipelining.renewal_s` and
-        `task_cost` count it, where devices share processors: elsewhere what the tables say is near enough.
+    def estimated_s(self, problem: StageProblem, plan: StagePlan, options: Sequence[PricedOption]) -> float:
+        """What an answer takes, and waits for memory that is new in each step: roughly as
+        `pipelining.pipeline_page_fault_s` and `task_cost` count it, where devices share processors: elsewhere what
+        the tables say is near enough.
         """
-        if not self.cluster.shares_processors:
+        if not self.cluster.oversubscribed_cores:
             return plan.step_time_s
         device, waits = self.cluster.device, 0.0
         for nbytes, stage in zip(plan.peak_bytes, plan.stages, strict=True):
@@ -147,8 +150,10 @@ class BuiltOut:
             if len(plan.stages) == 1:  # forward and backward pass are one task, which keeps what goes between them
                 block_bytes, tasks = block_bytes + int(priced.option.saved_bytes[layers].sum()), 1
             given_bytes = problem.chunks * int(priced.given_bytes[layers].sum())
-            held_s = device.renewed_s(nbytes - given_bytes - block_bytes, block_bytes)
-            waits += priced.mesh.num_devices * (tasks * device.fresh_s(block_bytes, problem.num_microbatches) + held_s)
+            held_s = device.held_page_fault_s(nbytes - given_bytes - block_bytes, block_bytes)
+            waits += priced.mesh.num_devices * (
+                tasks * device.page_fault_s(block_bytes, problem.num_microbatches) + held_s
+            )
         return plan.step_time_s + waits / self.cluster.num_devices / problem.chunks
 
     def run(
@@ -165,20 +170,22 @@ class BuiltOut:
         too_large: dict[Schedule, int] = {}
         fastest_fits = True
         built = 0
-        for problem, answer, told_s, m, options in ranked:
+        for problem, answer, estimated_s, m, options in ranked:
             choice = choice_of(problem, answer, options)
             if (m, choice) in self.built:
                 continue
             over = self.best is None or not self.best.fits(self.limit_bytes)
-            beaten = self.best is not None and not over and told_s >= within * self.best.trial.step_time_s
+            beaten = self.best is not None and not over and estimated_s >= within * self.best.trial.step_time_s
             late = self.deadline.passed and (not over or self.to_beat_s < math.inf)
-            if beaten or late or built >= most or told_s > 1.2 * self.to_beat_s:
+            if beaten or late or built >= most or estimated_s > 1.2 * self.to_beat_s:
                 text = f"{m} micro-batches, {choice.text}"
-                self.weighed.append(PipelineTrial(text=text, step_time_s=told_s, peak_bytes=max(answer.peak_bytes)))
+                self.weighed.append(
+                    PipelineTrial(text=text, step_time_s=estimated_s, peak_bytes=max(answer.peak_bytes))
+                )
                 continue
             built += 1
             self.built.add((m, choice))
-            found = self.worked_out(m, choice)
+            found = self.evaluate(m, choice)
             self.weighed.append(found.trial)
             kind = len(choice.first_layers), m
             known = self.best_of.get(kind)
@@ -191,7 +198,9 @@ class BuiltOut:
                 too_large.setdefault(problem.schedule, tighter_bytes)
         return {} if fastest_fits else too_large
 
-    def worked_out(self, m: int, choice: Choice, binding: Binding | None = None, name: str = "") -> Found:
+    def evaluate(
+        self, m: int, choice: StageChoice, binding: Binding | None = None, name: str = ""
+    ) -> PipelineCandidate:
         """A choice to the last instruction, on the virtual clock; on the mesh of a binding, as that asks.
 
         Raises: SolverError where there is none in time.
@@ -199,16 +208,16 @@ class BuiltOut:
         constraints = None
         if binding is not None:
             mesh, constraints = binding.on(self.cluster.num_devices)
-            choice = dataclasses.replace(choice, group_meshes=(mesh,), terms=(), crowded=())
+            choice = dataclasses.replace(choice, group_meshes=(mesh,), terms=(), over_limit=())
         with self.progress.pass_("build stages"):
             cut = self.cuts[m]
             if cut.step.parts > 1:
                 cut = self.in_stages(cut, len(choice.first_layers))
                 choice = evened(cut, choice)
             if binding is not None:
-                cut = dataclasses.replace(cut, graph=described(cut.graph))
+                cut = dataclasses.replace(cut, graph=annotate_semantics(cut.graph))
             staged = build(cut, choice, self.cluster, self.limit_bytes, self.deadline.solve_s(), constraints)
-        return Found(staged=staged, choice=choice, weighed=(), keeps_copies=cut.keeps_copies, name=name)
+        return PipelineCandidate(staged=staged, choice=choice, weighed=(), hoist_casts=cut.hoist_casts, name=name)
 
     def refine_one_stage(self, counts: Iterable[float], within: float) -> None:
         """Decides the best of one stage once more where it takes at most `within` times as long as the best of all:
@@ -227,30 +236,30 @@ class BuiltOut:
         for (name, binding), saving in itertools.product(known_bindings(), dict.fromkeys((choice, keeps_all))):
             self.refined(m, saving, name, binding)
         for count in counts:
-            terms = tuple(dataclasses.replace(t, hidden_count=count) for t in choice.terms)
+            terms = tuple(dataclasses.replace(t, exposed_fraction=count) for t in choice.terms)
             if terms != choice.terms:
                 self.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
 
-    def refined(self, m: int, choice: Choice, name: str, binding: Binding | None = None) -> None:
+    def refined(self, m: int, choice: StageChoice, name: str, binding: Binding | None = None) -> None:
         """Works another choice out, while there is time."""
         if self.deadline.passed:
             return
         try:
-            found = self.worked_out(m, choice, binding, name)
+            found = self.evaluate(m, choice, binding, name)
         except SolverError:  # what was found stands
             return
         self.weighed.append(found.trial)
         self.weigh(found)
 
-    def weigh(self, found: Found) -> None:
+    def weigh(self, found: PipelineCandidate) -> None:
         """Takes what was worked out for the best, where it is, and keeps it where it is near."""
         if self.best is None or found.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
             self.best = found
         self.keep(found)
 
-    def keep(self, found: Found) -> None:
+    def keep(self, found: PipelineCandidate) -> None:
         """Keeps what was worked out as long as it is near, where that was asked for: plans take much memory."""
-        if self.kept_within > 1:
+        if self.keep_tolerance > 1:
             longest_s = self.longest_s
             self.kept.append(found)
             self.kept = [one for one in self.kept if one.fits(self.limit_bytes) and one.step_time_s <= longest_s]
@@ -259,7 +268,7 @@ class BuiltOut:
     def longest_s(self) -> float:
         """What takes longer is not near."""
         best_s = self.best.step_time_s if self.best is not None and self.best.fits(self.limit_bytes) else math.inf
-        return self.kept_within * min(self.to_beat_s, best_s)
+        return self.keep_tolerance * min(self.to_beat_s, best_s)
 
     def work_out_near(
         self,
@@ -271,28 +280,33 @@ class BuiltOut:
         the tables, if it is near the best, which stays what it was: nothing where that does not fit. `of_problem` as in
         `search`.
         """
-        if self.deadline.passed or self.kept_within <= 1 or self.best is None or not self.best.fits(self.limit_bytes):
+        if (
+            self.deadline.passed
+            or self.keep_tolerance <= 1
+            or self.best is None
+            or not self.best.fits(self.limit_bytes)
+        ):
             return
         fastest: dict[int, tuple[float, int]] = {}
         for n, (problem, (_, options), answer) in enumerate(zip(problems, of_problem, answers, strict=True)):
             if isinstance(answer, StagePlan):
-                told_s, stages = self.told_s(problem, answer, options), len(answer.stages)
-                fastest[stages] = min(fastest.get(stages, (math.inf, n)), (told_s, n))
-        for told_s, n in sorted(fastest.values()):
+                estimated_s, stages = self.estimated_s(problem, answer, options), len(answer.stages)
+                fastest[stages] = min(fastest.get(stages, (math.inf, n)), (estimated_s, n))
+        for estimated_s, n in sorted(fastest.values()):
             answer, (m, options) = answers[n], of_problem[n]
             assert isinstance(answer, StagePlan), "others are not among the fastest"
             choice = choice_of(problems[n], answer, options)
-            if told_s > self.longest_s or (m, choice) in self.built:
+            if estimated_s > self.longest_s or (m, choice) in self.built:
                 continue
             self.built.add((m, choice))
             try:
-                found = self.worked_out(m, choice)
+                found = self.evaluate(m, choice)
             except (SolverError, UnsupportedError, BatchMismatchError):  # there are others
                 continue
             self.weighed.append(found.trial)
             self.keep(found)
 
-    def found(self) -> Found | None:
+    def found(self) -> PipelineCandidate | None:
         best, weighed = self.best, tuple(self.weighed)
         if best is None:
             return None
@@ -313,11 +327,11 @@ def in_turn(plans: Iterable[tuple[Hashable, float, int]]) -> list[int]:
     return [number for _, number in sorted(found, key=lambda entry: entry[0])]
 
 
-def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[PricedOption]) -> Choice:
+def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[PricedOption]) -> StageChoice:
     """What an answer of the dynamic programme stands for."""
     taken = [options[stage.option] for stage in answer.stages]
     groups = len(answer.stages) // problem.chunks
-    return Choice(
+    return StageChoice(
         schedule=problem.schedule.value,
         chunks=problem.chunks,
         first_layers=tuple(stage.first for stage in answer.stages),
@@ -326,8 +340,8 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
             o.policy for o, stage in zip(taken, answer.stages, strict=True) for _ in range(stage.first, stage.last)
         ),
         terms=tuple(o.terms for o in taken),
-        crowded=tuple(
-            o.crowded or _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
+        over_limit=tuple(
+            o.over_limit or _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
             for o, stage in zip(taken, answer.stages, strict=True)
         ),
     )
@@ -343,12 +357,14 @@ def _state_bytes(option: PricedOption, stage: Stage) -> int:
     return int(option.option.state_bytes[stage.first : stage.last].sum())
 
 
-def leaner_where_needed(search: Callable[[bool], tuple[Found | str, bool]], limit_bytes: int) -> Found | str:
+def retry_without_hoisted_casts(
+    search: Callable[[bool], tuple[PipelineCandidate | str, bool]], limit_bytes: int
+) -> PipelineCandidate | str:
     """What a search finds that is told whether copies of the state are kept: they are, where that fits, and where it
     says that making them anew would not help.
     """
     found, may_help = search(True)
-    if not may_help or (isinstance(found, Found) and found.fits(limit_bytes)):
+    if not may_help or (isinstance(found, PipelineCandidate) and found.fits(limit_bytes)):
         return found
     leaner, _ = search(False)
     if isinstance(found, str) or isinstance(leaner, str):

@@ -10,7 +10,7 @@ from autopar.sharding.partial_sums import find_partials
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class CanonicalGraph:
     """What a graph is but for its numbers: with equal `key`s, `ops` and `values` correspond one to one, in order."""
 
     key: tuple
@@ -18,7 +18,7 @@ class Shape:
     values: tuple[int, ...]
 
 
-def shape_of(graph: OpGraph) -> Shape:
+def shape_of(graph: OpGraph) -> CanonicalGraph:
     """The shape of a graph; operations that no rule covers are told apart by their primitives."""
     number: dict[int, int] = {}
     ops: list[int] = []
@@ -47,10 +47,10 @@ def shape_of(graph: OpGraph) -> Shape:
 
     top = block_key(graph.block)
     key = (top, graph.tied, graph.donated, graph.batch, graph.num_microbatches, graph.repeating)
-    return Shape(key=key, ops=tuple(ops), values=tuple(number))
+    return CanonicalGraph(key=key, ops=tuple(ops), values=tuple(number))
 
 
-def carried_over(plan: ShardingPlan, source: Shape, target: Shape, graph: OpGraph) -> ShardingPlan:
+def carried_over(plan: ShardingPlan, source: CanonicalGraph, target: CanonicalGraph, graph: OpGraph) -> ShardingPlan:
     """The decisions of one graph for another of equal key."""
     op = dict(zip(source.ops, target.ops, strict=True))
     value = dict(zip(source.values, target.values, strict=True))

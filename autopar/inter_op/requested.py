@@ -11,8 +11,8 @@ from autopar.common.progress import Progress
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import Choice, Cut, build, cut_layers, layers_of_pieces
-from autopar.inter_op.evaluate import Found, leaner_where_needed
+from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice, build, cut_layers, layers_of_pieces
+from autopar.inter_op.evaluate import PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.search_space import few_bubbles, is_long, meshes_inside, microbatch_numbers, submesh_sizes
 from autopar.inter_op.staged import default_chunks, part_of
 from autopar.ir.mesh import LogicalMesh
@@ -24,27 +24,27 @@ from autopar.plan.options import PipelineOptions, PlanOptions
 from autopar.sharding.constraints import Binding
 from autopar.sharding.pins import PinsOnMesh, on_meshes
 from autopar.sharding.rules import RuleBook
-from autopar.sharding.semantics import described
+from autopar.sharding.semantics import annotate_semantics
 
 
-def asked_pipeline(
+def requested_pipeline(
     traced: TracedStep,
     cluster: Cluster,
     options: PlanOptions,
     limit_bytes: int,
     rules: RuleBook,
     progress: Progress,
-) -> Found:
+) -> PipelineCandidate:
     """Stages of equal arithmetic on equal submeshes, as asked; the logical mesh that is fastest and fits. Where none
     does, copies of the state are made in each micro-batch anew.
 
     Raises: UnsupportedError for a step that cannot be cut, such as one with callbacks.
     """
     refuse_callbacks(traced.jaxpr, traced.name)
-    found = leaner_where_needed(
-        lambda keeps_copies: _asked(traced, cluster, options, limit_bytes, rules, progress, keeps_copies), limit_bytes
+    found = retry_without_hoisted_casts(
+        lambda hoist_casts: _asked(traced, cluster, options, limit_bytes, rules, progress, hoist_casts), limit_bytes
     )
-    assert isinstance(found, Found), "stages that were asked for are built whether they fit or not"
+    assert isinstance(found, PipelineCandidate), "stages that were asked for are built whether they fit or not"
     return found
 
 
@@ -55,7 +55,7 @@ def in_one_stage(
     limit_bytes: int,
     rules: RuleBook,
     progress: Progress,
-) -> Found | None:
+) -> PipelineCandidate | None:
     """One stage on all devices, in the most micro-batches that may be chosen: what comes near to fitting where no
     stages fit. None for a step that cannot be cut so, and for a long one, of which even that takes long.
     """
@@ -64,7 +64,7 @@ def in_one_stage(
     most = max(microbatch_numbers(traced, cluster, options.pipeline))
     asked = dataclasses.replace(options, pipeline=PipelineOptions(num_stages=1, num_microbatches=most))
     try:
-        return asked_pipeline(traced, cluster, asked, limit_bytes, rules, progress)
+        return requested_pipeline(traced, cluster, asked, limit_bytes, rules, progress)
     except (UnsupportedError, BatchMismatchError):
         return None
 
@@ -76,8 +76,8 @@ def _asked(
     limit_bytes: int,
     rules: RuleBook,
     progress: Progress,
-    keeps_copies: bool,
-) -> tuple[Found, bool]:
+    hoist_casts: bool,
+) -> tuple[PipelineCandidate, bool]:
     """(the best of what was asked for, copies of the state being kept or made anew; whether there are any)"""
     asked, binding = options.pipeline, options.binding
     name = asked.schedule or "1f1b"
@@ -89,9 +89,9 @@ def _asked(
             raise one_part_a_group(step, name, chunks)
         parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
         num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages, parts)
-        cut = cut_layers(step, num_microbatches, rules, keeps_copies=keeps_copies)
+        cut = cut_layers(step, num_microbatches, rules, hoist_casts=hoist_casts)
         if binding is not None:
-            cut = dataclasses.replace(cut, graph=described(cut.graph))
+            cut = dataclasses.replace(cut, graph=annotate_semantics(cut.graph))
             binding.check(cut.graph, cluster.num_devices * chunks // num_stages)
             if binding.shares_sequences:
                 check_attention(cut.graph)
@@ -108,13 +108,15 @@ def _asked(
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
         with progress.pass_("build stages"):
             staged = build(cut, choice, cluster, limit_bytes, options.deadline.solve_s(), constraints, pins)
-            built.append(Found(staged=staged, choice=choice, weighed=(), keeps_copies=keeps_copies, pins=pins))
+            built.append(
+                PipelineCandidate(staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, pins=pins)
+            )
     best = min(built, key=lambda found: found.rank(limit_bytes))
     return dataclasses.replace(best, weighed=tuple(found.trial for found in built)), copies_state(cut.graph)
 
 
 def equal_choice(
-    cut: Cut,
+    cut: MicrobatchedStep,
     cluster: Cluster,
     schedule: str,
     num_stages: int,
@@ -122,7 +124,7 @@ def equal_choice(
     binding: Binding | None = None,
     recompute: str = "nothing",
     meshes: Sequence[LogicalMesh] | None = None,
-) -> list[Choice]:
+) -> list[StageChoice]:
     """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh of them that
     a binding leaves, or those that are given.
 
@@ -133,7 +135,7 @@ def equal_choice(
     if meshes is None:
         meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
     return [
-        Choice(
+        StageChoice(
             schedule=schedule,
             chunks=chunks,
             first_layers=first_layers,

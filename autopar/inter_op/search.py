@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
-from autopar.cost.cost_model import LEAST_HIDDEN_COUNT, cost_model
+from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, cost_model
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import Cut, cut_layers
-from autopar.inter_op.evaluate import BuiltOut, Found, leaner_where_needed
+from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
+from autopar.inter_op.evaluate import PipelineCandidate, PipelineEvaluator, retry_without_hoisted_casts
 from autopar.inter_op.search_space import (
     finest,
     is_long,
@@ -32,9 +32,9 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import num_examples
 from autopar.passes.assign_layers import assign_layers
-from autopar.passes.fold_layers import contract
+from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat_cheap import copies_state
-from autopar.passes.split_scan import CutStep, cut_scans, divisors, one_part_a_group, trips_of
+from autopar.passes.split_scan import SplitStep, cut_scans, divisors, one_part_a_group, trips_of
 from autopar.plan.options import PipelineOptions
 from autopar.runtime.simulation.shared_cores import USED
 from autopar.sharding.rules import RuleBook
@@ -63,8 +63,8 @@ def search_pipelines(
     deadline: Deadline,
     to_beat_s: float = float("inf"),
     whole: OpGraph | None = None,
-    kept_within: float = 1.0,
-) -> Found | str:
+    keep_tolerance: float = 1.0,
+) -> PipelineCandidate | str:
     """The fastest pipeline, of all that was not asked for otherwise, one that fits where there is one; or why there is
     none that may be faster than `to_beat_s`.
 
@@ -75,7 +75,7 @@ def search_pipelines(
     those where devices share processors, and it is near the best).
     A scan over layers is priced in small parts and worked out in as many equal ones as there are stages, on equal
     submeshes. Where nothing fits, all is searched again with copies of the state made in each micro-batch anew.
-    Others that fit and take at most `kept_within` times as long come with it, and then the best of each number of
+    Others that fit and take at most `keep_tolerance` times as long come with it, and then the best of each number of
     stages is worked out if it may be one of them; 1 is for none.
 
     Raises: what cutting into micro-batches raises, where a number of them was asked for; UnsupportedError for a
@@ -83,7 +83,7 @@ def search_pipelines(
     """
     refuse_callbacks(traced.jaxpr, traced.name)
 
-    def searched(keeps_copies: bool) -> tuple[Found | str, bool]:
+    def searched(hoist_casts: bool) -> tuple[PipelineCandidate | str, bool]:
         search = _Search(
             traced=traced,
             cluster=cluster,
@@ -94,12 +94,12 @@ def search_pipelines(
             deadline=deadline,
             to_beat_s=to_beat_s,
             whole=whole,
-            keeps_copies=keeps_copies,
-            kept_within=kept_within,
+            hoist_casts=hoist_casts,
+            keep_tolerance=keep_tolerance,
         )
         return search.run()
 
-    return leaner_where_needed(searched, limit_bytes)
+    return retry_without_hoisted_casts(searched, limit_bytes)
 
 
 # A problem, with the micro-batches that it is for and the options that its numbers stand for.
@@ -119,10 +119,10 @@ class _Search:
     deadline: Deadline
     to_beat_s: float
     whole: OpGraph | None
-    keeps_copies: bool
-    kept_within: float
+    hoist_casts: bool
+    keep_tolerance: float
 
-    def run(self) -> tuple[Found | str, bool]:
+    def run(self) -> tuple[PipelineCandidate | str, bool]:
         """(what is found, whether copies that are made anew may help)"""
         step = cut_scans(self.traced, finest(trips_of(self.traced, self.rules)), self.rules)
         cuts = self.cuts(step)
@@ -133,46 +133,48 @@ class _Search:
         free_of = {(p.num_microbatches, p.schedule): (p, of) for p, of in posed if free and p.chunks == 1}
         one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in free_of.values()]
         problems, of_problem = [p for p, _ in posed + one_stage], [of for _, of in posed + one_stage]
-        builder = BuiltOut(
+        builder = PipelineEvaluator(
             cuts, self.cluster, self.limit_bytes, self.deadline, self.to_beat_s, self.progress,
             lambda cut, num_stages: self.cut(
                 cut_scans(self.traced, num_stages, self.rules), cut.graph.num_microbatches
             ),
-            self.kept_within,
+            self.keep_tolerance,
         )  # fmt: skip
         within = 1.0 if is_long(self.traced) else NEAR_THE_BEST
         answers = builder.search(problems, of_problem, len(posed), within)
         if not self.asked.is_asked and not self.deadline.passed:
             for num_stages in self.searched_near(builder):
-                told_s: dict[int, float] = {}
+                estimated_s: dict[int, float] = {}
                 for problem, (m, options), answer in zip(problems, of_problem, answers, strict=True):
                     if problem.fixed_num_stages == num_stages and isinstance(answer, StagePlan):
-                        told_s[m] = min(told_s.get(m, math.inf), builder.told_s(problem, answer, options))
-                self.in_other_numbers(step, cuts, decided, builder, num_stages, told_s)
+                        estimated_s[m] = min(
+                            estimated_s.get(m, math.inf), builder.estimated_s(problem, answer, options)
+                        )
+                self.in_other_numbers(step, cuts, decided, builder, num_stages, estimated_s)
             hides = cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds
-            if hides or self.cluster.shares_processors:
-                builder.refine_one_stage((LEAST_HIDDEN_COUNT, 0.0) if hides else (), self.looks_within)
+            if hides or self.cluster.oversubscribed_cores:
+                builder.refine_one_stage((LEAST_EXPOSED_FRACTION, 0.0) if hides else (), self.evaluate_tolerance)
         builder.work_out_near(problems, of_problem, answers)
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
         copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())
         return builder.found() or why_no_pipeline(answers), copies
 
     @property
-    def looks_within(self) -> float:
+    def evaluate_tolerance(self) -> float:
         """How many times of the best one's time others may take to be worked out once it is known. Where processors are
         shared many are nearly as fast, and each is soon worked out.
         """
-        return NEAR_THE_BEST if self.cluster.shares_processors and not is_long(self.traced) else 1.0
+        return NEAR_THE_BEST if self.cluster.oversubscribed_cores and not is_long(self.traced) else 1.0
 
-    def cut(self, step: CutStep, m: int, whole: OpGraph | None = None) -> Cut:
-        return cut_layers(step, m, self.rules, whole, keeps_copies=self.keeps_copies)
+    def cut(self, step: SplitStep, m: int, whole: OpGraph | None = None) -> MicrobatchedStep:
+        return cut_layers(step, m, self.rules, whole, hoist_casts=self.hoist_casts)
 
-    def cuts(self, step: CutStep) -> dict[int, Cut]:
+    def cuts(self, step: SplitStep) -> dict[int, MicrobatchedStep]:
         """The step in each number of micro-batches that it can be cut into.
 
         Raises: why it cannot, where it can be cut into none of them.
         """
-        found: dict[int, Cut] = {}
+        found: dict[int, MicrobatchedStep] = {}
         refused: AutoparError | None = None
         for m in microbatch_numbers(self.traced, self.cluster, self.asked):
             if found and self.deadline.passed:
@@ -186,39 +188,39 @@ class _Search:
             raise refused
         return found
 
-    def searched_near(self, builder: BuiltOut) -> list[int]:
+    def searched_near(self, builder: PipelineEvaluator) -> list[int]:
         """The numbers of stages to try in other numbers of micro-batches: one, plain accumulation of gradients; and
         those that were worked out, where processors are shared and no bubble tells numbers of micro-batches apart.
         """
-        if not self.cluster.shares_processors or is_long(self.traced):  # each number is traced and priced anew
+        if not self.cluster.oversubscribed_cores or is_long(self.traced):  # each number is traced and priced anew
             return [1]
         return sorted({1, *(num_stages for num_stages, _ in builder.best_of)})
 
     def in_other_numbers(
         self,
-        step: CutStep,
-        cuts: dict[int, Cut],
+        step: SplitStep,
+        cuts: dict[int, MicrobatchedStep],
         decided: dict[DecidedFor, Decisions],
-        builder: BuiltOut,
+        builder: PipelineEvaluator,
         num_stages: int,
-        told_s: dict[int, float],
+        estimated_s: dict[int, float],
     ) -> None:
         """So many stages in half and twice the micro-batches while that is faster: where there is memory for fewer,
-        parameters are gathered, and gradients added up, less often. Adds to `cuts`, `decided` and `told_s`.
+        parameters are gathered, and gradients added up, less often. Adds to `cuts`, `decided` and `estimated_s`.
 
         Args:
-            told_s: What so many stages take in those numbers of micro-batches in which they fit.
+            estimated_s: What so many stages take in those numbers of micro-batches in which they fit.
         """
         numbers, most = divisors(num_examples(self.traced)), max(cuts)
         over = OVERSTATED if num_stages == 1 else 1.0
         tried: set[int] = set()
-        for m in told_s if num_stages > 1 else ():  # of one stage the best by the tables is worked out in any case
-            told_s[m] = self.made_s(builder, num_stages, m, told_s[m])
-        while told_s and not self.deadline.passed:
-            best = min(told_s, key=lambda m: told_s[m])
+        for m in estimated_s if num_stages > 1 else ():  # of one stage the best by the tables is worked out in any case
+            estimated_s[m] = self.made_s(builder, num_stages, m, estimated_s[m])
+        while estimated_s and not self.deadline.passed:
+            best = min(estimated_s, key=lambda m: estimated_s[m])
             fewer = max((d for d in numbers if 2 * d <= best), default=best)
             more = min((d for d in numbers if 2 * best <= d < most), default=best)
-            near = [m for m in (fewer, more) if m not in told_s]
+            near = [m for m in (fewer, more) if m not in estimated_s]
             if num_stages > 1 and best not in tried and (num_stages, best) not in builder.best_of:
                 near = [best]  # only told so far
             tried |= {*near}
@@ -227,26 +229,26 @@ class _Search:
             for m in near:
                 limit_bytes = int(over * self.limit_bytes)
                 found_s = self.stages_s(step, num_stages, m, cuts, decided, builder, limit_bytes)
-                told_s[m] = self.made_s(builder, num_stages, m, found_s)
+                estimated_s[m] = self.made_s(builder, num_stages, m, found_s)
                 if (num_stages, m) in builder.best_of:
                     made, told_bytes = builder.best_of[num_stages, m]
                     over = max(1.0, told_bytes / made.trial.peak_bytes)
 
-    def made_s(self, builder: BuiltOut, num_stages: int, m: int, told_s: float) -> float:
+    def made_s(self, builder: PipelineEvaluator, num_stages: int, m: int, estimated_s: float) -> float:
         """What so many stages take if they were worked out (inf: they do not fit), and else as told."""
         if (num_stages, m) not in builder.best_of:
-            return told_s
+            return estimated_s
         made, _ = builder.best_of[num_stages, m]
         return made.trial.step_time_s if made.fits(self.limit_bytes) else math.inf
 
     def stages_s(
         self,
-        step: CutStep,
+        step: SplitStep,
         num_stages: int,
         m: int,
-        cuts: dict[int, Cut],
+        cuts: dict[int, MicrobatchedStep],
         decided: dict[DecidedFor, Decisions],
-        builder: BuiltOut,
+        builder: PipelineEvaluator,
         limit_bytes: int,
     ) -> float:
         """What so many stages take in a number of micro-batches, by the tables (inf: they do not fit, or cannot be cut
@@ -265,11 +267,13 @@ class _Search:
         name = SearchedSchedule.ONE_F_ONE_B.value
         for problem, options in self.on_schedule(step, cuts[m], name, priced, (num_stages,)):
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
-            (answer,) = builder.search([limited], [(m, options)], 0, self.looks_within)
-            return builder.told_s(problem, answer, options) if isinstance(answer, StagePlan) else math.inf
+            (answer,) = builder.search([limited], [(m, options)], 0, self.evaluate_tolerance)
+            return builder.estimated_s(problem, answer, options) if isinstance(answer, StagePlan) else math.inf
         return math.inf
 
-    def problems(self, step: CutStep, cuts: dict[int, Cut], decided: dict[DecidedFor, Decisions]) -> list[_Posed]:
+    def problems(
+        self, step: SplitStep, cuts: dict[int, MicrobatchedStep], decided: dict[DecidedFor, Decisions]
+    ) -> list[_Posed]:
         """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans and where devices
         share processors, of stages.
         """
@@ -291,7 +295,9 @@ class _Search:
                 found += [(problem, (m, options)) for problem, options in made]
         return found
 
-    def priced(self, cut: Cut, sizes: Sequence[int], decided: dict[DecidedFor, Decisions]) -> tuple[PricedOption, ...]:
+    def priced(
+        self, cut: MicrobatchedStep, sizes: Sequence[int], decided: dict[DecidedFor, Decisions]
+    ) -> tuple[PricedOption, ...]:
         """The options of submeshes of these sizes that none of them is better than in all. Adds to `decided`."""
         long = is_long(self.traced)
         made = tables(
@@ -301,8 +307,8 @@ class _Search:
 
     def on_schedule(
         self,
-        step: CutStep,
-        cut: Cut,
+        step: SplitStep,
+        cut: MicrobatchedStep,
         name: str,
         priced: tuple[PricedOption, ...],
         numbers: Sequence[int | None],
@@ -329,7 +335,7 @@ class _Search:
                 host_devices=cluster.devices_per_host,
                 chunks=chunks,
                 fixed_num_stages=num_stages,
-                shares_processors=cluster.shares_processors,
+                oversubscribed_cores=cluster.oversubscribed_cores,
                 idle_share=1 - USED,
                 call_s=cluster.device.call_s,
             )
@@ -343,7 +349,7 @@ def _on(options: Sequence[PricedOption], num_devices: int) -> tuple[PricedOption
 
 
 def tables(
-    cut: Cut,
+    cut: MicrobatchedStep,
     cluster: Cluster,
     sizes: Sequence[int],
     limit_bytes: int,
@@ -360,7 +366,7 @@ def tables(
     what is decided here.
     """
     assignment = assign_layers(cut.graph, cut.layers)
-    contracted = contract(cut.graph, assignment, len(cut.layers))
+    contracted = fold_layers(cut.graph, assignment, len(cut.layers))
     wiring, again = hash(wiring_of(contracted.graph)), again_of(contracted)
     options: list[PricedOption] = []
     models = [cost_model(part, mesh) for part in (part_of(cluster, n) for n in sizes) for mesh in meshes_inside(part)]

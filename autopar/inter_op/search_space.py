@@ -6,12 +6,12 @@ import math
 
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import Cut
+from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.intra_op.spmd_search import LONG_STEP, distinct_meshes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import num_examples
-from autopar.passes.split_scan import CutStep, divisors
+from autopar.passes.split_scan import SplitStep, divisors
 from autopar.plan.options import PipelineOptions
 from autopar.solver import Schedule as SearchedSchedule
 
@@ -50,7 +50,7 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     stages_are_odd = _odd(cluster.num_devices) > MOST_PARTS
     of = [groups if i or stages_are_odd else examples for i in range(several)]
     found = [nearest_divisor(n, number) for n, number in zip(of, wanted, strict=True)]
-    return list(dict.fromkeys([*found, 1] if cluster.shares_processors else found))
+    return list(dict.fromkeys([*found, 1] if cluster.oversubscribed_cores else found))
 
 
 def _odd(n: int) -> int:
@@ -71,7 +71,7 @@ def finest(trips: int) -> int:
     return max((d for d in divisors(trips) if d <= FINEST_PARTS), default=1)
 
 
-def stage_numbers(step: CutStep, cluster: Cluster) -> list[int]:
+def stage_numbers(step: SplitStep, cluster: Cluster) -> list[int]:
     """The numbers of stages that cut a scan over layers and the devices into equal parts."""
     n, total = cluster.devices_per_host, cluster.num_devices
     sizes = {s: total // s for s in divisors(step.trips) if total % s == 0 and s <= step.parts}
@@ -82,7 +82,7 @@ def stages_told_apart(cluster: Cluster, asked: PipelineOptions, num_layers: int)
     """The numbers of stages to search one by one: None is any. Where devices share processors all of them take about
     as long, and what they wait for memory, which the programme over stages does not know, tells them apart.
     """
-    if not cluster.shares_processors or asked.schedule is not None or asked.chunks is not None:
+    if not cluster.oversubscribed_cores or asked.schedule is not None or asked.chunks is not None:
         return (None,)
     numbers = range(2, min(cluster.num_devices, num_layers, MOST_STAGES) + 1)
     return tuple(n for n in numbers if n <= EACH_UP_TO or n & (n - 1) == 0) or (None,)
@@ -109,7 +109,7 @@ def schedules_of(asked: PipelineOptions, cluster: Cluster) -> tuple[str, ...]:
     Raises: InvalidArgumentError for a schedule that the search over stages has no model of.
     """
     if asked.schedule is None:
-        return SEARCHED_SCHEDULES[:1] if cluster.shares_processors else SEARCHED_SCHEDULES
+        return SEARCHED_SCHEDULES[:1] if cluster.oversubscribed_cores else SEARCHED_SCHEDULES
     known = [s.value for s in SearchedSchedule]
     if asked.schedule not in known:
         raise InvalidArgumentError(
@@ -150,7 +150,7 @@ def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> 
     return sorted({size for size in chain if size * num_layers >= total})
 
 
-def sizes_for(cut: Cut, cluster: Cluster, asked: PipelineOptions, is_largest: bool) -> list[int]:
+def sizes_for(cut: MicrobatchedStep, cluster: Cluster, asked: PipelineOptions, is_largest: bool) -> list[int]:
     """Of the sizes of submeshes those for the micro-batches of a cut: where there are larger ones, these are for stages
     of more devices than share an example.
     """

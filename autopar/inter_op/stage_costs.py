@@ -11,11 +11,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.cost.cost_model import LEAST_HIDDEN_COUNT, CostModel, NodeCosts
+from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, CostModel, NodeCosts
 from autopar.cost.overlap import crossing_s, timed
 from autopar.cost.prediction import compute_times_s, predicted_collectives, task_memory
 from autopar.hardware.collective_cost import Link
-from autopar.intra_op.ilp import ROUNDS, IntraOp, MemoryPrices, Terms, held_values, saved_values, state_values
+from autopar.intra_op.ilp import (
+    ROUNDS,
+    IntraOp,
+    MemoryPrices,
+    ObjectiveWeights,
+    held_values,
+    saved_values,
+    state_values,
+)
 from autopar.ir.graph import OpKind, Section, read_by, walk
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
@@ -34,7 +42,7 @@ from autopar.lowering.instructions import (
     section_of,
 )
 from autopar.lowering.lower import lower
-from autopar.passes.fold_layers import Contracted
+from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
 from autopar.passes.remat import Recompute, computed_again
 from autopar.solver import StageOption, Status
@@ -77,27 +85,27 @@ class PricedOption:
     """A way to run layers: the mesh, what they recompute, and the terms under which it is decided.
 
     `given_bytes`: of each layer's state what the step is given; the rest is made in each step anew.
-    `crowded`: the state of any stage alone would not fit under others.
+    `over_limit`: the state of any stage alone would not fit under others.
     """
 
     option: StageOption
     mesh: LogicalMesh
     given_bytes: np.ndarray
     policy: str
-    terms: Terms
-    crowded: bool = False
+    terms: ObjectiveWeights
+    over_limit: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
     """Decisions for a graph on one mesh, and the terms under which they were made.
 
-    `crowded`: there were others whose state alone does not fit.
+    `over_limit`: there were others whose state alone does not fit.
     """
 
-    terms: Terms
+    terms: ObjectiveWeights
     sharding: ShardingPlan
-    crowded: bool = False
+    over_limit: bool = False
 
 
 Decisions = tuple[Decided, ...]
@@ -111,7 +119,7 @@ def lowest_price(model: CostModel) -> float:
 
 
 def layer_decisions(
-    contracted: Contracted, model: CostModel, room_bytes: float, in_flight: int, equal: bool, time_limit_s: float
+    contracted: FoldedGraph, model: CostModel, room_bytes: float, in_flight: int, equal: bool, time_limit_s: float
 ) -> Decisions:
     """The fastest decisions on the model's mesh, and leaner ones too where state takes much memory, or what is saved.
 
@@ -129,25 +137,25 @@ def layer_decisions(
     home_prices = dataclasses.replace(state_prices, values=held_values(contracted.graph))
     found: dict[tuple[int, ...], Decided] = {}
 
-    def decide(terms: Terms) -> Sequence[int] | None:
+    def decide(terms: ObjectiveWeights) -> Sequence[int] | None:
         """The choice under these terms, which is added to those found."""
         prices = dataclasses.replace(state_prices, s_per_byte=terms.s_per_byte)
         if terms.in_flight:
             prices = dataclasses.replace(prices, values=state | saved, copies=several)
         solution = intra_op.solve(
-            time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count, rounds=ROUNDS
+            time_limit_s=time_limit_s, prices=prices, exposed_fraction=terms.exposed_fraction, rounds=ROUNDS
         )
         if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
             return None
         found.setdefault(tuple(solution.choice), Decided(terms=terms, sharding=intra_op.decode(solution)))
         return solution.choice
 
-    terms = Terms(s_per_byte=lowest_price(model), hidden_count=model.hidden_count)
+    terms = ObjectiveWeights(s_per_byte=lowest_price(model), exposed_fraction=model.exposed_fraction)
     choice = decide(terms)
     if choice is not None and (state_bytes := intra_op.priced_bytes(choice, state_prices)) > STATE_SHARE * room_bytes:
         dear = FIRST_PRICE * intra_op.cost(choice) / state_bytes
         if model.overlap.kinds:
-            decide(Terms(s_per_byte=dear, hidden_count=LEAST_HIDDEN_COUNT))
+            decide(ObjectiveWeights(s_per_byte=dear, exposed_fraction=LEAST_EXPOSED_FRACTION))
         for leaner in range(LEANER):
             terms = dataclasses.replace(terms, s_per_byte=dear * PRICE_RISE**leaner)
             choice = decide(terms)
@@ -161,17 +169,17 @@ def layer_decisions(
         return tuple(found.values())
     home_bytes = {choice: intra_op.priced_bytes(choice, home_prices) for choice in found}
     most_bytes = max(room_bytes, min(home_bytes.values(), default=0.0))
-    crowded = any(nbytes > room_bytes for nbytes in home_bytes.values())
+    over_limit = any(nbytes > room_bytes for nbytes in home_bytes.values())
     kept = (decided for choice, decided in found.items() if home_bytes[choice] <= most_bytes)
-    return tuple(dataclasses.replace(decided, crowded=crowded) for decided in kept)
+    return tuple(dataclasses.replace(decided, over_limit=over_limit) for decided in kept)
 
 
-def again_of(contracted: Contracted) -> Again:
+def again_of(contracted: FoldedGraph) -> Again:
     return {policy: computed_again(contracted.graph, contracted.layer_of, policy) for policy in Recompute}
 
 
 def stage_options(
-    contracted: Contracted, again: Again, layers: Layers, model: CostModel, link: Link, decisions: Decisions
+    contracted: FoldedGraph, again: Again, layers: Layers, model: CostModel, link: Link, decisions: Decisions
 ) -> tuple[PricedOption, ...]:
     """Options for stages on the model's mesh: each of the decisions with each policy of recomputation.
 
@@ -192,7 +200,7 @@ def stage_options(
                 given_bytes=np.array([row.given_bytes for row in table], dtype=np.int64),
                 policy=policy.value,
                 terms=decided.terms,
-                crowded=decided.crowded,
+                over_limit=decided.over_limit,
             )
             for policy in Recompute
         ]
@@ -234,7 +242,7 @@ class _Pricing:
     """What each layer of a contracted graph costs under decisions."""
 
     def __init__(
-        self, contracted: Contracted, again: Again, model: CostModel, sharding: ShardingPlan, costs: NodeCosts
+        self, contracted: FoldedGraph, again: Again, model: CostModel, sharding: ShardingPlan, costs: NodeCosts
     ) -> None:
         self.contracted, self.graph, self.model, self.again = contracted, contracted.graph, model, again
         self.lowered: LoweredBlock = lower(self.graph, sharding, model.links)

@@ -13,7 +13,7 @@ from autopar.errors import InvalidArgumentError, SolverError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
-from autopar.intra_op.ilp import ROUNDS, IntraOp, MemoryPrices, Terms, saved_values, state_values
+from autopar.intra_op.ilp import ROUNDS, IntraOp, MemoryPrices, ObjectiveWeights, saved_values, state_values
 from autopar.ir.graph import OpGraph, OpKind, Section
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -23,12 +23,12 @@ from autopar.lowering.lower import lower
 from autopar.lowering.transfer_layouts import refined, wire_layouts
 from autopar.passes.assign_stages import assign
 from autopar.passes.layers import Layers, find_layers
-from autopar.passes.split_scan import CutStep
+from autopar.passes.split_scan import SplitStep
 from autopar.passes.stage_graph import StageGraph, cut, split_backward
 from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.merge_buffers import merged
 from autopar.runtime.pipeline.program import Program
-from autopar.runtime.pipeline.standard_schedules import Schedule, make_schedule
+from autopar.runtime.pipeline.standard_schedules import PipelineSchedule, make_schedule
 from autopar.runtime.simulation.shared_cores import on_shared_processors
 from autopar.runtime.simulation.simulator import Simulation, simulate
 from autopar.sharding.constraints import TOO_TIGHT, Constraints
@@ -57,7 +57,7 @@ class PlannedStage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
+class StagedStep:
     """A whole step in stages, ready to run or to simulate.
 
     `step` is the step that was staged, with its scan over layers in parts where it has one.
@@ -67,13 +67,13 @@ class Staged:
     `hidden_s[i]`: how much longer a run would take if nothing were sent within the mesh while it computes.
     """
 
-    step: CutStep
+    step: SplitStep
     graph: OpGraph
     layers: Layers
     stages: tuple[PlannedStage, ...]
     submeshes: tuple[Submesh, ...]
     staged: StagedProgram
-    schedule: Schedule
+    schedule: PipelineSchedule
     simulated: Program
     task_s: tuple[float, ...]
     hidden_s: tuple[float, ...]
@@ -91,7 +91,7 @@ def default_chunks(name: str) -> int:
     return 2 if name in ("interleaved", "zb-v") else 1
 
 
-def schedule_of(name: str, num_stages: int, num_microbatches: int, chunks: int) -> Schedule:
+def schedule_of(name: str, num_stages: int, num_microbatches: int, chunks: int) -> PipelineSchedule:
     """The schedule of so many stages, `chunks` of them on each group of devices."""
     return make_schedule(name, num_stages // chunks, num_microbatches, chunks)
 
@@ -100,7 +100,7 @@ def layers_of(graph: OpGraph) -> Layers:
     return find_layers(graph, flops_of)
 
 
-def check_directions(graph: OpGraph, schedule: Schedule) -> None:
+def check_directions(graph: OpGraph, schedule: PipelineSchedule) -> None:
     """Raises: InvalidArgumentError for a step with a backward pass on a schedule without one."""
     if schedule.forward_only and any(op.section is Section.BACKWARD for op in graph.block.ops):
         raise InvalidArgumentError(
@@ -127,14 +127,14 @@ def cut_stages(
 
 
 # Layouts of what a stage receives (by value), and of what it sends (by SEND operation).
-Wires = tuple[dict[int, Layout], dict[int, Layout]]
+TransferLayouts = tuple[dict[int, Layout], dict[int, Layout]]
 
 
-def wires_of(
+def transfer_layouts_of(
     stages: Sequence[StageGraph], meshes: Sequence[LogicalMesh], constraints: Constraints | None = None
-) -> list[Wires]:
+) -> list[TransferLayouts]:
     """In which layouts values cross between stages, for each stage; bound ones as they lie anyway, or split further."""
-    found: list[Wires] = [({}, {}) for _ in stages]
+    found: list[TransferLayouts] = [({}, {}) for _ in stages]
     for source, stage in enumerate(stages):
         for op in stage.graph.block.ops:
             if op.kind is not OpKind.SEND:
@@ -156,7 +156,7 @@ def wires_of(
 def stage_problem(
     stage: StageGraph,
     model: CostModel,
-    wires: Wires,
+    wires: TransferLayouts,
     fixed: Mapping[int, Layout] | None = None,
     constraints: Constraints | None = None,
     pins: Mapping[int, PinnedLayout] | None = None,
@@ -170,7 +170,7 @@ def stage_problem(
     return IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
 
 
-def solve_stage(problem: IntraOp, terms: Terms, time_limit_s: float) -> ShardingPlan:
+def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) -> ShardingPlan:
     """The decisions of one stage under some terms. Raises: SolverError."""
     saved = saved_values(problem.graph) if terms.in_flight else frozenset()
     prices = MemoryPrices(
@@ -178,7 +178,9 @@ def solve_stage(problem: IntraOp, terms: Terms, time_limit_s: float) -> Sharding
         values=state_values(problem.graph) | saved,
         copies=dict.fromkeys((v for v, _ in saved), float(terms.in_flight)),
     )
-    solution = problem.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=terms.hidden_count, rounds=ROUNDS)
+    solution = problem.solve(
+        time_limit_s=time_limit_s, prices=prices, exposed_fraction=terms.exposed_fraction, rounds=ROUNDS
+    )
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise SolverError(
             where=f"a stage on mesh {problem.model.links.mesh}",
@@ -207,15 +209,15 @@ def planned_stage(
 
 
 def stage_program(
-    step: CutStep,
+    step: SplitStep,
     graph: OpGraph,
     layers: Layers,
     planned: Sequence[PlannedStage],
     submeshes: Sequence[Submesh],
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     cluster: Cluster,
     costs: TaskCosts | None = None,
-) -> Staged:
+) -> StagedStep:
     """Instructions -> tasks -> the list that runs them -> the same list on a virtual clock.
 
     `costs` keeps what tasks cost from one program of these stages to the next.
@@ -229,12 +231,12 @@ def stage_program(
     smaller, sent_s = merged(staged.pipeline, transfer_s)
     program = emit(smaller, schedule)
     simulation = simulate(program, task_s, sent_s, task_bytes)
-    if cluster.shares_processors:
+    if cluster.oversubscribed_cores:
         devices = {p.lowered.mesh_index: at.mesh.num_devices for p, at in zip(planned, submeshes, strict=True)}
         simulation = on_shared_processors(simulation, program, [devices[mesh] for mesh in sorted(devices)])
-    waiting_s = renewal_s(simulation, program, planned, cluster)
+    waiting_s = pipeline_page_fault_s(simulation, program, planned, cluster)
     simulation = dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s, waiting_s=waiting_s)
-    return Staged(
+    return StagedStep(
         step=step,
         graph=graph,
         layers=layers,
@@ -251,14 +253,15 @@ def stage_program(
     )
 
 
-def renewal_s(
+def pipeline_page_fault_s(
     simulation: Simulation,
     program: Program,
     planned: Sequence[PlannedStage],
     cluster: Cluster,
 ) -> float:
     """Seconds in which a step waits for memory that was given back in the step before: of what devices hold between
-    tasks, beside their state (`DeviceKind.renewed_s`). What a task needs while it runs is counted with the task.
+    tasks, beside their state (`DeviceKind.held_page_fault_s`). What a task needs while it runs is counted with the
+    task.
     """
     meshes = {p.lowered.mesh_index: p.model for p in planned}
     waits = []
@@ -267,8 +270,8 @@ def renewal_s(
         buffers = (program.pipeline.buffers[b] for b in program.pipeline.inputs)
         given_bytes = sum(buffer.nbytes for buffer in buffers if buffer.mesh == mesh)
         held_bytes = simulation.peak_bytes[mesh] - given_bytes - block_bytes
-        waits.append((model.links.mesh.num_devices, model.device.renewed_s(held_bytes, block_bytes)))
-    if not cluster.shares_processors:
+        waits.append((model.links.mesh.num_devices, model.device.held_page_fault_s(held_bytes, block_bytes)))
+    if not cluster.oversubscribed_cores:
         return max((seconds for _, seconds in waits), default=0.0)
     return sum(n * seconds for n, seconds in waits) / sum(n for n, _ in waits)
 
@@ -314,9 +317,9 @@ def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskC
     nbytes = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
     # Alone, a task has the processors of all devices, but is not called sooner.
     called_s = 0.0
-    if cluster.shares_processors:
+    if cluster.oversubscribed_cores:
         called_s = device.call_s * cluster.num_devices / planned.lowered.mesh.num_devices
-    seconds = (ran.end_s + device.fresh_s(nbytes, runs)) / runs + called_s
+    seconds = (ran.end_s + device.page_fault_s(nbytes, runs)) / runs + called_s
     return TaskCost(seconds=seconds, hidden_s=ran.hidden_s / runs, nbytes=nbytes)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from autopar.ir.graph import OpGraph, OpKind, Section, read_by
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import HOST, RAW
+from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.instructions import (
     Accumulate,
     HostCopy,
@@ -239,7 +239,7 @@ class _Linker:
 
     def entry(self, stage: LoweredStage, value: int) -> Place:
         at = stage.lowered.block.inputs.index(value)
-        return stage.lowered.inputs[at], HOST if value in stage.lowered.in_host else RAW
+        return stage.lowered.inputs[at], HOST if value in stage.lowered.in_host else UNREDUCED
 
     def buffer(self, stage: int, key: Key, repeating: Sequence[frozenset[int]]) -> int:
         if (stage, key) not in self.number:

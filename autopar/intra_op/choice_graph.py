@@ -28,7 +28,7 @@ Layouts = tuple[Layout, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Home:
+class LayoutSite:
     """Where a value lies: under strategy s of `node` its layout is `layouts[s]`.
 
     Equal lists of layouts are one object in an assembly, so that homes compare and hash by identity of their lists:
@@ -39,7 +39,7 @@ class Home:
     layouts: Layouts
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Home) and self.node == other.node and self.layouts is other.layouts
+        return isinstance(other, LayoutSite) and self.node == other.node and self.layouts is other.layouts
 
     def __hash__(self) -> int:
         return hash((self.node, id(self.layouts)))
@@ -50,8 +50,8 @@ class Reshard:
     """An edge: a value goes from one home to the layouts in which the target node's strategies read it."""
 
     value: int
-    source: Home
-    target: Home
+    source: LayoutSite
+    target: LayoutSite
     count: float
 
 
@@ -69,7 +69,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
+class ChoiceGraph:
     """The nodes and edges of a graph on one mesh, before costs.
 
     `raw[v]` is the home of a value as its operation leaves it (maybe partial); `placed[v]` its home for everybody who
@@ -81,9 +81,9 @@ class Assembly:
     mesh: LogicalMesh
     nodes: tuple[Node, ...]
     reshards: tuple[Reshard, ...]
-    raw: dict[int, Home]
-    placed: dict[int, Home]
-    copies: dict[tuple[int, str], Home]
+    raw: dict[int, LayoutSite]
+    placed: dict[int, LayoutSite]
+    copies: dict[tuple[int, str], LayoutSite]
     of_op: dict[int, tuple[int, tuple[Strategy, ...]]]
     partials: Partials
     lists: _Lists
@@ -120,13 +120,13 @@ class _Lists:
         return self._of[key]
 
 
-def assemble(
+def build_choice_graph(
     graph: OpGraph,
     mesh: LogicalMesh,
     wires: Mapping[int, Layout] | None = None,
     arrivals: Mapping[int, Layout] | None = None,
     order_of: Callable[[Value], tuple[int, ...]] | None = None,
-) -> Assembly:
+) -> ChoiceGraph:
     """Nodes and edges of a graph. The order is the program's, so it is the same in every process.
 
     `wires[op.id]` is the layout in which a SEND operation wants its operand, `arrivals[value]` the one in which an
@@ -141,8 +141,8 @@ class _Read:
     """`target` reads a value that lies at `source`; counted `count` times a step."""
 
     value: int
-    source: Home
-    target: Home
+    source: LayoutSite
+    target: LayoutSite
     role: Role
     count: float
 
@@ -160,8 +160,8 @@ class _Assembler:
         self.order_of = order_of
         self.once = graph.once() if graph.is_cut else frozenset()
         self.nodes: list[Node] = []
-        self.raw: dict[int, Home] = {}
-        self.placed: dict[int, Home] = {}
+        self.raw: dict[int, LayoutSite] = {}
+        self.placed: dict[int, LayoutSite] = {}
         self.of_op: dict[int, tuple[int, tuple[Strategy, ...]]] = {}
         self.reads: list[_Read] = []
         self.placements: dict[int, Reshard] = {}
@@ -174,7 +174,7 @@ class _Assembler:
         self._enumerated: dict[tuple, tuple[Strategy, ...]] = {}
         self._followed: dict[tuple, tuple[Strategy, ...] | None] = {}
 
-    def run(self) -> Assembly:
+    def run(self) -> ChoiceGraph:
         block = self.graph.block
         for position, value in enumerate(block.inputs):
             if value in self.arrivals:
@@ -191,7 +191,7 @@ class _Assembler:
             if isinstance(atom, int):
                 self.followed.add(atom)  # a result of the step is whole, wherever it lies
         copies, reshards = self.edges()
-        return Assembly(
+        return ChoiceGraph(
             mesh=self.mesh, nodes=tuple(self.nodes), reshards=tuple(reshards), raw=self.raw, placed=self.placed,
             copies=copies, of_op=self.of_op, partials=self.partials, lists=self.lists,
         )  # fmt: skip
@@ -237,7 +237,7 @@ class _Assembler:
         if len(layouts) == 1:
             return None
         node = self.node(len(layouts), kind, name, layouts)
-        self.raw[value] = self.placed[value] = Home(node, layouts)
+        self.raw[value] = self.placed[value] = LayoutSite(node, layouts)
         self.order[value] = len(self.order)
         return node
 
@@ -306,7 +306,7 @@ class _Assembler:
             partial = _any_partial(layouts)
             if len(self.every_layout(value)) == 1 and not partial:
                 continue
-            self.raw[value] = self.placed[value] = Home(node, layouts)
+            self.raw[value] = self.placed[value] = LayoutSite(node, layouts)
             self.order[value] = len(self.order)
             if partial:
                 self.place(value, f"{op.module}/{op.primitive} placed", op.count)
@@ -314,14 +314,14 @@ class _Assembler:
     def arrive(self, value: int) -> None:
         """A value comes in one layout and is then laid as its readers want it, once for all of them."""
         layouts = self.one((self.arrivals[value],))
-        self.raw[value] = Home(self.node(1, "wire", "received", layouts), layouts)
+        self.raw[value] = LayoutSite(self.node(1, "wire", "received", layouts), layouts)
         self.order[value] = len(self.order)
         self.place(value, "received, placed", float(self.graph.num_microbatches))
 
     def place(self, value: int, name: str, count: float) -> None:
         """Gives a value that may be partial a second home, where it is whole."""
         layouts = self.every_layout(value)
-        self.placed[value] = Home(self.node(len(layouts), "placement", name, layouts), layouts)
+        self.placed[value] = LayoutSite(self.node(len(layouts), "placement", name, layouts), layouts)
         self.placements[value] = Reshard(value=value, source=self.raw[value], target=self.placed[value], count=count)
 
     def signature(self, op: Op) -> Signature:
@@ -346,7 +346,7 @@ class _Assembler:
     def leader(self, op: Op, signature: Signature) -> tuple[int, int, tuple[Strategy, ...]] | None:
         """The operand that an operation follows: its state in an update, else the one produced last."""
         result_shapes = {self.graph.values[v].shape for v in op.outputs}
-        homes: dict[int, Home] = {}
+        homes: dict[int, LayoutSite] = {}
         for i, atom in enumerate(op.inputs):
             if isinstance(atom, int) and atom in self.placed:
                 homes[i] = self.raw[atom] if self.partials.reads_raw(op, i) else self.placed[atom]
@@ -418,7 +418,7 @@ class _Assembler:
         node = None
         if len(layouts) > 1:
             node = self.node(len(layouts), "boundary", name, layouts)
-            self.raw[outer] = self.placed[outer] = Home(node, layouts)
+            self.raw[outer] = self.placed[outer] = LayoutSite(node, layouts)
             self.order[outer] = len(self.order)
         slices = self.one(tuple(Layout(layout.dims[1:], layout.partial) for layout in layouts))
         self.read(inner, node, slices, role, count, raw=partial_too)
@@ -473,30 +473,30 @@ class _Assembler:
         source = self.raw[atom] if raw else self.placed[atom]
         if not raw:
             self.followed.add(atom)
-        self.reads.append(_Read(value=atom, source=source, target=Home(node, layouts), role=role, count=count))
+        self.reads.append(_Read(value=atom, source=source, target=LayoutSite(node, layouts), role=role, count=count))
 
-    def read_into(self, atom: Atom, home: Home | None, role: Role, count: float, *, raw: bool = False) -> None:
+    def read_into(self, atom: Atom, home: LayoutSite | None, role: Role, count: float, *, raw: bool = False) -> None:
         """Reads a value into the layouts of another home, replicated where there is none."""
         node, layouts = (None, ()) if home is None else (home.node, home.layouts)
         self.read(atom, node, layouts, role, count, raw=raw)
 
-    def edges(self) -> tuple[dict[tuple[int, str], Home], list[Reshard]]:
+    def edges(self) -> tuple[dict[tuple[int, str], LayoutSite], list[Reshard]]:
         """Turns reads into edges, through copy nodes where several nodes read a value, by role and over all roles."""
-        copies: dict[tuple[int, str], Home] = {}
+        copies: dict[tuple[int, str], LayoutSite] = {}
         reshards = [r for value, r in self.placements.items() if value in self.followed]
-        groups: dict[tuple[int, Home], dict[Role, dict[Home, float]]] = {}
+        groups: dict[tuple[int, LayoutSite], dict[Role, dict[LayoutSite, float]]] = {}
         for read in self.reads:
             targets = groups.setdefault((read.value, read.source), {}).setdefault(read.role, {})
             targets[read.target] = max(targets.get(read.target, 0.0), read.count)
 
-        def copy(value: int, readers: str, source: Home, counts: dict[Home, float]) -> Home:
+        def copy(value: int, readers: str, source: LayoutSite, counts: dict[LayoutSite, float]) -> LayoutSite:
             if len(counts) < 2 or len(source.layouts) == 1 or _any_partial(source.layouts):
                 return source
             # A copy for all of what no micro-batch changes is made once, before the first one, and kept.
             count = max(counts.values()) / (self.graph.num_microbatches if readers == ALL and value in self.once else 1)
             layouts = self.every_layout(value)
             name = f"{self.nodes[source.node].name} read by {readers}"
-            copies[value, readers] = made = Home(self.node(len(layouts), "copy", name, layouts), layouts)
+            copies[value, readers] = made = LayoutSite(self.node(len(layouts), "copy", name, layouts), layouts)
             reshards.append(Reshard(value=value, source=source, target=made, count=count))
             return made
 

@@ -10,13 +10,13 @@ import numpy as np
 from autopar import solver
 from autopar.attention.checks import check_heads, check_rings
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
-from autopar.intra_op.choice_graph import Assembly, Home, Reshard, assemble
+from autopar.intra_op.choice_graph import ChoiceGraph, LayoutSite, Reshard, build_choice_graph
 from autopar.intra_op.masks import SECONDS, Masks
 from autopar.intra_op.slack import slacks_s
 from autopar.intra_op.symmetry import fold, joined
 from autopar.ir.graph import Op, OpGraph, OpKind, Section, read_by
 from autopar.ir.layout import Layout, replicated
-from autopar.ir.value_state import ALL, PLACED, RAW
+from autopar.ir.value_state import ALL, REDUCED, UNREDUCED
 from autopar.lowering.decisions import Relaxation, ShardingPlan, SolverReport
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout
@@ -28,13 +28,13 @@ ROUNDS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ObjectiveWeights:
     """What is decided under: the price of a byte of state, and what counts of a send that computing can hide. What is
     saved for the backward passes of micro-batches `in_flight` has the price too.
     """
 
     s_per_byte: float
-    hidden_count: float
+    exposed_fraction: float
     in_flight: int = 0
 
 
@@ -54,21 +54,21 @@ def held_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
     """What lies in memory through the whole step in any case: state and sums over micro-batches, at home."""
     arguments = {v for i, v in enumerate(graph.block.inputs) if i not in graph.batch | graph.repeating}
     sums = {v for op in graph.block.ops if op.kind is OpKind.ACCUMULATE for v in op.outputs}
-    return frozenset((v, RAW) for v in arguments | sums)
+    return frozenset((v, UNREDUCED) for v in arguments | sums)
 
 
 def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
     """What may lie in memory through the whole step: state, sums over micro-batches, copies for all readers."""
     before = (op for op in graph.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
     values = {v for v, _ in held_values(graph)}.union(*(op.outputs for op in before))
-    return frozenset((v, state) for v in values for state in (RAW, ALL))
+    return frozenset((v, state) for v in values for state in (UNREDUCED, ALL))
 
 
 def saved_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
     """What lies in memory from the forward pass of a micro-batch to its backward pass."""
     made = {v for op in graph.block.ops if op.section is Section.FORWARD for v in op.outputs}
     behind = (op for op in graph.block.ops if op.section in (Section.BACKWARD, Section.WEIGHT))
-    return frozenset((v, state) for op in behind for v in read_by(op) if v in made for state in (PLACED, ALL))
+    return frozenset((v, state) for op in behind for v in read_by(op) if v in made for state in (REDUCED, ALL))
 
 
 class IntraOp:
@@ -101,7 +101,7 @@ class IntraOp:
             check_heads(graph, constraints.parts_of_heads(model.links.mesh))
             check_rings(graph, constraints.parts_of_rings(model.links.mesh))
         order_of = constraints.order_of if constraints is not None else None
-        self.assembly: Assembly = assemble(graph, model.links.mesh, self.wires, arrivals, order_of)
+        self.assembly: ChoiceGraph = build_choice_graph(graph, model.links.mesh, self.wires, arrivals, order_of)
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
         self._numbers: dict[int, np.ndarray] = {}
@@ -239,7 +239,7 @@ class IntraOp:
             self.relaxation = self.masks.relaxation(undo(solution.choice))
             self.problem, _ = self._build()
 
-    def _matrix(self, value: int, source: Home, target: Home, count: float) -> np.ndarray:
+    def _matrix(self, value: int, source: LayoutSite, target: LayoutSite, count: float) -> np.ndarray:
         """Seconds of resharding for every pair of strategies; the same object for the same costs."""
         v = self.graph.values[value]
         widening = self.model.widening(v.dtype)
@@ -263,29 +263,31 @@ class IntraOp:
         *,
         time_limit_s: float,
         prices: MemoryPrices | None = None,
-        hidden_count: float = 1.0,
+        exposed_fraction: float = 1.0,
         rounds: int | None = None,
     ) -> solver.Solution:
         """Solves the folded problem; the solution's choice is that of the unfolded one. Constraints that contradict
         themselves are relaxed, for this solution and all later ones.
 
-        With prices, the objective holds the priced memory too. Of what is sent between operations `hidden_count` counts
-        for as long as there is computing to hide it (`slack`), but for what one node makes and reads. `rounds` end the
-        search, as in `solver.solve`, for an answer that does not depend on how fast the machine is.
+        With prices, the objective holds the priced memory too. Of what is sent between operations `exposed_fraction`
+        counts for as long as there is computing to hide it (`slack`), but for what one node makes and reads. `rounds`
+        end the search, as in `solver.solve`, for an answer that does not depend on how fast the machine is.
         """
         problem = self.problem if prices is None else self._priced(prices)
-        if hidden_count != 1.0:
+        if exposed_fraction != 1.0:
             sends, prices_of_copies = problem.edges[: len(self.problem.edges)], problem.edges[len(self.problem.edges) :]
-            problem = dataclasses.replace(problem, edges=(*self._counted(sends, hidden_count), *prices_of_copies))
+            problem = dataclasses.replace(problem, edges=(*self._counted(sends, exposed_fraction), *prices_of_copies))
         tied, undo = solver.tie(problem, self.classes)
         solution = solver.solve(tied, time_limit_s=time_limit_s, rounds=rounds)
         if solution.status is solver.Status.INFEASIBLE and self.masks is not None and self.relaxation is None:
             self._relax(time_limit_s, rounds)
             if self.relaxation is not None:
-                return self.solve(time_limit_s=time_limit_s, prices=prices, hidden_count=hidden_count, rounds=rounds)
+                return self.solve(
+                    time_limit_s=time_limit_s, prices=prices, exposed_fraction=exposed_fraction, rounds=rounds
+                )
         return dataclasses.replace(solution, choice=undo(solution.choice) if solution.choice else ())
 
-    def _counted(self, sends: Sequence[solver.Edge], hidden_count: float) -> list[solver.Edge]:
+    def _counted(self, sends: Sequence[solver.Edge], exposed_fraction: float) -> list[solver.Edge]:
         """What is sent, at its cost with what can hide behind computing counted as it is said."""
         if self._slacks_s is None:
             self._slacks_s = slacks_s(self.graph, self.assembly, self._least_s)
@@ -295,7 +297,7 @@ class IntraOp:
             cost, slack_s = edge.cost, self._slacks_s[number]
             if slack_s and (id(cost), slack_s) not in counted:
                 hidden = np.minimum(cost, slack_s, where=np.isfinite(cost), out=np.zeros_like(cost))
-                counted[id(cost), slack_s] = cost - (1 - hidden_count) * hidden
+                counted[id(cost), slack_s] = cost - (1 - exposed_fraction) * hidden
             found.append(
                 solver.Edge(source=edge.source, target=edge.target, cost=counted[id(cost), slack_s])
                 if slack_s
@@ -326,14 +328,14 @@ class IntraOp:
         its source, so its price goes to the edge between the two. Nodes of one class share their price as they share
         their decision.
         """
-        homes: dict[Home, float] = {}
+        homes: dict[LayoutSite, float] = {}
         copies: dict[int, float] = {}
         for value, state in sorted(prices.values):  # sums of floats, in an order that no hash seed changes
             nbytes = self.graph.values[value].nbytes * prices.copies.get(value, 1.0)
             home = self._home(value, state)
             if home is None:
                 continue
-            if state in (RAW, PLACED):
+            if state in (UNREDUCED, REDUCED):
                 homes[home] = homes.get(home, 0) + nbytes
             else:
                 copies[home.node] = copies.get(home.node, 0) + nbytes
@@ -358,11 +360,11 @@ class IntraOp:
         differs = np.array([[a != b for b in target] for a in source], np.float64)
         return differs / self._shards(target)[None, :]
 
-    def _home(self, value: int, state: str) -> Home | None:
+    def _home(self, value: int, state: str) -> LayoutSite | None:
         """The home that decides the size of a value in a state; None where nothing is to be decided."""
-        if state == RAW:
+        if state == UNREDUCED:
             return self.assembly.raw.get(value)
-        if state == PLACED:
+        if state == REDUCED:
             return self.assembly.placed.get(value)
         return self.assembly.copies.get((value, state))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.intra_op.choice_graph import Assembly, Reshard
+from autopar.intra_op.choice_graph import ChoiceGraph, Reshard
 from autopar.ir.graph import OpGraph, Purpose, Role, Value
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.value_state import ALL
@@ -51,7 +51,7 @@ class NodeMask:
 class Masks:
     """The masks of an assembly's nodes and edges under constraints."""
 
-    def __init__(self, graph: OpGraph, assembly: Assembly, constraints: Constraints) -> None:
+    def __init__(self, graph: OpGraph, assembly: ChoiceGraph, constraints: Constraints) -> None:
         self.graph, self.assembly, self.constraints = graph, assembly, constraints
         self._total_bytes = sum(v.nbytes for v in graph.values)
         self._allowed: dict[tuple, np.ndarray] = {}

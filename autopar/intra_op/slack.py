@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable
 
 from autopar.cost.roofline import is_fusible
-from autopar.intra_op.choice_graph import Assembly, Reshard
+from autopar.intra_op.choice_graph import ChoiceGraph, Reshard
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Section, read_by
 from autopar.ir.value_state import ALL
 
 NO_VALUES: frozenset[int] = frozenset()
 
 
-def slacks_s(graph: OpGraph, assembly: Assembly, compute_s: Callable[[Op], float]) -> tuple[float, ...]:
+def slacks_s(graph: OpGraph, assembly: ChoiceGraph, compute_s: Callable[[Op], float]) -> tuple[float, ...]:
     """Of each resharding, seconds of computing between the operation that makes its value and the first that waits for
     it, all runs of a step together.
 
@@ -31,7 +31,7 @@ def slacks_s(graph: OpGraph, assembly: Assembly, compute_s: Callable[[Op], float
 
 
 class _Slacks:
-    def __init__(self, graph: OpGraph, assembly: Assembly, compute_s: Callable[[Op], float]) -> None:
+    def __init__(self, graph: OpGraph, assembly: ChoiceGraph, compute_s: Callable[[Op], float]) -> None:
         self.graph, self.assembly, self.compute_s = graph, assembly, compute_s
         self.is_cut = graph.is_cut  # asked for every resharding; the graph looks through all of its operations
         # Seconds from the start of a block: of operations, when somebody waits for them; of values, when they are made.

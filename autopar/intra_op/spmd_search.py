@@ -11,7 +11,7 @@ from typing import Any
 from autopar.common.deadline import SOLVE_S
 from autopar.common.progress import Progress
 from autopar.cost import peak_memory
-from autopar.cost.cost_model import HIDDEN_COUNT, LEAST_HIDDEN_COUNT, CostModel, cost_model
+from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, cost_model
 from autopar.cost.overlap import timed
 from autopar.cost.prediction import allocation_s, compute_times_s, memory_program, place_names
 from autopar.errors import AutoparError, MemoryLimitError, SolverError
@@ -30,7 +30,7 @@ from autopar.plan.schema import MeshTrial
 from autopar.sharding.constraints import TOO_TIGHT, Binding
 from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.pins import PinsOnMesh, on_meshes
-from autopar.sharding.semantics import described
+from autopar.sharding.semantics import annotate_semantics
 from autopar.solver import Solution, Status
 
 # Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
@@ -48,11 +48,11 @@ SLOW_SEARCH_S = 10.0
 # parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
 ZERO_STAGES = (0, 1, 3)
 # What may count of a send that computing can hide: how much of it does depends on what else is sent.
-HIDDEN_COUNTS = (HIDDEN_COUNT, LEAST_HIDDEN_COUNT)
+EXPOSED_FRACTIONS = (EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class SpmdCandidate:
     """The best plan found on one mesh, lowered, with its exact memory and time.
 
     `shared_out_s` is what the step would take if nothing were sent and every operation split over all devices; `sends`
@@ -62,7 +62,7 @@ class Candidate:
     model: CostModel
     sharding: ShardingPlan
     lowered: LoweredBlock
-    program: peak_memory.Program
+    program: peak_memory.MemoryProgram
     estimate: peak_memory.MemoryEstimate
     stands_for: dict[int, tuple[int, Any]]
     step_time_s: float
@@ -71,7 +71,7 @@ class Candidate:
     pins: PinsOnMesh | None = None
 
 
-def whole_steps(
+def search_spmd(
     traced: TracedStep,
     graph: OpGraph,
     cluster: Cluster,
@@ -80,13 +80,13 @@ def whole_steps(
     trials: list[MeshTrial],
     progress: Progress,
     within: float = 1.0,
-) -> tuple[Candidate, ...] | AutoparError:
+) -> tuple[SpmdCandidate, ...] | AutoparError:
     """The best candidate that runs the step as one program over all devices, or why none can. Behind it come the others
     that fit and take at most `within` times as long, the fastest first; 1 is for none.
 
     Adds to `trials` what was tried.
     """
-    candidates: list[Candidate] = []
+    candidates: list[SpmdCandidate] = []
     begun_s, may_fit = time.perf_counter(), not options.is_free or cluster.num_devices == 1
     meshes = logical_meshes(traced, graph, cluster, options)
     for number, (mesh, pins) in enumerate(meshes):
@@ -112,7 +112,7 @@ def whole_steps(
             time_s = options.deadline.solve_s(len(meshes) - number)
             found = search(graph, cost_model(cluster, mesh), limit_bytes, options, to_beat_s, pins, time_s)
         trials.append(trial(found))
-        if isinstance(found, Candidate):
+        if isinstance(found, SpmdCandidate):
             candidates.append(found)
     sends = any(c.model.overlap.kinds and c.sends for c in candidates)
     if options.is_free and sends and not options.deadline.passed:
@@ -170,27 +170,27 @@ def known_plans(
     options: PlanOptions,
     trials: list[MeshTrial],
     to_beat_s: float,
-) -> list[Candidate]:
+) -> list[SpmdCandidate]:
     """The best plans that are data parallelism of some kind, or keep state as FSDP does. Adds to `trials` what was
     tried.
     """
     whole = LogicalMesh(axis_sizes=(cluster.num_devices,))
     model = cost_model(cluster, whole)
-    tried: list[tuple[str, Candidate | MeshTrial]] = []
+    tried: list[tuple[str, SpmdCandidate | MeshTrial]] = []
     along_largest = state_along_largest(graph, whole)
     if along_largest:
         fixed = dataclasses.replace(options, fixed=along_largest)
         time_s = options.deadline.solve_s()
         found = search(graph, model, limit_bytes, fixed, to_beat_s, time_limit_s=time_s)
         tried.append(("state along its largest dimension", found))
-    named = described(graph)
+    named = annotate_semantics(graph)
     for name, binding in known_bindings():
         if options.deadline.passed:
             break
         bound, time_s = dataclasses.replace(options, binding=binding), options.deadline.solve_s()
         tried.append((name, search(named, model, limit_bytes, bound, to_beat_s, time_limit_s=time_s)))
     trials += [dataclasses.replace(trial(found), name=name) for name, found in tried]
-    return [found for _, found in tried if isinstance(found, Candidate)]
+    return [found for _, found in tried if isinstance(found, SpmdCandidate)]
 
 
 def known_bindings() -> list[tuple[str, Binding]]:
@@ -243,7 +243,7 @@ def distinct_meshes(cluster: Cluster, max_axes: int) -> tuple[LogicalMesh, ...]:
     return tuple(found)
 
 
-def worth_trying(mesh: LogicalMesh, candidates: Sequence[Candidate], limit_bytes: int) -> bool:
+def worth_trying(mesh: LogicalMesh, candidates: Sequence[SpmdCandidate], limit_bytes: int) -> bool:
     """Whether a mesh of three axes may pay: where two axes gained next to nothing over one, a third is not tried.
 
     The search on it costs more than all others together. Where no plan fits yet, everything is tried.
@@ -261,8 +261,12 @@ def worth_trying(mesh: LogicalMesh, candidates: Sequence[Candidate], limit_bytes
 
 
 def choose(
-    traced: TracedStep, graph: OpGraph, candidates: Sequence[Candidate], trials: Sequence[MeshTrial], limit_bytes: int
-) -> Candidate | AutoparError:
+    traced: TracedStep,
+    graph: OpGraph,
+    candidates: Sequence[SpmdCandidate],
+    trials: Sequence[MeshTrial],
+    limit_bytes: int,
+) -> SpmdCandidate | AutoparError:
     """The fastest candidate that fits; of nearly equal ones that on the mesh with the fewest axes.
 
     Where none fits a MemoryLimitError, where there is none a SolverError comes back.
@@ -283,7 +287,9 @@ def choose(
     return min(equal, key=lambda c: (len(c.model.links.mesh.axis_sizes), c.step_time_s))
 
 
-def near(best: Candidate, candidates: Sequence[Candidate], limit_bytes: int, within: float) -> list[Candidate]:
+def near(
+    best: SpmdCandidate, candidates: Sequence[SpmdCandidate], limit_bytes: int, within: float
+) -> list[SpmdCandidate]:
     """Those beside the best that fit and take at most `within` times as long, the fastest first; none for 1."""
     if within <= 1:
         return []
@@ -300,14 +306,14 @@ def search(
     to_beat_s: float = math.inf,
     pins: PinsOnMesh | None = None,
     time_limit_s: float = SOLVE_S,
-) -> Candidate | MeshTrial:
+) -> SpmdCandidate | MeshTrial:
     """The fastest plan on one mesh, within the memory limit where that can be had, else the smallest found.
 
     The ILP is solved without memory first. Its objective adds up what is computed and sent, an upper bound of the time
     with overlap that plans are compared by; on platforms with overlap, and without a recipe, it is solved again with a
-    part of what computing can hide (`slack`, `HIDDEN_COUNTS`), and the search goes on from the fastest plan. Where the
-    exact estimate of that one is over the limit, bytes get a price: those of the values that are alive where memory is
-    short in any plan seen. The price rises until a plan fits, and is then halved towards the cheapest plan that fits
+    part of what computing can hide (`slack`, `EXPOSED_FRACTIONS`), and the search goes on from the fastest plan. Where
+    the exact estimate of that one is over the limit, bytes get a price: those of the values that are alive where memory
+    is short in any plan seen. The price rises until a plan fits, and is then halved towards the cheapest plan that fits
     (the Lagrangian relaxation of formula (4)). Where the plan without prices does not beat `to_beat_s`, the time of a
     plan that fits on another mesh, none is tried. The whole search takes `time_limit_s` at most, but for its last
     solution.
@@ -328,25 +334,25 @@ def search(
             status = IMPOSSIBLE
         return MeshTrial(axis_sizes=model.links.mesh.axis_sizes, step_time_s=None, peak_bytes=None, status=status)
     best = dataclasses.replace(evaluated(graph, model, intra_op.decode(free)), pins=pins)
-    hidden_count = 1.0
+    exposed_fraction = 1.0
     # A recipe means the plan that its source describes, which does not count on what is hidden.
     hides = model.overlap.kinds and options.binding is None and best.sends
-    for count in HIDDEN_COUNTS if hides else ():
-        hidden = intra_op.solve(time_limit_s=max(deadline - time.perf_counter(), 1.0), hidden_count=count)
+    for count in EXPOSED_FRACTIONS if hides else ():
+        hidden = intra_op.solve(time_limit_s=max(deadline - time.perf_counter(), 1.0), exposed_fraction=count)
         if hidden.status in (Status.OPTIMAL, Status.FEASIBLE):
             candidate = evaluated(graph, model, intra_op.decode(_told(hidden, intra_op, free)))
             if candidate.step_time_s < best.step_time_s:
-                best, hidden_count = dataclasses.replace(candidate, pins=pins), count
+                best, exposed_fraction = dataclasses.replace(candidate, pins=pins), count
     if best.estimate.peak_bytes <= limit_bytes or best.step_time_s >= to_beat_s:
         return best
-    crowding = crowded(best, limit_bytes)
+    crowding = over_limit_values(best, limit_bytes)
     s_per_byte, too_low, fits_at = best.step_time_s / best.estimate.peak_bytes * FIRST_PRICE, 0.0, None
     for _ in range(MEMORY_ROUNDS):
         if time.perf_counter() > deadline:
             break
         prices = MemoryPrices(s_per_byte=s_per_byte, values=crowding)
         left_s = max(deadline - time.perf_counter(), 1.0)
-        solution = intra_op.solve(time_limit_s=left_s, prices=prices, hidden_count=hidden_count)
+        solution = intra_op.solve(time_limit_s=left_s, prices=prices, exposed_fraction=exposed_fraction)
         if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
             break
         candidate = dataclasses.replace(
@@ -359,7 +365,7 @@ def search(
             fits_at = s_per_byte
         else:
             too_low = s_per_byte
-            crowding |= crowded(candidate, limit_bytes)
+            crowding |= over_limit_values(candidate, limit_bytes)
         s_per_byte = (
             s_per_byte * PRICE_RISE if fits_at is None else (fits_at * max(too_low, fits_at / PRICE_RISE)) ** 0.5
         )
@@ -376,12 +382,12 @@ def _told(solution: Solution, intra_op: IntraOp, free: Solution) -> Solution:
     )
 
 
-def rank(candidate: Candidate, fits: bool) -> float:
+def rank(candidate: SpmdCandidate, fits: bool) -> float:
     """What is better when smaller: time among plans that fit, memory among those that do not."""
     return candidate.step_time_s if fits else float(candidate.estimate.peak_bytes)
 
 
-def crowded(candidate: Candidate, limit_bytes: int) -> frozenset[tuple[int, str]]:
+def over_limit_values(candidate: SpmdCandidate, limit_bytes: int) -> frozenset[tuple[int, str]]:
     """The values, with their states, that are alive while the memory is over the limit."""
     ranges = peak_memory.live_ranges(candidate.program, candidate.model.compiler)
     nbytes = candidate.program.nbytes
@@ -404,7 +410,7 @@ def crowded(candidate: Candidate, limit_bytes: int) -> frozenset[tuple[int, str]
     return frozenset(found)
 
 
-def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candidate:
+def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> SpmdCandidate:
     """Lowers decisions and reads off what they will do."""
     lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, model.links.mesh)
     program, stands_for = memory_program(graph, lowered, model)
@@ -413,7 +419,7 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> Candi
     ran = timed(graph, lowered, model)
     split = {op: s.split / model.links.mesh.num_devices for op, s in sharding.strategy.items()}
     least = 1 / model.links.mesh.num_devices
-    return Candidate(
+    return SpmdCandidate(
         model=model,
         sharding=sharding,
         lowered=lowered,
@@ -431,7 +437,7 @@ def _gap(cost: float, bound: float) -> float:
     return (cost - bound) / cost if cost else 0.0
 
 
-def trial(candidate: Candidate | MeshTrial) -> MeshTrial:
+def trial(candidate: SpmdCandidate | MeshTrial) -> MeshTrial:
     if isinstance(candidate, MeshTrial):
         return candidate
     return MeshTrial(
@@ -448,7 +454,7 @@ def made_by(graph: OpGraph) -> dict[int, str]:
 
 
 def no_plan_fits(
-    traced: TracedStep, graph: OpGraph, candidates: Sequence[Candidate], limit_bytes: int
+    traced: TracedStep, graph: OpGraph, candidates: Sequence[SpmdCandidate], limit_bytes: int
 ) -> MemoryLimitError:
     """The error that says by how much the smallest plan is over, and what holds the memory."""
     least = min(candidates, key=lambda c: c.estimate.peak_bytes)
@@ -456,7 +462,7 @@ def no_plan_fits(
 
 
 def out_of_memory(
-    where: str, graph: OpGraph, found: Candidate, limit_bytes: int, shared_by: int = 1
+    where: str, graph: OpGraph, found: SpmdCandidate, limit_bytes: int, shared_by: int = 1
 ) -> MemoryLimitError:
     """The error of a plan that does not fit, of whose bytes each device has so small a share."""
     names = place_names(graph, found.stands_for, made_by(graph), found.sharding.mesh)

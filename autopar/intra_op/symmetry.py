@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopar.intra_op.choice_graph import Assembly, Home
+from autopar.intra_op.choice_graph import ChoiceGraph, LayoutSite
 from autopar.ir.graph import Op
 
 ROUNDS = 6  # how far a node looks: about half a transformer layer in each direction
 SMALL = 150  # nodes up to which nothing is folded: such problems are solved whole
 
 
-def fold(assembly: Assembly, kinds: Sequence[int], edge_kinds: Sequence[int]) -> tuple[int, ...]:
+def fold(assembly: ChoiceGraph, kinds: Sequence[int], edge_kinds: Sequence[int]) -> tuple[int, ...]:
     """A class for each node; nodes of one class share their decision.
 
     `kinds[n]` numbers what a node is (equal numbers: equal strategies and costs), `edge_kinds[e]` the cost matrix of
@@ -42,7 +42,7 @@ def fold(assembly: Assembly, kinds: Sequence[int], edge_kinds: Sequence[int]) ->
     return tuple(colours)
 
 
-def joined(assembly: Assembly, classes: Sequence[int], alike: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:
+def joined(assembly: ChoiceGraph, classes: Sequence[int], alike: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:
     """The classes, with those of operations that are to be decided alike, of what they make and of the arguments that
     they read, made one, wherever they choose among the same.
     """
@@ -55,7 +55,7 @@ def joined(assembly: Assembly, classes: Sequence[int], alike: Iterable[tuple[Op,
             at = parent[at]
         return at
 
-    def join(one: Home | None, other: Home | None) -> None:
+    def join(one: LayoutSite | None, other: LayoutSite | None) -> None:
         if one is not None and other is not None and one.layouts == other.layouts:
             nodes = assembly.nodes[one.node], assembly.nodes[other.node]
             if nodes[0].layouts and nodes[0].layouts == nodes[1].layouts:

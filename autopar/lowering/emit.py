@@ -21,7 +21,7 @@ from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import Constant, OpGraph, OpKind
 from autopar.ir.jax_sharding import DEVICE_MEMORY, named_sharding, partition_spec
 from autopar.ir.layout import Layout
-from autopar.ir.value_state import HOST, RAW
+from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.dynamic_slices import with_starts_in_range
 from autopar.lowering.instructions import (
     Accumulate,
@@ -38,7 +38,7 @@ from autopar.lowering.instructions import (
     Stack,
 )
 from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
-from autopar.sharding.resharding import Step, StepKind
+from autopar.sharding.resharding import ReshardStep, StepKind
 
 Environment = dict[tuple[int, Place], Any]
 
@@ -89,7 +89,7 @@ class Emitter:
             values = [env[self.key(a, p)] for a, p in zip(instruction.op.inputs, instruction.reads, strict=True)]
             through = jax.lax.optimization_barrier(values)
             for value, place, array in zip(instruction.op.outputs, instruction.reads, through, strict=True):
-                env[value, (place[0], RAW)] = self.pin(array, place[0])
+                env[value, (place[0], UNREDUCED)] = self.pin(array, place[0])
         elif isinstance(instruction, Loop):
             self.loop(instruction, env)
         elif isinstance(instruction, HostCopy):
@@ -107,9 +107,9 @@ class Emitter:
             key = target, instruction.sum_
             env[key] = self.pin(env[key] + value, instruction.sum_[0])
         elif isinstance(instruction, Split):
-            env[target, (instruction.result, RAW)] = self.split(value, instruction)
+            env[target, (instruction.result, UNREDUCED)] = self.split(value, instruction)
         else:
-            env[target, (instruction.result, RAW)] = self.stack(value, instruction)
+            env[target, (instruction.result, UNREDUCED)] = self.stack(value, instruction)
 
     def split(self, array: Any, instruction: Split) -> list[Any]:
         """Each micro-batch takes an equal share of each group of neighbouring examples."""
@@ -279,14 +279,14 @@ class Emitter:
             array = self.step(array, step)
         env[move.value, move.target] = array
 
-    def step(self, array: Any, step: Step) -> Any:
+    def step(self, array: Any, step: ReshardStep) -> Any:
         if step.kind.reduces:
             return self.reduce(array, step)
         if step.kind is StepKind.MASK:
             array = self.mask(array, step.before, step.after)
         return self.pin(array, step.after)
 
-    def reduce(self, array: Any, step: Step) -> Any:
+    def reduce(self, array: Any, step: ReshardStep) -> Any:
         names = tuple(self.mesh.axis_names[a] for a in step.axes)
         grown = [d for d, (b, a) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b]
 
@@ -332,7 +332,7 @@ class Emitter:
             branches = [lambda *args, run=run: self.settle(run(args), instruction.results, avals) for run in runs]
             outs = jax.lax.switch(self.index(operands[0]), branches, *operands[1:])
         for value, layout, array in zip(op.outputs, instruction.results, outs, strict=True):
-            env[value, (layout, RAW)] = self.pin(array, layout)
+            env[value, (layout, UNREDUCED)] = self.pin(array, layout)
 
     def index(self, predicate: Any) -> Any:
         return predicate.astype(jnp.int32) if predicate.dtype == jnp.bool_ else predicate

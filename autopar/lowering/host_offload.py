@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from autopar.ir.graph import OpGraph, Role, Section
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import HOST, RAW
+from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Place, section_of
 
 BUCKETS, AHEAD = 16, 2
@@ -73,7 +73,7 @@ class _Offloading:
         )
 
     def on_device(self, value: int) -> Key:
-        return value, (self.layout[value], RAW)
+        return value, (self.layout[value], UNREDUCED)
 
     def in_host(self, value: int) -> Key:
         return value, (self.layout[value], HOST)

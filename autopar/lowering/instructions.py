@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from autopar.common.cached_attribute import lazy
 from autopar.ir.graph import Atom, Block, Op, Role, Section
 from autopar.ir.layout import Layout
-from autopar.ir.value_state import HOST, PLACED, RAW
-from autopar.sharding.resharding import Step
+from autopar.ir.value_state import HOST, REDUCED, UNREDUCED
+from autopar.sharding.resharding import ReshardStep
 from autopar.sharding.strategies import Strategy
 
 # Where a value lies: its layout, and as what: RAW as its operation left it, PLACED once its sums are reduced, a copy
@@ -50,7 +50,7 @@ class Move(_Reading):
     value: int
     source: Place
     target: Place
-    steps: tuple[Step, ...]
+    steps: tuple[ReshardStep, ...]
     count: float
     module: str
     role: Role
@@ -83,7 +83,7 @@ class Compute(_Reading):
     def places(self) -> tuple[Place, ...]:
         """Where the results lie."""
         summed = self.strategy is not None and bool(self.reduced) and self.reduced != self.strategy.combined
-        state = PLACED if summed else RAW
+        state = REDUCED if summed else UNREDUCED
         return tuple([(layout, state) for layout in self.results])
 
     def _read(self) -> Iterable[Key]:
@@ -104,7 +104,7 @@ class Pass(_Reading):
         return _pairs(self.op.inputs, self.reads)
 
     def _made(self) -> Iterable[Key]:
-        return ((v, (place[0], RAW)) for v, place in zip(self.op.outputs, self.reads, strict=True))
+        return ((v, (place[0], UNREDUCED)) for v, place in zip(self.op.outputs, self.reads, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,14 +119,14 @@ class Loop(_Reading):
     def _read(self) -> Iterable[Key]:
         yield from _pairs(self.op.inputs, self.reads)
         for block in self.blocks:
-            made = {(v, (layout, RAW)) for v, layout in zip(block.block.inputs, block.inputs, strict=True)}
+            made = {(v, (layout, UNREDUCED)) for v, layout in zip(block.block.inputs, block.inputs, strict=True)}
             for inner in block.instructions:
                 yield from (key for key in inner.keys_read if key not in made)
                 made.update(inner.keys_made)
             yield from (key for key in _pairs(block.block.outputs, block.outputs) if key not in made)
 
     def _made(self) -> Iterable[Key]:
-        return ((v, (at, RAW)) for v, at in zip(self.op.outputs, self.results, strict=True))
+        return ((v, (at, UNREDUCED)) for v, at in zip(self.op.outputs, self.results, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class _Crossing(_Reading):
         return _pairs(self.op.inputs, (self.read,))
 
     def _made(self) -> Iterable[Key]:
-        return ((self.op.outputs[0], (self.result, RAW)),)
+        return ((self.op.outputs[0], (self.result, UNREDUCED)),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,6 +241,6 @@ class LoweredBlock:
     def entries(self) -> tuple[Place, ...]:
         """The places in which the inputs come."""
         return tuple(
-            (layout, HOST if v in self.in_host else RAW)
+            (layout, HOST if v in self.in_host else UNREDUCED)
             for v, layout in zip(self.block.inputs, self.inputs, strict=True)
         )

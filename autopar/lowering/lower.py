@@ -12,7 +12,7 @@ from autopar.frontend.callbacks import is_callback
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import ALL, PLACED, RAW
+from autopar.ir.value_state import ALL, REDUCED, UNREDUCED
 from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.instructions import (
     Accumulate,
@@ -27,7 +27,7 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
-from autopar.sharding.resharding import MeshLinks, Step, StepKind, fits, gather_and_slice, paths
+from autopar.sharding.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths
 from autopar.sharding.strategies import Strategy
 
 
@@ -113,7 +113,7 @@ class _Lowering:
 
     def enter(self, scope: _Scope, value: int, section: Section) -> Layout:
         layout = self.home(value)
-        scope.add(value, (layout, RAW), section)
+        scope.add(value, (layout, UNREDUCED), section)
         return layout
 
     # Reading
@@ -125,11 +125,11 @@ class _Lowering:
         if not isinstance(atom, int):
             return None
         home = self.home(atom)
-        at: Place = (home, RAW)
+        at: Place = (home, UNREDUCED)
         if raw:
             return self.move(scope, atom, at, (want or home, role.value), role, module, count)
         placed = self.plan.placed.get(atom, home)
-        at = self.move(scope, atom, at, (placed, PLACED), role, module, count)
+        at = self.move(scope, atom, at, (placed, REDUCED), role, module, count)
         if want is None or want == placed:
             return at
         if all(step.kind is StepKind.SLICE for step in self.steps(atom, placed, want)):
@@ -140,7 +140,7 @@ class _Lowering:
                 at = self.move(scope, atom, at, (copy, shared), role, module, count)
         return self.move(scope, atom, at, (want, role.value), role, module, count)
 
-    def steps(self, value: int, source: Layout, target: Layout) -> tuple[Step, ...]:
+    def steps(self, value: int, source: Layout, target: Layout) -> tuple[ReshardStep, ...]:
         shape = self.graph.values[value].shape
         steps = paths(len(shape), self.links).steps(source, target)
         return steps if fits(steps, shape, self.mesh) else gather_and_slice(source, target)
@@ -151,7 +151,7 @@ class _Lowering:
         if source[0] == target[0]:
             return source
         section = scope.section
-        if value in scope.once and section.repeats and target[1] in (ALL, PLACED) and not scope.is_inner:
+        if value in scope.once and section.repeats and target[1] in (ALL, REDUCED) and not scope.is_inner:
             # What no micro-batch changes and all read alike is moved once.
             section, count = Section.BEFORE, count / self.graph.num_microbatches
         if not scope.has(value, target, section):
@@ -192,20 +192,20 @@ class _Lowering:
             (target,) = op.outputs
             place = self.read(scope, atom, self.home(target), op.role, op.module, op.count)
             scope.append(Split(op=op, read=place, result=self.home(target)), op.section)
-            scope.add(target, (self.home(target), RAW), Section.FORWARD)
+            scope.add(target, (self.home(target), UNREDUCED), Section.FORWARD)
         elif op.kind is OpKind.ACCUMULATE:
             (target,) = op.outputs
             home = self.home(target)
             raw = self.plan.partials.reads_raw(op, 0)
             place = self.read(scope, atom, home, op.role, op.module, op.count, raw)
-            scope.append(Accumulate(op=op, read=place, sum_=(home, RAW)), op.section)
-            scope.add(target, (home, RAW), Section.AFTER)
+            scope.append(Accumulate(op=op, read=place, sum_=(home, UNREDUCED)), op.section)
+            scope.add(target, (home, UNREDUCED), Section.AFTER)
         elif op.kind is OpKind.STACK:
             (target,) = op.outputs
             scope.section = scope.made_in(atom) if isinstance(atom, int) else op.section
             place = self.read(scope, atom, self.home(target), op.role, op.module, op.count)
             scope.append(Stack(op=op, read=place, result=self.home(target)), op.section)
-            scope.add(target, (self.home(target), RAW), op.section)
+            scope.add(target, (self.home(target), UNREDUCED), op.section)
         else:
             place = self.read(scope, atom, self.plan.wires[op.id], op.role, op.module, op.count)
             scope.append(Leave(op=op, read=place), op.section)
@@ -254,7 +254,7 @@ class _Lowering:
             place = self.read(scope, source, None, op.role, op.module, op.count)
             assert place is not None, "a value lies somewhere"
             reads.append(place)
-            scope.add(target, (place[0], RAW), scope.section)
+            scope.add(target, (place[0], UNREDUCED), scope.section)
         scope.append(Pass(op=op, reads=tuple(reads)), scope.section)
 
     def loop(self, scope: _Scope, op: Op) -> None:
@@ -275,7 +275,7 @@ class _Lowering:
             blocks.append(LoweredBlock(block=block, inputs=inputs, instructions=inner.instructions, outputs=outputs))
         scope.append(Loop(op=op, reads=reads, blocks=tuple(blocks), results=results), scope.section)
         for value, layout in zip(op.outputs, results, strict=True):
-            scope.add(value, (layout, RAW), scope.section)
+            scope.add(value, (layout, UNREDUCED), scope.section)
 
     def entries(self, op: Op) -> list[Layout | None]:
         """The layouts in which a loop takes its inputs."""

@@ -16,7 +16,7 @@ from autopar.errors import UnsupportedError
 _HINT = "do not let Python branch on the number of examples, and take sizes from the arrays rather than writing them"
 
 
-def with_numbers_of(whole: Any, part: Any, where: str) -> Any:
+def with_literals_of(whole: Any, part: Any, where: str) -> Any:
     """The jaxpr `part` with the literals and, where their shapes agree, the constants of `whole`.
 
     Both are open or closed jaxprs of one function on other shapes; jaxprs inside of equations are held against each
@@ -70,7 +70,7 @@ def first_difference(one: Any, other: Any, where: str) -> str:
 
 def _parameter(whole: Any, part: Any, where: str) -> Any:
     if hasattr(jax_compat.open_jaxpr(part), "eqns"):
-        return with_numbers_of(whole, part, where)
+        return with_literals_of(whole, part, where)
     if isinstance(part, (tuple, list)) and any(hasattr(jax_compat.open_jaxpr(p), "eqns") for p in part):
         members = [_parameter(a, b, where) for a, b in zip(whole, part, strict=True)]
         return part._make(members) if hasattr(part, "_make") else type(part)(members)

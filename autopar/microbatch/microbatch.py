@@ -20,7 +20,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, free_values
 from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
-from autopar.microbatch.alignment import with_numbers_of
+from autopar.microbatch.alignment import with_literals_of
 from autopar.microbatch.extrapolation import extrapolated
 from autopar.microbatch.microbatch_analysis import Follower, Form, Mixes, State, is_number, state_of
 from autopar.sharding.rules import RuleBook
@@ -56,7 +56,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     if num_microbatches == 1:
         return _Cutting(traced, whole, whole, 1).graph()
     smaller = smaller_step(traced, examples // num_microbatches)
-    jaxpr = with_numbers_of(traced.jaxpr, smaller.jaxpr, traced.name)
+    jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
     constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
     part = build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)
     return _Cutting(traced, whole, part, num_microbatches).graph()
@@ -151,7 +151,9 @@ class _Cutting:
         self.values: list[Value] = list(whole.values)
         self.states: dict[int, State] = {}
         self.passes: dict[int, int] = {}  # what a barrier lets through, and where it comes from
-        self.whole_operands: dict[int, frozenset[int]] = {}  # operands that a repeated operation reads as wholes
+        self.whole_operands: dict[
+            int, frozenset[int]
+        ] = {}  # operands that a repeated operation reads as spmd_candidates
         self.before: set[int] = set()
         self.each: set[int] = set()
         self.after: set[int] = set()
@@ -196,7 +198,7 @@ class _Cutting:
         carrying = {offset + i for i in example_leaves(self.traced)}
         for position, v in enumerate(self.whole.block.inputs):
             if position in carrying:
-                self.states[v] = State(form=Form.PART, early=True, cut=True)
+                self.states[v] = State(form=Form.SPLIT, early=True, cut=True)
             else:
                 self.states[v] = self.follower.by_shape(v)
         for op, part in zip(self.whole.block.ops, self.part.block.ops, strict=True):
@@ -214,8 +216,8 @@ class _Cutting:
     def _results(self, op: Op, part: Op, states: list[State]) -> list[State]:
         if all(_is_known(s) for s in states):
             return self._known(op, part, states)
-        late = [s for s in states if s.form is Form.WHOLE and not s.early]
-        if any(s.form is Form.PART and s.streams for s in states) and not late:
+        late = [s for s in states if s.form is Form.UNAVAILABLE and not s.early]
+        if any(s.form is Form.SPLIT and s.streams for s in states) and not late:
             return self._of_examples(op, part, states)
         return self._of_sums(op, part, states, bool(late))
 
@@ -245,7 +247,7 @@ class _Cutting:
     def _of_sums(self, op: Op, part: Op, states: list[State], late: bool) -> list[State]:
         """Some operands are sums over examples, or known after the last micro-batch only."""
         early = all(s.early for s in states) and _is_light(op)
-        updates = op.role is Role.UPDATE and any(s.form is not Form.SAME for s in states)
+        updates = op.role is Role.UPDATE and any(s.form is not Form.INVARIANT for s in states)
         mixes = Mixes(op, "it is not linear in a sum over examples")
         if not late and not updates:
             try:
@@ -265,14 +267,14 @@ class _Cutting:
 
     def _followed(self, op: Op, part: Op, states: list[State], early: bool, promote: bool) -> list[State]:
         """Runs in the loop. `promote`: sums that are known before it are read as such."""
-        wholes = frozenset(
+        spmd_candidates = frozenset(
             i
             for i, (a, s) in enumerate(zip(op.inputs, states, strict=True))
-            if promote and s.early and s.form is Form.SUMMAND and isinstance(a, int)
+            if promote and s.early and s.form is Form.PARTIAL_SUM and isinstance(a, int)
         )
-        read = [State(form=Form.SAME) if i in wholes else s for i, s in enumerate(states)]
+        read = [State(form=Form.INVARIANT) if i in spmd_candidates else s for i, s in enumerate(states)]
         results = self.follower.follow(op, part, read, self.states)
-        self.whole_operands[op.id] = wholes
+        self.whole_operands[op.id] = spmd_candidates
         return [dataclasses.replace(s, early=early, streams=True, cut=False) for s in results]
 
     def _single(self, op: Op, states: list[State]) -> list[State]:
@@ -281,10 +283,10 @@ class _Cutting:
 
         def state(v: int) -> State:
             if is_number(self.whole.values[v].dtype):
-                return State(form=Form.SUMMAND, cause=cause)
+                return State(form=Form.PARTIAL_SUM, cause=cause)
             if self.whole.values[v].shape:
-                return State(form=Form.PART)
-            return State(form=Form.WHOLE, streams=False, cause=cause)
+                return State(form=Form.SPLIT)
+            return State(form=Form.UNAVAILABLE, streams=False, cause=cause)
 
         return [state(v) for v in op.outputs]
 
@@ -304,7 +306,7 @@ class _Cutting:
                 got=f"{cause.op.primitive} mixes the examples of the batch ({cause.why}){beside}",
                 hint="use num_microbatches=1, or take what it needs of all examples from the state or the batch",
             )
-        return [State(form=Form.WHOLE, streams=False, cause=cause) for _ in op.outputs]
+        return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
 
     # 2. Which values are needed before the loop, in it, and after it
 
@@ -340,12 +342,12 @@ class _Cutting:
     def _settle(self, v: int) -> None:
         """What else must be there for a value to be where it is needed."""
         s = self.states[v]
-        if v in self.each and s.early and (s.form is Form.SAME or s.cut):
+        if v in self.each and s.early and (s.form is Form.INVARIANT or s.cut):
             self.before.add(v)
-        if v in self.after and s.early and s.form is Form.SAME and self.whole.values[v].size == 1:
+        if v in self.after and s.early and s.form is Form.INVARIANT and self.whole.values[v].size == 1:
             self.before.add(v)  # step counts and rates: known at once, so that no stage waits for them at the end
         if v in self.after and s.streams and not s.cut and v not in self.before:
-            if s.form is Form.SAME or s.outer != 1:
+            if s.form is Form.INVARIANT or s.outer != 1:
                 inside = (
                     "in which examples lie inside of a dimension" if s.outer != 1 else "that a loop makes beside them"
                 )
@@ -369,9 +371,9 @@ class _Cutting:
     def _is_made_in_loop(self, v: int) -> bool:
         """Whether a value of each micro-batch is needed and comes from an operation in the loop."""
         s = self.states[v]
-        if v not in self.each or s.cut or s.form is Form.WHOLE:
+        if v not in self.each or s.cut or s.form is Form.UNAVAILABLE:
             return False
-        return s.form is not Form.SAME or not s.early
+        return s.form is not Form.INVARIANT or not s.early
 
     # 3. The operations, section by section
 
@@ -414,7 +416,7 @@ class _Cutting:
             return self.micro[atom]
         if atom in self.passes:
             return self._in_loop(self.passes[atom])
-        assert self.states[atom].form is Form.SAME, f"value {atom} is not there for a micro-batch"
+        assert self.states[atom].form is Form.INVARIANT, f"value {atom} is not there for a micro-batch"
         return atom
 
     def _new(self, v: int) -> int:
@@ -433,7 +435,7 @@ class _Cutting:
     def _leave(self, v: int, maker: Op) -> Op:
         """A value leaves the loop: as a sum, or joined."""
         s = self.states[v]
-        sums = s.form is Form.SUMMAND
+        sums = s.form is Form.PARTIAL_SUM
         if not sums:
             self.follower.cuts(v, s)
         return Op(
@@ -444,12 +446,14 @@ class _Cutting:
 
     def _repeated(self, op: Op, part: Op, made_in: dict[int, Section]) -> Op:
         """An operation as each micro-batch runs it."""
-        wholes = self.whole_operands.get(op.id, frozenset())
+        spmd_candidates = self.whole_operands.get(op.id, frozenset())
         pairs = list(zip(part.inputs, part.outputs, strict=True)) if op.kind is OpKind.BARRIER else []
         if pairs:  # what does not stream goes around it
             pairs = [(a, v) for a, v in pairs if self._is_made_in_loop(v) and self.states[v].streams]
             part = dataclasses.replace(part, inputs=tuple(a for a, _ in pairs), outputs=tuple(v for _, v in pairs))
-        inputs = tuple(self._through(a) if i in wholes else self._in_loop(a) for i, a in enumerate(part.inputs))
+        inputs = tuple(
+            self._through(a) if i in spmd_candidates else self._in_loop(a) for i, a in enumerate(part.inputs)
+        )
         late = any(isinstance(a, int) and made_in.get(a) is Section.BACKWARD for a in inputs)
         return dataclasses.replace(
             part,
@@ -474,7 +478,7 @@ class _Cutting:
 
 def _is_known(state: State) -> bool:
     """Whether a value is there before the first micro-batch, and not as examples that the loop goes over."""
-    return state.early and (not state.streams or state.form is Form.SAME)
+    return state.early and (not state.streams or state.form is Form.INVARIANT)
 
 
 def _is_light(op: Op) -> bool:

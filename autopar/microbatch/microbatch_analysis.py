@@ -37,21 +37,21 @@ class Mixes(Exception):
 
 
 class Form(enum.Enum):
-    SAME = "same"  # the whole batch's value, in every micro-batch
-    PART = "part"  # the micro-batches' values, joined, are the whole batch's
-    SUMMAND = "summand"  # the micro-batches' values add up to the whole batch's
-    WHOLE = "whole"  # a micro-batch alone has nothing of it
+    INVARIANT = "invariant"  # the whole batch's value, in every micro-batch
+    SPLIT = "split"  # the micro-batches' values, joined, are the whole batch's
+    PARTIAL_SUM = "partial sum"  # the micro-batches' values add up to the whole batch's
+    UNAVAILABLE = "unavailable"  # a micro-batch alone has nothing of it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """What a value of one micro-batch is to that of the whole batch.
 
-    Of a PART, dimension `dim` holds `outer` blocks, and each of them the examples in order: with `outer` 1, micro-batch
-    i has the i-th of equal slices. `zero`: it holds zeros only. `early`: the whole can be computed before the first
-    micro-batch. `streams`: it is computed for each micro-batch; what does not stream is known before or after the loop.
-    `cut`: a PART that is cut from the whole rather than computed. `cause` is what brought examples together
-    (SUMMAND and WHOLE).
+    Of a SPLIT, dimension `dim` holds `outer` blocks, and each of them the examples in order: with `outer` 1,
+    micro-batch i has the i-th of equal slices. `zero`: it holds zeros only. `early`: the whole can be computed before
+    the first micro-batch. `streams`: it is computed for each micro-batch; what does not stream is known before or after
+    the loop. `cut`: a SPLIT that is cut from the whole rather than computed. `cause` is what brought examples together
+    (PARTIAL_SUM and UNAVAILABLE).
     """
 
     form: Form
@@ -103,13 +103,13 @@ class Follower:
 
     def by_shape(self, value: int) -> State:
         """What a value that is known before the first micro-batch is to one micro-batch, told by its shapes."""
-        known = State(form=Form.SAME, early=True, streams=False)
+        known = State(form=Form.INVARIANT, early=True, streams=False)
         if self.same_shape(value):
             return known
         for dim in range(len(self.whole.values[value].shape)):
             if self.is_part(value, dim):
-                return dataclasses.replace(known, form=Form.PART, dim=dim, cut=True)
-        return dataclasses.replace(known, form=Form.WHOLE)
+                return dataclasses.replace(known, form=Form.SPLIT, dim=dim, cut=True)
+        return dataclasses.replace(known, form=Form.UNAVAILABLE)
 
     def cuts(self, value: int, state: State) -> None:
         """Notes a value of which each micro-batch has a part."""
@@ -125,7 +125,7 @@ class Follower:
         `part` is the micro-batch's operation; `around` the states of values that its blocks read from outside.
         Raises: Mixes when the results are none of those that can be followed.
         """
-        if any(s.form is Form.WHOLE for s in states):
+        if any(s.form is Form.UNAVAILABLE for s in states):
             raise Mixes(op, "it reads a result of all examples")
         if op.kind is OpKind.BARRIER:
             return list(states)
@@ -136,9 +136,9 @@ class Follower:
         if op.kind is OpKind.COND:
             return self._cond(op, part, states, around)
         zero = op.primitive in _ZERO_KEEPING and all(s.zero for s in _summands_of(op, states))
-        if any(s.form is Form.PART for s in states):
+        if any(s.form is Form.SPLIT for s in states):
             results = self._examples(op, part, states)
-        elif any(s.form is Form.SUMMAND for s in states):
+        elif any(s.form is Form.PARTIAL_SUM for s in states):
             results = self._linear(op, part, states)
         else:
             results = self._unchanged(op, part)
@@ -146,24 +146,24 @@ class Follower:
 
     def _examples(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
         """Results of an equation that reads parts."""
-        places = tuple(s.dim if s.form is Form.PART else None for s in states)
-        outers = {s.outer for s in states if s.form is Form.PART}
+        places = tuple(s.dim if s.form is Form.SPLIT else None for s in states)
+        outers = {s.outer for s in states if s.form is Form.SPLIT}
         if len(outers) != 1:
             raise Mixes(op, SEVERAL)
         (outer,) = outers
         for atom, s in zip(op.inputs, states, strict=True):
-            if s.form is Form.SAME and isinstance(atom, int) and not self.same_shape(atom):
+            if s.form is Form.INVARIANT and isinstance(atom, int) and not self.same_shape(atom):
                 raise Mixes(op, AGAINST_OTHERS)
         self._check_parameters(op, part, places)
         if sums_over_examples(op.eqn, places) and sums_over_examples(part.eqn, places):
             return self._summed(op, states)
-        if any(s.form is Form.SUMMAND for s in states):
+        if any(s.form is Form.PARTIAL_SUM for s in states):
             raise Mixes(op, COMBINES)
         if op.primitive == "reshape":
             dims, outer = self._reshaped(op, states[0])
         else:
             dims = self._apart(op, part, places)
-        results = [State(form=Form.PART, dim=dim, outer=outer) for dim in dims]
+        results = [State(form=Form.SPLIT, dim=dim, outer=outer) for dim in dims]
         for value, state in zip(op.outputs, results, strict=True):
             if not self.is_part(value, state.dim):
                 raise Mixes(op, "its result does not follow the number of examples")
@@ -173,14 +173,14 @@ class Follower:
     def _summed(self, op: Op, states: Sequence[State]) -> list[State]:
         """A sum over examples; one that is added to something is, if that is a sum over examples too."""
         added = op.primitive in ("scatter-add", "scatter-sub")
-        if added and not (states[0].form is Form.SUMMAND or states[0].zero):
+        if added and not (states[0].form is Form.PARTIAL_SUM or states[0].zero):
             raise Mixes(op, "it adds sums over examples to something else")
-        if any(s.form is Form.SUMMAND for s in states[added:]) or not _can_be_summed(op):
+        if any(s.form is Form.PARTIAL_SUM for s in states[added:]) or not _can_be_summed(op):
             raise Mixes(op, COMBINES)
         if not all(self.same_shape(v) for v in op.outputs):
             raise Mixes(op, "its result does not follow the number of examples")
         cause = Mixes(op, "it sums over examples")
-        return [State(form=Form.SUMMAND, cause=cause) for _ in op.outputs]
+        return [State(form=Form.PARTIAL_SUM, cause=cause) for _ in op.outputs]
 
     def _reshaped(self, op: Op, state: State) -> tuple[list[int], int]:
         """(the dimension of the result that holds the examples, its blocks)."""
@@ -214,17 +214,17 @@ class Follower:
     def _linear(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
         """Results of an equation that reads summands and no parts."""
         for members in linear_operands(op.primitive, op.eqn):
-            inside = all(s.form is Form.SUMMAND or s.zero for i, s in enumerate(states) if i in members)
-            outside = all(s.form is Form.SAME for i, s in enumerate(states) if i not in members)
+            inside = all(s.form is Form.PARTIAL_SUM or s.zero for i, s in enumerate(states) if i in members)
+            outside = all(s.form is Form.INVARIANT for i, s in enumerate(states) if i not in members)
             if inside and outside and _is_same(op, part) and _can_be_summed(op):
-                cause = next(s.cause for s in states if s.form is Form.SUMMAND)
-                return [State(form=Form.SUMMAND, cause=cause) for _ in op.outputs]
+                cause = next(s.cause for s in states if s.form is Form.PARTIAL_SUM)
+                return [State(form=Form.PARTIAL_SUM, cause=cause) for _ in op.outputs]
         raise Mixes(op, "it is not linear in a sum over examples")
 
     def _unchanged(self, op: Op, part: Op) -> list[State]:
         """Results of an equation that reads nothing that depends on the examples."""
         if all(self.same_shape(v) for v in op.outputs) and _is_same(op, part):
-            return [State(form=Form.SAME) for _ in op.outputs]
+            return [State(form=Form.INVARIANT) for _ in op.outputs]
         if op.primitive == "broadcast_in_dim":
             (value,) = op.outputs
             source = op.inputs[0]
@@ -232,7 +232,7 @@ class Follower:
             kept = {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
             for dim in range(len(self.whole.values[value].shape)):
                 if dim not in kept and self.is_part(value, dim):
-                    self.cuts(value, state := State(form=Form.PART, dim=dim))
+                    self.cuts(value, state := State(form=Form.SPLIT, dim=dim))
                     return [state]
         raise Mixes(op, "it counts the examples")
 
@@ -254,16 +254,16 @@ class Follower:
         carry = [_inside(s) for s in states[op.num_consts : op.num_consts + op.num_carry]]
         xs = []
         for s in states[op.num_consts + op.num_carry :]:
-            if s.form is Form.PART and s.dim == 0:
+            if s.form is Form.SPLIT and s.dim == 0:
                 raise Mixes(op, "it goes over the examples one by one")
-            xs.append(dataclasses.replace(_inside(s), dim=s.dim - 1) if s.form is Form.PART else _inside(s))
+            xs.append(dataclasses.replace(_inside(s), dim=s.dim - 1) if s.form is Form.SPLIT else _inside(s))
 
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
             outputs = self._block(body, other, [*consts, *carry, *xs], around)
             return outputs[: op.num_carry], outputs[op.num_carry :]
 
         carry, ys = self._settled(op, carry, round_)
-        return [*carry, *(dataclasses.replace(y, dim=y.dim + 1) if y.form is Form.PART else y for y in ys)]
+        return [*carry, *(dataclasses.replace(y, dim=y.dim + 1) if y.form is Form.SPLIT else y for y in ys)]
 
     def _while(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         (condition, body), (other_condition, other_body) = op.blocks, part.blocks
@@ -272,7 +272,7 @@ class Follower:
 
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
             going_on = self._block(condition, other_condition, [*inside[:k], *carry], around)
-            if any(s.form is not Form.SAME for s in going_on):
+            if any(s.form is not Form.INVARIANT for s in going_on):
                 raise Mixes(op, "how long it runs depends on all examples")
             return self._block(body, other_body, [*inside[k:n], *carry], around), []
 
@@ -289,7 +289,7 @@ class Follower:
         raise Mixes(op, "what it carries takes ever other forms")
 
     def _cond(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
-        if states[0].form is not Form.SAME:
+        if states[0].form is not Form.INVARIANT:
             raise Mixes(op, "which branch it takes depends on the examples")
         inside = [_inside(s) for s in states[1:]]
         results: list[State] | None = None
@@ -302,7 +302,7 @@ class Follower:
 
 def state_of(atom: Atom, known: Mapping[int, State]) -> State:
     if isinstance(atom, Constant):
-        return State(form=Form.SAME, early=True, streams=False, zero=_is_zero(atom))
+        return State(form=Form.INVARIANT, early=True, streams=False, zero=_is_zero(atom))
     return known[atom]
 
 
@@ -321,9 +321,9 @@ def _join(op: Op, one: State, other: State) -> State:
     """The state of a value that is either of two."""
     zero = one.zero and other.zero
     for a, b in ((one, other), (other, one)):
-        if a.form is Form.SUMMAND and (b.form is Form.SUMMAND or b.zero):
+        if a.form is Form.PARTIAL_SUM and (b.form is Form.PARTIAL_SUM or b.zero):
             return dataclasses.replace(a, zero=zero)
-    if one.form is not other.form or (one.form is Form.PART and (one.dim, one.outer) != (other.dim, other.outer)):
+    if one.form is not other.form or (one.form is Form.SPLIT and (one.dim, one.outer) != (other.dim, other.outer)):
         raise Mixes(op, "what it carries depends on the examples in more ways than one")
     return dataclasses.replace(one, zero=zero)
 

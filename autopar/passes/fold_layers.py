@@ -17,7 +17,7 @@ from autopar.passes.layer_equivalence import layer_kinds, members_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Contracted:
+class FoldedGraph:
     """A smaller graph with the numbers of the whole one.
 
     `layer_of[op.id]` of the operations that stay (None as in `LayerAssignment`, but only where several layers read what
@@ -43,7 +43,7 @@ class Contracted:
         return {v: n for v, n in found.items() if n != 1.0}
 
 
-def contract(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> Contracted:
+def fold_layers(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> FoldedGraph:
     """Takes out the inner layers of every run of three or more equal ones.
 
     A value of a layer that was taken out is read from the one that stays instead: by what comes later in the program
@@ -56,7 +56,7 @@ def contract(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> Co
     layer_of = dict(zip((op.id for op in graph.block.ops), assignment.layer_of, strict=True))
     while True:
         made = _without([run for run in runs if len(run) > 2], graph, assignment, layer_of, members, num_layers)
-        if isinstance(made, Contracted):
+        if isinstance(made, FoldedGraph):
             return made
         runs = [run for run in runs if made not in run]
 
@@ -68,7 +68,7 @@ def _without(
     layer_of: dict[int, int | None],
     members: dict[int, list[Op]],
     num_layers: int,
-) -> Contracted | int:
+) -> FoldedGraph | int:
     """The graph without the inner layers of the runs, or a layer that cannot be taken out."""
     dropped = {layer: (run[0], run[-1]) for run in runs for layer in run[1:-1]}
     # Each value of a layer taken out -> its counterparts in the first and the last layer of the run.
@@ -125,7 +125,7 @@ def _without(
         half = (run[0] + run[-1] + 1) // 2
         stands_for.update({layer: run[0] if layer < half else run[-1] for layer in run})
     stays = {op.id: op for op in counted}
-    return Contracted(
+    return FoldedGraph(
         graph=smaller,
         alike=tuple(
             (stays[a.id], stays[b.id]) for run in runs for a, b in zip(members[run[0]], members[run[-1]], strict=True)

@@ -27,7 +27,7 @@ _CHEAP = frozenset({
 WORTH_MAKING = 0.05  # of the state: copies that take less are no reason to plan once more
 
 
-def sunk(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
+def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
     """The graph with cheap operations on constants, or also on the state, in the sections that read them."""
     cheap = _cheap(graph, _state(graph) if of_state else frozenset())
     if not cheap:

@@ -39,7 +39,7 @@ _COMBINE = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class LeafSlice:
     """What an argument or a result of a cut step is: part `part` of `parts` along dimension 0 of a leaf."""
 
     leaf: int
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CutStep:
+class SplitStep:
     """A step with its scan over `trips` layers in `parts` parts; with one part, the step as it was.
 
     `traced` is the step on pieces: all that is numbered by leaves is numbered by pieces, but for its trees, which are
@@ -56,8 +56,8 @@ class CutStep:
     """
 
     traced: TracedStep
-    arguments: tuple[Piece, ...]
-    results: tuple[Piece, ...]
+    arguments: tuple[LeafSlice, ...]
+    results: tuple[LeafSlice, ...]
     parts: int = 1
     trips: int = 0
 
@@ -73,16 +73,16 @@ def scope_of(part: int, parts: int, trips: int) -> str:
     return f"layers[{part * size}:{(part + 1) * size}]"
 
 
-def cut_scans(traced: TracedStep, parts: int, rules: RuleBook) -> CutStep:
+def cut_scans(traced: TracedStep, parts: int, rules: RuleBook) -> SplitStep:
     """The step with the scan that holds most of its work, and all that is stacked as it is, in `parts` parts.
 
     Without such a scan the step comes back as it was. Raises: InvalidArgumentError when `parts` does not divide the
     trips.
     """
-    whole = CutStep(
+    whole = SplitStep(
         traced=traced,
-        arguments=tuple(map(Piece, range(len(traced.in_avals)))),
-        results=tuple(map(Piece, range(len(traced.out_avals)))),
+        arguments=tuple(map(LeafSlice, range(len(traced.in_avals)))),
+        results=tuple(map(LeafSlice, range(len(traced.out_avals)))),
     )
     if parts == 1 or (stacks := find_stacks(traced, rules)) is None:
         return whole
@@ -106,7 +106,7 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> CutStep:
+def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> SplitStep:
     closed = _in_parts(stacks, parts, rules)
     jaxpr = jax_compat.open_jaxpr(closed)
     arguments = _pieces(len(traced.in_avals), stacks.arguments, parts)
@@ -158,15 +158,15 @@ def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> Cut
         },
         retrace=retrace,
     )
-    return CutStep(traced=cut, arguments=arguments, results=results, parts=parts, trips=stacks.trips)
+    return SplitStep(traced=cut, arguments=arguments, results=results, parts=parts, trips=stacks.trips)
 
 
-def _pieces(num_leaves: int, cut: frozenset[int], parts: int) -> tuple[Piece, ...]:
+def _pieces(num_leaves: int, cut: frozenset[int], parts: int) -> tuple[LeafSlice, ...]:
     copies = [parts if leaf in cut else 1 for leaf in range(num_leaves)]
-    return tuple(Piece(leaf, part, n) for leaf, n in enumerate(copies) for part in range(n))
+    return tuple(LeafSlice(leaf, part, n) for leaf, n in enumerate(copies) for part in range(n))
 
 
-def _path(paths: Sequence[str], piece: Piece, trips: int) -> str:
+def _path(paths: Sequence[str], piece: LeafSlice, trips: int) -> str:
     if piece.parts == 1:
         return paths[piece.leaf]
     return f"{paths[piece.leaf]}.{scope_of(piece.part, piece.parts, trips)}"
@@ -352,7 +352,7 @@ def _of_shape(eqn: Any, shape: tuple[int, ...]) -> Any:
     return eqn.replace(params=params)
 
 
-def one_part_a_group(step: CutStep, schedule: str, chunks: int) -> UnsupportedError:
+def one_part_a_group(step: SplitStep, schedule: str, chunks: int) -> UnsupportedError:
     return UnsupportedError(
         where=f"the scan over {step.trips} layers of {step.traced.name}",
         expected="a schedule with one stage on each group of devices",

@@ -55,7 +55,7 @@ def table(record: PlanRecord) -> str:
     )
     if record.pipeline is not None:
         out.table(_stages_table(record.pipeline))
-        if record.cluster.shares_processors and len(record.predicted.peak_bytes) > 1:
+        if record.cluster.oversubscribed_cores and len(record.predicted.peak_bytes) > 1:
             out.line("times of stages are those while all devices are busy: they share the processors of the host")
     out.table(_values_table(record))
     out.table(_modules_table(record))

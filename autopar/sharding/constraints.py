@@ -37,7 +37,7 @@ class AxisUse:
         minor: Of a dimension of values of these purposes, where they hold no examples, it splits what other axes leave.
         keeps: Activations may be cut over it, and sums over it be left split, along dimensions that count these only.
         keeps_unnamed: And along dimensions that count none.
-        keeps_copies: What several passes read may be kept as they read it, although it must lie split over the axis:
+        hoist_casts: What several passes read may be kept as they read it, although it must lie split over the axis:
             it is sent once instead of once for each pass, and takes the memory.
         own: What counts one of these and no examples (weights, their gradients) is split along that dimension only.
             The step has such matrices, and the size of the axis divides that dimension.
@@ -57,7 +57,7 @@ class AxisUse:
     minor: tuple[Purpose, ...] = ()
     keeps: tuple[Dimension, ...] = ()
     keeps_unnamed: bool = False
-    keeps_copies: bool = False
+    hoist_casts: bool = False
     own: tuple[Dimension, ...] = ()
     adds: bool = True
     exchanges: tuple[Dimension, ...] = ()
@@ -136,7 +136,7 @@ class Constraints:
 
     def must_be_copied_split(self, value: Value) -> list[bool]:
         """Which axes a copy, kept for several passes, of a value must be split over."""
-        return [value.purpose in use.must and not use.keeps_copies for use in self.axes]
+        return [value.purpose in use.must and not use.hoist_casts for use in self.axes]
 
     def must_be_read_split(self, value: Value) -> list[bool]:
         """Which axes a value must be split over where operations read it."""

@@ -42,7 +42,7 @@ class StepKind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ReshardStep:
     """One step of a path: `axes` are the mesh axes it communicates over."""
 
     kind: StepKind
@@ -72,7 +72,7 @@ class MeshLinks:
     def time_s(self, kind: CollectiveKind, result_bytes: float, axes: tuple[int, ...]) -> float:
         return _time_s(kind, result_bytes, self.mesh.size(axes), self.link(axes))
 
-    def copied_s(self, step: Step, nbytes: float) -> float:
+    def copied_s(self, step: ReshardStep, nbytes: float) -> float:
         """Seconds of copies beside a step's collective, for a value of `nbytes` in all.
 
         XLA's CPU backend gathers and scatters along the first dimension. What is gathered along the last is copied
@@ -84,7 +84,7 @@ class MeshLinks:
             return 0.0
         return nbytes / min(step.before.shards(self.mesh), step.after.shards(self.mesh)) * self.transposing_s_per_byte
 
-    def as_compiled(self, step: Step, nbytes: float) -> tuple[CollectiveKind, float] | None:
+    def as_compiled(self, step: ReshardStep, nbytes: float) -> tuple[CollectiveKind, float] | None:
         """(kind, bytes of the result on one device) of a step's collective, for a value of `nbytes` in all.
 
         None for a step that stays on the device. An all-to-all keeps the local size; its ring formula counts that.
@@ -119,12 +119,12 @@ class Paths:
     fixed_s: np.ndarray
     s_per_byte: np.ndarray
     _predecessor: np.ndarray
-    _step: dict[tuple[int, int], Step]
+    _step: dict[tuple[int, int], ReshardStep]
 
-    def steps(self, source: Layout, target: Layout) -> tuple[Step, ...]:
+    def steps(self, source: Layout, target: Layout) -> tuple[ReshardStep, ...]:
         """The steps of the cheapest path; empty when the layouts are equal."""
         i, j = self.index[source], self.index[target]
-        found: list[Step] = []
+        found: list[ReshardStep] = []
         while j != i:
             before = int(self._predecessor[i, j])
             assert before >= 0, f"no path from {source} to {target}"
@@ -152,12 +152,12 @@ def _with(layout: Layout, dims: dict[int, tuple[int, ...]], partial: tuple[int, 
     return Layout(new, layout.partial if partial is None else tuple(sorted(partial)))
 
 
-def _moves(layout: Layout, axes: tuple[int, ...]) -> list[Step]:
+def _moves(layout: Layout, axes: tuple[int, ...]) -> list[ReshardStep]:
     """All single steps out of a layout."""
-    moves: list[Step] = []
+    moves: list[ReshardStep] = []
 
     def add(kind: StepKind, over: tuple[int, ...], after: Layout) -> None:
-        moves.append(Step(kind=kind, axes=tuple(sorted(over)), before=layout, after=after))
+        moves.append(ReshardStep(kind=kind, axes=tuple(sorted(over)), before=layout, after=after))
 
     rank = len(layout.dims)
     free = tuple(a for a in axes if a not in layout.sharded_axes and a not in layout.partial)
@@ -195,7 +195,7 @@ def paths(rank: int, mesh_links: MeshLinks) -> Paths:
     index = {layout: i for i, layout in enumerate(layouts)}
     typical_bytes = float(1 << 20)
     rows, columns, weights = [], [], []
-    step_of: dict[tuple[int, int], Step] = {}
+    step_of: dict[tuple[int, int], ReshardStep] = {}
     cost_of: dict[tuple[int, int], tuple[float, float]] = {}
     known: dict[tuple[StepKind, tuple[int, ...], int, float], tuple[float, float]] = {}
     for i, layout in enumerate(layouts):
@@ -219,7 +219,7 @@ def paths(rank: int, mesh_links: MeshLinks) -> Paths:
     return Paths(tuple(layouts), index, totals[0], totals[1], predecessor, step_of)
 
 
-def _affine(step: Step, mesh_links: MeshLinks) -> tuple[float, float]:
+def _affine(step: ReshardStep, mesh_links: MeshLinks) -> tuple[float, float]:
     """(seconds, seconds per byte of the whole value) of one step."""
     probe_bytes = float(1 << 30)
     collective = mesh_links.as_compiled(step, probe_bytes)
@@ -250,35 +250,35 @@ def _path_sums(predecessor: np.ndarray, cost_of: dict[tuple[int, int], tuple[flo
         node = safe
 
 
-def fits(steps: tuple[Step, ...], shape: tuple[int, ...], mesh: LogicalMesh) -> bool:
+def fits(steps: tuple[ReshardStep, ...], shape: tuple[int, ...], mesh: LogicalMesh) -> bool:
     """Whether every layout on the way divides the value's dimensions evenly."""
     return all(step.after.fits(shape, mesh) for step in steps)
 
 
-def gather_and_slice(source: Layout, target: Layout) -> tuple[Step, ...]:
+def gather_and_slice(source: Layout, target: Layout) -> tuple[ReshardStep, ...]:
     """The path that always exists: make the value whole, then let each device take its part. Summands stay summands
     where the target has them, and become such by masks.
     """
-    steps: list[Step] = []
+    steps: list[ReshardStep] = []
     at = source
     kept = tuple(a for a in source.partial if a in target.partial)
     if summed := tuple(a for a in source.partial if a not in kept):
         after = _with(at, {}, kept)
-        steps.append(Step(kind=StepKind.ALL_REDUCE, axes=summed, before=at, after=after))
+        steps.append(ReshardStep(kind=StepKind.ALL_REDUCE, axes=summed, before=at, after=after))
         at = after
     for d, axes in enumerate(at.dims):
         if axes:
             after = _with(at, {d: ()})
-            steps.append(Step(kind=StepKind.ALL_GATHER, axes=tuple(sorted(axes)), before=at, after=after))
+            steps.append(ReshardStep(kind=StepKind.ALL_GATHER, axes=tuple(sorted(axes)), before=at, after=after))
             at = after
     for a in target.partial:
         if a not in kept:
             after = _with(at, {}, (*at.partial, a))
-            steps.append(Step(kind=StepKind.MASK, axes=(a,), before=at, after=after))
+            steps.append(ReshardStep(kind=StepKind.MASK, axes=(a,), before=at, after=after))
             at = after
     for d, axes in enumerate(target.dims):
         if axes:
             after = _with(at, {d: axes})
-            steps.append(Step(kind=StepKind.SLICE, axes=tuple(sorted(axes)), before=at, after=after))
+            steps.append(ReshardStep(kind=StepKind.SLICE, axes=tuple(sorted(axes)), before=at, after=after))
             at = after
     return tuple(steps)

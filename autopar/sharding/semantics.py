@@ -34,7 +34,7 @@ _OF_WEIGHTS = frozenset(Purpose) - {Purpose.BATCH, Purpose.ACTIVATION}
 _IN_PIECES = frozenset({"concatenate", "slice", "split"})
 
 
-def described(graph: OpGraph) -> OpGraph:
+def annotate_semantics(graph: OpGraph) -> OpGraph:
     """The graph with the purpose and the dimensions of its values.
 
     A batch leaf's first dimension counts examples. The next ones count positions: of whole numbers (tokens) all of

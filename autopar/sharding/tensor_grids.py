@@ -67,7 +67,7 @@ _CUBE = (
         reads=EXAMPLES,
         minor=_WEIGHTS,
         keeps=(Dimension.EXAMPLE,),
-        keeps_copies=True,
+        hoist_casts=True,
     ),
     AxisUse(
         name="row",
@@ -77,7 +77,7 @@ _CUBE = (
         reads=MATRICES,
         keeps=(Dimension.EXAMPLE,),
         keeps_unnamed=True,
-        keeps_copies=True,
+        hoist_casts=True,
     ),
     AxisUse(
         name="column",
@@ -85,7 +85,7 @@ _CUBE = (
         must=_BLOCKS,
         reads=MATRICES,
         keeps=(Dimension.EXAMPLE, Dimension.FEATURE),
-        keeps_copies=True,
+        hoist_casts=True,
     ),
 )
 

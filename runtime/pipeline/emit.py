@@ -17,13 +17,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 from autopar.runtime.pipeline.dataflow import Dataflow, Instance, Node, dataflow
 from autopar.runtime.pipeline.program import Free, Instruction, Pipeline, Program, Run, Send, TaskKind
-from autopar.runtime.pipeline.schedule import Schedule
+from autopar.runtime.pipeline.schedule import PipelineSchedule
 from autopar.runtime.pipeline.total_order import order_of_runs
 
 
 def emit(
     pipeline: Pipeline,
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     task_s: Sequence[float] | None = None,
     transfer_s: Sequence[float] | None = None,
 ) -> Program:

@@ -48,7 +48,7 @@ class Times:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class PipelineSchedule:
     """The order of the tasks on each device group.
 
     Attributes:
@@ -95,7 +95,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Start and end of every entry of the schedule's lists, in seconds, and those of the groups as wholes."""
+    """Start and end of every entry of the schedule's lists, in seconds, and those of the groups as spmd_candidates."""
 
     starts_s: tuple[tuple[float, ...], ...]
     ends_s: tuple[tuple[float, ...], ...]
@@ -127,7 +127,7 @@ class Placement:
         return (self.span_s - max(self.busy_s)) / self.span_s
 
 
-def place(schedule: Schedule, times: Times | None = None) -> Placement:
+def place(schedule: PipelineSchedule, times: Times | None = None) -> Placement:
     """When each entry runs.
 
     Raises:
@@ -205,8 +205,8 @@ def _busy_s(todo: Sequence[Slot], times: Times, merged_s: float) -> float:
     return sum(cost[slot.kind] for slot in todo)
 
 
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """What `Schedule.in_flight` promises, counted from the lists."""
+def peak_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """What `PipelineSchedule.in_flight` promises, counted from the lists."""
     if schedule.forward_only:
         return (0,) * schedule.num_groups
     release = schedule.kinds[-1]

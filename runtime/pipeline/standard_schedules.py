@@ -13,13 +13,13 @@ from types import MappingProxyType
 
 from autopar.errors import InvalidArgumentError
 from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.pipeline.schedule import Placement, Schedule, Slot, Times, peak_in_flight, place
+from autopar.runtime.pipeline.schedule import PipelineSchedule, Placement, Slot, Times, peak_in_flight, place
 from autopar.runtime.pipeline.zero_bubble_schedules import zb_h1, zb_h2, zb_v
 
 __all__ = [
     "SCHEDULES",
+    "PipelineSchedule",
     "Placement",
-    "Schedule",
     "Slot",
     "Times",
     "eager_one_f_one_b",
@@ -38,7 +38,7 @@ __all__ = [
 F, B = TaskKind.FORWARD, TaskKind.BACKWARD
 
 
-def gpipe(num_groups: int, num_microbatches: int) -> Schedule:
+def gpipe(num_groups: int, num_microbatches: int) -> PipelineSchedule:
     """All forward passes, then all backward passes (arXiv:1811.06965), the last micro-batch first.
 
     Bubble (p-1)(F+B+W) for every m; in flight m.
@@ -50,7 +50,7 @@ def gpipe(num_groups: int, num_microbatches: int) -> Schedule:
     return _chain("gpipe", lists, m, tuple(m for _ in lists))
 
 
-def one_f_one_b(num_groups: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(num_groups: int, num_microbatches: int) -> PipelineSchedule:
     """Forward and backward passes by turns as soon as there is one to go back (PipeDream-flush, arXiv:2006.09503).
 
     Bubble (p-1)(F+B+W) for every m; in flight p-s on stage s, at most m.
@@ -59,7 +59,7 @@ def one_f_one_b(num_groups: int, num_microbatches: int) -> Schedule:
     return _alternating("1f1b", p, m, [p - s for s in range(p)])
 
 
-def eager_one_f_one_b(num_groups: int, num_microbatches: int) -> Schedule:
+def eager_one_f_one_b(num_groups: int, num_microbatches: int) -> PipelineSchedule:
     """1F1B with forward passes ahead, so that a transfer runs beside a task (Alpa's overlap, arXiv:2211.05322).
 
     Bubble (p-1)(F+B+W) for every m; with transfers (p-1)(F+B+W+2C) while 2C <= F+B+W, where 1F1B pays again in every
@@ -69,7 +69,7 @@ def eager_one_f_one_b(num_groups: int, num_microbatches: int) -> Schedule:
     return _alternating("eager-1f1b", p, m, [2 * (p - s) - 1 for s in range(p)])
 
 
-def interleaved(num_groups: int, num_microbatches: int, chunks: int) -> Schedule:
+def interleaved(num_groups: int, num_microbatches: int, chunks: int) -> PipelineSchedule:
     """Chunk c of group g is stage c*p + g (Megatron-LM, arXiv:2104.04473, section 2.2).
 
     Bubble (p-1)(F+B+W)/v where p divides m. Where it does not, the lists are those of the next multiple without the
@@ -84,7 +84,7 @@ def interleaved(num_groups: int, num_microbatches: int, chunks: int) -> Schedule
         backward = _in_turns(B, g, p, rounded, reversed(range(v)))
         full = _turns(forward, backward, min(2 * (p - g - 1) + (v - 1) * p + 1, rounded * v))
         lists.append([x for x in full if x.micro_batch < m])
-    return Schedule(
+    return PipelineSchedule(
         name="interleaved",
         num_microbatches=m,
         num_stages=p * v,
@@ -95,14 +95,14 @@ def interleaved(num_groups: int, num_microbatches: int, chunks: int) -> Schedule
     )
 
 
-def inference(num_groups: int, num_microbatches: int, chunks: int = 1) -> Schedule:
+def inference(num_groups: int, num_microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """Forward passes only. Bubble 0: a group waits before its first and after its last task only (v = 1, or p
     divides m). Nothing is in flight, since nothing is kept.
     """
     p, m, v = num_groups, num_microbatches, chunks
     rounded = m if v == 1 else -(-m // p) * p
     lists = ([x for x in _in_turns(F, g, p, rounded, range(v)) if x.micro_batch < m] for g in range(p))
-    return Schedule(
+    return PipelineSchedule(
         name="inference",
         num_microbatches=m,
         num_stages=p * v,
@@ -114,9 +114,11 @@ def inference(num_groups: int, num_microbatches: int, chunks: int = 1) -> Schedu
     )
 
 
-def _chain(name: str, lists: Sequence[Sequence[Slot]], num_microbatches: int, in_flight: Iterable[int]) -> Schedule:
+def _chain(
+    name: str, lists: Sequence[Sequence[Slot]], num_microbatches: int, in_flight: Iterable[int]
+) -> PipelineSchedule:
     """One stage on each group."""
-    return Schedule(
+    return PipelineSchedule(
         name=name,
         num_microbatches=num_microbatches,
         num_stages=len(lists),
@@ -127,7 +129,7 @@ def _chain(name: str, lists: Sequence[Sequence[Slot]], num_microbatches: int, in
     )
 
 
-def _alternating(name: str, num_groups: int, num_microbatches: int, in_flight: Sequence[int]) -> Schedule:
+def _alternating(name: str, num_groups: int, num_microbatches: int, in_flight: Sequence[int]) -> PipelineSchedule:
     """As many forward passes as may be in flight, then backward and forward by turns."""
     m = num_microbatches
     bounds = [min(bound, m) for bound in in_flight]
@@ -158,7 +160,7 @@ def _in_turns(kind: TaskKind, group: int, num_groups: int, num_microbatches: int
 
 
 # Each takes (num_groups, num_microbatches, chunks, times).
-_Maker = Callable[[int, int, int, Times | None], Schedule]
+_Maker = Callable[[int, int, int, Times | None], PipelineSchedule]
 
 SCHEDULES: Mapping[str, _Maker] = MappingProxyType(
     {
@@ -181,7 +183,7 @@ _CHUNKS: Mapping[str, Callable[[int], bool]] = MappingProxyType(
 
 def make_schedule(
     name: str, num_groups: int, num_microbatches: int, chunks: int = 1, times: Times | None = None
-) -> Schedule:
+) -> PipelineSchedule:
     """The schedule of a name, a key of `SCHEDULES`.
 
     Args:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from autopar.errors import ScheduleError
 from autopar.runtime.pipeline.dataflow import Dataflow, Instance, Node
 from autopar.runtime.pipeline.program import Pipeline, Task, TaskKind
-from autopar.runtime.pipeline.schedule import Schedule
+from autopar.runtime.pipeline.schedule import PipelineSchedule
 
 
 def order_of_runs(
     flow: Dataflow,
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     task_s: Sequence[float] | None = None,
     transfer_s: Sequence[float] | None = None,
 ) -> tuple[Node, ...]:
@@ -34,7 +34,7 @@ def order_of_runs(
     return (*before, *merged, *after)
 
 
-def runs_of_mesh(pipeline: Pipeline, schedule: Schedule) -> tuple[tuple[Node, ...], ...]:
+def runs_of_mesh(pipeline: Pipeline, schedule: PipelineSchedule) -> tuple[tuple[Node, ...], ...]:
     """For each mesh its repeating runs in the schedule's order; slots without a task fall out.
 
     Raises:
@@ -133,7 +133,7 @@ def _once(tasks: Sequence[Task], kind: TaskKind, needs: Mapping[Node, tuple[_Nee
 
 def _merged(
     flow: Dataflow,
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     needs: Mapping[Node, tuple[_Need, ...]],
     before: frozenset[Node],
     task_s: Sequence[float] | None,
@@ -177,7 +177,7 @@ def _merged(
 
 def _deadlock(
     pipeline: Pipeline,
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     stuck: Mapping[int, Node],
     needs: Mapping[Node, tuple[_Need, ...]],
     done: Mapping[Node, float],

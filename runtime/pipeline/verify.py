@@ -28,11 +28,11 @@ from autopar.errors import ScheduleError
 from autopar.runtime.pipeline.dataflow import Dataflow, Instance, Node, dataflow
 from autopar.runtime.pipeline.in_flight import num_meshes, program_peak_in_flight
 from autopar.runtime.pipeline.program import Free, Instruction, Program, Run, Send
-from autopar.runtime.pipeline.schedule import Schedule, Slot, peak_in_flight, place
+from autopar.runtime.pipeline.schedule import PipelineSchedule, Slot, peak_in_flight, place
 from autopar.runtime.pipeline.total_order import runs_of_mesh
 
 
-def verify_schedule(schedule: Schedule) -> None:
+def verify_schedule(schedule: PipelineSchedule) -> None:
     """Checks (1) to (3).
 
     Raises:
@@ -60,7 +60,7 @@ def verify_schedule(schedule: Schedule) -> None:
             raise _error(f"{where}, group {group}", f"at most {promised} in flight", str(peak))
 
 
-def verify_program(program: Program, schedule: Schedule) -> None:
+def verify_program(program: Program, schedule: PipelineSchedule) -> None:
     """Checks (4) to (8).
 
     Raises:
@@ -220,7 +220,7 @@ def _final(flow: Dataflow, instance: Instance) -> _Array:
     return _Array(instance, len(updaters) * flow.num_microbatches)
 
 
-def _check_order(program: Program, schedule: Schedule) -> None:
+def _check_order(program: Program, schedule: PipelineSchedule) -> None:
     """(6)"""
     tasks = program.pipeline.tasks
     there: list[list[Node]] = [[] for _ in range(max(num_meshes(program), schedule.num_groups))]

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.pipeline.schedule import Schedule, Slot, Times, place
+from autopar.runtime.pipeline.schedule import PipelineSchedule, Slot, Times, place
 
 F, B, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
 
@@ -22,7 +22,7 @@ F, B, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
 _GAPS = (0.0, 0.5, 1.0)
 
 
-def zb_h1(num_groups: int, num_microbatches: int, times: Times | None = None) -> Schedule:
+def zb_h1(num_groups: int, num_microbatches: int, times: Times | None = None) -> PipelineSchedule:
     """1F1B with the weight gradients of stage s put off by s micro-batches; memory as 1F1B's worst stage everywhere.
 
     Bubble (p-1)(F+B-W) for F >= W, B >= W and m >= p: every published rate of the paper to four decimals. With
@@ -34,7 +34,7 @@ def zb_h1(num_groups: int, num_microbatches: int, times: Times | None = None) ->
     return _best(_chain("zb-h1", lists, m, in_flight=min(p, m)), times)
 
 
-def zb_h2(num_groups: int, num_microbatches: int, times: Times | None = None) -> Schedule:
+def zb_h2(num_groups: int, num_microbatches: int, times: Times | None = None) -> PipelineSchedule:
     """More micro-batches in flight, so that the last stage never waits, and twice the delay of ZB-H1.
 
     Bubble (p-1)(F+B-2W), 0 for F = B = W, from m = 2p-1 on (F >= W, B >= W); below that each micro-batch less costs
@@ -46,7 +46,7 @@ def zb_h2(num_groups: int, num_microbatches: int, times: Times | None = None) ->
     return _best(_chain("zb-h2", lists, m, in_flight=min(2 * p - 1, m)), times)
 
 
-def zb_v(num_groups: int, num_microbatches: int, times: Times | None = None) -> Schedule:
+def zb_v(num_groups: int, num_microbatches: int, times: Times | None = None) -> PipelineSchedule:
     """Two stages a group, s and 2p-1-s, so that the pipeline turns round where it began: a V.
 
     Bubble 0 for F = B = W from m = 2p on, and no formula for other times: give them. In flight at most 2p pairs, each
@@ -56,7 +56,7 @@ def zb_v(num_groups: int, num_microbatches: int, times: Times | None = None) -> 
     p, m = num_groups, num_microbatches
     # Made for at least 2p micro-batches; those that there are not are left out, which makes nobody wait.
     lists = tuple(tuple(x for x in _v_list(s, p, max(m, 2 * p)) if x.micro_batch < m) for s in range(p))
-    schedule = Schedule(
+    schedule = PipelineSchedule(
         name="zb-v",
         num_microbatches=m,
         num_stages=2 * p,
@@ -68,9 +68,9 @@ def zb_v(num_groups: int, num_microbatches: int, times: Times | None = None) -> 
     return _best(schedule, times)
 
 
-def _chain(name: str, lists: tuple[tuple[Slot, ...], ...], num_microbatches: int, in_flight: int) -> Schedule:
+def _chain(name: str, lists: tuple[tuple[Slot, ...], ...], num_microbatches: int, in_flight: int) -> PipelineSchedule:
     """One stage on each group."""
-    return Schedule(
+    return PipelineSchedule(
         name=name,
         num_microbatches=num_microbatches,
         num_stages=len(lists),
@@ -121,7 +121,7 @@ def _v_list(group: int, num_groups: int, num_microbatches: int) -> list[Slot]:
     return todo
 
 
-def _best(by_hand: Schedule, times: Times | None) -> Schedule:
+def _best(by_hand: PipelineSchedule, times: Times | None) -> PipelineSchedule:
     """The list by hand, or one of those filled greedily if it takes less time."""
     if times is None:
         return by_hand
@@ -131,7 +131,7 @@ def _best(by_hand: Schedule, times: Times | None) -> Schedule:
     return min(found, key=lambda schedule: place(schedule, times).span_s)
 
 
-def _filled(schedule: Schedule, times: Times, gap: float) -> tuple[tuple[Slot, ...], ...]:
+def _filled(schedule: PipelineSchedule, times: Times, gap: float) -> tuple[tuple[Slot, ...], ...]:
     """The forward and backward passes in their order, the weight gradients where a group idles or is full.
 
     A weight gradient, oldest first, runs when a forward pass would bring the group above its promise, when nothing

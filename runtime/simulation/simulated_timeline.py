@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.common.trace_events import DEVICES, LINKS, Event, Timeline
+from autopar.common.trace_events import DEVICES, LINKS, Timeline, TraceEvent
 from autopar.runtime.pipeline.program import Program, Run, Send
 from autopar.runtime.simulation.simulator import Simulation
 
@@ -13,24 +13,26 @@ def timeline_of(simulation: Simulation, program: Program) -> Timeline:
     """
     pipeline = program.pipeline
     links: dict[tuple[int, int], int] = {}
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     for instruction, start_s, end_s in zip(program.instructions, simulation.starts_s, simulation.ends_s, strict=True):
         if isinstance(instruction, Run):
             task = pipeline.tasks[instruction.task]
             kind = task.kind.value
             name = f"{kind} {instruction.micro_batch}" if task.kind.repeats else task.name
-            events.append(Event(DEVICES, task.mesh, name, kind, start_s, end_s, task.stage))
+            events.append(TraceEvent(DEVICES, task.mesh, name, kind, start_s, end_s, task.stage))
         elif isinstance(instruction, Send):
             transfers = [pipeline.transfers[t] for t in instruction.transfers]
             source, target = (pipeline.buffers[b] for b in (transfers[0].source, transfers[0].target))
             row = links.setdefault((source.mesh, target.mesh), len(links))
             name = f"send {instruction.micro_batch}" if source.repeats else "send"
             sent = sum(t.nbytes for t in transfers)
-            events.append(Event(LINKS, row, name, "send", start_s, end_s, 0, sent))
+            events.append(TraceEvent(LINKS, row, name, "send", start_s, end_s, 0, sent))
     if simulation.waiting_s:
         end_s = simulation.step_time_s
         for mesh in range(len(simulation.busy_s)):
-            events.append(Event(DEVICES, mesh, "memory for results", "memory", end_s - simulation.waiting_s, end_s))
+            events.append(
+                TraceEvent(DEVICES, mesh, "memory for results", "memory", end_s - simulation.waiting_s, end_s)
+            )
     return Timeline(
         rows=tuple(f"mesh {mesh}" for mesh in range(len(simulation.busy_s))),
         links=tuple(f"mesh {a} to mesh {b}" for a, b in links),

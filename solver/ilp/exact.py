@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.ilp.flat_arrays import Flat
-from autopar.solver.ilp.formulas import Program, build
+from autopar.solver.ilp.formulas import IntegerProgram, build
 from autopar.solver.ilp.memory_rows import can_bind, row_at, shares, used, worst_rows
 from autopar.solver.ilp.problem import Problem
 
@@ -78,7 +78,7 @@ def solve_lazily(problem: Problem, flat: Flat, settings: Settings, *, rows: Sequ
         taken.update(fresh)
 
 
-def run(program: Program, settings: Settings, *, integers: bool = True) -> tuple[np.ndarray | None, Answer]:
+def run(program: IntegerProgram, settings: Settings, *, integers: bool = True) -> tuple[np.ndarray | None, Answer]:
     """Run a backend; the values of all columns (None when it found none) and the answer. A relaxation's choice is None.
 
     Costs are scaled to a largest absolute value of 1e6 before, for the solvers' absolute tolerances.

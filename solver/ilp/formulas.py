@@ -18,7 +18,7 @@ from autopar.solver.ilp.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
+class IntegerProgram:
     """Columns, rows and coefficients; the first columns are x[g, s], node after node, then y[e, s, t]."""
 
     objective: np.ndarray
@@ -52,7 +52,7 @@ class _Rows:
         self.count += len(lower)
 
 
-def build(problem: Problem, memory: Sequence[Row], *, spare: bool = False) -> Program:
+def build(problem: Problem, memory: Sequence[Row], *, spare: bool = False) -> IntegerProgram:
     """The whole program; the problem must have no edge from a node to itself.
 
     spare: add one last column, the bytes by which rows may be passed as a part of the largest room, and minimise it
@@ -71,7 +71,7 @@ def build(problem: Problem, memory: Sequence[Row], *, spare: bool = False) -> Pr
     if spare:
         objective, upper = np.append(objective, 1.0), np.append(upper, math.inf)
     memory_limit(rows, memory, first, len(objective) - 1 if spare else None)
-    return Program(
+    return IntegerProgram(
         objective=objective,
         column_upper=upper,
         row_lower=np.concatenate(rows.lower),

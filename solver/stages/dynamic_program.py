@@ -32,14 +32,14 @@ FIRST_LABELS = 1 << 14  # room for pairs at first; more as needed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Found:
+class DynamicProgramResult:
     """path: moves of the best plan found, empty if none; step_time_s: its, inf if none."""
 
     path: tuple[int, ...]
     step_time_s: float
 
 
-class Programme:
+class DynamicProgram:
     """Moves, levels and device units bound to the compiled loops.
 
     flight: (levels + 1,) in flight at each level. open_end: the last level stands for its number of stages or more.
@@ -121,7 +121,7 @@ class Programme:
             label = int(link[label, 2])
         return rest, tuple(path)
 
-    def search(self, under_s: float) -> Found:
+    def search(self, under_s: float) -> DynamicProgramResult:
         """The best plan below under_s, if any."""
         slowest, fastest = clusters(self.moves.steady_s)
         best_s = under_s
@@ -150,7 +150,7 @@ class Programme:
                 top = int(np.searchsorted(slowest, self.moves.steady_s[list(path)].max()))
             if start < top:  # slower than this plan's slowest stage has no smaller rest: only faster ones are left
                 self._halve(intervals, fastest, rest, start, top - 1)
-        return Found(path=best, step_time_s=best_s if best else math.inf)
+        return DynamicProgramResult(path=best, step_time_s=best_s if best else math.inf)
 
     @staticmethod
     def _halve(intervals: list, fastest: np.ndarray, rest: float, start: int, stop: int) -> None:

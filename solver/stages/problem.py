@@ -20,7 +20,7 @@ and e = max(f + b, (f + b) / 2 + c):
 | interleaved | (f + c) / v | (b + c) / v | (m v - 1) (f + b + 2c) | see `peak_bytes` | S divides m |
 | inference | f + c | 0 | (m - 1) max(f, c) | 0 | |
 
-Where the devices share their processors (`StageProblem.shares_processors`), what one stage waits another one works
+Where the devices share their processors (`StageProblem.oversubscribed_cores`), what one stage waits another one works
 faster, under every schedule, but for a share i of the processors that idles while some wait. With w = m (f + b) + once:
 fill is (1 - i) of its devices' part of w, and c, and what calling its tasks takes from all of them, 2 m call (m for
 inference, 3 m where weight gradients are put off; one stage alone is counted so too, though a runtime may call it once
@@ -99,7 +99,7 @@ class StageProblem:
     num_microbatches: options are for a micro-batch of this problem's size.
     chunks: of a group of devices under the interleaved schedule, 2 or more; 1 under all others.
     fixed_num_stages: the number of stages (of groups, if interleaved); None = free.
-    shares_processors: seconds of options are those while all devices work, which share what they work with.
+    oversubscribed_cores: seconds of options are those while all devices work, which share what they work with.
     idle_share: of the processors, while some devices wait for others, where they share them.
     call_s: where they do, what each task of a micro-batch in a stage takes from all for being called.
     """
@@ -113,7 +113,7 @@ class StageProblem:
     host_devices: int
     chunks: int = 1
     fixed_num_stages: int | None = None
-    shares_processors: bool = False
+    oversubscribed_cores: bool = False
     idle_share: float = 0.0
     call_s: float = 0.0
 
@@ -171,7 +171,7 @@ def terms(
     """The model's terms of a stage from the sums over its layers; arrays give arrays. send_s: 0 of the last stage."""
     f, b, w, c, m, v = forward_s, backward_s, weight_s, send_s, problem.num_microbatches, problem.chunks
     alone = f + b
-    if problem.shares_processors:
+    if problem.oversubscribed_cores:
         passes = f if problem.schedule is Schedule.INFERENCE else alone
         works, idles = m * passes + once_s, problem.idle_share
         tasks = 3 if problem.schedule in PUTS_OFF_WEIGHT_GRADIENTS else 2

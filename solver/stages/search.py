@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.stages.dynamic_program import Programme
+from autopar.solver.stages.dynamic_program import DynamicProgram
 from autopar.solver.stages.layer_ranges import Moves, RangeSums, SharedSums, moves_under, why_no_layer_fits
 from autopar.solver.stages.problem import (
     PUTS_OFF_WEIGHT_GRADIENTS,
@@ -182,7 +182,7 @@ def _search(problem: StageProblem, moves: Moves, under_s: float, *, in_memory: b
         flight = flight[: levels + 1]
     if not in_memory:
         flight[:] = 0
-    programme = Programme(moves, problem.num_layers, units, total, flight, open_end, exact)
+    programme = DynamicProgram(moves, problem.num_layers, units, total, flight, open_end, exact)
     found = programme.search(under_s)
     return _First(stages=moves.stages(found.path), step_time_s=found.step_time_s)
 
@@ -213,7 +213,7 @@ def _search_interleaved(problem: StageProblem, moves: Moves, under_s: float) -> 
             continue
         count = groups * problem.chunks
         flight = np.array([0, *(in_flight(problem, count - k, count) for k in range(1, count + 1))], dtype=np.int64)
-        programme = Programme(part, problem.num_layers, np.ones(len(part), np.int64), count, flight, False, True)
+        programme = DynamicProgram(part, problem.num_layers, np.ones(len(part), np.int64), count, flight, False, True)
         found = programme.search(best_s)
         if found.path:
             best_s, best = found.step_time_s, part.stages(found.path)

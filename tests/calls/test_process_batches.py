@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.calls.process_batches import Leaf, Passed, Taken, batch_word, decide
+from autopar.calls.process_batches import Leaf, PassedBatch, TakenBatch, batch_word, decide
 from autopar.errors import InvalidArgumentError, ProcessMismatchError
 from tests.in_processes import launch
 from tests.small_steps import mlp_batch, mlp_state, mlp_step
@@ -80,20 +80,20 @@ def leaf(rows: int, hash_: str, path: str = "x", rest: tuple[int, ...] = (4,)) -
 
 
 def taken(*batches: Leaf, word: str = "auto", planned: Any = (), before: str | None = None) -> str:
-    return decide("step", [Passed(word, (one,)) for one in batches], planned, before).mode
+    return decide("step", [PassedBatch(word, (one,)) for one in batches], planned, before).mode
 
 
 def test_equal_data_are_the_whole_batch_and_others_are_rows():
     assert taken(leaf(8, "a"), leaf(8, "a")) == "global"
     assert taken(leaf(8, "a"), leaf(8, "b")) == "local"
     assert taken(leaf(8, "a"), leaf(8, "a"), word="local") == "local"
-    assert decide("step", [Passed("auto", (leaf(3, "a"),)), Passed("auto", (leaf(5, "b"),))], (), None) == Taken(
-        "local", ((3, 5),), by_data=True
-    )
+    assert decide(
+        "step", [PassedBatch("auto", (leaf(3, "a"),)), PassedBatch("auto", (leaf(5, "b"),))], (), None
+    ) == TakenBatch("local", ((3, 5),), by_data=True)
 
 
 def test_only_the_first_rows_that_differ_are_told():
-    said = [decide("step", [Passed("auto", (leaf(8, h),)) for h in "ab"], (), before).by_data for before in
+    said = [decide("step", [PassedBatch("auto", (leaf(8, h),)) for h in "ab"], (), before).by_data for before in
             (None, "global", "local")]  # fmt: skip
     assert said == [True, True, False]
 
@@ -111,8 +111,10 @@ def test_shapes_of_plans_must_agree_with_the_data():
 
 
 def test_what_has_no_rows_is_the_same_in_all_processes():
-    def passed(hash_: str, scale: str) -> Passed:
-        return Passed("auto", (leaf(8, hash_), Leaf("scale", False, (), "float32", scale), leaf(3, "w", "weights")))
+    def passed(hash_: str, scale: str) -> PassedBatch:
+        return PassedBatch(
+            "auto", (leaf(8, hash_), Leaf("scale", False, (), "float32", scale), leaf(3, "w", "weights"))
+        )
 
     assert decide("step", [passed("a", "1"), passed("b", "1")], (), None).counts == ((8, 8), None, None)
     with pytest.raises(ProcessMismatchError, match="the same scale in all processes"):
@@ -124,10 +126,10 @@ def test_processes_that_differ_in_more_than_rows_are_refused():
         taken(leaf(8, "a"), leaf(8, "b", rest=(5,)))
     with pytest.raises(ProcessMismatchError, match="x, y not in both of process 0 and 1"):
         taken(leaf(8, "a"), leaf(8, "b", "y"))
-    others = [Passed("auto", (leaf(8, "a"),), (("w", hash_),)) for hash_ in "ab"]
+    others = [PassedBatch("auto", (leaf(8, "a"),), (("w", hash_),)) for hash_ in "ab"]
     with pytest.raises(ProcessMismatchError, match="w: other data in process 1 than in process 0"):
         decide("step", others, (), None)
-    assert Passed.decode(others[0].encode()) == others[0]
+    assert PassedBatch.decode(others[0].encode()) == others[0]
 
 
 def test_other_words_are_refused():

@@ -15,13 +15,13 @@ from autopar import recipes
 from autopar.cost.cost_model import cost_model
 from autopar.cost.overlap import timed
 from autopar.cost.prediction import compute_times_s, predicted_collectives
-from autopar.cost.stream_simulator import Stream, Work, overlap_of, run
+from autopar.cost.stream_simulator import Stream, StreamWork, overlap_of, run
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import kinds
 from autopar.hardware.cluster import Cluster, Fabric, Link
 from autopar.hardware.collective_cost import CollectiveKind
-from autopar.inter_op.staged import renewal_s
+from autopar.inter_op.staged import pipeline_page_fault_s
 from autopar.intra_op.ilp import IntraOp
 from autopar.intra_op.spmd_search import evaluated, state_along_largest
 from autopar.ir.layout import Layout
@@ -36,14 +36,14 @@ MEGABYTE = 1 << 20
 def compute(name, seconds, reads="", makes=None, is_light=False):
     """`reads` and `makes` are names with spaces between them; what is made has the name of the work."""
     makes = name if makes is None else makes
-    return Work(
+    return StreamWork(
         name=name, stream=Stream.COMPUTE, seconds=seconds, reads=tuple(reads.split()), makes=tuple(makes.split()),
         is_light=is_light,
     )  # fmt: skip
 
 
 def send(name, seconds, reads="", reduces=False, nbytes=1.0, stream=Stream.SEND):
-    return Work(
+    return StreamWork(
         name=name, stream=stream, seconds=seconds, reads=tuple(reads.split()), makes=(name,), nbytes=nbytes,
         reduction="sum" if reduces else None,
     )  # fmt: skip
@@ -161,7 +161,7 @@ def test_reductions_that_wait_for_each_other_start_alone():
 
 def test_a_loop_that_sends_keeps_both_streams_busy():
     body = run([send("w", 2.0), compute("h", 3.0), compute("y", 1.0, "h w")])
-    loop = Work(name="loop", stream=Stream.BOTH, seconds=body.end_s, reads=("x",), makes=("y",), inside=(body,))
+    loop = StreamWork(name="loop", stream=Stream.BOTH, seconds=body.end_s, reads=("x",), makes=("y",), inside=(body,))
     ran = run([compute("x", 1.0), send("other", 2.0), loop, compute("z", 1.0, "y other")])
     assert ran.end_s == 2 + 4 + 1
     assert (ran.compute_s, ran.send_s) == (1 + 4 + 1, 2 + 2)
@@ -192,7 +192,7 @@ def programs(draw):
         reads = tuple(draw(st.sets(st.integers(-1, i - 1), max_size=3)))
         stream = draw(st.sampled_from(list(Stream)))
         works.append(
-            Work(
+            StreamWork(
                 name=str(i),
                 stream=stream,
                 seconds=0.0 if stream is Stream.NEITHER else draw(DURATIONS),
@@ -361,9 +361,9 @@ def test_meshes_wait_for_what_they_hold_beside_what_they_are_given(shared, expec
         at_peak=(((0, 8 * MEGABYTE), (1, 24 * MEGABYTE), (-1, 8 * MEGABYTE)), ((2, 12 * MEGABYTE),)),
     )
     stages = [planned(0, 2), planned(1, 6)]
-    on = SimpleNamespace(shares_processors=shared)
+    on = SimpleNamespace(oversubscribed_cores=shared)
     # Each keeps 8 MiB: the first those of its running task.
-    assert renewal_s(simulation, program, stages, on) == pytest.approx(expected_s)
+    assert pipeline_page_fault_s(simulation, program, stages, on) == pytest.approx(expected_s)
 
 
 def test_micro_batches_are_weighed_where_a_step_waits_long_for_memory():

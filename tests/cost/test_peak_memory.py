@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.cost import peak_memory
-from autopar.cost.peak_memory import CPU, GPU, TPU, Program, Step
+from autopar.cost.peak_memory import CPU, GPU, TPU, MemoryProgram, MemoryStep
 from benchmarks import memory_study
 
 BIG, SMALL = 1000, 10
@@ -20,7 +20,7 @@ class Builder:
 
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
-        self.steps: list[Step] = []
+        self.steps: list[MemoryStep] = []
 
     def value(self, nbytes: int) -> int:
         self.nbytes[len(self.nbytes)] = nbytes
@@ -29,11 +29,11 @@ class Builder:
     def __call__(self, kind: str, *inputs: int, nbytes: int = BIG, **fields) -> int:
         out = self.value(nbytes)
         fusible = kind not in {"dot_general", "gather", "sort"} and not kind.startswith("reduce")
-        self.steps.append(Step(inputs=inputs, outputs=(out,), kind=kind, fusible=fusible, **fields))
+        self.steps.append(MemoryStep(inputs=inputs, outputs=(out,), kind=kind, fusible=fusible, **fields))
         return out
 
-    def program(self, arguments, results, donated=None) -> Program:
-        return Program(
+    def program(self, arguments, results, donated=None) -> MemoryProgram:
+        return MemoryProgram(
             steps=tuple(self.steps),
             nbytes=self.nbytes,
             arguments=tuple(arguments),
@@ -42,7 +42,7 @@ class Builder:
         )
 
 
-def peak(program: Program, compiler=GPU) -> int:
+def peak(program: MemoryProgram, compiler=GPU) -> int:
     """The predicted peak, without the arguments."""
     found = peak_memory.estimate(program, compiler)
     assert found.peak_bytes == found.argument_bytes + found.result_bytes + found.temporary_bytes
@@ -138,7 +138,7 @@ def test_an_update_before_the_last_read_of_its_argument_needs_both():
     assert peak(op.program([p, x], [new, late], {p: new})) == BIG + 2 * SMALL
 
 
-def rematerialised(op: Builder, with_barrier: bool) -> Program:
+def rematerialised(op: Builder, with_barrier: bool) -> MemoryProgram:
     """Two layers forward; backward computes the first product again, for the sake of its exponential."""
     x, w = op.value(SMALL), op.value(SMALL)
     first = op("dot_general", x, w, key="first")
@@ -146,7 +146,7 @@ def rematerialised(op: Builder, with_barrier: bool) -> Program:
     g = op("dot_general", last, w, nbytes=SMALL)
     passed = op.value(SMALL), op.value(SMALL), op.value(SMALL)
     if with_barrier:
-        op.steps.append(Step(inputs=(x, w, g), outputs=passed, kind="optimization_barrier", fusible=False))
+        op.steps.append(MemoryStep(inputs=(x, w, g), outputs=passed, kind="optimization_barrier", fusible=False))
     else:
         passed = x, w, g
     again = op("dot_general", *passed[:2], key="first")
@@ -168,7 +168,7 @@ def test_the_same_computation_is_done_once_but_each_result_has_memory_of_its_own
     assert peak(op.program([x, w], late)) == BIG + 2 * SMALL
 
 
-def scanned(trips: int, stacked: bool) -> Program:
+def scanned(trips: int, stacked: bool) -> MemoryProgram:
     op = Builder()
     w, start, xs = op.value(SMALL), op.value(BIG), op.value(trips * SMALL)
     inner_w, inner, x = op.value(SMALL), op.value(BIG), op.value(SMALL)
@@ -178,7 +178,7 @@ def scanned(trips: int, stacked: bool) -> Program:
     after = body("dot_general", h, x)
     out, ys = op.value(BIG), op.value(trips * BIG)
     op.steps.append(
-        Step(
+        MemoryStep(
             inputs=(w, start, xs),
             outputs=(out, ys) if stacked else (out,),
             kind="scan",
@@ -212,12 +212,12 @@ def test_branches_share_their_memory():
         body.nbytes = op.nbytes
         result = body("dot_general", body("dot_general", inner, inner, nbytes=hidden), inner, nbytes=SMALL)
         branches.append(
-            Step(
+            MemoryStep(
                 inputs=(x,), outputs=(out,), kind="branch", fusible=False, body=tuple(body.steps),
                 body_inputs=(inner,), body_outputs=(result,),
             )
         )  # fmt: skip
-    op.steps.append(Step(inputs=(which, x), outputs=(out,), kind="cond", fusible=False, body=tuple(branches)))
+    op.steps.append(MemoryStep(inputs=(which, x), outputs=(out,), kind="cond", fusible=False, body=tuple(branches)))
     assert peak(op.program([which, x], [out])) == 3 * BIG + 2 * SMALL
 
 

@@ -102,7 +102,7 @@ def test_known_constants_are_found_again():
     assert found.device.memory_bytes_per_s == pytest.approx(MEMORY_BYTES_PER_S, rel=1e-3)
     assert found.device.launch_overhead_s == pytest.approx(LAUNCH_S, rel=1e-3)
     assert found.device.float32_fill_s == pytest.approx(0.0, abs=1e-9)
-    assert found.device.fresh_s(40e6) == pytest.approx(0.04 / calibrate.FRESH_IN_A_STEP, rel=1e-3)
+    assert found.device.page_fault_s(40e6) == pytest.approx(0.04 / calibrate.FRESH_IN_A_STEP, rel=1e-3)
     assert found.device.call_s == pytest.approx(CALL_S)
     assert found.device.convolution_share == pytest.approx(CONVOLUTION_SHARE, rel=1e-3)
     assert found.device.transposing_s(2e6, 1000.0) == pytest.approx(4e-3, rel=1e-3)

@@ -171,8 +171,8 @@ def test_the_largest_array_of_an_operation_tells_its_rate(fusible, operand_parts
 )
 def test_memory_is_new_beyond_what_a_process_keeps(mebibytes, runs, shared_by, new_mebibytes):
     device = dataclasses.replace(kinds.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
-    assert device.fresh_s(mebibytes * 2**20, runs) == pytest.approx(new_mebibytes)
-    assert kinds.H100.fresh_s(mebibytes * 2**20, runs) == 0.0
+    assert device.page_fault_s(mebibytes * 2**20, runs) == pytest.approx(new_mebibytes)
+    assert kinds.H100.page_fault_s(mebibytes * 2**20, runs) == 0.0
 
 
 @pytest.mark.parametrize(("shared_by", "num_devices", "slower"), [(8, 8, True), (8, 4, False), (1, 8, False)])
@@ -192,8 +192,8 @@ def test_one_program_on_all_that_share_processors_leaves_some_idle(shared_by, nu
 )
 def test_of_what_is_held_in_many_blocks_a_part_is_new(mebibytes, temporary_mebibytes, shared_by, new_mebibytes):
     device = dataclasses.replace(kinds.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
-    assert device.renewed_s(mebibytes * 2**20, temporary_mebibytes * 2**20) == pytest.approx(new_mebibytes)
-    assert kinds.H100.renewed_s(mebibytes * 2**20, 0) == 0.0
+    assert device.held_page_fault_s(mebibytes * 2**20, temporary_mebibytes * 2**20) == pytest.approx(new_mebibytes)
+    assert kinds.H100.held_page_fault_s(mebibytes * 2**20, 0) == 0.0
 
 
 def test_an_operand_is_transposed_in_parts():

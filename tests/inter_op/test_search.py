@@ -17,7 +17,7 @@ from autopar.hardware import kinds
 from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op import evaluate
 from autopar.inter_op.build_stages import cut_layers
-from autopar.inter_op.evaluate import BuiltOut, choice_of, in_turn
+from autopar.inter_op.evaluate import PipelineEvaluator, choice_of, in_turn
 from autopar.inter_op.search_space import (
     microbatch_numbers,
     odd_part,
@@ -278,7 +278,7 @@ def test_stages_are_searched_where_a_program_loses_enough(hosts, each, lost, wai
         estimate=SimpleNamespace(temporary_bytes=waits * 2**30),
         model=SimpleNamespace(device=device),
     )
-    assert planner.may_pay(best, on) is pays
+    assert planner.pipeline_may_pay(best, on) is pays
 
 
 def test_one_stage_is_decided_as_zero_does_where_it_is_near_on_shared_processors():
@@ -291,23 +291,23 @@ def test_one_stage_is_decided_as_zero_does_where_it_is_near_on_shared_processors
 
 def test_what_answers_wait_for_is_known_before_they_are_worked_out(monkeypatch):
     told, exact_s = {}, {}
-    run, worked_out = BuiltOut.run, BuiltOut.worked_out
+    run, evaluate = PipelineEvaluator.run, PipelineEvaluator.evaluate
 
     def noted_run(self, ranked, most, within):
         told.update({(m, choice_of(p, a, options)): (t, a.step_time_s) for p, a, t, m, options in ranked})
         return run(self, ranked, most, within)
 
     def noted_worked_out(self, m, choice, *rest):
-        found = worked_out(self, m, choice, *rest)
+        found = evaluate(self, m, choice, *rest)
         exact_s[m, choice] = found.trial.step_time_s
         return found
 
-    monkeypatch.setattr(BuiltOut, "run", noted_run)
-    monkeypatch.setattr(BuiltOut, "worked_out", noted_worked_out)
+    monkeypatch.setattr(PipelineEvaluator, "run", noted_run)
+    monkeypatch.setattr(PipelineEvaluator, "evaluate", noted_worked_out)
     plan(virtual_cpus(fresh_bytes_per_s=2e8), *arguments(layers=8, width=128, batch=262_144))
     both = [(*told[key], exact_s[key]) for key in told.keys() & exact_s.keys()]
     assert len(both) > 2
-    assert all(told_s == pytest.approx(step_s, rel=0.25) for told_s, _, step_s in both), both
+    assert all(estimated_s == pytest.approx(step_s, rel=0.25) for estimated_s, _, step_s in both), both
     whole = [key for key in told if key[0] == 1]  # the whole batch at once, which has most to wait for
     assert whole
     assert all(told[key][0] > 1.2 * told[key][1] for key in whole)

@@ -12,15 +12,15 @@ from autopar.cost.cost_model import cost_model
 from autopar.frontend.tracing import trace
 from autopar.hardware import kinds
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op.build_stages import Choice, build, cut_layers
+from autopar.inter_op.build_stages import StageChoice, build, cut_layers
 from autopar.inter_op.search import tables
 from autopar.inter_op.stage_costs import PricedOption, again_of, layer_decisions, stage_options, undominated
-from autopar.intra_op.ilp import IntraOp, MemoryPrices, Terms, saved_values
+from autopar.intra_op.ilp import IntraOp, MemoryPrices, ObjectiveWeights, saved_values
 from autopar.ir.graph import OpKind, Section
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import RAW
+from autopar.ir.value_state import UNREDUCED
 from autopar.passes.assign_layers import assign_layers
-from autopar.passes.fold_layers import contract
+from autopar.passes.fold_layers import fold_layers
 from autopar.passes.split_scan import cut_scans
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.sharding.rules import RuleBook
@@ -77,7 +77,7 @@ def two_stages(step, schedule, policy):
     found = tables(step, on, [2], 80 * 10**9, 5.0, {})
     option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
     half = len(step.layers) // 2
-    choice = Choice(
+    choice = StageChoice(
         schedule=schedule,
         chunks=1,
         first_layers=(0, half),
@@ -184,7 +184,7 @@ def priced(name, num_devices=1, **changed):
         mesh=LogicalMesh(axis_sizes=(num_devices,)),
         given_bytes=np.array([1, 1]),
         policy="nothing",
-        terms=Terms(s_per_byte=0.0, hidden_count=1.0),
+        terms=ObjectiveWeights(s_per_byte=0.0, exposed_fraction=1.0),
     )
 
 
@@ -224,7 +224,7 @@ def test_what_is_saved_has_its_price():
 def test_where_what_is_saved_crowds_the_memory_leaner_decisions_are_made(in_flight, decided_for):
     """A gigabyte for 130 MB of state; 4 MB are saved of each micro-batch, as most of it lies whole on both devices."""
     step = cut(2, batch=64)
-    contracted = contract(step.graph, assign_layers(step.graph, step.layers), LAYERS)
+    contracted = fold_layers(step.graph, assign_layers(step.graph, step.layers), LAYERS)
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
     decisions = layer_decisions(contracted, model, 10**9, in_flight, equal=False, time_limit_s=5.0)
     assert [d.terms.in_flight for d in decisions] == decided_for
@@ -235,7 +235,7 @@ def test_where_what_is_saved_crowds_the_memory_leaner_decisions_are_made(in_flig
 
 def test_sums_of_gradients_are_state_that_no_step_is_given():
     step = cut(2)
-    contracted = contract(step.graph, assign_layers(step.graph, step.layers), LAYERS)
+    contracted = fold_layers(step.graph, assign_layers(step.graph, step.layers), LAYERS)
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(1,)))
     decisions = layer_decisions(contracted, model, 10**9, 0, equal=False, time_limit_s=5.0)
     options = stage_options(contracted, again_of(contracted), step.layers, model, SLOW, decisions)
@@ -246,7 +246,7 @@ def test_sums_of_gradients_are_state_that_no_step_is_given():
 
 def test_of_equal_stages_only_decisions_whose_state_fits_are_priced():
     step = cut(2)
-    contracted = contract(step.graph, assign_layers(step.graph, step.layers), LAYERS)
+    contracted = fold_layers(step.graph, assign_layers(step.graph, step.layers), LAYERS)
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
     state_bytes = LAYERS * WIDTH**2 * 4  # and as much again for the sums of gradients, where they are not split
 
@@ -282,7 +282,7 @@ def test_options_that_are_nowhere_better_than_another_are_left_out():
 def test_prices_are_added_up_alike_whatever_order_a_set_has():
     graph, on = cut(4).graph, cluster()
     intra_op = IntraOp(graph, cost_model(on, LogicalMesh(axis_sizes=(4,))))
-    values = sorted((v, RAW) for v in intra_op.assembly.raw)  # several share a node, and so its cost
+    values = sorted((v, UNREDUCED) for v in intra_op.assembly.raw)  # several share a node, and so its cost
     copies = {v: 0.1 * (n + 1) / 3 for n, (v, _) in enumerate(values)}
     priced = [
         intra_op._priced(MemoryPrices(s_per_byte=1e-12 / 3, values=order, copies=copies))

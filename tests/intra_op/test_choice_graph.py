@@ -13,7 +13,7 @@ import autopar
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
-from autopar.intra_op.choice_graph import assemble
+from autopar.intra_op.choice_graph import build_choice_graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.rules import RuleBook
 from autopar.verification import leaf_difference
@@ -28,7 +28,7 @@ def shape(*dims, dtype=jnp.float32):
 def assembly_of(function, *args, donate=()):
     traced = trace(function, args, names="abcd"[: len(args)], donate=donate, batch=())
     graph = build_graph(traced, RuleBook())
-    return graph, assemble(graph, MESH)
+    return graph, build_choice_graph(graph, MESH)
 
 
 def node_names(assembly):

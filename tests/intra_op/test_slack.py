@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.inter_op.build_stages import cut_layers
-from autopar.inter_op.staged import cut_stages, wires_of
-from autopar.intra_op.choice_graph import assemble
+from autopar.inter_op.staged import cut_stages, transfer_layouts_of
+from autopar.intra_op.choice_graph import build_choice_graph
 from autopar.intra_op.slack import slacks_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.microbatch import micro_batched
@@ -30,7 +30,7 @@ def slacks(graph):
 
     Values are named by what makes them, products by their number.
     """
-    assembly = assemble(graph, LogicalMesh(axis_sizes=(4,)))
+    assembly = build_choice_graph(graph, LogicalMesh(axis_sizes=(4,)))
     products = [op for op in graph.ops() if op.primitive == "dot_general"]
     made_by = {v: op.primitive or op.kind.value for op in graph.ops() for v in op.outputs}
     made_by |= {op.outputs[0]: f"product {i}" for i, op in enumerate(products)}
@@ -68,10 +68,10 @@ def test_what_arrives_from_another_stage_is_there_when_its_section_begins():
     assert len(cut.layers) == 2
     mesh = LogicalMesh(axis_sizes=(4,))
     stages = cut_stages(cut.graph, cut.layers, (0, 1), False, 2)
-    received, sent = wires_of(stages, [mesh, mesh])[1]
+    received, sent = transfer_layouts_of(stages, [mesh, mesh])[1]
     second = stages[1]
     inputs = {second.graph.block.inputs[position] for position in second.graph.repeating}
-    assembly = assemble(second.graph, mesh, sent, received)
+    assembly = build_choice_graph(second.graph, mesh, sent, received)
     times = slacks_s(second.graph, assembly, lambda op: float(op.primitive == "dot_general"))
     found = [slack_s for r, slack_s in zip(assembly.reshards, times, strict=True) if r.value in inputs]
     assert found

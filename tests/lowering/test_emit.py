@@ -14,7 +14,7 @@ from autopar.ir.jax_sharding import concrete_mesh, named_sharding
 from autopar.ir.layout import Layout, enumerate_with_partial
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.emit import Emitter
-from autopar.sharding.resharding import MeshLinks, Step, StepKind, fits, gather_and_slice, paths
+from autopar.sharding.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths
 from autopar.sharding.rules import RuleBook
 from autopar.xla import collectives
 
@@ -120,7 +120,7 @@ SQUARE = LogicalMesh(axis_sizes=(2, 4))
     ],
 )
 def test_each_kind_of_step_is_the_collective_of_its_name(kind, axes, source, target):
-    check((Step(kind=kind, axes=axes, before=source, after=target),), source, target, SQUARE)
+    check((ReshardStep(kind=kind, axes=axes, before=source, after=target),), source, target, SQUARE)
 
 
 def test_every_kind_of_collective_is_among_the_steps_that_are_tried():

@@ -9,7 +9,7 @@ from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, read_by
 from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.assign_layers import assign_layers
-from autopar.passes.fold_layers import contract
+from autopar.passes.fold_layers import fold_layers
 from autopar.passes.layer_equivalence import layer_kinds, members_of
 from autopar.passes.layers import find_layers
 from benchmarks.zoo import CASES
@@ -38,7 +38,7 @@ def contracted(graph):
     layers = find_layers(graph, flops_of)
     assignment = assign_layers(graph, layers)
     kinds = layer_kinds(graph, members_of(graph, assignment), len(layers))
-    return kinds, contract(graph, assignment, len(layers))
+    return kinds, fold_layers(graph, assignment, len(layers))
 
 
 def flops(graph):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import Section
 from autopar.microbatch.microbatch import micro_batched
-from autopar.passes.remat_cheap import copies_state, sunk
+from autopar.passes.remat_cheap import copies_state, sink_cheap_ops
 from autopar.sharding.rules import RuleBook
 
 
@@ -28,7 +28,7 @@ def masked(w, x):
 
 
 def test_a_mask_is_made_in_both_passes_and_not_before():
-    before, after = cut(masked), sunk(cut(masked))
+    before, after = cut(masked), sink_cheap_ops(cut(masked))
     assert where(before, "iota") == [Section.BEFORE] * 2
     assert set(where(after, "iota")) == {Section.FORWARD, Section.BACKWARD}
     assert [op.id for op in after.ops()] == list(range(len(list(after.ops()))))
@@ -38,7 +38,7 @@ def test_what_comes_of_the_state_stays_before_the_loop():
     def step(w, x):
         return w - jax.grad(lambda w: jnp.sum((x @ w.astype(jnp.bfloat16).astype(jnp.float32)) ** 2))(w), 0.0
 
-    graph = sunk(cut(step, 2))
+    graph = sink_cheap_ops(cut(step, 2))
     assert Section.BEFORE in where(graph, "convert_element_type")
 
 
@@ -47,15 +47,15 @@ def halved(w, x):
 
 
 def test_copies_of_the_state_are_made_anew_in_both_passes_where_that_is_asked_for():
-    kept, anew = sunk(cut(halved, 2)), sunk(cut(halved, 2), of_state=True)
+    kept, anew = sink_cheap_ops(cut(halved, 2)), sink_cheap_ops(cut(halved, 2), of_state=True)
     assert Section.BEFORE in where(kept, "convert_element_type")
     assert Section.BEFORE not in where(anew, "convert_element_type")
     assert {Section.FORWARD, Section.BACKWARD} <= set(where(anew, "convert_element_type"))
 
 
 def test_whether_the_state_is_copied():
-    assert copies_state(sunk(cut(halved, 2)))
-    assert not copies_state(sunk(cut(masked)))
+    assert copies_state(sink_cheap_ops(cut(halved, 2)))
+    assert not copies_state(sink_cheap_ops(cut(masked)))
 
 
 def test_values_that_the_update_reads_stay():
@@ -63,7 +63,7 @@ def test_values_that_the_update_reads_stay():
         mask = jnp.tri(8, 8)
         return (w - jax.grad(lambda w: jnp.sum((x @ (w * mask)) ** 2))(w)) * mask, 0.0
 
-    graph = sunk(cut(step, 2))
+    graph = sink_cheap_ops(cut(step, 2))
     made = {v for op in graph.block.ops for v in op.outputs} | set(graph.block.inputs)
     for op in graph.block.ops:
         assert all(a in made for a in op.inputs if isinstance(a, int))
@@ -83,5 +83,5 @@ def test_a_long_chain_of_cheap_operations_sinks():
 
         return w - jax.grad(loss)(w), 0.0
 
-    graph = sunk(cut(step, 2), of_state=True)
+    graph = sink_cheap_ops(cut(step, 2), of_state=True)
     assert where(graph, "mul").count(Section.BACKWARD) > 1200

@@ -19,9 +19,9 @@ from autopar.inter_op.build_stages import cut_layers, layers_of_pieces
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.assign_stages import assign
-from autopar.passes.fold_layers import contract
+from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat import Recompute, rematerialise
-from autopar.passes.split_scan import CutStep, Piece, cut_scans
+from autopar.passes.split_scan import LeafSlice, SplitStep, cut_scans
 from tests.sections import BOOK, evaluate, text
 from tests.sections import assert_same_numbers as assert_same_numbers_of_graphs
 from tests.small_steps import assert_close, slow_cluster
@@ -93,7 +93,7 @@ def whole_of(pieces, parts):
     return [found[0] if len(found) == 1 else np.concatenate(found) for found in leaves.values()]
 
 
-def assert_same_numbers(step, state, parts=2, microbatches=(1, 2)) -> CutStep:
+def assert_same_numbers(step, state, parts=2, microbatches=(1, 2)) -> SplitStep:
     """Holds the step in parts, evaluated operation by operation, against the step under plain jit."""
     batch = make_batch()
     cut = cut_scans(traced(step, state, batch), parts, BOOK)
@@ -108,7 +108,7 @@ def assert_same_numbers(step, state, parts=2, microbatches=(1, 2)) -> CutStep:
     return cut
 
 
-def primitives(cut: CutStep) -> list[str]:
+def primitives(cut: SplitStep) -> list[str]:
     return [eqn.primitive.name for eqn in cut.traced.jaxpr.eqns]
 
 
@@ -142,8 +142,15 @@ def test_scans_and_updates_come_in_parts():
 
 def test_arguments_and_results_are_pieces():
     cut = cut_scans(traced(plain_step(), make_state()), 2, BOOK)
-    assert cut.arguments == (Piece(0), Piece(1, 0, 2), Piece(1, 1, 2), Piece(2, 0, 2), Piece(2, 1, 2), Piece(3))
-    assert cut.results == (*cut.arguments[:5], Piece(3))
+    assert cut.arguments == (
+        LeafSlice(0),
+        LeafSlice(1, 0, 2),
+        LeafSlice(1, 1, 2),
+        LeafSlice(2, 0, 2),
+        LeafSlice(2, 1, 2),
+        LeafSlice(3),
+    )
+    assert cut.results == (*cut.arguments[:5], LeafSlice(3))
     assert cut.traced.tied == {i: i for i in range(5)}
     assert (cut.traced.donated, cut.traced.batch) == (frozenset(range(5)), frozenset({5}))
     assert [a.shape for a in cut.traced.in_avals[1:4]] == [(2, WIDTH), (2, WIDTH), (2, WIDTH, WIDTH)]
@@ -297,7 +304,7 @@ def test_several_stages_of_a_stack_on_one_group_of_devices_are_refused():
 def test_parts_that_stand_for_others_count_for_them():
     cut = cut_layers(cut_scans(traced(plain_step(), make_state(layers=8)), 8, BOOK), 2, BOOK)
     assignment = assign_layers(cut.graph, cut.layers)
-    smaller = contract(cut.graph, assignment, len(cut.layers)).graph
+    smaller = fold_layers(cut.graph, assignment, len(cut.layers)).graph
 
     def flops(graph):
         return sum(flops_of(op) * op.count for op in graph.ops() if op.primitive == "dot_general")

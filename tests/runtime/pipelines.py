@@ -3,7 +3,7 @@
 import random
 
 from autopar.runtime.pipeline.program import Buffer, Pipeline, Task, TaskKind, Transfer
-from autopar.runtime.pipeline.schedule import Schedule
+from autopar.runtime.pipeline.schedule import PipelineSchedule
 
 BEFORE, F, B, W, AFTER = TaskKind
 
@@ -59,12 +59,12 @@ class Builder:
         )
 
 
-def chain(schedule: Schedule) -> Pipeline:
+def chain(schedule: PipelineSchedule) -> Pipeline:
     """Stages in a row: activations forth, gradients back, weights updated at the end."""
     return random_pipeline(schedule, None)
 
 
-def random_pipeline(schedule: Schedule, rng: random.Random | None) -> Pipeline:
+def random_pipeline(schedule: PipelineSchedule, rng: random.Random | None) -> Pipeline:
     """A training step (or inference) for a schedule. With `rng` also: values that skip stages, forward to backward
     and back; stages without B or without weights; several tasks of a kind; buffers that nobody reads; donations;
     copies of copies; weights shared between stages; an argument that is a result; micro-batches split before and

@@ -9,7 +9,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import Dimension, Purpose
 from autopar.sharding.rules import RuleBook
-from autopar.sharding.semantics import described
+from autopar.sharding.semantics import annotate_semantics
 from benchmarks.zoo import CASES
 
 EXAMPLE, SEQUENCE, EXPERT, HEAD = Dimension.EXAMPLE, Dimension.SEQUENCE, Dimension.EXPERT, Dimension.HEAD
@@ -17,7 +17,7 @@ EXAMPLE, SEQUENCE, EXPERT, HEAD = Dimension.EXAMPLE, Dimension.SEQUENCE, Dimensi
 
 def graph_of(step, state, batch):
     traced = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
-    return described(build_graph(traced, RuleBook()))
+    return annotate_semantics(build_graph(traced, RuleBook()))
 
 
 def of(graph, primitive):
@@ -132,7 +132,7 @@ def test_names_survive_the_cut_into_micro_batches():
     case = CASES["mlp"](batch=16)
     state = jax.eval_shape(case.init, jax.random.key(0))
     traced = trace(case.step, (state, case.batch(0)), names=("state", "batch"), donate=(0,), batch=(1,))
-    graph = described(micro_batched(traced, 4, RuleBook()))
+    graph = annotate_semantics(micro_batched(traced, 4, RuleBook()))
     assert of(graph, "dot_general")[0][0] == {EXAMPLE}
 
 
@@ -220,7 +220,7 @@ def test_heads_are_an_output_and_experts_no_side():
 
 def of_arguments(step, *shapes, donate=()):
     traced = trace(step, shapes, names=("params", "batch"), donate=donate, batch=(1,))
-    graph = described(build_graph(traced, RuleBook()))
+    graph = annotate_semantics(build_graph(traced, RuleBook()))
     return graph, [graph.values[v] for v in graph.block.inputs]
 
 

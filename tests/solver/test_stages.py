@@ -168,14 +168,14 @@ def test_an_update_that_shows_every_step_is_weighed_against_the_bubble():
 def test_what_idles_in_a_bubble_is_not_lost_where_processors_are_shared():
     # Each stage takes 3 s beside the other one, a half of that by itself; both devices together take 3.6 s.
     options = [option(1, [1.0, 1.0], send=0.01), option(2, [0.6, 0.6])]
-    plan = solve_stages(problem(options, 2, 1, shares_processors=True))
+    plan = solve_stages(problem(options, 2, 1, oversubscribed_cores=True))
     assert cut(plan) == [(0, 1, 0), (1, 2, 0)]
     assert plan.step_time_s == pytest.approx(1.5 + 1.5 + 2 * 0.01)
     # Twice a stage is called; 0.3 s each are more than what two stages gain.
-    assert cut(solve_stages(problem(options, 2, 1, shares_processors=True, call_s=0.3))) == [(0, 2, 1)]
-    one = solve_stages(problem(options[1:], 2, 4, shares_processors=True, call_s=0.3))
+    assert cut(solve_stages(problem(options, 2, 1, oversubscribed_cores=True, call_s=0.3))) == [(0, 2, 1)]
+    one = solve_stages(problem(options[1:], 2, 4, oversubscribed_cores=True, call_s=0.3))
     assert one.step_time_s == pytest.approx(4 * 3.6 + 8 * 0.3)
-    put_off = solve_stages(problem(options[1:], 2, 4, schedule=Schedule.ZB_H1, shares_processors=True, call_s=0.3))
+    put_off = solve_stages(problem(options[1:], 2, 4, schedule=Schedule.ZB_H1, oversubscribed_cores=True, call_s=0.3))
     assert put_off.step_time_s == pytest.approx(4 * 3.6 + 12 * 0.3)
     with pytest.raises(ValueError, match="call_s"):
         solve_stages(problem(options, 2, 1, call_s=-1.0))
@@ -183,7 +183,7 @@ def test_what_idles_in_a_bubble_is_not_lost_where_processors_are_shared():
 
 def test_stages_that_take_equally_long_wait_least_where_processors_are_shared():
     options = [option(1, [1.0] * 4)]
-    even = problem(options, 2, 3, shares_processors=True, idle_share=0.1)
+    even = problem(options, 2, 3, oversubscribed_cores=True, idle_share=0.1)
     plan = solve_stages(even)
     assert cut(plan) == [(0, 2, 0), (2, 4, 0)]
     # Each stage takes three times 6 s beside the other one; all of the time both have work.
@@ -295,7 +295,7 @@ def test_as_good_as_the_best_of_all_choices(schedule, shares):
     start = list(Schedule).index(schedule)
     for seed in range(start, 900, len(Schedule)):
         asked = replace(
-            random_problem(seed), shares_processors=shares, idle_share=0.1 * (seed % 2), call_s=0.1 * (seed % 3)
+            random_problem(seed), oversubscribed_cores=shares, idle_share=0.1 * (seed % 2), call_s=0.1 * (seed % 3)
         )
         assert asked.schedule is schedule
         found, best = solve_stages(asked), brute_force_stages(asked)
