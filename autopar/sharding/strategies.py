@@ -55,7 +55,8 @@ def enumerate_strategies(signature: Signature, mesh: LogicalMesh, order: tuple[i
     """All strategies on a mesh; the first one replicates everything. `order` as in `layout.enumerate_layouts`."""
     rule = signature.rule
     axes = [a for a in order or range(len(mesh.axis_sizes)) if mesh.axis_sizes[a] > 1]
-    factors = [i for i, f in enumerate(rule.factors) if f.kind is not FactorKind.FIXED]
+    # There is nothing to split in a dimension of size 0.
+    factors = [i for i, f in enumerate(rule.factors) if f.kind is not FactorKind.FIXED and f.size > 0]
     choices: list[int | frozenset[int] | None] = [None, *factors, *signature.linear]
     found: dict[Strategy, None] = {}
     for places in itertools.product(choices, repeat=len(axes)):

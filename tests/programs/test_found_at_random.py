@@ -182,3 +182,16 @@ def test_a_step_whose_only_layer_is_cheap_enough_for_every_stage():
         return state, {"y": y, "most": jnp.max(y)}
 
     same_as_jit(step, {}, np.arange(144, dtype=np.float32).reshape(12, 12), devices=8, num_microbatches=2)
+
+
+def test_arrays_without_elements_are_not_split():
+    def step(w, x):
+        def loss(w):
+            # A scan over two positions makes products of shape [5, 0].
+            y = jax.lax.associative_scan(lambda a, b: 0.5 * a + b, x, axis=1)
+            return jnp.mean(jnp.tanh(y @ w) ** 2)
+
+        return w - jax.grad(loss)(w), jnp.float32(0)
+
+    w = np.arange(8, dtype=np.float32).reshape(2, 4) / 10
+    same_as_jit(step, w, np.ones((5, 2), np.float32), devices=8, plan=recipes.tensor_parallel("3d"))
