@@ -98,11 +98,11 @@ def lowered(stage: StageGraph, mesh_index: int, rows_split: Sequence[str] = ()) 
         mesh=mesh,
         strategy={},
         partials=find_partials(graph),
-        raw={v.id: Layout(((0,), ())) for v in graph.values if v.name in rows_split},
-        placed={},
+        unreduced={v.id: Layout(((0,), ())) for v in graph.values if v.name in rows_split},
+        reduced={},
         copies={(v.id, ALL): replicated(2) for v in graph.values if v.name in rows_split},
         report=REPORT,
-        wires={
+        transfer_layouts={
             op.id: replicated(len(graph.values[sent].shape))
             for op in graph.block.ops
             if op.kind is OpKind.SEND and isinstance(sent := op.inputs[0], int)

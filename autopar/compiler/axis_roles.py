@@ -51,7 +51,7 @@ def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis:
         if split or any(axis in at.sharded_axes for _, at in layouts):
             work[_named(split)] += op.count * flops_of(op)
     role = max(work, key=lambda name: work[name]) if work else None
-    inputs = [(v, plan.raw.get(v)) for v in graph.block.inputs]
+    inputs = [(v, plan.unreduced.get(v)) for v in graph.block.inputs]
     state = [at for i, (_, at) in enumerate(inputs) if i in graph.donated and at is not None]
     batch = [(v, at) for i, (v, at) in enumerate(inputs) if i in graph.batch and at is not None]
     in_parts = any(axis in at.sharded_axes for at in state)

@@ -79,7 +79,7 @@ def check_groups(made: PipelineRecord, group_of_stage: Sequence[int], step: str)
             raise mismatch(step, Fault(place=place, expected="devices of another group than the others'", got=got))
 
 
-def check_wires(
+def check_transfers(
     plans: Sequence[ShardingPlan], stages: Sequence[StageGraph], group_of_stage: Sequence[int], step: str
 ) -> None:
     """What a stage hands to another one on the same devices lies alike on both sides. Raises: PlanMismatchError."""
@@ -91,10 +91,10 @@ def check_wires(
             (value,) = op.inputs
             assert isinstance(value, int), "values are sent, not literals"
             rank = len(stage.graph.values[value].shape)
-            arrives = plans[target].raw.get(value) or replicated(rank)
-            if plan.wires[op.id] != arrives:
+            arrives = plans[target].unreduced.get(value) or replicated(rank)
+            if plan.transfer_layouts[op.id] != arrives:
                 place = f"$.plan.pipeline.stages[{q}].decisions.wires.{op.id}"
-                expected, got = arrives.text(plan.mesh), plan.wires[op.id].text(plan.mesh)
+                expected, got = arrives.text(plan.mesh), plan.transfer_layouts[op.id].text(plan.mesh)
                 raise mismatch(step, Fault(place=place, expected=expected, got=got))
 
 
@@ -126,10 +126,10 @@ class _Checker:
 
     def home(self, value: int) -> Layout:
         """Where a value lies as its operation leaves it, as in `lowering`."""
-        return self.plan.raw.get(value) or replicated(len(self.graph.values[value].shape))
+        return self.plan.unreduced.get(value) or replicated(len(self.graph.values[value].shape))
 
-    def placed(self, value: int) -> Layout:
-        return self.plan.placed.get(value) or self.home(value)
+    def reduced(self, value: int) -> Layout:
+        return self.plan.reduced.get(value) or self.home(value)
 
     def faults(self) -> Iterator[Fault]:
         yield from self.numbers()
@@ -141,7 +141,7 @@ class _Checker:
         """Operations and values are those of the graph."""
         ops = {op.id: op for op in walk(self.graph.block)}
         values = set(values_of(self.graph.block))
-        for name, table in (("raw", self.plan.raw), ("placed", self.plan.placed)):
+        for name, table in (("raw", self.plan.unreduced), ("placed", self.plan.reduced)):
             for v in table:
                 if v not in values:
                     yield Fault(
@@ -154,7 +154,7 @@ class _Checker:
             if op not in ops or ops[op].kind is not OpKind.EQUATION:
                 yield Fault(place=f"{self.place}.of_op.{op}", expected="the number of an operation", got=str(op))
         sends = {op.id for op in ops.values() if op.kind is OpKind.SEND}
-        for op in sends.symmetric_difference(self.plan.wires):
+        for op in sends.symmetric_difference(self.plan.transfer_layouts):
             expected = "a layout of what is sent there" if op in sends else "the number of an operation that sends"
             yield Fault(place=f"{self.place}.wires.{op}", expected=expected, got="none" if op in sends else str(op))
         inputs = set(self.graph.block.inputs)
@@ -165,11 +165,11 @@ class _Checker:
     def layouts(self) -> Iterator[Fault]:
         """Layouts have the dimensions of their values and divide them, and only homes may be sums."""
         ops = {op.id: op for op in walk(self.graph.block)}
-        tables = [(f".raw.{v}", v, layout, True) for v, layout in self.plan.raw.items()]
-        tables += [(f".placed.{v}", v, layout, False) for v, layout in self.plan.placed.items()]
+        tables = [(f".raw.{v}", v, layout, True) for v, layout in self.plan.unreduced.items()]
+        tables += [(f".placed.{v}", v, layout, False) for v, layout in self.plan.reduced.items()]
         tables += [(f".copies[{i}][2]", v, at, False) for i, ((v, _), at) in enumerate(self.plan.copies.items())]
-        wires = ((op, ops[op].inputs[0], layout) for op, layout in self.plan.wires.items())
-        tables += [(f".wires.{op}", v, layout, False) for op, v, layout in wires if isinstance(v, int)]
+        transfers = ((op, ops[op].inputs[0], layout) for op, layout in self.plan.transfer_layouts.items())
+        tables += [(f".wires.{op}", v, layout, False) for op, v, layout in transfers if isinstance(v, int)]
         for name, v, layout, may_be_sum in tables:
             shape = self.graph.values[v].shape
             if len(layout.dims) != len(shape) or not layout.fits(shape, self.mesh):
@@ -177,7 +177,7 @@ class _Checker:
                 yield Fault(place=f"{self.place}{name}", expected=expected, got=layout.text(self.mesh))
             if layout.partial and not may_be_sum:
                 yield Fault(place=f"{self.place}{name}", expected="no sum", got=layout.text(self.mesh))
-            if layout.partial and may_be_sum and v not in self.plan.placed:
+            if layout.partial and may_be_sum and v not in self.plan.reduced:
                 yield Fault(place=f"{self.place}.placed.{v}", expected="where the sum comes to lie", got="nothing")
 
     def whole(self, table: str, values: Sequence[int]) -> Iterator[Fault]:
@@ -198,9 +198,9 @@ class _Checker:
             elif op.kind is OpKind.BARRIER:
                 for source, target in zip(op.inputs, op.outputs, strict=True):
                     if isinstance(source, int):
-                        yield from self.same(target, self.placed(source))
+                        yield from self.same(target, self.reduced(source))
             elif op.kind is OpKind.ACCUMULATE:
-                if not partials.reads_raw(op, 0):
+                if not partials.reads_unreduced(op, 0):
                     yield from self.whole("raw", op.outputs)
             elif op.kind is OpKind.SCAN:
                 (body,) = op.blocks
@@ -252,7 +252,7 @@ def values_of(block: Block) -> Iterator[int]:
 def signature_of(op: Op, graph: OpGraph, plan: ShardingPlan) -> Signature:
     """What the strategies of an operation depend on, as `assembly` has it, but for where sums may reach it."""
     assert op.rule is not None, "equations have rules"
-    members = plan.partials.raw_operands(op)
+    members = plan.partials.unreduced_operands(op)
     sums = any(f.kind is FactorKind.SUM for f in op.rule.factors)
     return Signature(
         rule=op.rule,

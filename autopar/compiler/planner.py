@@ -20,8 +20,8 @@ from autopar.compiler.check_decisions import (
     check_decisions,
     check_groups,
     check_layers,
+    check_transfers,
     check_values,
-    check_wires,
 )
 from autopar.compiler.memory_breakdown import memory_of_program
 from autopar.compiler.memory_errors import fits, pipeline_refusal
@@ -475,7 +475,7 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     ]
     for q, (sharding, stage) in enumerate(zip(shardings, stages, strict=True)):
         check_decisions(sharding, stage.graph, f"{place}.stages[{q}].decisions", name)
-    check_wires(shardings, stages, schedule.mesh_of_stage, name)
+    check_transfers(shardings, stages, schedule.mesh_of_stage, name)
     planned = [
         planned_stage(first_layers[q], stage, models[q], shardings[q], schedule.mesh_of_stage[q], like=q)
         for q, stage in enumerate(stages)

@@ -84,7 +84,7 @@ def _whole_arguments(bound: Bound) -> Iterator[_Found]:
         value = bound.graph.values[v]
         if value.size == 1:
             continue
-        layout = bound.sharding.placed.get(v, replicated(len(value.shape)))
+        layout = bound.sharding.reduced.get(v, replicated(len(value.shape)))
         for axis, (use, parts) in enumerate(zip(bound.constraints.axes, bound.sharding.mesh.axis_sizes, strict=True)):
             if parts > 1 and value.purpose in use.must and axis not in layout.sharded_axes:
                 reason = _reason(bound, value, layout, axis)

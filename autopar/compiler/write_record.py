@@ -60,10 +60,10 @@ def decisions_of(plan: ShardingPlan) -> Decisions:
         return strategies.setdefault(planned, len(strategies))
 
     of_op = {op: strategy(s) for op, s in plan.strategy.items()}
-    raw = {v: number(layout) for v, layout in plan.raw.items()}
-    placed = {v: number(layout) for v, layout in plan.placed.items()}
+    raw = {v: number(layout) for v, layout in plan.unreduced.items()}
+    placed = {v: number(layout) for v, layout in plan.reduced.items()}
     copies = tuple((v, readers, number(layout)) for (v, readers), layout in plan.copies.items())
-    wires = {op: number(layout) for op, layout in plan.wires.items()}
+    wires = {op: number(layout) for op, layout in plan.transfer_layouts.items()}
     return Decisions(
         layouts=tuple(layouts),
         strategies=tuple(strategies),
@@ -93,11 +93,11 @@ def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMe
         mesh=mesh,
         strategy={op: strategies[i] for op, i in decisions.of_op.items()},
         partials=find_partials(graph),
-        raw={v: layouts[i] for v, i in decisions.raw.items()},
-        placed={v: layouts[i] for v, i in decisions.placed.items()},
+        unreduced={v: layouts[i] for v, i in decisions.raw.items()},
+        reduced={v: layouts[i] for v, i in decisions.placed.items()},
         copies={(v, readers): layouts[i] for v, readers, i in decisions.copies},
         report=report,
-        wires={op: layouts[i] for op, i in decisions.wires.items()},
+        transfer_layouts={op: layouts[i] for op, i in decisions.wires.items()},
         in_host=frozenset(decisions.in_host),
     )
 

@@ -203,33 +203,33 @@ def fitted(plan: ShardingPlan, graph: OpGraph) -> ShardingPlan:
 class _Fitting:
     plan: ShardingPlan
     graph: OpGraph
-    raw: dict[int, Layout] = dataclasses.field(default_factory=dict)
+    unreduced: dict[int, Layout] = dataclasses.field(default_factory=dict)
     strategy: dict[int, Strategy] = dataclasses.field(default_factory=dict)
 
     def made(self) -> ShardingPlan:
         plan = self.plan
-        self.raw = {v: self.fit(layout, v) for v, layout in plan.raw.items()}
+        self.unreduced = {v: self.fit(layout, v) for v, layout in plan.unreduced.items()}
         self.block(self.graph.block)
         sent = {op.id: op.inputs[0] for op in self.graph.block.ops if op.kind is OpKind.SEND}
-        wires = {op: (sent[op], layout) for op, layout in plan.wires.items()}
+        transfers = {op: (sent[op], layout) for op, layout in plan.transfer_layouts.items()}
         return dataclasses.replace(
             plan,
             strategy=self.strategy,
-            raw=self.raw,
-            placed={v: self.fit(layout, v) for v, layout in plan.placed.items()},
+            unreduced=self.unreduced,
+            reduced={v: self.fit(layout, v) for v, layout in plan.reduced.items()},
             copies={key: self.fit(layout, key[0]) for key, layout in plan.copies.items()},
-            wires={op: self.fit(layout, v) for op, (v, layout) in wires.items() if isinstance(v, int)},
+            transfer_layouts={op: self.fit(layout, v) for op, (v, layout) in transfers.items() if isinstance(v, int)},
         )
 
     def fit(self, layout: Layout, value: int) -> Layout:
         return fit(layout, self.graph.values[value].shape, self.plan.mesh)
 
     def home(self, value: int) -> Layout:
-        return self.raw.get(value) or replicated(len(self.graph.values[value].shape))
+        return self.unreduced.get(value) or replicated(len(self.graph.values[value].shape))
 
-    def placed(self, value: int) -> Layout:
-        placed = self.plan.placed.get(value)
-        return self.fit(placed, value) if placed is not None else self.home(value)
+    def reduced(self, value: int) -> Layout:
+        reduced = self.plan.reduced.get(value)
+        return self.fit(reduced, value) if reduced is not None else self.home(value)
 
     def block(self, block: Block) -> None:
         for op in block.ops:
@@ -238,12 +238,12 @@ class _Fitting:
             elif op.kind is OpKind.BARRIER:
                 for source, target in zip(op.inputs, op.outputs, strict=True):
                     if isinstance(source, int):
-                        self.raw[target] = self.placed(source)
+                        self.unreduced[target] = self.reduced(source)
             elif op.kind is OpKind.ACCUMULATE:
                 (source,), (target,) = op.inputs, op.outputs
                 home = self.home(target)
                 summed = self.home(source).partial if isinstance(source, int) else ()
-                self.raw[target] = Layout(home.dims, tuple(a for a in home.partial if a in summed))
+                self.unreduced[target] = Layout(home.dims, tuple(a for a in home.partial if a in summed))
             for inner in op.blocks:
                 self.block(inner)
 
@@ -267,7 +267,7 @@ class _Fitting:
             n = len(signature.operand_shapes)
             made = Strategy(tuple(whole[:n]), tuple(whole[n:]), 1)
         self.strategy[op.id] = made
-        self.raw.update(zip(op.outputs, made.results, strict=True))
+        self.unreduced.update(zip(op.outputs, made.results, strict=True))
 
     def without(self, old: Strategy, dropped: set[int], op: Op) -> Strategy | None:
         """The strategy that makes no use of some axes; None where it is none of the operation."""

@@ -158,7 +158,7 @@ class Decider:
     ) -> None:
         self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
         self.pieces, self.constraints, self.pins = pieces, constraints, pins
-        self.wires = transfer_layouts_of(stages, meshes, constraints)
+        self.transfer_layouts = transfer_layouts_of(stages, meshes, constraints)
         self.shapes = [shape_of(stage.graph) for stage in stages]
         self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
         self.solved: dict[tuple[Any, ObjectiveWeights], int] = {}  # problem and terms -> which of them
@@ -180,7 +180,7 @@ class Decider:
             found[at] = number, self.of_stage(number, at)
             for v, leaf in leaf_of.items():
                 whole = replicated(len(stage.graph.values[v].shape))
-                layouts.setdefault(leaf, found[at][1].placed.get(v, whole))
+                layouts.setdefault(leaf, found[at][1].reduced.get(v, whole))
         return [found[at] for at in range(len(self.stages))]
 
     def number(self, at: int, terms: ObjectiveWeights, fixed: Mapping[int, Layout]) -> int:
@@ -188,7 +188,14 @@ class Decider:
         key = self.key(at, fixed)
         if (key, terms) not in self.solved:
             if key not in self.problems:
-                args = self.stages[at], self.models[at], self.wires[at], fixed, self.constraints, self.pinned(at)
+                args = (
+                    self.stages[at],
+                    self.models[at],
+                    self.transfer_layouts[at],
+                    fixed,
+                    self.constraints,
+                    self.pinned(at),
+                )
                 self.problems[key] = at, stage_problem(*args)
             source, problem = self.problems[key]
             sharding = solve_stage(problem, terms, self.time_limit_s)
@@ -202,7 +209,7 @@ class Decider:
 
     def key(self, at: int, fixed: Mapping[int, Layout]) -> Any:
         """What there is to decide, but for the terms, without the numbers of operations and values."""
-        shape, (received, sent) = self.shapes[at], self.wires[at]
+        shape, (received, sent) = self.shapes[at], self.transfer_layouts[at]
         number = {v: i for i, v in enumerate(shape.values)}
         op_number = {op: i for i, op in enumerate(shape.ops)}
         arrives = sorted((number[v], layout) for v, layout in received.items() if v in number)
@@ -230,7 +237,7 @@ class Decider:
 
 def _decides_alike(one: ShardingPlan, other: ShardingPlan) -> bool:
     """Whether all is split alike; what it was thought to cost may differ."""
-    names = ("strategy", "raw", "placed", "copies", "wires", "in_host")
+    names = ("strategy", "unreduced", "reduced", "copies", "transfer_layouts", "in_host")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 

@@ -58,9 +58,9 @@ def carried_over(plan: ShardingPlan, source: CanonicalGraph, target: CanonicalGr
         plan,
         strategy={op[o]: s for o, s in plan.strategy.items()},
         partials=find_partials(graph),
-        raw={value[v]: layout for v, layout in plan.raw.items()},
-        placed={value[v]: layout for v, layout in plan.placed.items()},
+        unreduced={value[v]: layout for v, layout in plan.unreduced.items()},
+        reduced={value[v]: layout for v, layout in plan.reduced.items()},
         copies={(value[v], readers): layout for (v, readers), layout in plan.copies.items()},
-        wires={op[o]: layout for o, layout in plan.wires.items()},
+        transfer_layouts={op[o]: layout for o, layout in plan.transfer_layouts.items()},
         in_host=frozenset(value[v] for v in plan.in_host),
     )

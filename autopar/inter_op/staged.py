@@ -156,7 +156,7 @@ def transfer_layouts_of(
 def stage_problem(
     stage: StageGraph,
     model: CostModel,
-    wires: TransferLayouts,
+    transfers: TransferLayouts,
     fixed: Mapping[int, Layout] | None = None,
     constraints: Constraints | None = None,
     pins: Mapping[int, PinnedLayout] | None = None,
@@ -166,7 +166,7 @@ def stage_problem(
     `fixed` gives arguments (by value) the one layout they may have. Raises: InvalidArgumentError for a pin that a value
     cannot have.
     """
-    received, sent = wires
+    received, sent = transfers
     return IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
 
 

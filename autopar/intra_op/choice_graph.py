@@ -72,17 +72,17 @@ class Node:
 class ChoiceGraph:
     """The nodes and edges of a graph on one mesh, before costs.
 
-    `raw[v]` is the home of a value as its operation leaves it (maybe partial); `placed[v]` its home for everybody who
-    cannot read partial values; `copies[v, role.value]` the home of a copy that readers of one role share,
-    `copies[v, ALL]` of one that all roles share. Values that cannot be split (scalars, odd
-    sizes) have no home: they are replicated.
+    `unreduced[v]` is the home of a value as its operation leaves it (maybe partial); `reduced[v]` its home for
+    everybody who cannot read partial values; `copies[v, role.value]` the home of a copy that readers of one role share,
+    `copies[v, ALL]` of one that all roles share. Values that cannot be split (scalars, odd sizes) have no home: they
+    are replicated.
     """
 
     mesh: LogicalMesh
     nodes: tuple[Node, ...]
     reshards: tuple[Reshard, ...]
-    raw: dict[int, LayoutSite]
-    placed: dict[int, LayoutSite]
+    unreduced: dict[int, LayoutSite]
+    reduced: dict[int, LayoutSite]
     copies: dict[tuple[int, str], LayoutSite]
     of_op: dict[int, tuple[int, tuple[Strategy, ...]]]
     partials: Partials
@@ -123,17 +123,17 @@ class _Lists:
 def build_choice_graph(
     graph: OpGraph,
     mesh: LogicalMesh,
-    wires: Mapping[int, Layout] | None = None,
+    transfer_layouts: Mapping[int, Layout] | None = None,
     arrivals: Mapping[int, Layout] | None = None,
     order_of: Callable[[Value], tuple[int, ...]] | None = None,
 ) -> ChoiceGraph:
     """Nodes and edges of a graph. The order is the program's, so it is the same in every process.
 
-    `wires[op.id]` is the layout in which a SEND operation wants its operand, `arrivals[value]` the one in which an
-    input comes from another stage. `order_of` a value are the mesh axes in the order in which they split one of its
-    dimensions, the lower one first where it is not given.
+    `transfer_layouts[op.id]` is the layout in which a SEND operation wants its operand, `arrivals[value]` the one in
+    which an input comes from another stage. `order_of` a value are the mesh axes in the order in which they split one
+    of its dimensions, the lower one first where it is not given.
     """
-    return _Assembler(graph, mesh, wires or {}, arrivals or {}, order_of or (lambda value: ())).run()
+    return _Assembler(graph, mesh, transfer_layouts or {}, arrivals or {}, order_of or (lambda value: ())).run()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,16 +152,16 @@ class _Assembler:
         self,
         graph: OpGraph,
         mesh: LogicalMesh,
-        wires: Mapping[int, Layout],
+        transfer_layouts: Mapping[int, Layout],
         arrivals: Mapping[int, Layout],
         order_of: Callable[[Value], tuple[int, ...]],
     ) -> None:
-        self.graph, self.mesh, self.wires, self.arrivals = graph, mesh, wires, arrivals
+        self.graph, self.mesh, self.transfer_layouts, self.arrivals = graph, mesh, transfer_layouts, arrivals
         self.order_of = order_of
         self.once = graph.once() if graph.is_cut else frozenset()
         self.nodes: list[Node] = []
-        self.raw: dict[int, LayoutSite] = {}
-        self.placed: dict[int, LayoutSite] = {}
+        self.unreduced: dict[int, LayoutSite] = {}
+        self.reduced: dict[int, LayoutSite] = {}
         self.of_op: dict[int, tuple[int, tuple[Strategy, ...]]] = {}
         self.reads: list[_Read] = []
         self.placements: dict[int, Reshard] = {}
@@ -186,14 +186,14 @@ class _Assembler:
         self.block(block)
         counts = self.graph.result_counts()
         for source, target in self.graph.tied:
-            self.read_into(block.outputs[target], self.placed.get(block.inputs[source]), Role.UPDATE, counts[target])
+            self.read_into(block.outputs[target], self.reduced.get(block.inputs[source]), Role.UPDATE, counts[target])
         for atom in block.outputs:
             if isinstance(atom, int):
                 self.followed.add(atom)  # a result of the step is whole, wherever it lies
         copies, reshards = self.edges()
         return ChoiceGraph(
-            mesh=self.mesh, nodes=tuple(self.nodes), reshards=tuple(reshards), raw=self.raw, placed=self.placed,
-            copies=copies, of_op=self.of_op, partials=self.partials, lists=self.lists,
+            mesh=self.mesh, nodes=tuple(self.nodes), reshards=tuple(reshards), unreduced=self.unreduced,
+            reduced=self.reduced, copies=copies, of_op=self.of_op, partials=self.partials, lists=self.lists,
         )  # fmt: skip
 
     # Lists of layouts
@@ -237,7 +237,7 @@ class _Assembler:
         if len(layouts) == 1:
             return None
         node = self.node(len(layouts), kind, name, layouts)
-        self.raw[value] = self.placed[value] = LayoutSite(node, layouts)
+        self.unreduced[value] = self.reduced[value] = LayoutSite(node, layouts)
         self.order[value] = len(self.order)
         return node
 
@@ -261,23 +261,23 @@ class _Assembler:
             elif op.kind is OpKind.STACK:
                 self.alias(op.inputs[0], op.outputs[0])
             else:
-                layouts = self.one((self.wires[op.id],))
+                layouts = self.one((self.transfer_layouts[op.id],))
                 self.read(op.inputs[0], self.node(1, "wire", "sent", layouts), layouts, op.role, op.count)
 
     def accumulate(self, op: Op) -> None:
         """The sum over micro-batches has a layout of its own: partial ones are reduced once, behind the loop."""
         (source,), (target,) = op.inputs, op.outputs
         name = f"{op.module or 'sum'} accumulated"
-        partial_too = self.partials.reads_raw(op, 0)
+        partial_too = self.partials.reads_unreduced(op, 0)
         self.layout_node(target, "boundary", name, partial_too=partial_too)
-        self.read_into(source, self.raw.get(target), op.role, op.count, raw=partial_too)
-        if target in self.raw and partial_too:
+        self.read_into(source, self.unreduced.get(target), op.role, op.count, unreduced=partial_too)
+        if target in self.unreduced and partial_too:
             self.place(target, f"{name}, placed", op.count / self.graph.num_microbatches)
 
     def alias(self, source: Atom, target: int) -> None:
         """The target lies as the source does."""
-        if isinstance(source, int) and source in self.placed:
-            self.raw[target] = self.placed[target] = self.placed[source]
+        if isinstance(source, int) and source in self.reduced:
+            self.unreduced[target] = self.reduced[target] = self.reduced[source]
             self.order[target] = len(self.order)
             self.followed.add(source)
 
@@ -292,7 +292,7 @@ class _Assembler:
             strategies = self.strategies(op, signature)
             if len(strategies) == 1:
                 for i, atom in enumerate(op.inputs):
-                    self.read(atom, None, (), op.role, op.count, raw=self.partials.reads_raw(op, i))
+                    self.read(atom, None, (), op.role, op.count, unreduced=self.partials.reads_unreduced(op, i))
                 return
             position, node = None, self.node(len(strategies), "operation", f"{op.module}/{op.primitive}")
         self.nodes[node].members.append((op, strategies))
@@ -300,13 +300,13 @@ class _Assembler:
         for i, atom in enumerate(op.inputs):
             if i != position:
                 layouts = self.lists.of_operand(strategies, i)
-                self.read(atom, node, layouts, op.role, op.count, raw=self.partials.reads_raw(op, i))
+                self.read(atom, node, layouts, op.role, op.count, unreduced=self.partials.reads_unreduced(op, i))
         for i, value in enumerate(op.outputs):
             layouts = self.lists.of_result(strategies, i)
             partial = _any_partial(layouts)
             if len(self.every_layout(value)) == 1 and not partial:
                 continue
-            self.raw[value] = self.placed[value] = LayoutSite(node, layouts)
+            self.unreduced[value] = self.reduced[value] = LayoutSite(node, layouts)
             self.order[value] = len(self.order)
             if partial:
                 self.place(value, f"{op.module}/{op.primitive} placed", op.count)
@@ -314,20 +314,22 @@ class _Assembler:
     def arrive(self, value: int) -> None:
         """A value comes in one layout and is then laid as its readers want it, once for all of them."""
         layouts = self.one((self.arrivals[value],))
-        self.raw[value] = LayoutSite(self.node(1, "wire", "received", layouts), layouts)
+        self.unreduced[value] = LayoutSite(self.node(1, "wire", "received", layouts), layouts)
         self.order[value] = len(self.order)
         self.place(value, "received, placed", float(self.graph.num_microbatches))
 
     def place(self, value: int, name: str, count: float) -> None:
         """Gives a value that may be partial a second home, where it is whole."""
         layouts = self.every_layout(value)
-        self.placed[value] = LayoutSite(self.node(len(layouts), "placement", name, layouts), layouts)
-        self.placements[value] = Reshard(value=value, source=self.raw[value], target=self.placed[value], count=count)
+        self.reduced[value] = LayoutSite(self.node(len(layouts), "placement", name, layouts), layouts)
+        self.placements[value] = Reshard(
+            value=value, source=self.unreduced[value], target=self.reduced[value], count=count
+        )
 
     def signature(self, op: Op) -> Signature:
         assert op.rule is not None, "equations have rules"
         sums = any(f.kind is FactorKind.SUM for f in op.rule.factors)
-        members = self.partials.raw_operands(op)
+        members = self.partials.unreduced_operands(op)
         passes = any(self.may_be_partial(op.inputs[i]) for i in members)
         return Signature(
             rule=op.rule,
@@ -338,7 +340,7 @@ class _Assembler:
         )
 
     def may_be_partial(self, atom: Atom) -> bool:
-        return isinstance(atom, int) and atom in self.raw and _any_partial(self.raw[atom].layouts)
+        return isinstance(atom, int) and atom in self.unreduced and _any_partial(self.unreduced[atom].layouts)
 
     def shape(self, atom: Atom) -> tuple[int, ...]:
         return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
@@ -348,8 +350,8 @@ class _Assembler:
         result_shapes = {self.graph.values[v].shape for v in op.outputs}
         homes: dict[int, LayoutSite] = {}
         for i, atom in enumerate(op.inputs):
-            if isinstance(atom, int) and atom in self.placed:
-                homes[i] = self.raw[atom] if self.partials.reads_raw(op, i) else self.placed[atom]
+            if isinstance(atom, int) and atom in self.reduced:
+                homes[i] = self.unreduced[atom] if self.partials.reads_unreduced(op, i) else self.reduced[atom]
 
         def preference(i: int) -> tuple[bool, bool, int]:
             atom = op.inputs[i]
@@ -361,7 +363,7 @@ class _Assembler:
             strategies = self.following(op, signature, i, homes[i].layouts)
             if strategies is not None:
                 atom = op.inputs[i]
-                if isinstance(atom, int) and not self.partials.reads_raw(op, i):
+                if isinstance(atom, int) and not self.partials.reads_unreduced(op, i):
                     self.followed.add(atom)
                 return i, homes[i].node, strategies
         return None
@@ -373,7 +375,7 @@ class _Assembler:
         node = self.layout_node(inner, "boundary", name)
         layouts: Layouts = ()
         if node is not None:
-            layouts = self.one(tuple(Layout(((),) * dropped + at.dims) for at in self.placed[inner].layouts))
+            layouts = self.one(tuple(Layout(((),) * dropped + at.dims) for at in self.reduced[inner].layouts))
         self.read(outer, node, layouts, role, count)
 
     def scan(self, op: Op) -> None:
@@ -395,17 +397,17 @@ class _Assembler:
         for outer, inner in zip(outers, inners, strict=True):
             accumulates = inner in self.partials.kept
             self.layout_node(inner, "boundary", f"{name} carried", partial_too=accumulates)
-            if inner in self.raw and accumulates:
+            if inner in self.unreduced and accumulates:
                 self.place(inner, f"{name} carried, placed", op.count * op.trips)
-            self.read_into(outer, self.raw.get(inner), op.role, op.count)
+            self.read_into(outer, self.unreduced.get(inner), op.role, op.count)
 
     def close_loop(self, op: Op, after: Sequence[Atom], inners: Sequence[int], count: float) -> None:
         """The carried value at the end of the body, and behind the loop, lies as at the start of it."""
         for atom, inner, result in zip(after, inners, op.outputs, strict=False):
-            home = self.raw.get(inner)
-            self.read_into(atom, home, op.role, count, raw=inner in self.partials.kept)
+            home = self.unreduced.get(inner)
+            self.read_into(atom, home, op.role, count, unreduced=inner in self.partials.kept)
             if home is not None:
-                self.raw[result] = self.placed[result] = home
+                self.unreduced[result] = self.reduced[result] = home
                 self.order[result] = len(self.order)
                 if _any_partial(home.layouts):
                     self.place(result, f"{self.nodes[home.node].name} result", op.count)
@@ -418,10 +420,10 @@ class _Assembler:
         node = None
         if len(layouts) > 1:
             node = self.node(len(layouts), "boundary", name, layouts)
-            self.raw[outer] = self.placed[outer] = LayoutSite(node, layouts)
+            self.unreduced[outer] = self.reduced[outer] = LayoutSite(node, layouts)
             self.order[outer] = len(self.order)
         slices = self.one(tuple(Layout(layout.dims[1:], layout.partial) for layout in layouts))
-        self.read(inner, node, slices, role, count, raw=partial_too)
+        self.read(inner, node, slices, role, count, unreduced=partial_too)
         if _any_partial(layouts):
             self.place(outer, f"{name}, placed", outer_count)
 
@@ -451,7 +453,7 @@ class _Assembler:
         for i, result in enumerate(op.outputs):
             self.layout_node(result, "boundary", f"{op.module or 'cond'} result")
             for block in op.blocks:
-                self.read_into(block.outputs[i], self.placed.get(result), op.role, op.count)
+                self.read_into(block.outputs[i], self.reduced.get(result), op.role, op.count)
 
     def read_whole(self, atoms: Sequence[Atom], op: Op) -> None:
         """A predicate, needed by every device."""
@@ -461,24 +463,26 @@ class _Assembler:
     # Edges
 
     def read(
-        self, atom: Atom, node: int | None, layouts: Layouts, role: Role, count: float, *, raw: bool = False
+        self, atom: Atom, node: int | None, layouts: Layouts, role: Role, count: float, *, unreduced: bool = False
     ) -> None:
         """Notes that a node reads a value in one layout for each of its strategies; None reads it replicated."""
-        if not isinstance(atom, int) or atom not in self.raw:
+        if not isinstance(atom, int) or atom not in self.unreduced:
             return
         if node is None:
             if self.whole is None:
                 self.whole = self.node(1, "whole", "replicated")
             node, layouts = self.whole, self.one((replicated(len(self.graph.values[atom].shape)),))
-        source = self.raw[atom] if raw else self.placed[atom]
-        if not raw:
+        source = self.unreduced[atom] if unreduced else self.reduced[atom]
+        if not unreduced:
             self.followed.add(atom)
         self.reads.append(_Read(value=atom, source=source, target=LayoutSite(node, layouts), role=role, count=count))
 
-    def read_into(self, atom: Atom, home: LayoutSite | None, role: Role, count: float, *, raw: bool = False) -> None:
+    def read_into(
+        self, atom: Atom, home: LayoutSite | None, role: Role, count: float, *, unreduced: bool = False
+    ) -> None:
         """Reads a value into the layouts of another home, replicated where there is none."""
         node, layouts = (None, ()) if home is None else (home.node, home.layouts)
-        self.read(atom, node, layouts, role, count, raw=raw)
+        self.read(atom, node, layouts, role, count, unreduced=unreduced)
 
     def edges(self) -> tuple[dict[tuple[int, str], LayoutSite], list[Reshard]]:
         """Turns reads into edges, through copy nodes where several nodes read a value, by role and over all roles."""

@@ -79,29 +79,31 @@ class IntraOp:
         graph: OpGraph,
         model: CostModel,
         fixed: dict[int, Layout] | None = None,
-        wires: dict[int, Layout] | None = None,
+        transfer_layouts: dict[int, Layout] | None = None,
         arrivals: dict[int, Layout] | None = None,
         constraints: Constraints | None = None,
         alike: Sequence[tuple[Op, Op]] = (),
         pins: Mapping[int, PinnedLayout] | None = None,
         in_host: frozenset[int] = frozenset(),
     ) -> None:
-        """`fixed` gives arguments the one layout they may have, `wires` SEND operations that of their operand,
-        `arrivals` what comes from other stages the one in which it comes; `pins` say how values lie, `constraints` bind
-        everything else. Arguments `in_host` come from the memory of the host, beside those that constraints keep there.
-        Pairs of operations that are `alike` get the same decisions.
+        """`fixed` gives arguments the one layout they may have, `transfer_layouts` SEND operations that of their
+        operand, `arrivals` what comes from other stages the one in which it comes; `pins` say how values lie,
+        `constraints` bind everything else. Arguments `in_host` come from the memory of the host, beside those that
+        constraints keep there. Pairs of operations that are `alike` get the same decisions.
 
         Raises: InvalidArgumentError for a pin that a value cannot have, UnsupportedError where the constraints ask for
         what the graph's attention cannot do.
         """
-        self.graph, self.model, self.fixed, self.wires = graph, model, fixed or {}, wires or {}
+        self.graph, self.model, self.fixed, self.transfer_layouts = graph, model, fixed or {}, transfer_layouts or {}
         self.constraints, self.pins = constraints, pins or {}
         self.in_host = in_host | (constraints.in_host(graph) if constraints is not None else frozenset())
         if constraints is not None:
             check_heads(graph, constraints.parts_of_heads(model.links.mesh))
             check_rings(graph, constraints.parts_of_rings(model.links.mesh))
         order_of = constraints.order_of if constraints is not None else None
-        self.assembly: ChoiceGraph = build_choice_graph(graph, model.links.mesh, self.wires, arrivals, order_of)
+        self.assembly: ChoiceGraph = build_choice_graph(
+            graph, model.links.mesh, self.transfer_layouts, arrivals, order_of
+        )
         self._costs = NodeCosts(graph, model)
         self._matrices: dict[tuple, np.ndarray] = {}
         self._numbers: dict[int, np.ndarray] = {}
@@ -126,7 +128,7 @@ class IntraOp:
             node_cost.append(cost)
             kinds.append(number.setdefault((node.kind, node.size, node.layouts, *key), len(number)))
         for value, layout in self.fixed.items():
-            if (home := assembly.placed.get(value)) is not None:
+            if (home := assembly.reduced.get(value)) is not None:
                 allowed = np.array([at == layout for at in home.layouts])
                 node_cost[home.node] = np.where(allowed, node_cost[home.node], np.inf)
                 kinds[home.node] = number.setdefault(("fixed", value), len(number))
@@ -134,13 +136,16 @@ class IntraOp:
         for position in self.graph.batch:
             # Each device takes its part of the batch in at least once: a whole batch everywhere is not for nothing.
             value = self.graph.block.inputs[position]
-            if (home := assembly.placed.get(value)) is not None:
+            if (home := assembly.reduced.get(value)) is not None:
                 nbytes = self.graph.values[value].nbytes / self._shards(home.layouts)
                 node_cost[home.node] = node_cost[home.node] + nbytes / self.model.device.memory_bytes_per_s
                 kinds[home.node] = number.setdefault(("batch", kinds[home.node], value), len(number))
         for op in self.graph.block.ops:
             # Adding to a sum over micro-batches reads and writes it every time: parts of it are cheaper than the whole.
-            if op.kind in (OpKind.SPLIT, OpKind.ACCUMULATE) and (home := assembly.raw.get(op.outputs[0])) is not None:
+            if (
+                op.kind in (OpKind.SPLIT, OpKind.ACCUMULATE)
+                and (home := assembly.unreduced.get(op.outputs[0])) is not None
+            ):
                 copied = op.count * np.array([copied_s(self.graph, op, at, self.model) for at in home.layouts])
                 node_cost[home.node] = node_cost[home.node] + copied
                 kinds[home.node] = number.setdefault(("copied", kinds[home.node], copied.tobytes()), len(number))
@@ -186,7 +191,7 @@ class IntraOp:
         """For each node that pins speak of, which of its strategies they leave."""
         found: dict[int, np.ndarray] = {}
         for value, pin in self.pins.items():
-            home = self.assembly.placed.get(value)
+            home = self.assembly.reduced.get(value)
             if home is None:
                 if not pin.allows(replicated(len(self.graph.values[value].shape))):
                     raise pin.impossible("it cannot be split")
@@ -363,9 +368,9 @@ class IntraOp:
     def _home(self, value: int, state: str) -> LayoutSite | None:
         """The home that decides the size of a value in a state; None where nothing is to be decided."""
         if state == UNREDUCED:
-            return self.assembly.raw.get(value)
+            return self.assembly.unreduced.get(value)
         if state == REDUCED:
-            return self.assembly.placed.get(value)
+            return self.assembly.reduced.get(value)
         return self.assembly.copies.get((value, state))
 
     def decode(self, solution: solver.Solution) -> ShardingPlan:
@@ -385,11 +390,11 @@ class IntraOp:
             mesh=assembly.mesh,
             partials=assembly.partials,
             strategy={op: strategies[choice[node]] for op, (node, strategies) in assembly.of_op.items()},
-            raw={v: at(home) for v, home in assembly.raw.items()},
-            placed={v: at(home) for v, home in assembly.placed.items()},
+            unreduced={v: at(home) for v, home in assembly.unreduced.items()},
+            reduced={v: at(home) for v, home in assembly.reduced.items()},
             copies={key: at(home) for key, home in assembly.copies.items()},
             report=report,
-            wires=self.wires,
+            transfer_layouts=self.transfer_layouts,
             in_host=self.in_host,
             relaxation=self.relaxation,
         )

@@ -70,7 +70,7 @@ class Masks:
                 allowed_at[node] = allowed_at[node] & allowed if node in allowed_at else allowed
                 wished_at.setdefault(node, []).append(wishes)
 
-        for homes in (assembly.raw, assembly.placed):
+        for homes in (assembly.unreduced, assembly.reduced):
             for value, home in homes.items():
                 wishes = self._wished(value, home.layouts, bound.must_lie_split, is_kept=True)
                 bind(home.node, self._good(value, home.layouts), wishes)

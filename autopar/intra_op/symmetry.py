@@ -73,8 +73,8 @@ def joined(assembly: ChoiceGraph, classes: Sequence[int], alike: Iterable[tuple[
         inputs = [(x, y) for x, y in zip(a.inputs, b.inputs, strict=True) if isinstance(x, int) and isinstance(y, int)]
         outside = [(x, y) for x, y in inputs if x not in made and y not in made]
         for x, y in (*zip(a.outputs, b.outputs, strict=True), *outside):
-            join(assembly.raw.get(x), assembly.raw.get(y))
-            join(assembly.placed.get(x), assembly.placed.get(y))
+            join(assembly.unreduced.get(x), assembly.unreduced.get(y))
+            join(assembly.reduced.get(x), assembly.reduced.get(y))
             for reader in readers.get(x, ()):
                 join(assembly.copies.get((x, reader)), assembly.copies.get((y, reader)))
     return tuple(of(node) for node in range(len(classes)))

@@ -41,19 +41,19 @@ class Relaxation:
 class ShardingPlan:
     """The decisions for one graph on one mesh.
 
-    `strategy[op.id]` of every operation that has a choice (the others are replicated); `raw`, `placed` and `copies` are
-    layouts of values as in `Assembly`; a value that is in none of them is replicated. `wires[op.id]` is the layout in
-    which a value leaves for another stage. Arguments that are `in_host` lie in the memory of the host between steps.
-    `relaxation` is what was given up of constraints.
+    `strategy[op.id]` of every operation that has a choice (the others are replicated); `unreduced`, `reduced` and
+    `copies` are layouts of values as in `ChoiceGraph`; a value that is in none of them is replicated.
+    `transfer_layouts[op.id]` is the layout in which a value leaves for another stage. Arguments that are `in_host` lie
+    in the memory of the host between steps. `relaxation` is what was given up of constraints.
     """
 
     mesh: LogicalMesh
     strategy: dict[int, Strategy]
     partials: Partials
-    raw: dict[int, Layout]
-    placed: dict[int, Layout]
+    unreduced: dict[int, Layout]
+    reduced: dict[int, Layout]
     copies: dict[tuple[int, str], Layout]
     report: SolverReport
-    wires: dict[int, Layout] = dataclasses.field(default_factory=dict)
+    transfer_layouts: dict[int, Layout] = dataclasses.field(default_factory=dict)
     in_host: frozenset[int] = frozenset()
     relaxation: Relaxation | None = None

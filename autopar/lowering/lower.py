@@ -109,7 +109,7 @@ class _Lowering:
 
     def home(self, value: int) -> Layout:
         """Where a value lies as its operation, or the block it enters, leaves it."""
-        return self.plan.raw.get(value) or replicated(self.rank(value))
+        return self.plan.unreduced.get(value) or replicated(self.rank(value))
 
     def enter(self, scope: _Scope, value: int, section: Section) -> Layout:
         layout = self.home(value)
@@ -119,20 +119,27 @@ class _Lowering:
     # Reading
 
     def read(
-        self, scope: _Scope, atom: Atom, want: Layout | None, role: Role, module: str, count: float, raw: bool = False
+        self,
+        scope: _Scope,
+        atom: Atom,
+        want: Layout | None,
+        role: Role,
+        module: str,
+        count: float,
+        unreduced: bool = False,
     ) -> Place | None:
         """Brings a value to a layout (None: wherever it is whole) and says where it lies then; None for a literal."""
         if not isinstance(atom, int):
             return None
         home = self.home(atom)
         at: Place = (home, UNREDUCED)
-        if raw:
+        if unreduced:
             return self.move(scope, atom, at, (want or home, role.value), role, module, count)
-        placed = self.plan.placed.get(atom, home)
-        at = self.move(scope, atom, at, (placed, REDUCED), role, module, count)
-        if want is None or want == placed:
+        reduced = self.plan.reduced.get(atom, home)
+        at = self.move(scope, atom, at, (reduced, REDUCED), role, module, count)
+        if want is None or want == reduced:
             return at
-        if all(step.kind is StepKind.SLICE for step in self.steps(atom, placed, want)):
+        if all(step.kind is StepKind.SLICE for step in self.steps(atom, reduced, want)):
             return self.move(scope, atom, at, (want, role.value), role, module, count)
         for shared in (ALL, role.value):
             copy = self.plan.copies.get((atom, shared))
@@ -196,8 +203,8 @@ class _Lowering:
         elif op.kind is OpKind.ACCUMULATE:
             (target,) = op.outputs
             home = self.home(target)
-            raw = self.plan.partials.reads_raw(op, 0)
-            place = self.read(scope, atom, home, op.role, op.module, op.count, raw)
+            unreduced = self.plan.partials.reads_unreduced(op, 0)
+            place = self.read(scope, atom, home, op.role, op.module, op.count, unreduced)
             scope.append(Accumulate(op=op, read=place, sum_=(home, UNREDUCED)), op.section)
             scope.add(target, (home, UNREDUCED), Section.AFTER)
         elif op.kind is OpKind.STACK:
@@ -207,20 +214,20 @@ class _Lowering:
             scope.append(Stack(op=op, read=place, result=self.home(target)), op.section)
             scope.add(target, (self.home(target), UNREDUCED), op.section)
         else:
-            place = self.read(scope, atom, self.plan.wires[op.id], op.role, op.module, op.count)
+            place = self.read(scope, atom, self.plan.transfer_layouts[op.id], op.role, op.module, op.count)
             scope.append(Leave(op=op, read=place), op.section)
 
     def equation(self, scope: _Scope, op: Op) -> None:
         strategy = self.plan.strategy.get(op.id)
         partials = self.plan.partials
-        raw = partials.raw_operands(op)
+        unreduced_operands = partials.unreduced_operands(op)
         reads: list[Place | None] = []
         for i, atom in enumerate(op.inputs):
             if not isinstance(atom, int):
                 reads.append(None)
                 continue
             want = strategy.operands[i] if strategy is not None else replicated(self.rank(atom))
-            reads.append(self.read(scope, atom, want, op.role, op.module, op.count, i in raw))
+            reads.append(self.read(scope, atom, want, op.role, op.module, op.count, i in unreduced_operands))
         results = tuple(self.home(v) for v in op.outputs)
         reduced: tuple[int, ...] = strategy.combined if strategy is not None else ()
         if is_callback(op.eqn):  # the first device hands its results on to all others
@@ -232,10 +239,10 @@ class _Lowering:
         if sums:
             (value,) = op.outputs
             (partial,) = results
-            placed = self.plan.placed.get(value, partial)
+            target = self.plan.reduced.get(value, partial)
             # A sum that is wanted whole where it is made is left to the partitioner, which all-reduces it in place,
             # once for each dimension that is summed over.
-            in_place = placed == partial.reduced and len(self.steps(value, partial, placed)) == 1
+            in_place = target == partial.reduced and len(self.steps(value, partial, target)) == 1
             in_place = in_place and sums_over_one_dimension(strategy, partial.partial)
             written_out = value in partials.kept or not in_place
             if not written_out:
@@ -269,8 +276,8 @@ class _Lowering:
             inputs = tuple(self.enter(inner, v, scope.section) for v in block.inputs)
             self.block(inner, block)
             outputs = tuple(
-                self.read(inner, atom, want, op.role, op.module, op.count * op.trips, raw)
-                for atom, (want, raw) in zip(block.outputs, self.exits(op, index), strict=True)
+                self.read(inner, atom, want, op.role, op.module, op.count * op.trips, unreduced)
+                for atom, (want, unreduced) in zip(block.outputs, self.exits(op, index), strict=True)
             )
             blocks.append(LoweredBlock(block=block, inputs=inputs, instructions=inner.instructions, outputs=outputs))
         scope.append(Loop(op=op, reads=reads, blocks=tuple(blocks), results=results), scope.section)

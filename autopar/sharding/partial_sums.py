@@ -28,10 +28,10 @@ class Partials:
     kept: frozenset[int]
     operands: dict[int, frozenset[int]]
 
-    def reads_raw(self, op: Op, operand: int) -> bool:
-        return operand in self.raw_operands(op)
+    def reads_unreduced(self, op: Op, operand: int) -> bool:
+        return operand in self.unreduced_operands(op)
 
-    def raw_operands(self, op: Op) -> frozenset[int]:
+    def unreduced_operands(self, op: Op) -> frozenset[int]:
         return self.operands.get(op.id, frozenset())
 
 

@@ -88,16 +88,16 @@ def test_decisions_go_to_the_counterparts():
         mesh=LogicalMesh(axis_sizes=(2,)),
         strategy={layer.id: strategy},
         partials=find_partials(graph),
-        raw={0: ROWS},
-        placed={layer.outputs[0]: ROWS},
+        unreduced={0: ROWS},
+        reduced={layer.outputs[0]: ROWS},
         copies={(1, "all"): replicated(2)},
         report=REPORT,
-        wires={layer.id: ROWS},
+        transfer_layouts={layer.id: ROWS},
     )
     found = carried_over(plan, shape_of(graph), shape_of(other), other)
-    assert found.raw == {100: ROWS}
-    assert found.placed == {layer.outputs[0] + 100: ROWS}
+    assert found.unreduced == {100: ROWS}
+    assert found.reduced == {layer.outputs[0] + 100: ROWS}
     assert found.copies == {(101, "all"): replicated(2)}
-    assert found.wires == {layer.id + 200: ROWS}
+    assert found.transfer_layouts == {layer.id + 200: ROWS}
     assert found.strategy == {layer.id + 200: strategy}
     assert found.partials == find_partials(other)

@@ -161,7 +161,7 @@ def test_reductions_are_put_off_where_memory_is_faster_than_links(link, memory_b
     intra_op = IntraOp(graph, cost_model(on, LogicalMesh(axis_sizes=(4,))))
     plan = intra_op.decode(intra_op.solve(time_limit_s=20.0))
     sums = [op.outputs[0] for op in graph.block.ops if op.kind is OpKind.ACCUMULATE]
-    matrices = [plan.raw[v] for v in sums if graph.values[v].shape == (WIDTH, WIDTH)]
+    matrices = [plan.unreduced[v] for v in sums if graph.values[v].shape == (WIDTH, WIDTH)]
     assert len(matrices) == LAYERS
     assert any(layout.partial for layout in matrices) == put_off
 
@@ -282,7 +282,7 @@ def test_options_that_are_nowhere_better_than_another_are_left_out():
 def test_prices_are_added_up_alike_whatever_order_a_set_has():
     graph, on = cut(4).graph, cluster()
     intra_op = IntraOp(graph, cost_model(on, LogicalMesh(axis_sizes=(4,))))
-    values = sorted((v, UNREDUCED) for v in intra_op.assembly.raw)  # several share a node, and so its cost
+    values = sorted((v, UNREDUCED) for v in intra_op.assembly.unreduced)  # several share a node, and so its cost
     copies = {v: 0.1 * (n + 1) / 3 for n, (v, _) in enumerate(values)}
     priced = [
         intra_op._priced(MemoryPrices(s_per_byte=1e-12 / 3, values=order, copies=copies))

@@ -93,9 +93,9 @@ def test_a_carried_value_has_one_layout_through_the_loop():
     (loop,) = graph.block.ops
     (body,) = loop.blocks
     carried, result = body.inputs[0], loop.outputs[0]
-    assert assembly.raw[carried].node == assembly.raw[result].node
+    assert assembly.unreduced[carried].node == assembly.unreduced[result].node
     entering = [r for r in assembly.reshards if r.value == graph.block.inputs[0]]
-    assert [(r.target.node, r.count) for r in entering] == [(assembly.raw[carried].node, 1.0)]
+    assert [(r.target.node, r.count) for r in entering] == [(assembly.unreduced[carried].node, 1.0)]
 
 
 def test_what_a_loop_reads_each_turn_counts_each_turn():
