@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.attention import ring
 from autopar.attention.polynomial import ONE, Sum, add, multiply, power, scale, term_of
@@ -89,28 +90,29 @@ class Reader:
         self.own = {*block.inputs, *(v for op in block.ops for v in op.outputs)}
         self.weights: dict[Expression, tuple[Labels, Label]] = {}  # labels of the scores, and that of the keys
         self.slopes: dict[Expression, Sum] = {}  # the scores' sums, by tree
-        self._parent: list[int] = []
+        self._labels = DisjointSet()
+        self._representative: list[Label] = []  # of the set that a root leads: the oldest of its labels
         self._steady: dict[int, bool] = {}
 
     # Labels
 
     def label(self) -> Label:
-        self._parent.append(len(self._parent))
-        return len(self._parent) - 1
+        label = len(self._representative)
+        self._labels.add(label)
+        self._representative.append(label)
+        return label
 
     def of(self, label: Label) -> Label:
-        while self._parent[label] != label:
-            self._parent[label] = self._parent[self._parent[label]]
-            label = self._parent[label]
-        return label
+        return self._representative[self._labels[label]]
 
     def all(self, labels: Labels) -> Labels:
         return tuple(map(self.of, labels))
 
     def join(self, one: Labels, other: Labels) -> Labels:
         for a, b in zip(one, other, strict=True):
-            first, second = sorted((self.of(a), self.of(b)))
-            self._parent[second] = first
+            oldest = min(self.of(a), self.of(b))
+            self._labels.merge(a, b)
+            self._representative[self._labels[a]] = oldest
         return one
 
     def shape(self, atom: Atom) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from scipy.cluster.hierarchy import DisjointSet
+
 from autopar.intra_op.choice_graph import ChoiceGraph, LayoutSite
 from autopar.ir.graph import Op
 
@@ -46,20 +48,19 @@ def joined(assembly: ChoiceGraph, classes: Sequence[int], alike: Iterable[tuple[
     """The classes, with those of operations that are to be decided alike, of what they make and of the arguments that
     they read, made one, wherever they choose among the same.
     """
-    parent = dict(zip(classes, classes, strict=True))
+    merged = DisjointSet(classes)
+    label = {c: c for c in classes}  # of the set that a root leads; the order of the labels is that of the ILP's nodes
 
-    def of(node: int) -> int:
-        at = classes[node]
-        while parent[at] != at:
-            parent[at] = parent[parent[at]]
-            at = parent[at]
-        return at
+    def merge(kept: int, other: int) -> None:
+        root = merged[kept]
+        merged.merge(kept, other)
+        label[merged[kept]] = label[root]
 
     def join(one: LayoutSite | None, other: LayoutSite | None) -> None:
         if one is not None and other is not None and one.layouts == other.layouts:
             nodes = assembly.nodes[one.node], assembly.nodes[other.node]
             if nodes[0].layouts and nodes[0].layouts == nodes[1].layouts:
-                parent[of(other.node)] = of(one.node)
+                merge(classes[one.node], classes[other.node])
 
     made = {v for pair in alike for op in pair for v in op.outputs}
     readers: dict[int, list[str]] = {}
@@ -69,7 +70,7 @@ def joined(assembly: ChoiceGraph, classes: Sequence[int], alike: Iterable[tuple[
         if a.id in assembly.of_op and b.id in assembly.of_op:
             (one, strategies), (other, others) = assembly.of_op[a.id], assembly.of_op[b.id]
             if strategies == others:
-                parent[of(other)] = of(one)
+                merge(classes[one], classes[other])
         inputs = [(x, y) for x, y in zip(a.inputs, b.inputs, strict=True) if isinstance(x, int) and isinstance(y, int)]
         outside = [(x, y) for x, y in inputs if x not in made and y not in made]
         for x, y in (*zip(a.outputs, b.outputs, strict=True), *outside):
@@ -77,4 +78,4 @@ def joined(assembly: ChoiceGraph, classes: Sequence[int], alike: Iterable[tuple[
             join(assembly.reduced.get(x), assembly.reduced.get(y))
             for reader in readers.get(x, ()):
                 join(assembly.copies.get((x, reader)), assembly.copies.get((y, reader)))
-    return tuple(of(node) for node in range(len(classes)))
+    return tuple(label[merged[c]] for c in classes)

@@ -21,6 +21,8 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from scipy.cluster.hierarchy import DisjointSet
+
 from autopar.ir.graph import OpGraph, Role, Section
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
@@ -104,7 +106,8 @@ class _Offloading:
 
     def groups(self) -> list[_Group]:
         """All state that comes, in the order in which it does."""
-        joined = _Joined(len(self.number))
+        joined = DisjointSet(range(len(self.number)))
+        seen: set[int] = set()
         meets: dict[Key, int] = {self.on_device(v): 1 << i for v, i in self.number.items()}
         self.needs.update(meets)
         last_gradient: dict[Key, int] = {}
@@ -114,14 +117,18 @@ class _Offloading:
             together = _union(meets.get(key, 0) for key in reads if self.graph.values[key[0]].size > 1)
             updates = _role(instruction) is Role.UPDATE
             gradient = max((last_gradient.get(key, -1) for key in reads), default=-1) if updates else position
-            joined.join(together)
+            if together not in seen:
+                seen.add(together)
+                numbers = _members(together)
+                for number in numbers[1:]:
+                    joined.merge(numbers[0], number)
             for key in makes:
                 self.needs[key], meets[key], last_gradient[key] = needs, together, gradient
         found: dict[int, _Group] = {}
         for value in self.read_first:
-            found.setdefault(joined.of(self.number[value]), _Group(comes=[])).comes.append(value)
+            found.setdefault(joined[self.number[value]], _Group(comes=[])).comes.append(value)
         for key in self.goes:
-            group = found.get(joined.of(_lowest(meets.get(key, 0)))) if meets.get(key) else None
+            group = found.get(joined[_members(meets[key])[0]]) if meets.get(key) else None
             if group is not None:
                 group.goes.append(key)
                 group.gradient = max(group.gradient, last_gradient.get(key, -1))
@@ -240,29 +247,6 @@ class _Queue:
                         ready.append(held)
 
 
-class _Joined:
-    """Numbers that hang together, each set of them under one of its members."""
-
-    def __init__(self, count: int) -> None:
-        self.parent = list(range(count))
-        self.seen: set[int] = set()
-
-    def of(self, number: int) -> int:
-        while self.parent[number] != number:
-            self.parent[number] = self.parent[self.parent[number]]
-            number = self.parent[number]
-        return number
-
-    def join(self, bits: int) -> None:
-        if not bits & (bits - 1) or bits in self.seen:
-            return
-        self.seen.add(bits)
-        first = self.of(_lowest(bits))
-        while bits:
-            self.parent[self.of(_lowest(bits))] = first
-            bits &= bits - 1
-
-
 def _union(sets: Iterable[int]) -> int:
     found = 0
     for bits in sets:
@@ -270,8 +254,13 @@ def _union(sets: Iterable[int]) -> int:
     return found
 
 
-def _lowest(bits: int) -> int:
-    return (bits & -bits).bit_length() - 1
+def _members(bits: int) -> list[int]:
+    """The numbers of the bits that are set, lowest first."""
+    out = []
+    while bits:
+        out.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return out
 
 
 def _role(instruction: Instruction) -> Role:

@@ -10,6 +10,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
+from scipy.cluster.hierarchy import DisjointSet
+
 from autopar.ir.graph import Op, OpGraph, OpKind, Section, read_by
 from autopar.ir.rewrite import makers
 from autopar.passes.layers import Layers, portable_ops
@@ -294,7 +296,7 @@ class _Update:
             op for op in assignment.ops
             if op.section is Section.AFTER and op.id not in assignment.portable and op.kind not in _SUMS
         ]  # fmt: skip
-        self._parent: dict[int, int] = {}
+        self._combined = DisjointSet()  # values of one shape that operations combine
         self.wanted: dict[int, int] = {}  # by value: the layer of the state that it is combined with
 
     def shapes(self) -> None:
@@ -304,31 +306,28 @@ class _Update:
             for out in op.outputs:
                 for v in read_by(op):
                     if values[v].shape == values[out].shape and values[v].size > 1:
-                        self._parent[self.find(v)] = self.find(out)
+                        self._combined.add(v)
+                        self._combined.add(out)
+                        self._combined.merge(v, out)
         homes: dict[int, set[int]] = {}
-        for v in [*self._parent]:
+        for v in self._combined:
             if v in self.of.home and v in self.of.state:
-                homes.setdefault(self.find(v), set()).add(self.of.home[v])
+                homes.setdefault(self._combined[v], set()).add(self.of.home[v])
         # State of several layers that is combined (a norm over equal shapes, say) tells nothing.
         self.group: dict[int, int] = {g: min(at) for g, at in homes.items() if len(at) == 1}
         self.mixed = {g for g, at in homes.items() if len(at) > 1}
-        self.wanted = {v: self.group[self.find(v)] for v in self._parent if self.find(v) in self.group}
-
-    def find(self, value: int) -> int:
-        while (parent := self._parent.setdefault(value, value)) != value:
-            value = parent
-        return value
+        self.wanted = {v: self.group[g] for v in self._combined if (g := self._combined[v]) in self.group}
 
     def run(self) -> None:
         self._grow()
         for v in self.of.state:
-            if v not in self.of.home and v in self._parent and self.find(v) in self.group:
-                self.of.home[v] = self.group[self.find(v)]
+            if v not in self.of.home and v in self._combined and self._combined[v] in self.group:
+                self.of.home[v] = self.group[self._combined[v]]
         tied = {self.of.graph.block.outputs[o]: self.of.graph.block.inputs[i] for i, o in self.of.graph.tied}
         for op in self.ops:
             if op.kind is OpKind.BARRIER:
                 continue
-            groups = [self.find(v) for v in op.outputs if v in self._parent]
+            groups = [self._combined[v] for v in op.outputs if v in self._combined]
             known = [self.group[g] for g in groups if g in self.group]
             largest = self.of.at_largest(read_by(op)) or 0
             self.of.layer[op.id] = known[0] if known else largest
@@ -341,8 +340,8 @@ class _Update:
     def _grow(self) -> None:
         """Places groups without state by what is reduced or reshaped into them, until nothing changes."""
         for op in self.of.ops:
-            if op.kind in _SUMS and op.outputs[0] in self._parent:
-                group = self.find(op.outputs[0])
+            if op.kind in _SUMS and op.outputs[0] in self._combined:
+                group = self._combined[op.outputs[0]]
                 if group not in self.mixed:
                     self.group.setdefault(group, self.of.layer[op.id])
         changed = True
@@ -350,9 +349,9 @@ class _Update:
             changed = False
             for op in self.ops:
                 for out in op.outputs:
-                    if out not in self._parent:
+                    if out not in self._combined:
                         continue
-                    group = self.find(out)
+                    group = self._combined[out]
                     if group in self.group or group in self.mixed:
                         continue
                     near = [self._place(v) for v in read_by(op) if self.of.graph.values[v].size > 1]
@@ -362,6 +361,6 @@ class _Update:
                         changed = True
 
     def _place(self, value: int) -> int | None:
-        if value in self._parent and self.find(value) in self.group:
-            return self.group[self.find(value)]
+        if value in self._combined and self._combined[value] in self.group:
+            return self.group[self._combined[value]]
         return self.of.at(value)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from scipy.cluster.hierarchy import DisjointSet
+
 from autopar.ir.graph import Op, OpGraph, OpKind, Section, read_by
 from autopar.ir.rewrite import makers
 from autopar.passes.assign_layers import LayerAssignment
@@ -77,20 +79,16 @@ def _anchors(graph: OpGraph, ops: Sequence[Op]) -> dict[int, _Anchor]:
     for position, op in enumerate(passing):
         for at, v in enumerate((*read_by(op), *op.outputs)):
             touched.setdefault(v, (position, at))
-    parent: dict[int, int] = {}
-
-    def find(value: int) -> int:
-        while (above := parent.setdefault(value, value)) != value:
-            value = above
-        return value
-
     inside = {op.id for op in passing}
     others = {op.id: (*read_by(op), *op.outputs) for op in ops if op.id not in inside}
+    connected = DisjointSet(v for values in others.values() for v in values)
     for values in others.values():
         arrays = [v for v in values if graph.values[v].size > 1]
         for v in arrays[1:]:
-            parent[find(v)] = find(arrays[0])
+            connected.merge(arrays[0], v)
     first: dict[int, _Anchor] = {}
     for v in {v for values in others.values() for v in values if v in touched}:
-        first[find(v)] = min(first.get(find(v), _NOWHERE), touched[v])
-    return {op: min((first.get(find(v), _NOWHERE) for v in values), default=_NOWHERE) for op, values in others.items()}
+        first[connected[v]] = min(first.get(connected[v], _NOWHERE), touched[v])
+    return {
+        op: min((first.get(connected[v], _NOWHERE) for v in values), default=_NOWHERE) for op, values in others.items()
+    }

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
 from autopar.frontend.build_graph import called_jaxpr, role_of
@@ -184,16 +185,15 @@ class _Groups:
 
     def __init__(self, rules: Mapping[str, Rule]) -> None:
         self.rules = rules
-        self._parent: dict[Any, Any] = {}
+        self._variables = DisjointSet()
 
     def find(self, variable: Any) -> Any:
-        while (parent := self._parent.setdefault(variable, variable)) is not variable:
-            variable = parent
-        return variable
+        self._variables.add(variable)
+        return self._variables[variable]
 
     def join(self, one: Any, other: Any) -> None:
         if not isinstance(one, jax_compat.Literal) and not isinstance(other, jax_compat.Literal):
-            self._parent[self.find(one)] = self.find(other)
+            self._variables.merge(self.find(one), self.find(other))
 
     def follow(self, eqn: Any) -> None:
         rule = self.rules.get(equation_key(eqn)) if eqn.primitive.name not in LOOPS else None

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
 from autopar.ir.graph import Factor, FactorKind, Rule
@@ -152,37 +153,30 @@ class _Join:
     """Union of the factors of ops that share tensors. A tensor is a list of dimensions, each a list of factors."""
 
     def __init__(self) -> None:
-        self._parent: list[int] = []
-        self._class: list[_Class] = []
+        self._sets = DisjointSet()
+        self._class: list[_Class] = []  # by factor: of the set that it is the root of
 
     def new(self, size: int) -> int:
-        self._parent.append(len(self._parent))
+        self._sets.add(len(self._class))
         self._class.append(_Class(size))
-        return len(self._parent) - 1
-
-    def find(self, f: int) -> int:
-        while self._parent[f] != f:
-            self._parent[f] = self._parent[self._parent[f]]
-            f = self._parent[f]
-        return f
+        return len(self._class) - 1
 
     def expand(self, dim: Iterable[int]) -> list[int]:
         """A dimension's factors, at their finest, as representatives of their classes."""
         out: list[int] = []
         for f in dim:
-            root = self.find(f)
+            root = self._sets[f]
             parts = self._class[root].parts
             out += self.expand(parts) if parts else [root]
         return out
 
     def union(self, f: int, g: int) -> None:
-        f, g = self.find(f), self.find(g)
-        if f == g:
+        a, b = self._class[self._sets[f]], self._class[self._sets[g]]
+        if not self._sets.merge(f, g):
             return
-        a, b = self._class[f], self._class[g]
-        self._parent[g] = f
         a.fixed |= b.fixed or a.size != b.size
         a.reduced |= b.reduced
+        self._class[self._sets[f]] = a
 
     def fix(self, factors: Iterable[int]) -> None:
         for f in self.expand(factors):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by, walk
 
@@ -304,30 +305,13 @@ def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[in
     else what the first product sums over. So columns are cut, then rows. Where that cannot be, since a product makes
     the width that it sums over, none of the widths that hang together is told apart.
     """
-    width = _Widths()
     role = graph.forward_role
     forward = [op for op in graph.ops() if op.rule is not None and op.role is role]
 
     def unnamed(value: int, d: int) -> bool:
         return not any(names for _, names in followed.of(value, d))
 
-    for op in forward:
-        assert op.rule is not None
-        at_factor: dict[int, _At] = {}
-        for atom, dims in zip((*op.inputs, *op.outputs), (*op.rule.operands, *op.rule.results), strict=True):
-            for d, factors in enumerate(dims):
-                if isinstance(atom, int) and factors and unnamed(atom, d):
-                    for f in factors:
-                        width.join(at_factor.setdefault(f, (atom, d)), (atom, d))
-        if op.primitive in _IN_PIECES:
-            for v, out in itertools.product(read_by(op), op.outputs):
-                for d in range(len(graph.values[out].shape)):
-                    if unnamed(v, d) and unnamed(out, d):
-                        width.join((v, d), (out, d))
-    for outer, inner, dropped in _links(graph.block):
-        for d in range(len(graph.values[inner].shape)):
-            if d + dropped < len(graph.values[outer].shape) and unnamed(inner, d) and unnamed(outer, d + dropped):
-                width.join((outer, d + dropped), (inner, d))
+    width = _widths(graph, forward, unnamed)
     joined: dict[_At, set[_At]] = {}
     first_read: dict[_At, int] = {}
     last_made: dict[_At, int] = {}
@@ -339,7 +323,7 @@ def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[in
         for atom, dims in zip(op.inputs, op.rule.operands, strict=True):
             if not isinstance(atom, int) or atom in dependent:
                 continue
-            named = [(width.of((atom, d)), made.issuperset(fs)) for d, fs in enumerate(dims) if fs and unnamed(atom, d)]
+            named = [(width[atom, d], made.issuperset(fs)) for d, fs in enumerate(dims) if fs and unnamed(atom, d)]
             for one in (at for at, is_made in named if not is_made):
                 for other in (at for at, is_made in named if is_made):
                     first_read.setdefault(one, position)
@@ -355,7 +339,36 @@ def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[in
             seen |= sides.keys()
             if all(sides[a] != sides[b] for a in sides for b in joined[a]):
                 found |= {at for at, side in sides.items() if not side}
-    return [at for at in width.known() if width.of(at) in found]
+    return [at for at in width if width[at] in found]
+
+
+def _widths(graph: OpGraph, forward: Sequence[Op], unnamed: Callable[[int, int], bool]) -> DisjointSet:
+    """Dimensions without a name, in sets of those that operations of the forward pass treat as one."""
+    widths = DisjointSet()
+
+    def merge(one: _At, other: _At) -> None:
+        widths.add(one)
+        widths.add(other)
+        widths.merge(one, other)
+
+    for op in forward:
+        assert op.rule is not None
+        at_factor: dict[int, _At] = {}
+        for atom, dims in zip((*op.inputs, *op.outputs), (*op.rule.operands, *op.rule.results), strict=True):
+            for d, factors in enumerate(dims):
+                if isinstance(atom, int) and factors and unnamed(atom, d):
+                    for f in factors:
+                        merge(at_factor.setdefault(f, (atom, d)), (atom, d))
+        if op.primitive in _IN_PIECES:
+            for v, out in itertools.product(read_by(op), op.outputs):
+                for d in range(len(graph.values[out].shape)):
+                    if unnamed(v, d) and unnamed(out, d):
+                        merge((v, d), (out, d))
+    for outer, inner, dropped in _links(graph.block):
+        for d in range(len(graph.values[inner].shape)):
+            if d + dropped < len(graph.values[outer].shape) and unnamed(inner, d) and unnamed(outer, d + dropped):
+                merge((outer, d + dropped), (inner, d))
+    return widths
 
 
 def _two_sides(first: _At, joined: Mapping[_At, set[_At]]) -> dict[_At, bool]:
@@ -369,26 +382,6 @@ def _two_sides(first: _At, joined: Mapping[_At, set[_At]]) -> dict[_At, bool]:
                 sides[other] = not sides[at]
                 waiting.append(other)
     return sides
-
-
-class _Widths:
-    """Dimensions that are one width, each set of them under one of its members."""
-
-    def __init__(self) -> None:
-        self.parent: dict[_At, _At] = {}
-
-    def of(self, at: _At) -> _At:
-        self.parent.setdefault(at, at)
-        while self.parent[at] != at:
-            self.parent[at] = self.parent[self.parent[at]]
-            at = self.parent[at]
-        return at
-
-    def join(self, one: _At, other: _At) -> None:
-        self.parent[self.of(other)] = self.of(one)
-
-    def known(self) -> list[_At]:
-        return list(self.parent)
 
 
 def _purposes(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> dict[int, Purpose]:

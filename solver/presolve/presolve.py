@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.solver.ilp.problem import Edge, Infeasibility, Problem, Use
 from autopar.solver.presolve.followers import merge_followers
@@ -310,29 +311,22 @@ def eliminate(problem: Problem) -> Reduction:
 
 def components(problem: Problem, *, joined: Sequence[Sequence[int]] = ()) -> Iterator[tuple[Problem, list[int]]]:
     """The parts of a problem that share no edge and none of the groups of nodes joined, with their nodes."""
-    lead = list(range(len(problem.node_cost)))
-
-    def find(node: int) -> int:
-        while lead[node] != node:
-            lead[node] = lead[lead[node]]
-            node = lead[node]
-        return node
-
+    part_of = DisjointSet(range(len(problem.node_cost)))
     for edge in problem.edges:
-        lead[find(edge.source)] = find(edge.target)
+        part_of.merge(edge.source, edge.target)
     for group in joined:
         for node in group:
-            lead[find(node)] = find(group[0])
+            part_of.merge(group[0], node)
     members: dict[int, list[int]] = defaultdict(list)
-    for node in range(len(lead)):
-        members[find(node)].append(node)
+    for node in part_of:
+        members[part_of[node]].append(node)
     edges: dict[int, list[Edge]] = defaultdict(list)
     uses: dict[int, list[Use]] = defaultdict(list)
     place = {node: at for group in members.values() for at, node in enumerate(group)}
     for edge in problem.edges:
-        edges[find(edge.source)].append(replace(edge, source=place[edge.source], target=place[edge.target]))
+        edges[part_of[edge.source]].append(replace(edge, source=place[edge.source], target=place[edge.target]))
     for use in problem.uses:
-        uses[find(use.node)].append(replace(use, node=place[use.node]))
+        uses[part_of[use.node]].append(replace(use, node=place[use.node]))
     for root, group in members.items():
         part = Problem(
             node_cost=tuple(problem.node_cost[node] for node in group),
