@@ -1,4 +1,4 @@
-"""autopar: write a training step for one device, run it on all of them, sharded as a search finds best."""
+"""autopar, an auto-parallel compiler for JAX: a training step written for one device runs on all devices."""
 
 from autopar import distributed, errors, recipes
 from autopar.api import parallelize, plan

@@ -1,4 +1,6 @@
-"""Pipelines over several stages: schedules, the programs made on them, their proof, their simulation and execution.
+"""Pipelines at run time: schedules, instruction lists, verification, simulation, execution, failure detection.
 
-Imported as `autopar.runtime`; knows nothing of the solver.
+In: The tasks, buffers and transfers of a `Pipeline`; compiled tasks; arrays.
+Out: `Program`, `Simulation`, the arrays of the results.
+May import: its own packages, autopar.common, autopar.ir and autopar.lowering; never the solver.
 """

@@ -1,4 +1,9 @@
-"""One strategy a node at the least cost within the memory limit; pipeline stages at the least step time."""
+"""The solver: one strategy for each node at least cost in limited memory; pipeline stages at least step time.
+
+In: `Problem` or `StageProblem`: numpy arrays of seconds and bytes.
+Out: `Solution` with a proven bound; `StagePlan` or `NoStages`.
+May import: its own packages, numpy, numba and OR-tools; neither JAX nor the rest of autopar.
+"""
 
 from autopar.solver.ilp.brute_force import brute_force, evaluate
 from autopar.solver.ilp.exact import Backend

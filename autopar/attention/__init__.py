@@ -1,6 +1,6 @@
-"""Attention as one operation: found in a graph by what its equations compute, and run as a ring over devices.
+"""Attention as one operation: recognised in a graph, executed as ring attention.
 
-In: The blocks of an `OpGraph`.
-Out: The same graph with one operation for each pass of an attention.
-May import: common to sharding.
+In: An `OpGraph`.
+Out: The graph with one operation for each pass of each attention, and the JAX function of that operation.
+May import: common, ir, hardware, sharding.
 """

@@ -1,6 +1,6 @@
-"""What a call of a step has to look at: arguments, signatures, NNX objects, NaNs, rows of several processes.
+"""One call of a step: signatures, arguments, NNX objects, NaN checks, the batch of several processes.
 
 In: The arguments of a call as the user passed them.
-Out: Arrays where the plan wants them; results as plain jax gives them.
-May import: everything above.
+Out: Their leaves in the layouts of the plan; the results as plain JAX returns them.
+May import: common to executables, in the order of tests/test_imports.py.
 """

@@ -1,6 +1,6 @@
-"""What has nothing to do with sharding: units as text, progress, caches on disk, JSON files, jax's unstable parts.
+"""Utilities without knowledge of sharding: units as text, progress, deadlines, cache files, unstable JAX API.
 
 In: Plain values, paths and text.
-Out: The same.
-May import: nothing of autopar but `errors`.
+Out: The same; `jax_compat` gives stable names to JAX API that is private or differs between versions.
+May import: `errors` only.
 """

@@ -1,6 +1,6 @@
 """From a Python function to a graph of operations.
 
-In: A function, avals of its arguments, which of them are donated or a batch.
+In: A function, its arguments or their shapes, and which arguments are donated or hold the batch.
 Out: `TracedStep`, then `OpGraph`.
-May import: common to attention.
+May import: common to attention, in the order of tests/test_imports.py.
 """

@@ -1,6 +1,6 @@
-"""The inter-operator pass: stages, their submeshes, micro-batches and schedule, by dynamic programming.
+"""The inter-operator pass: stages, submeshes, micro-batches and schedule, by dynamic programming.
 
-In: A `TracedStep`, a `Cluster`, what was asked of a pipeline.
-Out: `Staged`: one graph and one `ShardingPlan` a stage, and the program that runs them.
-May import: common to intra_op, solver, runtime.
+In: A `TracedStep`, a `Cluster`, `PipelineOptions`, a memory limit.
+Out: `PipelineCandidate` with its `StagedStep`: a `ShardingPlan` for each stage and the program of all stages.
+May import: common to runtime, in the order of tests/test_imports.py.
 """

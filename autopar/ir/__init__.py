@@ -1,6 +1,6 @@
-"""The words that everything else is written in: graphs of operations, meshes, layouts, traced steps.
+"""The data structures of the compiler: graphs of operations, meshes, layouts, traced steps.
 
-In: Jaxprs, as values of jax.
-Out: `OpGraph`, `LogicalMesh`, `Layout`, `TracedStep`, and small functions on them.
+In: Jaxprs, as opaque values.
+Out: `OpGraph`, `LogicalMesh`, `Layout`, `TracedStep`; layouts as JAX shardings; algebraic facts about primitives.
 May import: common.
 """

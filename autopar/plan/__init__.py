@@ -1,6 +1,6 @@
-"""The plan as its user has it: what was asked for, what was chosen, as text and as files.
+"""The plan: the options of its search, its record, its text, its file.
 
-In: `PlanOptions`; a `PlanRecord` of the compiler.
+In: `PlanOptions`; a `PlanRecord` from the compiler.
 Out: `Plan`, its text, its file, and the cache of plans on disk.
-May import: common to lowering.
+May import: common to lowering, in the order of tests/test_imports.py.
 """

@@ -1,6 +1,6 @@
-"""How one operation can be split, and how a value goes from one layout to another.
+"""The ways to split one operation over a mesh, and to reshard a value.
 
-In: Operations of an `OpGraph`, a `LogicalMesh`, what a recipe or a user asks for.
-Out: Sharding rules (from Shardy), strategies, resharding paths, constraints, pins.
+In: Operations of an `OpGraph`, a `LogicalMesh` and its links, the constraints of a recipe, pins.
+Out: Sharding rules (from Shardy), `Strategy`s, resharding `Paths`, `Constraints`, `Pins`.
 May import: common, ir, hardware.
 """

@@ -1,6 +1,6 @@
-"""Programs on devices: tasks dispatched, arrays moved between meshes.
+"""A pipeline's program on devices: dispatch of tasks, transfers between meshes and processes.
 
-In: `Program`, compiled tasks, arrays.
-Out: Arrays.
-May import: pipeline, autopar.ir, autopar.lowering.
+In: A `Program`, compiled tasks, the layouts at both ends of each transfer, arrays.
+Out: The arrays of the results.
+May import: pipeline, simulation, autopar.common, autopar.ir, autopar.lowering.
 """

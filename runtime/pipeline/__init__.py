@@ -1,6 +1,6 @@
-"""Schedules, and the one ordered list of instructions that runs them.
+"""Schedules, and the totally ordered instruction list of a pipeline.
 
-In: Tasks of stages, the name of a schedule.
-Out: `Program`: RUN, SEND and FREE; proof that it keeps its promises.
+In: A `Pipeline` (tasks, buffers, transfers) and the name of a schedule.
+Out: `PipelineSchedule`; `Program` of RUN, SEND and FREE; the verification of both.
 May import: autopar.errors.
 """

@@ -1,6 +1,6 @@
-"""Several processes: that they agree, and that each is still there.
+"""Programs of several processes: agreement on a plan, rows of the batch, failure detection.
 
-In: This process's place in `jax.distributed`.
-Out: An error that names the process that is lost or differs.
-May import: autopar.common, autopar.ir.
+In: The rank of this process, and the key-value store of `jax.distributed`.
+Out: Agreed values, global arrays, or an error that names the lost or differing process.
+May import: execution, autopar.common, autopar.ir, autopar.lowering.
 """

@@ -1,6 +1,6 @@
-"""Programs on a virtual clock.
+"""A pipeline's program on a virtual clock.
 
-In: `Program` and seconds of its tasks.
-Out: Step time, idle time, memory, a timeline.
-May import: pipeline.
+In: A `Program`, and the seconds of its tasks and transfers.
+Out: `Simulation`: step time, idle time, memory; a timeline.
+May import: pipeline, autopar.common.
 """

@@ -1,6 +1,6 @@
-"""The anytime core: message passing for bounds, local search for choices.
+"""The anytime solver: message passing for bounds, local search for choices, column generation for prices.
 
 In: `Problem`.
-Out: A choice and a lower bound, better with every round.
+Out: A choice and a lower bound, both improved with every round.
 May import: ilp, presolve.
 """

@@ -1,6 +1,6 @@
-"""The problem that the planner hands over, and its exact solution by an integer program.
+"""The node problem, and its exact solution by an integer program.
 
-In: `Problem`: nodes, edges, memory.
-Out: `Solution` with its bound; why nothing fits.
-May import: numpy and OR-tools.
+In: `Problem`: node costs, edge costs, memory uses.
+Out: `Solution` with a proven bound, or the reason why nothing fits.
+May import: numpy and OR-tools; no other package of the solver.
 """

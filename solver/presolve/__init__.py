@@ -1,6 +1,6 @@
-"""Reductions that keep the best cost.
+"""Reductions that preserve the least cost.
 
 In: `Problem`.
-Out: `Reduction`: a smaller problem and the way back.
+Out: `Reduction`: a smaller problem, and the map from its choice to one of the original.
 May import: ilp.
 """
