@@ -13,7 +13,7 @@ from autopar.errors import InvalidArgumentError, ProcessMismatchError
 from tests.in_processes import launch
 from tests.small_steps import mlp_batch, mlp_state, mlp_step
 
-PROGRAM = str(Path(__file__).with_name("own_rows.py"))
+PROGRAM = str(Path(__file__).parents[1] / "own_rows.py")
 EXAMPLES, STEPS = 16, 3
 REFUSED = {
     "numbers that differ": "the same batch['scale'] in all processes: it has no dimension of",
