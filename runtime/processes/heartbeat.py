@@ -1,10 +1,11 @@
-"""Who of the processes of a program is still there: each shows a sign of life, process 0 looks who has gone silent.
+"""Heartbeat failure detection for the processes of a program.
 
 jax ends all processes when one has been silent for its heartbeat timeout (100 s unless `jax.distributed.initialize` is
 told otherwise), or at once, with a C++ stack and nothing else, when process 0 is gone. This is quicker, names the
 process, and lets Python say so:
 
-(1) Every process writes a sign of life each second, with the number of steps it has begun and whether it is ending.
+(1) Every process writes a sign of life each second: how many steps it has begun, how much joint work (steps, moves of
+    rows), and whether it is ending.
 (2) Process 0 finds one lost that is silent for `LOST_AFTER_S`, that ended on an exception, or that ended before a step
     that another has begun; and tells all. The others find process 0 lost where its store does not answer for as long,
     or where the link to it breaks (`coordinator_link`, after `autopar.distributed.initialize`).
@@ -61,7 +62,7 @@ class Watch:
         link: CoordinatorLink | None = None,
     ) -> None:
         self._store, self._process, self._lost_after_s = store, process, LOST_AFTER_S
-        self._steps, self._beats, self._state = 0, 0, _ALIVE
+        self._steps, self._joint, self._beats, self._state = 0, 0, 0, _ALIVE
         begun = time.monotonic()
         self._seen: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", begun))
         self._last_signs: dict[int, tuple[str, str, str]] = {}
@@ -83,6 +84,11 @@ class Watch:
     def begin_step(self) -> None:
         """Counts a step. Raises: ProcessLostError."""
         self._steps += 1
+        self.begin_joint_work()
+
+    def begin_joint_work(self) -> None:
+        """Counts what all processes have to do together, such as a step, or moving rows. Raises: ProcessLostError."""
+        self._joint += 1
         self.check()
 
     def check(self) -> None:
@@ -92,9 +98,9 @@ class Watch:
             raise self.lost
 
     def ahead(self) -> list[int]:
-        """The processes that have begun more steps than this one, or have ended."""
+        """The processes that have begun more joint work than this one, or have ended."""
         signs = {int(process): text.split() for process, text in self._store.below(_PREFIX).items()}
-        return sorted(p for p, (_, steps, state) in signs.items() if int(steps) > self._steps or state != _ALIVE)
+        return sorted(p for p, (_, _, joint, state) in signs.items() if int(joint) > self._joint or state != _ALIVE)
 
     def blame(self, error: BaseException) -> NoReturn:
         """Raises what made jax fail: the loss of a process, as soon as it is known, or else the error itself.
@@ -127,7 +133,7 @@ class Watch:
         with self._lock:
             self._beats += 1
             beats = self._beats
-        self._store.set(f"{_PREFIX}{self._process}", f"{beats} {self._steps} {self._state}")
+        self._store.set(f"{_PREFIX}{self._process}", f"{beats} {self._steps} {self._joint} {self._state}")
 
     def _look(self) -> None:
         """Looks for who is lost."""
@@ -157,10 +163,10 @@ class Watch:
         """The verdict, `number of the process, what is known`, when one is lost."""
         signs = {int(process): text.split() for process, text in self._store.below(_PREFIX).items()}
         now = time.monotonic()
-        furthest = max((int(steps) for _, steps, _ in signs.values()), default=0)
+        furthest = max((int(steps) for _, steps, _, _ in signs.values()), default=0)
         verdict = None
         for process in sorted(self._seen.keys() | signs.keys()):
-            beats, steps, state = signs.get(process, ("", "0", _ALIVE))
+            beats, steps, _, state = signs.get(process, ("", "0", "0", _ALIVE))
             if self._seen.get(process, (None, 0.0))[0] != beats:
                 self._seen[process] = (beats, now)
             silent_s = now - self._seen[process][1]
@@ -180,7 +186,7 @@ class Watch:
         sign = self._store.wait_for(f"{_PREFIX}0", BEAT_S / 2)
         if sign is not None or (self._beats > 0 and self._store.wait_for(f"{_PREFIX}{self._process}", BEAT_S / 2)):
             self._answered = time.monotonic()
-        _, steps, state = (sign or f"0 0 {_ALIVE}").split()
+        _, steps, _, state = (sign or f"0 0 0 {_ALIVE}").split()
         if now - self._answered > self._lost_after_s:
             return f"0 has not answered for {now - self._answered:.0f} s"
         if state == _FAILED:

@@ -25,6 +25,7 @@ from autopar.runtime.execution.cross_process import absent, crosser, crossing, i
 from autopar.runtime.execution.cut_shards import End
 from autopar.runtime.execution.global_arrays import aval_of, move
 from autopar.runtime.processes.agreement import meet
+from autopar.runtime.processes.heartbeat import the_watch
 
 
 class ProcessRows:
@@ -68,6 +69,9 @@ def place_rows(rows: Sequence[ProcessRows], shardings: Sequence[NamedSharding]) 
 
     Raises: ProcessLostError.
     """
+    watch = the_watch()
+    if watch is not None:
+        watch.begin_joint_work()
     placed: list[Any] = [None] * len(rows)
     crossing_rows = []
     for i, (r, sharding) in enumerate(zip(rows, shardings, strict=True)):

@@ -1,4 +1,4 @@
-"""One of several processes that pass rows of their own to a step: `python tests/own_rows.py` with a task in JSON.
+"""One of several processes that pass rows of their own to a step: `python tests/calls/own_rows.py` with a task in JSON.
 
 Each try is a step of its own; the losses that it gave, or the error that it ended in, go to the folder of the task.
 """
