@@ -67,7 +67,7 @@ def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
 def saved_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
     """What lies in memory from the forward pass of a micro-batch to its backward pass."""
     made = {v for op in graph.block.ops if op.section is Section.FORWARD for v in op.outputs}
-    behind = (op for op in graph.block.ops if op.section in (Section.BACKWARD, Section.WEIGHT))
+    behind = (op for op in graph.block.ops if op.section.is_backward)
     return frozenset((v, state) for op in behind for v in read_by(op) if v in made for state in (REDUCED, ALL))
 
 

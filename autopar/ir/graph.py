@@ -49,6 +49,11 @@ class Section(enum.Enum):
         """Whether it runs once for each micro-batch."""
         return self in (Section.FORWARD, Section.BACKWARD, Section.WEIGHT)
 
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is part of the backward pass."""
+        return self in (Section.BACKWARD, Section.WEIGHT)
+
 
 class Dimension(enum.Enum):
     """What a dimension of a value counts. What is none of these (vocabularies, inner widths) has no name."""

@@ -17,7 +17,6 @@ from autopar.ir.rewrite import makers
 from autopar.passes.layers import Layers, portable_ops
 
 _SUMS = (OpKind.ACCUMULATE, OpKind.STACK)
-_BACKWARD = (Section.BACKWARD, Section.WEIGHT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +172,7 @@ class _Backward:
     def run(self) -> _Pull:
         layer = self.of.layer
         for op in self.of.ops:
-            if op.section not in _BACKWARD or op.kind in (*_SUMS, OpKind.BARRIER, OpKind.SPLIT):
+            if not op.section.is_backward or op.kind in (*_SUMS, OpKind.BARRIER, OpKind.SPLIT):
                 continue
             again = self.first.get(self.number(op)) if op.kind is OpKind.EQUATION else None
             if again is not None:
@@ -200,7 +199,7 @@ class _Backward:
                 if self.is_portable(root):
                     continue  # equal ones of other layers are the same
             maker = self.of.maker.get(root)
-            if maker is not None and maker.section in _BACKWARD:
+            if maker is not None and maker.section.is_backward:
                 bound = min(bound, self.of.layer.get(maker.id, math.inf))
             else:
                 touched = self.of.touched.get(root, set())
@@ -238,7 +237,7 @@ class _Backward:
             barrier = self.of.maker[value]
             for v in read_by(barrier):
                 maker = self.of.maker.get(self.of.root(v))
-                if maker is not None and maker.section in _BACKWARD:
+                if maker is not None and maker.section.is_backward:
                     limit = min(limit, self.of.layer.get(maker.id, math.inf))
             value = self.of.in_front(barrier, value)
         return limit

@@ -14,7 +14,6 @@ from autopar.ir.rewrite import Fresh, clone, makers, reading, renumbered
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.layers import Layers
 
-_BACKWARD = (Section.BACKWARD, Section.WEIGHT)
 _ADDITIONS = frozenset({"add", "add_any", "sub"})
 _FOLLOWERS = frozenset({"neg", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"})
 
@@ -115,7 +114,7 @@ def check_stages(staged: StagedGraph) -> None:
                 assert at == stage, text
             elif op.section is Section.FORWARD:
                 assert maker.section is Section.BEFORE or at <= stage, text
-            elif op.section in _BACKWARD and maker.section in _BACKWARD:
+            elif op.section.is_backward and maker.section.is_backward:
                 assert at >= stage, text
 
 
@@ -137,7 +136,7 @@ def accumulate_apart(graph: OpGraph, stages: Sequence[int | None]) -> tuple[OpGr
     # What may move, last first: read by nothing but sums over micro-batches and other operations that may move.
     movable: set[int] = set()
     for op in reversed(ops):
-        linear = op.primitive in _ADDITIONS | _FOLLOWERS and op.kind is OpKind.EQUATION and op.section in _BACKWARD
+        linear = op.primitive in _ADDITIONS | _FOLLOWERS and op.kind is OpKind.EQUATION and op.section.is_backward
         if linear and outputs.isdisjoint(op.outputs) and _linear_in_all(op):
             users = [r for v in op.outputs for r in readers.get(v, ())]
             if users and all(r.kind is OpKind.ACCUMULATE or r.id in movable for r in users):
@@ -216,7 +215,7 @@ def _saved_at_cuts(graph: OpGraph, stages: Sequence[int | None], same_as: Mappin
     ops = []
     for op, stage in zip(graph.block.ops, stages, strict=True):
         names = {}
-        if stage is not None and op.section in _BACKWARD:
+        if stage is not None and op.section.is_backward:
             for v in read_by(op):
                 made = at.get(v)
                 if v in same_as and made is not None and made < stage:

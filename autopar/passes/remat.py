@@ -17,8 +17,6 @@ from autopar.ir.rewrite import Fresh, clone, reading, renumbered
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.layers import Layers, is_product
 
-_BACKWARD = (Section.BACKWARD, Section.WEIGHT)
-
 
 class Recompute(enum.Enum):
     """What of a layer is computed again in the backward pass."""
@@ -53,7 +51,7 @@ def rematerialise(graph: OpGraph, layers: Layers, policy: Recompute | Sequence[R
         rows += inserted.get(position, [])
         for layer, new in found.get(position, []):
             names[layer] = new
-        if op.section in _BACKWARD:
+        if op.section.is_backward:
             op = readers.renamed(op, names)
         rows.append(op)
     block = dataclasses.replace(graph.block, ops=tuple(rows))
@@ -102,7 +100,7 @@ class _Readers:
         self.position = {v: i for i, op in enumerate(self.ops) for v in op.outputs}
         self.layers: dict[int, set[int]] = {}
         for op in reversed(self.ops):
-            if op.section not in _BACKWARD or op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
+            if not op.section.is_backward or op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
                 continue
             own = self.layer[op.id]
             if op.kind is OpKind.BARRIER:
@@ -160,7 +158,7 @@ def _recomputation(
     backward = [
         i
         for i, op in enumerate(ops)
-        if op.section in _BACKWARD and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK) and _is_of(op, layer, readers)
+        if op.section.is_backward and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK) and _is_of(op, layer, readers)
     ]
     at = next((i for i in backward if not {*wanted}.isdisjoint(read_by(ops[i]))), None)
     if at is None:
@@ -209,10 +207,7 @@ def _cotangents(layer: int, at: int, backward: Sequence[int], readers: _Readers)
     def is_cotangent(v: int) -> bool:
         made = readers.position.get(v)
         return (
-            made is not None
-            and made < at
-            and ops[made].section in _BACKWARD
-            and readers.layer[ops[made].id] is not None
+            made is not None and made < at and ops[made].section.is_backward and readers.layer[ops[made].id] is not None
         )
 
     read = dict.fromkeys(v for i in backward if i >= at for v in read_by(ops[i]) if is_cotangent(v))
