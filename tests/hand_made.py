@@ -15,7 +15,7 @@ from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.resharding import MeshLinks
 
 LINK = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up")
-REPORT = SolverReport(status="optimal", objective_s=0.0, bound_s=0.0, gap=0.0, wall_s=0.0, nodes=0, classes=0)
+REPORT = SolverReport(status="optimal", objective_s=0.0, bound_s=0.0, gap=0.0, nodes=0, classes=0)
 ROLES = {
     Section.BEFORE: Role.FORWARD,
     Section.FORWARD: Role.FORWARD,

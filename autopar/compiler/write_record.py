@@ -420,7 +420,6 @@ def together(reports: Sequence[SolverReport]) -> SolverReport:
         objective_s=sum(r.objective_s for r in reports),
         bound_s=sum(r.bound_s for r in reports),
         gap=worst.gap,
-        wall_s=sum(r.wall_s for r in reports),
         nodes=sum(r.nodes for r in reports),
         classes=sum(r.classes for r in reports),
     )

@@ -382,7 +382,6 @@ class IntraOp:
             objective_s=solution.objective,
             bound_s=solution.bound,
             gap=solution.gap,
-            wall_s=solution.wall_s,
             nodes=len(assembly.nodes),
             classes=len(set(self.classes)),
         )

@@ -14,13 +14,12 @@ from autopar.sharding.strategies import Strategy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """What the solver says of its answer. Seconds; `nodes` before and `classes` after folding."""
+    """What the solver says of its answer. `nodes` before and `classes` after folding."""
 
     status: str
     objective_s: float
     bound_s: float
     gap: float
-    wall_s: float
     nodes: int
     classes: int
 

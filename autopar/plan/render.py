@@ -51,7 +51,7 @@ def table(record: PlanRecord) -> str:
         )
     out.line(
         f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
-        f"{record.solver.classes}, {text_of_s(record.solver.wall_s)}"
+        f"{record.solver.classes}"
     )
     if record.pipeline is not None:
         out.table(_stages_table(record.pipeline))

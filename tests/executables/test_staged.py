@@ -484,11 +484,11 @@ def test_copies_of_the_state_are_made_in_each_micro_batch_where_they_do_not_fit_
     on = dataclasses.replace(autopar.Cluster.preset("p3.16xlarge"), devices_per_host=2)
     options = {"cluster": on, "cache_dir": None, "show_progress": False, "plan": recipe(2, m=4)}
     roomy = autopar.plan(halved_step, *halved_arguments(256), **options)
-    assert roomy.record.pipeline.hoist_casts
+    assert roomy.record.pipeline.keeps_copies
     less_bytes = 128 * 128 * 2  # of three copies that a device keeps, one
     limit_bytes = max(roomy.predicted.peak_bytes) - less_bytes
     tight = autopar.plan(halved_step, *halved_arguments(256), **options, memory_limit_bytes=limit_bytes)
-    assert not tight.record.pipeline.hoist_casts
+    assert not tight.record.pipeline.keeps_copies
     assert "copies of the state made in each anew" in str(tight)
     assert max(tight.predicted.peak_bytes) <= limit_bytes
 
@@ -498,7 +498,7 @@ def test_a_step_that_makes_copies_of_the_state_anew_is_that_of_plain_jit(asked, 
     monkeypatch.setattr(PipelineCandidate, "fits", lambda found, _: not found.hoist_casts)
     arguments = halved_arguments()
     made = autopar.parallelize(halved_step, **asked, **OPTIONS).plan(*arguments)
-    assert not made.record.pipeline.hoist_casts
+    assert not made.record.pipeline.keeps_copies
     made.save(tmp_path / "plan.json")
     loaded = autopar.parallelize(halved_step, plan=autopar.Plan.load(tmp_path / "plan.json"), **OPTIONS)
     assert_close(loaded(*arguments), jax.jit(halved_step)(*arguments), 1e-2)

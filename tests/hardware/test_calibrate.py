@@ -338,12 +338,12 @@ def test_the_command_line_measures(directory, monkeypatch, capsys):
 
 MEASURING = """
 import autopar
-from autopar import measuring
-sizes = measuring.Sizes(
+from autopar.hardware import calibrate
+sizes = calibrate.Sizes(
     array_bytes=(1 << 12, 1 << 20), widths=(16, 128), other_widths=(64, 128), row_bytes=(1 << 18, 1 << 22),
     transposed_widths=(128, 256), fresh_bytes=(40 << 20,), handed_bytes=1 << 12, in_step=128,
 )
-assert measuring.measure(sizes=sizes, rounds=5, show_progress=False).save() is not None
+assert calibrate.measure(sizes=sizes, rounds=5, show_progress=False).save() is not None
 cluster = autopar.Cluster.local()
 assert autopar.Cluster.local(measured=False) != cluster
 assert 1e8 < cluster.device.flops_per_s("float32") < 1e13, cluster

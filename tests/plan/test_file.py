@@ -39,6 +39,15 @@ def test_what_is_saved_is_loaded(any_plan, tmp_path):
     assert loaded.predicted == any_plan.predicted
 
 
+def test_the_same_step_on_the_same_cluster_has_the_same_file(tmp_path):
+    contents = set()
+    for _ in range(2):
+        step = autopar.parallelize(mlp_step, cluster=slow_cluster(), cache_dir=None, show_progress=False)
+        step.plan(MLP_STATE, MLP_BATCH).save(tmp_path / "plan.json")
+        contents.add((tmp_path / "plan.json").read_bytes())
+    assert len(contents) == 1
+
+
 def test_the_file_is_versioned_json(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
