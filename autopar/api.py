@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from autopar.calls.nnx_objects import unwrapped
+from autopar.calls.plan_sources import DEFAULT_CACHE
 from autopar.calls.process_batches import batch_word
+from autopar.calls.step_options import StepOptions
 from autopar.common.units import bytes_of_text
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
+from autopar.plan.options import PlanOptions
 from autopar.plan.plan import Plan
 from autopar.recipes import Recipe, pipeline_options
-from autopar.step import DEFAULT_CACHE, Options, Step, function_of
+from autopar.step import Step, followed, function_of
 
 
 def parallelize(
@@ -113,28 +116,33 @@ def parallelize(
             hint="leave out plan, or the wishes",
         )
     recipe = plan if isinstance(plan, Recipe) else Recipe()
-    options = Options(
+    options = StepOptions(
         plan=plan if isinstance(plan, Plan) else None,
-        recipe=recipe,
-        pipeline=pipeline_options(recipe, num_microbatches, schedule),
+        request=PlanOptions(
+            memory_limit_bytes=memory_limit_bytes,
+            time_limit_s=time_limit_s,
+            pipeline=pipeline_options(recipe, num_microbatches, schedule),
+            binding=recipe.binding,
+            recompute=recipe.recompute,
+            pins=recipe.pins,
+        ),
+        has_recipe=recipe != Recipe(),
         cluster=cluster,
-        memory_limit_bytes=memory_limit_bytes,
         batch_argnums=_argnums(batch_argnums),
         donate_argnums=_argnums(donate_argnums),
         static_argnums=_argnums(static_argnums),
         batch_argnames=_argnames(batch_argnames),
         donate_argnames=_argnames(donate_argnames),
         static_argnames=_argnames(static_argnames),
-        follow=follow,
+        follow=None if follow is None else followed(follow),
         batch=batch_word(batch, "parallelize(batch=...)"),
         cache_dir=cache_dir,
-        time_limit_s=time_limit_s,
         show_progress=show_progress,
     )
     return _made(fun, options) if fun is not None else lambda function: _made(function, options)
 
 
-def _made(fun: Any, options: Options) -> Step:
+def _made(fun: Any, options: StepOptions) -> Step:
     function = unwrapped(function_of(fun) if isinstance(fun, Step) else fun)
     if not callable(function):
         raise InvalidArgumentError(

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.calls.arguments import put_copies
+from autopar.calls.placement import put_copies
+from autopar.calls.planning_request import PlanningRequest
 from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
 from autopar.common.units import text_of_bytes, text_of_s
@@ -32,7 +33,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.runtime.execution.dispatch import drain
-from autopar.step import PlanningRequest, Step, check_is_step, keep_rules, planning_request_of
+from autopar.step import Step, check_is_step, planning_request_of, save_rules
 
 # Recipes that are timed beside the search's plans, by the names that they have in the table.
 BESIDE = (("data_parallel()", data_parallel()), *((f"zero({stage})", zero(stage)) for stage in (1, 2, 3)))
@@ -149,7 +150,7 @@ def tuned_by(
     progress = Progress(f"autopar tune {step.__name__}", show=asked.show_progress)
     with collected_seldom():
         found = list(_planned(asked, beside, within, progress))
-    keep_rules(step)
+    save_rules(step)
     refused = [_Failed(name, made) for name, made in found if isinstance(made, Exception)]
     plans = [(name, made) for name, made in found if isinstance(made, Plan)]
     fitting = [(name, plan) for name, plan in plans if not _over(plan)]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.calls import nnx_objects
-from autopar.calls.arguments import copy_of
+from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.executables.compiled_step import Compiled, CompiledPipeline

@@ -33,7 +33,6 @@ LONG_MODULES = {
     "autopar/microbatch/microbatch.py": _OPEN,
     "autopar/passes/layers.py": _OPEN,
     "autopar/sharding/semantics.py": _OPEN,
-    "autopar/step.py": _OPEN,
     "solver/anytime/local_search.py": _OPEN,
 }
 LONG_FUNCTIONS = {

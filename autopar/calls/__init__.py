@@ -1,6 +1,6 @@
-"""One call of a step: signatures, arguments, NNX objects, NaN checks, the batch of several processes.
+"""The parts of a step: arguments and their key, traces, plans by shape, initial state, batches, the fast path, NaNs.
 
-In: The arguments of a call as the user passed them.
-Out: Their leaves in the layouts of the plan; the results as plain JAX returns them.
-May import: common to executables, in the order of tests/test_imports.py.
+In: The options and the arguments of a step's calls as the user passed them.
+Out: Traced steps with their plans; arrays where the plan wants them; results as plain jax gives them.
+May import: everything above.
 """

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.calls.arguments import on_default_device
+from autopar.calls.placement import on_default_device
 from autopar.common import jax_compat
 from autopar.errors import NonFiniteError
 from autopar.frontend.build_graph import module_path

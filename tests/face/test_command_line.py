@@ -213,6 +213,6 @@ def test_a_compiler_that_is_missing_is_said_before_a_plan_is_searched_for(job, m
     def searched(*args):
         raise AssertionError("a plan is searched for")
 
-    monkeypatch.setattr("autopar.step.make_plan", searched)
+    monkeypatch.setattr("autopar.calls.plan_sources.make_plan", searched)
     assert main(["verify", small_job(job), "--cluster", "tpu-v5e:2x4"]) == 1
     assert "got no module libtpu" in capsys.readouterr().err

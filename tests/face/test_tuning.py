@@ -58,8 +58,8 @@ def piped(**options):
 def near(step, args, within):
     """(what `make_plans` gives, what `make_plan` gives)"""
     traced, trees = step._traced(args)
-    cluster, options = step._wanted(traced)
-    given = traced, trees, cluster, options, step._rule_book(), Progress("", show=False)
+    cluster, options = step._sources.request(traced)
+    given = traced, trees, cluster, options, step._sources.rules(), Progress("", show=False)
     return make_plans(*given, within=within), make_plan(*given)
 
 

@@ -244,7 +244,7 @@ def test_few_buckets_are_on_a_device_at_once(clips):
     state = params, jax.eval_shape(tx.init, params)
     made = step_under(recipes.zero(2, offload="optimizer"), step)
     traced, plan = made._planned((state, new_batch(16)))
-    lowered = make_function(traced, plan, plan.concrete_mesh(), made._rule_book()).lowered
+    lowered = make_function(traced, plan, plan.concrete_mesh(), made._sources.rules()).lowered
     copies = [i for i in lowered.instructions if isinstance(i, HostCopy)]
     assert sum(not c.to_host for c in copies) == sum(c.to_host for c in copies) == 2 * layers
     a_bucket = 2 * layers // BUCKETS

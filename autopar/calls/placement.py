@@ -1,4 +1,4 @@
-"""Arguments of a step: copies of them, and where they lie."""
+"""Placement of a step's arguments: where they lie, copies of them, and moves to where the plan wants them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.common import jax_compat
-from autopar.errors import InvalidArgumentError
 from autopar.executables.compiled_step import Compiled, CompiledPipeline
 from autopar.ir.jax_sharding import HOST_MEMORY
 
@@ -73,19 +72,6 @@ def on_default_device(array: Any) -> Any:
     if jax_compat.is_key_dtype(array.dtype):
         return jax_compat.key_of(np.asarray(jax.random.key_data(array)), array.dtype)
     return jnp.asarray(np.asarray(array))
-
-
-def hashable(value: Any, name: str) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        raise InvalidArgumentError(
-            where=name,
-            expected="a static argument that can be hashed: each value of it is a step of its own",
-            got=type(value).__name__,
-            hint="pass a tuple or a frozen dataclass, or take it out of static_argnums",
-        ) from None
-    return value
 
 
 def on_one_device(args: Sequence[Any]) -> tuple[Any, ...]:

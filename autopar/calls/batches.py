@@ -1,0 +1,96 @@
+"""Batches of a step: host data put where the plan wants it, and rows of several processes made one batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.calls import nnx_objects
+from autopar.calls.call_arguments import CallArguments
+from autopar.calls.plans import StepPlans
+from autopar.calls.process_batches import PlannedBatch, ProcessBatches, batch_word
+from autopar.calls.step_options import StepOptions
+from autopar.errors import BatchMismatchError
+from autopar.executables.compiled_step import put
+from autopar.executables.multiprocess import naming_the_lost
+from autopar.frontend.tracing import abstract
+from autopar.plan.plan import Plan
+from autopar.plan.schema import PlannedValue
+
+
+class StepBatches:
+    """The batches of a step's calls and of `put_batch`."""
+
+    def __init__(self, arguments: CallArguments, options: StepOptions, plans: StepPlans) -> None:
+        self._name, self._arguments, self._plans = arguments.step_name, arguments, plans
+        self._given_plan = options.plan
+        self._of_processes = ProcessBatches(self._name, options.batch)
+
+    def with_whole_batch(self, args: Sequence[Any], *, is_run: bool = False) -> tuple[Any, ...]:
+        """The arguments with the whole batch in place of this process's rows. `is_run`: the step runs on them."""
+        if jax.process_count() == 1 or any(map(nnx_objects.holds_objects, args)):
+            return tuple(args)
+        whole = naming_the_lost(
+            lambda: self._of_processes.arguments(
+                self._arguments.dynamic(args),
+                sorted(self._arguments.batch_numbers(args)),
+                names=lambda: self._arguments.dynamic_names(len(args)),
+                planned=self._planned,
+                is_run=is_run,
+            )
+        )
+        return self._arguments.with_dynamic(args, whole)
+
+    def put(self, data: Any, batch: str | None) -> Any:
+        """As `Step.put_batch`."""
+        word = None if batch is None else batch_word(batch, f"{self._name}.put_batch(batch=...)")
+        if (latest := self._plans.latest()) is not None:
+            self._check_structure(data, latest)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(data)[0]:
+            abstract(leaf, f"batch{jax.tree_util.keystr(path)}")
+        leaves, tree = jax.tree.flatten(data)
+        if jax.process_count() > 1:
+            placed = naming_the_lost(lambda: self._of_processes.put(word, leaves, tree, self._planned))
+            return jax.tree.unflatten(tree, placed)
+        if latest is None:
+            return data
+        shapes, shardings = self._planned()[-1]
+        if [tuple(np.shape(leaf)) for leaf in leaves] != shapes:
+            return data  # another shape has another plan: the call makes it and puts the batch itself
+        return jax.tree.unflatten(tree, put(leaves, shardings()))
+
+    def _planned(self) -> list[PlannedBatch]:
+        """The batch of each plan, the latest last."""
+
+        def shardings(plan: Plan, values: Sequence[PlannedValue]) -> list[NamedSharding]:
+            plan.check_devices()
+            return [plan.sharding_of(v) for v in values]
+
+        batches = []
+        for plan in [self._given_plan, *self._plans.all()]:
+            if plan is not None:
+                values = (
+                    plan.argument_leaves(plan.trees.batch)
+                    if plan.trees
+                    else [v for v in plan.record.arguments if v.kind == "batch"]
+                )
+                batches.append(PlannedBatch([v.shape for v in values], functools.partial(shardings, plan, values)))
+        return batches
+
+    def _check_structure(self, data: Any, planned: Plan) -> None:
+        """Raises: BatchMismatchError for a batch of another structure than the plan's."""
+        assert planned.trees is not None, "a step's plan has its trees"
+        trees = [planned.trees.arguments[i] for i in sorted(planned.trees.batch)]
+        expected = trees[0] if len(trees) == 1 else jax.tree_util.treedef_tuple(trees)
+        if jax.tree.structure(data) != expected:
+            raise BatchMismatchError(
+                where=f"{self._name}.put_batch",
+                expected=f"a batch with the structure {expected}",
+                got=f"{jax.tree.structure(data)}",
+                hint="pass what the step takes in batch_argnums, or plan for the new batch first",
+            )

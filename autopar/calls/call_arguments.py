@@ -1,0 +1,128 @@
+"""Arguments of a call by number and name: which are static, donated, or carry examples; and the key of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autopar.calls import nnx_objects
+from autopar.calls.signatures import Signature
+from autopar.calls.step_options import DEFAULT_ARGNUMS, StepOptions
+from autopar.common import jax_compat
+from autopar.errors import DonatedStateError, InvalidArgumentError, UnsupportedError
+from autopar.frontend.tracing import abstract, flatten_arguments
+
+
+class CallArguments:
+    """How a step's options apply to the arguments of its calls, which stand in the places of its signature.
+
+    Options count all arguments. Dynamic arguments are those that are not static; traces and plans count only them.
+    """
+
+    def __init__(self, name: str, signature: Signature, options: StepOptions) -> None:
+        self.step_name, self._signature, self._options = name, signature, options
+
+    def dynamic(self, args: Sequence[Any]) -> list[Any]:
+        return [a for i, a in enumerate(args) if i not in self._options.static_argnums]
+
+    def static(self, args: Sequence[Any]) -> dict[int, Any]:
+        """The static arguments by number."""
+        return {i: a for i, a in enumerate(args) if i in self._options.static_argnums}
+
+    def with_dynamic(self, args: Sequence[Any], dynamic: Sequence[Any]) -> tuple[Any, ...]:
+        """All arguments, with others in place of the dynamic ones."""
+        rest = iter(dynamic)
+        return tuple(arg if i in self._options.static_argnums else next(rest) for i, arg in enumerate(args))
+
+    def names(self, num_args: int) -> list[str]:
+        known = self._signature.names
+        return [known[i] if i < len(known) else f"argument {i}" for i in range(num_args)]
+
+    def dynamic_names(self, num_args: int) -> list[str]:
+        return self.dynamic(self.names(num_args))
+
+    def batch_numbers(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Which of the dynamic arguments carry examples."""
+        numbers = nnx_objects.batch_argnums(args, self._options.batch_argnums, DEFAULT_ARGNUMS["batch_argnums"])
+        return self._dynamic_numbers(numbers, len(args))
+
+    def donated_numbers(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Which of the dynamic arguments are donated; none where the step follows another one."""
+        numbers = nnx_objects.donate_argnums(args, self._options.donate_argnums, DEFAULT_ARGNUMS["donate_argnums"])
+        return self._dynamic_numbers(numbers if self._options.follow is None else (), len(args))
+
+    def _dynamic_numbers(self, argnums: Sequence[int], num_args: int) -> tuple[int, ...]:
+        dynamic = self.dynamic(range(num_args))
+        return tuple(dynamic.index(i) for i in argnums if i in dynamic)
+
+    def key(self, args: Sequence[Any]) -> Any:
+        """What a trace depends on: tree, shapes and types of the arguments, static values, jax's configuration.
+
+        Raises: InvalidArgumentError for what is no array, and for a static argument that cannot be hashed.
+        """
+        names = self.names(len(args))
+        leaves, tree, paths, _ = flatten_arguments(self.dynamic(args), self.dynamic(names))
+        avals = [abstract(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        static = tuple(_hashable(a, names[i]) for i, a in self.static(args).items())
+        types = tuple((a.shape, str(a.dtype), a.weak_type) for a in avals)
+        return tree, types, static, jax_compat.trace_context()
+
+    def check_argnums(self, num_args: int) -> None:
+        """Raises: InvalidArgumentError for numbers that no argument has."""
+        for option in ("batch_argnums", "donate_argnums", "static_argnums"):
+            given = getattr(self._options, option)
+            outside = [i for i in given if not 0 <= i < self._signature.most(num_args)]
+            if outside and given != DEFAULT_ARGNUMS.get(option):
+                raise InvalidArgumentError(
+                    where=f"{self.step_name}, {option}={given}",
+                    expected=f"numbers of its {num_args} arguments, from 0",
+                    got=f"{outside[0]}",
+                    hint="count positional arguments from 0; static ones count too, the self of a method does not",
+                )
+
+    def check_usable(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
+        """Raises: DonatedStateError for deleted arrays, UnsupportedError inside of another transformation."""
+        leaves, _, paths, _ = flatten_arguments(dynamic, names)
+        for leaf, path in zip(leaves, paths, strict=True):
+            if jax_compat.is_tracer(leaf):
+                raise UnsupportedError(
+                    where=f"{self.step_name}, {path}",
+                    expected="an array",
+                    got="a traced value: the step is called inside of jax.jit, jax.grad or another transformation",
+                    hint="transform the plain function and decorate the result",
+                )
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise DonatedStateError(
+                    where=f"{self.step_name}, {path}",
+                    expected="an array that still holds its data",
+                    got="one that an earlier step took over (it was donated)",
+                    hint=f"use the state that the step returned: state, ... = {self.step_name}(state, ...); or pass "
+                    "donate_argnums=() to keep both",
+                )
+
+    def check_arrays(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
+        """Raises: InvalidArgumentError for shapes, which no step can be run on."""
+        leaves, _, paths, _ = flatten_arguments(dynamic, names)
+        for leaf, path in zip(leaves, paths, strict=True):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise InvalidArgumentError(
+                    where=f"{self.step_name}, {path}",
+                    expected="an array: the step is run",
+                    got=f"a shape, {leaf}",
+                    hint="pass the state and the batch themselves; autopar.plan and step.plan take shapes",
+                )
+
+
+def _hashable(value: Any, name: str) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        raise InvalidArgumentError(
+            where=name,
+            expected="a static argument that can be hashed: each value of it is a step of its own",
+            got=type(value).__name__,
+            hint="pass a tuple or a frozen dataclass, or take it out of static_argnums",
+        ) from None
+    return value

@@ -1,0 +1,109 @@
+"""Where a step's plan comes from: the user, the cache on disk, the search, or process 0 of several."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar.calls.following import with_followed_layouts
+from autopar.calls.step_options import StepOptions
+from autopar.calls.trace_call import with_fixed_trace
+from autopar.calls.warn_once import WarnOnce
+from autopar.common import jax_compat
+from autopar.common.cache_dir import cache_directory, default_directory
+from autopar.common.progress import Progress
+from autopar.compiler.memory_errors import check_given_plan_fits
+from autopar.compiler.planner import check_plan, make_plan
+from autopar.hardware.cluster import Cluster
+from autopar.ir.traced_step import TracedStep
+from autopar.plan.cache import DiskCache, plan_key
+from autopar.plan.file import decode, encode
+from autopar.plan.options import PlanOptions
+from autopar.plan.plan import Plan, Trees
+from autopar.runtime.processes.agreement import agree
+from autopar.sharding.rules import RuleBook
+
+DEFAULT_CACHE = "default"  # the user's cache directory
+
+
+class PlanSources:
+    """Plans for one step, and the sharding rules that they rest on; both are kept in the cache on disk."""
+
+    def __init__(self, name: str, options: StepOptions, warn: WarnOnce) -> None:
+        self._name, self._options, self._warn = name, options, warn
+        self._disk = DiskCache(_cache_directory(options.cache_dir))
+        self._rules: dict[Any, RuleBook] = {}
+
+    def plan(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
+        """The plan for a traced step; in a program of several processes that of process 0.
+
+        Raises: what the search raises; ProcessMismatchError where the processes do not mean the same step,
+        ProcessLostError.
+        """
+        given = self._given(traced, trees)
+        if jax.process_count() == 1:
+            return given or self._searched(traced, trees, progress)
+        own = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
+        leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
+        same = traced.fingerprint, jax_compat.lowering_flags()
+        parts = (*same, leaves, repr(own), encode(given.record) if given is not None else None)
+        with progress.pass_("plan of process 0"):
+            data = agree(
+                self._name,
+                plan_key(parts),
+                lambda: encode((given or self._searched(traced, trees, progress)).record),
+            )
+        return given or Plan(decode(data, "the plan of process 0"), trees)
+
+    def request(self, traced: TracedStep) -> tuple[Cluster, PlanOptions]:
+        """The cluster to plan for, and what is requested of the search."""
+        options = self._options
+        followed = options.follow.latest_plan() if options.follow is not None else None
+        cluster = options.cluster or (followed.cluster if followed is not None else Cluster.local())
+        if options.follow is None:
+            return cluster, options.request
+        return cluster, with_followed_layouts(options.request, options.follow, traced, self._name)
+
+    def _given(self, traced: TracedStep, trees: Trees) -> Plan | None:
+        plan = self._options.plan
+        if plan is None:
+            return None
+        check_plan(plan, traced)
+        check_given_plan_fits(plan, self._options.request.memory_limit_bytes)
+        return dataclasses.replace(plan, trees=trees)
+
+    def _searched(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
+        """The plan that an earlier search for the same step, cluster and request found, or that of a new search."""
+        cluster, request = self.request(traced)
+        leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
+        names = (traced.name, traced.in_paths, traced.out_paths)
+        key = plan_key((traced.fingerprint, jax_compat.lowering_flags(), leaves, names, cluster, request))
+        with progress.pass_("cache"):
+            known = self._disk.load_plan(key, lambda record: check_plan(Plan(record), traced))
+        if known is not None:
+            return Plan(known, trees)  # and the step was traced to the same jaxpr before, in another process
+        with progress.pass_("purity"):
+            traced = with_fixed_trace(traced, self._warn)
+        plan = make_plan(traced, trees, cluster, request, self.rules(), progress)
+        self._disk.save_plan(key, plan.record)
+        self.save_rules()
+        return plan
+
+    def rules(self) -> RuleBook:
+        """The sharding rules under jax's configuration at the moment."""
+        flags = jax_compat.lowering_flags()
+        if flags not in self._rules:
+            self._rules[flags] = self._disk.load_rules()
+        return self._rules[flags]
+
+    def save_rules(self) -> None:
+        self._disk.save_rules(self.rules())
+
+
+def _cache_directory(given: str | Path | None) -> Path | None:
+    if given is None:
+        return None
+    return default_directory() if given == DEFAULT_CACHE else cache_directory(given)

@@ -1,0 +1,41 @@
+"""A step traced for its arguments with everything that a search for its plan takes, for `autopar.tune`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autopar.calls.step_options import StepOptions
+from autopar.errors import InvalidArgumentError
+from autopar.hardware.cluster import Cluster
+from autopar.ir.traced_step import TracedStep
+from autopar.plan.options import PlanOptions
+from autopar.plan.plan import Trees
+from autopar.sharding.rules import RuleBook
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningRequest:
+    """The traced step, the cluster and what is requested of the search. `arguments` without the static ones."""
+
+    traced: TracedStep
+    trees: Trees
+    cluster: Cluster
+    options: PlanOptions
+    rules: RuleBook
+    arguments: tuple[Any, ...]
+    show_progress: bool
+
+
+def check_leaves_plan_open(name: str, options: StepOptions) -> None:
+    """Raises: InvalidArgumentError where a step has a plan, a recipe or another step's layout already."""
+    given = {"a plan": options.plan is not None, "a recipe": options.has_recipe, "follow": options.follow is not None}
+    for what, is_given in given.items():
+        if is_given:
+            raise InvalidArgumentError(
+                where=f"{name}, made by parallelize",
+                expected="a step whose plan is searched for",
+                got=f"one with {what}",
+                hint="leave out plan and follow of parallelize; a recipe is timed beside the search's plans with "
+                "tune(step, ..., beside={'mine': recipe})",
+            )

@@ -1,0 +1,87 @@
+"""Which plan holds for arguments of which shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from autopar.calls.plan_sources import PlanSources
+from autopar.common.gc_policy import collected_seldom
+from autopar.common.progress import Progress
+from autopar.executables.short_batches import for_short_batch
+from autopar.frontend.drop_shardings import placement_note
+from autopar.ir.traced_step import TracedStep, is_same_step
+from autopar.plan.plan import Plan, Trees
+
+logger = logging.getLogger("autopar")
+
+
+class StepPlans:
+    """The plans of a step, by the key of the arguments that they hold for; `len` counts them without short batches.
+
+    A key that is new gets, in this order: the plan of an equal trace (other weak types, another configuration of jax);
+    the plan of a batch with more examples, carried over; a plan of its own.
+    """
+
+    def __init__(self, name: str, sources: PlanSources, *, show_progress: bool) -> None:
+        self._name, self._sources, self._show_progress = name, sources, show_progress
+        self._by_key: dict[Any, tuple[TracedStep, Plan]] = {}
+        self._short_batches: dict[Any, tuple[TracedStep, Plan]] = {}
+        self.last_progress: Progress | None = None
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def all(self) -> list[Plan]:
+        """In the order in which they were made."""
+        return [plan for _, plan in self._by_key.values()]
+
+    def latest(self) -> Plan | None:
+        return self.all()[-1] if self._by_key else None
+
+    def of(self, key: Any, trace: Callable[[], tuple[TracedStep, Trees]]) -> tuple[TracedStep, Plan]:
+        """The traced step and the plan for a key. `trace` gives the step and its trees for a key that is new.
+
+        Raises: what tracing and planning raise.
+        """
+        if key in self._short_batches:
+            return self._short_batches[key]
+        if key not in self._by_key:
+            progress = Progress(f"autopar {self._name}", show=self._show_progress)
+            with collected_seldom():
+                with progress.pass_("trace"):
+                    traced, trees = trace()
+                known = self._of_equal_trace(traced)
+                if known is not None:
+                    self._by_key[key] = traced, dataclasses.replace(known, trees=trees)
+                    return self._by_key[key]
+                short = self._of_longer_batch(traced, progress)
+                if short is not None:
+                    self._short_batches[key] = traced, dataclasses.replace(short, trees=trees)
+                    return self._short_batches[key]
+                if self._by_key:
+                    logger.warning("%s: arguments of new shapes or types: planning again", self._name)
+                plan = self._sources.plan(traced, trees, progress)
+            if traced.placements:
+                note = placement_note(traced.placements)
+                if not self._by_key:
+                    logger.warning("%s: %s", self._name, note)
+                plan = plan.with_note(note)
+            self._by_key[key] = (traced, plan)
+            self.last_progress = progress
+        return self._by_key[key]
+
+    def _of_equal_trace(self, traced: TracedStep) -> Plan | None:
+        return next((plan for other, plan in self._by_key.values() if is_same_step(other, traced)), None)
+
+    def _of_longer_batch(self, traced: TracedStep, progress: Progress) -> Plan | None:
+        """A plan carried over to a batch of fewer examples."""
+        for other, plan in reversed(self._by_key.values()):
+            with progress.pass_("short batch"):
+                carried_over = for_short_batch(plan, other, traced, self._sources.rules())
+            if carried_over is not None:
+                self._sources.save_rules()
+                return carried_over
+        return None

@@ -1,0 +1,46 @@
+"""The options of a step, as `autopar.parallelize` was given them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from autopar.calls.following import FollowedStep
+from autopar.calls.signatures import Signature
+from autopar.hardware.cluster import Cluster
+from autopar.plan.options import PlanOptions
+from autopar.plan.plan import Plan
+
+DEFAULT_ARGNUMS = {"batch_argnums": (1,), "donate_argnums": (0,), "static_argnums": ()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """Names as in the signature of `parallelize`; `request` is the part that concerns the search for a plan."""
+
+    plan: Plan | None
+    request: PlanOptions
+    has_recipe: bool
+    cluster: Cluster | None
+    batch_argnums: tuple[int, ...]
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    batch_argnames: tuple[str, ...]
+    donate_argnames: tuple[str, ...]
+    static_argnames: tuple[str, ...]
+    follow: FollowedStep | None
+    batch: str
+    cache_dir: str | Path | None
+    show_progress: bool
+
+    def with_numbers(self, signature: Signature) -> StepOptions:
+        """The options with argument numbers in place of names. Raises: InvalidArgumentError for an unknown name."""
+        numbers: dict[str, Any] = {}
+        for kind in ("batch", "donate", "static"):
+            names, given = getattr(self, f"{kind}_argnames"), getattr(self, f"{kind}_argnums")
+            if names:
+                kept = () if given == DEFAULT_ARGNUMS[f"{kind}_argnums"] else given
+                named = signature.numbers(f"{kind}_argnames", names)
+                numbers |= {f"{kind}_argnums": tuple(dict.fromkeys((*kept, *named))), f"{kind}_argnames": ()}
+        return dataclasses.replace(self, **numbers)
