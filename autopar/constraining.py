@@ -1,4 +1,4 @@
-"""Plans that hold to what the user says of some arguments and modules; the search decides the rest."""
+"""`autopar.constrain`: plans with pinned layouts of arguments and modules; the search chooses the rest."""
 
 from __future__ import annotations
 

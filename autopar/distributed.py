@@ -1,4 +1,4 @@
-"""`jax.distributed.initialize`, with errors that name a process that is lost, from a program's start to its end."""
+"""`jax.distributed.initialize` with failure detection: errors name the lost process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that experts write by hand, in the search's own vocabulary: to compare with, or to start from."""
+"""Recipes: manual plans in the vocabulary of the search, as baselines or as constraints on it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Timing the plans that are predicted to be the fastest on the devices themselves: predictions cannot tell apart plans
-that are close, a clock can.
-"""
+"""`autopar.tune`: measures the plans with the shortest predicted times, since close predictions decide nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holding a plan against the truth: the program XLA compiled, and the numbers of plain `jax.jit`."""
+"""`autopar.verify`: compares a plan with the compiled program, and the results with plain `jax.jit`."""
 
 from __future__ import annotations
 

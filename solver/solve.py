@@ -1,4 +1,4 @@
-"""The solver's one door: reduce, solve what is left, undo, and say what is proven.
+"""The entry point of the solver: reduce, solve the rest, undo, and report what is proven.
 
 Memory mostly does not bind: a problem is first solved without it, exactly and by elimination as far as that goes. If
 the answer passes the limit it is reduced with its memory, and solved by the integer program when that is small, by the

@@ -1,4 +1,4 @@
-"""What sharing sequences asks of the attention in a step: that there is some, and that heads or positions divide."""
+"""Checks for recipes that shard sequences: the step has attention, and its heads or positions divide."""
 
 from __future__ import annotations
 

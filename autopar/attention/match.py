@@ -1,6 +1,6 @@
-"""Finds attention in a graph by what its equations compute, and makes one operation of each of its passes.
+"""Finds attention in a graph by its computation, and replaces each of its passes by one operation.
 
-Equations are read as algebra (`attention_reading`), so that it does not matter how attention, its masks and its softmax
+Equations are read as algebra (`symbolic`), so that it does not matter how attention, its masks and its softmax
 are written, nor in which form differentiation leaves them. With P the weights, G a product of the result's gradient and
 the values, and D the sum of P G over a row, what multiplies the values must be P, and what multiplies the keys must be
 s (P G - D P), s being the derivative of the scores by the product. The sum of P over a row is 1: nothing passes back

@@ -1,4 +1,4 @@
-"""Sums of terms, numbers times powers of atoms, in which the equations of attention are read.
+"""Polynomials over atoms, the form in which attention is recognised: sums of numbers times powers of atoms.
 
 An atom is any tuple; its first entry says what it is.
 """

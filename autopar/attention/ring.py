@@ -1,4 +1,4 @@
-"""Attention as one operation, that of a part of the positions on each device: no device has all scores (a ring).
+"""Ring attention: attention as one operation over sharded positions, in which no device holds all scores.
 
 Keys and values come in blocks. Of each row of scores a running maximum and a running sum are kept, with which the parts
 of the weighed sum are brought to one scale (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).

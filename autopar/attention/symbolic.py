@@ -1,6 +1,6 @@
-"""What the equations of a block compute of the scores of attention, as algebra.
+"""The equations of a block as polynomials in the scores of attention.
 
-A value with scores is a sum of terms (`attention_sums`): numbers times powers of *atoms*, which are a product of
+A value with scores is a sum of terms (`polynomial`): numbers times powers of *atoms*, which are a product of
 queries and keys (or of the result's gradient and the values), the weights that softmax makes of one, sums over a row,
 and whatever else is multiplied with them.
 """

@@ -1,4 +1,4 @@
-"""Arrays given to one call of a step that share memory: what is taken over must share none with anything else.
+"""Arguments of one call that share buffers: a donated array may share memory with no other argument.
 
 jaxlib 0.10 ends the whole process where one buffer is donated and read by one program over several CPU devices, or
 donated twice; newer ones raise an error when half of the devices have taken the buffer over already. The same array may

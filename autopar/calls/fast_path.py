@@ -1,4 +1,4 @@
-"""Calls that go straight to the program of the step's last call, and what has to be looked at before they do.
+"""The fast path of a call: straight to the program of the last call, after the checks that the program does not make.
 
 A compiled program refuses arguments of other shapes, types and layouts by itself. It does not know that jax's
 configuration has changed, nor that an argument is now weakly typed or no longer, for either of which `jax.jit` has

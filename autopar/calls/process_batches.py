@@ -1,4 +1,4 @@
-"""The batch in a program of several processes: whether each process passed its own rows of it, or all the whole of it.
+"""The batch in a program of several processes: rows of each process (local), or one batch in all of them (global).
 
 What the processes passed is compared before the first step is traced, and for every batch of new shapes:
 

@@ -1,4 +1,4 @@
-"""Calls of a step as its function's signature takes them: keyword arguments get places, and names stand for numbers."""
+"""Keyword arguments and argument names of a step, mapped to positions by its function's signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where autopar keeps what outlives a program: plans, rules, measurements. The one place that reads the environment.
+"""The cache directory: plans, rules and measurements on disk. The one module that reads the environment for it.
 
 What is kept saves time and is never needed: a file that cannot be read or written, or whose content is not what was
 written, is named once in the log of this process, left aside, and what it held is made anew.

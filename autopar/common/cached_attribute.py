@@ -1,4 +1,4 @@
-"""Attributes that are worked out when they are first asked for."""
+"""Attributes computed on first access."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar

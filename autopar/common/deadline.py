@@ -1,4 +1,4 @@
-"""When planning has to end: made once for a planning, and handed to each search that spends time."""
+"""The deadline of planning: created once, and passed to each search that takes time."""
 
 from __future__ import annotations
 

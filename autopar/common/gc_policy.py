@@ -1,4 +1,4 @@
-"""Python's collector of cycles, kept from looking through a growing graph of millions of objects over and over."""
+"""Garbage collection during planning: made rare, since each run would traverse millions of objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that autopar uses of jax and that differs between versions or is not part of its public face."""
+"""JAX API that is private or differs between versions, under stable names."""
 
 from __future__ import annotations
 

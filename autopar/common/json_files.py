@@ -1,6 +1,4 @@
-"""Reading JSON files that people may have edited: what is wrong, and the place of it as a path such as
-`$.plan.pipeline.stages[1].axis_sizes[0]`.
-"""
+"""JSON files that people may have edited: a fault and its place, such as `$.plan.pipeline.stages[1].axis_sizes[0]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths of arguments and modules, as jax and tables of a plan write them, and patterns that name them.
+"""Paths of arguments and modules, as JAX and printed plans write them, and patterns that match them.
 
 A pattern is written in parts ("layers/*/attn/kernel"), matched against the end of a path: `*`, `?` and `[...]` stand
 for characters of one part, `**` for any number of parts. A path as a plan prints it is a pattern too:
@@ -13,7 +13,7 @@ import re
 
 # The parts of a path as jax writes it: an attribute, a key, an index.
 _PART = re.compile(r"\.(\w+)|\['([^']*)'\]|\[\"([^\"]*)\"\]|\[<flat index (\d+)>\]|\[([^\]]*)\]|^([^.\[]+)")
-# The part of a scan over layers that a stage holds (`scan_cutting.scope_of`): no module of the step as it was written.
+# The part of a scan over layers that a stage holds (`split_scan.scope_of`): no module of the step as it was written.
 _SCAN_PART = re.compile(r"(^|/)layers\[[\d*]+:[\d*]+\](?=/|$)")
 _FOLDED = re.compile(r" \(\d+x\)$")  # behind the name of modules that share a row of a table
 

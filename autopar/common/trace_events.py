@@ -1,4 +1,4 @@
-"""When everything of a predicted step happens, and the same as a trace for Perfetto and chrome://tracing.
+"""The timeline of a predicted step, and its export as a trace for Perfetto and chrome://tracing.
 
 The trace is in the Trace Event Format of Chrome: a row for each group of devices with its tasks, a row for each link
 with what it carries, and for each group a track with the bytes on one of its devices and one with what is in flight.

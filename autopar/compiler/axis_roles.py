@@ -1,4 +1,4 @@
-"""What the mesh axes of a plan do, in the words of the known parallelisms: read off what a search decided.
+"""The roles of a plan's mesh axes, by the names of the known parallelisms, from the decisions of a search.
 
 An axis does what it splits in the matrix products of the forward and backward pass, by their arithmetic: examples
 (data), positions (sequence), experts (expert) or widths (tensor). An axis of examples over which state lies in parts

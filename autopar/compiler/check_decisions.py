@@ -2,7 +2,7 @@
 value lies where its operation leaves it, sums are only left where they are added up.
 
 A plan that was searched for holds to this; one from a file may not, and would give an error far from its cause or, of
-sums, wrong numbers. `plan_checks` has what can be seen without the step.
+sums, wrong numbers. `check_record` has what can be seen without the step.
 """
 
 from __future__ import annotations

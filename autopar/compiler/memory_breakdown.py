@@ -1,4 +1,4 @@
-"""What takes the memory of a device: by kind, throughout the step and when most is taken, and the largest by name.
+"""The predicted memory of a device by kind, throughout the step and at its peak, and the largest arrays by name.
 
 Read off the instructions that will run, as all predictions are: what is held is a value in one of its places.
 """

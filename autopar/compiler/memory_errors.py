@@ -1,4 +1,4 @@
-"""The errors of plans that do not fit into memory: in stages, in micro-batches, and of a plan that was given."""
+"""Errors of plans that exceed the memory limit: pipelines, gradient accumulation, and given plans."""
 
 from __future__ import annotations
 

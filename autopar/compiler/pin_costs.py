@@ -1,4 +1,4 @@
-"""What pins cost: the predicted step time with them beside that without them."""
+"""The cost of pins: the predicted step time with them and without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe left whole, or had to cut where its source does not, and which array stood in the way."""
+"""Notes on arrays that a recipe left whole, or split where its source does not, and the dimension that prevented it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between the compiler's decisions and what a plan records of them, in both directions."""
+"""The compiler's decisions as a plan record, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What times are computed from on one mesh, and the seconds of each strategy of an operation."""
+"""The cost model of one mesh (device, links, compiler), and the seconds of each strategy of an operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a lowered step takes, with what is sent behind what is computed: its instructions on two streams.
+"""The time of a lowered step with overlap: its instructions on two streams, one for computation, one for collectives.
 
 The number and the timeline come from the same run. `autopar.cost.stream_simulator` has the rules. What the partitioner
 reduces in place (`Compute.reduced`) is an all-reduce of its own once it is compiled, which a compiler takes apart like

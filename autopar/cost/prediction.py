@@ -1,4 +1,4 @@
-"""What a lowered step will do: its collectives, its time, its memory. Read off the instructions that will run."""
+"""Predictions from the instructions of a lowered step: its collectives, seconds and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two streams on a virtual clock: one computes, the other sends. Each takes, of what is ready, what comes first.
+"""A model of XLA's latency-hiding scheduler: two streams on a virtual clock, one for computation, one for collectives.
 
 XLA makes two instructions of a collective, one that starts it and one that waits for it, and its scheduler moves the
 two apart. `run` is a model of what comes of that:

@@ -1,4 +1,4 @@
-"""Which values XLA writes to memory: operations grouped into kernels.
+"""A model of XLA's fusion: operations grouped into kernels, and which values are written to memory.
 
 An elementwise operation is computed inside the kernels that read it, again in each of them where it is cheap, and is
 never written. Written are: results of operations that do not fuse (matrix products, convolutions, gathers, sorts,

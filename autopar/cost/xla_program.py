@@ -1,4 +1,4 @@
-"""The operations of a program as the prediction of memory sees them, and what differs between XLA's compilers."""
+"""The operations of a program for the memory prediction, and the differences between XLA's compilers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which XLA runs kernels.
+"""A model of the order in which XLA runs kernels.
 
 On TPU and GPU XLA schedules so as to need little memory: here kernels keep their program order, except that one which
 frees at least as much as it takes runs as soon as it can, as the update of a parameter does once its gradient is there.

@@ -1,4 +1,4 @@
-"""A step in a program of several processes: its arguments brought to where they are read, its small results to all.
+"""A step in a program of several processes: placement of its arguments, and its small results in all processes.
 
 Every process calls the step with the same arguments: what it has whole (numpy arrays, say), and global arrays, of which
 it may hold a part or nothing.

@@ -1,4 +1,4 @@
-"""Arrays that are one for the user and lie in parts on the stages: cut in front of a step, joined behind it.
+"""Leaves that are one array for the user and shards on the stages: split before a step, joined after it.
 
 Nothing is copied: the parts and the whole share the devices' buffers, so that donating a part deletes the whole.
 """

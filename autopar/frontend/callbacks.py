@@ -1,4 +1,4 @@
-"""Calls of Python from a step: `jax.debug.print`, `jax.debug.callback`, `io_callback`, `pure_callback`.
+"""Python callbacks in a step: `jax.debug.print`, `jax.debug.callback`, `io_callback`, `pure_callback`.
 
 In one program they do what they do under plain `jax.jit`: a callback gets whole arrays, gathered before it, and runs
 once, on the first device, which hands results on to the others. Nothing merges two of them, or leaves one with effects

@@ -1,4 +1,4 @@
-"""Shardings and devices that a step's own code names, taken out of its jaxpr: under a plan the plan decides them.
+"""Shardings and devices that the code of a step names, removed from its jaxpr: the plan determines them.
 
 `with_sharding_constraint`, `reshard`, `device_put` and the like change where a value lies, not what it is. Left in, XLA
 would obey them beside the plan's own layouts and send what no plan predicts, and a stage on some of the devices could

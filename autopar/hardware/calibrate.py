@@ -1,4 +1,4 @@
-"""Measures the devices of this program: which runs are timed, in which order, and the constants that they give.
+"""Calibration on the devices of this program: the timed runs, their order, and the constants fitted to them.
 
 Runs are timed in turn, over and over, each time in the other direction, and the median of a run's samples counts: what
 else the machine does meanwhile falls on all of them alike. A machine that is busy measures as a slower one.

@@ -1,4 +1,4 @@
-"""The hardware that a plan is for: devices, how many, and what joins them."""
+"""`Cluster`, the hardware of a plan: devices, their number, and the links between them."""
 
 from __future__ import annotations
 

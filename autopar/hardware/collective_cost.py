@@ -1,4 +1,4 @@
-"""What a collective costs: the bytes that each device sends, and the time, in the alpha-beta model.
+"""The cost of a collective in the alpha-beta model: the bytes that each device sends, and the seconds.
 
 Time = fixed overhead + steps * latency (alpha) + bytes sent * seconds per byte (1 / beta). The bytes are those of ring
 algorithms, which are the least that any algorithm can send for large arrays (Chan et al., "Collective communication:

@@ -1,4 +1,4 @@
-"""The devices of this program, as the tables of `autopar.hardware.kinds` know them, or as they were measured."""
+"""The devices of this program, with the constants of `autopar.hardware.kinds` or of a saved measurement."""
 
 from __future__ import annotations
 

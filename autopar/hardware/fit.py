@@ -1,6 +1,6 @@
 """Constants of links and of devices from timings: least absolute relative error, by linear programs.
 
-The time of a collective is a sum of constants, each times something known (`collectives.time_s`): overhead, steps times
+The time of a collective is a sum of constants, each times something known (`time_s`): overhead, steps times
 latency, bytes times seconds per byte. So is overhead + work / rate, and that of products that pack operands. With
 the error of a timing as |predicted/measured - 1| the constants of least total error, all zero or more, are a linear
 program. Least absolute errors leave outliers alone, where least squares would follow them, and a program has one
@@ -109,7 +109,7 @@ class _Form:
 
 
 def fit_link(timings: Iterable[Timing], *, fabric: Fabric, source: str) -> LinkFit:
-    """The link whose `collectives.time_s` is nearest to the timings.
+    """The link whose `time_s` is nearest to the timings.
 
     Timings over one number of devices and of one kind cannot tell overhead from latency: their sum is right then, and
     other numbers of devices are a guess. Time small arrays for these two and large ones for the rate.

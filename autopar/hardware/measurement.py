@@ -1,4 +1,4 @@
-"""What a measurement of devices found: constants, the timings behind them, how well they fit; its text and its file.
+"""The result of a calibration: constants, their timings, the quality of the fit; its text and its file.
 
 A file is named by what the constants depend on (`MeasuredOn`), so that each kind of device, number of devices and
 version of jax has its own.

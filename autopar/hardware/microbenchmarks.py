@@ -1,4 +1,4 @@
-"""How long kernels and collectives take on the devices of this program: each repeated in a loop inside of one program.
+"""Microbenchmarks of kernels and collectives on the devices of this program, as loops inside one program.
 
 What a call costs (dispatch, handing out to devices, memory that is new) is not in it: a sample is the difference of
 many repetitions and of a first one, divided by their number. Two sorts of runs are about just that: memory that is new

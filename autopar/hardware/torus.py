@@ -1,4 +1,4 @@
-"""Mesh axes on a torus of devices that are wired to their neighbours only (TPU slices)."""
+"""Links of mesh axes on a torus, whose devices are wired to their neighbours only (TPU slices)."""
 
 from __future__ import annotations
 

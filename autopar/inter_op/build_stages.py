@@ -1,4 +1,4 @@
-"""A choice of stages worked out: recomputation, one graph and one set of decisions for each stage, their program."""
+"""From a choice of stages to a `StagedStep`: rematerialisation, stage graphs, decisions, instructions, simulation."""
 
 from __future__ import annotations
 

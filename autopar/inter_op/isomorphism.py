@@ -1,4 +1,4 @@
-"""Graphs that differ only in the numbers of their operations and values: the decisions of one serve the other."""
+"""Isomorphic graphs, equal up to the numbers of operations and values: the decisions of one serve the other."""
 
 from __future__ import annotations
 

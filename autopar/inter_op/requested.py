@@ -1,4 +1,4 @@
-"""A pipeline as it was asked for: equal stages on equal submeshes, by a recipe or by pins where there are any."""
+"""A requested pipeline: equal stages on equal submeshes, bound by a recipe or by pins where there are any."""
 
 from __future__ import annotations
 

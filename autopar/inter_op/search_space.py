@@ -1,4 +1,4 @@
-"""What a search over pipelines goes through: numbers of micro-batches and stages, sizes of submeshes, their meshes."""
+"""The search space of pipelines: numbers of micro-batches and stages, submesh sizes, logical meshes, schedules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What each layer costs as a part of a stage, on each mesh that a stage may have: the tables of the search over stages.
+"""The tables of the stage search: seconds and bytes of each layer on each mesh that a stage may have.
 
-Layers are priced in a graph of the whole step in which repeated ones stand once (`contraction`), under the decisions of
+Layers are priced in a graph of the whole step in which repeated ones stand once (`fold_layers`), under the decisions of
 one ILP for each mesh; a stage costs what its layers do together.
 """
 

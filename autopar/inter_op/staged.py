@@ -1,4 +1,4 @@
-"""A step in stages: each stage's decisions, the tasks they make, and the program that runs them on a schedule."""
+"""A step in stages: the decisions of each stage, their tasks, and the program that runs them on a schedule."""
 
 from __future__ import annotations
 

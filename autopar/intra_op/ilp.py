@@ -1,4 +1,4 @@
-"""The intra-operator pass: assembles the ILP of one mesh, solves it, and reads the decisions back."""
+"""The intra-operator ILP of one graph on one mesh: assembly, solution, decoding."""
 
 from __future__ import annotations
 

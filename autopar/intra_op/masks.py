@@ -1,4 +1,4 @@
-"""What constraints leave of the choices of an ILP, and what gives way where they leave none together.
+"""Constraints as masks over the choices of an ILP, and their relaxation where they contradict each other.
 
 Constraints allow some strategies of each node and some ways of each edge, and wish that values be split over mesh axes.
 A wish holds where a node has a strategy that grants it. Where all of that contradicts itself (a matrix must be split by

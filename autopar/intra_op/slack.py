@@ -1,4 +1,4 @@
-"""How long what is sent between operations may be on its way before a device waits for it.
+"""The slack of each resharding: the seconds of computation between the producer of its value and the first reader.
 
 Computing goes on while something is sent, as long as what is sent was made long enough before it is read: a gradient is
 read by the update, behind the rest of the backward pass; a parameter is there before the step begins. What the next

@@ -1,4 +1,4 @@
-"""The best plan that runs a step as one program over all devices: the fastest that fits, over all logical meshes."""
+"""The search for one SPMD program over all devices: the fastest plan that fits, over all logical meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repetition: which nodes of an assembly look alike, so that one decision serves all of them.
+"""Symmetry: classes of equal nodes of a choice graph (repeated layers), which share one decision.
 
 Nodes get a colour from what they are (their operations, strategies and layouts) and then, round by round, from the
 colours around them. After a few rounds the same node of every repeated layer has the same colour, because it sees

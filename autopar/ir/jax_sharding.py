@@ -1,4 +1,4 @@
-"""Layouts as jax writes them."""
+"""Layouts as JAX shardings, and logical meshes as JAX meshes."""
 
 from __future__ import annotations
 

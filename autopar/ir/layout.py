@@ -1,4 +1,4 @@
-"""How one value lies on a logical mesh: which mesh axes split which dimension, and over which axes it is partial."""
+"""`Layout` of a value on a logical mesh: the mesh axes that split each dimension, and its partial axes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Algebraic facts about primitives that no sharding rule tells: which are linear, and in which operands; which sum, and
-how much they multiply.
+"""Algebraic facts about primitives that sharding rules lack: linear operands, sums, numbers of multiplications.
 
 These say where partial (unreduced) values may flow. A primitive that is not listed is treated as not linear: its
 operands are reduced first, which is always right.

@@ -1,4 +1,4 @@
-"""Small tools for passes that rewrite the top block of a graph: what an operation reads, clones, other operands."""
+"""Tools for passes that rewrite the top block of a graph: operands of an operation, clones, substitution."""
 
 from __future__ import annotations
 

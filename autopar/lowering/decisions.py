@@ -1,4 +1,4 @@
-"""Decisions for one graph on one mesh, as a search makes them and as lowering reads them."""
+"""`ShardingPlan`, the decisions for one graph on one mesh: written by a search, read by lowering."""
 
 from __future__ import annotations
 

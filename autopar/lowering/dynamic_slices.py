@@ -1,4 +1,4 @@
-"""Dynamic slices whose starts are brought into range before XLA sees them.
+"""Dynamic slices with clamped starts: XLA drops the clamp of a slice that a plan splits.
 
 A start out of range counts as the nearest one that is in range. A plan that splits the result slices it once more, and
 XLA's algebraic simplifier makes one slice of the two without bringing the first start into range (openxla/xla, issue

@@ -1,4 +1,4 @@
-"""State in the memory of the host: when each part of it comes to the device for the update, and goes back.
+"""Host offloading of state: when each part comes to the device for the update, and when it returns.
 
 Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021, arXiv 2101.06840. There
 the processors of the host compute the update too; here state is only kept in its memory, and the devices compute.

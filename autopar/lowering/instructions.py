@@ -1,4 +1,4 @@
-"""What a lowered step is made of: instructions, the places that values lie in, and blocks of both."""
+"""The instructions of a lowered step, the places of its values, and blocks of instructions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From decisions to instructions: what each operation reads, and every step of resharding, in program order.
+"""From decisions to instructions: the operands of each operation and every resharding step, in program order.
 
-The same instructions are executed (emission), counted (predicted collectives) and measured for memory, so that what is
+The same instructions are executed (`emit`), counted (`prediction`) and measured for memory, so that what is
 predicted is what runs.
 """
 

@@ -1,4 +1,4 @@
-"""In which layout a value crosses from one stage's mesh to another's.
+"""The layouts in which a value crosses from one stage's mesh to another's.
 
 Each byte should cross once: where the value is replicated over some devices, each of them sends a part, and the
 receiving stage gathers the parts (Zhuang et al., "On optimizing the communication of model parallelism", 2022, call it

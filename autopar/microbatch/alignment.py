@@ -1,4 +1,4 @@
-"""Two traces of one function, on the whole batch and on a micro-batch, held against each other.
+"""Alignment of two traces of one function, on the whole batch and on a micro-batch.
 
 What a step computes may depend on the number of examples in two ways. Shapes follow it, which is all that micro-batches
 need. Numbers in the program follow it too (a mean divides by it): those are taken from the trace of the whole batch, so

@@ -1,4 +1,4 @@
-"""Which primitives keep the examples of a batch apart: a rule for each, on its parameters.
+"""Which primitives keep the examples of a batch independent: one rule for each, over its parameters.
 
 That a dimension can be partitioned over devices (Shardy's rules) does not mean that each example is computed alone: the
 partitioner may exchange what it needs, and `x.at[0].set(0)` knows which device holds row 0. A micro-batch does not know

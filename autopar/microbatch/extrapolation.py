@@ -1,4 +1,4 @@
-"""A step's program for one example, from those for two and for three.
+"""The program of a step for one example, extrapolated from those for two and three examples.
 
 Traced on one example, many a function becomes another program: what would be spread over the examples need not be. The
 operations for two and for three are the same, on shapes that grow by the same amount from example to example, and so

@@ -1,7 +1,7 @@
-"""The graph of a training step that goes over its batch in micro-batches and gives what the whole batch gives.
+"""The graph of a training step over micro-batches, with the results of the whole batch.
 
 The step is traced on the whole batch and on one micro-batch. Each value of the whole is, in terms of the micro-batches,
-the same in all of them, their parts joined, or their summands added up (`batch_states`); literals are those of the
+the same in all of them, their parts joined, or their summands added up (`State`); literals are those of the
 whole batch, so that no sum needs a factor. Operations then run where they are needed: before the loop, in it, or after
 it. A step whose examples need what others gave is refused.
 """

@@ -1,7 +1,7 @@
-"""What the values of one micro-batch are to those of the whole batch: the same, a part of them, or a summand.
+"""Each value of a micro-batch relative to the whole batch: invariant, split, a partial sum, or unavailable.
 
 Operations are followed one by one. What keeps the examples apart (`example_rules`) gives parts, what sums over them
-gives summands, what is linear in summands (`algebra`) gives summands again. Everything else mixes the examples.
+gives summands, what is linear in summands (`primitives`) gives summands again. Everything else mixes the examples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which layer every operation and every argument of a train step belongs to: backward pass, update and state.
+"""The layer of every operation and argument of a training step: forward and backward pass, update, state.
 
 Pipeline stages are made of whole layers, so this is found once and serves every cut into stages. What a backward
 operation reads tells its layer: the transpose of a forward operation reads that operation's residuals.

@@ -1,4 +1,4 @@
-"""Cuts a train step into pipeline stages: the stage of every operation, and copies of what each stage makes itself."""
+"""The pipeline stage of every operation of a training step, with copies of values that each stage computes itself."""
 
 from __future__ import annotations
 

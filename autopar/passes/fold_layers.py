@@ -1,4 +1,4 @@
-"""A step with its repeated layers taken out: of each run of equal layers the first and the last stay.
+"""Folding of repeated layers: of each run of equal layers, the first and the last stay.
 
 What is chosen for one of forty equal layers is chosen for all, so that the search need not see the others. The two that
 stay count for the whole run.

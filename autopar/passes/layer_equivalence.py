@@ -1,4 +1,4 @@
-"""Which layers of a step are equal: their operations in an order that does not depend on how state is named.
+"""Equal layers, compared in an order of operations that does not depend on the names of state.
 
 A tree of parameters is sorted by name, and "layer10" stands before "layer9": gradients are summed and parameters
 updated in the order of the tree, so that two layers which compute the same need not do it in the same order.

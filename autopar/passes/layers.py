@@ -1,4 +1,4 @@
-"""Layers: groups of neighbouring forward operations that are never cut apart by a pipeline.
+"""Layers: groups of neighbouring forward operations that a pipeline never separates.
 
 Layers follow the model's modules where it numbers them (`GPT/layer0`, `h/3`), else the repetition of its matrix
 products, else a clustering as Alpa's (Zheng et al., OSDI 2022, section 5.2): about equal arithmetic, few bytes between.

@@ -1,4 +1,4 @@
-"""Rematerialisation by layer: what the backward pass reads of the forward pass is computed again instead of kept.
+"""Rematerialisation by layer: forward values that the backward pass reads are computed again instead of kept.
 
 A layer's forward operations are cloned into the backward section behind a barrier over what they start from. The
 barrier takes the cotangents that arrive at the layer as well, so that the work waits for the backward pass. Source:

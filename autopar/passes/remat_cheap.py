@@ -1,4 +1,4 @@
-"""What is cheap to make is made where it is read, in each section anew, instead of once before the loop.
+"""Cheap values are computed again in each section that reads them, instead of once before the loop.
 
 Masks, positions, and constants that are spread over a whole batch cost next to nothing to make, inside of the kernels
 that read them. Made before the first micro-batch they would lie in memory through the whole step, as large as the

@@ -1,4 +1,4 @@
-"""Finds the scan over layers that a step spends most of its work in, and the values that are stacked as its layers are.
+"""Finds the scan over layers that holds most work of a step, and the values that are stacked like its layers.
 
 Calls are inlined, so that all equations are in one list; then dimension 0 of what the scan takes apart and stacks up is
 followed through the sharding rules of the equations around it.

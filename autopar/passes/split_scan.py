@@ -1,4 +1,4 @@
-"""Cuts a scan over stacked layers into scans over equal ranges of its trips, so that a pipeline can cut between them.
+"""Splits a scan over stacked layers into scans over equal ranges of its trips, so that pipeline stages can divide it.
 
 A step that scans over layers holds each kind of parameter in one array, the layer in front: (L, ...). So are their
 gradients, the optimiser's state of them, and what the forward scan saves for the backward one. Here every such array

@@ -1,4 +1,4 @@
-"""Cuts a step's graph into one graph for each stage, joined by values that are sent from stage to stage."""
+"""Splits the graph of a step into one graph for each stage, joined by sent values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept on disk between runs: sharding rules and plans."""
+"""The disk cache of sharding rules and plans."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What must hold of a plan whatever step it is for: numbers in range, meshes of the cluster's devices, layouts of these
-meshes, tables whose indices lie in them.
+"""Validity of a plan record, whatever its step: ranges of numbers, meshes, layouts, table indices.
 
 `first_fault` says where a plan breaks one of these; what can be seen beside the traced step only is checked where the
-plan is made into a function (`decision_checks`).
+plan is made into a function (`autopar.compiler.check_decisions`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What may be asked of the search for a plan."""
+"""The options of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: what was chosen for one step on one cluster, as its user sees it: shardings, text, files."""
+"""`Plan`, the public face of a plan: shardings, text, files."""
 
 from __future__ import annotations
 

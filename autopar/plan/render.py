@@ -1,4 +1,4 @@
-"""A plan as text: tables that a person reads."""
+"""A plan as text: tables."""
 
 from __future__ import annotations
 

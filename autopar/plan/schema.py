@@ -1,4 +1,4 @@
-"""What a plan records: values with their layouts, decisions, predictions. Plain data, saved as versioned JSON."""
+"""The record of a plan: values with layouts, decisions, predictions. Plain data, saved as versioned JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan is bound to: which mesh axis may split what, and what it must split.
+"""Constraints on a plan: which mesh axis may split what, and what it must split.
 
 The search chooses among what is allowed. A recipe is little more than this: data parallelism is a mesh axis that may
 split examples and nothing else, ZeRO lets it split state too, tensor parallelism is an axis that must split matrices.

@@ -1,4 +1,4 @@
-"""What the mesh axes of the known parallelisms are for, in the words of `constraints`.
+"""The mesh axes of the known parallelisms, in the terms of `autopar.sharding.constraints`.
 
 `autopar.recipes` names the sources.
 """

@@ -1,4 +1,4 @@
-"""Which values are worth keeping partial: those whose sums are added up before they are reduced once.
+"""Which values may stay partial: sums that are added to one another before one reduction.
 
 Two partial gradients of one tied parameter, the input gradients of projections that read one activation, a gradient
 accumulated by a loop or over micro-batches, also one that a loop over layers stacks: reducing each alone sends the same

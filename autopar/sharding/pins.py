@@ -1,4 +1,4 @@
-"""Pins: what a user fixes of a plan by path, each a pattern and how what it matches is split over named mesh axes.
+"""Pins: layouts that a user fixes by path, each a pattern and a split over named mesh axes.
 
 A pattern (`autopar.common.paths`) names leaves of the arguments, or, where it matches none, the results of modules. The
 names of axes are the user's: which axis of a logical mesh has which name is a choice of its own, the same one for all

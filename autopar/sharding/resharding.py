@@ -1,4 +1,4 @@
-"""From one layout of a value to another: the cheapest sequence of collectives, each of them one step.
+"""Resharding: the cheapest sequence of collectives from one layout of a value to another.
 
 A step does exactly one collective, so that what is emitted, what is predicted and what the compiled program does are
 the same. Cheapest paths are found once for each (rank, mesh): a path's time is affine in the value's bytes, so two

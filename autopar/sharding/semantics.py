@@ -1,4 +1,4 @@
-"""What each value of a step is, and what its dimensions count: examples, positions in a sequence, experts.
+"""The purpose of each value of a step, and what its dimensions count: examples, positions in a sequence, experts.
 
 Recipes speak of these ("split the batch over data"), the graph does not know them. So the dimensions of the batch,
 whose meaning is known, are followed through the operations by the factors of their rules, forwards and backwards; a

@@ -1,4 +1,4 @@
-"""The ways in which one operation can be split: each mesh axis is given to one of its factors, or to none.
+"""The strategies of one operation: each mesh axis is assigned to one of its factors, or to none.
 
 A batch factor is data parallelism, a contracted one leaves partial sums, and so on: the sentence above spans them
 all. A linear operation may also take partial operands and pass the partial state on.

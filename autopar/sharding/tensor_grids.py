@@ -1,4 +1,4 @@
-"""Tensor parallelism on a square of devices (2D), on several squares (2.5D) and on a cube (3D): what the axes are for.
+"""Tensor parallelism on a square of devices (2D), on several squares (2.5D) and on a cube (3D): the uses of the axes.
 
 Of a product Y = X W with X of (examples, features in), on q x q devices (`square`): the row splits examples, the column
 features; of W the row splits what goes in and the column what comes out, so that each device holds a block of
@@ -18,7 +18,7 @@ Sources: Xu et al., "An efficient 2D method for training super-large deep learni
 "2.5-dimensional distributed model training", 2021; Bian et al., "Maximizing parallelism in distributed training for
 huge neural networks", 2021.
 
-What cannot be split so stays whole: models that tell no widths apart (`purposes.described`) have no use for a cube's
+What cannot be split so stays whole: models that tell no widths apart (`annotate_semantics`) have no use for a cube's
 columns beyond examples, and experts and positions are not split.
 """
 

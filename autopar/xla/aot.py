@@ -1,7 +1,7 @@
-"""Compiling for hardware that is not there: `compile_for="tpu:v5e:2x4"`, `compile_for="gpu:h100:2x8"`.
+"""Ahead-of-time compilation for absent hardware: `compile_for="tpu:v5e:2x4"`, `compile_for="gpu:h100:2x8"`.
 
 A program lowered for a mesh of `target_mesh` compiles to the HLO, collectives and memory that the hardware itself
-would get; it cannot be run. What each kind of hardware needs for that is in `elsewhere_tpu` and `elsewhere_gpu`.
+would get; it cannot be run. What each kind of hardware needs for that is in `aot_tpu` and `aot_gpu`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def parse(spec: str) -> TpuSlice | GpuHosts:
     """Reads `tpu:v5e:2x4`, `tpu:v5p:2x2x2:4` (four slices), `gpu:h100:8` or `gpu:h100:2x8` (two hosts of eight).
 
     Raises:
-        InvalidArgumentError: The text is not of these forms, or names a card that is not in `elsewhere_gpu.CARDS`.
+        InvalidArgumentError: The text is not of these forms, or names a card that is not in `aot_gpu.CARDS`.
     """
     found = aot_tpu.parse(spec) or aot_gpu.parse(spec)
     if found is None:

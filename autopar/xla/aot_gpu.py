@@ -1,4 +1,4 @@
-"""NVIDIA cards as compilers see them: what names some, and what XLA has to be told of a card that is not there.
+"""Ahead-of-time compilation for NVIDIA GPUs: the names of hosts, and the description of a card that XLA needs.
 
 The CUDA plugin of jax holds XLA's GPU compiler. It comes with `pip install "autopar[gpu]"`, on any Linux machine,
 together with NVIDIA's assembler, which XLA calls. Libraries for matrix products and the like are not needed.

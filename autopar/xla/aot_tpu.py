@@ -1,4 +1,4 @@
-"""TPU slices as compilers see them: what names one, and libtpu's description of it.
+"""Ahead-of-time compilation for TPU slices: their names, and libtpu's description of them.
 
 libtpu holds the TPU compiler and describes slices without having one, on any Linux machine. It comes with
 `pip install "autopar[tpu]"`.

@@ -1,4 +1,4 @@
-"""What a compiled XLA program sends: its collectives, how often each one runs, and the bytes of each.
+"""The collectives of a compiled XLA program: how often each runs, and its bytes.
 
 Ring algorithms, n devices in a group: all-reduce sends 2(n-1)/n of its result, all-gather and all-to-all (n-1)/n of
 the (gathered) result, reduce-scatter (n-1) times its result, collective-permute its result.

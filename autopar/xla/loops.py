@@ -1,4 +1,4 @@
-"""How often a `while` of a compiled XLA program turns.
+"""Trip counts of the `while` loops of a compiled XLA program.
 
 XLA notes the number in the instruction's backend configuration where it knows it. Elsewhere (TPU) it is worked out
 from the text: a carried integer starts at a constant, is compared with a constant in the condition, and has a constant

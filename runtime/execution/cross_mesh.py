@@ -1,4 +1,4 @@
-"""From pieces on one mesh to pieces on another: what is cut, which piece goes from where to where, what is joined.
+"""Resharding between two meshes in pieces: how shards are cut, where pieces are sent, how they are joined.
 
 Two layouts cut a value into two grids of pieces. Both are cut further to the coarsest common grid: a device of the
 source holds the same number of fine pieces as every other, a device of the target wants the same number as every other.

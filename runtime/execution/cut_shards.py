@@ -1,4 +1,4 @@
-"""How shards are cut before they cross between meshes, and joined afterwards: small programs, each on one mesh."""
+"""Programs that cut shards before they cross between meshes, and join them afterwards."""
 
 from __future__ import annotations
 

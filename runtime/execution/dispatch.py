@@ -1,4 +1,4 @@
-"""Handing programs to the devices: one thread at a time, and to CPU devices no more at once than they take.
+"""Dispatch of programs to devices: one thread at a time, and on CPU devices a bounded number in flight.
 
 Two threads that hand programs with collectives to the same devices may do so in another order on each of them: every
 device then waits for the others. So whoever runs a step holds a lock while it is handed out, not while it is computed.

@@ -1,4 +1,4 @@
-"""Arrays of a program in several processes: each holds its part, or nothing, and all do the same with them.
+"""Arrays over the devices of several processes: values that every process has whole, and moves between shardings.
 
 What every process has whole (numpy arrays, numbers, arrays on one device of its own) is the same value in all of them
 and is never sent: each process takes from it what its devices need.

@@ -1,4 +1,4 @@
-"""Who makes, reads and takes over each buffer of a pipeline, micro-batch by micro-batch.
+"""The dataflow of a pipeline: producers, readers and donation of each buffer, for each micro-batch.
 
 An instance is a buffer of one micro-batch, (buffer, micro_batch), 0 where the buffer does not repeat; a node is a run
 of a task, (task, micro_batch). An accumulator is a buffer that does not repeat and that repeating tasks take over and

@@ -1,6 +1,6 @@
-"""From tasks and a schedule to the one list of instructions that every process walks.
+"""From tasks and a schedule to the one list of instructions that every process executes.
 
-(1) Runs stand in the order of `ordering.order_of_runs`.
+(1) Runs stand in the order of `total_order.order_of_runs`.
 (2) A Send stands directly after what makes its sources, one for each pair of meshes (and micro-batch, where a run
     ends an accumulator too): an accumulator is sent after its
     last update, an argument at the start, or where AFTER tasks alone need it, in front of them.

@@ -1,4 +1,4 @@
-"""What a program has in flight: pairs (stage, micro-batch) from forward pass to last task of the stage."""
+"""Micro-batches in flight: pairs (stage, micro-batch) from the forward pass to the last task of the stage."""
 
 from __future__ import annotations
 

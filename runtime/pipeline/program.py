@@ -1,4 +1,4 @@
-"""What a pipelined step is made of, and the one totally ordered list of instructions that runs it.
+"""The parts of a pipelined step, and the totally ordered list of instructions that runs it.
 
 The same list is executed (by every process, each doing what is local to it) and simulated. Nothing here knows jax: a
 task is a name for a compiled function, a buffer a name for the array that a task makes.

@@ -1,5 +1,5 @@
-"""What a schedule is, and where its tasks fall on a clock: each device group runs its list in order, each task as
-soon as what it needs is there.
+"""`PipelineSchedule`, and the placement of its tasks on a clock: each device group runs its list in order, each task as
+soon as its inputs are there.
 
 The needs are those of a chain of stages: the forward pass of a stage follows that of the stage before, the backward
 pass that of the stage after (of the last stage: its own forward pass), a separate weight gradient its backward pass.
@@ -95,7 +95,7 @@ class PipelineSchedule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Start and end of every entry of the schedule's lists, in seconds, and those of the groups as spmd_candidates."""
+    """Start and end of every entry of the schedule's lists, in seconds, and the busy seconds of each group."""
 
     starts_s: tuple[tuple[float, ...], ...]
     ends_s: tuple[tuple[float, ...], ...]

@@ -1,4 +1,4 @@
-"""Pipeline schedules: pure functions from numbers to lists of tasks, and the names that a user may say.
+"""Pipeline schedules by name: pure functions from numbers to lists of tasks.
 
 p groups, m micro-batches, v stages (chunks) a group; F, B and W the times of a forward pass, of the gradient by the
 input and of that by the weights, of one group's share of the model. Bubbles are those of the group that idles most,

@@ -1,4 +1,4 @@
-"""The one order of all runs of a step, in which each mesh keeps the order of its schedule."""
+"""A total order of all runs of a step, in which each mesh keeps the order of its schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proves of a schedule, and of the program made on it, that every promise holds. Nothing is run.
+"""Verification of a schedule, and of its program, without running them.
 
 Of a schedule:
 (1) complete: each group's list has each task of its stages exactly once for each micro-batch, and nothing else;

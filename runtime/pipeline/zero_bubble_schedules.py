@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: the gradient by the weights runs apart from that by the input, and fills idle time.
+"""Zero-bubble schedules: weight gradients run apart from input gradients, and fill idle time.
 
 Zero Bubble Pipeline Parallelism, arXiv:2401.10241 (ZB-H1, ZB-H2); Pipeline Parallelism with Controllable Memory,
 arXiv:2405.15362 (ZB-V). The lists are those drawn by hand for F = B = W. Where the times of the tasks are given, the

@@ -1,4 +1,4 @@
-"""What all processes of a program must do alike: that they call the same step, and run it under the plan of process 0.
+"""Agreement between processes: all call the same step, and run it under the plan of process 0.
 
 A search with a time limit can end differently in two processes; so process 0 plans, and the others take its plan.
 """

@@ -1,4 +1,4 @@
-"""The way of this process to the coordination service in process 0: a local relay that outlives process 0.
+"""A local relay between JAX and the coordination service in process 0, which outlives process 0.
 
 jax's client ends its process, with a C++ stack and nothing else, as soon as its connection to the service breaks; there
 is no option against it (`missed_heartbeat_callback` ends in `std::bad_cast`, jaxlib 0.10 to 0.12). So jax connects to a

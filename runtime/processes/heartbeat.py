@@ -8,7 +8,7 @@ process, and lets Python say so:
     rows), and whether it is ending.
 (2) Process 0 finds one lost that is silent for `LOST_AFTER_S`, that ended on an exception, or that ended before a step
     that another has begun; and tells all. The others find process 0 lost where its store does not answer for as long,
-    or where the link to it breaks (`coordinator_link`, after `autopar.distributed.initialize`).
+    or where the link to it breaks (`coordinator_relay`, after `autopar.distributed.initialize`).
 (3) Every process that hears of it logs it, and raises `ProcessLostError` at its next step. One that hangs in a wait,
     where no exception reaches it, is ended after `GRACE_S`, with the error and where it stood; so is, after `MOST_S`,
     one that computes on.

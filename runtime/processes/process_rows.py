@@ -1,4 +1,4 @@
-"""Rows of which each process has its own, brought to where a plan wants them.
+"""Rows of the batch that each process holds, moved to the layout of a plan.
 
 The whole array is the rows of all processes in the order of their numbers, which need not have as many each. Where the
 devices of each process read only rows of their own, nothing is sent; else rows go to the devices that read them, over

@@ -1,4 +1,4 @@
-"""The processes of a program meet before jax brings them together: who does not come, or goes meanwhile, has a name.
+"""A roll call before JAX joins the processes: a missing or lost process is named.
 
 jax's own way in ends a process with a C++ stack when another one does not come. So process 0 first listens at the
 address of the coordination service itself. Every other process connects and says its number; when all have, all are

@@ -1,4 +1,4 @@
-"""A simulated program on devices that share their processors: where some idle, the others have their part."""
+"""Simulated programs on devices that share cores: while some devices idle, the others run faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated program as a timeline."""
+"""The timeline of a simulated program."""
 
 from __future__ import annotations
 

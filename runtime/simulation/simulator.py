@@ -1,4 +1,4 @@
-"""Runs a program on a virtual clock: the same instructions that are executed.
+"""Simulation of a program on a virtual clock, from the instructions that are executed.
 
 A mesh runs its tasks one at a time in the order of the list, each as soon as its inputs are there. A Send holds up
 neither mesh; each ordered pair of meshes is a link that carries one Send at a time. Memory is taken when a run or a

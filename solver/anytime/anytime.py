@@ -1,8 +1,8 @@
-"""The anytime core: prices on memory, message passing for the bound and a first choice, tree moves for a better one.
+"""The anytime solver: prices on memory, message passing for the bound and a first choice, tree moves for better ones.
 
 A round, at one set of prices: sweeps of messages (the bound), a choice decoded from them and last round's choice, both
 improved by tree moves that ignore the limit but pay the prices (the Lagrangian's minimiser, nearly), the better one
-repaired to fit and polished (the incumbent), and the master of `columns` for the next prices. Both cores work: the two
+repaired to fit and polished (the incumbent), and the master program for the next prices. Both cores work: the two
 searches, and the sweeps beside the polishing. Rounds depend on the seed and on each other, never on time, so that a
 number of rounds gives the same answer again.
 

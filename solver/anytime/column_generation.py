@@ -1,4 +1,4 @@
-"""The master program of the Lagrangian: the prices at which the choices seen so far cannot be mixed to fit any cheaper.
+"""The master program of the Lagrangian, whose duals are the next prices on memory rows.
 
 Column generation (Dantzig and Wolfe 1960) over whole choices: min sum of m[k] cost[k] subject to sum of m[k] bytes[k,
 r] <= room[r] at the rows seen, sum of m[k] = 1; its duals are the rows' prices. Prices tried lie between these and the

@@ -1,4 +1,4 @@
-"""What the exact program does for the anytime core: search among the best choices, and end the proof."""
+"""The integer program within the anytime solver: it searches among the best choices, and completes the proof."""
 
 from __future__ import annotations
 

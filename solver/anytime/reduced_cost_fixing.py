@@ -1,4 +1,4 @@
-"""Strategies that no choice cheaper than the one at hand can take: reduced-cost fixing by the messages' own bound."""
+"""Reduced-cost fixing: strategies that no choice cheaper than the incumbent can take, by the bound of the messages."""
 
 from __future__ import annotations
 

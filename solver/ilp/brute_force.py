@@ -1,4 +1,4 @@
-"""What a choice costs and holds, and the best of all by trying them: apart from the solving code, to check it."""
+"""The cost and memory of a choice, and exhaustive search: independent of the solving code, to check it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The integer program solved by OR-tools, memory rows brought in as they are broken."""
+"""The integer program solved by OR-tools; memory rows are added when an answer violates them."""
 
 from __future__ import annotations
 

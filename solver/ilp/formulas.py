@@ -1,5 +1,4 @@
-"""The integer program in arrays: formulas (1), (2), (4) and (5) ((3) is in tying.py), built in
-bulk.
+"""The integer program in arrays: formulas (1), (2), (4) and (5) ((3) is in tied.py), built in bulk.
 
 Strategies and pairs of infinite cost are left out, not priced. Edge variables are continuous: given 0-1 node
 variables, the row and column sums of (2) leave only 0 and 1.

@@ -1,4 +1,4 @@
-"""A choice that fits, costs set aside, or why there is none: the least excess, by formula (4) with room to spare."""
+"""A choice within memory, costs set aside, or the least excess: formula (4) with slack."""
 
 from __future__ import annotations
 

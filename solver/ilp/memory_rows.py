@@ -1,4 +1,4 @@
-"""Memory rows of formula (4): which times need one, what they hold, and why a problem may not fit at all."""
+"""Memory rows of formula (4): which times need a row, its bytes, and proofs that a problem cannot fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The problem the planner hands over and the answer it gets back.
+"""`Problem` and `Solution`.
 
 Each node chooses one strategy. Cost is the sum of node costs and of pairwise edge costs; memory at a time is the sum
 of the bytes of the uses live then, and may not pass the limit at any time. Nothing here solves anything.

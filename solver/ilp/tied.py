@@ -1,4 +1,4 @@
-"""Formula (3): nodes that must choose alike share one variable (state in and state out, the same layer repeated)."""
+"""Formula (3): nodes that must choose alike share one variable (state in and state out, repeated layers)."""
 
 from __future__ import annotations
 

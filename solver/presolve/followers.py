@@ -1,4 +1,4 @@
-"""Merging of followers: nodes whose strategy is settled by a neighbour's become part of it, memory and all.
+"""Merging of followers: a node whose strategy a neighbour determines becomes part of that neighbour, with its memory.
 
 Elementwise and layout operations mostly allow one strategy for each of their operand's: every row of the edge's matrix
 has one finite entry. Merging them is exact with or without a memory limit, and leaves 4 of 5 nodes out of the

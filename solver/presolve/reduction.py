@@ -1,4 +1,4 @@
-"""What a reduction is: a smaller problem and the way back."""
+"""`Reduction`: a smaller problem and the map back."""
 
 from __future__ import annotations
 

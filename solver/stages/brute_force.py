@@ -1,4 +1,4 @@
-"""Every way to cut a few layers into stages, tried: what the search is held against."""
+"""Exhaustive search over the stages of a few layers, to check the search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dynamic programme's loops, compiled. `stage_search` says what they compute.
+"""The dynamic programme's loops, compiled. `dynamic_program` says what they compute.
 
 A move is a stage that could be: layers [first, to[i]) on units[i] device units. Moves are sorted by their first
 layer: those of layer a are begin[a] to begin[a + 1]. add_s = fill + drain, last_s = add + once. A row is kept for

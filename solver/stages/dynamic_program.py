@@ -1,6 +1,6 @@
 """The dynamic programme under a bound on the slowest stage, and the search over that bound.
 
-The model (`stages`) is a sum over the stages, plus a maximum, plus the update that shows at the end. As in Alpa (OSDI
+The model (`problem`) is a sum over the stages, plus a maximum, plus the update that shows at the end. As in Alpa (OSDI
 2022, section 5.2) the maximum is enumerated, and for each of its values a programme minimises the rest:
 
 1. sum(k, a, d) = min over moves (a, b, n): fill + drain + sum(k - 1, b, d - n)

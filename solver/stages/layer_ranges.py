@@ -1,4 +1,4 @@
-"""Every range of layers with every option as arrays: what can be a stage, its terms of the step time, what fits."""
+"""Every range of layers with every option, as arrays: feasibility, terms of the step time, memory."""
 
 from __future__ import annotations
 
