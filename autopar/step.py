@@ -1,4 +1,4 @@
-"""A step that runs on every device. The life of a call: trace and plan, compile, put the arguments, run."""
+"""`Step`, a function that runs on every device. The life of a call: trace, plan, compile, place the arguments, run."""
 
 from __future__ import annotations
 
