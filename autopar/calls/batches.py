@@ -1,4 +1,4 @@
-"""Batches of a step: host data put where the plan wants it, and rows of several processes made one batch."""
+"""Batches of a step: host data placed in the layouts of the plan, and rows of several processes joined to one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of a call by number and name: which are static, donated, or carry examples; and the key of a call."""
+"""Arguments of a call by number and name: static ones, donated ones, those with examples; and the key of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parallelize(follow=step)`: a step whose state lies as another step's plan has it."""
+"""`parallelize(follow=step)`: the layouts of another step's state, as options of the search."""
 
 from __future__ import annotations
 

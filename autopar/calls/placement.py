@@ -1,4 +1,4 @@
-"""Placement of a step's arguments: where they lie, copies of them, and moves to where the plan wants them."""
+"""Placement of a step's arguments: their present layouts, copies, and moves to the layouts of the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step's plan comes from: the user, the cache on disk, the search, or process 0 of several."""
+"""The sources of a step's plan: the user, the cache on disk, the search, or process 0 of several."""
 
 from __future__ import annotations
 

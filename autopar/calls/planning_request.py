@@ -1,4 +1,4 @@
-"""A step traced for its arguments with everything that a search for its plan takes, for `autopar.tune`."""
+"""A traced step with all inputs of a search for its plan, for `autopar.tune`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plan holds for arguments of which shapes."""
+"""The plans of a step by the shapes of its arguments."""
 
 from __future__ import annotations
 

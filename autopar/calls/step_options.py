@@ -1,4 +1,4 @@
-"""The options of a step, as `autopar.parallelize` was given them."""
+"""The options of a step, as given to `autopar.parallelize`."""
 
 from __future__ import annotations
 

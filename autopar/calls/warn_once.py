@@ -1,4 +1,4 @@
-"""Warnings about a step, each of them once."""
+"""Warnings about a step, each given once."""
 
 from __future__ import annotations
 
