@@ -7,8 +7,8 @@
     autopar tune FILE:FUNCTION --save plan.json
     autopar measure --save cluster.json
 
-FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. For hardware that is not
-here it is traced, not run, so that it may make a state that no memory here would hold.
+FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. For absent hardware it
+is traced, not run, so its state may exceed the memory of this machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Everything that autopar raises at its users: one tree, and every message says where, what was expected, what was
-got, and what to do.
+"""The exceptions of autopar, as one tree. Every message has the place, the expected and the actual value, and a hint.
 
-A broken promise of autopar to itself is an `assert` instead: it is a bug, to be reported, and no user can mend it.
+A violated invariant of autopar itself is an `assert` instead: a bug to report, which no user can mend.
 """
 
 from __future__ import annotations
