@@ -1,9 +1,9 @@
 """The entry point of the solver: reduce, solve the rest, undo, and report what is proven.
 
-Memory mostly does not bind: a problem is first solved without it, exactly and by elimination as far as that goes. If
-the answer passes the limit it is reduced with its memory, and solved by the integer program when that is small, by the
-anytime core when it is not, or when a number of rounds was asked for without a limit; strategies that the core's bound
-rules out are dropped until the program can finish the proof.
+Memory seldom binds: a problem is first solved without it, exactly, and by elimination as far as possible. If the answer
+exceeds the limit, the problem is reduced with its memory, and solved by the integer program if that is small, otherwise
+by the anytime solver, which also serves a number of rounds without a limit. Strategies that the bound of the anytime
+solver excludes are dropped until the integer program can finish the proof.
 """
 
 from __future__ import annotations

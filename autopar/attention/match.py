@@ -1,12 +1,12 @@
 """Finds attention in a graph by its computation, and replaces each of its passes by one operation.
 
-Equations are read as algebra (`symbolic`), so that it does not matter how attention, its masks and its softmax
-are written, nor in which form differentiation leaves them. With P the weights, G a product of the result's gradient and
-the values, and D the sum of P G over a row, what multiplies the values must be P, and what multiplies the keys must be
-s (P G - D P), s being the derivative of the scores by the product. The sum of P over a row is 1: nothing passes back
-through the maximum.
+Equations are read as algebra (`symbolic`), so the spelling of attention, its masks and its softmax does not matter, nor
+the form in which differentiation leaves them. With P the weights, G a product of the result's gradient and the values,
+and D the sum of P G over a row, the matrix that multiplies the values must be P, and the matrix that multiplies the
+keys must be s (P G - D P), s being the derivative of the scores by the product. The sum of P over a row is 1: no
+gradient passes through the maximum.
 
-What cannot be read so (dropout on the weights, weights that are handed out, a gradient of a bias) stays as it is.
+Attention of other forms stays as it is: dropout on the weights, weights that are returned, a gradient of a bias.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Polynomials over atoms, the form in which attention is recognised: sums of numbers times powers of atoms.
 
-An atom is any tuple; its first entry says what it is.
+An atom is any tuple; its first entry is its kind.
 """
 
 from __future__ import annotations

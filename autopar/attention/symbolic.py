@@ -1,8 +1,8 @@
 """The equations of a block as polynomials in the scores of attention.
 
-A value with scores is a sum of terms (`polynomial`): numbers times powers of *atoms*, which are a product of
-queries and keys (or of the result's gradient and the values), the weights that softmax makes of one, sums over a row,
-and whatever else is multiplied with them.
+A value with scores is a sum of terms (`polynomial`): numbers times powers of *atoms*. An atom is a product of queries
+and keys (or of the result's gradient and the values), the weights that softmax computes from one, a sum over a row, or
+any other factor of the scores.
 """
 
 from __future__ import annotations

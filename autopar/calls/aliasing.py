@@ -1,8 +1,8 @@
 """Arguments of one call that share buffers: a donated array may share memory with no other argument.
 
 jaxlib 0.10 ends the whole process where one buffer is donated and read by one program over several CPU devices, or
-donated twice; newer ones raise an error when half of the devices have taken the buffer over already. The same array may
-stand in several arguments, and several arrays may share buffers: `jax.device_put` makes such of one array.
+donated twice. Newer versions raise an error after half of the devices have taken the buffer over. The same array may be
+several arguments, and several arrays may share buffers: `jax.device_put` creates such arrays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The fast path of a call: straight to the program of the last call, after the checks that the program does not make.
 
-A compiled program refuses arguments of other shapes, types and layouts by itself. It does not know that jax's
-configuration has changed, nor that an argument is now weakly typed or no longer, for either of which `jax.jit` has
-another program; and it must never get a deleted array, or memory that it takes over and reads elsewhere too.
+A compiled program refuses arguments of other shapes, dtypes and layouts by itself. It does not detect a change of JAX's
+configuration or of the weak type of an argument, for each of which `jax.jit` has another program. It must never get a
+deleted array, or a donated buffer that another argument reads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The time of a lowered step with overlap: its instructions on two streams, one for computation, one for collectives.
 
-The number and the timeline come from the same run. `autopar.cost.stream_simulator` has the rules. What the partitioner
-reduces in place (`Compute.reduced`) is an all-reduce of its own once it is compiled, which a compiler takes apart like
-any other. Copies from the memory of the host and to it are taken to hold up computing, and each other.
+One simulation gives the number and the timeline (`autopar.cost.stream_simulator`). An in-place reduction by the
+partitioner (`Compute.reduced`) is an all-reduce of its own once it is compiled, and asynchronous like any other. Copies
+between host and device memory are taken to block computation, and each other.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An elementwise operation is computed inside the kernels that read it, again in each of them where it is cheap, and is
 never written. Written are: results of operations that do not fuse (matrix products, convolutions, gathers, sorts,
-loops), what such operations read, and what is expensive (an exponential, a reduction) and read by several kernels.
+loops), the operands of such operations, and expensive results (an exponential, a reduction) with several readers.
 Reshapes are names for the same memory.
 """
 

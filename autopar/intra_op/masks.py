@@ -1,9 +1,9 @@
 """Constraints as masks over the choices of an ILP, and their relaxation where they contradict each other.
 
-Constraints allow some strategies of each node and some ways of each edge, and wish that values be split over mesh axes.
-A wish holds where a node has a strategy that grants it. Where all of that contradicts itself (a matrix must be split by
-columns, and what reads the result takes the columns apart), as few wishes as possible are given up, and their values
-stay whole; if that helps, ways of edges that are not allowed otherwise are opened first.
+Constraints allow some strategies of each node and some paths of each edge, and require values to be split over mesh
+axes. A requirement holds where the node has a strategy that meets it. Where all requirements contradict each other (a
+matrix must be split by columns, and a reader of the result separates the columns), as few as possible are given up, and
+their values stay whole. Before that, paths of edges that are not allowed otherwise are permitted if that helps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The slack of each resharding: the seconds of computation between the producer of its value and the first reader.
 
-Computing goes on while something is sent, as long as what is sent was made long enough before it is read: a gradient is
-read by the update, behind the rest of the backward pass; a parameter is there before the step begins. What the next
-product reads has no slack.
+Computation continues during a send whose value was produced long enough before its first reader: the update reads a
+gradient after the rest of the backward pass; a parameter is there before the step begins. The operand of the next
+product has no slack.
 """
 
 from __future__ import annotations

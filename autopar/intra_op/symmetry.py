@@ -1,8 +1,8 @@
 """Symmetry: classes of equal nodes of a choice graph (repeated layers), which share one decision.
 
-Nodes get a colour from what they are (their operations, strategies and layouts) and then, round by round, from the
-colours around them. After a few rounds the same node of every repeated layer has the same colour, because it sees
-the same surroundings; nodes near the ends of the stack keep colours of their own.
+Nodes get a colour from their operations, strategies and layouts, and then, round by round, from the colours of their
+neighbours (colour refinement). After a few rounds, corresponding nodes of repeated layers have equal colours, as they
+have equal neighbourhoods; nodes near the ends of the stack keep their own colours.
 """
 
 from __future__ import annotations

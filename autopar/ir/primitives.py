@@ -1,7 +1,7 @@
 """Algebraic facts about primitives that sharding rules lack: linear operands, sums, numbers of multiplications.
 
-These say where partial (unreduced) values may flow. A primitive that is not listed is treated as not linear: its
-operands are reduced first, which is always right.
+They determine where partial (unreduced) values may flow. A primitive that is not listed counts as not linear: its
+operands are reduced first, which is always correct.
 """
 
 from __future__ import annotations

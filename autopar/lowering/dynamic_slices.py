@@ -1,8 +1,8 @@
 """Dynamic slices with clamped starts: XLA drops the clamp of a slice that a plan splits.
 
-A start out of range counts as the nearest one that is in range. A plan that splits the result slices it once more, and
-XLA's algebraic simplifier makes one slice of the two without bringing the first start into range (openxla/xla, issue
-49121): the wrong rows are read. With starts in range the two are the same.
+A start that is out of range counts as the nearest start in range. A plan that splits the result slices it once more,
+and XLA's algebraic simplifier merges the two slices without the clamp of the first (openxla/xla, issue 49121): it reads
+the wrong rows. With starts in range both programs are equal.
 """
 
 from __future__ import annotations

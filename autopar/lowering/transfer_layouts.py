@@ -1,9 +1,9 @@
 """The layouts in which a value crosses from one stage's mesh to another's.
 
-Each byte should cross once: where the value is replicated over some devices, each of them sends a part, and the
-receiving stage gathers the parts (Zhuang et al., "On optimizing the communication of model parallelism", 2022, call it
-local all-gather). So both ends hold the value split as finely as their mesh can. Where one end has finer pieces than
-the other, the pieces are cut before they cross, or joined afterwards (`autopar.runtime.execution.cross_mesh`).
+Each byte should cross once. Where the value is replicated over some devices, each of them sends a part, and the
+receiving stage gathers the parts (Zhuang et al., "On optimizing the communication of model parallelism", 2022: local
+all-gather). Both ends therefore hold the value split as finely as their mesh allows. Where one end has finer pieces
+than the other, pieces are cut before they cross, or joined afterwards (`autopar.runtime.execution.cross_mesh`).
 """
 
 from __future__ import annotations

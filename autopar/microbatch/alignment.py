@@ -1,8 +1,8 @@
 """Alignment of two traces of one function, on the whole batch and on a micro-batch.
 
-What a step computes may depend on the number of examples in two ways. Shapes follow it, which is all that micro-batches
-need. Numbers in the program follow it too (a mean divides by it): those are taken from the trace of the whole batch, so
-that the summands which the micro-batches make add up to what the whole batch gives.
+A step may depend on the number of examples in two ways. Shapes depend on it, as micro-batches require. Literals of the
+program depend on it too (a mean divides by it): they are taken from the trace of the whole batch, so that the partial
+sums of the micro-batches add up to the result of the whole batch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Which primitives keep the examples of a batch independent: one rule for each, over its parameters.
 
-That a dimension can be partitioned over devices (Shardy's rules) does not mean that each example is computed alone: the
-partitioner may exchange what it needs, and `x.at[0].set(0)` knows which device holds row 0. A micro-batch does not know
-the others, nor which rows of the batch its own are.
+Sharding rules (Shardy's) do not answer this: a dimension that can be partitioned need not hold independent examples.
+The partitioner may exchange data between devices, and it knows which device holds row 0 of `x.at[0].set(0)`. A
+micro-batch has neither the other micro-batches nor the positions of its rows in the batch.
 
-A rule of `APART` takes an equation and, of each operand, the dimension that holds the examples (None: it is the same
-for all examples); it gives that dimension of each result. It promises that slice i of each result is computed of slice
-i of those operands alone, by the same function for each i, whatever the number of examples. A rule of `SUMS` says
-whether the result is the sum of what disjoint parts of the examples give. A primitive that is in neither table, or with
-other parameters, is taken to mix the examples.
+A rule of `APART` takes an equation and, for each operand, the dimension that holds the examples (None: the operand is
+the same for all examples), and returns that dimension of each result. It promises that slice i of each result is a
+function of slice i of those operands alone, the same function for each i, whatever the number of examples. A rule of
+`SUMS` returns whether the result is the sum of the results for disjoint parts of the examples. A primitive that is in
+neither table, or that has other parameters, is taken to mix the examples.
 """
 
 from __future__ import annotations

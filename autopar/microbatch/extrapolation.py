@@ -1,8 +1,8 @@
 """The program of a step for one example, extrapolated from those for two and three examples.
 
-Traced on one example, many a function becomes another program: what would be spread over the examples need not be. The
-operations for two and for three are the same, on shapes that grow by the same amount from example to example, and so
-they are for one.
+Traced on one example, many functions become another program: broadcasts over the examples disappear. The operations for
+two and for three examples are equal, on shapes that grow by the same amount from example to example. The program for
+one example is extrapolated from them.
 """
 
 from __future__ import annotations

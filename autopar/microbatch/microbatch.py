@@ -1,9 +1,9 @@
 """The graph of a training step over micro-batches, with the results of the whole batch.
 
-The step is traced on the whole batch and on one micro-batch. Each value of the whole is, in terms of the micro-batches,
-the same in all of them, their parts joined, or their summands added up (`State`); literals are those of the
-whole batch, so that no sum needs a factor. Operations then run where they are needed: before the loop, in it, or after
-it. A step whose examples need what others gave is refused.
+The step is traced on the whole batch and on one micro-batch. Each value of the whole step is, in terms of the
+micro-batches, the same in all of them, the concatenation of their values, or the sum of their values
+(`microbatch_analysis`). Literals are those of the whole batch, so no sum needs a factor. Each operation then runs
+before the loop over micro-batches, in it, or after it. A step whose examples depend on one another is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Each value of a micro-batch relative to the whole batch: invariant, split, a partial sum, or unavailable.
 
-Operations are followed one by one. What keeps the examples apart (`example_rules`) gives parts, what sums over them
-gives summands, what is linear in summands (`primitives`) gives summands again. Everything else mixes the examples.
+Operations are followed one by one. An operation that keeps the examples independent (`example_rules`) gives split
+values, a sum over examples gives partial sums, a linear operation (`primitives`) on partial sums gives partial sums.
+Every other operation mixes the examples.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The layer of every operation and argument of a training step: forward and backward pass, update, state.
 
-Pipeline stages are made of whole layers, so this is found once and serves every cut into stages. What a backward
-operation reads tells its layer: the transpose of a forward operation reads that operation's residuals.
+Pipeline stages consist of whole layers, so one assignment serves every division into stages. The operands of a backward
+operation determine its layer: the transpose of a forward operation reads that operation's residuals.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Folding of repeated layers: of each run of equal layers, the first and the last stay.
 
-What is chosen for one of forty equal layers is chosen for all, so that the search need not see the others. The two that
-stay count for the whole run.
+The decisions for one of forty equal layers serve all of them, so the search needs no others. The two layers that stay
+count for the whole run.
 """
 
 from __future__ import annotations

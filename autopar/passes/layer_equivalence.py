@@ -1,7 +1,7 @@
 """Equal layers, compared in an order of operations that does not depend on the names of state.
 
-A tree of parameters is sorted by name, and "layer10" stands before "layer9": gradients are summed and parameters
-updated in the order of the tree, so that two layers which compute the same need not do it in the same order.
+A tree of parameters is sorted by name, and "layer10" precedes "layer9". Gradients are summed and parameters updated in
+the order of the tree, so two equal layers need not do this in the same order.
 """
 
 from __future__ import annotations

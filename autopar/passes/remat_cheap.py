@@ -1,11 +1,11 @@
 """Cheap values are computed again in each section that reads them, instead of once before the loop.
 
-Masks, positions, and constants that are spread over a whole batch cost next to nothing to make, inside of the kernels
-that read them. Made before the first micro-batch they would lie in memory through the whole step, as large as the
-activations that they are added to.
+Masks, positions, and constants broadcast over the batch cost next to nothing inside the kernels that read them.
+Computed before the first micro-batch, they would occupy memory through the whole step, as much as the activations that
+they are added to.
 
-Copies of parameters in half precision take a pass over memory to make, and lie there through the whole step as well:
-where memory is short, they too may be made anew.
+Half-precision copies of parameters take one pass over memory and occupy memory through the whole step as well. Where
+memory is short, they too may be computed again.
 """
 
 from __future__ import annotations

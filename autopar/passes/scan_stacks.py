@@ -1,6 +1,6 @@
 """Finds the scan over layers that holds most work of a step, and the values that are stacked like its layers.
 
-Calls are inlined, so that all equations are in one list; then dimension 0 of what the scan takes apart and stacks up is
+Calls are inlined, so all equations are in one list. Then dimension 0 of the scan's inputs and stacked outputs is
 followed through the sharding rules of the equations around it.
 """
 

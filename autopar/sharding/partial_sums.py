@@ -1,9 +1,9 @@
 """Which values may stay partial: sums that are added to one another before one reduction.
 
-Two partial gradients of one tied parameter, the input gradients of projections that read one activation, a gradient
-accumulated by a loop or over micro-batches, also one that a loop over layers stacks: reducing each alone sends the same
-bytes several times. Everything else is reduced where it is made, so that the search does not carry partial states that
-gain nothing.
+Examples: two partial gradients of one tied parameter, the input gradients of projections that read one activation, a
+gradient that accumulates in a loop or over micro-batches, or that a loop over layers stacks. A reduction of each would
+send the same bytes several times. All other sums are reduced where they are computed, so that the search carries no
+partial layouts without a gain.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Dispatch of programs to devices: one thread at a time, and on CPU devices a bounded number in flight.
 
-Two threads that hand programs with collectives to the same devices may do so in another order on each of them: every
-device then waits for the others. So whoever runs a step holds a lock while it is handed out, not while it is computed.
+Two threads that dispatch programs with collectives to the same devices may do so in another order on each of them:
+every device then waits for the others. So the thread that runs a step holds a lock during dispatch, not during
+computation.
 
-XLA's CPU client takes 32 programs at once for each device (`max_inflight_computations_per_device`). Handing out one
-more blocks a thread of the pool that the 32 need to end: with collectives among them they never do, and after 40 s XLA
-ends the process (seen with jaxlib 0.10.2 on 2, 8 and 16 devices with 33 in flight, never with 32). Accelerators have no
-such limit, and nothing is waited for there.
+XLA's CPU client accepts 32 programs at once for each device (`max_inflight_computations_per_device`). One more blocks a
+thread of the pool that the 32 need to finish: with collectives among them they never finish, and after 40 s XLA ends
+the process (seen with jaxlib 0.10.2 on 2, 8 and 16 devices with 33 in flight, never with 32). Accelerators have no such
+limit, and dispatch to them never waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Arrays over the devices of several processes: values that every process has whole, and moves between shardings.
 
-What every process has whole (numpy arrays, numbers, arrays on one device of its own) is the same value in all of them
-and is never sent: each process takes from it what its devices need.
+A value that every process has whole (numpy arrays, numbers, arrays on one device of its own) is equal in all of them
+and is never sent: each process takes the parts that its devices need.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Transfers from the devices of one mesh to those of another: each byte once, and asynchronous.
 
 A put (`jax.device_put`) is asynchronous only where each shard of the target is one whole shard of the source and both
-meshes have as many devices; else it blocks and goes through the host. So a value crosses in rounds (`cross_mesh`): in
-each, as many devices send one shard each as receive one. The shards are named anew for that, without copying: as an
-array of their own, one after the other. Where a shard must be cut before, or joined from several afterwards, a small
-program does it on the mesh where it lies (`cut_shards`).
+meshes have as many devices; otherwise it blocks and goes through the host. So a value crosses in rounds (`cross_mesh`):
+in each, as many devices send one shard each as receive one. For a round, shards are assembled to an array of their own
+without copies. Where a shard must be cut before, or joined from several afterwards, a small program does so on the mesh
+that holds it (`cut_shards`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A pipeline with fewer buffers: those produced, read, sent and freed alike are merged.
 
-For a virtual clock the hundred arrays that a forward task keeps for its backward task are one buffer of their size. The
-order of runs and Sends, their times and the memory are those of the pipeline itself.
+For the simulation, the hundred arrays that a forward task keeps for its backward task are one buffer of their total
+size. The order of runs and Sends, their times and the memory are those of the pipeline itself.
 """
 
 from __future__ import annotations

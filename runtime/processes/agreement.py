@@ -1,6 +1,6 @@
 """Agreement between processes: all call the same step, and run it under the plan of process 0.
 
-A search with a time limit can end differently in two processes; so process 0 plans, and the others take its plan.
+A search with a time limit can end differently in two processes. So process 0 plans, and the others take its plan.
 """
 
 from __future__ import annotations

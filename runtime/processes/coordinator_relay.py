@@ -1,9 +1,9 @@
 """A local relay between JAX and the coordination service in process 0, which outlives process 0.
 
-jax's client ends its process, with a C++ stack and nothing else, as soon as its connection to the service breaks; there
-is no option against it (`missed_heartbeat_callback` ends in `std::bad_cast`, jaxlib 0.10 to 0.12). So jax connects to a
-relay in its own process instead. When process 0 goes, the relay keeps jax's end open, silent, and says so: Python then
-has the time to name process 0 and to end.
+JAX's client ends its process, with only a C++ stack trace, as soon as its connection to the service breaks; no option
+prevents this (`missed_heartbeat_callback` ends in `std::bad_cast`, jaxlib 0.10 to 0.12). So JAX connects to a relay in
+its own process instead. When process 0 is lost, the relay keeps JAX's end open and silent, and reports the loss: Python
+then has the time to name process 0 and to end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rows of the batch that each process holds, moved to the layout of a plan.
 
-The whole array is the rows of all processes in the order of their numbers, which need not have as many each. Where the
-devices of each process read only rows of their own, nothing is sent; else rows go to the devices that read them, over
-all devices of a program, or from process to process for the devices of a stage.
+The global array is the rows of all processes in process order; processes need not have equally many. Where the devices
+of each process read only rows of their own, nothing is sent. Otherwise rows go to the devices that read them, over all
+devices of a program, or from process to process for the devices of a stage.
 """
 
 from __future__ import annotations

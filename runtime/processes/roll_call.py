@@ -1,9 +1,9 @@
 """A roll call before JAX joins the processes: a missing or lost process is named.
 
-jax's own way in ends a process with a C++ stack when another one does not come. So process 0 first listens at the
-address of the coordination service itself. Every other process connects and says its number; when all have, all are
-told, and process 0 gives the address to jax. The connections stay until jax has joined the processes: both ends say
-each second that they are there, and process 0 tells all who is not.
+JAX ends a process with only a C++ stack trace when another one does not come. So process 0 first listens at the address
+of the coordination service itself. Every other process connects and sends its number. When all have connected, all are
+informed, and process 0 releases the address to JAX. The connections stay open until JAX has joined the processes: both
+ends send a sign of life each second, and process 0 tells all which process is lost.
 """
 
 from __future__ import annotations
