@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from autopar.cost.roofline import flops_of
 from autopar.ir.graph import Dimension, OpGraph, OpKind, Role, Value
 from autopar.ir.layout import Layout
+from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.lowering.decisions import ShardingPlan
 from autopar.sharding.semantics import annotate_semantics
 
@@ -43,7 +44,7 @@ def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis:
             strategy is None
             or op.kind is not OpKind.EQUATION
             or op.role is Role.UPDATE
-            or op.primitive not in _PRODUCTS
+            or op.primitive not in MATRIX_PRODUCTS
         ):
             continue
         layouts = (*zip(op.inputs, strategy.operands, strict=True), *zip(op.outputs, strategy.results, strict=True))
@@ -61,9 +62,6 @@ def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis:
         if role is None and in_parts:
             return SHARDED_DATA
     return SHARDED_DATA if role == DATA and in_parts else role
-
-
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 
 
 def _split(value: Value | None, layout: Layout, axis: int) -> Iterator[Dimension]:

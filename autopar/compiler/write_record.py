@@ -17,6 +17,7 @@ from autopar.inter_op.staged import PlannedStage, StagedStep
 from autopar.ir.graph import Constant, Op, OpGraph
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.ir.traced_step import TracedStep
 from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.decisions import ShardingPlan, SolverReport
@@ -37,8 +38,6 @@ from autopar.runtime.pipeline.program import TaskKind
 from autopar.runtime.simulation.simulated_timeline import timeline_of as pipeline_timeline
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.strategies import Strategy
-
-MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def decisions_of(plan: ShardingPlan) -> Decisions:

@@ -25,7 +25,8 @@ from typing import Any
 
 from autopar.cost import xla_fusion, xla_program, xla_schedule
 from autopar.cost.xla_fusion import Kernel
-from autopar.cost.xla_program import CPU, GPU, MATRIX_PRODUCTS, TPU, Compiler, MemoryStep, compiler_for
+from autopar.cost.xla_program import CPU, GPU, TPU, Compiler, MemoryStep, compiler_for
+from autopar.ir.primitives import MATRIX_PRODUCTS
 
 __all__ = [
     "CPU",

@@ -17,13 +17,13 @@ from autopar.cost.xla_program import (
     ARITHMETIC,
     BARRIER,
     EXPENSIVE,
-    MATRIX_PRODUCTS,
     RANDOM_BITS,
     REDUCTIONS,
     SCALAR_BYTES,
     Compiler,
     MemoryStep,
 )
+from autopar.ir.primitives import MATRIX_PRODUCTS
 
 # Steps that are put at the ends of a loop's body: a turn's slice of a stacked input, a slice put into a stacked result.
 SLICE, STACK = "slice_of_stacked", "stack"

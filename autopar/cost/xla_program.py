@@ -26,7 +26,6 @@ REDUCTIONS = frozenset(
         "argmin",
     }
 )
-MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 RANDOM_BITS = frozenset({"random_bits", "threefry2x32"})
 # New names for memory that is already there.
 ALIASES = frozenset({"reshape", "squeeze", "expand_dims", "copy", "bitcast_convert_type", "optimization_barrier"})

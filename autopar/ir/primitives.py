@@ -25,6 +25,8 @@ _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
     **dict.fromkeys(("scatter-add", "scatter-sub"), (frozenset({0, 2}),)),
 }  # fmt: skip
 
+# Products of matrices, and convolutions: where a model's arithmetic is, and what reads a parameter as a matrix.
+MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # Primitives whose reduced factors are sums, so that each device's result is a summand of the whole.
 SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "gather"})
 # Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Section, read_by, walk
+from autopar.ir.primitives import MATRIX_PRODUCTS
 
-MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Work that a stage would rather receive than do once more. Everything else streams through its operands.
 _COSTLY = MATRIX_PRODUCTS | {
     "sort", "top_k", "fft", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "random_bits", "threefry2x32",

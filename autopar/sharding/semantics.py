@@ -20,6 +20,7 @@ import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by, walk
+from autopar.ir.primitives import MATRIX_PRODUCTS
 
 # What is followed: what dimensions count (`Dimension`), or which side of a matrix they are (`Side`).
 Name = TypeVar("Name", bound=enum.Enum)
@@ -27,8 +28,6 @@ Name = TypeVar("Name", bound=enum.Enum)
 Parts = tuple[tuple[int, frozenset[Name]], ...]
 
 _UNKNOWN: frozenset[Any] = frozenset()
-# Operations that read a parameter as a matrix.
-_MULTIPLYING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 # Values that are or belong to weights, without examples.
 _OF_WEIGHTS = frozenset(Purpose) - {Purpose.BATCH, Purpose.ACTIVATION}
 # Operations between whole dimensions and pieces of them.
@@ -316,7 +315,7 @@ def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[in
     first_read: dict[_At, int] = {}
     last_made: dict[_At, int] = {}
     for position, op in enumerate(forward):
-        if op.primitive not in _MULTIPLYING:
+        if op.primitive not in MATRIX_PRODUCTS:
             continue
         assert op.rule is not None
         made = {f for dims in op.rule.results for fs in dims for f in fs}
@@ -438,7 +437,7 @@ def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> se
     wanted = {
         atom
         for op in graph.ops()
-        if op.primitive in _MULTIPLYING and op.role is role
+        if op.primitive in MATRIX_PRODUCTS and op.role is role
         for i, atom in enumerate(op.inputs)
         if isinstance(atom, int) and atom not in dependent and _has_columns(op, i, values[atom])
     }
@@ -459,14 +458,15 @@ def _followed_sides(graph: OpGraph, values: Sequence[Value], dependent: set[int]
     """
     sides: _Followed[Side] = _Followed(graph, {v.id for v in values if v.purpose in _OF_WEIGHTS})
     for op in graph.ops():
-        if op.primitive not in _MULTIPLYING or op.role is not Role.FORWARD:
+        if op.primitive not in MATRIX_PRODUCTS or op.role is not Role.FORWARD:
             continue
         assert op.rule is not None
         made = {f for dims in op.rule.results for fs in dims for f in fs}
         for i, atom in enumerate(op.inputs):
             if not isinstance(atom, int) or atom in dependent or not _has_columns(op, i, values[atom]):
                 continue
-            others = {f for j, dims in enumerate(op.rule.operands) if j != i for fs in dims for f in fs}
+            # The third operand of a ragged product, the sizes of its groups, is no matrix.
+            others = {f for j, dims in enumerate(op.rule.operands[:2]) if j != i for fs in dims for f in fs}
             for d, factors in enumerate(op.rule.operands[i]):
                 if factors and others.issuperset(factors) and made.isdisjoint(factors):
                     sides.name(atom, d, Side.INPUT)

@@ -216,6 +216,9 @@ def test_heads_are_an_output_and_experts_no_side():
     assert sides(lambda w, x: jnp.einsum("ebd,edf->ebf", jnp.stack([x] * 4), w), shape(4, 8, 6), shape(16, 8)) == [
         ["", "input", "output"]
     ]
+    assert sides(lambda w, x: jax.lax.ragged_dot(x, w, jnp.full(4, 4, jnp.int32)), shape(4, 8, 6), shape(16, 8)) == [
+        ["", "input", "output"]
+    ]
 
 
 def of_arguments(step, *shapes, donate=()):
