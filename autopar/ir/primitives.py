@@ -106,12 +106,19 @@ def multiplications(eqn: Any) -> float | None:
     """Those of a matrix product or a convolution; None of anything else.
 
     Of a convolution, what its window covers: zeros that are put between the inputs (`lhs_dilation`, as in the gradient
-    of one with strides) are not multiplied with.
+    of one with strides) are not multiplied with. Of a ragged product, each row with the matrix of its own group.
     """
     if eqn.primitive.name == "dot_general":
         (summed, _), _ = eqn.params["dimension_numbers"]
         left = eqn.invars[0].aval.shape
         return float(eqn.outvars[0].aval.size) * math.prod(left[d] for d in summed)
+    if eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (summed, _), _ = numbers.dot_dimension_numbers
+        left, groups = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape[-1]
+        # Where the groups are parts of the summed dimension, the result has one matrix for each of them.
+        parts = groups if set(numbers.lhs_ragged_dimensions) <= set(summed) else 1
+        return float(eqn.outvars[0].aval.size) * math.prod(left[d] for d in summed) / parts
     if eqn.primitive.name == "conv_general_dilated":
         kernel = eqn.invars[1].aval
         features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]

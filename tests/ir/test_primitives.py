@@ -26,6 +26,10 @@ def gradients(stride):
     return run
 
 
+def ragged(rows, matrices):
+    return jax.lax.ragged_dot(rows, matrices, jnp.array([2, 3, 3], jnp.int32))
+
+
 def counted(function, *shapes):
     made = jax.make_jaxpr(function)(*(struct(shape, "float32") for shape in shapes))
     return [m for eqn in made.jaxpr.eqns if (m := multiplications(eqn)) is not None]
@@ -42,6 +46,9 @@ def counted(function, *shapes):
         # Forward, of the images and of the kernel: each position of the result meets each of the kernel once.
         (gradients(1), ((2, 8, 8, 3), (3, 3, 3, 4)), [2 * 64 * 4 * 27] * 3),
         (gradients(2), ((2, 8, 8, 3), (3, 3, 3, 4)), [2 * 16 * 4 * 27] * 3),
+        (ragged, ((8, 4), (3, 4, 5)), [8 * 4 * 5]),
+        # Forward, of the rows and of the groups' matrices: each row meets the matrix of its group.
+        (lambda x, w: jax.vjp(ragged, x, w)[1](jnp.ones((8, 5))), ((8, 4), (3, 4, 5)), [8 * 4 * 5] * 3),
         (jnp.add, ((2, 3), (2, 3)), []),
     ],
 )
