@@ -19,11 +19,11 @@ from autopar.sharding.strategies import Strategy
 
 # Primitives that XLA does not fuse into their neighbours. The others are elementwise, or only move or make values.
 _NOT_FUSED = MATRIX_PRODUCTS | {
-    "gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "sort", "top_k", "cumsum", "cumprod",
-    "cummax", "cummin", "cumlogsumexp", "fft", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "reduce_window",
-    "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add", "random_bits",
-    "threefry2x32", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax",
-    "argmin", "concatenate", "pad", "dynamic_update_slice", "attention", "attention_backward",
+    "gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "sort", "top_k", "cumsum",
+    "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd",
+    "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
+    "random_bits", "threefry2x32", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod",
+    "argmax", "argmin", "concatenate", "pad", "dynamic_update_slice", "attention", "attention_backward",
 }  # fmt: skip
 # A fused operation makes no memory traffic of its own but shares its kernel's reads and writes. This is an assumption,
 # not a measurement: it only has to make replicated elementwise work cost something, in the order of its real cost.

@@ -28,7 +28,7 @@ import heapq
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
-from autopar.hardware.collective_cost import CollectiveKind
+from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 
 # (2): the result that is read next, and the one on its way meanwhile.
 RESULTS_AHEAD = 2
@@ -53,7 +53,7 @@ def overlap_of(platform: str) -> Overlap:
     reduce-scatter; TPU reductions hold up computing, however they are combined.
     """
     if platform == "gpu":
-        return Overlap(kinds=frozenset(CollectiveKind), combined_bytes=30 << 20)
+        return Overlap(kinds=frozenset(PLANNED_KINDS), combined_bytes=30 << 20)
     if platform == "tpu":
         apart = {CollectiveKind.ALL_GATHER, CollectiveKind.COLLECTIVE_PERMUTE}
         return Overlap(kinds=frozenset(apart), combined_bytes=0)

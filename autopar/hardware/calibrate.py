@@ -18,7 +18,7 @@ from autopar.common.progress import Progress
 from autopar.common.units import text_of_bytes, text_of_rate, text_of_s
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import discovery
-from autopar.hardware.collective_cost import CollectiveKind, Fabric, Link
+from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind, Fabric, Link
 from autopar.hardware.discovery import LocalDevices
 from autopar.hardware.fit import LinkFit, RateFit, Timing, fit_link, fit_products, fit_proportion, fit_rate
 from autopar.hardware.kinds import DeviceKind
@@ -179,7 +179,7 @@ def runs(found: LocalDevices, sizes: Sizes) -> list[list[Run]]:
         series.append([CallRun(arrays=HANDED, array_bytes=sizes.handed_bytes)])
     for between, most in ((False, found.devices_per_host), (True, found.num_hosts)):
         for n in group_sizes(most):
-            series += [[_collective(kind, size, n, between) for size in sizes.array_bytes] for kind in CollectiveKind]
+            series += [[_collective(kind, size, n, between) for size in sizes.array_bytes] for kind in PLANNED_KINDS]
     return [growing for growing in series if growing]
 
 

@@ -13,7 +13,7 @@ import msgspec
 from autopar.common.json_files import JsonFaultError, decoded
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import discovery, kinds, torus, tpu_slices
-from autopar.hardware.collective_cost import CollectiveKind, Fabric, Link
+from autopar.hardware.collective_cost import PLANNED_KINDS, Fabric, Link
 from autopar.hardware.kinds import DeviceKind
 from autopar.hardware.measurement import FitQuality, Measurement
 
@@ -110,7 +110,7 @@ class Cluster:
             source=f"{together} devices a host on {hosts} hosts; inside: {inside.source}; between: {outside.source}",
             kind_bytes_per_s=tuple(
                 (kind, min(inside.rate_of(kind), together * outside.rate_of(kind)))
-                for kind in CollectiveKind
+                for kind in PLANNED_KINDS
                 if kind in apart and outside.fabric is Fabric.SHARED_MEMORY
             ),
         )

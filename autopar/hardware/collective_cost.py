@@ -22,13 +22,24 @@ from autopar.errors import InvalidArgumentError
 
 
 class CollectiveKind(enum.StrEnum):
-    """The collectives that plans use, by their names in HLO."""
+    """The collectives of XLA, by their names in HLO. Plans use those in `PLANNED_KINDS`."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_TO_ALL = "all-to-all"
     COLLECTIVE_PERMUTE = "collective-permute"
+    RAGGED_ALL_TO_ALL = "ragged-all-to-all"
+    COLLECTIVE_BROADCAST = "collective-broadcast"
+
+
+PLANNED_KINDS = (
+    CollectiveKind.ALL_REDUCE,
+    CollectiveKind.ALL_GATHER,
+    CollectiveKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_TO_ALL,
+    CollectiveKind.COLLECTIVE_PERMUTE,
+)
 
 
 class Fabric(enum.StrEnum):
@@ -139,23 +150,23 @@ def sent_bytes(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike) -> N
     """Bytes that each of `n` devices sends, for a result of `result_bytes` on each device (both may be arrays).
 
     All-reduce 2(n-1)/n of the result, all-gather (n-1)/n of the gathered result, all-to-all (n-1)/n of the result,
-    reduce-scatter (n-1) times its result (which is 1/n of what is reduced), permute its result. Source: ring
-    algorithms, nccl-tests doc/PERFORMANCE.md.
+    reduce-scatter (n-1) times its result (which is 1/n of what is reduced), permute and broadcast their result. A
+    ragged all-to-all counts as if its pieces were of one size. Source: ring algorithms, nccl-tests doc/PERFORMANCE.md.
     """
     size, count = _size_and_count(result_bytes, n)
     match kind:
         case CollectiveKind.ALL_REDUCE:
             return size * (2.0 * (count - 1.0) / count)
-        case CollectiveKind.ALL_GATHER | CollectiveKind.ALL_TO_ALL:
+        case CollectiveKind.ALL_GATHER | CollectiveKind.ALL_TO_ALL | CollectiveKind.RAGGED_ALL_TO_ALL:
             return size * ((count - 1.0) / count)
         case CollectiveKind.REDUCE_SCATTER:
             return size * (count - 1.0)
-        case CollectiveKind.COLLECTIVE_PERMUTE:
+        case CollectiveKind.COLLECTIVE_PERMUTE | CollectiveKind.COLLECTIVE_BROADCAST:
             return size * np.where(count > 1.0, 1.0, 0.0)
 
 
 def steps(kind: CollectiveKind, n: ArrayLike, fabric: Fabric) -> NDArray[np.float64]:
-    """Latencies that follow one another in a collective over `n` devices.
+    """Latencies that follow one another in a collective of `PLANNED_KINDS` over `n` devices.
 
     SWITCHED: all-gather and reduce-scatter go round a ring, n-1 steps; an all-to-all sends to each of n-1 peers in
     turn; an all-reduce goes up and down a tree, 2 log2(n) steps (NCCL takes trees for what is bound by latency;
@@ -180,7 +191,8 @@ def steps(kind: CollectiveKind, n: ArrayLike, fabric: Fabric) -> NDArray[np.floa
 
 
 def time_s(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike, link: Link) -> NDArray[np.float64]:
-    """Seconds of one collective over `n` devices joined by `link`; `result_bytes` as in `sent_bytes`.
+    """Seconds of one collective of `PLANNED_KINDS` over `n` devices joined by `link`; `result_bytes` as in
+    `sent_bytes`.
 
     Zero for one device: XLA drops such a collective.
     """

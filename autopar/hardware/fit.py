@@ -27,6 +27,7 @@ from scipy.optimize import linprog
 from autopar.common.units import text_of_bytes
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.collective_cost import (
+    PLANNED_KINDS,
     CollectiveKind,
     Fabric,
     Link,
@@ -311,7 +312,7 @@ def _with_pairs(link: Link, permutes: Sequence[Timing]) -> Link:
 
 def _with_kinds(link: Link, timings: Sequence[Timing]) -> Link:
     """The link with a rate for each kind of collective, if that brings it clearly nearer to the timings."""
-    kinds = [kind for kind in CollectiveKind if any(t.kind is kind for t in timings)]
+    kinds = [kind for kind in PLANNED_KINDS if any(t.kind is kind for t in timings)]
     if len(kinds) < 2:
         return link
     columns = np.array(

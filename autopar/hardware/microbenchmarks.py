@@ -413,3 +413,5 @@ def _collective(run: CollectiveRun) -> tuple[Callable[..., tuple[Any, ...]], lis
         case CollectiveKind.COLLECTIVE_PERMUTE:
             ring = [(i, (i + 1) % n) for i in range(n)]
             return lambda x: (jax.lax.ppermute(x, "group", ring),), [np.zeros(size, np.float32)]
+        case _:
+            raise AssertionError(f"plans use no {run.kind}, so that none is measured")

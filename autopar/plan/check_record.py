@@ -16,7 +16,7 @@ import msgspec
 from autopar.common.json_files import Fault
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.errors import InvalidArgumentError
-from autopar.hardware.collective_cost import CollectiveKind
+from autopar.hardware.collective_cost import PLANNED_KINDS
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
 from autopar.plan.schema import FORMAT_VERSION, Decisions, PipelineRecord, PlannedValue, PlanRecord, PredictedCollective
@@ -29,7 +29,7 @@ ROUNDING = 1e-9
 
 KINDS = ("state", "batch", "constant", "other")
 READERS = ("all", "forward", "backward", "update")
-COLLECTIVES = tuple(kind.value for kind in CollectiveKind)
+COLLECTIVES = tuple(kind.value for kind in PLANNED_KINDS)
 
 
 def first_fault(record: PlanRecord) -> Fault | None:

@@ -1,7 +1,6 @@
 """The collectives of a compiled XLA program: how often each runs, and its bytes.
 
-Ring algorithms, n devices in a group: all-reduce sends 2(n-1)/n of its result, all-gather and all-to-all (n-1)/n of
-the (gathered) result, reduce-scatter (n-1) times its result, collective-permute its result.
+The bytes are those of ring algorithms (`autopar.hardware.collective_cost.sent_bytes`).
 
 Not read: `send` and `recv` (point-to-point transfers that a program spells out itself).
 """
@@ -9,26 +8,13 @@ Not read: `send` and `recv` (point-to-point transfers that a program spells out 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping
 
+from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
 from autopar.xla import loops, parse
 
-
-class Kind(enum.StrEnum):
-    """Kinds of collectives, by their names in HLO."""
-
-    ALL_REDUCE = "all-reduce"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-    ALL_TO_ALL = "all-to-all"
-    COLLECTIVE_PERMUTE = "collective-permute"
-    RAGGED_ALL_TO_ALL = "ragged-all-to-all"
-    COLLECTIVE_BROADCAST = "collective-broadcast"
-
-
-_STARTS = {f"{kind}-start": kind for kind in Kind}
-_PLAIN = {str(kind): kind for kind in Kind}
+_STARTS = {f"{kind}-start": kind for kind in CollectiveKind}
+_PLAIN = {str(kind): kind for kind in CollectiveKind}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +32,7 @@ class Collective:
         op_name: The path JAX gave to the operation that needs it, `jit(step)/transpose(jvp(M))/dense/dot_general`.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     name: str
     group_size: int
     groups: tuple[tuple[int, ...], ...] | None
@@ -67,8 +53,8 @@ class Collective:
 class Traffic:
     """Per device, one run of the program: runs and bytes sent by kind of collective, and the total."""
 
-    count: Mapping[Kind, int]
-    bytes: Mapping[Kind, float]
+    count: Mapping[CollectiveKind, int]
+    bytes: Mapping[CollectiveKind, float]
     count_is_exact: bool
 
     @property
@@ -97,26 +83,12 @@ def collectives(text: str, *, as_written: bool = False) -> tuple[Collective, ...
 
 def traffic(found: tuple[Collective, ...]) -> Traffic:
     """Sums by kind."""
-    count: dict[Kind, int] = {}
-    sent: dict[Kind, float] = {}
+    count: dict[CollectiveKind, int] = {}
+    sent: dict[CollectiveKind, float] = {}
     for c in found:
         count[c.kind] = count.get(c.kind, 0) + c.count
         sent[c.kind] = sent.get(c.kind, 0.0) + c.total_bytes
     return Traffic(count=count, bytes=sent, count_is_exact=all(c.count_is_exact for c in found))
-
-
-def sent_bytes(kind: Kind, group_size: int, result_bytes: float) -> float:
-    """Bytes that one device of a ring of `group_size` sends (the formulas of the module's docstring)."""
-    n = group_size
-    match kind:
-        case Kind.ALL_REDUCE:
-            return 2 * (n - 1) / n * result_bytes
-        case Kind.ALL_GATHER | Kind.ALL_TO_ALL | Kind.RAGGED_ALL_TO_ALL:
-            return (n - 1) / n * result_bytes
-        case Kind.REDUCE_SCATTER:
-            return (n - 1) * result_bytes
-        case Kind.COLLECTIVE_PERMUTE | Kind.COLLECTIVE_BROADCAST:
-            return float(result_bytes)
 
 
 def spanned_axes(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -191,25 +163,25 @@ class _Reader:
         inside = tuple(c for name in names for c in self.computation(name))
         return tuple(c if c.op_name else dataclasses.replace(c, op_name=instruction.op_name) for c in inside)
 
-    def _collective(self, instruction: parse.Instruction, kind: Kind, body: parse.Computation) -> Collective:
+    def _collective(self, instruction: parse.Instruction, kind: CollectiveKind, body: parse.Computation) -> Collective:
         arrays = parse.arrays_of(_result_text(instruction, kind))
         result_bytes = sum(a.nbytes for a in arrays)
         attributes = instruction.attributes
         groups: tuple[tuple[int, ...], ...] | None
-        if kind is Kind.COLLECTIVE_PERMUTE:
+        if kind is CollectiveKind.COLLECTIVE_PERMUTE:
             groups, group_size = parse.source_target_pairs(attributes), 2
         else:
             groups = parse.replica_groups(attributes, self.module.num_devices)
             group_size = max(map(len, groups)) if groups else self.module.num_devices
-        if not self.as_written and kind is Kind.ALL_REDUCE and _keeps_a_slice(body):
-            kind, result_bytes = Kind.REDUCE_SCATTER, result_bytes // group_size
+        if not self.as_written and kind is CollectiveKind.ALL_REDUCE and _keeps_a_slice(body):
+            kind, result_bytes = CollectiveKind.REDUCE_SCATTER, result_bytes // group_size
         return Collective(
             kind=kind,
             name=instruction.name,
             group_size=group_size,
             groups=groups,
             result_bytes=result_bytes,
-            sent_bytes_per_device=sent_bytes(kind, group_size, result_bytes),
+            sent_bytes_per_device=float(sent_bytes(kind, result_bytes, group_size)),
             count=1,
             count_is_exact=True,
             dtype=max(arrays, key=lambda a: a.nbytes).dtype if arrays else "",
@@ -217,12 +189,12 @@ class _Reader:
         )
 
 
-def _result_text(instruction: parse.Instruction, kind: Kind) -> str:
+def _result_text(instruction: parse.Instruction, kind: CollectiveKind) -> str:
     """The shape of what arrives. An asynchronous start gives (operands, results, ...); all-reduce only results."""
     elements = instruction.tuple_elements
     if instruction.opcode == str(kind) or len(elements) < 2:
         return instruction.shape_text
-    if kind is Kind.ALL_REDUCE and not elements[0].startswith("("):
+    if kind is CollectiveKind.ALL_REDUCE and not elements[0].startswith("("):
         return instruction.shape_text
     return elements[1]
 

@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
+from autopar.hardware.collective_cost import CollectiveKind
 from autopar.inter_op import requested
 from autopar.inter_op.evaluate import PipelineCandidate
 from autopar.runtime.pipeline.program import TaskKind
@@ -24,7 +25,7 @@ from tests.small_steps import assert_close, shapes, slow_cluster
 OPTIONS = {"cluster": cluster_of("hosts", 8), "cache_dir": None, "show_progress": False}
 SMALL = CASES["mlp"](layers=3, batch=16)
 GPT = CASES["gpt"](layers=1, batch=8)
-REDUCTIONS = (collectives.Kind.ALL_REDUCE, collectives.Kind.REDUCE_SCATTER)
+REDUCTIONS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
 
 
 def recipe(stages=2, schedule="1f1b", m=4, **options):

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.errors import InvalidArgumentError, MissingCompilerError
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.collective_cost import CollectiveKind
 from autopar.xla import aot, collectives
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
@@ -108,7 +109,7 @@ def test_a_program_compiles_for_the_slice_though_jax_has_other_devices(spec):
     x, w = jax.ShapeDtypeStruct((512, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
     compiled = step.lower(x, w).compile()
     (reduce,) = collectives.collectives(compiled.as_text())
-    assert (reduce.kind, reduce.result_bytes) == (collectives.Kind.ALL_REDUCE, 256 * 512 * 4)
+    assert (reduce.kind, reduce.result_bytes) == (CollectiveKind.ALL_REDUCE, 256 * 512 * 4)
     assert collectives.spanned_axes(reduce, mesh.shape) == ("model",)
     stats = compiled.memory_analysis()
     assert stats is not None

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar.hardware.collective_cost import CollectiveKind
 from autopar.xla import collectives, parse
-from autopar.xla.collectives import Kind
 
 
 def program(body: str, *, computations: str = "", header: str = "num_partitions=8") -> str:
@@ -62,7 +62,7 @@ def test_all_reduce_of_a_tuple():
             'replica_groups=[2,4]<=[8], to_apply=%add, metadata={op_name="jit(f)/jvp(M)/dot" stack_frame_id=3}'
         )
     )
-    assert (c.kind, c.group_size, c.result_bytes, c.dtype, c.count) == (Kind.ALL_REDUCE, 4, 68, "bf16", 1)
+    assert (c.kind, c.group_size, c.result_bytes, c.dtype, c.count) == (CollectiveKind.ALL_REDUCE, 4, 68, "bf16", 1)
     assert c.sent_bytes_per_device == 2 * 3 / 4 * 68
     assert c.op_name == "jit(f)/jvp(M)/dot"
     assert c.count_is_exact
@@ -71,30 +71,35 @@ def test_all_reduce_of_a_tuple():
 @pytest.mark.parametrize(
     ("line", "kind", "result_bytes", "sent"),
     [
-        ("f32[8] all-gather(%a), replica_groups=[2,4]<=[8], dimensions={0}", Kind.ALL_GATHER, 32, 24),
-        ("f32[2] reduce-scatter(%a), replica_groups=[2,4]<=[8], to_apply=%add", Kind.REDUCE_SCATTER, 8, 24),
-        ("(f32[1], f32[1]) all-to-all(%a, %b), replica_groups=[4,2]<=[8]", Kind.ALL_TO_ALL, 8, 4),
-        ("f32[8] collective-permute(%a), source_target_pairs={{0,1},{1,0}}", Kind.COLLECTIVE_PERMUTE, 32, 32),
-        ("s4[8] all-gather(%a), replica_groups=[1,8]<=[8]", Kind.ALL_GATHER, 4, 3.5),
+        ("f32[8] all-gather(%a), replica_groups=[2,4]<=[8], dimensions={0}", CollectiveKind.ALL_GATHER, 32, 24),
+        ("f32[2] reduce-scatter(%a), replica_groups=[2,4]<=[8], to_apply=%add", CollectiveKind.REDUCE_SCATTER, 8, 24),
+        ("(f32[1], f32[1]) all-to-all(%a, %b), replica_groups=[4,2]<=[8]", CollectiveKind.ALL_TO_ALL, 8, 4),
+        ("f32[8] collective-permute(%a), source_target_pairs={{0,1},{1,0}}", CollectiveKind.COLLECTIVE_PERMUTE, 32, 32),
+        ("s4[8] all-gather(%a), replica_groups=[1,8]<=[8]", CollectiveKind.ALL_GATHER, 4, 3.5),
         # asynchronous: operands come with the results, except for all-reduce
-        ("(f32[2], f32[8]) all-gather-start(%a), replica_groups=[2,4]<=[8]", Kind.ALL_GATHER, 32, 24),
+        ("(f32[2], f32[8]) all-gather-start(%a), replica_groups=[2,4]<=[8]", CollectiveKind.ALL_GATHER, 32, 24),
         (
             "((f32[2], f32[1]), (f32[8], f32[4])) all-gather-start(%a, %b), replica_groups={{0,1,2,3}}",
-            Kind.ALL_GATHER,
+            CollectiveKind.ALL_GATHER,
             48,
             36,
         ),
-        ("f32[8] all-reduce-start(%a), replica_groups=[2,4]<=[8], to_apply=%add", Kind.ALL_REDUCE, 32, 48),
+        ("f32[8] all-reduce-start(%a), replica_groups=[2,4]<=[8], to_apply=%add", CollectiveKind.ALL_REDUCE, 32, 48),
         (
             "(f32[8], f32[8]) all-reduce-start(%a, %b), replica_groups=[2,4]<=[8], to_apply=%add",
-            Kind.ALL_REDUCE,
+            CollectiveKind.ALL_REDUCE,
             64,
             96,
         ),
-        ("((f32[8]), f32[2], u32[]) reduce-scatter-start(%a), replica_groups=[2,4]<=[8]", Kind.REDUCE_SCATTER, 8, 24),
+        (
+            "((f32[8]), f32[2], u32[]) reduce-scatter-start(%a), replica_groups=[2,4]<=[8]",
+            CollectiveKind.REDUCE_SCATTER,
+            8,
+            24,
+        ),
         (
             "(f32[8], f32[8], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}",
-            Kind.COLLECTIVE_PERMUTE,
+            CollectiveKind.COLLECTIVE_PERMUTE,
             32,
             32,
         ),
@@ -114,7 +119,10 @@ def test_the_end_of_an_asynchronous_collective_does_not_count_again():
         computations="%wrapped (p.1: f32[8]) -> f32[2] {\n"
         "  ROOT %rs = f32[2] reduce-scatter(%p.1), replica_groups=[2,4]<=[8], to_apply=%add\n}",
     )
-    assert collectives.traffic(collectives.collectives(text)).count == {Kind.ALL_GATHER: 1, Kind.REDUCE_SCATTER: 1}
+    assert collectives.traffic(collectives.collectives(text)).count == {
+        CollectiveKind.ALL_GATHER: 1,
+        CollectiveKind.REDUCE_SCATTER: 1,
+    }
 
 
 LOOP = """%body (b: (s32[], f32[4])) -> (s32[], f32[4]) {
@@ -179,7 +187,7 @@ def test_the_branch_that_sends_most_counts():
         "%large (b: f32[4]) -> f32[4] {\n  %h = f32[4] call(%b), to_apply=%inner\n}\n"
         "%inner (d: f32[4]) -> f32[4] {\n  ROOT %r = f32[4] all-reduce(%d), replica_groups=[1,8]<=[8]\n}",
     )
-    assert only(text).kind is Kind.ALL_REDUCE
+    assert only(text).kind is CollectiveKind.ALL_REDUCE
 
 
 def test_tpu_fuses_an_all_reduce_with_the_slice_that_is_kept():
@@ -190,7 +198,12 @@ def test_tpu_fuses_an_all_reduce_with_the_slice_that_is_kept():
         "  ROOT %s = f32[2] dynamic-slice(%r, %i), dynamic_slice_sizes={2}\n}",
     )
     c = only(text)
-    assert (c.kind, c.result_bytes, c.sent_bytes_per_device, c.op_name) == (Kind.REDUCE_SCATTER, 8, 24, "jit(f)/dot")
+    assert (c.kind, c.result_bytes, c.sent_bytes_per_device, c.op_name) == (
+        CollectiveKind.REDUCE_SCATTER,
+        8,
+        24,
+        "jit(f)/dot",
+    )
     assert only(text, as_written=True).sent_bytes_per_device == 48
 
 
@@ -277,12 +290,14 @@ def test_every_kind_as_xla_writes_it(mesh):
     found = collectives.collectives(text)
     axes = {c.kind: (collectives.spanned_axes(c, mesh.shape), c.sent_bytes_per_device) for c in found}
     local = 32 * 64 * 4
-    assert axes[Kind.REDUCE_SCATTER] == (("data",), local / 2)
-    assert axes[Kind.ALL_GATHER] == (("data",), local / 2)
-    assert axes[Kind.ALL_TO_ALL] == (("model",), local * 3 / 4)
-    assert axes[Kind.COLLECTIVE_PERMUTE] == (("model",), local)
+    assert axes[CollectiveKind.REDUCE_SCATTER] == (("data",), local / 2)
+    assert axes[CollectiveKind.ALL_GATHER] == (("data",), local / 2)
+    assert axes[CollectiveKind.ALL_TO_ALL] == (("model",), local * 3 / 4)
+    assert axes[CollectiveKind.COLLECTIVE_PERMUTE] == (("model",), local)
     reduces = {
-        collectives.spanned_axes(c, mesh.shape): c.sent_bytes_per_device for c in found if c.kind is Kind.ALL_REDUCE
+        collectives.spanned_axes(c, mesh.shape): c.sent_bytes_per_device
+        for c in found
+        if c.kind is CollectiveKind.ALL_REDUCE
     }
     assert reduces == {("model",): local * 1.5, ("data", "model"): local * 2 * 7 / 8}
     assert collectives.traffic(found).bytes == line_by_line(text)
@@ -300,7 +315,7 @@ def test_the_collectives_of_a_scan_count_once_a_turn(mesh):
     args = jax.ShapeDtypeStruct((64, 256), jnp.float32), jax.ShapeDtypeStruct((5, 256, 512), jnp.float32)
     found = collectives.collectives(step.lower(*args).compile().as_text())
     largest = max(found, key=lambda c: c.total_bytes)
-    assert (largest.kind, largest.count, largest.result_bytes) == (Kind.ALL_REDUCE, 5, 32 * 256 * 4)
+    assert (largest.kind, largest.count, largest.result_bytes) == (CollectiveKind.ALL_REDUCE, 5, 32 * 256 * 4)
     assert collectives.spanned_axes(largest, mesh.shape) == ("model",)
     assert "while/body" in largest.op_name
 
