@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.cost.roofline import Work
 from autopar.cost.roofline import time_s as operation_s
-from autopar.hardware import kinds
+from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, Link, sent_bytes, time_s
 from autopar.hardware.fit import Timing, fit_link
@@ -37,8 +37,8 @@ MEGABYTE = 1e6
 # Smaller ones are overhead and its scatter, which would outvote the latencies.
 FITTED_FROM_BYTES = 0.5e6
 
-LINKS = {"sm_90": kinds.NVLINK4, "sm_100_B200": kinds.NVLINK5, "sm_100_GB200": kinds.NVLINK5_NVL72}
-DEVICES = {"sm_90": kinds.H100, "sm_100_B200": kinds.B200}
+LINKS = {"sm_90": presets.NVLINK4, "sm_100_B200": presets.NVLINK5, "sm_100_GB200": presets.NVLINK5_NVL72}
+DEVICES = {"sm_90": presets.H100, "sm_100_B200": presets.B200}
 DTYPES = {"bf16xbf16->bf16": "bfloat16", "f32xf32->f32": "float32"}
 
 # openxla/xla, collective performance table: medians in us of arrays of 1 MiB, 16 MiB, 256 MiB and 2 GiB (the gathered
@@ -314,13 +314,13 @@ def collectives_by_group(points: dict[str, list[Timing]]) -> list[list[str]]:
 
 
 def fits(points: dict[str, list[Timing]]) -> list[list[str]]:
-    """Constants fitted again, beside those of `autopar.hardware.kinds`."""
+    """Constants fitted again, beside those of `autopar.hardware.presets`."""
     rows = []
     for arch, link in LINKS.items():
         timings = [t for t in points[arch] if array_bytes(t) >= FITTED_FROM_BYTES]
         fit = fit_link(timings, fabric=link.fabric, source="")
         rows.append([arch, "fitted", *_constants(fit.link), *errors(ratios(timings, fit.link))[:1]])
-        rows.append(["", "in autopar.hardware.kinds", *_constants(link), *errors(ratios(timings, link))[:1]])
+        rows.append(["", "in autopar.hardware.presets", *_constants(link), *errors(ratios(timings, link))[:1]])
     return rows
 
 

@@ -27,6 +27,7 @@ from jax.extend import core as jax_core
 from autopar.common import jax_compat
 from autopar.cost import peak_memory
 from autopar.cost.xla_program import MemoryStep
+from autopar.hardware.kinds import Platform
 from benchmarks.zoo import CASES
 
 MEBIBYTE = 1 << 20
@@ -342,7 +343,7 @@ def main(names: list[str]) -> None:
         size = len(jax.tree.leaves(args[0]))
         program = program_of(closed, {i: i for i in range(size)})
         begin = time.perf_counter()
-        predicted = peak_memory.estimate(program, peak_memory.compiler_for("cpu", jax.__version_info__))
+        predicted = peak_memory.estimate(program, peak_memory.compiler_for(Platform.CPU, jax.__version_info__))
         elapsed_s = time.perf_counter() - begin
         found = measured(name, step, args)
         print(

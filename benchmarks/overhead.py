@@ -35,7 +35,7 @@ from rich.table import Table
 
 import autopar
 from autopar.compiler.planner import make_function
-from autopar.hardware import kinds
+from autopar.hardware import presets
 from autopar.sharding.rules import RuleBook
 from autopar.xla import collectives
 from benchmarks.machine import description, markdown
@@ -49,12 +49,12 @@ LEAVES = (10, 100, 400)
 def slow_cluster() -> autopar.Cluster:
     """Eight devices so slow beside their links that the search splits small models."""
     device = dataclasses.replace(
-        kinds.V100,
+        presets.V100,
         name="slow",
-        peak_flops=tuple((dtype, rate / 1e4) for dtype, rate in kinds.V100.peak_flops),
-        peak_memory_bytes_per_s=kinds.V100.peak_memory_bytes_per_s / 1e4,
+        peak_flops=tuple((dtype, rate / 1e4) for dtype, rate in presets.V100.peak_flops),
+        peak_memory_bytes_per_s=presets.V100.peak_memory_bytes_per_s / 1e4,
     )
-    return autopar.Cluster.flat(8, device=device, links=(kinds.NVLINK2,))
+    return autopar.Cluster.flat(8, device=device, links=(presets.NVLINK2,))
 
 
 def mlp_step(state: Any, batch: Any) -> Any:

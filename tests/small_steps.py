@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.hardware import kinds
+from autopar.hardware import presets
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 300.0  # of a child process, which is killed then
@@ -26,12 +26,12 @@ def slow_cluster(num_devices: int = 8) -> autopar.Cluster:
     They bear the name of CPU devices, as which they are compiled for: memory is predicted by that compiler's rules.
     """
     device = dataclasses.replace(
-        kinds.V100,
+        presets.V100,
         name="CPU",
-        peak_flops=tuple((dtype, rate / 1e4) for dtype, rate in kinds.V100.peak_flops),
-        peak_memory_bytes_per_s=kinds.V100.peak_memory_bytes_per_s / 1e4,
+        peak_flops=tuple((dtype, rate / 1e4) for dtype, rate in presets.V100.peak_flops),
+        peak_memory_bytes_per_s=presets.V100.peak_memory_bytes_per_s / 1e4,
     )
-    return autopar.Cluster.flat(num_devices, device=device, links=(kinds.NVLINK2,))
+    return autopar.Cluster.flat(num_devices, device=device, links=(presets.NVLINK2,))
 
 
 def mlp_state(key: jax.Array) -> dict[str, jax.Array]:

@@ -13,6 +13,7 @@ from autopar.cost.overlap import timed, timeline_of
 from autopar.cost.peak_memory import MemoryEstimate
 from autopar.cost.prediction import CollectiveUse, allocation_s, compute_times_s, host_use, predicted_collectives
 from autopar.errors import UnsupportedError
+from autopar.hardware import host_cpu
 from autopar.inter_op.staged import PlannedStage, StagedStep
 from autopar.ir.graph import Constant, Op, OpGraph
 from autopar.ir.layout import Layout, replicated
@@ -280,7 +281,7 @@ def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
         runs = staged.graph.num_microbatches if task.kind.repeats else 1
         n, device = staged.submeshes[task.stage].mesh.num_devices, staged.stages[task.stage].model.device
         hidden_s += n * runs * seconds
-        allocation += n * device.page_fault_s(nbytes, runs)
+        allocation += n * host_cpu.page_fault_s(device, nbytes, runs)
     devices = sum(s.mesh.num_devices for s in dict.fromkeys(staged.submeshes))
     device = staged.stages[0].model.device
     step_s = simulation.step_time_s

@@ -15,8 +15,10 @@ from autopar.common.jax_compat import jax_version
 from autopar.cost.roofline import Work, copies_are_fused, flops_of, is_fusible, time_s, transposed, transposing_s
 from autopar.cost.stream_simulator import Overlap, overlap_of
 from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
+from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster, DeviceKind
 from autopar.hardware.collective_cost import CollectiveKind
+from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes, replicated
 from autopar.ir.mesh import LogicalMesh
@@ -59,14 +61,13 @@ _ROW_BYTES = 2048.0
 
 def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
     """The costs of a logical mesh laid over a cluster."""
-    name = cluster.device.name
-    platform = "cpu" if name == "CPU" else "tpu" if name.startswith("TPU") else "gpu"
+    platform = cluster.device.platform
     return CostModel(
-        device=cluster.device.in_one_program(mesh.num_devices),
+        device=host_cpu.in_one_program(cluster.device, mesh.num_devices),
         links=MeshLinks(
             mesh=mesh,
             links=cluster.axis_links(mesh.axis_sizes),
-            scatters_by_all_reduce=platform == "tpu",
+            scatters_by_all_reduce=platform is Platform.TPU,
             transposing_s_per_byte=cluster.device.transposing_s(1.0, _ROW_BYTES),
         ),
         compiler=compiler_for(platform, jax_version()),

@@ -13,6 +13,7 @@ from autopar.cost import peak_memory
 from autopar.cost.cost_model import CostModel, NodeCosts, ring_bytes
 from autopar.cost.roofline import is_fusible
 from autopar.cost.xla_program import MemoryStep as MemoryStep
+from autopar.hardware import host_cpu
 from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
 from autopar.ir.graph import Op, OpGraph, OpKind, Value
 from autopar.ir.layout import Layout, local_bytes
@@ -198,7 +199,7 @@ def compute_times_s(
 
 def allocation_s(estimate: peak_memory.MemoryEstimate, model: CostModel) -> float:
     """Seconds that a step in one program waits for the memory of its temporary values."""
-    return model.device.page_fault_s(estimate.temporary_bytes)
+    return host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
 
 
 def memory_program(

@@ -29,6 +29,7 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
+from autopar.hardware.kinds import Platform
 
 # (2): the result that is read next, and the one on its way meanwhile.
 RESULTS_AHEAD = 2
@@ -46,15 +47,15 @@ class Overlap:
     combined_bytes: int
 
 
-def overlap_of(platform: str) -> Overlap:
-    """What XLA does for a platform (`cpu`, `gpu`, `tpu`) as long as no flags say otherwise.
+def overlap_of(platform: Platform) -> Overlap:
+    """What XLA does for a platform as long as no flags say otherwise.
 
     The threshold for GPUs is the default of `xla_gpu_all_reduce_combine_threshold_bytes` and of the same for
     reduce-scatter; TPU reductions hold up computing, however they are combined.
     """
-    if platform == "gpu":
+    if platform is Platform.GPU:
         return Overlap(kinds=frozenset(PLANNED_KINDS), combined_bytes=30 << 20)
-    if platform == "tpu":
+    if platform is Platform.TPU:
         apart = {CollectiveKind.ALL_GATHER, CollectiveKind.COLLECTIVE_PERMUTE}
         return Overlap(kinds=frozenset(apart), combined_bytes=0)
     return Overlap(kinds=frozenset(), combined_bytes=0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
+from autopar.hardware.kinds import Platform
+
 # Computed once and kept rather than computed again in each kernel that reads it (XLA's InstructionFusion::IsExpensive).
 EXPENSIVE = frozenset(
     {
@@ -91,22 +93,16 @@ GPU = Compiler(
 TPU = dataclasses.replace(GPU, products_absorb=True, products_round=True)
 
 
-def compiler_for(platform: str, jax_version: tuple[int, ...]) -> Compiler:
-    """XLA's compiler for a platform as jax names it: `cpu`, `gpu` (`cuda`, `rocm`) or `tpu`.
-
-    Raises:
-        ValueError: Another platform.
-    """
+def compiler_for(platform: Platform, jax_version: tuple[int, ...]) -> Compiler:
+    """XLA's compiler for a platform."""
     match platform:
-        case "cpu":
+        case Platform.CPU:
             # Up to jax 0.10 the CPU compiler undoes rematerialisation.
             return CPU if jax_version >= (0, 11) else dataclasses.replace(CPU, keeps_barriers=False)
-        case "gpu" | "cuda" | "rocm":
+        case Platform.GPU:
             return GPU
-        case "tpu":
+        case Platform.TPU:
             return TPU
-        case _:
-            raise ValueError(f"expected the platform cpu, gpu, cuda, rocm or tpu, got {platform!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

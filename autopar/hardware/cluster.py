@@ -12,7 +12,7 @@ import msgspec
 
 from autopar.common.json_files import JsonFaultError, decoded
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import discovery, kinds, torus, tpu_slices
+from autopar.hardware import discovery, presets, torus, tpu_slices
 from autopar.hardware.collective_cost import PLANNED_KINDS, Fabric, Link
 from autopar.hardware.kinds import DeviceKind
 from autopar.hardware.measurement import FitQuality, Measurement
@@ -144,12 +144,12 @@ class Cluster:
         """The devices of this program (the first `num_devices` of them), all of one kind.
 
         Their constants are those that `measure` saved for devices like these under this version of jax, or else those
-        of `autopar.hardware.kinds`; `measured=False` takes the latter always. A measurement of several accelerators
+        of `autopar.hardware.presets`; `measured=False` takes the latter always. A measurement of several accelerators
         holds for fewer of them too. One of CPU devices holds for the same number of devices only, on as many cores:
         they share these cores and the memory, so that each of four does about twice as much as each of eight.
 
         Raises:
-            InvalidArgumentError: A device that is not in `autopar.hardware.kinds`.
+            InvalidArgumentError: A device that is not in `autopar.hardware.presets`.
             NotEnoughDevicesError: Fewer devices than asked for.
         """
         return cls._of(discovery.find(num_devices, measured=measured))
@@ -291,9 +291,9 @@ class Cluster:
         return stored.cluster
 
     @classmethod
-    def flat(cls, num_devices: int, *, device: DeviceKind = kinds.H100, links: Sequence[Link] = ()) -> Cluster:
+    def flat(cls, num_devices: int, *, device: DeviceKind = presets.H100, links: Sequence[Link] = ()) -> Cluster:
         """One host with one link between all devices, or with one link for each mesh axis, whatever its size."""
-        inside = links[0] if links else kinds.NVLINK4
+        inside = links[0] if links else presets.NVLINK4
         return cls(
             name=f"flat-{num_devices}",
             device=device,
@@ -322,20 +322,20 @@ def _unreadable(path: str | Path, got: str) -> InvalidArgumentError:
 
 # Name -> device, devices that the inner link joins, link inside, link between.
 _GPU_HOSTS: dict[str, tuple[DeviceKind, int, Link, Link]] = {
-    "p3.16xlarge": (kinds.V100, 8, kinds.NVLINK2, kinds.ETHERNET_25G),
-    "dgx-a100-40g": (kinds.A100_40GB, 8, kinds.NVLINK3, kinds.HDR200),
-    "dgx-a100-80g": (kinds.A100_80GB, 8, kinds.NVLINK3, kinds.HDR200),
-    "dgx-h100": (kinds.H100, 8, kinds.NVLINK4, kinds.NDR400),
-    "dgx-h200": (kinds.H200, 8, kinds.NVLINK4, kinds.NDR400),
-    "dgx-b200": (kinds.B200, 8, kinds.NVLINK5, kinds.NDR400),
-    "gb200-nvl72": (kinds.GB200, 72, kinds.NVLINK5_NVL72, kinds.NDR400),
+    "p3.16xlarge": (presets.V100, 8, presets.NVLINK2, presets.ETHERNET_25G),
+    "dgx-a100-40g": (presets.A100_40GB, 8, presets.NVLINK3, presets.HDR200),
+    "dgx-a100-80g": (presets.A100_80GB, 8, presets.NVLINK3, presets.HDR200),
+    "dgx-h100": (presets.H100, 8, presets.NVLINK4, presets.NDR400),
+    "dgx-h200": (presets.H200, 8, presets.NVLINK4, presets.NDR400),
+    "dgx-b200": (presets.B200, 8, presets.NVLINK5, presets.NDR400),
+    "gb200-nvl72": (presets.GB200, 72, presets.NVLINK5_NVL72, presets.NDR400),
 }
 # Name -> device, axes of the torus.
 _TPUS: dict[str, tuple[DeviceKind, int]] = {
-    "tpu-v4": (kinds.TPU_V4, 3),
-    "tpu-v5e": (kinds.TPU_V5E, 2),
-    "tpu-v5p": (kinds.TPU_V5P, 3),
-    "tpu-v6e": (kinds.TPU_V6E, 2),
+    "tpu-v4": (presets.TPU_V4, 3),
+    "tpu-v5e": (presets.TPU_V5E, 2),
+    "tpu-v5p": (presets.TPU_V5P, 3),
+    "tpu-v6e": (presets.TPU_V6E, 2),
 }
 
 
@@ -362,7 +362,7 @@ def _tpu_slices(name: str, slices: int, topology: str | None) -> Cluster:
         device=device,
         num_hosts=slices,
         devices_per_host=math.prod(shape),
-        inside_host=kinds.TPU_ICI[device.name],
-        between_hosts=kinds.TPU_DCN,
+        inside_host=presets.TPU_ICI[device.name],
+        between_hosts=presets.TPU_DCN,
         torus=shape,
     )

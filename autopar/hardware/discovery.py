@@ -1,4 +1,4 @@
-"""The devices of this program, with the constants of `autopar.hardware.kinds` or of a saved measurement."""
+"""The devices of this program, with the constants of `autopar.hardware.presets` or of a saved measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.errors import InvalidArgumentError, NotEnoughDevicesError
-from autopar.hardware import kinds
+from autopar.hardware import host_cpu, presets
 from autopar.hardware.collective_cost import Link
 from autopar.hardware.kinds import DeviceKind
 from autopar.hardware.measurement import FitQuality, MeasuredOn, Measurement, saved_for
@@ -108,15 +108,15 @@ def describe(devices: Sequence[Any]) -> LocalDevices:
         cores = os.cpu_count() or 1
         return LocalDevices(
             name=f"local-cpu-{len(devices)}",
-            device=kinds.cpu_device(num_devices=devices_per_host, cores=cores, host_bytes=_host_memory_bytes()),
+            device=host_cpu.cpu_device(num_devices=devices_per_host, cores=cores, host_bytes=_host_memory_bytes()),
             num_hosts=num_hosts,
             devices_per_host=devices_per_host,
-            inside_host=kinds.cpu_link(devices_per_host),
-            between_hosts=kinds.cpu_process_link(devices_per_host),
+            inside_host=host_cpu.cpu_link(devices_per_host),
+            between_hosts=host_cpu.cpu_process_link(devices_per_host),
         )
     kind = _kind(devices[0])
-    wire = kinds.TPU_ICI.get(kind.name)
-    inside, between = (wire, kinds.TPU_DCN) if wire else kinds.GPU_LINKS[kind.name]
+    wire = presets.TPU_ICI.get(kind.name)
+    inside, between = (wire, presets.TPU_DCN) if wire else presets.GPU_LINKS[kind.name]
     return LocalDevices(
         name=f"local-{kind.name}-{len(devices)}",
         device=dataclasses.replace(kind, memory_bytes=_memory_bytes(devices[0], kind)),
@@ -139,18 +139,18 @@ def _hosts(devices: Sequence[Any]) -> tuple[int, int]:
 
 
 def _kind(device: Any) -> DeviceKind:
-    for prefix, kind in kinds.BY_JAX_NAME:
+    for prefix, kind in presets.BY_JAX_NAME:
         if device.device_kind.startswith(prefix):
             return kind
     capability = str(getattr(device, "compute_capability", ""))
-    if capability in kinds.BY_COMPUTE_CAPABILITY:
+    if capability in presets.BY_COMPUTE_CAPABILITY:
         return dataclasses.replace(
-            kinds.BY_COMPUTE_CAPABILITY[capability],
+            presets.BY_COMPUTE_CAPABILITY[capability],
             source=f"{device.device_kind} taken for the card of compute capability {capability}",
         )
     raise InvalidArgumentError(
         where="Cluster.local",
-        expected=f"one of {', '.join(sorted({prefix for prefix, _ in kinds.BY_JAX_NAME}))}, or CPU",
+        expected=f"one of {', '.join(sorted({prefix for prefix, _ in presets.BY_JAX_NAME}))}, or CPU",
         got=repr(device.device_kind),
         hint="pass a cluster: make a Cluster(...) with the constants of these devices",
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
+from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice, build, evened
 from autopar.inter_op.stage_costs import PricedOption
@@ -150,9 +151,9 @@ class PipelineEvaluator:
             if len(plan.stages) == 1:  # forward and backward pass are one task, which keeps what goes between them
                 block_bytes, tasks = block_bytes + int(priced.option.saved_bytes[layers].sum()), 1
             given_bytes = problem.chunks * int(priced.given_bytes[layers].sum())
-            held_s = device.held_page_fault_s(nbytes - given_bytes - block_bytes, block_bytes)
+            held_s = host_cpu.held_page_fault_s(device, nbytes - given_bytes - block_bytes, block_bytes)
             waits += priced.mesh.num_devices * (
-                tasks * device.page_fault_s(block_bytes, problem.num_microbatches) + held_s
+                tasks * host_cpu.page_fault_s(device, block_bytes, problem.num_microbatches) + held_s
             )
         return plan.step_time_s + waits / self.cluster.num_devices / problem.chunks
 

@@ -10,6 +10,7 @@ from autopar.cost.overlap import timed
 from autopar.cost.prediction import task_memory
 from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
+from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
@@ -260,7 +261,7 @@ def pipeline_page_fault_s(
     cluster: Cluster,
 ) -> float:
     """Seconds in which a step waits for memory that was given back in the step before: of what devices hold between
-    tasks, beside their state (`DeviceKind.held_page_fault_s`). What a task needs while it runs is counted with the
+    tasks, beside their state (`host_cpu.held_page_fault_s`). What a task needs while it runs is counted with the
     task.
     """
     meshes = {p.lowered.mesh_index: p.model for p in planned}
@@ -270,7 +271,7 @@ def pipeline_page_fault_s(
         buffers = (program.pipeline.buffers[b] for b in program.pipeline.inputs)
         given_bytes = sum(buffer.nbytes for buffer in buffers if buffer.mesh == mesh)
         held_bytes = simulation.peak_bytes[mesh] - given_bytes - block_bytes
-        waits.append((model.links.mesh.num_devices, model.device.held_page_fault_s(held_bytes, block_bytes)))
+        waits.append((model.links.mesh.num_devices, host_cpu.held_page_fault_s(model.device, held_bytes, block_bytes)))
     if not cluster.oversubscribed_cores:
         return max((seconds for _, seconds in waits), default=0.0)
     return sum(n * seconds for n, seconds in waits) / sum(n for n, _ in waits)
@@ -319,7 +320,7 @@ def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskC
     called_s = 0.0
     if cluster.oversubscribed_cores:
         called_s = device.call_s * cluster.num_devices / planned.lowered.mesh.num_devices
-    seconds = (ran.end_s + device.page_fault_s(nbytes, runs)) / runs + called_s
+    seconds = (ran.end_s + host_cpu.page_fault_s(device, nbytes, runs)) / runs + called_s
     return TaskCost(seconds=seconds, hidden_s=ran.hidden_s / runs, nbytes=nbytes)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from autopar.errors import InvalidArgumentError, MissingCompilerError
-from autopar.hardware import kinds
+from autopar.hardware import presets
 from autopar.hardware.kinds import DeviceKind
 
 _SPEC = re.compile(r"^gpu:([a-z]+\d+(?:-\d+g)?):(?:([1-9]\d*)x)?([1-9]\d*)$")
@@ -122,12 +122,12 @@ def _hopper(name: str, kind: DeviceKind, *, memory_bytes: int) -> Card:
 # Cores, clocks and caches: NVIDIA's white papers of each architecture. Shared memory: the Programming Guide, as above.
 # Memory as the driver tells it, and the caches and clock of B200: openxla/xla, target_config/specs.
 CARDS: dict[str, Card] = {
-    "a100-40g": _ampere("NVIDIA A100-SXM4-40GB", kinds.A100_40GB, memory_bytes=42_331_013_120),
-    "a100-80g": _ampere("NVIDIA A100-SXM4-80GB", kinds.A100_80GB, memory_bytes=85_100_068_864),
-    "h100": _hopper("NVIDIA H100 80GB HBM3", kinds.H100, memory_bytes=84_942_979_072),
-    "h200": _hopper("NVIDIA H200", kinds.H200, memory_bytes=151_397_597_184),
+    "a100-40g": _ampere("NVIDIA A100-SXM4-40GB", presets.A100_40GB, memory_bytes=42_331_013_120),
+    "a100-80g": _ampere("NVIDIA A100-SXM4-80GB", presets.A100_80GB, memory_bytes=85_100_068_864),
+    "h100": _hopper("NVIDIA H100 80GB HBM3", presets.H100, memory_bytes=84_942_979_072),
+    "h200": _hopper("NVIDIA H200", presets.H200, memory_bytes=151_397_597_184),
     "b200": Card(
-        name="NVIDIA B200", kind=kinds.B200, compute_capability=(10, 0), cores=148, lanes_per_core=128,
+        name="NVIDIA B200", kind=presets.B200, compute_capability=(10, 0), cores=148, lanes_per_core=128,
         clock_ghz=1.965, l2_bytes=132_644_864, shared_bytes_per_core=228 * _KIBIBYTE,
         shared_bytes_per_block=227 * _KIBIBYTE, memory_bytes=191_514_411_008,
     ),

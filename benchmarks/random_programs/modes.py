@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar import errors, recipes
 from autopar.common import jax_compat
-from autopar.hardware import kinds
+from autopar.hardware import presets
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 from autopar.sharding.rules import RuleBook
 from benchmarks.random_programs.program import Program, load
@@ -181,14 +181,14 @@ def _pins(program: Program, random: np.random.Generator) -> str | None:
 
 def slow_cluster(num_devices: int) -> autopar.Cluster:
     """As in the tests: CPU devices by name, next to no speed, fast links."""
-    v100 = kinds.V100
+    v100 = presets.V100
     device = dataclasses.replace(
         v100,
         name="CPU",
         peak_flops=tuple((dtype, rate * SLOWNESS) for dtype, rate in v100.peak_flops),
         peak_memory_bytes_per_s=v100.peak_memory_bytes_per_s * SLOWNESS,
     )
-    return autopar.Cluster.flat(num_devices, device=device, links=(kinds.NVLINK2,))
+    return autopar.Cluster.flat(num_devices, device=device, links=(presets.NVLINK2,))
 
 
 class Bench:

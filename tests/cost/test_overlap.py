@@ -18,9 +18,10 @@ from autopar.cost.prediction import compute_times_s, predicted_collectives
 from autopar.cost.stream_simulator import Stream, StreamWork, overlap_of, run
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
-from autopar.hardware import kinds
+from autopar.hardware import host_cpu, presets
 from autopar.hardware.cluster import Cluster, Fabric, Link
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
+from autopar.hardware.kinds import Platform
 from autopar.inter_op.staged import pipeline_page_fault_s
 from autopar.intra_op.ilp import IntraOp
 from autopar.intra_op.spmd_search import evaluated, state_along_largest
@@ -174,10 +175,10 @@ def test_what_a_compiler_does_not_take_apart_holds_up_computing():
 
 
 def test_compilers_differ():
-    assert overlap_of("cpu").kinds == frozenset()
-    assert overlap_of("gpu").kinds == frozenset(PLANNED_KINDS)
-    assert CollectiveKind.ALL_REDUCE not in overlap_of("tpu").kinds
-    assert CollectiveKind.ALL_GATHER in overlap_of("tpu").kinds
+    assert overlap_of(Platform.CPU).kinds == frozenset()
+    assert overlap_of(Platform.GPU).kinds == frozenset(PLANNED_KINDS)
+    assert CollectiveKind.ALL_REDUCE not in overlap_of(Platform.TPU).kinds
+    assert CollectiveKind.ALL_GATHER in overlap_of(Platform.TPU).kinds
 
 
 # Any program
@@ -298,9 +299,9 @@ def test_virtual_cpu_devices_hide_nothing(recipe):
 
 
 def cpus(fresh_bytes_per_s, count=4):
-    device = kinds.cpu_device(num_devices=count, cores=4, host_bytes=64 * 10**9)
+    device = host_cpu.cpu_device(num_devices=count, cores=4, host_bytes=64 * 10**9)
     device = dataclasses.replace(device, fresh_bytes_per_s=fresh_bytes_per_s)
-    return Cluster.flat(count, device=device, links=(kinds.cpu_link(count),) if count > 1 else ())
+    return Cluster.flat(count, device=device, links=(host_cpu.cpu_link(count),) if count > 1 else ())
 
 
 def test_the_search_counts_what_a_step_waits_for_memory():
@@ -396,7 +397,7 @@ def test_tasks_wait_for_memory():
 def test_a_pipeline_ends_with_its_timeline():
     slow = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up")
     cluster = Cluster(
-        name="two hosts", device=kinds.H100, num_hosts=2, devices_per_host=2, inside_host=kinds.NVLINK4,
+        name="two hosts", device=presets.H100, num_hosts=2, devices_per_host=2, inside_host=presets.NVLINK4,
         between_hosts=slow,
     )  # fmt: skip
     found = plan(cluster, plan=autopar.recipes.pipeline(2, num_microbatches=4))
@@ -430,7 +431,7 @@ def branching(a, b, choose):
 @pytest.mark.parametrize("fabric", list(Fabric))
 def test_of_a_branch_the_longest_counts(fabric):
     link = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up", fabric=fabric)
-    model = cost_model(Cluster.flat(2, device=kinds.H100, links=(link,)), LogicalMesh(axis_sizes=(2,)))
+    model = cost_model(Cluster.flat(2, device=presets.H100, links=(link,)), LogicalMesh(axis_sizes=(2,)))
     shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     args = (shape, shape, jax.ShapeDtypeStruct((), jnp.bool_))
     graph = build_graph(trace(branching, args, names="abc", donate=(), batch=()), RuleBook())

@@ -10,7 +10,7 @@ import autopar
 from autopar.__main__ import main
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.kinds import H100
+from autopar.hardware.presets import H100
 from tests.small_steps import MLP_BATCH, MLP_STATE, TIMEOUT_S, mlp_step, start_python
 
 JOB = """

@@ -13,7 +13,7 @@ from autopar import tuning
 from autopar.common.progress import Progress
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import DonatedStateError, InvalidArgumentError, NotEnoughDevicesError, UnsupportedError
-from autopar.hardware import kinds
+from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.intra_op import spmd_search
 from autopar.tuning import LEAST_ROUNDS, MOST_ROUNDS, in_turns, tuned_by
@@ -128,10 +128,10 @@ def test_a_program_may_be_near_a_pipeline():
     """Two hosts with a slow link between them: two stages are the fastest, then one program, then micro-batches."""
     hosts = Cluster(
         name="two hosts",
-        device=kinds.H100,
+        device=presets.H100,
         num_hosts=2,
         devices_per_host=2,
-        inside_host=kinds.NVLINK4,
+        inside_host=presets.NVLINK4,
         between_hosts=Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s"),
     )
     params = [jax.ShapeDtypeStruct((16_384, 16_384), jnp.float32)] * 8

@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.__main__ import main
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import calibrate, discovery, kinds, measurement
+from autopar.hardware import calibrate, discovery, host_cpu, measurement, presets
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind, Fabric, Link, time_s
 from autopar.hardware.measurement import MeasuredOn
@@ -102,12 +102,12 @@ def test_known_constants_are_found_again():
     assert found.device.memory_bytes_per_s == pytest.approx(MEMORY_BYTES_PER_S, rel=1e-3)
     assert found.device.launch_overhead_s == pytest.approx(LAUNCH_S, rel=1e-3)
     assert found.device.float32_fill_s == pytest.approx(0.0, abs=1e-9)
-    assert found.device.page_fault_s(40e6) == pytest.approx(0.04 / calibrate.FRESH_IN_A_STEP, rel=1e-3)
+    assert host_cpu.page_fault_s(found.device, 40e6) == pytest.approx(0.04 / calibrate.FRESH_IN_A_STEP, rel=1e-3)
     assert found.device.call_s == pytest.approx(CALL_S)
     assert found.device.convolution_share == pytest.approx(CONVOLUTION_SHARE, rel=1e-3)
     assert found.device.transposing_s(2e6, 1000.0) == pytest.approx(4e-3, rel=1e-3)
     assert {(t.kind, t.n) for t in found.timings} == {(k, n) for k in PLANNED_KINDS for n in (2, 4, 8)}
-    assert found.between_hosts == kinds.cpu_process_link(8)  # one process: nothing to measure it on
+    assert found.between_hosts == host_cpu.cpu_process_link(8)  # one process: nothing to measure it on
     assert all(fit.median_error < 1e-6 for fit in found.fits)
 
 
@@ -139,15 +139,15 @@ def test_hosts_are_measured_apart_from_what_is_inside_of_them():
 
 
 def test_measured_accelerators_keep_their_peaks():
-    found = dataclasses.replace(discovery.find(1, measured=False), device=kinds.H200)
+    found = dataclasses.replace(discovery.find(1, measured=False), device=presets.H200)
     on = MeasuredOn(
         platform="gpu", device_kind="NVIDIA H200", num_hosts=1, devices_per_host=1, jax_version="0", cores=0
     )
     series = calibrate.runs(found, calibrate.ACCELERATOR_SIZES)
     times = {run: KnownClock(slow_after=10**6)._seconds(run) for runs in series for run in runs}
     device = calibrate.fitted(found, on, times, "made up").device
-    assert device.peak_flops == kinds.H200.peak_flops
-    assert device.peak_memory_bytes_per_s == kinds.H200.peak_memory_bytes_per_s
+    assert device.peak_flops == presets.H200.peak_flops
+    assert device.peak_memory_bytes_per_s == presets.H200.peak_memory_bytes_per_s
     assert device.flops_per_s("float16") == pytest.approx(20e9, rel=1e-3)
     assert device.flops_per_s("bfloat16") == pytest.approx(60e9, rel=1e-3)
     assert device.convolution_share == pytest.approx(CONVOLUTION_SHARE, rel=1e-3)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from autopar.errors import InvalidArgumentError, NotEnoughDevicesError
-from autopar.hardware import discovery, kinds
+from autopar.hardware import discovery, host_cpu, presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.hardware.collective_cost import CollectiveKind, Fabric, time_s
 
@@ -106,13 +106,13 @@ def test_another_format_version_says_so(tmp_path):
 
 def test_axes_inside_a_host_run_on_its_link():
     cluster = Cluster.preset("dgx-h100")
-    assert cluster.axis_links((2, 4)) == (kinds.NVLINK4, kinds.NVLINK4)
+    assert cluster.axis_links((2, 4)) == (presets.NVLINK4, presets.NVLINK4)
 
 
 def test_an_axis_between_hosts_has_one_network_card_a_device():
     cluster = Cluster.preset("dgx-h100", hosts=16)
     outer, inner = cluster.axis_links((16, 8))
-    assert (outer, inner) == (kinds.NDR400, kinds.NVLINK4)
+    assert (outer, inner) == (presets.NDR400, presets.NVLINK4)
 
 
 def test_an_axis_over_hosts_and_devices_uses_all_cards_of_a_host():
@@ -132,9 +132,9 @@ def test_latency_over_hosts_counts_each_step_where_it_runs():
 
 def test_rates_of_single_kinds_over_processes_are_those_of_the_slower_link():
     reduce, gather, exchange = CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL
-    inside = dataclasses.replace(kinds.cpu_link(4), bytes_per_s=3e9, kind_bytes_per_s=((exchange, 1e9),))
-    between = dataclasses.replace(kinds.cpu_process_link(4), bytes_per_s=0.5e9, kind_bytes_per_s=((reduce, 0.2e9),))
-    device = kinds.cpu_device(num_devices=4, cores=2, host_bytes=8_000_000_000)
+    inside = dataclasses.replace(host_cpu.cpu_link(4), bytes_per_s=3e9, kind_bytes_per_s=((exchange, 1e9),))
+    between = dataclasses.replace(host_cpu.cpu_process_link(4), bytes_per_s=0.5e9, kind_bytes_per_s=((reduce, 0.2e9),))
+    device = host_cpu.cpu_device(num_devices=4, cores=2, host_bytes=8_000_000_000)
     cluster = Cluster(
         name="two", device=device, num_hosts=2, devices_per_host=4, inside_host=inside, between_hosts=between
     )
@@ -146,8 +146,8 @@ def test_rates_of_single_kinds_over_processes_are_those_of_the_slower_link():
 
 def test_axes_of_size_one_run_inside():
     cluster = Cluster.preset("dgx-h100", hosts=2)
-    assert cluster.axis_links((1, 16))[0] == kinds.NVLINK4
-    assert cluster.axis_links((16, 1))[1] == kinds.NVLINK4
+    assert cluster.axis_links((1, 16))[0] == presets.NVLINK4
+    assert cluster.axis_links((16, 1))[1] == presets.NVLINK4
 
 
 @pytest.mark.parametrize("sizes", [(3,), (5, 2), (4, 8), (12,)])
@@ -179,13 +179,13 @@ def test_sizes_that_do_not_divide_a_torus_get_a_careful_rate():
     whole = Cluster.preset("tpu-v4", topology="2x2x2")
     cluster = dataclasses.replace(whole, devices_per_host=24, torus=(3, 4, 2))
     slowest = min(link.bytes_per_s for link in cluster.axis_links((8, 3)))
-    assert slowest < kinds.TPU_ICI["TPU v4"].bytes_per_s
+    assert slowest < presets.TPU_ICI["TPU v4"].bytes_per_s
 
 
 def test_slices_are_joined_by_the_data_centre_network():
     cluster = Cluster.preset("tpu-v5p", topology="4x4x4", hosts=2)
     outer, inner = cluster.axis_links((2, 64))
-    assert outer == kinds.TPU_DCN
+    assert outer == presets.TPU_DCN
     assert inner.bytes_per_s == pytest.approx(3 * 180e9)
 
 
@@ -234,11 +234,11 @@ def device(kind: str, **fields: object) -> types.SimpleNamespace:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("NVIDIA H100 80GB HBM3", kinds.H100),
-        ("NVIDIA H200", kinds.H200),
-        ("NVIDIA A100-SXM4-40GB", kinds.A100_40GB),
-        ("NVIDIA A100-SXM4-80GB", kinds.A100_80GB),
-        ("Tesla V100-SXM2-16GB", kinds.V100),
+        ("NVIDIA H100 80GB HBM3", presets.H100),
+        ("NVIDIA H200", presets.H200),
+        ("NVIDIA A100-SXM4-40GB", presets.A100_40GB),
+        ("NVIDIA A100-SXM4-80GB", presets.A100_80GB),
+        ("Tesla V100-SXM2-16GB", presets.V100),
     ],
 )
 def test_gpus_are_known_by_name(name, kind):
@@ -249,7 +249,7 @@ def test_gpus_are_known_by_name(name, kind):
 
 def test_gpus_of_another_name_go_by_compute_capability():
     found = discovery.describe([device("NVIDIA H800", compute_capability="9.0")])
-    assert found.device == dataclasses.replace(kinds.H100, source=found.device.source)
+    assert found.device == dataclasses.replace(presets.H100, source=found.device.source)
     assert "NVIDIA H800" in found.device.source
 
 
@@ -289,7 +289,7 @@ def test_tpus_tell_their_shape():
     ]
     found = discovery.describe(devices)
     assert (found.torus, found.num_hosts) == ((2, 4), 2)
-    assert found.device == kinds.TPU_V5E
+    assert found.device == presets.TPU_V5E
 
 
 # Published measurements that are not among those the constants were fitted to. 64 MB and more: bandwidth, not latency.

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import kinds
+from autopar.hardware import presets
 from autopar.hardware.collective_cost import (
     PLANNED_KINDS,
     CollectiveKind,
@@ -126,7 +126,7 @@ def test_a_permute_is_given_more_channels_when_it_is_large(megabytes, expected_s
 
 
 @pytest.mark.parametrize("kind", PLANNED_KINDS)
-@pytest.mark.parametrize("link", [kinds.NVLINK4, kinds.NVLINK5, kinds.NVLINK5_NVL72], ids=lambda x: x.source)
+@pytest.mark.parametrize("link", [presets.NVLINK4, presets.NVLINK5, presets.NVLINK5_NVL72], ids=lambda x: x.source)
 def test_more_bytes_never_take_less_time(kind, link):
     sizes, counts = np.geomspace(1.0, 1e11, 200), np.array([[2], [3], [4], [8], [16], [72]])
     assert (np.diff(time_s(kind, sizes, counts, link), axis=1) >= 0).all()

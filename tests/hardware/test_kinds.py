@@ -10,15 +10,15 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar.cost.roofline import Work, time_s, transposed, transposing_s
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import kinds
+from autopar.hardware import host_cpu, presets
 from autopar.hardware.collective_cost import CollectiveKind
-from autopar.hardware.kinds import DeviceKind
+from autopar.hardware.kinds import DeviceKind, Platform
 from autopar.ir.layout import Layout
 from autopar.sharding.strategies import Strategy
 from autopar.xla import collectives
 from benchmarks import hardware_model
 
-KINDS = sorted({kind.name: kind for _, kind in kinds.BY_JAX_NAME}.values(), key=lambda kind: kind.name)
+KINDS = sorted({kind.name: kind for _, kind in presets.BY_JAX_NAME}.values(), key=lambda kind: kind.name)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -44,20 +44,20 @@ def test_every_constant_has_a_source_and_a_sensible_unit(kind):
     ],
 )
 def test_rates_by_dtype(dtype, expected):
-    assert kinds.H100.peak_flops_per_s(dtype) == pytest.approx(expected)
+    assert presets.H100.peak_flops_per_s(dtype) == pytest.approx(expected)
     share = 0.80 if dtype in ("bfloat16", "float16") else 0.625  # measured: bfloat16 and float32
-    assert kinds.H100.flops_per_s(dtype) == pytest.approx(expected * share)
+    assert presets.H100.flops_per_s(dtype) == pytest.approx(expected * share)
 
 
 # openxla's measured matrix products, of 256, 1024 and 4096 a side, and the largest, at 805 Tflop/s.
 @pytest.mark.parametrize(
     ("device", "dtype", "flops", "seconds"),
     [
-        (kinds.H100, "bfloat16", 2 * 4 * 4096 * 2048 * 4096, 2 * 4 * 4096 * 2048 * 4096 / 804.7e12),
-        (kinds.H100, "bfloat16", 2 * 256**3, 5.4e-6),
-        (kinds.H100, "bfloat16", 2 * 1024**3, 8.5e-6),
-        (kinds.B200, "bfloat16", 2 * 1024**3, 7.46e-6),
-        (kinds.B200, "float32", 2 * 4096**3, 181.3e-6),
+        (presets.H100, "bfloat16", 2 * 4 * 4096 * 2048 * 4096, 2 * 4 * 4096 * 2048 * 4096 / 804.7e12),
+        (presets.H100, "bfloat16", 2 * 256**3, 5.4e-6),
+        (presets.H100, "bfloat16", 2 * 1024**3, 8.5e-6),
+        (presets.B200, "bfloat16", 2 * 1024**3, 7.46e-6),
+        (presets.B200, "float32", 2 * 4096**3, 181.3e-6),
     ],
 )
 def test_overhead_and_efficiency_give_measured_times(device, dtype, flops, seconds):
@@ -97,7 +97,7 @@ def test_presets_give_published_rates(point):
 )
 def test_operands_of_products_are_packed_and_convolutions_reach_their_share(constants, kind, expected_s):
     device = dataclasses.replace(
-        kinds.cpu_device(num_devices=1, cores=1, host_bytes=1),
+        host_cpu.cpu_device(num_devices=1, cores=1, host_bytes=1),
         peak_flops=(("float32", 1e11),),
         peak_memory_bytes_per_s=1e11,
         launch_overhead_s=1e-6,
@@ -126,20 +126,20 @@ def test_operands_of_products_are_packed_and_convolutions_reach_their_share(cons
     ],
 )
 def test_transposing_takes_what_was_measured(row_bytes, seconds):
-    device = dataclasses.replace(kinds.H100, transposing=((100.0, 1e-6), (400.0, 16e-6)))
+    device = dataclasses.replace(presets.H100, transposing=((100.0, 1e-6), (400.0, 16e-6)))
     assert device.transposing_s(1000.0, row_bytes) == pytest.approx(seconds)
-    assert kinds.H100.transposing_s(1000.0, row_bytes) == 0.0
+    assert presets.H100.transposing_s(1000.0, row_bytes) == 0.0
 
 
 def on_memory(bytes_per_s, **changed):
-    return dataclasses.replace(kinds.H100, peak_memory_bytes_per_s=bytes_per_s, memory_efficiency=1.0, **changed)
+    return dataclasses.replace(presets.H100, peak_memory_bytes_per_s=bytes_per_s, memory_efficiency=1.0, **changed)
 
 
 @pytest.mark.parametrize(("array_bytes", "bytes_per_s"), [(50, 16.0), (100, 16.0), (200, 8.0), (400, 4.0), (800, 4.0)])
 def test_memory_moves_at_the_rate_of_arrays_of_that_size(array_bytes, bytes_per_s):
     device = on_memory(4.0, memory_shares=((100.0, 4.0), (400.0, 1.0)))
     assert device.memory_s(32.0, array_bytes) == pytest.approx(32.0 / bytes_per_s)
-    assert kinds.H100.memory_s(32.0, array_bytes) == pytest.approx(32.0 / kinds.H100.memory_bytes_per_s)
+    assert presets.H100.memory_s(32.0, array_bytes) == pytest.approx(32.0 / presets.H100.memory_bytes_per_s)
 
 
 @pytest.mark.parametrize(
@@ -170,15 +170,15 @@ def test_the_largest_array_of_an_operation_tells_its_rate(fusible, operand_parts
     ],
 )
 def test_memory_is_new_beyond_what_a_process_keeps(mebibytes, runs, shared_by, new_mebibytes):
-    device = dataclasses.replace(kinds.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
-    assert device.page_fault_s(mebibytes * 2**20, runs) == pytest.approx(new_mebibytes)
-    assert kinds.H100.page_fault_s(mebibytes * 2**20, runs) == 0.0
+    device = dataclasses.replace(presets.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
+    assert host_cpu.page_fault_s(device, mebibytes * 2**20, runs) == pytest.approx(new_mebibytes)
+    assert host_cpu.page_fault_s(presets.H100, mebibytes * 2**20, runs) == 0.0
 
 
 @pytest.mark.parametrize(("shared_by", "num_devices", "slower"), [(8, 8, True), (8, 4, False), (1, 8, False)])
 def test_one_program_on_all_that_share_processors_leaves_some_idle(shared_by, num_devices, slower):
-    device = dataclasses.replace(kinds.H100, shared_by=shared_by, dtype_efficiency=(("float32", 0.5),))
-    left = device.in_one_program(num_devices)
+    device = dataclasses.replace(presets.H100, shared_by=shared_by, dtype_efficiency=(("float32", 0.5),))
+    left = host_cpu.in_one_program(device, num_devices)
     used = 0.905 if slower else 1.0
     for dtype in ("float32", "bfloat16"):
         assert left.flops_per_s(dtype) == pytest.approx(used * device.flops_per_s(dtype))
@@ -191,13 +191,15 @@ def test_one_program_on_all_that_share_processors_leaves_some_idle(shared_by, nu
     [(8, 0, 8, 0), (38, 0, 8, 10), (35, 5, 8, 32 / 3), (30, 20, 8, 10), (38, 40, 8, 10), (80, 0, 1, 16 / 3)],
 )
 def test_of_what_is_held_in_many_blocks_a_part_is_new(mebibytes, temporary_mebibytes, shared_by, new_mebibytes):
-    device = dataclasses.replace(kinds.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
-    assert device.held_page_fault_s(mebibytes * 2**20, temporary_mebibytes * 2**20) == pytest.approx(new_mebibytes)
-    assert kinds.H100.held_page_fault_s(mebibytes * 2**20, 0) == 0.0
+    device = dataclasses.replace(presets.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
+    assert host_cpu.held_page_fault_s(device, mebibytes * 2**20, temporary_mebibytes * 2**20) == pytest.approx(
+        new_mebibytes
+    )
+    assert host_cpu.held_page_fault_s(presets.H100, mebibytes * 2**20, 0) == 0.0
 
 
 def test_an_operand_is_transposed_in_parts():
-    device = dataclasses.replace(kinds.H100, transposing=((100.0, 1e-6), (400.0, 16e-6)))
+    device = dataclasses.replace(presets.H100, transposing=((100.0, 1e-6), (400.0, 16e-6)))
     work = Work(
         flops=0.0,
         dtype="float32",
@@ -207,7 +209,7 @@ def test_an_operand_is_transposed_in_parts():
         transposed=((0, 400, 1.0), (1, 200, 3.0)),
     )
     assert transposing_s(work, (4, 8), (4, 1), device) == pytest.approx(1000 * 1e-6 + 3000 * 4e-6)
-    assert transposing_s(work, (4, 8), (4, 1), kinds.H100) == 0.0
+    assert transposing_s(work, (4, 8), (4, 1), presets.H100) == 0.0
 
 
 def _convolved(numbers):
@@ -259,18 +261,20 @@ def test_a_device_needs_a_rate_for_float32():
 
 
 def test_every_gpu_has_links():
-    gpus = {kind.name for kind in KINDS if not kind.name.startswith("TPU")}
-    assert set(kinds.GPU_LINKS) == gpus
-    assert set(kinds.TPU_ICI) == {kind.name for kind in KINDS} - gpus
+    gpus = {kind.name for kind in KINDS if kind.platform is Platform.GPU}
+    assert set(presets.GPU_LINKS) == gpus
+    assert set(presets.TPU_ICI) == {kind.name for kind in KINDS if kind.platform is Platform.TPU}
+    assert set(presets.GPU_LINKS) | set(presets.TPU_ICI) == {kind.name for kind in KINDS}
+    assert host_cpu.cpu_device(num_devices=1, cores=1, host_bytes=1).platform is Platform.CPU
 
 
 def test_virtual_cpu_devices_share_their_host():
-    two, eight = (kinds.cpu_device(num_devices=n, cores=2, host_bytes=16_000_000_000) for n in (2, 8))
+    two, eight = (host_cpu.cpu_device(num_devices=n, cores=2, host_bytes=16_000_000_000) for n in (2, 8))
     assert two.flops_per_s("float32") == pytest.approx(4 * eight.flops_per_s("float32"))
     assert two.memory_bytes_per_s == pytest.approx(4 * eight.memory_bytes_per_s)
     assert (two.memory_bytes, eight.memory_bytes) == (8_000_000_000, 2_000_000_000)
-    assert kinds.cpu_link(2).bytes_per_s == pytest.approx(4 * kinds.cpu_link(8).bytes_per_s)
-    assert kinds.cpu_process_link(2).bytes_per_s < kinds.cpu_link(2).bytes_per_s
+    assert host_cpu.cpu_link(2).bytes_per_s == pytest.approx(4 * host_cpu.cpu_link(8).bytes_per_s)
+    assert host_cpu.cpu_process_link(2).bytes_per_s < host_cpu.cpu_link(2).bytes_per_s
 
 
 def test_the_cpu_backend_sends_bfloat16_as_32_bits():
@@ -281,5 +285,5 @@ def test_the_cpu_backend_sends_bfloat16_as_32_bits():
     )
     text = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)).compile().as_text()
     (found,) = collectives.collectives(text)
-    assert kinds.cpu_device(num_devices=2, cores=2, host_bytes=2).widens_bfloat16
+    assert host_cpu.cpu_device(num_devices=2, cores=2, host_bytes=2).widens_bfloat16
     assert (found.dtype, found.result_bytes) == ("f32", 32 * 32 * 4)

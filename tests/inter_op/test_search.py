@@ -13,7 +13,7 @@ from autopar.compiler import planner
 from autopar.compiler.planner import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
 from autopar.frontend.tracing import trace
-from autopar.hardware import kinds
+from autopar.hardware import host_cpu, presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op import evaluate
 from autopar.inter_op.build_stages import cut_layers
@@ -44,10 +44,10 @@ def arguments(layers=8, width=16_384, batch=32_768):
 def cluster(hosts=2, each=2, between=SLOW, memory_bytes=80 * 10**9):
     return Cluster(
         name="two hosts",
-        device=dataclasses.replace(kinds.H100, memory_bytes=memory_bytes),
+        device=dataclasses.replace(presets.H100, memory_bytes=memory_bytes),
         num_hosts=hosts,
         devices_per_host=each,
-        inside_host=kinds.NVLINK4,
+        inside_host=presets.NVLINK4,
         between_hosts=between,
     )
 
@@ -267,7 +267,7 @@ def test_stages_are_tried_in_more_micro_batches_than_the_programme_has(call_s):
     ],
 )
 def test_stages_are_searched_where_a_program_loses_enough(hosts, each, lost, waits, pays):
-    device = kinds.cpu_device(num_devices=each, cores=2, host_bytes=10**10)
+    device = host_cpu.cpu_device(num_devices=each, cores=2, host_bytes=10**10)
     device = dataclasses.replace(device, fresh_bytes_per_s=2.0**30)
     on = Cluster(
         name="CPUs", device=device, num_hosts=hosts, devices_per_host=each, inside_host=SLOW, between_hosts=SLOW

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.cost.cost_model import cost_model
 from autopar.frontend.tracing import trace
-from autopar.hardware import kinds
+from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op.build_stages import StageChoice, build, cut_layers
 from autopar.inter_op.search import tables
@@ -32,8 +32,8 @@ FAST = Link(latency_s=1e-6, bytes_per_s=1e12, source="made up")
 SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up")
 
 
-def cluster(inside=kinds.NVLINK4, memory_bytes_per_s=None):
-    device = kinds.H100
+def cluster(inside=presets.NVLINK4, memory_bytes_per_s=None):
+    device = presets.H100
     if memory_bytes_per_s is not None:
         device = dataclasses.replace(device, peak_memory_bytes_per_s=memory_bytes_per_s)
     return Cluster(
@@ -153,7 +153,9 @@ def test_where_examples_divide_among_more_devices_layers_are_decided_anew(prices
     assert found == [4, 4 + anew]  # four devices are a line or a square
 
 
-@pytest.mark.parametrize(("link", "memory_bytes_per_s", "put_off"), [(FAST, 1e11, False), (kinds.NVLINK4, 1e13, True)])
+@pytest.mark.parametrize(
+    ("link", "memory_bytes_per_s", "put_off"), [(FAST, 1e11, False), (presets.NVLINK4, 1e13, True)]
+)
 def test_reductions_are_put_off_where_memory_is_faster_than_links(link, memory_bytes_per_s, put_off):
     graph = cut(64).graph
     on = cluster(link, memory_bytes_per_s)

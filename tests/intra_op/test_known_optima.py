@@ -23,7 +23,8 @@ from autopar.cost.stream_simulator import overlap_of
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster, Link
-from autopar.hardware.kinds import H100
+from autopar.hardware.kinds import Platform
+from autopar.hardware.presets import H100
 from autopar.intra_op import symmetry
 from autopar.intra_op.ilp import IntraOp
 from autopar.intra_op.spmd_search import evaluated
@@ -46,7 +47,7 @@ SCALAR = 4.0  # the loss: reduced too
 @pytest.fixture(autouse=True)
 def no_overlap(monkeypatch):
     """Nothing is sent beside computing: what is best is what takes least in sum."""
-    monkeypatch.setattr(cost_model, "overlap_of", lambda platform: overlap_of("cpu"))
+    monkeypatch.setattr(cost_model, "overlap_of", lambda platform: overlap_of(Platform.CPU))
 
 
 def shape(*dims, dtype=jnp.float32):

@@ -14,7 +14,7 @@ import autopar
 from autopar import recipes
 from autopar.compiler.planner import make_function
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.hardware import discovery, kinds
+from autopar.hardware import discovery, presets
 from autopar.lowering.host_offload import AHEAD, BUCKETS
 from autopar.lowering.instructions import HostCopy
 from autopar.plan.schema import MemoryKind
@@ -299,7 +299,7 @@ def test_a_step_without_an_optimisers_state_is_refused(options):
 
 
 def test_a_cluster_must_know_its_link_to_the_host():
-    device = dataclasses.replace(kinds.H100, host_link_bytes_per_s=None)
+    device = dataclasses.replace(presets.H100, host_link_bytes_per_s=None)
     cluster = autopar.Cluster.flat(8, device=device)
     step = step_under(recipes.zero(1, offload="optimizer"), cluster=cluster)
     with pytest.raises(InvalidArgumentError, match="host_link_bytes_per_s"):

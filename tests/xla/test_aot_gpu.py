@@ -12,7 +12,7 @@ import autopar
 from autopar.errors import InvalidArgumentError, MissingCompilerError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind
-from autopar.hardware.kinds import BY_JAX_NAME
+from autopar.hardware.presets import BY_JAX_NAME
 from autopar.xla import aot, aot_gpu, collectives
 from autopar.xla.aot_gpu import CARDS, GpuHosts
 from benchmarks.memory_study import STUDY

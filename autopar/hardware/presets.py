@@ -1,0 +1,247 @@
+"""Published constants of accelerators and of the links between them, each with its unit and source.
+
+Peak rates are the vendors' (dense, no sparsity). What programs reach of them is a separate factor, measured where a
+measurement was found. Rates per second, sizes in bytes, units of 1000.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.hardware.collective_cost import Fabric, Link, SwitchDetail
+from autopar.hardware.kinds import DeviceKind
+
+_TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _HostLink:
+    """Between a device and the memory of its host, one way."""
+
+    gb_per_s: float
+    source: str
+
+    def of(self, device: DeviceKind) -> DeviceKind:
+        return dataclasses.replace(device, host_link_bytes_per_s=self.gb_per_s * _GIGA, host_link_source=self.source)
+
+
+# One device at a time, pinned memory: two GPUs that share a switch on their way to the host get less each.
+_PCIE3 = _HostLink(gb_per_s=12.2, source="PCIe 3 x16: bandwidthTest on a P100, 12.2 to, 12.9 back (gearshifft 82)")
+_PCIE4 = _HostLink(gb_per_s=25.1, source="PCIe 4 x16: nvbandwidth on an A100-SXM4 (NVIDIA/nvbandwidth 42)")
+_PCIE5 = _HostLink(gb_per_s=52.8, source="PCIe 5 x16: nvbandwidth on 8 H100, device to host (NVIDIA/nvbandwidth 24)")
+_C2C_GH200 = _HostLink(
+    gb_per_s=346.0, source="NVLink-C2C, 450 GB/s one way: GH200's copy engines (NVIDIA/nvbandwidth 23)"
+)
+# A Grace processor has two B200 beside it; how much of the link each can use was found in no measurement.
+_C2C_GB200 = _HostLink(
+    gb_per_s=173.0, source="NVLink-C2C, 450 GB/s one way for two GPUs (NVIDIA GB200 data sheet), the share as on GH200"
+)
+_TPU_HOST = _HostLink(gb_per_s=15.0, source="PCIe of a TPU host: 1.5e10 bytes/s a chip (scaling-book tpus.md)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Products:
+    """What matrix products show of a GPU: launch, shares of the peaks of half and of single precision, fill."""
+
+    launch_us: float
+    half: float
+    single: float
+    fill_us: float = 0.0
+
+
+def _gpu(
+    name: str, *, half: float, single: float, double: float, eight_bit: float | None, memory_gb: float,
+    memory_gb_per_s: float, products: _Products, host: _HostLink, source: str, bfloat16: bool = True,
+    memory_efficiency: float | None = None,
+) -> DeviceKind:  # fmt: skip
+    """Rates in Tflop/s. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it."""
+    rates = [("float16", half), ("float32", single), ("float64", double)]
+    rates += [("bfloat16", half)] if bfloat16 else []
+    rates += [("float8", eight_bit), ("int8", eight_bit)] if eight_bit else []
+    device = DeviceKind(
+        name=name,
+        peak_flops=tuple((dtype, tera * _TERA) for dtype, tera in rates),
+        memory_bytes=int(memory_gb * _GIGA),
+        peak_memory_bytes_per_s=memory_gb_per_s * _GIGA,
+        launch_overhead_s=products.launch_us * _MICRO,
+        flops_efficiency=products.single,
+        memory_efficiency=memory_efficiency or _GPU_MEMORY_EFFICIENCY,
+        dtype_efficiency=tuple(
+            (dtype, products.half) for dtype in ("float16", "bfloat16") if products is not _UNMEASURED
+        ),
+        float32_fill_s=products.fill_us * _MICRO,
+        source=source,
+    )
+    return host.of(device)
+
+
+def _tpu(name: str, *, half: float, int8: float, memory_gb: float, memory_gb_per_s: float) -> DeviceKind:
+    """Rates in Tflop/s. float32 products run as bfloat16 ones: JAX's default precision on TPU is one bfloat16 pass."""
+    device = DeviceKind(
+        name=name,
+        peak_flops=(("bfloat16", half * _TERA), ("float32", half * _TERA), ("int8", int8 * _TERA)),
+        memory_bytes=int(memory_gb * _GIGA),
+        peak_memory_bytes_per_s=memory_gb_per_s * _GIGA,
+        launch_overhead_s=_TPU_LAUNCH_US * _MICRO,
+        flops_efficiency=_TPU_EFFICIENCY,
+        memory_efficiency=_TPU_MEMORY_EFFICIENCY,
+        source="jax-ml/scaling-book tpus.md and Google Cloud TPU documentation (rates, memory)",
+    )
+    return _TPU_HOST.of(device)
+
+
+# Share of the peak and time of the smallest kernel where no measurement of a GPU was found, and share of its memory's
+# peak: meta-pytorch/autoparallel, cost_models/nccl_cost_model.py (compute 0.7, memory 0.7, kernel floor 7 us).
+_UNMEASURED = _Products(launch_us=7.0, half=0.7, single=0.7)
+_GPU_MEMORY_EFFICIENCY = 0.7
+# What libtpu's compiler (0.0.42.1) estimates, in cycles of 1.5 GHz on v5e and 1.75 GHz on v5p (the clocks that their
+# peaks imply): bfloat16 products of 2048 to 8192 a side reach 0.88 to 0.97 of the peak on v5e, 0.87 to 0.96 on v5p;
+# x * 2 + 1 over 64 MB reaches 0.80 and 0.71 of the memory's; the least product takes 2.7 us, the least sum 1.3 us.
+_TPU_EFFICIENCY, _TPU_MEMORY_EFFICIENCY, _TPU_LAUNCH_US = 0.9, 0.75, 2.0
+# XLA's measured table of matrix products (openxla/xla, matmul performance table; sm_90 and sm_100, bfloat16 and
+# float32, each 375 products of 256 to 4096 a side): launch, shares and fill of least mean, median and 90th percentile
+# of the relative error of `autopar.cost.roofline.time_s`; benchmarks/hardware_model.py has the errors.
+_H100_PRODUCTS = _Products(launch_us=3.7, half=0.80, single=0.625, fill_us=4.5)
+_B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1)
+
+
+# One pair for all nine published iteration times of GPTs on A100s that `benchmarks.published_steps` lists (1.7B to 530B
+# parameters; Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5): all within 10 %.
+_AMPERE = _Products(launch_us=7.0, half=0.78, single=0.78)
+_AMPERE_MEMORY_EFFICIENCY = 0.78
+
+
+def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
+    return _gpu(
+        name, half=312.0, single=156.0, double=19.5, eight_bit=None, memory_gb=memory_gb,
+        memory_gb_per_s=memory_gb_per_s, products=_AMPERE, host=_PCIE4, memory_efficiency=_AMPERE_MEMORY_EFFICIENCY,
+        source=source,
+    )  # fmt: skip
+
+
+def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
+    return _gpu(
+        name, half=989.0, single=494.5, double=67.0, eight_bit=1979.0, memory_gb=memory_gb,
+        memory_gb_per_s=memory_gb_per_s, products=_H100_PRODUCTS, host=_PCIE5, source=source,
+    )  # fmt: skip
+
+
+V100 = _gpu(
+    "V100-SXM2-16GB", half=125.0, single=15.7, double=7.8, eight_bit=None, memory_gb=16, memory_gb_per_s=900.0,
+    products=_UNMEASURED, host=_PCIE3, bfloat16=False, source="NVIDIA V100 data sheet",
+)  # fmt: skip
+A100_40GB = _ampere(
+    "A100-SXM4-40GB", memory_gb=40, memory_gb_per_s=1555.0, source="NVIDIA A100 data sheet; openxla a100_sxm_40"
+)
+A100_80GB = _ampere(
+    "A100-SXM4-80GB", memory_gb=80, memory_gb_per_s=2039.0, source="NVIDIA A100 data sheet; openxla a100_sxm_80"
+)
+H100 = _hopper("H100-SXM5-80GB", memory_gb=80, memory_gb_per_s=3352.0, source="scaling-book gpus.md; openxla h100_sxm")
+H200 = _hopper("H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet; openxla h200")
+B200 = _gpu(
+    "B200", half=2250.0, single=1125.0, double=37.0, eight_bit=4500.0, memory_gb=180, memory_gb_per_s=7672.0,
+    products=_B200_PRODUCTS, host=_PCIE5, source="scaling-book gpus.md; openxla b200",
+)  # fmt: skip
+# The same beside a Grace processor.
+GH200, GB200 = _C2C_GH200.of(H200), _C2C_GB200.of(B200)
+TPU_V4 = _tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0)
+TPU_V5E = _tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0)
+TPU_V5P = _tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0)
+TPU_V6E = _tpu("TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0)
+
+# Prefix of what jax calls a device (`Device.device_kind`) -> kind; the first that matches counts.
+BY_JAX_NAME: tuple[tuple[str, DeviceKind], ...] = (
+    ("Tesla V100", V100),
+    ("NVIDIA A100-SXM4-40GB", A100_40GB),
+    ("NVIDIA A100", A100_80GB),
+    ("NVIDIA H200", H200),
+    ("NVIDIA GH200", GH200),
+    ("NVIDIA H100", H100),
+    ("NVIDIA B200", B200),
+    ("NVIDIA GB200", GB200),
+    ("TPU v4", TPU_V4),
+    ("TPU v5 lite", TPU_V5E),
+    ("TPU v5e", TPU_V5E),
+    ("TPU v5", TPU_V5P),
+    ("TPU v6", TPU_V6E),
+)
+# The data-centre card of each compute capability, for NVIDIA cards of a name that is not in the table.
+BY_COMPUTE_CAPABILITY: dict[str, DeviceKind] = {"7.0": V100, "8.0": A100_40GB, "9.0": H100, "10.0": B200}
+
+
+def _link(
+    overhead_us: float,
+    latency_us: float,
+    gb_per_s: float,
+    source: str,
+    fabric: Fabric = Fabric.SWITCHED,
+    detail: SwitchDetail | None = None,
+) -> Link:
+    return Link(
+        overhead_s=overhead_us * _MICRO,
+        latency_s=latency_us * _MICRO,
+        bytes_per_s=gb_per_s * _GIGA,
+        source=source,
+        fabric=fabric,
+        detail=detail,
+    )
+
+
+def _detail(
+    *, pair_gb_per_s: float, pair_ramp_us: float, kept_gb_per_s: float | None = None,
+    switch_gb_per_s: float | None = None, tree_us: float | None = None,
+) -> SwitchDetail:  # fmt: skip
+    return SwitchDetail(
+        kept_bytes_per_s=None if kept_gb_per_s is None else kept_gb_per_s * _GIGA,
+        switch_bytes_per_s=None if switch_gb_per_s is None else switch_gb_per_s * _GIGA,
+        tree_latency_s=None if tree_us is None else tree_us * _MICRO,
+        pair_bytes_per_s=pair_gb_per_s * _GIGA,
+        pair_ramp_s=pair_ramp_us * _MICRO,
+    )
+
+
+# `fitting.fit_link` of XLA's measured tables of collectives (openxla/xla, collective performance table: medians of 0.5
+# MB to 2 GB over 2, 4 and 8 devices, GB200 to 32 GB over 4 to 72); benchmarks/hardware_model.py fits them again and has
+# the errors. H100's switch adds up over eight devices only in that table, at 230 GB/s of the array, and over four a
+# ring does 200; NVIDIA's own tests reach 275 over eight (NVIDIA/nccl-tests 212). 225 is within 20 % of all three.
+NVLINK4 = _link(
+    19.4, 2.35, 350.0, "fit to openxla's collective table, sm_90; switch: NVIDIA/nccl-tests 212 and that table",
+    detail=_detail(kept_gb_per_s=685.0, switch_gb_per_s=225.0, tree_us=4.5, pair_gb_per_s=119.0, pair_ramp_us=908.0),
+)  # fmt: skip
+NVLINK5 = _link(
+    29.2, 1.24, 636.0, "fit to openxla's collective table, sm_100",
+    detail=_detail(kept_gb_per_s=1190.0, tree_us=3.2, pair_gb_per_s=139.0, pair_ramp_us=883.0),
+)  # fmt: skip
+NVLINK5_NVL72 = _link(
+    16.2, 1.18, 671.0, "fit to openxla's collective table, GB200 NVL72",
+    detail=_detail(kept_gb_per_s=1920.0, switch_gb_per_s=425.0, tree_us=4.15, pair_gb_per_s=23.7, pair_ramp_us=433.0),
+)  # fmt: skip
+# NCCL's own tuning constants (ring, Simple protocol: base 8.4 us, NVLink hop 3.4 us, network hop 14 us), as read in
+# meta-pytorch/autoparallel, cost_models/nccl_cost_model.py; rates from reports in NVIDIA/nccl-tests.
+_NCCL = "latency: NCCL's tuning table"
+NVLINK3 = _link(8.4, 3.4, 200.0, f"{_NCCL}; rate: bus bandwidth of 8 A100, NVIDIA/nccl-tests 149")
+NVLINK2 = _link(8.4, 3.4, 110.0, f"{_NCCL}; rate: openxla's model, 6 lanes x 20 GB/s x 0.92")
+NDR400 = _link(8.4, 14.0, 47.0, f"{_NCCL}; rate: 46-48 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 290")
+HDR200 = _link(8.4, 14.0, 24.0, f"{_NCCL}; rate: 96 % of 25 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 119")
+ETHERNET_25G = _link(8.4, 14.0, 3.1 / 8, f"{_NCCL}; rate: 25 Gbit/s a host for 8 GPUs (Alpa, OSDI 2022, section 8)")
+# One wire, one way; `autopar.hardware.torus` knows how many of them an axis has. Latency of one hop: scaling-book,
+# sharding.md.
+TPU_ICI = {
+    TPU_V4.name: _link(0.0, 1.0, 45.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
+    TPU_V5E.name: _link(0.0, 1.0, 45.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
+    TPU_V5P.name: _link(0.0, 1.0, 90.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
+    TPU_V6E.name: _link(0.0, 1.0, 90.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
+}
+# Between slices: 25 GB/s a host of 4 chips (scaling-book tpus.md). Latency of a step: the network hop of NCCL's table,
+# for want of a published figure.
+TPU_DCN = _link(0.0, 14.0, 25.0 / 4, "rate: 25 GB/s a host of 4 chips, scaling-book tpus.md; latency: as NCCL's")
+
+# GPU -> (link inside a host, link between hosts) of the machine that it usually comes in.
+GPU_LINKS: dict[str, tuple[Link, Link]] = {
+    V100.name: (NVLINK2, ETHERNET_25G),
+    A100_40GB.name: (NVLINK3, HDR200),
+    A100_80GB.name: (NVLINK3, HDR200),
+    H100.name: (NVLINK4, NDR400),
+    H200.name: (NVLINK4, NDR400),
+    B200.name: (NVLINK5, NDR400),
+}
