@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from autopar.common import jax_compat
+from autopar.common import jax_distributed
 from autopar.errors import ProcessLostError
 from autopar.runtime.processes.coordinator_relay import CoordinatorLink
 from autopar.runtime.processes.heartbeat import begin_watch, leave, lost_error, wait_until_stuck
@@ -35,7 +35,7 @@ def initialize(
     """
     joining = _Joining(float(initialization_timeout), bool(options.get("mtls_cert_file")))
     options["initialization_timeout"] = max(initialization_timeout, INITIALIZATION_TIMEOUT_S)  # the roll call is first
-    jax_compat.initialize_distributed(
+    jax_distributed.initialize_distributed(
         joining.before_the_service,
         joining.address_for_client,
         coordinator_address,
@@ -43,7 +43,7 @@ def initialize(
         process_id,
         **options,
     )
-    store, (process, processes) = jax_compat.shared_store(), jax_compat.process_of_distributed()
+    store, (process, processes) = jax_distributed.shared_store(), jax_distributed.process_of_distributed()
     if store is not None and processes > 1:
         begin_watch(store, process, processes, joining.link)
     joining.end()

@@ -37,7 +37,8 @@ from rich.table import Table
 import autopar
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.hardware import calibrate, discovery
-from autopar.hardware.microbenchmarks import DeviceClock, MatmulRun
+from autopar.hardware.microbenchmarks import DeviceClock
+from autopar.hardware.timed_runs import MatmulRun
 from autopar.plan.schema import Predicted
 from benchmarks.machine import description, markdown
 from benchmarks.zoo.case import Case

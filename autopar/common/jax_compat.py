@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.experimental
 from jax._src import array as jax_array
-from jax._src import config, debugging, distributed, sharding_impls
+from jax._src import config, debugging, sharding_impls
 from jax._src.lib import xla_client
 from jax._src.source_info_util import is_user_filename
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -373,79 +373,6 @@ def shard_putter(shardings: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any
         return found
 
     return put
-
-
-class SharedStore:
-    """Texts that all processes of a `jax.distributed` program share, by key, kept by process 0.
-
-    Everything raises `jax.errors.JaxRuntimeError` when process 0 does not answer.
-    """
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def set(self, key: str, value: str) -> None:
-        self._client.key_value_set(key, value, allow_overwrite=True)
-
-    def wait_for(self, key: str, timeout_s: float) -> str | None:
-        """The value as soon as there is one; None when there is none after `timeout_s` seconds."""
-        try:
-            found: str = self._client.blocking_key_value_get(key, int(timeout_s * 1000))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
-                raise
-            return None
-        return found
-
-    def delete(self, key: str) -> None:
-        self._client.key_value_delete(key)
-
-    def below(self, prefix: str) -> dict[str, str]:
-        """The values whose keys begin with `prefix`, by what follows it."""
-        return {key[len(prefix) :]: value for key, value in self._client.key_value_dir_get(prefix)}
-
-
-def initialize_distributed(
-    before_service: Callable[[str, int], None], address_for: Callable[[str, int, int], str], *args: Any, **options: Any
-) -> None:
-    """`jax.distributed.initialize`. Process 0 calls `before_service(bind address, number of processes)` first; the
-    client connects to `address_for(address of the service, number of this process, number of processes)`.
-    """
-    module = distributed._jax
-
-    class Around:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(module, name)
-
-        def get_distributed_runtime_service(self, bind_address: str, processes: int, **how: Any) -> Any:
-            before_service(bind_address, processes)
-            return module.get_distributed_runtime_service(bind_address, processes, **how)
-
-        def get_distributed_runtime_client(self, address: str, process: int, **how: Any) -> Any:
-            at = address_for(address, process, distributed.global_state.num_processes)
-            return module.get_distributed_runtime_client(at, process, **how)
-
-    distributed._jax = Around()
-    try:
-        jax.distributed.initialize(*args, **options)
-    finally:
-        distributed._jax = module
-
-
-def process_of_distributed() -> tuple[int, int]:
-    """(number of this process, number of processes); the devices need not have been looked for."""
-    return distributed.global_state.process_id, distributed.global_state.num_processes
-
-
-def coordinator_address() -> str:
-    """host:port of the coordination service, in process 0."""
-    return distributed.global_state.coordinator_address or ""
-
-
-def shared_store() -> SharedStore | None:
-    """What the processes of this program share; None where `jax.distributed` is not in use."""
-    client = distributed.global_state.client
-    return None if client is None else SharedStore(client)
 
 
 def in_rows(array: Any) -> Any:

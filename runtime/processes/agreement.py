@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from autopar.common import jax_compat
-from autopar.common.jax_compat import SharedStore
+from autopar.common import jax_distributed
+from autopar.common.jax_distributed import SharedStore
 from autopar.errors import AutoparError, ProcessMismatchError, UnsupportedError
 from autopar.runtime.processes.heartbeat import BEAT_S, Watch, the_watch
 
@@ -30,7 +30,7 @@ def agree(name: str, fingerprint: str, make: Callable[[], bytes]) -> bytes:
 
     Raises: ProcessMismatchError, ProcessLostError, and what `make` raises.
     """
-    store, watch = jax_compat.shared_store(), the_watch()
+    store, watch = jax_distributed.shared_store(), the_watch()
     if store is None or watch is None:
         return make()
     key = f"autopar/agreed/{next(_numbers)}"
@@ -52,7 +52,7 @@ def exchange(name: str, key: str, text: str) -> list[str]:
     Raises: ProcessMismatchError where another process goes on without it, ProcessLostError, UnsupportedError where the
     processes share no store.
     """
-    store, watch = jax_compat.shared_store(), the_watch()
+    store, watch = jax_distributed.shared_store(), the_watch()
     if store is None or watch is None:
         raise UnsupportedError(
             where=f"{name}, process {jax.process_index()} of {jax.process_count()}",
@@ -69,7 +69,7 @@ def meet(name: str) -> None:
 
     Raises: ProcessLostError, ProcessMismatchError.
     """
-    store, number = jax_compat.shared_store(), next(_meetings)
+    store, number = jax_distributed.shared_store(), next(_meetings)
     exchange(name, f"autopar/met/{number}", "")
     if store is not None and number > 0:  # all that have met now have read what was said before
         store.delete(f"autopar/met/{number - 1}/{jax.process_index()}")

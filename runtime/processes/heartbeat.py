@@ -31,8 +31,8 @@ from typing import NoReturn
 
 import jax
 
-from autopar.common import jax_compat
-from autopar.common.jax_compat import SharedStore
+from autopar.common import jax_distributed
+from autopar.common.jax_distributed import SharedStore
 from autopar.errors import ProcessLostError
 from autopar.runtime.processes.coordinator_relay import CoordinatorLink, when_service_goes
 
@@ -78,7 +78,7 @@ class Watch:
         if link is not None:
             link.when_lost(lambda: self._link_broke(link))
         elif process != 0:
-            when_service_goes(jax_compat.coordinator_address(), self._service_went)
+            when_service_goes(jax_distributed.coordinator_address(), self._service_went)
         atexit.register(self._end)
 
     def begin_step(self) -> None:
@@ -151,7 +151,7 @@ class Watch:
             self._stop.wait(BEAT_S / 2)
 
     def _is_over(self) -> bool:
-        return self._stop.is_set() or jax_compat.shared_store() is None  # after `jax.distributed.shutdown`
+        return self._stop.is_set() or jax_distributed.shared_store() is None  # after `jax.distributed.shutdown`
 
     def _is_over_soon(self) -> bool:
         """The same, some time after all have left jax's barrier, where this process ends."""
@@ -310,7 +310,7 @@ def leave(error: BaseException | None = None, stack: str = "") -> NoReturn:
 @functools.cache
 def the_watch() -> Watch | None:
     """The watch of this process, begun by the first who asks; None in a program of one process."""
-    store = jax_compat.shared_store()
+    store = jax_distributed.shared_store()
     if store is None or jax.process_count() == 1:
         return None
     return watch_from_the_start() or Watch(store, jax.process_index())
