@@ -18,4 +18,5 @@ prepare_environment test dev
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-"$python" -m pytest "$@"
+# A process for each core; a file's tests stay together as long as no process is idle.
+"$python" -m pytest -n auto --dist worksteal "$@"
