@@ -10,8 +10,8 @@ import pytest
 NUM_DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The programs of the tests run for milliseconds: LLVM's optimiser takes longer than it could save. XLA's own passes, and
-# with them collectives and memory, are as ever.
+# The programs of the tests run for milliseconds: LLVM's optimiser takes longer than it could save. Collectives and
+# memory are decided by XLA's own passes, which run as always.
 _FLAGS = {
     "--xla_force_host_platform_device_count": str(NUM_DEVICES),
     "--xla_backend_optimization_level": "0",
