@@ -63,7 +63,9 @@ def real_files(folder: Path) -> Iterator[Path]:
 
 
 def module_name(path: Path) -> str:
-    """`autopar.solver.solve` of solver/solve.py, `autopar.ir.mesh` of autopar/ir/mesh.py; a package by its own name."""
+    """`autopar.solver.solving` of solver/solving.py, `autopar.ir.mesh` of autopar/ir/mesh.py; a package by its own
+    name.
+    """
     parts = path.relative_to(ROOT).with_suffix("").parts
     full = parts if parts[0] == "autopar" else ("autopar", *parts)
     return ".".join(full[:-1] if full[-1] == "__init__" and len(full) > 2 else full)

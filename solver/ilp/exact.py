@@ -111,8 +111,9 @@ def run(program: IntegerProgram, settings: Settings, *, integers: bool = True) -
         Backend.SCIP: mathopt.SolverType.GSCIP,
     }
     backend = settings.backend if integers else Backend.HIGHS  # the others have no relaxation to give
+    left_s = max(settings.deadline - time.perf_counter(), 0.01)
     parameters = mathopt.SolveParameters(
-        time_limit=datetime.timedelta(seconds=max(settings.deadline - time.perf_counter(), 0.01)),
+        time_limit=datetime.timedelta(seconds=left_s) if math.isfinite(left_s) else None,
         relative_gap_tolerance=settings.relative_gap if integers else None,
         absolute_gap_tolerance=0.0 if integers else None,
         random_seed=settings.seed,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import Edge, Problem, Status, brute_force, evaluate, solve
+from autopar.solver import Edge, Problem, Status, brute_force, evaluate, solve, solving
 from autopar.solver.anytime import anytime
 from autopar.solver.anytime.anytime import Best, Settled, improve
 from autopar.solver.anytime.compiled_loops import Loops
@@ -87,8 +87,8 @@ def test_a_whole_solve_through_the_core_is_proven(monkeypatch: pytest.MonkeyPatc
     problem = layered_problem(6, width=4, strategies=5, seed=3, tight=tight)
     expected = solve(problem)
     assert expected.status is Status.OPTIMAL
-    monkeypatch.setattr(solve, "EXACT_ENTRIES", -1)
-    monkeypatch.setattr(solve, "EXACT_NODES", -1)
+    monkeypatch.setattr(solving, "EXACT_ENTRIES", -1)
+    monkeypatch.setattr(solving, "EXACT_NODES", -1)
     found = solve(problem, time_limit_s=30, rounds=200)
     assert found.objective == pytest.approx(expected.objective)
     assert found.bound <= found.objective
@@ -101,8 +101,8 @@ def test_infeasible_and_forbidden_through_the_core(seed: int) -> None:
     problem = random_problem(seed, limited=True, nodes=6)
     expected = brute_force(problem)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solve, "EXACT_ENTRIES", -1)
-        patch.setattr(solve, "EXACT_NODES", -1)
+        patch.setattr(solving, "EXACT_ENTRIES", -1)
+        patch.setattr(solving, "EXACT_NODES", -1)
         found = solve(problem, time_limit_s=30, rounds=15)
     if expected.status is Status.INFEASIBLE:
         assert found.status is Status.INFEASIBLE
@@ -129,8 +129,8 @@ def test_rounds_without_memory_reach_what_is_best_and_ask_no_clock(monkeypatch: 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the program stops by the clock")
 
-    monkeypatch.setattr(solve, "solve_lazily", refuse)
-    monkeypatch.setattr(solve, "solve_by_tables", lambda _: None)
+    monkeypatch.setattr(solving, "solve_lazily", refuse)
+    monkeypatch.setattr(solving, "solve_by_tables", lambda _: None)
     found = solve(problem, time_limit_s=60, rounds=16)
     assert found.objective == pytest.approx(expected.objective)
 
@@ -153,7 +153,7 @@ def test_rounds_without_memory_leave_what_tree_moves_cannot(monkeypatch: pytest.
 
 
 def test_the_time_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solve, "EXACT_ENTRIES", -1)
+    monkeypatch.setattr(solving, "EXACT_ENTRIES", -1)
     problem = layered_problem(120, width=5, strategies=16, seed=2, tight=1.1)
     begun = time.perf_counter()
     found = solve(problem, time_limit_s=4.0)

@@ -46,6 +46,7 @@ def solve(
 ) -> Solution:
     """The cheapest choice that fits, or the best found by the time limit with its bound and gap.
 
+    time_limit_s: may be infinite where `rounds` end the search.
     rounds: stop the anytime core after this many rounds, and give what has no limit to keep to nothing that stops by
     the clock: with a time limit that is not reached, its answer is the same each time, on any machine.
     log: called with a line of progress now and then.
