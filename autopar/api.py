@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from autopar.calls.step_options import StepOptions
 from autopar.common.units import bytes_of_text
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
-from autopar.plan.options import PlanOptions
 from autopar.plan.plan import Plan
-from autopar.recipes import Recipe, pipeline_options
+from autopar.recipes import Recipe, plan_request
 from autopar.step import Step, followed, function_of
 
 
@@ -116,16 +116,10 @@ def parallelize(
             hint="leave out plan, or the wishes",
         )
     recipe = plan if isinstance(plan, Recipe) else Recipe()
+    request = plan_request(recipe, num_microbatches, schedule)
     options = StepOptions(
         plan=plan if isinstance(plan, Plan) else None,
-        request=PlanOptions(
-            memory_limit_bytes=memory_limit_bytes,
-            time_limit_s=time_limit_s,
-            pipeline=pipeline_options(recipe, num_microbatches, schedule),
-            binding=recipe.binding,
-            recompute=recipe.recompute,
-            pins=recipe.pins,
-        ),
+        request=dataclasses.replace(request, memory_limit_bytes=memory_limit_bytes, time_limit_s=time_limit_s),
         has_recipe=recipe != Recipe(),
         cluster=cluster,
         batch_argnums=_argnums(batch_argnums),

@@ -65,7 +65,7 @@ def constrain(
             got=", ".join(several),
             hint="give axes of one device the size 1, or join axes that always stand together",
         )
-    return dataclasses.replace(recipe or Recipe(), pins=made)
+    return Recipe(request=dataclasses.replace((recipe or Recipe()).request, pins=made))
 
 
 def _items(sizes: Mapping[str, int] | None) -> list[tuple[str, int]]:

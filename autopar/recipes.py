@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from autopar.errors import InvalidArgumentError
 from autopar.passes.remat import Recompute
-from autopar.plan.options import PipelineOptions
+from autopar.plan.options import PlanRequest
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 from autopar.sharding.constraints import Binding
 from autopar.sharding.parallelisms import data_axis, expert_axis, sequence_axis, tensor_axis
-from autopar.sharding.pins import Pins
 from autopar.sharding.tensor_grids import cube, square
 
 
@@ -19,10 +18,7 @@ from autopar.sharding.tensor_grids import cube, square
 class Recipe:
     """What a plan must hold to; the search decides the rest. Made by the functions of this module."""
 
-    pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
-    binding: Binding | None = None
-    recompute: str = "nothing"
-    pins: Pins | None = None
+    request: PlanRequest = dataclasses.field(default_factory=PlanRequest)
 
 
 def data_parallel() -> Recipe:
@@ -73,7 +69,7 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
             check_number(f"recipes.tensor_parallel({name}=...)", number)
     if kind == "1d":
         return _bound(dp=None if size is not None else 1, tp=size)
-    return Recipe(binding=cube(size=size) if kind == "3d" else square(size=size, depth=depth))
+    return Recipe(request=PlanRequest(binding=cube(size=size) if kind == "3d" else square(size=size, depth=depth)))
 
 
 def expert_parallel(size: int | None = None) -> Recipe:
@@ -179,8 +175,8 @@ def combine(
     recipe = _bound(
         dp=dp, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel, offload=offload
     )
-    options = _checked_options("recipes.combine", pp, schedule, num_microbatches, chunks)
-    return _cut("recipes.combine", recipe, options, recompute)
+    stages = _checked_stages("recipes.combine", pp, schedule, num_microbatches, chunks)
+    return _cut("recipes.combine", recipe, stages, recompute)
 
 
 # The ways in which an axis of its own splits positions.
@@ -201,13 +197,12 @@ def _bound(
 ) -> Recipe:
     shared = [(use, size) for use, size in ((expert_axis(zero), ep), (sequence_axis(sequence, zero), sp)) if size != 1]
     axes = [(data_axis(zero), dp), *shared, (tensor_axis(sequence_parallel=sequence_parallel), tp)]
-    return Recipe(
-        binding=Binding(
-            axes=tuple(use for use, _ in axes),
-            sizes=tuple(size for _, size in axes),
-            offloads_optimizer=offload == "optimizer",
-        )
+    binding = Binding(
+        axes=tuple(use for use, _ in axes),
+        sizes=tuple(size for _, size in axes),
+        offloads_optimizer=offload == "optimizer",
     )
+    return Recipe(request=PlanRequest(binding=binding))
 
 
 def pipeline(
@@ -220,7 +215,7 @@ def pipeline(
     parallelism", 2024. Raises: InvalidArgumentError.
     """
     check_schedule("recipes.pipeline(schedule=...)", schedule)
-    return Recipe(pipeline=_checked_options("recipes.pipeline", stages, schedule, num_microbatches, chunks))
+    return Recipe(request=_checked_stages("recipes.pipeline", stages, schedule, num_microbatches, chunks))
 
 
 def cut(
@@ -252,18 +247,18 @@ def cut(
             got=type(recipe).__name__,
             hint="call a function of autopar.recipes: cut(recipes.zero(1), ...)",
         )
-    if recipe.pipeline != PipelineOptions() or recipe.recompute != "nothing" or recipe.pins is not None:
+    if recipe.request != PlanRequest(binding=recipe.request.binding):
         raise InvalidArgumentError(
             where="recipes.cut(recipe)",
             expected="a recipe for one program",
             got="one with stages, micro-batches, recomputation or pins of its own",
             hint="give all of them in one call; autopar.constrain(pins, recipe=...) pins what is cut",
         )
-    options = _checked_options("recipes.cut", stages, schedule, num_microbatches, chunks)
-    return _cut("recipes.cut", recipe, options, recompute)
+    asked = _checked_stages("recipes.cut", stages, schedule, num_microbatches, chunks)
+    return _cut("recipes.cut", recipe, asked, recompute)
 
 
-def _cut(where: str, recipe: Recipe, options: PipelineOptions, recompute: str) -> Recipe:
+def _cut(where: str, recipe: Recipe, stages: PlanRequest, recompute: str) -> Recipe:
     if recompute not in [policy.value for policy in Recompute]:
         raise InvalidArgumentError(
             where=f"{where}(recompute=...)",
@@ -272,36 +267,36 @@ def _cut(where: str, recipe: Recipe, options: PipelineOptions, recompute: str) -
             hint="leave it out to keep everything",
         )
     # Only what is cut into micro-batches can be recomputed by layer; one stage and one micro-batch will do.
-    if options.num_stages == 1 and recompute == "nothing":
-        options = dataclasses.replace(options, num_stages=None)
-    return dataclasses.replace(recipe, pipeline=options, recompute=recompute)
+    if stages.num_stages == 1 and recompute == "nothing":
+        stages = dataclasses.replace(stages, num_stages=None)
+    return Recipe(request=dataclasses.replace(stages, binding=recipe.request.binding, recompute=recompute))
 
 
-def _checked_options(
+def _checked_stages(
     where: str, stages: int, schedule: str | None, num_microbatches: int | None, chunks: int | None
-) -> PipelineOptions:
+) -> PlanRequest:
     check_number(f"{where}(stages=...)", stages)
     for name, number in (("num_microbatches", num_microbatches), ("chunks", chunks)):
         if number is not None:
             check_number(f"{where}({name}=...)", number)
     if schedule is not None:
         check_schedule(f"{where}(schedule=...)", schedule)
-    return PipelineOptions(num_stages=stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks)
+    return PlanRequest(num_stages=stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks)
 
 
-def pipeline_options(recipe: Recipe, num_microbatches: int | str, schedule: str) -> PipelineOptions:
-    """A recipe's options with those of `parallelize` over them.
+def plan_request(recipe: Recipe, num_microbatches: int | str, schedule: str) -> PlanRequest:
+    """A recipe's request, with what `parallelize` was told of micro-batches and schedule in its place.
 
     Raises: InvalidArgumentError.
     """
-    options = recipe.pipeline
+    request = recipe.request
     if num_microbatches != "auto":
         number = check_number("parallelize(num_microbatches=...)", num_microbatches)
-        options = dataclasses.replace(options, num_microbatches=number)
+        request = dataclasses.replace(request, num_microbatches=number)
     if schedule != "auto":
         check_schedule("parallelize(schedule=...)", schedule)
-        options = dataclasses.replace(options, schedule=schedule)
-    return options
+        request = dataclasses.replace(request, schedule=schedule)
+    return request
 
 
 def check_number(where: str, number: object) -> int:

@@ -283,12 +283,12 @@ def planning_request_of(step: Step, *args: Any) -> PlanningRequest:
     step._arguments.check_usable(dynamic, names)
     traced, trees = step._traced(args)
     traced = with_fixed_trace(traced, step._warn)
-    cluster, options = step._sources.request(traced)
+    cluster, request = step._sources.request(traced)
     return PlanningRequest(
         traced=traced,
         trees=trees,
         cluster=cluster,
-        options=options,
+        request=request,
         rules=step._sources.rules(),
         arguments=tuple(dynamic),
         show_progress=step._options.show_progress,

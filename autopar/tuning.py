@@ -26,7 +26,6 @@ from autopar.common.units import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_step import Compiled, CompiledPipeline, build
-from autopar.plan.options import PlanOptions
 from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.recipes import Recipe, data_parallel, zero
@@ -251,7 +250,7 @@ def _planned(
     """By name the search's choice and what it worked out near it, then the recipes; or what refused them."""
     given = asked.traced, asked.trees, asked.cluster
     try:
-        plans = make_plans(*given, asked.options, asked.rules, progress, within)
+        plans = make_plans(*given, asked.request, asked.rules, progress, within)
     except AutoparError as error:
         yield "search", _freed(error)
     else:
@@ -262,22 +261,9 @@ def _planned(
             yield name if seen[name] == 1 else f"{name} ({seen[name]})", plan
     for name, recipe in beside.items():
         try:
-            yield name, make_plan(*given, under(recipe, asked.options), asked.rules, progress)
+            yield name, make_plan(*given, asked.request.with_recipe(recipe.request), asked.rules, progress)
         except AutoparError as error:
             yield name, _freed(error)
-
-
-def under(recipe: Recipe, options: PlanOptions) -> PlanOptions:
-    """What is asked of the search, for a recipe: as if the step had been made with it."""
-    own = options.pipeline
-    asked = {f.name: getattr(own, f.name) for f in dataclasses.fields(own) if getattr(own, f.name) is not None}
-    return dataclasses.replace(
-        options,
-        pipeline=dataclasses.replace(recipe.pipeline, **asked),
-        binding=recipe.binding,
-        recompute=recipe.recompute,
-        pins=recipe.pins,
-    )
 
 
 def _compiled(

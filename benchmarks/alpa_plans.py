@@ -23,18 +23,19 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import solver
-from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
+from autopar.compiler.planner import planning_context
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice, build, cut_layers
 from autopar.inter_op.evaluate import choice_of
-from autopar.inter_op.search import search_pipelines, tables
+from autopar.inter_op.search import pipeline_candidates, tables
 from autopar.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
 from autopar.inter_op.staged import StagedStep
 from autopar.passes.assign_stages import balanced
 from autopar.passes.split_scan import cut_scans
-from autopar.plan.options import PipelineOptions
+from autopar.plan.context import Rejection
+from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
 from autopar.solver import StageProblem
 from autopar.solver.stages.problem import peak_bytes
@@ -102,7 +103,7 @@ def alpas_plan(
     ranked: list[tuple[tuple[bool, float], StageChoice, int]] = []
     limit_bytes, decided = cluster.device.memory_bytes, {}
     for m, cut in cuts.items():
-        sizes = submesh_sizes(cluster, PipelineOptions(), len(cut.layers))
+        sizes = submesh_sizes(cluster, PlanRequest(), len(cut.layers))
         prices_saved = not is_long(cut.step.traced)  # as the search has it
         options = tables(cut, cluster, sizes, limit_bytes, TIME_LIMIT_S, decided, prices_saved=prices_saved)
         problem = StageProblem(
@@ -159,15 +160,14 @@ def compare(name: str) -> Row:
     traced, rules = traced_step(model), RuleBook()
     limit_bytes = cluster.device.memory_bytes
     begun = time.perf_counter()
-    found = search_pipelines(
-        traced, cluster, PipelineOptions(), limit_bytes, rules, Progress("ours", show=False), Deadline()
-    )
+    request = PlanRequest(memory_limit_bytes=limit_bytes)
+    found, *_ = pipeline_candidates(planning_context(traced, cluster, request, rules, Progress("ours", show=False)))
     planning_s = time.perf_counter() - begun
-    numbers = microbatch_numbers(traced, cluster, PipelineOptions())
+    numbers = microbatch_numbers(traced, cluster, PlanRequest())
     cuts = {m: cut_layers(cut_scans(traced, 1, rules), m, rules) for m in numbers}
     theirs, choice, m = alpas_plan(model, cluster, cuts)
-    if isinstance(found, str):
-        raise SystemExit(f"{name}: {found}")
+    if isinstance(found, Rejection):
+        raise SystemExit(f"{name}: {found.why}")
     ours = found.staged
     return Row(
         model=name,

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.compiler.planner import make_function
+from autopar.compiler.materialize import make_function
 from autopar.hardware import presets
 from autopar.sharding.rules import RuleBook
 from autopar.xla import collectives

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.ir.traced_step import TracedStep
-from autopar.plan.options import PlanOptions
+from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 
 
@@ -19,7 +19,7 @@ class FollowedStep:
     latest_plan: Callable[[], Plan | None]
 
 
-def with_followed_layouts(request: PlanOptions, followed: FollowedStep, traced: TracedStep, name: str) -> PlanOptions:
+def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: TracedStep, name: str) -> PlanRequest:
     """The request with the mesh of a followed step's plan and its layouts for the leaves of its state.
 
     The leaves are the arguments of consecutive numbers with the state's shapes; else, where a step takes a part of the

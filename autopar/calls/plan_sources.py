@@ -15,13 +15,14 @@ from autopar.calls.warn_once import WarnOnce
 from autopar.common import jax_compat
 from autopar.common.cache_dir import cache_directory, default_directory
 from autopar.common.progress import Progress
+from autopar.compiler.materialize import check_plan
 from autopar.compiler.memory_errors import check_given_plan_fits
-from autopar.compiler.planner import check_plan, make_plan
+from autopar.compiler.planner import make_plan
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.cache import DiskCache, plan_key
 from autopar.plan.file import decode, encode
-from autopar.plan.options import PlanOptions
+from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.runtime.processes.agreement import agree
 from autopar.sharding.rules import RuleBook
@@ -58,7 +59,7 @@ class PlanSources:
             )
         return given or Plan(decode(data, "the plan of process 0"), trees)
 
-    def request(self, traced: TracedStep) -> tuple[Cluster, PlanOptions]:
+    def request(self, traced: TracedStep) -> tuple[Cluster, PlanRequest]:
         """The cluster to plan for, and what is requested of the search."""
         options = self._options
         followed = options.follow.latest_plan() if options.follow is not None else None

@@ -9,7 +9,7 @@ from autopar.calls.step_options import StepOptions
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
-from autopar.plan.options import PlanOptions
+from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Trees
 from autopar.sharding.rules import RuleBook
 
@@ -21,7 +21,7 @@ class PlanningRequest:
     traced: TracedStep
     trees: Trees
     cluster: Cluster
-    options: PlanOptions
+    request: PlanRequest
     rules: RuleBook
     arguments: tuple[Any, ...]
     show_progress: bool

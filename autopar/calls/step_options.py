@@ -9,7 +9,7 @@ from typing import Any
 from autopar.calls.following import FollowedStep
 from autopar.calls.signatures import Signature
 from autopar.hardware.cluster import Cluster
-from autopar.plan.options import PlanOptions
+from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 
 DEFAULT_ARGNUMS = {"batch_argnums": (1,), "donate_argnums": (0,), "static_argnums": ()}
@@ -20,7 +20,7 @@ class StepOptions:
     """Names as in the signature of `parallelize`; `request` is the part that concerns the search for a plan."""
 
     plan: Plan | None
-    request: PlanOptions
+    request: PlanRequest
     has_recipe: bool
     cluster: Cluster | None
     batch_argnums: tuple[int, ...]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autopar.inter_op.staged import PlannedStage
-from autopar.intra_op.spmd_search import SpmdCandidate
+from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Dimension, OpGraph, Purpose, Value
 from autopar.ir.layout import Layout, replicated
 from autopar.lowering.decisions import ShardingPlan

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.common import jax_compat
-from autopar.compiler.planner import make_function, make_staged
+from autopar.compiler.materialize import make_function, make_staged
 from autopar.errors import UnsupportedError
 from autopar.executables.compile_tasks import compile_tasks, sharding_of
 from autopar.executables.multiprocess import GlobalStep, naming_the_lost

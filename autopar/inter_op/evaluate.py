@@ -7,21 +7,20 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from autopar.common.deadline import Deadline
-from autopar.common.progress import Progress
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.hardware import host_cpu
-from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice, build, evened
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.staged import StagedStep
-from autopar.intra_op.spmd_search import known_bindings
+from autopar.intra_op.baselines import baseline_bindings
+from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.schema import PipelineTrial
 from autopar.sharding.constraints import Binding
 from autopar.sharding.pins import PinsOnMesh
 from autopar.sharding.semantics import annotate_semantics
 from autopar.solver import NoStages, Schedule, Stage, StagePlan, StageProblem, best_stages
 
+SOURCE = "pipelines"
 # Of the plans that are best by the search's model, for each number of micro-batches in turn (of stages, where devices
 # share processors), so many are worked out exactly, and the best of one stage.
 MOST_BUILT = 3
@@ -32,9 +31,7 @@ TIGHTENED = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCandidate:
-    """The best pipeline, built out, and what was weighed on the way. `near` are others that fit and take not much
-    longer, the fastest first, where they were asked for.
-    """
+    """A pipeline, built out, and what was weighed on the way to it."""
 
     staged: StagedStep
     choice: StageChoice
@@ -42,22 +39,28 @@ class PipelineCandidate:
     hoist_casts: bool
     pins: PinsOnMesh | None = None
     name: str = ""
-    near: tuple[PipelineCandidate, ...] = ()
+    source: str = SOURCE
 
     @property
     def step_time_s(self) -> float:
         return self.staged.simulation.step_time_s
 
     @property
+    def peak_bytes(self) -> int:
+        return max(self.staged.simulation.peak_bytes)
+
+    @property
+    def text(self) -> str:
+        text = f"{self.staged.graph.num_microbatches} micro-batches, {self.choice.text}"
+        return text + (f", {self.name}" if self.name else "")
+
+    @property
     def trial(self) -> PipelineTrial:
         """What it came to."""
-        made = self.staged.simulation
-        text = f"{self.staged.graph.num_microbatches} micro-batches, {self.choice.text}"
-        text += f", {self.name}" if self.name else ""
-        return PipelineTrial(text=text, step_time_s=made.step_time_s, peak_bytes=max(made.peak_bytes))
+        return PipelineTrial(text=self.text, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes)
 
     def fits(self, limit_bytes: int) -> bool:
-        return max(self.staged.simulation.peak_bytes) <= limit_bytes
+        return self.peak_bytes <= limit_bytes
 
     def rank(self, limit_bytes: int) -> tuple[bool, float]:
         """Smaller is better: what fits first, then what is faster."""
@@ -68,26 +71,22 @@ class PipelineEvaluator:
     """The answers of the search over stages, worked out exactly: the fastest on the virtual clock that fits.
 
     `in_stages` cuts a step with a scan in small parts into as many as there are stages. Others that fit and take at
-    most `keep_tolerance` times as long as the best, or as what it must beat, are kept beside it; 1 keeps none.
+    most `context.keep_tolerance` times as long as the best, or as what it must beat, are kept beside it; 1 keeps none.
     """
 
     def __init__(
         self,
+        context: PlanningContext,
         cuts: dict[int, MicrobatchedStep],
-        cluster: Cluster,
-        limit_bytes: int,
-        deadline: Deadline,
-        to_beat_s: float,
-        progress: Progress,
         in_stages: Callable[[MicrobatchedStep, int], MicrobatchedStep],
-        keep_tolerance: float = 1.0,
     ) -> None:
-        self.cuts, self.cluster, self.limit_bytes, self.deadline = cuts, cluster, limit_bytes, deadline
-        self.to_beat_s, self.progress, self.in_stages = to_beat_s, progress, in_stages
+        self.context, self.cuts, self.in_stages = context, cuts, in_stages
+        self.cluster, self.limit_bytes, self.deadline = context.cluster, context.limit_bytes, context.deadline
+        self.to_beat_s, self.keep_tolerance = context.to_beat_s, context.keep_tolerance
         self.weighed: list[PipelineTrial] = []
         self.built: set[tuple[int, StageChoice]] = set()  # with fewer bytes the programme may give an answer again
+        self.not_built: list[Rejection] = []
         self.best: PipelineCandidate | None = None
-        self.keep_tolerance = keep_tolerance
         self.kept: list[PipelineCandidate] = []
         # The best of so many stages in so many micro-batches, and the bytes that the tables took it for.
         self.best_of: dict[tuple[int, int], tuple[PipelineCandidate, int]] = {}
@@ -107,7 +106,7 @@ class PipelineEvaluator:
         first_answers: Sequence[StagePlan | NoStages] = ()
         searched = list(problems)
         for tightened in range(1 + TIGHTENED):
-            with self.progress.pass_("stages"):
+            with self.context.progress.pass_("stages"):
                 several, alone = searched[:first_alone], searched[first_alone:]
                 # Where devices share processors the fastest is not known before what each waits for memory.
                 near = (math.inf, math.inf) if self.cluster.oversubscribed_cores else (within, 1.0)
@@ -179,9 +178,17 @@ class PipelineEvaluator:
             beaten = self.best is not None and not over and estimated_s >= within * self.best.trial.step_time_s
             late = self.deadline.passed and (not over or self.to_beat_s < math.inf)
             if beaten or late or built >= most or estimated_s > 1.2 * self.to_beat_s:
-                text = f"{m} micro-batches, {choice.text}"
-                self.weighed.append(
-                    PipelineTrial(text=text, step_time_s=estimated_s, peak_bytes=max(answer.peak_bytes))
+                text, peak_bytes = f"{m} micro-batches, {choice.text}", max(answer.peak_bytes)
+                self.weighed.append(PipelineTrial(text=text, step_time_s=estimated_s, peak_bytes=peak_bytes))
+                why = self.deadline.text if late else "others are faster by the tables of layer costs"
+                self.not_built.append(
+                    Rejection(
+                        source=SOURCE,
+                        text=text,
+                        why=f"not worked out: {why}",
+                        step_time_s=estimated_s,
+                        peak_bytes=peak_bytes,
+                    )
                 )
                 continue
             built += 1
@@ -210,7 +217,7 @@ class PipelineEvaluator:
         if binding is not None:
             mesh, constraints = binding.on(self.cluster.num_devices)
             choice = dataclasses.replace(choice, group_meshes=(mesh,), terms=(), over_limit=())
-        with self.progress.pass_("build stages"):
+        with self.context.progress.pass_("build stages"):
             cut = self.cuts[m]
             if cut.step.parts > 1:
                 cut = self.in_stages(cut, len(choice.first_layers))
@@ -234,7 +241,7 @@ class PipelineEvaluator:
             return
         m, choice = one.staged.graph.num_microbatches, one.choice
         keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
-        for (name, binding), saving in itertools.product(known_bindings(), dict.fromkeys((choice, keeps_all))):
+        for (name, binding), saving in itertools.product(baseline_bindings(), dict.fromkeys((choice, keeps_all))):
             self.refined(m, saving, name, binding)
         for count in counts:
             terms = tuple(dataclasses.replace(t, exposed_fraction=count) for t in choice.terms)
@@ -307,13 +314,15 @@ class PipelineEvaluator:
             self.weighed.append(found.trial)
             self.keep(found)
 
-    def found(self) -> PipelineCandidate | None:
-        best, weighed = self.best, tuple(self.weighed)
-        if best is None:
-            return None
-        near = sorted((one for one in self.kept if one is not best), key=lambda one: one.step_time_s)
-        beside = tuple(dataclasses.replace(one, weighed=weighed) for one in near)
-        return dataclasses.replace(best, weighed=weighed, near=beside)
+    def found(self) -> tuple[PipelineCandidate | Rejection, ...]:
+        """The best, those that were kept beside it, the fastest first, and what was not worked out; nothing where all
+        was not.
+        """
+        if self.best is None:
+            return ()
+        near = sorted((kept for kept in self.kept if kept is not self.best), key=lambda kept: kept.step_time_s)
+        candidates = (dataclasses.replace(made, weighed=tuple(self.weighed)) for made in (self.best, *near))
+        return (*candidates, *self.not_built)
 
 
 def in_turn(plans: Iterable[tuple[Hashable, float, int]]) -> list[int]:
@@ -359,15 +368,19 @@ def _state_bytes(option: PricedOption, stage: Stage) -> int:
 
 
 def retry_without_hoisted_casts(
-    search: Callable[[bool], tuple[PipelineCandidate | str, bool]], limit_bytes: int
-) -> PipelineCandidate | str:
-    """What a search finds that is told whether copies of the state are kept: they are, where that fits, and where it
-    says that making them anew would not help.
+    search: Callable[[bool], tuple[Sequence[PipelineCandidate | Rejection], bool]], limit_bytes: int
+) -> Sequence[PipelineCandidate | Rejection]:
+    """What a search finds, best first, that is told whether cheap copies of the state are hoisted out of the
+    micro-batches: they are, where that fits, and where it says that making them anew would not help.
     """
     found, may_help = search(True)
-    if not may_help or (isinstance(found, PipelineCandidate) and found.fits(limit_bytes)):
+    best = found[0]
+    if not may_help or (isinstance(best, PipelineCandidate) and best.fits(limit_bytes)):
         return found
     leaner, _ = search(False)
-    if isinstance(found, str) or isinstance(leaner, str):
-        return found if isinstance(leaner, str) else leaner
-    return min(found, leaner, key=lambda one: one.rank(limit_bytes))
+    best_leaner = leaner[0]
+    if isinstance(best_leaner, Rejection):
+        return found
+    if isinstance(best, Rejection):
+        return leaner
+    return min((best, found), (best_leaner, leaner), key=lambda pair: pair[0].rank(limit_bytes))[1]

@@ -1,13 +1,12 @@
-"""A requested pipeline: equal stages on equal submeshes, bound by a recipe or by pins where there are any."""
+"""Source of candidates: a pipeline as it was asked for, equal stages on equal submeshes, under a recipe or pins."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.attention.checks import check_attention
-from autopar.common.progress import Progress
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
@@ -16,79 +15,58 @@ from autopar.inter_op.evaluate import PipelineCandidate, retry_without_hoisted_c
 from autopar.inter_op.search_space import few_bubbles, is_long, meshes_inside, microbatch_numbers, submesh_sizes
 from autopar.inter_op.staged import default_chunks, part_of
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.traced_step import TracedStep
 from autopar.passes.assign_stages import balanced
 from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import cut_scans, one_part_a_group
-from autopar.plan.options import PipelineOptions, PlanOptions
+from autopar.plan.context import PlanningContext, Rejection
+from autopar.plan.options import PlanRequest
 from autopar.sharding.constraints import Binding
 from autopar.sharding.pins import PinsOnMesh, on_meshes
-from autopar.sharding.rules import RuleBook
 from autopar.sharding.semantics import annotate_semantics
 
+SOURCE = "requested pipeline"
 
-def requested_pipeline(
-    traced: TracedStep,
-    cluster: Cluster,
-    options: PlanOptions,
-    limit_bytes: int,
-    rules: RuleBook,
-    progress: Progress,
-) -> PipelineCandidate:
-    """Stages of equal arithmetic on equal submeshes, as asked; the logical mesh that is fastest and fits. Where none
+
+def requested_pipelines(context: PlanningContext) -> Iterator[PipelineCandidate]:
+    """Stages of equal arithmetic on equal submeshes, as asked: the logical mesh that is fastest and fits. Where none
     does, copies of the state are made in each micro-batch anew.
 
     Raises: UnsupportedError for a step that cannot be cut, such as one with callbacks.
     """
-    refuse_callbacks(traced.jaxpr, traced.name)
-    found = retry_without_hoisted_casts(
-        lambda hoist_casts: _asked(traced, cluster, options, limit_bytes, rules, progress, hoist_casts), limit_bytes
-    )
-    assert isinstance(found, PipelineCandidate), "stages that were asked for are built whether they fit or not"
-    return found
+    refuse_callbacks(context.traced.jaxpr, context.traced.name)
+    for found in retry_without_hoisted_casts(lambda hoist_casts: _built(context, hoist_casts), context.limit_bytes):
+        assert isinstance(found, PipelineCandidate), "stages that were asked for are built whether they fit or not"
+        yield found
 
 
-def in_one_stage(
-    traced: TracedStep,
-    cluster: Cluster,
-    options: PlanOptions,
-    limit_bytes: int,
-    rules: RuleBook,
-    progress: Progress,
-) -> PipelineCandidate | None:
+def one_stage_candidates(context: PlanningContext) -> Iterator[PipelineCandidate | Rejection]:
     """One stage on all devices, in the most micro-batches that may be chosen: what comes near to fitting where no
-    stages fit. None for a step that cannot be cut so, and for a long one, of which even that takes long.
+    stages fit. Not for a long step, of which even that takes long.
     """
-    if is_long(traced):
-        return None
-    most = max(microbatch_numbers(traced, cluster, options.pipeline))
-    asked = dataclasses.replace(options, pipeline=PipelineOptions(num_stages=1, num_microbatches=most))
+    source = "one stage in micro-batches"
+    if is_long(context.traced):
+        yield Rejection(source=source, why="not tried: the step is long")
+        return
+    most = max(microbatch_numbers(context.traced, context.cluster, context.request))
+    request = dataclasses.replace(context.request, num_stages=1, num_microbatches=most, schedule=None, chunks=None)
     try:
-        return requested_pipeline(traced, cluster, asked, limit_bytes, rules, progress)
-    except (UnsupportedError, BatchMismatchError):
-        return None
+        yield from requested_pipelines(dataclasses.replace(context, request=request))
+    except (UnsupportedError, BatchMismatchError) as error:
+        yield Rejection(source=source, why=f"{error.where}: {error.got}", error=error)
 
 
-def _asked(
-    traced: TracedStep,
-    cluster: Cluster,
-    options: PlanOptions,
-    limit_bytes: int,
-    rules: RuleBook,
-    progress: Progress,
-    hoist_casts: bool,
-) -> tuple[PipelineCandidate, bool]:
-    """(the best of what was asked for, copies of the state being kept or made anew; whether there are any)"""
-    asked, binding = options.pipeline, options.binding
-    name = asked.schedule or "1f1b"
-    chunks = asked.chunks or default_chunks(name)
-    num_stages = (asked.num_stages or 1) * chunks
-    with progress.pass_("micro-batches"):
+def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineCandidate, ...], bool]:
+    """(the best of the logical meshes; whether there are copies of the state that may be made anew)"""
+    request, cluster, traced, rules = context.request, context.cluster, context.traced, context.rules
+    binding, name = request.binding, request.schedule or "1f1b"
+    chunks = request.chunks or default_chunks(name)
+    num_stages = (request.num_stages or 1) * chunks
+    with context.progress.pass_("micro-batches"):
         step = cut_scans(traced, num_stages, rules)
         if step.parts > 1 and chunks > 1:
             raise one_part_a_group(step, name, chunks)
         parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
-        num_microbatches = asked.num_microbatches or few_bubbles(traced, num_stages, parts)
+        num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
         cut = cut_layers(step, num_microbatches, rules, hoist_casts=hoist_casts)
         if binding is not None:
             cut = dataclasses.replace(cut, graph=annotate_semantics(cut.graph))
@@ -96,23 +74,27 @@ def _asked(
             if binding.shares_sequences:
                 check_attention(cut.graph)
     pinned: list[PinsOnMesh] = []
-    if options.pins is not None:
-        (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
-        found = options.pins.found(traced, cut.graph)
+    if request.pins is not None:
+        (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(cut.layers))
+        found = request.pins.found(traced, cut.graph)
         part = part_of(cluster, size)
-        pinned = on_meshes(found, part, options.max_mesh_axes, binding, cut.graph, cut.leaves)
+        pinned = on_meshes(found, part, request.max_mesh_axes, binding, cut.graph, cut.leaves)
     meshes = [at.mesh for at in pinned] or None
-    choices = equal_choice(cut, cluster, name, num_stages, chunks, binding, options.recompute, meshes)
+    choices = equal_choice(cut, cluster, name, num_stages, chunks, binding, request.recompute, meshes)
     built = []
     for choice, pins in itertools.zip_longest(choices, pinned):
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
-        with progress.pass_("build stages"):
-            staged = build(cut, choice, cluster, limit_bytes, options.deadline.solve_s(), constraints, pins)
-            built.append(
-                PipelineCandidate(staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, pins=pins)
+        with context.progress.pass_("build stages"):
+            limits = context.limit_bytes, context.deadline.solve_s()
+            staged = build(cut, choice, cluster, *limits, constraints, pins)
+        built.append(
+            PipelineCandidate(
+                staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, pins=pins, source=SOURCE
             )
-    best = min(built, key=lambda found: found.rank(limit_bytes))
-    return dataclasses.replace(best, weighed=tuple(found.trial for found in built)), copies_state(cut.graph)
+        )
+    best = min(built, key=lambda found: found.rank(context.limit_bytes))
+    best = dataclasses.replace(best, weighed=tuple(found.trial for found in built))
+    return (best,), copies_state(cut.graph)
 
 
 def equal_choice(
@@ -130,7 +112,7 @@ def equal_choice(
 
     Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not cut the devices.
     """
-    (size,) = submesh_sizes(cluster, PipelineOptions(num_stages=num_stages // chunks), len(cut.layers))
+    (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(cut.layers))
     first_layers = layers_of_pieces(cut) if cut.step.parts > 1 else balanced(cut.layers, num_stages)
     if meshes is None:
         meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from autopar.common.deadline import Deadline
-from autopar.common.progress import Progress
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, cost_model
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
-from autopar.inter_op.evaluate import PipelineCandidate, PipelineEvaluator, retry_without_hoisted_casts
+from autopar.inter_op.evaluate import SOURCE, PipelineCandidate, PipelineEvaluator, retry_without_hoisted_casts
 from autopar.inter_op.search_space import (
     finest,
     is_long,
@@ -29,15 +27,13 @@ from autopar.inter_op.stage_costs import Decisions, PricedOption, again_of, laye
 from autopar.inter_op.staged import default_chunks, part_of
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import num_examples
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import SplitStep, cut_scans, divisors, one_part_a_group, trips_of
-from autopar.plan.options import PipelineOptions
+from autopar.plan.context import PlanningContext, Rejection
 from autopar.runtime.simulation.shared_cores import USED
-from autopar.sharding.rules import RuleBook
 from autopar.solver import NoStages, StagePlan, StageProblem
 from autopar.solver import Schedule as SearchedSchedule
 
@@ -53,20 +49,10 @@ NEAR_THE_BEST = 1.15  # so far from the best are answers looked at for steps tha
 DecidedFor = tuple[LogicalMesh, int, int, int, int]
 
 
-def search_pipelines(
-    traced: TracedStep,
-    cluster: Cluster,
-    asked: PipelineOptions,
-    limit_bytes: int,
-    rules: RuleBook,
-    progress: Progress,
-    deadline: Deadline,
-    to_beat_s: float = float("inf"),
-    whole: OpGraph | None = None,
-    keep_tolerance: float = 1.0,
-) -> PipelineCandidate | str:
+def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate | Rejection]:
     """The fastest pipeline, of all that was not asked for otherwise, one that fits where there is one; or why there is
-    none that may be faster than `to_beat_s`.
+    none that may be faster than `context.to_beat_s`. Behind it come others that fit and take at most
+    `context.keep_tolerance` times as long.
 
     For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
     over stages for all of them together; the best few are worked out to the last instruction and simulated.
@@ -75,31 +61,16 @@ def search_pipelines(
     those where devices share processors, and it is near the best).
     A scan over layers is priced in small parts and worked out in as many equal ones as there are stages, on equal
     submeshes. Where nothing fits, all is searched again with copies of the state made in each micro-batch anew.
-    Others that fit and take at most `keep_tolerance` times as long come with it, and then the best of each number of
-    stages is worked out if it may be one of them; 1 is for none.
+    Where near ones are wanted, the best of each number of stages is worked out if it may be one of them.
 
-    Raises: what cutting into micro-batches raises, where a number of them was asked for; UnsupportedError for a
-    schedule that was asked for and cannot run a scan in parts, and for callbacks.
+    Raises: InvalidArgumentError for a schedule without a model here; what cutting into micro-batches raises, for
+    callbacks too: the caller knows whether there is anything else.
     """
+    traced = context.traced
     refuse_callbacks(traced.jaxpr, traced.name)
-
-    def searched(hoist_casts: bool) -> tuple[PipelineCandidate | str, bool]:
-        search = _Search(
-            traced=traced,
-            cluster=cluster,
-            asked=asked,
-            limit_bytes=limit_bytes,
-            rules=rules,
-            progress=progress,
-            deadline=deadline,
-            to_beat_s=to_beat_s,
-            whole=whole,
-            hoist_casts=hoist_casts,
-            keep_tolerance=keep_tolerance,
-        )
-        return search.run()
-
-    return retry_without_hoisted_casts(searched, limit_bytes)
+    yield from retry_without_hoisted_casts(
+        lambda hoist_casts: _Search(context=context, hoist_casts=hoist_casts).run(), context.limit_bytes
+    )
 
 
 # A problem, with the micro-batches that it is for and the options that its numbers stand for.
@@ -108,41 +79,31 @@ _Posed = tuple[StageProblem, tuple[int, tuple[PricedOption, ...]]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """One search, copies of the state being kept or made in each micro-batch anew. Fields as in `search_pipelines`."""
+    """One search, copies of the state being kept or made in each micro-batch anew."""
 
-    traced: TracedStep
-    cluster: Cluster
-    asked: PipelineOptions
-    limit_bytes: int
-    rules: RuleBook
-    progress: Progress
-    deadline: Deadline
-    to_beat_s: float
-    whole: OpGraph | None
+    context: PlanningContext
     hoist_casts: bool
-    keep_tolerance: float
 
-    def run(self) -> tuple[PipelineCandidate | str, bool]:
-        """(what is found, whether copies that are made anew may help)"""
-        step = cut_scans(self.traced, finest(trips_of(self.traced, self.rules)), self.rules)
+    def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
+        """(what is found, best first, whether copies that are made anew may help)"""
+        traced, cluster, rules = self.context.traced, self.context.cluster, self.context.rules
+        step = cut_scans(traced, finest(trips_of(traced, rules)), rules)
         cuts = self.cuts(step)
         decided: dict[DecidedFor, Decisions] = {}
         posed = self.problems(step, cuts, decided)
         # One stage alone, plain accumulation of gradients, is worked out too, whatever the programme likes better.
-        free = self.asked.num_stages is None and step.parts == 1
+        free = self.context.request.num_stages is None and step.parts == 1
         free_of = {(p.num_microbatches, p.schedule): (p, of) for p, of in posed if free and p.chunks == 1}
         one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in free_of.values()]
         problems, of_problem = [p for p, _ in posed + one_stage], [of for _, of in posed + one_stage]
         builder = PipelineEvaluator(
-            cuts, self.cluster, self.limit_bytes, self.deadline, self.to_beat_s, self.progress,
-            lambda cut, num_stages: self.cut(
-                cut_scans(self.traced, num_stages, self.rules), cut.graph.num_microbatches
-            ),
-            self.keep_tolerance,
-        )  # fmt: skip
-        within = 1.0 if is_long(self.traced) else NEAR_THE_BEST
+            self.context,
+            cuts,
+            lambda cut, num_stages: self.cut(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches),
+        )
+        within = 1.0 if is_long(traced) else NEAR_THE_BEST
         answers = builder.search(problems, of_problem, len(posed), within)
-        if not self.asked.is_asked and not self.deadline.passed:
+        if not self.context.request.names_pipeline and not self.context.deadline.passed:
             for num_stages in self.searched_near(builder):
                 estimated_s: dict[int, float] = {}
                 for problem, (m, options), answer in zip(problems, of_problem, answers, strict=True):
@@ -151,23 +112,24 @@ class _Search:
                             estimated_s.get(m, math.inf), builder.estimated_s(problem, answer, options)
                         )
                 self.in_other_numbers(step, cuts, decided, builder, num_stages, estimated_s)
-            hides = cost_model(self.cluster, LogicalMesh(axis_sizes=(self.cluster.num_devices,))).overlap.kinds
-            if hides or self.cluster.oversubscribed_cores:
+            hides = cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))).overlap.kinds
+            if hides or cluster.oversubscribed_cores:
                 builder.refine_one_stage((LEAST_EXPOSED_FRACTION, 0.0) if hides else (), self.evaluate_tolerance)
         builder.work_out_near(problems, of_problem, answers)
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
         copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())
-        return builder.found() or why_no_pipeline(answers), copies
+        nothing = Rejection(source=SOURCE, why=f"no pipeline: {why_no_pipeline(answers)}", is_note=True)
+        return builder.found() or (nothing,), copies
 
     @property
     def evaluate_tolerance(self) -> float:
         """How many times of the best one's time others may take to be worked out once it is known. Where processors are
         shared many are nearly as fast, and each is soon worked out.
         """
-        return NEAR_THE_BEST if self.cluster.oversubscribed_cores and not is_long(self.traced) else 1.0
+        return NEAR_THE_BEST if self.context.cluster.oversubscribed_cores and not is_long(self.context.traced) else 1.0
 
     def cut(self, step: SplitStep, m: int, whole: OpGraph | None = None) -> MicrobatchedStep:
-        return cut_layers(step, m, self.rules, whole, hoist_casts=self.hoist_casts)
+        return cut_layers(step, m, self.context.rules, whole, hoist_casts=self.hoist_casts)
 
     def cuts(self, step: SplitStep) -> dict[int, MicrobatchedStep]:
         """The step in each number of micro-batches that it can be cut into.
@@ -176,12 +138,12 @@ class _Search:
         """
         found: dict[int, MicrobatchedStep] = {}
         refused: AutoparError | None = None
-        for m in microbatch_numbers(self.traced, self.cluster, self.asked):
-            if found and self.deadline.passed:
+        for m in microbatch_numbers(self.context.traced, self.context.cluster, self.context.request):
+            if found and self.context.deadline.passed:
                 break
             try:
-                with self.progress.pass_(f"{m} micro-batches"):
-                    found[m] = self.cut(step, m, self.whole)
+                with self.context.progress.pass_(f"{m} micro-batches"):
+                    found[m] = self.cut(step, m, self.context.graph)
             except (UnsupportedError, BatchMismatchError) as error:
                 refused = error  # some sizes are traced to another program: others may serve
         if refused is not None and not found:
@@ -192,8 +154,8 @@ class _Search:
         """The numbers of stages to try in other numbers of micro-batches: one, plain accumulation of gradients; and
         those that were worked out, where processors are shared and no bubble tells numbers of micro-batches apart.
         """
-        if not self.cluster.oversubscribed_cores or is_long(self.traced):  # each number is traced and priced anew
-            return [1]
+        if not self.context.cluster.oversubscribed_cores or is_long(self.context.traced):
+            return [1]  # each number is traced and priced anew
         return sorted({1, *(num_stages for num_stages, _ in builder.best_of)})
 
     def in_other_numbers(
@@ -211,12 +173,12 @@ class _Search:
         Args:
             estimated_s: What so many stages take in those numbers of micro-batches in which they fit.
         """
-        numbers, most = divisors(num_examples(self.traced)), max(cuts)
+        numbers, most = divisors(num_examples(self.context.traced)), max(cuts)
         over = OVERSTATED if num_stages == 1 else 1.0
         tried: set[int] = set()
         for m in estimated_s if num_stages > 1 else ():  # of one stage the best by the tables is worked out in any case
             estimated_s[m] = self.made_s(builder, num_stages, m, estimated_s[m])
-        while estimated_s and not self.deadline.passed:
+        while estimated_s and not self.context.deadline.passed:
             best = min(estimated_s, key=lambda m: estimated_s[m])
             fewer = max((d for d in numbers if 2 * d <= best), default=best)
             more = min((d for d in numbers if 2 * best <= d < most), default=best)
@@ -227,7 +189,7 @@ class _Search:
             if not near:
                 return
             for m in near:
-                limit_bytes = int(over * self.limit_bytes)
+                limit_bytes = int(over * self.context.limit_bytes)
                 found_s = self.stages_s(step, num_stages, m, cuts, decided, builder, limit_bytes)
                 estimated_s[m] = self.made_s(builder, num_stages, m, found_s)
                 if (num_stages, m) in builder.best_of:
@@ -239,7 +201,7 @@ class _Search:
         if (num_stages, m) not in builder.best_of:
             return estimated_s
         made, _ = builder.best_of[num_stages, m]
-        return made.trial.step_time_s if made.fits(self.limit_bytes) else math.inf
+        return made.trial.step_time_s if made.fits(self.context.limit_bytes) else math.inf
 
     def stages_s(
         self,
@@ -256,13 +218,15 @@ class _Search:
         """
         if m not in cuts:
             try:
-                with self.progress.pass_(f"{m} micro-batches"):
-                    cuts[m] = self.cut(step, m, self.whole)
+                with self.context.progress.pass_(f"{m} micro-batches"):
+                    cuts[m] = self.cut(step, m, self.context.graph)
             except (UnsupportedError, BatchMismatchError):
                 return math.inf  # as in `cuts`: others may serve
-        alone = [self.cluster.num_devices]
-        sizes = alone if num_stages == 1 else sizes_for(cuts[m], self.cluster, self.asked, m == min(cuts))
-        with self.progress.pass_("layer costs"):
+        alone = [self.context.cluster.num_devices]
+        sizes = (
+            alone if num_stages == 1 else sizes_for(cuts[m], self.context.cluster, self.context.request, m == min(cuts))
+        )
+        with self.context.progress.pass_("layer costs"):
             priced = self.priced(cuts[m], sizes, decided)
         name = SearchedSchedule.ONE_F_ONE_B.value
         for problem, options in self.on_schedule(step, cuts[m], name, priced, (num_stages,)):
@@ -278,19 +242,19 @@ class _Search:
         share processors, of stages.
         """
         found: list[_Posed] = []
-        long = is_long(self.traced)
-        equal = stage_numbers(step, self.cluster) if step.parts > 1 else ()
-        asked = (self.asked.num_stages,) if self.asked.num_stages is not None else ()
+        long = is_long(self.context.traced)
+        equal = stage_numbers(step, self.context.cluster) if step.parts > 1 else ()
+        asked = (self.context.request.num_stages,) if self.context.request.num_stages is not None else ()
         for m, cut in cuts.items():
-            numbers = equal or asked or stages_told_apart(self.cluster, self.asked, len(cut.layers))
-            with self.progress.pass_("layer costs"):
-                sizes = sizes_for(cut, self.cluster, self.asked, m == min(cuts))
+            numbers = equal or asked or stages_told_apart(self.context.cluster, self.context.request, len(cut.layers))
+            with self.context.progress.pass_("layer costs"):
+                sizes = sizes_for(cut, self.context.cluster, self.context.request, m == min(cuts))
                 priced = self.priced(cut, sizes, decided)
                 if long:  # what is nowhere better with small micro-batches is not priced for large ones
                     better = {(o.mesh, o.terms) for o in priced}
                     for key, of in decided.items():
                         decided[key] = tuple(d for d in of if (key[0], d.terms) in better)
-            for name in schedules_of(self.asked, self.cluster):
+            for name in schedules_of(self.context.request, self.context.cluster):
                 made = self.on_schedule(step, cut, name, priced, numbers)
                 found += [(problem, (m, options)) for problem, options in made]
         return found
@@ -299,9 +263,15 @@ class _Search:
         self, cut: MicrobatchedStep, sizes: Sequence[int], decided: dict[DecidedFor, Decisions]
     ) -> tuple[PricedOption, ...]:
         """The options of submeshes of these sizes that none of them is better than in all. Adds to `decided`."""
-        long = is_long(self.traced)
+        long = is_long(self.context.traced)
         made = tables(
-            cut, self.cluster, sizes, self.limit_bytes, self.deadline.solve_s(), decided, prices_saved=not long
+            cut,
+            self.context.cluster,
+            sizes,
+            self.context.limit_bytes,
+            self.context.deadline.solve_s(),
+            decided,
+            prices_saved=not long,
         )
         return undominated(made)
 
@@ -314,10 +284,10 @@ class _Search:
         numbers: Sequence[int | None],
     ) -> list[tuple[StageProblem, tuple[PricedOption, ...]]]:
         """The problems of one schedule, one for each number of stages (none: any), of a scan those that it has."""
-        asked, cluster = self.asked, self.cluster
-        chunks = asked.chunks or default_chunks(name)
+        request, cluster = self.context.request, self.context.cluster
+        chunks = request.chunks or default_chunks(name)
         if step.parts > 1 and chunks > 1:
-            if asked.schedule is not None or asked.chunks is not None:
+            if request.schedule is not None or request.chunks is not None:
                 raise one_part_a_group(step, name, chunks)
             return []
         found = []
@@ -331,7 +301,7 @@ class _Search:
                 num_layers=len(cut.layers),
                 num_microbatches=cut.graph.num_microbatches,
                 schedule=SearchedSchedule(name),
-                limit_bytes=self.limit_bytes,
+                limit_bytes=self.context.limit_bytes,
                 host_devices=cluster.devices_per_host,
                 chunks=chunks,
                 fixed_num_stages=num_stages,

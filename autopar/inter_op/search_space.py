@@ -7,12 +7,13 @@ import math
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep
-from autopar.intra_op.spmd_search import LONG_STEP, distinct_meshes
+from autopar.intra_op.logical_meshes import distinct_meshes
+from autopar.intra_op.spmd_search import LONG_STEP
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import num_examples
 from autopar.passes.split_scan import SplitStep, divisors
-from autopar.plan.options import PipelineOptions
+from autopar.plan.options import PlanRequest
 from autopar.solver import Schedule as SearchedSchedule
 
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
@@ -30,7 +31,7 @@ def is_long(traced: TracedStep) -> bool:
     return len(traced.jaxpr.eqns) > LONG_STEP
 
 
-def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOptions) -> list[int]:
+def microbatch_numbers(traced: TracedStep, cluster: Cluster, request: PlanRequest) -> list[int]:
     """The numbers of micro-batches to search through, most first.
 
     At most so many that each has a few examples for the devices of a stage, and that bubbles are small whatever the
@@ -38,8 +39,8 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, asked: PipelineOpti
     two of devices, as stages mostly are; the others for an odd number of hosts too. Where devices share processors the
     whole batch too: what idles in a bubble is not lost.
     """
-    if asked.num_microbatches is not None:
-        return [asked.num_microbatches]
+    if request.num_microbatches is not None:
+        return [request.num_microbatches]
     examples = num_examples(traced)
     smallest = min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
     most = examples / max(smallest, cluster.num_devices // (MOST_STAGES * SHARING))
@@ -78,11 +79,11 @@ def stage_numbers(step: SplitStep, cluster: Cluster) -> list[int]:
     return [s for s, size in sizes.items() if size % n == 0 or n % size == 0]
 
 
-def stages_told_apart(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> tuple[int | None, ...]:
+def stages_told_apart(cluster: Cluster, request: PlanRequest, num_layers: int) -> tuple[int | None, ...]:
     """The numbers of stages to search one by one: None is any. Where devices share processors all of them take about
     as long, and what they wait for memory, which the programme over stages does not know, tells them apart.
     """
-    if not cluster.oversubscribed_cores or asked.schedule is not None or asked.chunks is not None:
+    if not cluster.oversubscribed_cores or request.schedule is not None or request.chunks is not None:
         return (None,)
     numbers = range(2, min(cluster.num_devices, num_layers, MOST_STAGES) + 1)
     return tuple(n for n in numbers if n <= EACH_UP_TO or n & (n - 1) == 0) or (None,)
@@ -103,38 +104,38 @@ def nearest_divisor(n: int, wanted: float) -> int:
     return min(divisors(n), key=lambda m: abs(math.log(m / wanted)))
 
 
-def schedules_of(asked: PipelineOptions, cluster: Cluster) -> tuple[str, ...]:
+def schedules_of(request: PlanRequest, cluster: Cluster) -> tuple[str, ...]:
     """Those to search through. Where devices share processors the one that holds least: none leaves less idle there.
 
     Raises: InvalidArgumentError for a schedule that the search over stages has no model of.
     """
-    if asked.schedule is None:
+    if request.schedule is None:
         return SEARCHED_SCHEDULES[:1] if cluster.oversubscribed_cores else SEARCHED_SCHEDULES
     known = [s.value for s in SearchedSchedule]
-    if asked.schedule not in known:
+    if request.schedule not in known:
         raise InvalidArgumentError(
-            where=f"schedule={asked.schedule!r} without a number of stages",
+            where=f"schedule={request.schedule!r} without a number of stages",
             expected=f"one of {', '.join(known)}",
-            got=repr(asked.schedule),
-            hint=f"name the stages: plan=autopar.recipes.pipeline(4, {asked.schedule!r})",
+            got=repr(request.schedule),
+            hint=f"name the stages: plan=autopar.recipes.pipeline(4, {request.schedule!r})",
         )
-    return (asked.schedule,)
+    return (request.schedule,)
 
 
-def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> list[int]:
+def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> list[int]:
     """Powers of two inside of a host, then whole hosts by powers of two, and all; no smaller than layers allow, but for
     what is left over. Many hosts that this leaves in small parts are cut evenly, each size into the next smaller one.
     """
     n, total = cluster.devices_per_host, cluster.num_devices
-    if asked.num_stages is not None:
-        if total % asked.num_stages:
+    if request.num_stages is not None:
+        if total % request.num_stages:
             raise InvalidArgumentError(
                 where="pipeline",
                 expected=f"a number of stages that divides {total} devices",
-                got=f"{asked.num_stages} stages",
+                got=f"{request.num_stages} stages",
                 hint="ask for a number of stages that divides the devices",
             )
-        return [total // asked.num_stages]
+        return [total // request.num_stages]
     inside = [size for size in (2**i for i in range(n.bit_length())) if n % size == 0]
     hosts = [n * 2**i for i in range(cluster.num_hosts.bit_length()) if 2**i <= cluster.num_hosts]
     sizes = sorted({*inside, *hosts, total})
@@ -150,11 +151,11 @@ def submesh_sizes(cluster: Cluster, asked: PipelineOptions, num_layers: int) -> 
     return sorted({size for size in chain if size * num_layers >= total})
 
 
-def sizes_for(cut: MicrobatchedStep, cluster: Cluster, asked: PipelineOptions, is_largest: bool) -> list[int]:
+def sizes_for(cut: MicrobatchedStep, cluster: Cluster, request: PlanRequest, is_largest: bool) -> list[int]:
     """Of the sizes of submeshes those for the micro-batches of a cut: where there are larger ones, these are for stages
     of more devices than share an example.
     """
-    sizes = submesh_sizes(cluster, asked, len(cut.layers))
+    sizes = submesh_sizes(cluster, request, len(cut.layers))
     examples = num_examples(cut.step.traced) // cut.graph.num_microbatches
     return [size for size in sizes if is_largest or size <= max(sizes[0], SHARING * examples)]
 

@@ -1,6 +1,6 @@
-"""The plan: the options of its search, its record, its text, its file.
+"""The plan: what is asked of it, what its candidates and rejections are, its record, its text, its file.
 
-In: `PlanOptions`; a `PlanRecord` from the compiler.
-Out: `Plan`, its text, its file, and the cache of plans on disk.
+In: `PlanRequest`; a `PlanRecord` from the compiler.
+Out: `PlanningContext` for the searches; `Plan`, its text, its file, and the cache of plans on disk.
 May import: common to lowering, in the order of tests/test_imports.py.
 """

@@ -244,6 +244,19 @@ class PipelineTrial:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RejectionRecord:
+    """A way to run the step that was not taken: the source of candidates that had it, the way in short (empty: the
+    whole source), the reason, and what it would take where that is known.
+    """
+
+    source: str
+    text: str
+    why: str
+    step_time_s: float | None = None
+    peak_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PinRecord:
     """One pin: its pattern, its spec as Python writes it, and how many leaves or modules it names.
 
@@ -283,7 +296,7 @@ class PlanRecord:
     the axes are for (data, tensor), in a plan that was made by a recipe, or what pins call them; `axis_roles`, of each
     stage, what they turned out to do (`autopar.compiler.axis_roles`). `timeline` is that of
     a step in one program; a pipeline has its own. The graph of a step with `blockwise_attention` is another one, and
-    decisions are by its numbers.
+    decisions are by its numbers. `rejected` are the ways to run the step that lost against this plan.
     """
 
     format_version: int
@@ -307,3 +320,4 @@ class PlanRecord:
     blockwise_attention: bool = False
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
+    rejected: tuple[RejectionRecord, ...] = ()

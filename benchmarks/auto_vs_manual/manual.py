@@ -11,11 +11,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 
 from autopar import recipes
 from autopar.hardware.cluster import Cluster
-from autopar.intra_op.spmd_search import distinct_meshes
+from autopar.intra_op.logical_meshes import distinct_meshes
 from autopar.ir.layout import even_layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
-from autopar.plan.options import PlanOptions
+from autopar.plan.options import PlanRequest
 from autopar.recipes import Recipe
 from benchmarks.auto_vs_manual.models import Model
 
@@ -44,7 +44,7 @@ class Attempt:
     """One plan to be made."""
 
     text: str
-    options: PlanOptions
+    options: PlanRequest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,8 +177,8 @@ def power_below(ratio: float) -> int:
     return max(2, 2 ** math.floor(math.log2(ratio)))
 
 
-def of(recipe: Recipe) -> PlanOptions:
-    return PlanOptions(pipeline=recipe.pipeline, binding=recipe.binding, recompute=recipe.recompute)
+def of(recipe: Recipe) -> PlanRequest:
+    return recipe.request
 
 
 def cut(m: int, pp: int = 1) -> int | None:
@@ -190,7 +190,7 @@ def cut(m: int, pp: int = 1) -> int | None:
 
 
 def auto(problem: Problem) -> Walk:
-    yield Attempt(text="", options=PlanOptions())
+    yield Attempt(text="", options=PlanRequest())
 
 
 def data_parallel(problem: Problem, zero: int = 0, offload: str = "nothing") -> Walk:
@@ -272,14 +272,14 @@ def grid_of_devices(problem: Problem, kind: str) -> Walk:
 def unbound(point: Point, m: int) -> Recipe:
     """Stages of equal arithmetic, or one; inside of each the integer program is free."""
     recipe = recipes.pipeline(point.pp, num_microbatches=m)
-    return dataclasses.replace(recipe, recompute=point.recompute)
+    return dataclasses.replace(recipe, request=dataclasses.replace(recipe.request, recompute=point.recompute))
 
 
 def intra_operator(problem: Problem) -> Walk:
     """One program on all devices, without stages, laid out by the integer program."""
     for mesh in distinct_meshes(problem.cluster, 2):
         if problem.examples <= problem.cluster.num_devices * FIRST_EXAMPLES:
-            yield Attempt(text=f"mesh {mesh}", options=PlanOptions(axis_sizes=mesh.axis_sizes))
+            yield Attempt(text=f"mesh {mesh}", options=PlanRequest(axis_sizes=mesh.axis_sizes))
     yield from walk(problem, first_points(problem), unbound)
 
 
@@ -298,7 +298,7 @@ def shard_the_largest(problem: Problem) -> Walk:
     """Every array that the step takes split along its largest dimension over all devices; the rest follows best."""
     mesh = LogicalMesh(axis_sizes=(problem.cluster.num_devices,))
     fixed = tuple((i, even_layout(aval.shape, mesh)) for i, aval in enumerate(problem.traced.in_avals))
-    yield Attempt(text=f"mesh {mesh}", options=PlanOptions(axis_sizes=mesh.axis_sizes, fixed=fixed))
+    yield Attempt(text=f"mesh {mesh}", options=PlanRequest(axis_sizes=mesh.axis_sizes, fixed=fixed))
 
 
 def powers(most: int) -> list[int]:

@@ -23,8 +23,9 @@ from autopar.hardware.cluster import Cluster, Fabric, Link
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
 from autopar.inter_op.staged import pipeline_page_fault_s
+from autopar.intra_op.baselines import state_along_largest
 from autopar.intra_op.ilp import IntraOp
-from autopar.intra_op.spmd_search import evaluated, state_along_largest
+from autopar.intra_op.spmd_candidate import evaluated
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.plan_timeline import timeline_of

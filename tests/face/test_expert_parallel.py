@@ -128,7 +128,7 @@ def of(purpose, *dimensions):
 
 
 def test_what_the_expert_axis_may_split():
-    _, bound = recipes.expert_parallel().binding.on(8)
+    _, bound = recipes.expert_parallel().request.binding.on(8)
     experts, width = {Dimension.EXPERT}, set()
     weights, gate = of(Purpose.MATRIX, experts, width), of(Purpose.PARAMETER, width, width)
     assert bound.allows(weights, Layout(((0,), ())))

@@ -11,11 +11,11 @@ import pytest
 import autopar
 from autopar import tuning
 from autopar.common.progress import Progress
+from autopar.compiler import comparison
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import DonatedStateError, InvalidArgumentError, NotEnoughDevicesError, UnsupportedError
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.intra_op import spmd_search
 from autopar.tuning import LEAST_ROUNDS, MOST_ROUNDS, in_turns, tuned_by
 from tests.small_steps import (
     MLP_BATCH,
@@ -60,7 +60,7 @@ def near(step, args, within):
     traced, trees = step._traced(args)
     cluster, options = step._sources.request(traced)
     given = traced, trees, cluster, options, step._sources.rules(), Progress("", show=False)
-    return make_plans(*given, within=within), make_plan(*given)
+    return make_plans(*given, keep_tolerance=within), make_plan(*given)
 
 
 def times_s(plans):
@@ -79,15 +79,15 @@ def decided(plan):
 
 def test_near_plans_are_those_that_fit_and_take_little_longer():
     def candidate(step_time_s, peak_bytes):
-        return SimpleNamespace(step_time_s=step_time_s, estimate=SimpleNamespace(peak_bytes=peak_bytes))
+        return SimpleNamespace(step_time_s=step_time_s, peak_bytes=peak_bytes)
 
     best, twin, slow, slower, large = (
         candidate(2.0, 10), candidate(2.0, 10), candidate(2.5, 9), candidate(2.6, 1), candidate(2.1, 11)
     )  # fmt: skip
     every = [slower, slow, large, best, twin]
-    assert spmd_search.near(best, every, 10, 1.25) == [twin, slow]
-    assert spmd_search.near(best, every, 11, 1.25) == [twin, large, slow]
-    assert spmd_search.near(best, every, 10, 1.0) == []
+    assert comparison.near(best, every, 10, 1.25) == [twin, slow]
+    assert comparison.near(best, every, 11, 1.25) == [twin, large, slow]
+    assert comparison.near(best, every, 10, 1.0) == []
 
 
 def test_the_first_plan_is_the_search_s_own():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.compiler import planner
+from autopar.compiler import sources
 from autopar.compiler.planner import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
 from autopar.frontend.tracing import trace
@@ -28,7 +28,7 @@ from autopar.inter_op.search_space import (
 )
 from autopar.intra_op import spmd_search
 from autopar.passes.split_scan import cut_scans
-from autopar.plan.options import PipelineOptions
+from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
 from tests.small_steps import chain_step
 
@@ -96,7 +96,7 @@ def test_where_the_batch_does_not_fit_no_number_of_micro_batches_of_zero_is_fast
     small = cluster(hosts=2, each=8, between=quick, memory_bytes=memory_bytes)
     found = plan(small, *args)
     assert len(found.record.pipeline.stages) == 1
-    assert found.record.pipeline.num_microbatches < min(microbatch_numbers(trace_of(args), small, PipelineOptions()))
+    assert found.record.pipeline.num_microbatches < min(microbatch_numbers(trace_of(args), small, PlanRequest()))
     compared = []
     for zero in (1, 3):
         for m in (2, 4, 8):
@@ -204,13 +204,13 @@ def test_what_cannot_be_is_refused(recipe, kind, names):
 )
 def test_stages_may_have_sizes_that_cover_all_devices(hosts, num_layers, sizes):
     on = Cluster.preset("dgx-a100-80g", hosts=hosts)
-    assert submesh_sizes(on, PipelineOptions(), num_layers) == sizes
+    assert submesh_sizes(on, PlanRequest(), num_layers) == sizes
 
 
 def test_the_whole_batch_is_searched_through_where_a_bubble_costs_nothing():
     traced = trace(chain_step, arguments(4, 8, 32), names=("params", "batch"), donate=(0,), batch=(1,))
-    assert microbatch_numbers(traced, Cluster.local(8, measured=False), PipelineOptions()) == [32, 8, 2, 1]
-    assert microbatch_numbers(traced, cluster(hosts=1, each=8), PipelineOptions()) == [32, 8, 2]
+    assert microbatch_numbers(traced, Cluster.local(8, measured=False), PlanRequest()) == [32, 8, 2, 1]
+    assert microbatch_numbers(traced, cluster(hosts=1, each=8), PlanRequest()) == [32, 8, 2]
 
 
 def virtual_cpus(call_s=5e-4, fresh_bytes_per_s=6e8):
@@ -249,7 +249,7 @@ def test_stages_are_tried_in_more_micro_batches_than_the_programme_has(call_s):
     found = plan(on, *args)
     equal = plan(on, *args, plan=autopar.recipes.pipeline(4, num_microbatches=16))
     assert 16 not in microbatch_numbers(
-        trace(chain_step, args, names=("params", "batch"), donate=(0,), batch=(1,)), on, PipelineOptions()
+        trace(chain_step, args, names=("params", "batch"), donate=(0,), batch=(1,)), on, PlanRequest()
     )
     assert found.predicted.step_time_s == pytest.approx(equal.predicted.step_time_s)
     assert found.record.pipeline.num_microbatches == 16
@@ -278,7 +278,7 @@ def test_stages_are_searched_where_a_program_loses_enough(hosts, each, lost, wai
         estimate=SimpleNamespace(temporary_bytes=waits * 2**30),
         model=SimpleNamespace(device=device),
     )
-    assert planner.pipeline_may_pay(best, on) is pays
+    assert sources.pipeline_may_pay(best, on) is pays
 
 
 def test_one_stage_is_decided_as_zero_does_where_it_is_near_on_shared_processors():
@@ -330,15 +330,15 @@ def test_each_task_is_called():
 
 
 def test_numbers_of_stages_are_told_apart_where_processors_are_shared():
-    many, free = dataclasses.replace(virtual_cpus(), devices_per_host=64), PipelineOptions()
+    many, free = dataclasses.replace(virtual_cpus(), devices_per_host=64), PlanRequest()
     assert stages_told_apart(virtual_cpus(), free, num_layers=4) == (2, 3, 4)
     assert stages_told_apart(many, free, num_layers=40) == (2, 3, 4, 5, 6, 7, 8, 16, 32)
     assert stages_told_apart(virtual_cpus(), free, num_layers=1) == (None,)
-    assert stages_told_apart(virtual_cpus(), PipelineOptions(schedule="interleaved"), num_layers=8) == (None,)
+    assert stages_told_apart(virtual_cpus(), PlanRequest(schedule="interleaved"), num_layers=8) == (None,)
     assert stages_told_apart(cluster(), free, num_layers=8) == (None,)
-    assert schedules_of(PipelineOptions(), virtual_cpus()) == ("1f1b",)
-    assert schedules_of(PipelineOptions(schedule="gpipe"), virtual_cpus()) == ("gpipe",)
-    assert len(schedules_of(PipelineOptions(), cluster())) > 1
+    assert schedules_of(PlanRequest(), virtual_cpus()) == ("1f1b",)
+    assert schedules_of(PlanRequest(schedule="gpipe"), virtual_cpus()) == ("gpipe",)
+    assert len(schedules_of(PlanRequest(), cluster())) > 1
 
 
 def test_small_micro_batches_are_not_for_stages_of_many_devices():
@@ -346,10 +346,10 @@ def test_small_micro_batches_are_not_for_stages_of_many_devices():
     on = Cluster.preset("dgx-a100-80g", hosts=128)
     traced = trace(chain_step, arguments(64, 8, 1024), names=("params", "batch"), donate=(0,), batch=(1,))
     cut = cut_layers(cut_scans(traced, 1, RuleBook()), 256, RuleBook())
-    all_sizes = submesh_sizes(on, PipelineOptions(), len(cut.layers))
+    all_sizes = submesh_sizes(on, PlanRequest(), len(cut.layers))
     assert all_sizes == [16, 32, 64, 128, 256, 512, 1024]
-    assert sizes_for(cut, on, PipelineOptions(), is_largest=False) == [16, 32, 64, 128]
-    assert sizes_for(cut, on, PipelineOptions(), is_largest=True) == all_sizes
+    assert sizes_for(cut, on, PlanRequest(), is_largest=False) == [16, 32, 64, 128]
+    assert sizes_for(cut, on, PlanRequest(), is_largest=True) == all_sizes
 
 
 def arguments_bytes():
@@ -375,13 +375,13 @@ def test_micro_batches_can_be_split_over_an_odd_number_of_hosts(hosts, examples,
 )
 def test_numbers_of_micro_batches(hosts, examples, numbers):
     traced = trace(chain_step, arguments(2, 8, examples), names=("params", "batch"), donate=(0,), batch=(1,))
-    found = microbatch_numbers(traced, Cluster.preset("dgx-a100-80g", hosts=hosts), PipelineOptions())
+    found = microbatch_numbers(traced, Cluster.preset("dgx-a100-80g", hosts=hosts), PlanRequest())
     assert found == numbers
 
 
 def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(monkeypatch):
     monkeypatch.setattr(spmd_search, "LONG_STEP", 10)
-    monkeypatch.setattr(spmd_search, "search", lambda *_: pytest.fail("it was"))
+    monkeypatch.setattr(spmd_search, "search_mesh", lambda *_: pytest.fail("it was"))
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments()[0]))
     with pytest.raises(MemoryLimitError, match="if every value were split over all 4 devices") as caught:
         plan(cluster(), *arguments(), memory_limit_bytes=(state_bytes + arguments_bytes()) // 4)
@@ -390,8 +390,8 @@ def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(mon
 
 
 def test_a_long_step_whose_state_does_not_fit_is_not_searched_for_anything(monkeypatch):
-    monkeypatch.setattr(planner, "LONG_STEP", 10)
-    monkeypatch.setattr(planner, "searched_pipeline", lambda *_: pytest.fail("it was"))
+    monkeypatch.setattr(sources, "LONG_STEP", 10)
+    monkeypatch.setattr(sources, "pipeline_candidates", lambda *_: pytest.fail("it was"))
     with pytest.raises(MemoryLimitError, match="the state of chain_step, split over all 4 devices") as caught:
         plan(cluster(), *arguments(), memory_limit_bytes=arguments_bytes() // 4 - 1)
     assert caught.value.needed_bytes == arguments_bytes() // 4

@@ -27,7 +27,7 @@ from autopar.hardware.kinds import Platform
 from autopar.hardware.presets import H100
 from autopar.intra_op import symmetry
 from autopar.intra_op.ilp import IntraOp
-from autopar.intra_op.spmd_search import evaluated
+from autopar.intra_op.spmd_candidate import evaluated
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.rules import RuleBook

@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.compiler.planner import make_function
+from autopar.compiler.materialize import make_function
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.hardware import discovery, presets
 from autopar.lowering.host_offload import AHEAD, BUCKETS

@@ -46,14 +46,14 @@ def test_every_path_that_is_printed_is_taken_by_explain_and_constrain(name, how)
     traced, _ = step._traced(args)
     graph = build_graph(traced, RuleBook())
     for path in arguments:
-        pinned = autopar.constrain({path: P()}).pins.found(traced, graph)
+        pinned = autopar.constrain({path: P()}).request.pins.found(traced, graph)
         named = [plan.record.arguments[i].path for i in pinned.leaves]
         assert len(named) >= 1
         assert not pinned.modules
     for path in modules:
         # The whole of a scan without a module of its own is named by the layers of a stage: there is nothing to pin.
         if path != render.NO_MODULE and not path.startswith("layers[*:*] ("):
-            assert autopar.constrain({path: P()}).pins.found(traced, graph).modules
+            assert autopar.constrain({path: P()}).request.pins.found(traced, graph).modules
 
 
 def test_patterns_of_constrain_are_taken_by_explain():

@@ -1,0 +1,90 @@
+"""Which of the candidates is the plan, and why each of the others is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopar.common.units import text_of_bytes, text_of_s
+from autopar.inter_op.evaluate import PipelineCandidate
+from autopar.intra_op.spmd_candidate import SpmdCandidate
+from autopar.plan.context import Candidate, PlanningContext, Rejection
+
+# Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
+NEARLY_EQUAL = 0.005
+
+
+def best_program(context: PlanningContext) -> SpmdCandidate | None:
+    """The fastest program without stages that fits; of nearly equal ones that on the mesh with the fewest axes."""
+    fitting = [c for c in fitting_of(context) if isinstance(c, SpmdCandidate)]
+    fastest_s = min((c.step_time_s for c in fitting), default=0.0)
+    equal = [c for c in fitting if c.step_time_s <= fastest_s * (1 + NEARLY_EQUAL)]
+    return min(equal, key=lambda c: (len(c.sharding.mesh.axis_sizes), c.step_time_s), default=None)
+
+
+def choose(context: PlanningContext) -> SpmdCandidate | PipelineCandidate | None:
+    """The plan: the best program, or a pipeline that is faster. None where nothing fits."""
+    program = best_program(context)
+    fitting = [c for c in fitting_of(context) if isinstance(c, PipelineCandidate)]
+    pipeline = min(fitting, key=lambda c: c.step_time_s, default=None)
+    if program is None or pipeline is None:
+        return program or pipeline
+    return pipeline if pipeline.step_time_s < program.step_time_s else program
+
+
+def fitting_of(context: PlanningContext) -> list[Candidate]:
+    return [c for c in context.candidates if c.peak_bytes <= context.limit_bytes]
+
+
+def near(chosen: Candidate, candidates: Iterable[Candidate], limit_bytes: int, tolerance: float) -> list[Candidate]:
+    """Those beside the plan that fit and take at most `tolerance` times as long, the fastest first; none for 1."""
+    if tolerance <= 1:
+        return []
+    longest_s = tolerance * chosen.step_time_s
+    fitting = [c for c in candidates if c is not chosen and c.peak_bytes <= limit_bytes]
+    return sorted((c for c in fitting if c.step_time_s <= longest_s), key=lambda c: c.step_time_s)
+
+
+def rejections(context: PlanningContext, chosen: Candidate) -> list[Rejection]:
+    """Every way to run the step that is not the plan, and why: what lost, then what was not worked out."""
+    lost = [c for c in context.candidates if c is not chosen]
+    ways = [(c.source, c.text, c.step_time_s, c.peak_bytes) for c in lost]
+    # Pipelines that were worked out and are no candidates, as another of the same search is better.
+    known = {(found.text, found.step_time_s) for found in context.found}
+    for c in context.candidates:
+        for trial in c.weighed if isinstance(c, PipelineCandidate) else ():
+            if (trial.text, trial.step_time_s) not in known:
+                known.add((trial.text, trial.step_time_s))
+                ways.append((c.source, trial.text, trial.step_time_s, trial.peak_bytes))
+    found = [
+        Rejection(
+            source=source,
+            text=text,
+            why=why_lost(step_time_s, peak_bytes, chosen.step_time_s, context.limit_bytes),
+            step_time_s=step_time_s,
+            peak_bytes=peak_bytes,
+        )
+        for source, text, step_time_s, peak_bytes in ways
+    ]
+    return [*found, *context.rejections]
+
+
+def why_lost(step_time_s: float, peak_bytes: int, chosen_s: float, limit_bytes: int) -> str:
+    """Why a way to run the step is not the plan, which takes `chosen_s`."""
+    if peak_bytes > limit_bytes:
+        return f"over the memory limit by {text_of_bytes(peak_bytes - limit_bytes)}"
+    if step_time_s > chosen_s:
+        return f"slower by {text_of_s(step_time_s - chosen_s)}"
+    return f"as fast to {NEARLY_EQUAL:.1%}, on a mesh of more axes" if step_time_s < chosen_s else "as fast"
+
+
+def notes(context: PlanningContext) -> Sequence[str]:
+    """What the notes of a plan in one program, and errors, say of the pipelines that were searched for."""
+    told = [rejection.why for rejection in context.rejections if rejection.is_note]
+    pipelines = [c for c in context.candidates if isinstance(c, PipelineCandidate)]
+    if pipelines:
+        best = min(pipelines, key=lambda c: c.rank(context.limit_bytes))
+        if best.fits(context.limit_bytes):
+            told.append(f"the best pipeline would take {text_of_s(best.step_time_s)} ({best.text})")
+        else:
+            told.append(f"the pipeline nearest to fitting needs {text_of_bytes(best.peak_bytes)} on a device")
+    return told

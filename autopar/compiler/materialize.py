@@ -1,0 +1,144 @@
+"""A traced step and its plan made into what runs: one function on global arrays, or the stages of a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from autopar.compiler.check_decisions import (
+    at_place,
+    check_decisions,
+    check_groups,
+    check_layers,
+    check_transfers,
+    check_values,
+)
+from autopar.compiler.write_record import planned_values, sharding_plan_of, staged_values
+from autopar.cost.cost_model import cost_model
+from autopar.errors import PlanMismatchError
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.callbacks import any_callbacks
+from autopar.inter_op.build_stages import cut_layers, recomputed
+from autopar.inter_op.staged import (
+    StagedStep,
+    Submesh,
+    check_directions,
+    cut_stages,
+    model_of,
+    planned_stage,
+    schedule_of,
+    stage_program,
+)
+from autopar.ir.graph import OpGraph
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep
+from autopar.lowering.emit import Emitter
+from autopar.lowering.host_offload import with_host_copies
+from autopar.lowering.instructions import LoweredBlock
+from autopar.lowering.lower import lower
+from autopar.passes.split_scan import cut_scans
+from autopar.plan.plan import Plan
+from autopar.sharding.rules import RuleBook
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedFunction:
+    """A step under a plan: the flat function (constants first, then arguments), and what it was made from. `failures`
+    is where callbacks leave what they raise; None where there are none.
+    """
+
+    function: Callable[..., list[Any]]
+    graph: OpGraph
+    lowered: LoweredBlock
+    failures: list[BaseException] | None
+
+
+def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> ShardedFunction:
+    """Traced step and plan -> graph -> instructions -> function on global arrays.
+
+    Raises: PlanMismatchError when the plan was made for another step or other shapes.
+    """
+    check_plan(plan, traced)
+    traced = dataclasses.replace(traced, blockwise_attention=plan.record.blockwise_attention)
+    graph = build_graph(traced, rules)
+    model = cost_model(plan.cluster, plan.mesh)
+    sharding = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)
+    check_decisions(sharding, graph, "$.plan.decisions", traced.name)
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, plan.mesh)
+    arguments, results = planned_values(traced, graph, lowered)
+    check_values(plan.record.arguments, arguments, "$.plan.arguments", traced.name)
+    check_values(plan.record.results, results, "$.plan.results", traced.name)
+    emitter = Emitter(graph, mesh)
+    failures = emitter.failures if any_callbacks(traced.jaxpr) else None
+    return ShardedFunction(
+        function=lambda *args: emitter(lowered, args), graph=graph, lowered=lowered, failures=failures
+    )
+
+
+def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
+    """Traced step and plan with a pipeline -> graph -> stages -> instructions -> tasks and the list that runs them.
+
+    Raises: PlanMismatchError when the plan was made for another step or other shapes.
+    """
+    check_plan(plan, traced)
+    traced = dataclasses.replace(traced, blockwise_attention=plan.record.blockwise_attention)
+    made = plan.record.pipeline
+    assert made is not None, "a plan without a pipeline is one function"
+    name, place, num_stages = traced.name, "$.plan.pipeline", len(made.stages)
+    with at_place(name, f"{place}.scan_parts"):
+        step = cut_scans(traced, made.scan_parts, rules)
+    with at_place(name, f"{place}.num_microbatches"):
+        cut = cut_layers(step, made.num_microbatches, rules, hoist_casts=made.keeps_copies)
+    layers = cut.layers
+    check_layers(made, layers.names, name)
+    graph = recomputed(cut, made.recomputed)
+    with at_place(name, f"{place}.schedule"):
+        schedule = schedule_of(made.schedule, num_stages, made.num_microbatches, made.chunks)
+        check_directions(graph, schedule)
+    check_groups(made, schedule.mesh_of_stage, name)
+    first_layers = [s.first_layer for s in made.stages]
+    stages = cut_stages(graph, layers, first_layers, schedule.splits_backward, num_stages)
+    submeshes = [Submesh(first_device=s.first_device, mesh=LogicalMesh(axis_sizes=s.axis_sizes)) for s in made.stages]
+    with at_place(name, f"{place}.stages"):
+        models = [model_of(plan.cluster, s.mesh) for s in submeshes]
+    shardings = [
+        sharding_plan_of(s.decisions, s.solver, at.mesh, stage.graph)
+        for s, at, stage in zip(made.stages, submeshes, stages, strict=True)
+    ]
+    for q, (sharding, stage) in enumerate(zip(shardings, stages, strict=True)):
+        check_decisions(sharding, stage.graph, f"{place}.stages[{q}].decisions", name)
+    check_transfers(shardings, stages, schedule.mesh_of_stage, name)
+    planned = [
+        planned_stage(first_layers[q], stage, models[q], shardings[q], schedule.mesh_of_stage[q], like=q)
+        for q, stage in enumerate(stages)
+    ]
+    staged = stage_program(cut.step, graph, layers, planned, submeshes, schedule, plan.cluster)
+    arguments, results = staged_values(traced, staged)
+    check_values(plan.record.arguments, arguments, "$.plan.arguments", name)
+    check_values(plan.record.results, results, "$.plan.results", name)
+    return staged
+
+
+def check_plan(plan: Plan, traced: TracedStep) -> None:
+    """Raises: PlanMismatchError when a plan was not made for this step."""
+    if plan.record.fingerprint == traced.fingerprint:
+        return
+    now = {p: f"{a.dtype}{list(a.shape)}" for p, a in zip(traced.in_paths, traced.in_avals, strict=True)}
+    then = {a.path: f"{a.dtype}{list(a.shape)}" for a in plan.record.arguments if a.kind != "constant"}
+    differing = [path for path in {**now, **then} if now.get(path) != then.get(path)]
+    if differing:
+        is_now, was = (", ".join(f"{p} {shapes.get(p, 'absent')}" for p in differing[:3]) for shapes in (now, then))
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+        expected, got = f"a plan for {traced.name} with {is_now}{more}", f"one for {was}{more}"
+    else:
+        expected = f"a plan for {traced.name} as it is traced now (fingerprint {traced.fingerprint[:12]})"
+        got = f"one for the same shapes, and other operations (fingerprint {plan.record.fingerprint[:12]})"
+    raise PlanMismatchError(
+        where=f"plan of {plan.record.step}",
+        expected=expected,
+        got=got,
+        hint="the step, the shapes of its arguments or its closed-over constants have changed: plan again",
+    )

@@ -1,0 +1,73 @@
+"""The errors of steps for which no source of candidates has a plan that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.common.units import text_of_bytes
+from autopar.compiler.comparison import best_program, notes
+from autopar.compiler.memory_errors import pipeline_refusal
+from autopar.compiler.write_plan import plan_of
+from autopar.errors import AutoparError, MemoryLimitError, SolverError
+from autopar.inter_op.evaluate import PipelineCandidate
+from autopar.intra_op.memory_refusals import no_program_fits, state_bytes
+from autopar.intra_op.spmd_candidate import SpmdCandidate
+from autopar.intra_op.spmd_search import IMPOSSIBLE
+from autopar.plan.context import PlanningContext
+from autopar.plan.plan import Trees
+from autopar.sharding.constraints import TOO_TIGHT
+
+
+def refuse_large_state(context: PlanningContext) -> None:
+    """Raises: MemoryLimitError where no program fits, and stages cannot fit, as the arguments alone do not."""
+    refused = _program_error(context)
+    if isinstance(refused, MemoryLimitError) and state_bytes(context) > context.limit_bytes:
+        text = text_of_bytes(state_bytes(context))
+        raise refused.beside([f"nor do stages fit: the arguments alone, split over all devices, take {text} on each"])
+
+
+def no_plan_error(context: PlanningContext, trees: Trees) -> AutoparError:
+    """The error of a step without a plan: what comes nearest to fitting, and what else was tried."""
+    refused, told = _program_error(context), list(notes(context))
+    if context.deadline.passed:
+        told.append(f"{context.deadline.text}: give the search more")
+    if isinstance(refused, MemoryLimitError):
+        return refused.beside(told)
+    pipelines = [c for c in context.candidates if isinstance(c, PipelineCandidate)]
+    if pipelines:
+        nearest = min(pipelines, key=lambda c: c.rank(context.limit_bytes))
+        beside = () if context.request.is_built_as_asked else [str(refused)] if refused is not None else told
+        return pipeline_refusal(plan_of(context, nearest, trees), context.limit_bytes, beside)
+    raised = [rejection.error for rejection in context.rejections if rejection.error is not None]
+    return refused or (raised[0] if raised and context.request.names_pipeline else _no_pipeline_fits(context, told))
+
+
+def _program_error(context: PlanningContext) -> AutoparError | None:
+    """Why the step has no plan as one program; None where it has one, and where none was searched for."""
+    if best_program(context) is not None:
+        return None
+    ended = [r.error for r in context.rejections if isinstance(r.error, MemoryLimitError)]
+    if ended:
+        return ended[0]
+    candidates = [c for c in context.candidates if isinstance(c, SpmdCandidate)]
+    if candidates:
+        return no_program_fits(context, candidates)
+    refused = [rejection for rejection in context.rejections if rejection.axis_sizes]
+    if not refused:
+        return None
+    return SolverError(
+        where=context.traced.name,
+        expected="a plan on one of the logical meshes",
+        got=", ".join(f"{'x'.join(map(str, r.axis_sizes))}: {r.why}" for r in refused),
+        hint=TOO_TIGHT if all(r.why == IMPOSSIBLE for r in refused) else "give the search more time (time_limit_s)",
+    )
+
+
+def _no_pipeline_fits(context: PlanningContext, told: Sequence[str]) -> SolverError:
+    """The error of a step for which no pipeline could be had and nothing else was tried."""
+    return SolverError(
+        where=f"{context.traced.name} on {context.cluster.num_devices} devices of {context.cluster.name}",
+        expected=f"a pipeline that fits into {text_of_bytes(context.limit_bytes)} on each device",
+        got="; ".join(told),
+        hint="use more devices, a smaller batch, or a smaller optimiser state (Adafactor, bfloat16 moments)",
+    )

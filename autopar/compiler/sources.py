@@ -1,0 +1,125 @@
+"""The sources of candidates in their order, and for which requests and steps each of them is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.attention.checks import check_attention
+from autopar.compiler.comparison import best_program
+from autopar.compiler.no_plan import refuse_large_state
+from autopar.cost.prediction import allocation_s
+from autopar.errors import BatchMismatchError, UnsupportedError
+from autopar.frontend.callbacks import any_callbacks
+from autopar.hardware.cluster import Cluster
+from autopar.inter_op.evaluate import SOURCE as PIPELINES
+from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
+from autopar.inter_op.search import pipeline_candidates
+from autopar.intra_op.baselines import baseline_candidates
+from autopar.intra_op.memory_refusals import check_state_fits
+from autopar.intra_op.spmd_candidate import SpmdCandidate
+from autopar.intra_op.spmd_search import LONG_STEP, mesh_candidates
+from autopar.plan.context import Candidate, PlanningContext, Rejection
+from autopar.sharding.semantics import annotate_semantics
+
+# Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
+# batch, so that it needs more memory, and its search costs more.
+WHOLE_UP_TO = 64
+# Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
+# work done twice, or to memory that is new in every step, of which micro-batches need less; all of these (beside what
+# is left idle) where devices share processors and a bubble costs next to nothing; and how long the step must be, so
+# that handing out tasks (about 0.1 ms each) does not matter.
+LOST_BETWEEN_HOSTS, LOST_INSIDE_HOST, LOST_TO_MEMORY, LEAST_PIPELINE_S = 0.1, 0.3, 0.1, 5e-3
+LOST_ON_SHARED_PROCESSORS = 0.05
+NOT_WORTH_SEARCHING = Rejection(
+    source=PIPELINES, why="not searched: the program without stages sends and waits too little"
+)
+
+
+def ask_sources(context: PlanningContext) -> PlanningContext:
+    """The context with all that was found: one program, then pipelines, one after the other as far as they may pay.
+
+    A recipe or pins in stages or micro-batches are built as they are asked for, and nothing else. Raises:
+    MemoryLimitError for a step that fits into no number of devices' memory; InvalidArgumentError.
+    """
+    request = context.request
+    if request.is_built_as_asked:
+        return context.after(requested_pipelines(context))
+    if request.leaves_layouts_free and not request.in_host and len(context.graph.block.ops) > LONG_STEP:
+        check_state_fits(context)
+    context = _bound(context)
+    if admits_one_program(context):
+        context = context.after(one_program(context))
+        refuse_large_state(context)
+    best = best_program(context)
+    if best is not None:
+        context = dataclasses.replace(context, to_beat_s=best.step_time_s)
+    context = context.after(_pipelines_that_may_pay(context, best))
+    if not context.candidates and not admits_one_program(context):
+        context = context.after(one_stage_candidates(context))
+    return context
+
+
+def admits_one_program(context: PlanningContext) -> bool:
+    """Whether the step may run as one program over all devices."""
+    if not context.request.admits_one_program:
+        return False
+    few = context.cluster.num_devices <= WHOLE_UP_TO
+    return not context.request.leaves_layouts_free or few or any_callbacks(context.traced.jaxpr)
+
+
+def _bound(context: PlanningContext) -> PlanningContext:
+    """The context of a recipe for one program, whose graph says what values are for."""
+    binding = context.request.binding
+    if binding is None:
+        return context
+    graph = annotate_semantics(context.graph)
+    binding.check(graph, context.cluster.num_devices)
+    if binding.shares_sequences:
+        check_attention(graph)
+    return dataclasses.replace(context, graph=graph)
+
+
+def one_program(context: PlanningContext) -> list[SpmdCandidate | Rejection]:
+    """The best program on each logical mesh, and the baselines."""
+    found = list(mesh_candidates(context))
+    return [*found, *baseline_candidates(context.after(found))]
+
+
+def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:
+    """The pipelines of the search over stages, or why the step cannot be cut."""
+    try:
+        return list(pipeline_candidates(context))
+    except (UnsupportedError, BatchMismatchError) as error:
+        why = f"no pipeline was weighed: {error.where}: {error.got}"
+        return [Rejection(source=PIPELINES, why=why, is_note=True, error=error)]
+
+
+def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
+    """Whether a pipeline may beat a plan that runs the step as one program: where that does not fit, or where sending
+    and work done twice, or waiting for memory, take long enough to be worth the trouble of handing out many tasks.
+    """
+    if best is None:
+        return cluster.num_devices > 1
+    if best.step_time_s <= LEAST_PIPELINE_S:
+        return False
+    if cluster.oversubscribed_cores:
+        return 1 - best.shared_out_s / best.step_time_s > LOST_ON_SHARED_PROCESSORS
+    waits_s = allocation_s(best.estimate, best.model)
+    lost = 1 - (best.shared_out_s + waits_s) / best.step_time_s
+    least = LOST_BETWEEN_HOSTS if cluster.num_hosts > 1 else LOST_INSIDE_HOST
+    # One CPU device gained nothing by micro-batches when that was measured: its tasks leave cores idle between them.
+    waits = cluster.num_devices > 1 and waits_s / best.step_time_s > LOST_TO_MEMORY
+    return lost > least or waits
+
+
+def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None) -> list[Candidate | Rejection]:
+    """The pipelines of the search, where the request names them, or where they may be faster than one program."""
+    request = context.request
+    if not request.names_pipeline and not request.leaves_layouts_free:
+        return []
+    if not request.names_pipeline and not pipeline_may_pay(best, context.cluster):
+        return [NOT_WORTH_SEARCHING]
+    if best is not None and context.deadline.passed:
+        why = f"no pipeline was searched for: {context.deadline.text}"
+        return [Rejection(source=PIPELINES, why=why, is_note=True)]
+    return searched_pipelines(context)

@@ -1,0 +1,143 @@
+"""A candidate written down as a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
+from autopar.compiler.memory_breakdown import memory_of_program
+from autopar.compiler.recipe_notes import bound_stages, bound_step, recipe_notes
+from autopar.compiler.write_record import (
+    decisions_of,
+    module_rows,
+    pipeline_record,
+    planned_values,
+    predicted,
+    replicated_notes,
+    stage_rows,
+    staged_predicted,
+    staged_values,
+    together,
+)
+from autopar.cost.roofline import flops_of
+from autopar.inter_op.evaluate import PipelineCandidate
+from autopar.intra_op import baselines
+from autopar.intra_op.spmd_candidate import SpmdCandidate
+from autopar.ir.graph import OpGraph, OpKind
+from autopar.ir.traced_step import TracedStep
+from autopar.plan.context import Candidate, PlanningContext, Rejection
+from autopar.plan.plan import Plan, Trees
+from autopar.plan.schema import FORMAT_VERSION, Decisions, MeshTrial, PlanRecord
+
+
+def plan_of(
+    context: PlanningContext,
+    chosen: Candidate,
+    trees: Trees,
+    notes: Sequence[str] = (),
+    rejections: Sequence[Rejection] = (),
+) -> Plan:
+    """The plan of a candidate, with what its mesh axes are for and what its recipe left whole, where it has one."""
+    binding = context.request.binding
+    with context.progress.pass_("record"):
+        if isinstance(chosen, PipelineCandidate):
+            record = _pipeline_record(context, chosen)
+        else:
+            assert isinstance(chosen, SpmdCandidate), "the sources have candidates of these two kinds"
+            record = _program_record(context, chosen, notes)
+        record = dataclasses.replace(record, rejected=tuple(rejection.record for rejection in rejections))
+        plan = Plan(record, trees)
+        if binding is None:
+            return plan
+        _, constraints = binding.on(plan.mesh.num_devices)
+        if isinstance(chosen, PipelineCandidate):
+            bounds = bound_stages(chosen.staged.stages, constraints)
+        else:
+            bounds = [bound_step(context.graph, chosen, binding)]
+        names = tuple(use.name for use in constraints.axes)
+        notes = (*record.notes, *recipe_notes(bounds))
+        return dataclasses.replace(plan, record=dataclasses.replace(record, axis_names=names, notes=notes))
+
+
+def _pipeline_record(context: PlanningContext, found: PipelineCandidate) -> PlanRecord:
+    traced, graph = context.traced, context.graph
+    staged, choice = found.staged, found.choice
+    arguments, results = staged_values(traced, staged)
+    values = dimensions_of(staged.graph)
+    flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
+    reports = [planned.sharding.report for planned in staged.stages]
+    return PlanRecord(
+        format_version=FORMAT_VERSION,
+        step=traced.name,
+        fingerprint=traced.fingerprint,
+        blockwise_attention=traced.blockwise_attention,
+        cluster=context.cluster,
+        axis_sizes=(),
+        memory_limit_bytes=context.limit_bytes,
+        arguments=tuple(arguments),
+        results=tuple(results),
+        decisions=Decisions(layouts=(), strategies=(), of_op={}, raw={}, placed={}, copies=()),
+        predicted=staged_predicted(staged, flops),
+        solver=together(reports),
+        modules=tuple(row for planned in staged.stages for row in stage_rows(planned)),
+        axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
+        tried=(),
+        notes=_notes_of(traced, graph),
+        pipeline=pipeline_record(staged, choice.policies, choice.chunks, found.hoist_casts),
+        weighed=found.weighed,
+    )
+
+
+def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequence[str]) -> PlanRecord:
+    traced, graph = context.traced, context.graph
+    arguments, results = planned_values(traced, graph, best.lowered)
+    flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
+    use = memory_of_program(graph, best.lowered, best.program, best.estimate, best.stands_for, best.sharding.mesh)
+    made, timeline = predicted(graph, best.lowered, best.model, best.estimate, use, flops)
+    return PlanRecord(
+        format_version=FORMAT_VERSION,
+        step=traced.name,
+        fingerprint=traced.fingerprint,
+        blockwise_attention=traced.blockwise_attention,
+        cluster=context.cluster,
+        axis_sizes=best.sharding.mesh.axis_sizes,
+        memory_limit_bytes=context.limit_bytes,
+        arguments=tuple(arguments),
+        results=tuple(results),
+        decisions=decisions_of(best.sharding),
+        predicted=made,
+        solver=best.sharding.report,
+        modules=module_rows(graph, best.lowered, best.model, made.collectives),
+        axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(graph)),),
+        tried=_trials(context),
+        notes=(*_notes_of(traced, graph), *notes),
+        timeline=timeline,
+    )
+
+
+def _trials(context: PlanningContext) -> tuple[MeshTrial, ...]:
+    """The logical meshes that were tried, and why others were not."""
+    trials = []
+    for found in context.found:
+        if isinstance(found, SpmdCandidate):
+            trials.append(found.trial)
+        elif isinstance(found, Rejection) and found.axis_sizes:
+            name = found.text if found.source == baselines.SOURCE else ""
+            trials.append(
+                MeshTrial(axis_sizes=found.axis_sizes, step_time_s=None, peak_bytes=None, status=found.why, name=name)
+            )
+    return tuple(trials)
+
+
+def _notes_of(traced: TracedStep, graph: OpGraph) -> tuple[str, ...]:
+    """What a user should know of a step whatever its plan."""
+    untied = sorted(i for i in traced.donated if i not in traced.tied)
+    notes = list(replicated_notes(graph))
+    if untied:
+        paths = ", ".join(traced.in_paths[i] for i in untied[:3])
+        notes.append(
+            f"{len(untied)} leaves of the donated arguments come back in no result with the same tree ({paths}, ...): "
+            "their memory is not reused"
+        )
+    return tuple(notes)

@@ -1,0 +1,79 @@
+"""Source of candidates: what experts write by hand for one program, data parallelism and the stages of ZeRO."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from autopar.cost.cost_model import cost_model
+from autopar.intra_op.spmd_candidate import SpmdCandidate
+from autopar.intra_op.spmd_search import search_mesh
+from autopar.ir.graph import OpGraph
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+from autopar.plan.context import PlanningContext, Rejection
+from autopar.sharding.constraints import Binding
+from autopar.sharding.parallelisms import data_axis
+from autopar.sharding.semantics import annotate_semantics
+
+SOURCE = "baselines"
+# Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
+# parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
+ZERO_STAGES = (0, 1, 3)
+ALONG_LARGEST = "state along its largest dimension"
+
+
+def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
+    """Data parallelism, ZeRO, and the state split along its largest dimensions as FSDP does, on a mesh of one axis.
+
+    Only where some candidate sends what computing may hide; otherwise the search on meshes has them.
+    """
+    candidates = [c for c in context.candidates if isinstance(c, SpmdCandidate)]
+    sends = any(c.model.overlap.kinds and c.sends for c in candidates)
+    if not context.request.leaves_layouts_free or not sends or context.deadline.passed:
+        return
+    row = LogicalMesh(axis_sizes=(context.cluster.num_devices,))
+    model = cost_model(context.cluster, row)
+    along_largest = state_along_largest(context.graph, row)
+    asked: list[tuple[str, PlanningContext]] = []
+    if along_largest:
+        request = dataclasses.replace(context.request, fixed=along_largest)
+        asked.append((ALONG_LARGEST, dataclasses.replace(context, request=request)))
+    annotated = annotate_semantics(context.graph)
+    for name, binding in baseline_bindings():
+        request = dataclasses.replace(context.request, binding=binding)
+        asked.append((name, dataclasses.replace(context, request=request, graph=annotated)))
+    for name, bound in asked:
+        if context.deadline.passed and name != ALONG_LARGEST:
+            why = f"not tried: {context.deadline.text}"
+            yield Rejection(source=SOURCE, text=name, why=why)
+            continue
+        with context.progress.pass_("data parallelism"):
+            found = search_mesh(bound, model, time_limit_s=context.deadline.solve_s())
+        if isinstance(found, Rejection):
+            yield dataclasses.replace(found, source=SOURCE, text=name)
+        else:
+            yield dataclasses.replace(found, source=SOURCE, name=name)
+
+
+def baseline_bindings() -> list[tuple[str, Binding]]:
+    """Data parallelism and the stages of ZeRO that are tried, by name."""
+    return [
+        (f"ZeRO-{zero}" if zero else "data parallelism", Binding(axes=(data_axis(zero),), sizes=(None,)))
+        for zero in ZERO_STAGES
+    ]
+
+
+def state_along_largest(graph: OpGraph, mesh: LogicalMesh) -> tuple[tuple[int, Layout], ...]:
+    """Each array of the state, by its number among the arguments, split over a mesh of one axis along the largest
+    dimension that divides.
+    """
+    found = []
+    for position in sorted(graph.donated):
+        shape = graph.values[graph.block.inputs[position]].shape
+        for d in sorted(range(len(shape)), key=lambda d: -shape[d]):
+            layout = Layout(tuple((0,) if e == d else () for e in range(len(shape))))
+            if layout.fits(shape, mesh):
+                found.append((position - len(graph.constants), layout))
+                break
+    return tuple(found)

@@ -1,0 +1,34 @@
+"""The logical meshes that a step in one program is planned on."""
+
+from __future__ import annotations
+
+from autopar.hardware.cluster import Cluster
+from autopar.ir.mesh import LogicalMesh, factorisations, orderings
+from autopar.plan.context import PlanningContext
+from autopar.sharding.pins import PinsOnMesh, on_meshes
+
+
+def logical_meshes(context: PlanningContext) -> list[tuple[LogicalMesh, PinsOnMesh | None]]:
+    """The meshes that the request names, else the distinct ones of the cluster; each with the pins on it.
+
+    Raises: InvalidArgumentError for pins that name nothing, or that hold on no mesh.
+    """
+    request, cluster, graph = context.request, context.cluster, context.graph
+    if request.pins is not None:
+        found = request.pins.found(context.traced, graph)
+        return [(at.mesh, at) for at in on_meshes(found, cluster, request.max_mesh_axes, request.binding, graph)]
+    if request.binding is not None:
+        return [(request.binding.on(cluster.num_devices)[0], None)]
+    if request.axis_sizes is not None:
+        return [(LogicalMesh(axis_sizes=request.axis_sizes), None)]
+    return [(mesh, None) for mesh in distinct_meshes(cluster, request.max_mesh_axes)]
+
+
+def distinct_meshes(cluster: Cluster, max_axes: int) -> tuple[LogicalMesh, ...]:
+    """The factorisations of the device count; of axes on different links every order."""
+    found: dict[LogicalMesh, None] = {}
+    for mesh in factorisations(cluster.num_devices, max_axes):
+        for ordered in orderings(mesh):
+            if len(set(cluster.axis_links(ordered.axis_sizes))) > 1 or ordered == mesh:
+                found[ordered] = None
+    return tuple(found)

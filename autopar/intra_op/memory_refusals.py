@@ -1,0 +1,76 @@
+"""The errors of steps that fit into the memory of no device: by their arguments, or in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.cost.cost_model import cost_model
+from autopar.cost.prediction import place_names
+from autopar.errors import MemoryLimitError
+from autopar.intra_op.ilp import IntraOp
+from autopar.intra_op.spmd_candidate import SpmdCandidate, evaluated
+from autopar.ir.graph import OpGraph
+from autopar.ir.mesh import LogicalMesh
+from autopar.plan.context import PlanningContext
+
+
+def state_bytes(context: PlanningContext) -> int:
+    """The least that the arguments take on each device, in stages too."""
+    graph = context.graph
+    return -(-sum(graph.values[v].nbytes for v in graph.block.inputs) // context.cluster.num_devices)
+
+
+def check_state_fits(context: PlanningContext) -> None:
+    """Raises: MemoryLimitError for a step whose arguments are more than the memory of all devices: then nothing fits,
+    stages neither.
+    """
+    graph, cluster, needed_bytes = context.graph, context.cluster, state_bytes(context)
+    if needed_bytes <= context.limit_bytes:
+        return
+    largest = sorted((graph.values[v] for v in graph.block.inputs), key=lambda v: -v.nbytes)[:5]
+    raise MemoryLimitError(
+        where=f"the state of {context.traced.name}, split over all {cluster.num_devices} devices of {cluster.name}",
+        limit_bytes=context.limit_bytes,
+        needed_bytes=needed_bytes,
+        largest=[(v.name or "a constant", v.nbytes // cluster.num_devices) for v in largest],
+        hint="use more devices, a smaller model, a smaller optimiser state (Adafactor, bfloat16 moments), or keep that "
+        'in the memory of the hosts: plan=autopar.recipes.zero(2, offload="optimizer")',
+    )
+
+
+def cannot_fit(context: PlanningContext) -> MemoryLimitError | None:
+    """The error of a step that needs too much memory even if every value of it were split over all devices.
+
+    What is searched quickly is searched all the same, for the least that it needs: plans split few steps so well.
+    """
+    graph, cluster = context.graph, context.cluster
+    model = cost_model(cluster, LogicalMesh(axis_sizes=(1,)))
+    intra_op = IntraOp(graph, model)
+    alone = evaluated(graph, model, intra_op.decode(intra_op.solve(time_limit_s=context.deadline.solve_s())))
+    if alone.peak_bytes <= context.limit_bytes * cluster.num_devices:
+        return None
+    where = f"{context.traced.name}, if every value were split over all {cluster.num_devices} devices of {cluster.name}"
+    return _out_of_memory(where, graph, alone, context.limit_bytes, cluster.num_devices)
+
+
+def no_program_fits(context: PlanningContext, candidates: Sequence[SpmdCandidate]) -> MemoryLimitError:
+    """The error that says by how much the smallest plan is over, and what holds the memory."""
+    least = min(candidates, key=lambda c: c.peak_bytes)
+    where = f"{context.traced.name} on mesh {least.sharding.mesh}"
+    return _out_of_memory(where, context.graph, least, context.limit_bytes)
+
+
+def _out_of_memory(
+    where: str, graph: OpGraph, found: SpmdCandidate, limit_bytes: int, shared_by: int = 1
+) -> MemoryLimitError:
+    """The error of a plan that does not fit, of whose bytes each device has so small a share."""
+    made_by = {v: f"{op.module}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
+    names = place_names(graph, found.stands_for, made_by, found.sharding.mesh)
+    return MemoryLimitError(
+        where=where,
+        limit_bytes=limit_bytes,
+        needed_bytes=-(-found.peak_bytes // shared_by),
+        largest=[(names.get(v, "a temporary value"), n // shared_by) for v, n in found.estimate.at_peak[:5]],
+        hint="use more devices, a smaller batch or gradient accumulation, jax.checkpoint around the layers whose "
+        "activations are named here, or a smaller optimiser state (Adafactor, bfloat16 moments)",
+    )

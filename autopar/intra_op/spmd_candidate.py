@@ -1,0 +1,104 @@
+"""A step in one program over all devices: its decisions worked out, with exact memory and time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autopar.cost import peak_memory
+from autopar.cost.cost_model import CostModel
+from autopar.cost.overlap import timed
+from autopar.cost.prediction import allocation_s, compute_times_s, memory_program
+from autopar.ir.graph import OpGraph
+from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.host_offload import with_host_copies
+from autopar.lowering.instructions import LoweredBlock
+from autopar.lowering.lower import lower
+from autopar.plan.schema import MeshTrial
+from autopar.sharding.pins import PinsOnMesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpmdCandidate:
+    """Decisions on one mesh, lowered, with their memory and time.
+
+    `shared_out_s` is what the step would take if nothing were sent and every operation split over all devices; `sends`
+    whether anything is. `name` says what the decisions were held to, of a baseline.
+    """
+
+    model: CostModel
+    sharding: ShardingPlan
+    lowered: LoweredBlock
+    program: peak_memory.MemoryProgram
+    estimate: peak_memory.MemoryEstimate
+    stands_for: dict[int, tuple[int, Any]]
+    step_time_s: float
+    shared_out_s: float
+    sends: bool
+    pins: PinsOnMesh | None = None
+    source: str = "logical meshes"
+    name: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.estimate.peak_bytes
+
+    @property
+    def text(self) -> str:
+        return f"mesh {self.sharding.mesh}" + (f", {self.name}" if self.name else "")
+
+    @property
+    def trial(self) -> MeshTrial:
+        """What a plan keeps of it."""
+        return MeshTrial(
+            axis_sizes=self.sharding.mesh.axis_sizes,
+            step_time_s=self.step_time_s,
+            peak_bytes=self.peak_bytes,
+            status=self.sharding.report.status,
+            name=self.name,
+        )
+
+
+def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> SpmdCandidate:
+    """Lowers decisions and reads off what they will do."""
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, model.links.mesh)
+    program, stands_for = memory_program(graph, lowered, model)
+    estimate = peak_memory.estimate(program, model.compiler)
+    seconds = compute_times_s(graph, lowered, model)
+    ran = timed(graph, lowered, model)
+    split = {op: s.split / model.links.mesh.num_devices for op, s in sharding.strategy.items()}
+    least = 1 / model.links.mesh.num_devices
+    return SpmdCandidate(
+        model=model,
+        sharding=sharding,
+        lowered=lowered,
+        program=program,
+        estimate=estimate,
+        stands_for=stands_for,
+        step_time_s=ran.end_s + allocation_s(estimate, model),
+        sends=ran.send_s > 0,
+        shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
+    )
+
+
+def over_limit_values(candidate: SpmdCandidate, limit_bytes: int) -> frozenset[tuple[int, str]]:
+    """The values, with their states, that are alive while the memory is over the limit."""
+    ranges = peak_memory.live_ranges(candidate.program, candidate.model.compiler)
+    nbytes = candidate.program.nbytes
+    change: dict[int, int] = {}
+    for r in ranges:
+        size = int(r.share * nbytes[r.value])
+        change[r.start] = change.get(r.start, 0) + size
+        change[r.stop] = change.get(r.stop, 0) - size
+    positions = sorted(change)
+    over, live = [], 0
+    for position, after in zip(positions, [*positions[1:], positions[-1] + 1], strict=True):
+        live += change[position]
+        if live > limit_bytes:
+            over.append((position, after))
+    found = set()
+    for r in ranges:
+        if r.value in candidate.stands_for and any(r.start < stop and start < r.stop for start, stop in over):
+            value, (_, state) = candidate.stands_for[r.value]
+            found.add((value, state))
+    return frozenset(found)
