@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from autopar.calls.batch_mode import checked_mode
 from autopar.calls.nnx_objects import unwrapped
 from autopar.calls.plan_sources import DEFAULT_CACHE
-from autopar.calls.process_batches import batch_word
 from autopar.calls.step_options import StepOptions
 from autopar.common.units import bytes_of_text
 from autopar.errors import InvalidArgumentError
@@ -129,7 +129,7 @@ def parallelize(
         donate_argnames=_argnames(donate_argnames),
         static_argnames=_argnames(static_argnames),
         follow=None if follow is None else followed(follow),
-        batch=batch_word(batch, "parallelize(batch=...)"),
+        batch=checked_mode(batch, "parallelize(batch=...)"),
         cache_dir=cache_dir,
         show_progress=show_progress,
     )

@@ -16,7 +16,6 @@ _OPEN = "to be split"
 LONG_MODULES = {
     "autopar/attention/match.py": _OPEN,
     "autopar/attention/symbolic.py": _OPEN,
-    "autopar/calls/process_batches.py": _OPEN,
     "autopar/common/jax_compat.py": _OPEN,
     "autopar/compiler/write_record.py": _OPEN,
     "autopar/cost/prediction.py": _OPEN,

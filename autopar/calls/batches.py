@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.calls import nnx_objects
+from autopar.calls.batch_mode import checked_mode
 from autopar.calls.call_arguments import CallArguments
 from autopar.calls.plans import StepPlans
-from autopar.calls.process_batches import PlannedBatch, ProcessBatches, batch_word
+from autopar.calls.process_batches import PlannedBatch, ProcessBatches
 from autopar.calls.step_options import StepOptions
 from autopar.errors import BatchMismatchError
 from autopar.executables.compiled_step import put
@@ -48,14 +49,14 @@ class StepBatches:
 
     def put(self, data: Any, batch: str | None) -> Any:
         """As `Step.put_batch`."""
-        word = None if batch is None else batch_word(batch, f"{self._name}.put_batch(batch=...)")
+        mode = None if batch is None else checked_mode(batch, f"{self._name}.put_batch(batch=...)")
         if (latest := self._plans.latest()) is not None:
             self._check_structure(data, latest)
         for path, leaf in jax.tree_util.tree_flatten_with_path(data)[0]:
             abstract(leaf, f"batch{jax.tree_util.keystr(path)}")
         leaves, tree = jax.tree.flatten(data)
         if jax.process_count() > 1:
-            placed = naming_the_lost(lambda: self._of_processes.put(word, leaves, tree, self._planned))
+            placed = naming_the_lost(lambda: self._of_processes.put(mode, leaves, tree, self._planned))
             return jax.tree.unflatten(tree, placed)
         if latest is None:
             return data

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.calls.process_batches import Leaf, PassedBatch, TakenBatch, batch_word, decide
+from autopar.calls.batch_mode import BatchDecision, Leaf, PassedBatch, checked_mode, decide
 from autopar.errors import InvalidArgumentError, ProcessMismatchError
 from tests.in_processes import launch
 from tests.small_steps import mlp_batch, mlp_state, mlp_step
 
-PROGRAM = str(Path(__file__).parents[1] / "own_rows.py")
+PROGRAM = str(Path(__file__).with_name("own_rows.py"))
 EXAMPLES, STEPS = 16, 3
 REFUSED = {
     "numbers that differ": "the same batch['scale'] in all processes: it has no dimension of",
@@ -89,7 +89,7 @@ def test_equal_data_are_the_whole_batch_and_others_are_rows():
     assert taken(leaf(8, "a"), leaf(8, "a"), word="local") == "local"
     assert decide(
         "step", [PassedBatch("auto", (leaf(3, "a"),)), PassedBatch("auto", (leaf(5, "b"),))], (), None
-    ) == TakenBatch("local", ((3, 5),), by_data=True)
+    ) == BatchDecision("local", ((3, 5),), by_data=True)
 
 
 def test_only_the_first_rows_that_differ_are_told():
@@ -133,6 +133,6 @@ def test_processes_that_differ_in_more_than_rows_are_refused():
 
 
 def test_other_words_are_refused():
-    assert batch_word(None, "here") == "auto"
+    assert checked_mode(None, "here") == "auto"
     with pytest.raises(InvalidArgumentError, match=r"'local' .* got 'mine'"):
-        batch_word("mine", "parallelize(batch=...)")
+        checked_mode("mine", "parallelize(batch=...)")
