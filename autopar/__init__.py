@@ -3,7 +3,7 @@
 from autopar import distributed, errors, recipes
 from autopar.api import parallelize, plan
 from autopar.constraining import constrain
-from autopar.executables.compiled_step import Compiled
+from autopar.executables.compiled_spmd import Compiled
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.step import Step

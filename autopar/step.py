@@ -29,7 +29,8 @@ from autopar.calls.warn_once import WarnOnce
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.executables.compiled_step import Compiled, CompiledPipeline, build, build_whole, lower_whole
+from autopar.executables.compiled_spmd import Compiled, build_whole, lower_whole
+from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
 from autopar.frontend.tracing import name_of
 from autopar.hardware.cluster import Cluster
@@ -54,7 +55,7 @@ class Step:
         self._sources = PlanSources(name, options, self._warn)
         self._plans = StepPlans(name, self._sources, show_progress=options.show_progress)
         self._batches = StepBatches(self._arguments, options, self._plans)
-        self._compiled: dict[Any, Compiled | CompiledPipeline] = {}
+        self._compiled: dict[Any, CompiledStep] = {}
         self._fast: FastPath | None = None
         self._takes_objects = False
         self._of_instances = OfInstances()
@@ -133,7 +134,7 @@ class Step:
             nan_check.check(compiled.traced, given, results)
         return jax.tree.unflatten(compiled.traced.out_tree, results)
 
-    def _differs(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: Compiled | CompiledPipeline) -> bool:
+    def _differs(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
         """Whether arguments are not what an executable was compiled for: shapes, layouts, or deleted arrays."""
         if self._compiled.get(self._arguments.key(args)) is not compiled:
             return True
@@ -160,7 +161,7 @@ class Step:
                 whole = lower_whole(traced, plan, plan.concrete_mesh(), self._sources.rules())
                 self._sources.save_rules()
 
-        def compiling() -> Compiled | CompiledPipeline:
+        def compiling() -> CompiledStep:
             with turn:
                 if key not in self._compiled:
                     compiled = whole.compile() if whole is not None else self._build(traced, plan)
@@ -169,7 +170,7 @@ class Step:
 
         return Lowered(plan=plan, whole=whole, compiling=compiling)
 
-    def compile(self, *args: Any, **kwargs: Any) -> Compiled | CompiledPipeline:
+    def compile(self, *args: Any, **kwargs: Any) -> CompiledStep:
         """Plans and compiles for arguments of these shapes, ahead of time."""
         return self._compile(self._batches.with_whole_batch(nnx_objects.split(self._signature.places(args, kwargs))))
 
@@ -233,7 +234,7 @@ class Step:
         args = nnx_objects.split(args)
         return self._plans.of(self._arguments.key(args), lambda: self._traced(args))
 
-    def _compile(self, args: tuple[Any, ...]) -> Compiled | CompiledPipeline:
+    def _compile(self, args: tuple[Any, ...]) -> CompiledStep:
         with turn:
             key = self._arguments.key(args)
             if key not in self._compiled:
@@ -241,7 +242,7 @@ class Step:
                 self._compiled[key] = self._build(traced, plan).ready()
             return self._compiled[key]
 
-    def _build(self, traced: TracedStep, plan: Plan) -> Compiled | CompiledPipeline:
+    def _build(self, traced: TracedStep, plan: Plan) -> CompiledStep:
         compiled = build(traced, plan, self._sources.rules())
         self._sources.save_rules()
         return compiled

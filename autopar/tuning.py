@@ -25,7 +25,7 @@ from autopar.common.progress import Progress
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
-from autopar.executables.compiled_step import Compiled, CompiledPipeline, build
+from autopar.executables.compiled_step import CompiledStep, build
 from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.recipes import Recipe, data_parallel, zero
@@ -309,7 +309,7 @@ def _reason(error: Exception) -> str:
     return text.strip().split("\n")[0]
 
 
-def program_of(compiled: Compiled | CompiledPipeline) -> str:
+def program_of(compiled: CompiledStep) -> str:
     """Equal for plans that run alike: those that are compiled to the same text, and pipelines that decide alike.
 
     The text of a pipeline's tasks does not tell in which order and where they run.
@@ -323,7 +323,7 @@ def program_of(compiled: Compiled | CompiledPipeline) -> str:
     return msgspec.json.encode((way, blockwise, pipeline.recomputed, stages)).decode()
 
 
-def _turn_of(compiled: Compiled | CompiledPipeline, arguments: Sequence[Any]) -> Turn:
+def _turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
     """A few steps of a plan, each on the state that the one before returned; nothing stays on the devices."""
     tied, leaves = compiled.traced.tied, jax.tree.leaves(tuple(arguments))
 

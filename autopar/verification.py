@@ -16,7 +16,9 @@ from autopar.calls import nnx_objects
 from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
 from autopar.cost.peak_memory import allocated_bytes
-from autopar.executables.compiled_step import Compiled, CompiledPipeline
+from autopar.executables.compiled_pipeline import CompiledPipeline
+from autopar.executables.compiled_spmd import Compiled
+from autopar.executables.compiled_step import CompiledStep
 from autopar.plan.schema import Predicted
 from autopar.runtime.simulation.simulator import simulate
 from autopar.step import Step, check_is_step, compile_on
@@ -94,7 +96,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
     """
     check_is_step("autopar.verify", step)
     args = nnx_objects.split(args)
-    compiled: Compiled | CompiledPipeline
+    compiled: CompiledStep
     if compile_for is None:
         compiled, target = step.compile(*args), f"{jax.default_backend()} x {step.plan(*args).cluster.num_devices}"
     else:
@@ -128,7 +130,7 @@ def compiled_elsewhere(step: Step, target: str, *args: Any) -> Compiled:
     return compile_on(step, aot.target_mesh(target, plan.mesh.axis_sizes, plan.mesh.axis_names), *args)
 
 
-def traffic_of(compiled: Compiled | CompiledPipeline) -> collectives.Traffic:
+def traffic_of(compiled: CompiledStep) -> collectives.Traffic:
     """What the compiled program sends in a step; of a pipeline each task as often as it runs."""
     if isinstance(compiled, Compiled):
         return collectives.traffic(collectives.collectives(compiled.as_text()))
@@ -139,7 +141,7 @@ def traffic_of(compiled: Compiled | CompiledPipeline) -> collectives.Traffic:
     return collectives.traffic(tuple(found))
 
 
-def peak_bytes(compiled: Compiled | CompiledPipeline) -> int:
+def peak_bytes(compiled: CompiledStep) -> int:
     """Memory of one device as compiled; of a pipeline its buffers, with the temporaries of its tasks as compiled."""
     if isinstance(compiled, Compiled):
         return allocated_bytes(compiled.memory_analysis())
@@ -148,7 +150,7 @@ def peak_bytes(compiled: Compiled | CompiledPipeline) -> int:
     return max(simulate(compiled.executor.program, staged.task_s, staged.transfer_s, temporary).peak_bytes)
 
 
-def uncounted_apart(compiled: Compiled | CompiledPipeline) -> int:
+def uncounted_apart(compiled: CompiledStep) -> int:
     """Bytes of state in the memory of the host that a compiler counts with the device's own, as XLA does for CPU."""
     if isinstance(compiled, CompiledPipeline) or compiled.memory_analysis().host_argument_size_in_bytes:
         return 0
@@ -169,7 +171,7 @@ def compare_traffic(
     return tuple(collectives), tuple(counts)
 
 
-def compare_numbers(step: Step, compiled: Compiled | CompiledPipeline, args: Sequence[Any]) -> tuple[float, str]:
+def compare_numbers(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> tuple[float, str]:
     """(largest relative difference of a result leaf from plain `jax.jit`, its path). The arguments survive."""
     expected = step.plain(*args)
     got = step(*copy_of(args))

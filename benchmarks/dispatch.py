@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.executables.compiled_step import CompiledPipeline, routes, stage_meshes
+from autopar.executables.compiled_pipeline import CompiledPipeline, routes, stage_meshes
 from autopar.runtime.execution.execute import Action, action_of
 from autopar.runtime.pipeline.program import Free, Instruction, Run
 from benchmarks.machine import description, markdown

@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.executables.compiled_step import routes, stage_meshes
+from autopar.executables.compiled_pipeline import routes, stage_meshes
 from autopar.runtime.execution.execute import Executor
 from autopar.runtime.pipeline.program import Task, TaskKind
 from benchmarks.machine import description, markdown

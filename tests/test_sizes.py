@@ -19,7 +19,6 @@ LONG_MODULES = {
     "autopar/common/jax_compat.py": _OPEN,
     "autopar/compiler/write_record.py": _OPEN,
     "autopar/cost/prediction.py": _OPEN,
-    "autopar/executables/compiled_step.py": _OPEN,
     "autopar/hardware/calibrate.py": _OPEN,
     "autopar/hardware/kinds.py": _OPEN,
     "autopar/hardware/microbenchmarks.py": _OPEN,

@@ -17,8 +17,8 @@ from autopar.calls.plans import StepPlans
 from autopar.calls.process_batches import PlannedBatch, ProcessBatches
 from autopar.calls.step_options import StepOptions
 from autopar.errors import BatchMismatchError
-from autopar.executables.compiled_step import put
 from autopar.executables.multiprocess import naming_the_lost
+from autopar.executables.step_leaves import put
 from autopar.frontend.tracing import abstract
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PlannedValue

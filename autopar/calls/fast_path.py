@@ -17,7 +17,7 @@ import jax
 
 from autopar.calls.aliasing import share_memory
 from autopar.common import jax_compat
-from autopar.executables.compiled_step import Compiled, CompiledPipeline
+from autopar.executables.compiled_step import CompiledStep
 from autopar.frontend.tracing import is_weak
 
 
@@ -28,7 +28,7 @@ class FastPath:
     All of it is a fraction of a microsecond for each leaf (`benchmarks/overhead.py`).
     """
 
-    def __init__(self, compiled: Compiled | CompiledPipeline, leaves: Sequence[Any]) -> None:
+    def __init__(self, compiled: CompiledStep, leaves: Sequence[Any]) -> None:
         traced = compiled.traced
         self.compiled, self.tree = compiled, traced.in_tree
         self._context = jax_compat.trace_context()

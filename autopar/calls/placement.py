@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.common import jax_compat
-from autopar.executables.compiled_step import Compiled, CompiledPipeline
+from autopar.executables.compiled_step import CompiledStep
 from autopar.ir.jax_sharding import HOST_MEMORY
 
 
-def put_copies(leaves: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
+def put_copies(leaves: Sequence[Any], compiled: CompiledStep) -> list[Any]:
     """Leaves of the arguments where a plan wants them; those taken over share no memory with what was given."""
 
     def put_copy(leaf: Any, sharding: Any) -> Any:
@@ -46,7 +46,7 @@ def lies_as(leaf: Any, sharding: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-def put_leaves(leaves: Sequence[Any], compiled: Compiled | CompiledPipeline) -> list[Any]:
+def put_leaves(leaves: Sequence[Any], compiled: CompiledStep) -> list[Any]:
     """Leaves of the arguments where the plan wants them."""
     if compiled.across is not None:
         return list(leaves)  # it brings them there itself, in the same order in all processes

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.errors import UnsupportedError
-from autopar.executables.compiled_step import Compiled, CompiledPipeline, LoweredWhole
+from autopar.executables.compiled_spmd import LoweredWhole
+from autopar.executables.compiled_step import CompiledStep
 from autopar.plan.plan import Plan
 
 
@@ -17,9 +18,9 @@ class Lowered:
 
     plan: Plan
     whole: LoweredWhole | None
-    compiling: Callable[[], Compiled | CompiledPipeline]
+    compiling: Callable[[], CompiledStep]
 
-    def compile(self) -> Compiled | CompiledPipeline:
+    def compile(self) -> CompiledStep:
         """The compiled program, which calls of the step with such arguments run, too."""
         return self.compiling()
 

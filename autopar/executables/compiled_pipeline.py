@@ -1,0 +1,245 @@
+"""A step compiled as the programs of a pipeline's tasks, each for the devices of its stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.common import jax_compat
+from autopar.compiler.materialize import make_staged
+from autopar.errors import UnsupportedError
+from autopar.executables.compile_tasks import compile_tasks, sharding_of
+from autopar.executables.multiprocess import GlobalStep, naming_the_lost
+from autopar.executables.stage_shards import StageShardedLeaves, seams_of
+from autopar.executables.step_leaves import leaves_of, put, result_like
+from autopar.inter_op.staged import StagedStep
+from autopar.inter_op.tasks import layout_of
+from autopar.ir.jax_sharding import submesh
+from autopar.ir.traced_step import TracedStep
+from autopar.plan.plan import Plan
+from autopar.plan.sharding_trees import shardings_in
+from autopar.runtime.execution.cross_process import crossing, is_here
+from autopar.runtime.execution.cut_shards import End
+from autopar.runtime.execution.dispatch import in_flight_on, turn
+from autopar.runtime.execution.execute import Executor, Way
+from autopar.runtime.execution.transfers import route
+from autopar.runtime.pipeline.verify import verify_program
+from autopar.sharding.rules import RuleBook
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledPipeline:
+    """A step compiled as the tasks of a pipeline.
+
+    `leaf_shardings` are those of the dynamic arguments' leaves on the first stage that reads them, `donated` the leaves
+    that are taken over; `copies` are (input of the pipeline, leaf of the arguments, sharding) for further stages that
+    read a leaf. `across` brings arguments and results to their places in a program of several processes, None in one
+    process; there a task of which this process has no device has no executable. `stage_sharded` are the leaves of the
+    arguments and of the results, where some lie in slices on the stages: slices are then numbered in place of leaves.
+    """
+
+    plan: Plan
+    traced: TracedStep
+    staged: StagedStep
+    executables: tuple[Any, ...]
+    executor: Executor
+    leaf_shardings: tuple[NamedSharding, ...]
+    donated: frozenset[int]
+    leaf_of_input: tuple[int, ...]
+    copies: tuple[tuple[int, int, NamedSharding], ...]
+    fixed: tuple[tuple[int, Any], ...]
+    literals: tuple[tuple[int, Any], ...]
+    stage_sharded: tuple[StageShardedLeaves, StageShardedLeaves] | None = None
+    across: GlobalStep | None = None
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """Of the dynamic arguments, in their structures. Raises: UnsupportedError where a node takes arrays only."""
+        return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
+
+    def __call__(self, *args: Any) -> Any:
+        return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves of the results, of the leaves of the dynamic arguments."""
+        with turn:
+            if self.across is None:
+                return self._run(leaves)
+            return naming_the_lost(lambda: self._across_processes(leaves))
+
+    def _run(self, leaves: Sequence[Any]) -> list[Any]:
+        if self.stage_sharded is None:
+            return self._run_in_one_process(leaves)
+        arguments, results = self.stage_sharded
+        return results.join(self._run_in_one_process(arguments.cut(leaves)))
+
+    def _run_in_one_process(self, leaves: Sequence[Any]) -> list[Any]:
+        inputs = [leaves[i] if i >= 0 else None for i in self.leaf_of_input]
+        if self.copies:
+            put = jax.device_put([leaves[leaf] for _, leaf, _ in self.copies], [s for _, _, s in self.copies])
+            for (position, _, _), array in zip(self.copies, put, strict=True):
+                inputs[position] = array
+        return self._run_on(inputs)
+
+    def _across_processes(self, leaves: Sequence[Any]) -> list[Any]:
+        assert self.across is not None, "for programs of several processes"
+        return self.across.results(self._run_on(self.across.arguments(leaves)))
+
+    def _run_on(self, inputs: list[Any]) -> list[Any]:
+        for position, constant in self.fixed:
+            inputs[position] = constant
+        results: list[Any] = [None] * len(self.staged.step.results)
+        for position, array in zip(self.staged.staged.results, self.executor(inputs), strict=True):
+            results[position] = array
+        for position, literal in self.literals:
+            results[position] = literal
+        return results
+
+    def ready(self) -> CompiledPipeline:
+        """The same with its constants on the devices."""
+        shardings = _input_shardings(self.staged, self.plan)
+        positions, constants = [p for p, _ in self.fixed], [c for _, c in self.fixed]
+        fixed = put(constants, [shardings[p] for p in positions])
+        return dataclasses.replace(self, fixed=tuple(zip(positions, fixed, strict=True)))
+
+    def as_text(self) -> str:
+        """The optimised programs of all tasks, one after the other."""
+        return "\n\n".join(e.as_text() for e in self.executables if e is not None)
+
+
+def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledPipeline:
+    """Compiles each task of a pipeline for the devices of its stage."""
+    staged = make_staged(traced, plan, rules)
+    program = staged.program()
+    verify_program(program, staged.schedule)  # milliseconds, beside compiling
+    stage_sharded = _stage_sharded(staged, plan)
+    meshes = stage_meshes(staged)
+    lowered = [p.lowered for p in staged.stages]
+    here = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
+    executables = compile_tasks(staged.staged, lowered, here, weak_results(staged, traced))
+    in_flight = [in_flight_on(list(meshes[task.stage].devices.flat)) for task in staged.staged.tasks]
+    executor = Executor(program, executables, routes(staged, meshes), in_flight)
+    num_constants = len(staged.graph.constants)
+    shardings = _input_shardings(staged, plan)
+    leaf_of_input, copies, fixed = [], [], []
+    seen: set[int] = set()
+    for position, argument in enumerate(staged.staged.arguments):
+        leaf = argument - num_constants
+        if leaf < 0:
+            fixed.append((position, staged.graph.constants[argument]))
+            leaf_of_input.append(-1)
+        elif leaf in seen:
+            copies.append((position, leaf, shardings[position]))
+            leaf_of_input.append(-1)
+        else:
+            seen.add(leaf)
+            leaf_of_input.append(leaf)
+    first = {leaf: shardings[i] for i, leaf in enumerate(leaf_of_input) if leaf >= 0}
+    unread = NamedSharding(meshes[0], PartitionSpec())
+    in_slices = dict(enumerate(stage_sharded[0].leaves)) if stage_sharded is not None else {}
+    per_leaf = [
+        sharded.sharding if (sharded := in_slices.get(piece.leaf)) is not None else first.get(i, unread)
+        for i, piece in enumerate(staged.step.arguments)
+        if piece.part == 0
+    ]
+    literals = [
+        (position, result_like(atom.literal.val, traced.out_avals[staged.step.results[position].leaf]))
+        for position, atom in enumerate(staged.graph.block.outputs)
+        if not isinstance(atom, int)
+    ]
+    return CompiledPipeline(
+        plan=plan,
+        traced=traced,
+        staged=staged,
+        executables=tuple(executables),
+        executor=executor,
+        leaf_shardings=tuple(per_leaf),
+        donated=frozenset(traced.tied),
+        leaf_of_input=tuple(leaf_of_input),
+        copies=tuple(copies),
+        fixed=tuple(fixed),
+        literals=tuple(literals),
+        stage_sharded=stage_sharded,
+        across=_across(traced, staged, plan, shardings) if jax.process_count() > 1 else None,
+    )
+
+
+def _stage_sharded(staged: StagedStep, plan: Plan) -> tuple[StageShardedLeaves, StageShardedLeaves] | None:
+    """Of arguments and results. Raises: UnsupportedError in a program of several processes."""
+    cut, record = staged.step, plan.record
+    num_constants = len(record.arguments) - len({piece.leaf for piece in cut.arguments})
+    arguments = seams_of(record.arguments[num_constants:], cut.arguments, plan)
+    results = seams_of(record.results, cut.results, plan)
+    if arguments is None or results is None:
+        return None
+    if jax.process_count() > 1:
+        raise UnsupportedError(
+            where=f"the scan over {cut.trips} layers of {record.step}",
+            expected="a pipeline in one process, where stages are cut out of a scan",
+            got=f"{jax.process_count()} processes",
+            hint="write the layers out in a Python loop, or use a plan of one stage",
+        )
+    return arguments, results
+
+
+def _across(traced: TracedStep, staged: StagedStep, plan: Plan, input_shardings: Sequence[NamedSharding]) -> GlobalStep:
+    """What a pipeline needs in a program of several processes."""
+    program, meshes, constants = staged.staged, stage_meshes(staged), len(staged.graph.constants)
+    result_shardings: list[NamedSharding | None] = [None] * len(traced.out_avals)
+    for position, b in zip(program.results, program.pipeline.outputs, strict=True):
+        result_shardings[position] = sharding_of(program.key_of[b], meshes[program.stage_of[b]])
+    leaves = [max(argument - constants, -1) for argument in program.arguments]
+    return GlobalStep(traced, list(zip(leaves, input_shardings, strict=True)), result_shardings)
+
+
+def stage_meshes(staged: StagedStep) -> list[Mesh]:
+    """The mesh of each stage, of this program's devices.
+
+    Raises: NotEnoughDevicesError.
+    """
+    return [submesh(s.mesh, s.first_device) for s in staged.submeshes]
+
+
+def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Way]:
+    """The way of each transfer between the meshes."""
+    program, here = staged.staged, jax.process_index()
+
+    def aval(buffer: int) -> jax.ShapeDtypeStruct:
+        value = staged.stages[program.stage_of[buffer]].stage.graph.values[program.key_of[buffer][0]]
+        return jax_compat.struct(value.shape, value.dtype)
+
+    def end(buffer: int) -> End:
+        key, lowered = program.key_of[buffer], staged.stages[program.stage_of[buffer]].lowered
+        mesh = meshes[program.stage_of[buffer]]
+        return End(layout=layout_of(key), logical=lowered.mesh, mesh=mesh, sharding=sharding_of(key, mesh))
+
+    def way(source: int, target: int) -> Way:
+        value, ends = aval(source), (end(source), end(target))
+        if all(d.process_index == here for e in ends for d in e.mesh.devices.flat):
+            return route(value.shape, *ends)
+        return crossing(value.shape, value.dtype, *ends)
+
+    return [way(t.source, t.target) for t in program.pipeline.transfers]
+
+
+def _input_shardings(staged: StagedStep, plan: Plan) -> list[NamedSharding]:
+    """Of each of the pipeline's inputs."""
+    program, meshes = staged.staged, stage_meshes(staged)
+    return [sharding_of(program.key_of[b], meshes[program.stage_of[b]]) for b in program.pipeline.inputs]
+
+
+def weak_results(staged: StagedStep, traced: TracedStep) -> dict[int, bool]:
+    """Whether the type is weak, of each buffer of a pipeline that holds a result, and of what such a one is sent of."""
+    program, pieces = staged.staged, staged.step.results
+    found = {
+        b: bool(traced.out_avals[pieces[position].leaf].weak_type)
+        for position, b in zip(program.results, program.pipeline.outputs, strict=True)
+    }
+    for transfer in reversed(program.pipeline.transfers):
+        if transfer.target in found:
+            found.setdefault(transfer.source, found[transfer.target])
+    return found

@@ -1,0 +1,168 @@
+"""A step compiled as one SPMD program over all devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from autopar.common import jax_compat
+from autopar.compiler.materialize import make_function
+from autopar.executables.multiprocess import GlobalStep, naming_the_lost
+from autopar.executables.step_leaves import leaves_of, put, result_like
+from autopar.frontend.callbacks import raise_failures
+from autopar.ir.jax_sharding import check_host_memory, named_sharding
+from autopar.ir.traced_step import TracedStep
+from autopar.ir.value_state import HOST
+from autopar.plan.plan import Plan
+from autopar.plan.sharding_trees import shardings_in
+from autopar.runtime.execution.dispatch import InFlight, in_flight_on, smallest, turn
+from autopar.sharding.rules import RuleBook
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A step compiled under a plan for one set of shapes.
+
+    Everything inside is by leaf: user trees hold arrays only, since their constructors may compute on what they hold.
+    `executable` takes the constants and the leaves of the dynamic arguments and gives the leaves of the results;
+    `donated` are the leaves that it takes over. `across` brings arguments to the devices in a program of several
+    processes, None in one process. `in_flight` counts what is handed out, where that is limited, by the result `noted`.
+    `failures` is where callbacks leave what they raise; None where there are none.
+    """
+
+    plan: Plan
+    traced: TracedStep
+    executable: Any
+    constants: tuple[Any, ...]
+    constant_shardings: tuple[Any, ...]
+    leaf_shardings: tuple[NamedSharding, ...]
+    donated: frozenset[int]
+    across: GlobalStep | None = None
+    in_flight: InFlight | None = None
+    noted: int | None = None
+    failures: list[BaseException] | None = None
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """Of the dynamic arguments, in their structures. Raises: UnsupportedError where a node takes arrays only."""
+        return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
+
+    def __call__(self, *args: Any) -> Any:
+        return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves of the results, of the leaves of the dynamic arguments."""
+        with turn:
+            if self.across is None:
+                return self._hand_out(leaves)
+            return naming_the_lost(lambda: self._across_processes(leaves))
+
+    def _across_processes(self, leaves: Sequence[Any]) -> Any:
+        assert self.across is not None, "for programs of several processes"
+        return self._hand_out(self.across.arguments(leaves))
+
+    def _hand_out(self, leaves: Sequence[Any]) -> Any:
+        results = self.executable(self.constants, *leaves)
+        if self.in_flight is not None and self.noted is not None:
+            self.in_flight.add(results[self.noted])
+        if self.failures is not None:
+            raise_failures(results, self.failures)
+        return results
+
+    def ready(self) -> Compiled:
+        """The same with its constants on the devices."""
+        return dataclasses.replace(self, constants=put(self.constants, self.constant_shardings))
+
+    def as_text(self) -> str:
+        """The optimised program."""
+        return self.executable.as_text()
+
+    def memory_analysis(self) -> Any:
+        return self.executable.memory_analysis()
+
+
+def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
+    """Compiles a step as one program for the devices of a mesh.
+
+    Raises: PlanMismatchError, UnsupportedError where the plan keeps state in the memory of the host and these devices
+    cannot.
+    """
+    return lower_whole(traced, plan, mesh, rules).compile()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredWhole:
+    """A step as one program that is not compiled yet."""
+
+    plan: Plan
+    traced: TracedStep
+    lowered: Any
+    mesh: Mesh
+    constants: tuple[Any, ...]
+    constant_shardings: tuple[Any, ...]
+    leaf_shardings: tuple[NamedSharding, ...]
+    result_shardings: Sequence[NamedSharding]
+    failures: list[BaseException] | None
+
+    def compile(self) -> Compiled:
+        several = _processes(self.mesh) > 1
+        reads = list(enumerate(self.leaf_shardings))
+        not_state = set(range(len(self.traced.out_avals))) - set(self.traced.tied.values())
+        return Compiled(
+            plan=self.plan,
+            traced=self.traced,
+            executable=self.lowered.compile(),
+            constants=self.constants,
+            constant_shardings=self.constant_shardings,
+            leaf_shardings=self.leaf_shardings,
+            donated=frozenset(self.traced.tied),
+            across=GlobalStep(self.traced, reads, self.result_shardings) if several else None,
+            in_flight=in_flight_on(list(self.mesh.devices.flat)),
+            noted=smallest(self.traced.out_avals, not_state),
+            failures=self.failures,
+        )
+
+
+@jax_compat.no_mesh_set()
+def lower_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> LoweredWhole:
+    """Lowers a step as one program for the devices of a mesh. Raises: what `build_whole` raises."""
+    emitted = make_function(traced, plan, mesh, rules)
+    if emitted.lowered.in_host:
+        here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        check_host_memory(f"plan of {plan.record.step}", (here or list(mesh.devices.flat))[0])
+    inputs = [named_sharding(layout, mesh, in_host=state == HOST) for layout, state in emitted.lowered.entries()]
+    results = [named_sharding(v.layout, mesh, in_host=v.in_host) for v in plan.record.results]
+    constants = tuple(inputs[: len(emitted.graph.constants)])
+    arguments = tuple(inputs[len(constants) :])
+
+    def step(constants: tuple[Any, ...], *leaves: Any) -> Any:
+        results = emitted.function(*constants, *leaves)
+        return [result_like(x, aval) for x, aval in zip(results, traced.out_avals, strict=True)]
+
+    step.__name__ = traced.name
+    jitted = jax.jit(
+        step,
+        in_shardings=(constants, *arguments),
+        out_shardings=results,
+        donate_argnums=tuple(i + 1 for i in sorted(traced.tied)),
+    )
+    shapes = tuple(jax_compat.shape_of(c) for c in emitted.graph.constants)
+    return LoweredWhole(
+        plan=plan,
+        traced=traced,
+        lowered=jitted.lower(shapes, *traced.in_avals),
+        mesh=mesh,
+        constants=emitted.graph.constants,
+        constant_shardings=constants,
+        leaf_shardings=arguments,
+        result_shardings=results,
+        failures=emitted.failures,
+    )
+
+
+def _processes(mesh: Mesh) -> int:
+    return len({d.process_index for d in mesh.devices.flat})
