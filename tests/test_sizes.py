@@ -24,8 +24,6 @@ LONG_MODULES = {
     "autopar/hardware/microbenchmarks.py": _OPEN,
     "autopar/inter_op/stage_costs.py": _OPEN,
     "autopar/intra_op/choice_graph.py": _OPEN,
-    "autopar/microbatch/example_rules.py": _OPEN,
-    "autopar/microbatch/microbatch.py": _OPEN,
     "autopar/passes/layers.py": _OPEN,
     "autopar/sharding/semantics.py": _OPEN,
     "solver/anytime/local_search.py": _OPEN,

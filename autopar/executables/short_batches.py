@@ -28,7 +28,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.host_offload import with_host_copies
 from autopar.lowering.lower import lower
-from autopar.microbatch.microbatch import example_leaves, num_examples
+from autopar.microbatch.smaller_step import example_leaves, num_examples
 from autopar.passes.split_scan import cut_scans
 from autopar.passes.stage_graph import StageGraph
 from autopar.plan.plan import Plan

@@ -27,7 +27,7 @@ from autopar.inter_op.stage_costs import Decisions, PricedOption, again_of, laye
 from autopar.inter_op.staged import default_chunks, part_of
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
-from autopar.microbatch.microbatch import num_examples
+from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat_cheap import copies_state

@@ -11,7 +11,7 @@ from autopar.intra_op.logical_meshes import distinct_meshes
 from autopar.intra_op.spmd_search import LONG_STEP
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
-from autopar.microbatch.microbatch import num_examples
+from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.split_scan import SplitStep, divisors
 from autopar.plan.options import PlanRequest
 from autopar.solver import Schedule as SearchedSchedule

@@ -18,15 +18,8 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind
 from autopar.ir.primitives import linear_operands
-from autopar.microbatch.example_rules import (
-    AGAINST_OTHERS,
-    COMBINES,
-    SEVERAL,
-    MixesExamples,
-    places_of_results,
-    reshaped,
-    sums_over_examples,
-)
+from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, MixesExamples
+from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
 
 
 class Mixes(Exception):

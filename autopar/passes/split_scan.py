@@ -24,7 +24,8 @@ from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.ir.graph import FactorKind, Rule
 from autopar.ir.traced_step import TracedStep
-from autopar.microbatch.example_rules import MixesExamples, places_of_results
+from autopar.microbatch.example_places import MixesExamples
+from autopar.microbatch.example_rules import places_of_results
 from autopar.passes.scan_stacks import LOOPS, Stacks, find_stacks, major, rules_of
 from autopar.sharding.rules import RuleBook, equation_key
 

@@ -1,0 +1,127 @@
+"""The dimension of each operand that holds the examples, and the rules on it that many primitives share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# Of each operand the dimension that holds the examples; None where it is the same for all of them.
+Places = Sequence[int | None]
+Rule = Callable[[Any, Places], list[int]]
+
+COMBINES = "it combines examples"
+BY_POSITION = "it addresses examples by their position in the batch"
+SEVERAL = "it reads examples in several places"
+AGAINST_OTHERS = "it holds examples against others"
+UNKNOWN = "it is not known to keep examples apart"
+
+
+class MixesExamples(Exception):
+    """An equation does not keep examples apart; its text says why. Stays inside."""
+
+
+def shape_of(variable: Any) -> tuple[int, ...]:
+    return tuple(variable.aval.shape)
+
+
+def rank_of(variable: Any) -> int:
+    return len(variable.aval.shape)
+
+
+def common_place(eqn: Any, places: Places) -> int:
+    """The dimension that holds the examples in every operand but numbers."""
+    found = {place for v, place in zip(eqn.invars, places, strict=True) if shape_of(v)}
+    if None in found:
+        raise MixesExamples(AGAINST_OTHERS)
+    if len(found) != 1:
+        raise MixesExamples(SEVERAL)
+    (dim,) = found
+    assert dim is not None
+    return dim
+
+
+def only_place(eqn: Any, places: Places, operand: int) -> int:
+    """The dimension that holds the examples in one operand, the others being the same for all."""
+    place = places[operand]
+    if place is None or any(p is not None for i, p in enumerate(places) if i != operand):
+        raise MixesExamples(SEVERAL if place is not None else COMBINES)
+    return place
+
+
+def named_dims(eqn: Any, name: str, rank: int) -> set[int]:
+    """The dimensions that a parameter names, one or several, from the front."""
+    value = eqn.params[name]
+    return {int(a) % rank for a in (value if isinstance(value, (tuple, list)) else (value,))}
+
+
+def elementwise(eqn: Any, places: Places) -> list[int]:
+    """Element by element; numbers, and dimensions of size one, are held against all examples."""
+    found = {place for place in places if place is not None}
+    if len(found) != 1:
+        raise MixesExamples(SEVERAL)
+    (dim,) = found
+    for v, place in zip(eqn.invars, places, strict=True):
+        if place is None and shape_of(v) and shape_of(v)[dim] != 1:
+            raise MixesExamples(AGAINST_OTHERS)
+    return [dim for _ in eqn.outvars]
+
+
+def along(name: str) -> Rule:
+    """Works along the dimensions of a parameter, which may not hold the examples."""
+
+    def rule(eqn: Any, places: Places) -> list[int]:
+        dim = common_place(eqn, places)
+        if dim in named_dims(eqn, name, rank_of(eqn.invars[0])):
+            raise MixesExamples(BY_POSITION)
+        return [dim for _ in eqn.outvars]
+
+    return rule
+
+
+def reducing(name: str) -> Rule:
+    """Drops the dimensions of a parameter."""
+
+    def rule(eqn: Any, places: Places) -> list[int]:
+        dim = common_place(eqn, places)
+        dropped = named_dims(eqn, name, rank_of(eqn.invars[0]))
+        if dim in dropped:
+            raise MixesExamples(COMBINES)
+        return [dim - sum(d < dim for d in dropped) for _ in eqn.outvars]
+
+    return rule
+
+
+def matrices(*ranks: int) -> Rule:
+    """Linear algebra on the last dimensions of each operand: so many of the first operand, the second, ..."""
+
+    def rule(eqn: Any, places: Places) -> list[int]:
+        dim = common_place(eqn, places)
+        if any(dim >= rank_of(v) - rank for v, rank in zip(eqn.invars, ranks, strict=True)):
+            raise MixesExamples(COMBINES)
+        return [dim for _ in eqn.outvars]
+
+    return rule
+
+
+def windowed(eqn: Any, places: Places) -> list[int]:
+    """A window that slides: along the examples it covers one at a time."""
+    dim, p = common_place(eqn, places), eqn.params
+    one = p["window_dimensions"][dim] == 1 and tuple(p["padding"][dim]) == (0, 0)
+    for name in ("window_strides", "base_dilation", "window_dilation"):
+        one = one and p.get(name, {dim: 1})[dim] == 1
+    if not one:
+        raise MixesExamples(COMBINES)
+    return [dim for _ in eqn.outvars]
+
+
+def of_keys(rule: Rule) -> Rule:
+    """Random numbers of one key for each example. Only threefry makes of many keys what it makes of each."""
+
+    def keys(eqn: Any, places: Places) -> list[int]:
+        if str(eqn.invars[0].aval.dtype) != "key<fry>":
+            raise MixesExamples("what it makes of a key depends on the other keys")
+        if places[0] is None:
+            raise MixesExamples("it draws for all examples from one key")
+        return rule(eqn, places)
+
+    return keys

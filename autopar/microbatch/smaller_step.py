@@ -1,0 +1,89 @@
+"""A step on fewer examples: how many its batch has, and its trace with a smaller batch."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from autopar.common import jax_compat
+from autopar.errors import BatchMismatchError, UnsupportedError
+from autopar.ir.traced_step import TracedStep
+from autopar.microbatch.extrapolation import extrapolated
+
+
+def num_examples(traced: TracedStep) -> int:
+    """The leading size that most leaves of the batch share (of several, the first)."""
+    sizes = collections.Counter(traced.in_avals[i].shape[0] for i in sorted(traced.batch) if traced.in_avals[i].shape)
+    if not sizes:
+        raise BatchMismatchError(
+            where=traced.name,
+            expected="a batch with arrays whose first dimension counts examples",
+            got="none",
+            hint="name the argument that holds the batch in batch_argnums",
+        )
+    ((examples, _),) = sizes.most_common(1)
+    if not examples:
+        raise BatchMismatchError(
+            where=traced.name,
+            expected="a batch with examples, to be cut into micro-batches or to go through stages",
+            got="an empty one",
+            hint="skip empty batches, or run them as one program: plan=autopar.recipes.data_parallel()",
+        )
+    return examples
+
+
+def example_leaves(traced: TracedStep) -> frozenset[int]:
+    """The leaves of the batch that carry examples in their first dimension."""
+    examples = num_examples(traced)
+    return frozenset(i for i in traced.batch if traced.in_avals[i].shape[:1] == (examples,))
+
+
+def smaller_step(traced: TracedStep, examples: int) -> TracedStep:
+    """The step traced on fewer examples. The program of one follows from those of two and of three.
+
+    Raises: UnsupportedError.
+    """
+    if examples > 1:
+        return traced_at(traced, smaller_avals(traced, examples))
+    two, three = (traced_at(traced, smaller_avals(traced, n)) for n in (2, 3))
+    jaxpr = extrapolated(two.jaxpr, three.jaxpr, traced.name)
+    out_avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
+    return dataclasses.replace(two, jaxpr=jaxpr, in_avals=smaller_avals(traced, 1), out_avals=out_avals)
+
+
+def smaller_avals(traced: TracedStep, examples: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of the arguments with so many examples in place of the batch."""
+    leaves = example_leaves(traced)
+    return tuple(
+        jax.ShapeDtypeStruct((examples, *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in leaves else a
+        for i, a in enumerate(traced.in_avals)
+    )
+
+
+def traced_at(traced: TracedStep, in_avals: Sequence[jax.ShapeDtypeStruct]) -> TracedStep:
+    """The step traced on other shapes.
+
+    Raises: UnsupportedError when it cannot be.
+    """
+    try:
+        closed = traced.retrace(in_avals)
+    except Exception as error:  # the user's function may raise anything
+        text = str(error).strip().split("\n")[0]
+        line = jax_compat.line_of_error(error)
+        raise UnsupportedError(
+            where=f"{traced.name} at {line}" if line else traced.name,
+            expected="a step that can be traced on fewer examples",
+            got=f"{type(error).__name__}: {text}",
+            hint="take sizes from the arrays rather than writing them into the step",
+        ) from error
+    jaxpr = jax_compat.open_jaxpr(closed)
+    return dataclasses.replace(
+        traced,
+        jaxpr=jaxpr,
+        constants=tuple(jax_compat.jaxpr_consts(closed)),
+        in_avals=tuple(in_avals),
+        out_avals=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars),
+    )

@@ -1,0 +1,183 @@
+"""The state of each value of a step cut into micro-batches, found operation by operation.
+
+Operations that depend on no examples are known before the loop; those that keep examples apart or are linear in sums
+run in it; what combines examples otherwise runs after it, or the step is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from autopar.common import jax_compat
+from autopar.errors import MixedExamplesError
+from autopar.ir.graph import Op, OpGraph, OpKind, Role
+from autopar.microbatch.microbatch_analysis import Follower, Form, Mixes, State, is_number, state_of
+
+# What is not worth doing for the whole batch outside of the loop.
+_HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "cholesky", "lu", "qr", "eigh", "svd"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueStates:
+    """`of[v]` is the state of a value of the whole batch's graph.
+
+    `passes[v]` is the value in front of the barrier that v stands behind; `whole_operands[op]` are the positions of
+    the operands that an operation in the loop reads of the whole batch.
+    """
+
+    of: Mapping[int, State]
+    passes: Mapping[int, int]
+    whole_operands: Mapping[int, frozenset[int]]
+
+
+def find_states(
+    whole: OpGraph, part: OpGraph, follower: Follower, inputs_with_examples: Collection[int]
+) -> ValueStates:
+    """The states of all values. `inputs_with_examples` are positions of inputs whose dimension 0 counts examples.
+
+    Raises: MixedExamplesError when what is computed of an example depends on the others.
+    """
+    return _StateFinder(whole, part, follower).run(inputs_with_examples)
+
+
+class _StateFinder:
+    def __init__(self, whole: OpGraph, part: OpGraph, follower: Follower) -> None:
+        self.whole, self.part, self.follower = whole, part, follower
+        self.num_microbatches = follower.num_microbatches
+        self.states: dict[int, State] = {}
+        self.passes: dict[int, int] = {}
+        self.whole_operands: dict[int, frozenset[int]] = {}
+
+    def run(self, inputs_with_examples: Collection[int]) -> ValueStates:
+        for position, v in enumerate(self.whole.block.inputs):
+            if position in inputs_with_examples:
+                self.states[v] = State(form=Form.SPLIT, early=True, cut=True)
+            else:
+                self.states[v] = self.follower.by_shape(v)
+        for op, part in zip(self.whole.block.ops, self.part.block.ops, strict=True):
+            states = [state_of(a, self.states) for a in op.inputs]
+            results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self._results(op, part, states)
+            self.states.update(zip(op.outputs, results, strict=True))
+        return ValueStates(of=self.states, passes=self.passes, whole_operands=self.whole_operands)
+
+    def _barrier(self, op: Op, states: Sequence[State]) -> list[State]:
+        """Only what streams is held back by a barrier; the rest is computed elsewhere, once."""
+        for atom, out in zip(op.inputs, op.outputs, strict=True):
+            assert isinstance(atom, int), "a barrier lets values through, no literals"
+            self.passes[out] = atom
+        return [dataclasses.replace(s, cut=False) if s.streams else s for s in states]
+
+    def _results(self, op: Op, part: Op, states: list[State]) -> list[State]:
+        if all(_is_known(s) for s in states):
+            return self._known(op, part, states)
+        late = [s for s in states if s.form is Form.UNAVAILABLE and not s.early]
+        if any(s.form is Form.SPLIT and s.streams for s in states) and not late:
+            return self._of_examples(op, part, states)
+        return self._of_sums(op, part, states, bool(late))
+
+    def _known(self, op: Op, part: Op, states: list[State]) -> list[State]:
+        """All operands are known before the first micro-batch."""
+        if op.kind is OpKind.EQUATION and op.primitive not in _HEAVY and not any(s.cut for s in states):
+            try:
+                results = self.follower.follow(op, part, states, self.states)
+                return [dataclasses.replace(s, early=True, streams=False) for s in results]
+            except Mixes:
+                pass
+        zero = all(s.zero for s in states) and op.primitive in ("convert_element_type", "broadcast_in_dim", "reshape")
+        return [dataclasses.replace(self.follower.by_shape(v), zero=zero) for v in op.outputs]
+
+    def _of_examples(self, op: Op, part: Op, states: list[State]) -> list[State]:
+        """Some operands hold examples."""
+        early = all(s.early for s in states) and _is_light(op)
+        try:
+            return self._followed(op, part, states, early, promote=True)
+        except Mixes as mixes:
+            if early:
+                return [self.follower.by_shape(v) for v in op.outputs]
+            if self.num_microbatches == 1:
+                return self._single(op, states)
+            return self._mixed(op, states, mixes)
+
+    def _of_sums(self, op: Op, part: Op, states: list[State], late: bool) -> list[State]:
+        """Some operands are sums over examples, or known after the last micro-batch only."""
+        early = all(s.early for s in states) and _is_light(op)
+        updates = op.role is Role.UPDATE and any(s.form is not Form.INVARIANT for s in states)
+        mixes = Mixes(op, "it is not linear in a sum over examples")
+        if not late and not updates:
+            try:
+                return self._followed(op, part, states, early, promote=False)
+            except Mixes as why:
+                mixes = why
+            if op.role is Role.BACKWARD and not early:
+                try:
+                    return self._followed(op, part, states, early, promote=True)
+                except Mixes:
+                    pass
+        if early:
+            return [self.follower.by_shape(v) for v in op.outputs]
+        if self.num_microbatches == 1 and not late and not updates:
+            return self._single(op, states)
+        return self._mixed(op, states, mixes)
+
+    def _followed(self, op: Op, part: Op, states: list[State], early: bool, promote: bool) -> list[State]:
+        """Runs in the loop. `promote`: sums that are known before it are read as such."""
+        read_whole = frozenset(
+            i
+            for i, (a, s) in enumerate(zip(op.inputs, states, strict=True))
+            if promote and s.early and s.form is Form.PARTIAL_SUM and isinstance(a, int)
+        )
+        read = [State(form=Form.INVARIANT) if i in read_whole else s for i, s in enumerate(states)]
+        results = self.follower.follow(op, part, read, self.states)
+        self.whole_operands[op.id] = read_whole
+        return [dataclasses.replace(s, early=early, streams=True, cut=False) for s in results]
+
+    def _single(self, op: Op, states: list[State]) -> list[State]:
+        """With one micro-batch nothing is mixed: a result is the only part, or the only summand."""
+        cause = _cause(Mixes(op, "it combines examples"), states)
+
+        def state(v: int) -> State:
+            if is_number(self.whole.values[v].dtype):
+                return State(form=Form.PARTIAL_SUM, cause=cause)
+            if self.whole.values[v].shape:
+                return State(form=Form.SPLIT)
+            return State(form=Form.UNAVAILABLE, streams=False, cause=cause)
+
+        return [state(v) for v in op.outputs]
+
+    def _mixed(self, op: Op, states: list[State], mixes: Mixes) -> list[State]:
+        """Runs after the loop, where it is neither work on all examples nor something that gradients go through.
+
+        Raises: MixedExamplesError.
+        """
+        cause = _cause(mixes, states)
+        values = [a for a in (*op.inputs, *op.outputs) if isinstance(a, int)]
+        of_examples = any(not self.follower.same_shape(v) for v in values)
+        if self.num_microbatches > 1 and of_examples and (not _is_light(op) or op.role is Role.BACKWARD):
+            beside = "" if cause is mixes else f", and {_place(op)} needs the result for each of them"
+            raise MixedExamplesError(
+                where=_place(cause.op),
+                expected="a step that works on each example alone until it sums over them",
+                got=f"{cause.op.primitive} mixes the examples of the batch ({cause.why}){beside}",
+                hint="use num_microbatches=1, or take what it needs of all examples from the state or the batch",
+            )
+        return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
+
+
+def _is_known(state: State) -> bool:
+    """Whether a value is there before the first micro-batch, and not as examples that the loop goes over."""
+    return state.early and (not state.streams or state.form is Form.INVARIANT)
+
+
+def _is_light(op: Op) -> bool:
+    return op.kind is OpKind.EQUATION and op.primitive not in _HEAVY
+
+
+def _cause(mixes: Mixes, states: Sequence[State]) -> Mixes:
+    """What first brought examples together, on the way to what does so here."""
+    return next((s.cause for s in states if s.cause is not None and not s.early), mixes)
+
+
+def _place(op: Op) -> str:
+    line = jax_compat.source_line(op.eqn)
+    return f"{op.module or op.primitive} at {line}" if line else op.module or op.primitive
