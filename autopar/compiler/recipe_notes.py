@@ -86,7 +86,7 @@ def _whole_arguments(bound: Bound) -> Iterator[_Found]:
             continue
         layout = bound.sharding.reduced.get(v, replicated(len(value.shape)))
         for axis, (use, parts) in enumerate(zip(bound.constraints.axes, bound.sharding.mesh.axis_sizes, strict=True)):
-            if parts > 1 and value.purpose in use.must and axis not in layout.sharded_axes:
+            if parts > 1 and value.purpose in use.must_shard and axis not in layout.sharded_axes:
                 reason = _reason(bound, value, layout, axis)
                 if reason is not None:
                     yield (

@@ -28,40 +28,43 @@ class AxisUse:
 
     Attributes:
         name: What people call it: data, tensor, sequence, expert.
-        dimensions: It may split dimensions that count these, of any value.
-        unnamed: It may split dimensions that count heads, or none of `Dimension` (inner widths), of any value.
-        spread: It may split values of these purposes along any dimension.
-        side: Of matrices, and of what belongs to them, it may split dimensions of this side only.
-        must: It must split values of these purposes, where they lie, if it may and one of their dimensions divides.
-        reads: Operations must read values of these purposes split over it, if they can.
+        dimensions: It may shard dimensions that count these, of any value.
+        unnamed: It may shard dimensions that count heads, or none of `Dimension` (inner widths), of any value.
+        may_shard: It may shard values of these purposes along any dimension.
+        side: Of matrices and the values that belong to them, it may shard dimensions of this side only.
+        must_shard: It must shard values of these purposes, where they lie, if it may and one of their dimensions
+            divides.
+        must_read_sharded: Operations must read values of these purposes sharded over it, if they can.
         minor: Of a dimension of values of these purposes, where they hold no examples, it splits what other axes leave.
-        keeps: Activations may be cut over it, and sums over it be left split, along dimensions that count these only.
-        keeps_unnamed: And along dimensions that count none.
-        hoist_casts: What several passes read may be kept as they read it, although it must lie split over the axis:
+        may_slice: Activations may be sliced over it, and sums over it be reduce-scattered, along dimensions that count
+            these only.
+        may_slice_unnamed: And along dimensions that count none.
+        hoist_casts: What several passes read may be kept as they read it, although it must lie sharded over the axis:
             it is sent once instead of once for each pass, and takes the memory.
-        own: What counts one of these and no examples (weights, their gradients) is split along that dimension only.
-            The step has such matrices, and the size of the axis divides that dimension.
-        adds: Whether what counts examples may be a sum over it, still to be reduced.
-        exchanges: Activations that it splits may be split along dimensions that count these instead (an all-to-all).
-            What has such dimensions and counts positions twice (scores of attention, masks) is split along these only.
-        rings: Attention is split by positions too: keys and values go round it.
+        owned_dimensions: Values that count one of these and no examples (weights, their gradients) are sharded along
+            that dimension only. The step has such matrices, and the size of the axis divides that dimension.
+        may_be_partial_sum: Whether values that count examples may be partial sums over it.
+        exchanges: Activations that it shards may be sharded along dimensions that count these instead (an all-to-all).
+            Values that have such dimensions and count positions twice (scores of attention, masks) are sharded along
+            these only.
+        ring_attention: Attention is sharded by positions too: keys and values go round it.
     """
 
     name: str
     dimensions: tuple[Dimension, ...] = ()
     unnamed: bool = False
-    spread: tuple[Purpose, ...] = ()
+    may_shard: tuple[Purpose, ...] = ()
     side: Side | None = None
-    must: tuple[Purpose, ...] = ()
-    reads: tuple[Purpose, ...] = ()
+    must_shard: tuple[Purpose, ...] = ()
+    must_read_sharded: tuple[Purpose, ...] = ()
     minor: tuple[Purpose, ...] = ()
-    keeps: tuple[Dimension, ...] = ()
-    keeps_unnamed: bool = False
+    may_slice: tuple[Dimension, ...] = ()
+    may_slice_unnamed: bool = False
     hoist_casts: bool = False
-    own: tuple[Dimension, ...] = ()
-    adds: bool = True
+    owned_dimensions: tuple[Dimension, ...] = ()
+    may_be_partial_sum: bool = True
     exchanges: tuple[Dimension, ...] = ()
-    rings: bool = False
+    ring_attention: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +86,14 @@ class Constraints:
 
     def parts_of_rings(self, mesh: LogicalMesh) -> int:
         """Among how many devices the positions of each attention must be shared."""
-        return mesh.size(a for a, use in enumerate(self.axes) if use.rings)
+        return mesh.size(a for a, use in enumerate(self.axes) if use.ring_attention)
 
     def allowed(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Which of the layouts the axes allow for a value; partial ones as the split beside the sum."""
         return np.array([self.allows(value, layout) for layout in layouts], bool)
 
     def allows(self, value: Value, layout: Layout) -> bool:
-        if any(not self.axes[axis].adds and _counts_examples(value) for axis in layout.partial):
+        if any(not self.axes[axis].may_be_partial_sum and _counts_examples(value) for axis in layout.partial):
             return False
         return all(self.may_split(self.axes[axis], value, d) for d, axes in enumerate(layout.dims) for axis in axes)
 
@@ -99,9 +102,13 @@ class Constraints:
         if use.side is not None and any(value.sides):
             return use.side in value.sides[d]
         names = value.dimensions[d] if value.dimensions else frozenset()
-        if use.own and not _counts_examples(value) and any(n.intersection(use.own) for n in value.dimensions):
-            return bool(names.intersection(use.own))
-        if value.purpose in use.spread:
+        if (
+            use.owned_dimensions
+            and not _counts_examples(value)
+            and any(n.intersection(use.owned_dimensions) for n in value.dimensions)
+        ):
+            return bool(names.intersection(use.owned_dimensions))
+        if value.purpose in use.may_shard:
             return True
         is_score = _is_score(value, use.exchanges)
         if is_score or (value.purpose is Purpose.ACTIVATION and names.intersection(use.exchanges)):
@@ -132,15 +139,15 @@ class Constraints:
 
     def must_lie_split(self, value: Value) -> list[bool]:
         """Which axes a value must be split over where it lies."""
-        return [value.purpose in use.must for use in self.axes]
+        return [value.purpose in use.must_shard for use in self.axes]
 
     def must_be_copied_split(self, value: Value) -> list[bool]:
         """Which axes a copy, kept for several passes, of a value must be split over."""
-        return [value.purpose in use.must and not use.hoist_casts for use in self.axes]
+        return [value.purpose in use.must_shard and not use.hoist_casts for use in self.axes]
 
     def must_be_read_split(self, value: Value) -> list[bool]:
         """Which axes a value must be split over where operations read it."""
-        return [value.purpose in use.reads for use in self.axes]
+        return [value.purpose in use.must_read_sharded for use in self.axes]
 
     def split(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[bool]) -> list[tuple[int, np.ndarray]]:
         """Of the wanted axes those over which the axes before them leave a value split, and the layouts that are so."""
@@ -169,7 +176,11 @@ class Constraints:
 
     def gathers_weights(self, value: Value, source: Layout, target: Layout) -> bool:
         """Whether weights are gathered over an axis in whose parts operations must read them."""
-        uses = [a for a, use in enumerate(self.axes) if value.purpose in use.must and value.purpose in use.reads]
+        uses = [
+            a
+            for a, use in enumerate(self.axes)
+            if value.purpose in use.must_shard and value.purpose in use.must_read_sharded
+        ]
         if value.purpose in (Purpose.BATCH, Purpose.ACTIVATION):
             return False
         return any(a in source.sharded_axes and a not in (*target.sharded_axes, *target.partial) for a in uses)
@@ -177,16 +188,20 @@ class Constraints:
     def may_become(self, value: Value, source: Layout, target: Layout) -> bool:
         """Whether a value that lies in one layout may be laid in another: what its axes may newly split.
 
-        A sum that is reduced comes to lie whole, and no activation is cut, but where `AxisUse.keeps` says so.
+        A sum that is reduced comes to lie whole, and no activation is cut, but where `AxisUse.may_slice` says so.
         """
         for d, axes in enumerate(target.dims):
             for axis in axes:
                 use, names = self.axes[axis], value.dimensions[d] if value.dimensions else frozenset()
-                if axis in source.dims[d] or names.intersection(use.keeps) or (use.keeps_unnamed and names <= _WIDTHS):
+                if (
+                    axis in source.dims[d]
+                    or names.intersection(use.may_slice)
+                    or (use.may_slice_unnamed and names <= _WIDTHS)
+                ):
                     continue
                 if axis in source.sharded_axes and names.intersection(use.exchanges):
                     continue
-                if axis in source.partial and value.purpose not in use.spread:
+                if axis in source.partial and value.purpose not in use.may_shard:
                     return False
                 if value.purpose is Purpose.ACTIVATION:
                     return False
@@ -242,12 +257,14 @@ class Binding:
     @property
     def blockwise_attention(self) -> bool:
         """Whether attention must be done in blocks, as one operation a pass."""
-        return any(use.rings and size != 1 for use, size in zip(self.axes, self.sizes, strict=True))
+        return any(use.ring_attention and size != 1 for use, size in zip(self.axes, self.sizes, strict=True))
 
     @property
     def shares_sequences(self) -> bool:
         """Whether the positions of attention are shared, in one way or another."""
-        return any((use.rings or use.exchanges) and size != 1 for use, size in zip(self.axes, self.sizes, strict=True))
+        return any(
+            (use.ring_attention or use.exchanges) and size != 1 for use, size in zip(self.axes, self.sizes, strict=True)
+        )
 
     def on(self, num_devices: int) -> tuple[LogicalMesh, Constraints]:
         """The mesh on so many devices, without axes of size one where there are others, and what binds it.
@@ -312,9 +329,9 @@ class Binding:
             )
         mesh, constraints = self.on(num_devices)
         for use, parts in zip(constraints.axes, mesh.axis_sizes, strict=True):
-            for what in use.own if parts > 1 else ():
+            for what in use.owned_dimensions if parts > 1 else ():
                 _check_owned(graph, use.name, parts, what)
-            if parts > 1 and use.unnamed and Purpose.MATRIX in use.must:
+            if parts > 1 and use.unnamed and Purpose.MATRIX in use.must_shard:
                 _check_matrices(graph, constraints, use, parts)
 
 

@@ -11,7 +11,7 @@ from autopar.sharding.constraints import AxisUse
 EXAMPLES = (Purpose.BATCH, Purpose.ACTIVATION)
 MATRICES = (Purpose.MATRIX, Purpose.MATRIX_COPY)
 # What ZeRO lets the copies of a model share out, stage by stage; what the update computes goes with its state.
-_ZERO_SPREADS: tuple[tuple[Purpose, ...], ...] = (
+_ZERO_MAY_SHARD: tuple[tuple[Purpose, ...], ...] = (
     (),
     (Purpose.OPTIMIZER, Purpose.UPDATE, Purpose.GRADIENT, Purpose.ACCUMULATOR),
     (Purpose.OPTIMIZER, Purpose.UPDATE, Purpose.GRADIENT, Purpose.ACCUMULATOR),
@@ -20,7 +20,7 @@ _ZERO_SPREADS: tuple[tuple[Purpose, ...], ...] = (
         Purpose.MATRIX_COPY, Purpose.WEIGHT_COPY,
     ),
 )  # fmt: skip
-_ZERO_MUSTS: tuple[tuple[Purpose, ...], ...] = (
+_ZERO_MUST_SHARD: tuple[tuple[Purpose, ...], ...] = (
     (),
     (Purpose.OPTIMIZER,),
     (Purpose.OPTIMIZER, Purpose.ACCUMULATOR),
@@ -33,10 +33,10 @@ def data_axis(zero: int = 0) -> AxisUse:
     return AxisUse(
         name="data",
         dimensions=(Dimension.EXAMPLE,),
-        spread=_ZERO_SPREADS[zero],
-        must=(*EXAMPLES, *_ZERO_MUSTS[zero]),
-        reads=EXAMPLES,
-        keeps=(Dimension.EXAMPLE,),
+        may_shard=_ZERO_MAY_SHARD[zero],
+        must_shard=(*EXAMPLES, *_ZERO_MUST_SHARD[zero]),
+        must_read_sharded=EXAMPLES,
+        may_slice=(Dimension.EXAMPLE,),
     )
 
 
@@ -45,12 +45,12 @@ def sequence_axis(kind: str, zero: int = 0) -> AxisUse:
     return AxisUse(
         name="sequence",
         dimensions=(Dimension.SEQUENCE,),
-        spread=_ZERO_SPREADS[zero],
-        must=(*EXAMPLES, *_ZERO_MUSTS[zero]),
-        reads=EXAMPLES,
-        keeps=(Dimension.SEQUENCE,),
+        may_shard=_ZERO_MAY_SHARD[zero],
+        must_shard=(*EXAMPLES, *_ZERO_MUST_SHARD[zero]),
+        must_read_sharded=EXAMPLES,
+        may_slice=(Dimension.SEQUENCE,),
         exchanges=(Dimension.HEAD,) if kind == "ulysses" else (),
-        rings=kind == "ring",
+        ring_attention=kind == "ring",
     )
 
 
@@ -61,9 +61,9 @@ def tensor_axis(*, sequence_parallel: bool = False) -> AxisUse:
         name="tensor",
         dimensions=positions,
         unnamed=True,
-        must=(*MATRICES, Purpose.ACTIVATION) if sequence_parallel else MATRICES,
-        reads=MATRICES,
-        keeps=positions,
+        must_shard=(*MATRICES, Purpose.ACTIVATION) if sequence_parallel else MATRICES,
+        must_read_sharded=MATRICES,
+        may_slice=positions,
     )
 
 
@@ -72,10 +72,10 @@ def expert_axis(zero: int = 0) -> AxisUse:
     return AxisUse(
         name="expert",
         dimensions=(Dimension.EXAMPLE, Dimension.EXPERT),
-        spread=_ZERO_SPREADS[zero],
-        must=(*EXAMPLES, *MATRICES, *_ZERO_MUSTS[zero]),
-        reads=(*EXAMPLES, *MATRICES),
-        keeps=(Dimension.EXAMPLE, Dimension.EXPERT),
-        own=(Dimension.EXPERT,),
-        adds=False,
+        may_shard=_ZERO_MAY_SHARD[zero],
+        must_shard=(*EXAMPLES, *MATRICES, *_ZERO_MUST_SHARD[zero]),
+        must_read_sharded=(*EXAMPLES, *MATRICES),
+        may_slice=(Dimension.EXAMPLE, Dimension.EXPERT),
+        owned_dimensions=(Dimension.EXPERT,),
+        may_be_partial_sum=False,
     )
