@@ -17,7 +17,6 @@ LONG_MODULES = {
     "autopar/attention/match.py": _OPEN,
     "autopar/attention/symbolic.py": _OPEN,
     "autopar/compiler/write_record.py": _OPEN,
-    "autopar/cost/prediction.py": _OPEN,
     "autopar/inter_op/stage_costs.py": _OPEN,
     "autopar/intra_op/choice_graph.py": _OPEN,
     "autopar/passes/layers.py": _OPEN,

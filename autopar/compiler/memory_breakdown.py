@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.cost import peak_memory
-from autopar.cost.prediction import task_program
+from autopar.cost.memory_program import task_program
 from autopar.inter_op.staged import StagedStep
 from autopar.ir.graph import OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.layout import local_bytes

@@ -7,9 +7,9 @@ import dataclasses
 from autopar.attention.checks import check_attention
 from autopar.compiler.comparison import best_program
 from autopar.compiler.no_plan import refuse_large_state
-from autopar.cost.prediction import allocation_s
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import any_callbacks
+from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.evaluate import SOURCE as PIPELINES
 from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
@@ -104,7 +104,7 @@ def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
         return False
     if cluster.oversubscribed_cores:
         return 1 - best.shared_out_s / best.step_time_s > LOST_ON_SHARED_PROCESSORS
-    waits_s = allocation_s(best.estimate, best.model)
+    waits_s = host_cpu.page_fault_s(best.model.device, best.estimate.temporary_bytes)
     lost = 1 - (best.shared_out_s + waits_s) / best.step_time_s
     least = LOST_BETWEEN_HOSTS if cluster.num_hosts > 1 else LOST_INSIDE_HOST
     # One CPU device gained nothing by micro-batches when that was measured: its tasks leave cores idle between them.

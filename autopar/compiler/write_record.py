@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from autopar.common.trace_events import Timeline
 from autopar.common.units import text_of_bytes
 from autopar.compiler.memory_breakdown import memory_of_stages, saved_bytes
+from autopar.cost.collective_usage import CollectiveUse, predicted_collectives
+from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel
+from autopar.cost.host_usage import host_use
 from autopar.cost.overlap import timed, timeline_of
 from autopar.cost.peak_memory import MemoryEstimate
-from autopar.cost.prediction import CollectiveUse, allocation_s, compute_times_s, host_use, predicted_collectives
 from autopar.errors import UnsupportedError
 from autopar.hardware import host_cpu
 from autopar.inter_op.staged import PlannedStage, StagedStep
@@ -317,7 +319,7 @@ def predicted(
     compute_s = sum(compute_times_s(graph, lowered, model).values())
     collective_s = sum(use.time_s for use in uses)
     host = host_use(graph, lowered, model)
-    allocation = allocation_s(estimate, model)
+    allocation = host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
     ran = timed(graph, lowered, model)
     step_s = ran.end_s + allocation
     peak_flops_per_s = model.device.peak_flops_per_s(main_dtype(graph)) * model.links.mesh.num_devices

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.common.trace_events import TraceEvent as Shown
+from autopar.cost.collective_usage import CollectiveUse, use_of_step, uses_of_reduction, uses_of_ring
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
-from autopar.cost.prediction import CollectiveUse, host_copy_s, use_of_step, uses_of_reduction, uses_of_ring
+from autopar.cost.host_usage import host_copy_s
 from autopar.cost.roofline import is_fusible
 from autopar.cost.stream_simulator import Ran, Stream, StreamEvent, StreamWork, run
 from autopar.hardware.collective_cost import Fabric

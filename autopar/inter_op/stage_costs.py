@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from autopar.cost.collective_usage import predicted_collectives
+from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, CostModel, NodeCosts
+from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import crossing_s, timed
-from autopar.cost.prediction import compute_times_s, predicted_collectives, task_memory
 from autopar.hardware.collective_cost import Link
 from autopar.intra_op.ilp import (
     ROUNDS,

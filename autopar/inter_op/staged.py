@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.cost.cost_model import CostModel, cost_model
+from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import timed
-from autopar.cost.prediction import task_memory
 from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.hardware import host_cpu

@@ -6,9 +6,11 @@ import dataclasses
 from typing import Any
 
 from autopar.cost import peak_memory
+from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel
+from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import timed
-from autopar.cost.prediction import allocation_s, compute_times_s, memory_program
+from autopar.hardware import host_cpu
 from autopar.ir.graph import OpGraph
 from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.host_offload import with_host_copies
@@ -75,7 +77,7 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> SpmdC
         program=program,
         estimate=estimate,
         stands_for=stands_for,
-        step_time_s=ran.end_s + allocation_s(estimate, model),
+        step_time_s=ran.end_s + host_cpu.page_fault_s(model.device, estimate.temporary_bytes),
         sends=ran.send_s > 0,
         shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
     )

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar import recipes
+from autopar.cost.collective_usage import predicted_collectives
+from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import cost_model
 from autopar.cost.overlap import timed
-from autopar.cost.prediction import compute_times_s, predicted_collectives
 from autopar.cost.stream_simulator import Stream, StreamWork, overlap_of, run
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace

@@ -18,7 +18,7 @@ import pytest
 import autopar
 from autopar import solver
 from autopar.cost import cost_model
-from autopar.cost.prediction import predicted_collectives
+from autopar.cost.collective_usage import predicted_collectives
 from autopar.cost.stream_simulator import overlap_of
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace

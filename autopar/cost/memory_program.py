@@ -1,8 +1,7 @@
-"""Predictions from the instructions of a lowered step: its collectives, seconds and bytes."""
+"""A lowered step as the prediction of memory reads it: steps of kernels, and which value each number stands for."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -10,15 +9,13 @@ import numpy as np
 
 from autopar.attention import ring
 from autopar.cost import peak_memory
-from autopar.cost.cost_model import CostModel, NodeCosts, ring_bytes
+from autopar.cost.cost_model import CostModel
 from autopar.cost.roofline import is_fusible
 from autopar.cost.xla_program import MemoryStep as MemoryStep
-from autopar.hardware import host_cpu
-from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
-from autopar.ir.graph import Op, OpGraph, OpKind, Value
+from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import HOST, UNREDUCED
+from autopar.ir.value_state import HOST, REDUCED, UNREDUCED
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -33,173 +30,7 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
-from autopar.sharding.resharding import ReshardStep, StepKind
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveUse:
-    """One collective of the step: `sent_bytes` by each device in one run, `count` runs a step, `module` its cause."""
-
-    kind: CollectiveKind
-    axes: tuple[int, ...]
-    sent_bytes: float
-    count: float
-    time_s: float
-    module: str
-    value: str
-
-    @property
-    def total_bytes(self) -> float:
-        return self.sent_bytes * self.count
-
-
-def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> tuple[CollectiveUse, ...]:
-    """Every collective of a lowered step, in program order. Of a branch, the alternative that sends most."""
-    found: list[CollectiveUse] = []
-    for instruction in lowered.instructions:
-        if isinstance(instruction, Move):
-            value = graph.values[instruction.value]
-            for step in instruction.steps:
-                use = use_of_step(value, step, instruction, model)
-                if use is not None:
-                    found.append(use)
-        elif isinstance(instruction, Compute) and instruction.reduced:
-            found += uses_of_reduction(graph, instruction, model)
-        elif isinstance(instruction, Compute):
-            found += uses_of_ring(instruction, model)
-        elif isinstance(instruction, Loop):
-            inner = [predicted_collectives(graph, block, model) for block in instruction.blocks]
-            if instruction.op.kind is OpKind.COND:
-                found += max(inner, key=lambda uses: sum(u.total_bytes for u in uses))
-            else:
-                found += [use for uses in inner for use in uses]
-    return tuple(found)
-
-
-def use_of_step(value: Value, step: ReshardStep, move: Move, model: CostModel) -> CollectiveUse | None:
-    """The collective of one step of a resharding; None for a step that stays on the device."""
-    links = model.links
-    nbytes = value.nbytes * model.widening(value.dtype)
-    collective = links.as_compiled(step, nbytes)
-    if collective is None:
-        return None
-    kind, result_bytes = collective
-    return CollectiveUse(
-        kind=kind,
-        axes=step.axes,
-        sent_bytes=float(sent_bytes(kind, result_bytes, links.mesh.size(step.axes))),
-        count=move.count,
-        time_s=(links.time_s(kind, result_bytes, step.axes) + links.copied_s(step, nbytes)) * move.count,
-        module=move.module,
-        value=value.name or f"{value.dtype}{list(value.shape)}",
-    )
-
-
-def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> list[CollectiveUse]:
-    """The all-reduces that the partitioner makes of an operation with a split reduced factor."""
-    mesh, op = model.links.mesh, compute.op
-    out = []
-    for v, layout in zip(op.outputs, compute.results, strict=True):
-        value = graph.values[v]
-        nbytes = local_bytes(value.shape, value.itemsize, layout, mesh) * model.widening(value.dtype)
-        out.append(
-            CollectiveUse(
-                kind=CollectiveKind.ALL_REDUCE,
-                axes=compute.reduced,
-                sent_bytes=float(sent_bytes(CollectiveKind.ALL_REDUCE, nbytes, mesh.size(compute.reduced))),
-                count=op.count,
-                time_s=model.links.time_s(CollectiveKind.ALL_REDUCE, nbytes, compute.reduced) * op.count,
-                module=op.module,
-                value=value.name or f"{value.dtype}{list(value.shape)}",
-            )
-        )
-    return out
-
-
-def uses_of_ring(compute: Compute, model: CostModel) -> list[CollectiveUse]:
-    """The permutes by which parts of an operation's operands go round the devices that split it."""
-    op, strategy = compute.op, compute.strategy
-    if strategy is None or not strategy.ring:
-        return []
-    turns = model.links.mesh.size(strategy.ring) - 1
-    kind, out = CollectiveKind.COLLECTIVE_PERMUTE, []
-    for nbytes, (i, _) in zip(ring_bytes(op, strategy, model), ring.travelling(op.eqn), strict=True):
-        aval = op.eqn.invars[i].aval
-        out.append(
-            CollectiveUse(
-                kind=kind,
-                axes=strategy.ring,
-                sent_bytes=nbytes,
-                count=op.count * turns,
-                time_s=model.links.time_s(kind, nbytes, strategy.ring) * op.count * turns,
-                module=op.module,
-                value=f"{aval.dtype}{list(aval.shape)}",
-            )
-        )
-    return out
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HostUse:
-    """What one device keeps in the memory of its host, and copies from there and back in a step."""
-
-    kept_bytes: int
-    copied_bytes: int
-    time_s: float
-
-
-def host_use(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> HostUse:
-    """Of the state that a lowered step finds in the memory of the host."""
-    mesh = model.links.mesh
-
-    def local(value: int, layout: Layout) -> int:
-        v = graph.values[value]
-        return local_bytes(v.shape, v.itemsize, layout, mesh)
-
-    entries = zip(lowered.block.inputs, lowered.entries(), strict=True)
-    copies = [i for i in lowered.instructions if isinstance(i, HostCopy)]
-    return HostUse(
-        kept_bytes=sum(local(v, layout) for v, (layout, state) in entries if state == HOST),
-        copied_bytes=sum(local(t.value, t.target[0]) for t in copies),
-        time_s=sum(host_copy_s(graph, t, model) for t in copies),
-    )
-
-
-def host_copy_s(graph: OpGraph, copy: HostCopy, model: CostModel) -> float:
-    """Seconds of a copy from the memory of the host, or to it."""
-    value = graph.values[copy.value]
-    nbytes = local_bytes(value.shape, value.itemsize, copy.target[0], model.links.mesh)
-    return model.device.host_copy_s(nbytes)
-
-
-def compute_times_s(
-    graph: OpGraph, lowered: LoweredBlock, model: CostModel, costs: NodeCosts | None = None
-) -> dict[int, float]:
-    """Seconds that one device computes each operation (by its number) in a step, collectives left out.
-
-    Of a branch, the alternative that takes longest. `costs` of the same graph and model save working them out again.
-    """
-    costs = costs or NodeCosts(graph, model)
-
-    def of_block(block: LoweredBlock) -> dict[int, float]:
-        out: dict[int, float] = {}
-        for instruction in block.instructions:
-            if isinstance(instruction, Compute):
-                out[instruction.op.id] = costs.compute_s(instruction.op, instruction.strategy)
-            elif isinstance(instruction, Loop):
-                inner = [of_block(b) for b in instruction.blocks]
-                if instruction.op.kind is OpKind.COND:
-                    inner = [max(inner, key=lambda seconds: sum(seconds.values()))]
-                for seconds in inner:
-                    out.update(seconds)
-        return out
-
-    return of_block(lowered)
-
-
-def allocation_s(estimate: peak_memory.MemoryEstimate, model: CostModel) -> float:
-    """Seconds that a step in one program waits for the memory of its temporary values."""
-    return host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
+from autopar.sharding.resharding import StepKind
 
 
 def memory_program(
@@ -497,6 +328,6 @@ def place_names(
     for number, (v, place) in stands_for.items():
         value = graph.values[v]
         what = value.name or f"{made_by.get(v, 'value')} {value.dtype}{list(value.shape)}"
-        copy = "" if place[1] in ("raw", "placed") else f", copy for {place[1]}"
+        copy = "" if place[1] in (UNREDUCED, REDUCED) else f", copy for {place[1]}"
         out[number] = f"{what} {place[0].text(mesh)}{copy}"
     return out

@@ -1,0 +1,122 @@
+"""The collectives of a lowered step: how many, over which axes, of which bytes and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.attention import ring
+from autopar.cost.cost_model import CostModel, ring_bytes
+from autopar.cost.xla_program import MemoryStep as MemoryStep
+from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
+from autopar.ir.graph import OpGraph, OpKind, Value
+from autopar.ir.layout import local_bytes
+from autopar.lowering.instructions import (
+    Compute,
+    Loop,
+    LoweredBlock,
+    Move,
+)
+from autopar.sharding.resharding import ReshardStep
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveUse:
+    """One collective of the step: `sent_bytes` by each device in one run, `count` runs a step, `module` its cause."""
+
+    kind: CollectiveKind
+    axes: tuple[int, ...]
+    sent_bytes: float
+    count: float
+    time_s: float
+    module: str
+    value: str
+
+    @property
+    def total_bytes(self) -> float:
+        return self.sent_bytes * self.count
+
+
+def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> tuple[CollectiveUse, ...]:
+    """Every collective of a lowered step, in program order. Of a branch, the alternative that sends most."""
+    found: list[CollectiveUse] = []
+    for instruction in lowered.instructions:
+        if isinstance(instruction, Move):
+            value = graph.values[instruction.value]
+            for step in instruction.steps:
+                use = use_of_step(value, step, instruction, model)
+                if use is not None:
+                    found.append(use)
+        elif isinstance(instruction, Compute) and instruction.reduced:
+            found += uses_of_reduction(graph, instruction, model)
+        elif isinstance(instruction, Compute):
+            found += uses_of_ring(instruction, model)
+        elif isinstance(instruction, Loop):
+            inner = [predicted_collectives(graph, block, model) for block in instruction.blocks]
+            if instruction.op.kind is OpKind.COND:
+                found += max(inner, key=lambda uses: sum(u.total_bytes for u in uses))
+            else:
+                found += [use for uses in inner for use in uses]
+    return tuple(found)
+
+
+def use_of_step(value: Value, step: ReshardStep, move: Move, model: CostModel) -> CollectiveUse | None:
+    """The collective of one step of a resharding; None for a step that stays on the device."""
+    links = model.links
+    nbytes = value.nbytes * model.widening(value.dtype)
+    collective = links.as_compiled(step, nbytes)
+    if collective is None:
+        return None
+    kind, result_bytes = collective
+    return CollectiveUse(
+        kind=kind,
+        axes=step.axes,
+        sent_bytes=float(sent_bytes(kind, result_bytes, links.mesh.size(step.axes))),
+        count=move.count,
+        time_s=(links.time_s(kind, result_bytes, step.axes) + links.copied_s(step, nbytes)) * move.count,
+        module=move.module,
+        value=value.name or f"{value.dtype}{list(value.shape)}",
+    )
+
+
+def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> list[CollectiveUse]:
+    """The all-reduces that the partitioner makes of an operation with a split reduced factor."""
+    mesh, op = model.links.mesh, compute.op
+    out = []
+    for v, layout in zip(op.outputs, compute.results, strict=True):
+        value = graph.values[v]
+        nbytes = local_bytes(value.shape, value.itemsize, layout, mesh) * model.widening(value.dtype)
+        out.append(
+            CollectiveUse(
+                kind=CollectiveKind.ALL_REDUCE,
+                axes=compute.reduced,
+                sent_bytes=float(sent_bytes(CollectiveKind.ALL_REDUCE, nbytes, mesh.size(compute.reduced))),
+                count=op.count,
+                time_s=model.links.time_s(CollectiveKind.ALL_REDUCE, nbytes, compute.reduced) * op.count,
+                module=op.module,
+                value=value.name or f"{value.dtype}{list(value.shape)}",
+            )
+        )
+    return out
+
+
+def uses_of_ring(compute: Compute, model: CostModel) -> list[CollectiveUse]:
+    """The permutes by which parts of an operation's operands go round the devices that split it."""
+    op, strategy = compute.op, compute.strategy
+    if strategy is None or not strategy.ring:
+        return []
+    turns = model.links.mesh.size(strategy.ring) - 1
+    kind, out = CollectiveKind.COLLECTIVE_PERMUTE, []
+    for nbytes, (i, _) in zip(ring_bytes(op, strategy, model), ring.travelling(op.eqn), strict=True):
+        aval = op.eqn.invars[i].aval
+        out.append(
+            CollectiveUse(
+                kind=kind,
+                axes=strategy.ring,
+                sent_bytes=nbytes,
+                count=op.count * turns,
+                time_s=model.links.time_s(kind, nbytes, strategy.ring) * op.count * turns,
+                module=op.module,
+                value=f"{aval.dtype}{list(aval.shape)}",
+            )
+        )
+    return out

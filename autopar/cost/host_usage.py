@@ -1,0 +1,48 @@
+"""The part of a lowered step's state that is in the memory of the host: its bytes, and the time of its copies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.cost.cost_model import CostModel
+from autopar.cost.xla_program import MemoryStep as MemoryStep
+from autopar.ir.graph import OpGraph
+from autopar.ir.layout import Layout, local_bytes
+from autopar.ir.value_state import HOST
+from autopar.lowering.instructions import (
+    HostCopy,
+    LoweredBlock,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostUse:
+    """What one device keeps in the memory of its host, and copies from there and back in a step."""
+
+    kept_bytes: int
+    copied_bytes: int
+    time_s: float
+
+
+def host_use(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> HostUse:
+    """Of the state that a lowered step finds in the memory of the host."""
+    mesh = model.links.mesh
+
+    def local(value: int, layout: Layout) -> int:
+        v = graph.values[value]
+        return local_bytes(v.shape, v.itemsize, layout, mesh)
+
+    entries = zip(lowered.block.inputs, lowered.entries(), strict=True)
+    copies = [i for i in lowered.instructions if isinstance(i, HostCopy)]
+    return HostUse(
+        kept_bytes=sum(local(v, layout) for v, (layout, state) in entries if state == HOST),
+        copied_bytes=sum(local(t.value, t.target[0]) for t in copies),
+        time_s=sum(host_copy_s(graph, t, model) for t in copies),
+    )
+
+
+def host_copy_s(graph: OpGraph, copy: HostCopy, model: CostModel) -> float:
+    """Seconds of a copy from the memory of the host, or to it."""
+    value = graph.values[copy.value]
+    nbytes = local_bytes(value.shape, value.itemsize, copy.target[0], model.links.mesh)
+    return model.device.host_copy_s(nbytes)
