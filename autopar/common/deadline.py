@@ -6,9 +6,8 @@ import dataclasses
 import math
 import time
 
-# What one solution of an integer program may take where no limit is given, and the least that it is given under one, so
-# that there is a plan at all: most end by a proof, or by rounds, long before.
-SOLVE_S, LEAST_SOLVE_S = 20.0, 0.5
+# The least that one solution of an integer program is given under a limit, so that there is a plan at all.
+LEAST_SOLVE_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +27,9 @@ class Deadline:
         return time.perf_counter() >= self.at_s
 
     def solve_s(self, parts: int = 1) -> float:
-        """Seconds for one of so many searches that are left."""
+        """Seconds for one of so many searches that are left; infinite without a limit: they end by proof or rounds."""
         if math.isinf(self.at_s):
-            return SOLVE_S
+            return math.inf
         return max((self.at_s - time.perf_counter()) / parts, LEAST_SOLVE_S)
 
     @property

@@ -25,6 +25,9 @@ from autopar.sharding.resharding import paths
 # Of the solver, for the decisions of layers and of stages: more find nothing better (the layers of GPT-3 on 28 meshes),
 # and a clock would make plans depend on what else the machine does.
 ROUNDS = 16
+# The same for the whole step on one mesh. 58 such programs of 18 steps end with a proof of the optimum in 32, 64 and
+# 128 rounds alike, in half of the time that the exact program takes; the margin is for graphs that hang together more.
+MESH_ROUNDS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +237,7 @@ class IntraOp:
         costs = (*self.problem.node_cost, *(edge.cost for edge in self.problem.edges))
         return sum(float(np.max(cost, where=np.isfinite(cost), initial=0.0)) for cost in costs) or 1.0
 
-    def _relax(self, time_limit_s: float, rounds: int | None) -> None:
+    def _relax(self, time_limit_s: float, rounds: int) -> None:
         """Gives up as little of the constraints as makes the problem solvable, where they contradict themselves."""
         assert self.masks is not None
         problem, _ = self._build(for_relaxing=True)
@@ -269,7 +272,7 @@ class IntraOp:
         time_limit_s: float,
         prices: MemoryPrices | None = None,
         exposed_fraction: float = 1.0,
-        rounds: int | None = None,
+        rounds: int = MESH_ROUNDS,
     ) -> solver.Solution:
         """Solves the folded problem; the solution's choice is that of the unfolded one. Constraints that contradict
         themselves are relaxed, for this solution and all later ones.

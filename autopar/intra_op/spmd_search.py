@@ -24,9 +24,6 @@ GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be 
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
 IMPOSSIBLE = "impossible"  # what is said of a mesh on which constraints leave nothing
 LONG_STEP = 5_000  # operations; whatever is done to a longer step takes long
-# Where nothing can fit, a search for what does takes minutes: for a long step, and after so much time, it is first
-# asked whether anything can.
-SLOW_SEARCH_S = 10.0
 # What may count of a send that computing can hide: how much of it does depends on what else is sent.
 EXPOSED_FRACTIONS = (EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION)
 
@@ -36,7 +33,7 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
 
     A rejection with a MemoryLimitError ends it: nothing can fit, whatever the mesh.
     """
-    begun_s, deadline = time.perf_counter(), context.deadline
+    deadline = context.deadline
     may_fit = not context.request.leaves_layouts_free or context.cluster.num_devices == 1
     meshes = logical_meshes(context)
     for number, (mesh, pins) in enumerate(meshes):
@@ -47,8 +44,9 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
         elif not worth_trying(mesh, candidates, context.limit_bytes):
             found = not_tried(mesh, f"the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}")
         else:
-            slow = len(context.graph.block.ops) > LONG_STEP or time.perf_counter() - begun_s > SLOW_SEARCH_S
-            slow = slow or (number > 0 and deadline.passed)
+            # Where nothing can fit, a search for what does takes minutes: it is asked first whether anything can, for a
+            # long step at once, for others when nothing fits on the first mesh.
+            slow = number > 0 or len(context.graph.block.ops) > LONG_STEP
             if slow and not may_fit and not fits:
                 with context.progress.pass_("least memory"):
                     refusal = cannot_fit(context)
