@@ -1,4 +1,4 @@
-"""The decision whether processes passed their own rows of a batch each, or all of them the whole batch.
+"""The batch mode of a program of several processes: local rows of each process, or one global batch.
 
 (1) The same rows in all are the whole batch ("global"); other rows in each are each one's own ("local"), and the batch
     is the rows of all processes in their order. What the step is planned for must agree with that, where it has a plan.

@@ -1,4 +1,4 @@
-"""Batches in a program of several processes, each of which passes rows of its own or, as all others, the whole batch.
+"""Batches in a program of several processes, each of which passes its own rows or the whole batch.
 
 The processes compare what they passed before the first step is traced, and for every batch of new shapes: all exchange
 the shapes and hashes of their leaves over the store that they share, and each comes to the same decision

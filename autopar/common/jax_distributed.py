@@ -1,4 +1,4 @@
-"""What autopar uses of `jax.distributed` that is not part of jax's public face: its coordination service and store."""
+"""The unstable parts of `jax.distributed` that autopar uses: its coordination service and its key-value store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the candidates is the plan, and why each of the others is not."""
+"""Comparison of candidates: which one is the plan, and why each other one is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A traced step and its plan made into what runs: one function on global arrays, or the stages of a pipeline."""
+"""From a traced step and its plan to a program: one function on global arrays, or the stages of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors of steps for which no source of candidates has a plan that fits."""
+"""The errors of steps for which no source has a candidate that fits."""
 
 from __future__ import annotations
 

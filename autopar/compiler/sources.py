@@ -1,4 +1,4 @@
-"""The sources of candidates in their order, and for which requests and steps each of them is asked."""
+"""The sources of candidates, in order, and the requests and steps for which each is asked."""
 
 from __future__ import annotations
 

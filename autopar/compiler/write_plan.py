@@ -1,4 +1,4 @@
-"""A candidate written down as a plan."""
+"""From a candidate to a `Plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives of a lowered step: how many, over which axes, of which bytes and for how long."""
+"""The collectives of a lowered step: their number, mesh axes, bytes and seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long one device computes each operation of a lowered step, without collectives."""
+"""The seconds of computation of each operation of a lowered step on one device, without collectives."""
 
 from __future__ import annotations
 

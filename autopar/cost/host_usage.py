@@ -1,4 +1,4 @@
-"""The part of a lowered step's state that is in the memory of the host: its bytes, and the time of its copies."""
+"""Offloaded state of a lowered step: its bytes in host memory, and the seconds of its copies."""
 
 from __future__ import annotations
 

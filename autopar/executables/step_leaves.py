@@ -1,4 +1,4 @@
-"""Leaves of a compiled step: of its arguments, of its constants on the devices, of its results."""
+"""Leaves of a compiled step: arguments, constants on the devices, results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual CPU devices: what there is to them because all of them share the cores and the memory of one host.
+"""Virtual CPU devices: the constants and corrections that follow from sharing the cores and memory of one host.
 
 Accelerators have memory and arithmetic of their own. Virtual devices have a part of one host's; the pages of their
 memory come from malloc and are new in every run, and while one of them waits the others have its cores. Every function

@@ -1,4 +1,4 @@
-"""One device as the cost model knows it: its rates and its memory, and the times that follow from them.
+"""`DeviceKind`, a device for the cost model: its rates, its memory, and the times that follow from them.
 
 Rates per second, sizes in bytes, units of 1000. `autopar.hardware.presets` has the accelerators that are known,
 `autopar.hardware.host_cpu` virtual CPU devices.

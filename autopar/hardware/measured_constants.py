@@ -1,4 +1,4 @@
-"""The constants of devices and links that give back the times of runs, and how well they do."""
+"""From the times of runs to the constants of devices and links, with the quality of the fit."""
 
 from __future__ import annotations
 

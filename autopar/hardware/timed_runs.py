@@ -1,4 +1,4 @@
-"""What is timed to know a device and its links: each sort of run with its sizes, and the work that it does."""
+"""The runs that calibrate a device and its links: each kind of run with its sizes and its work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of the search over stages worked out to the last instruction and simulated, and the best of them."""
+"""Evaluation of answers of the stage search: built to the last instruction, simulated, compared."""
 
 from __future__ import annotations
 

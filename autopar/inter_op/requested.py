@@ -1,4 +1,4 @@
-"""Source of candidates: a pipeline as it was asked for, equal stages on equal submeshes, under a recipe or pins."""
+"""Source of candidates: a requested pipeline, of equal stages on equal submeshes, under a recipe or pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stages, on which devices, with how many micro-batches, on which schedule."""
+"""Source of candidates: the search over stages, submeshes, numbers of micro-batches and schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source of candidates: what experts write by hand for one program, data parallelism and the stages of ZeRO."""
+"""Source of candidates: manual plans of one program, namely data parallelism and the stages of ZeRO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logical meshes that a step in one program is planned on."""
+"""The logical meshes on which one SPMD program is planned."""
 
 from __future__ import annotations
 

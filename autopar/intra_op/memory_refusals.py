@@ -1,4 +1,4 @@
-"""The errors of steps that fit into the memory of no device: by their arguments, or in one program."""
+"""The errors of steps that exceed the memory of all devices: by their arguments, or as one program."""
 
 from __future__ import annotations
 

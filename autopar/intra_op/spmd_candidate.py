@@ -1,4 +1,4 @@
-"""A step in one program over all devices: its decisions worked out, with exact memory and time."""
+"""`SpmdCandidate`: the decisions of one SPMD program, lowered, with exact memory and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source of candidates: the step as one program over all devices, by an integer program on each logical mesh."""
+"""Source of candidates: one SPMD program over all devices, by an integer program on each logical mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dimension of each operand that holds the examples, and the rules on it that many primitives share."""
+"""The dimension of each operand that holds the examples, and rules on it that many primitives share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values are needed before the loop over micro-batches, in it, and after it; so where each operation runs."""
+"""The section of each operation: before the loop over micro-batches, in it, or after it, by where values are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step on fewer examples: how many its batch has, and its trace with a smaller batch."""
+"""A step on fewer examples: the number of examples in its batch, and its trace on a smaller batch."""
 
 from __future__ import annotations
 

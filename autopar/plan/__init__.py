@@ -1,4 +1,4 @@
-"""The plan: what is asked of it, what its candidates and rejections are, its record, its text, its file.
+"""The plan: its request, the context of its search, its record, its text, its file.
 
 In: `PlanRequest`; a `PlanRecord` from the compiler.
 Out: `PlanningContext` for the searches; `Plan`, its text, its file, and the cache of plans on disk.

@@ -1,4 +1,6 @@
-"""What all sources of candidates read, and what they yield: candidates, or rejections with their reasons."""
+"""`PlanningContext`, which all sources of candidates read, and their results: candidates, and rejections with
+reasons.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked of the planner: one request, from the public functions down to the search."""
+"""`PlanRequest`: all options of planning, from the public functions down to the search."""
 
 from __future__ import annotations
 
