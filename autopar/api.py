@@ -42,32 +42,31 @@ def parallelize(
     """Makes a pure training step run on every device, in the layout that the search finds best.
 
     Args:
-        fun: The step, any pure function of arrays in pytrees, or a step made before, to be planned in another way.
-            Without it, a decorator is returned. NNX objects among its arguments may be changed in place, as under
-            `nnx.jit`.
-        plan: A plan to run exactly as it is, or a recipe (`autopar.recipes`, `autopar.constrain`) for one; None
-            searches.
+        fun: The step, any pure function of arrays in pytrees, or a step made before, to be planned anew. Without it, a
+            decorator is returned. NNX objects among its arguments may be changed in place, as under `nnx.jit`.
+        plan: A plan to run unchanged, or a recipe (`autopar.recipes`, `autopar.constrain`) that constrains the search;
+            None searches freely.
         cluster: The hardware to plan for, also as text (`dgx-h100x2`, `tpu-v5e:2x4`, a file of `Cluster.save`: see
             `Cluster.parse`); None takes the devices of this program.
-        num_microbatches: Into how many equal parts the batch is cut; "auto" leaves it to the search.
-        schedule: In which order a pipeline's stages run them: one of
+        num_microbatches: The number of equal parts of the batch; "auto" leaves it to the search.
+        schedule: The order in which the stages of a pipeline run micro-batches: one of
             `autopar.runtime.pipeline.standard_schedules.SCHEDULES`, or "auto".
-        memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); None: what
-            the device has, less a tenth.
-        batch_argnums: The arguments whose leaves carry examples. Where argument 1 is or holds an NNX object, the
-            default is all arguments with arrays behind the last object.
-        donate_argnums: The arguments that the step replaces: their memory is reused for the results that replace them.
+        memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); None: 90 %
+            of the device's memory.
+        batch_argnums: The arguments whose leaves hold examples. Where argument 1 is or holds an NNX object, the
+            default is all arguments with arrays after the last object.
+        donate_argnums: The arguments that the step replaces; their memory is reused for the results that replace them.
             Where there are NNX objects, the default is those that the step changes.
-        static_argnums: Arguments that are no arrays; each value of them is a step of its own.
-        batch_argnames, donate_argnames, static_argnames: The same by name, keyword-only arguments too; the first two
-            in place of the defaults, or beside argument numbers that are given.
-        follow: Another step whose layout of the state this one takes over (an evaluation step).
-        batch: What a process passes in a program of several: "local", its own rows (the batch is those of all, in the
-            order of the processes), "global", the whole batch, the same in all; None finds out by the first batch.
-        cache_dir: Where plans are kept between runs; None keeps nothing.
-        time_limit_s: Seconds that planning may take, but for what it is in the middle of; then the best plan that was
-            found is taken, the first one that fits with 0, and it says what was left untried. None: searches end by
-            themselves, each solution of an integer program after 20 s at most.
+        static_argnums: Arguments that are not arrays; each value of them is a step of its own.
+        batch_argnames, donate_argnames, static_argnames: The same by name, also for keyword-only arguments; the first
+            two replace the defaults, or extend given argument numbers.
+        follow: Another step whose layout of the state this one adopts (for an evaluation step).
+        batch: The batch that each process of several passes: "local", its own rows (the batch is the rows of all, in
+            process order), "global", the whole batch, identical in all; None decides by the first batch.
+        cache_dir: Directory in which plans are kept between runs; None keeps nothing.
+        time_limit_s: Seconds that planning may take, except for the pass in progress; then the best plan so far is
+            taken (with 0 the first one that fits), and its notes list the untried rest. None: searches end by proof
+            or by rounds.
         show_progress: Whether a progress line is shown on a terminal.
 
     Raises: InvalidArgumentError, UnsupportedError.
