@@ -16,13 +16,13 @@ from autopar.sharding.tensor_grids import cube, square
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a plan must hold to; the search decides the rest. Made by the functions of this module."""
+    """Constraints of a plan; the search chooses the rest. Made by the functions of this module."""
 
     request: PlanRequest = dataclasses.field(default_factory=PlanRequest)
 
 
 def data_parallel() -> Recipe:
-    """Every device has the whole model and a part of the batch; gradients are summed by one all-reduce.
+    """Every device has the whole model and a part of the batch; one all-reduce sums the gradients.
 
     Sources: PyTorch DDP (Li et al., "PyTorch Distributed", 2020); Sergeev and Del Balso, "Horovod", 2018.
     """
@@ -30,9 +30,9 @@ def data_parallel() -> Recipe:
 
 
 def zero(stage: int, *, offload: str = "nothing") -> Recipe:
-    """Data parallelism with the optimiser's state (1), the summed gradients too (2), the parameters too (3) in parts.
+    """Data parallelism with sharded optimizer state (1), gradient accumulators too (2), parameters too (3).
 
-    With `offload="optimizer"` the optimiser's state lies in the memory of the hosts between steps, as in `combine`.
+    With `offload="optimizer"` the optimizer state stays in the memory of the hosts between steps, as in `combine`.
     Sources: Rajbhandari et al., "ZeRO", 2020, section 5; Ren et al., "ZeRO-Offload", 2021. Raises:
     InvalidArgumentError.
     """
@@ -40,15 +40,17 @@ def zero(stage: int, *, offload: str = "nothing") -> Recipe:
 
 
 def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | None = None) -> Recipe:
-    """Matrices in parts, on a row of devices, a square, several squares or a cube.
+    """Sharded matrices, on a row of devices, a square, several squares or a cube.
 
     "1d": by columns, then by rows, with an all-reduce behind each pair; attention by heads. Source: Shoeybi et al.,
         "Megatron-LM", 2019, section 3.
-    "2d", "2.5d" with `depth` squares, "3d": blocks of everything, gathered for each product
+    "2d", "2.5d" with `depth` squares, "3d": blocks of every array, gathered for each product
     (`autopar.sharding.tensor_grids`).
 
-    `size` devices hold a model together, all of them where it is None; what is left is data parallel. A mesh has three
-    axes, so "2.5d" and "3d" leave none for that (more depth of "2.5d" is the same). Raises: InvalidArgumentError.
+    `size` devices hold a copy of the model, all of them where it is None; the remaining ones are data parallel. A mesh
+    has three axes, so "2.5d" and "3d" leave none for that (more depth of "2.5d" has the same effect).
+
+    Raises: InvalidArgumentError.
     """
     if kind not in ("1d", "2d", "2.5d", "3d"):
         raise InvalidArgumentError(
@@ -73,10 +75,10 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
 
 
 def expert_parallel(size: int | None = None) -> Recipe:
-    """Experts in parts: `size` devices share the experts of each layer, all devices where it is None.
+    """Sharded experts: `size` devices share the experts of each layer, all devices where it is None.
 
     Each of them has all other parameters and its own examples; tokens travel to their experts and back by all-to-alls,
-    two in the forward pass and two in the backward pass of each layer. What is left of the devices is data parallel.
+    two in the forward pass and two in the backward pass of each layer. The remaining devices are data parallel.
     Sources: Lepikhin et al., "GShard", 2020, section 3; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5. Raises:
     InvalidArgumentError.
     """
@@ -86,19 +88,18 @@ def expert_parallel(size: int | None = None) -> Recipe:
 
 
 def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Recipe:
-    """Positions in parts: each device has a part of every sequence.
+    """Sharded positions: each device has a part of every sequence.
 
-    `size` devices hold a sequence together, all of them where it is None; what is left is data parallel. The kinds:
+    `size` devices share a sequence, all of them where it is None; the remaining ones are data parallel. The kinds:
 
     * "megatron": between the matrices of `tensor_parallel("1d")`. Source: Korthikanti et al., "Reducing activation
       recomputation in large transformer models", 2022, section 4.2.2.
-    * "ulysses": everywhere but inside of attention, which is split by heads; all-to-alls bring queries, keys and values
-      there and the result back. Parameters are whole (`combine(sp=..., zero=...)` shares them out). Source: Jacobs et
-      al., "DeepSpeed Ulysses", 2023, section 3.
-    * "ring": everywhere, also inside of attention: keys and values go round all devices in parts
-    (`autopar.attention.ring`),
-      as the sums of their gradients do. Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence
-      Training from System Perspective", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023.
+    * "ulysses": everywhere but inside attention, which is split by heads; all-to-alls exchange positions for heads and
+      back. Parameters are whole (`combine(sp=..., zero=...)` shards them). Source: Jacobs et al., "DeepSpeed
+      Ulysses", 2023, section 3.
+    * "ring": everywhere, also inside attention: keys, values and the sums of their gradients circulate in blocks
+      (`autopar.attention.ring`). Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence Training from
+      System Perspective", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023.
 
     Raises: InvalidArgumentError.
     """
@@ -135,20 +136,19 @@ def combine(
         tp: Devices that share each matrix (`tensor_parallel("1d")`).
         ep: Devices that share the experts of a copy, each with examples of its own (`expert_parallel`).
         pp: Pipeline stages, each of `dp * ep * sp * tp` devices.
-        sp: Devices that share each sequence, as `sequence` says. They have copies of the model, too.
-        zero: What the copies share out, as in `zero`; what is no expert's is shared out over `dp * ep * sp` devices.
+        sp: Devices that share each sequence, as `sequence` says. Each has a copy of the model.
+        zero: The state that the copies shard, as in `zero`; all but experts over `dp * ep * sp` devices.
         sequence: As the kind of `sequence_parallel`: "ulysses" or "ring".
-        sequence_parallel: Whether tensor groups split what lies between the matrices by positions (norms, dropout,
-            residuals), with reduce-scatters and all-gathers in the place of all-reduces, as
-            `sequence_parallel("megatron")`.
+        sequence_parallel: Whether tensor groups shard positions between the matrices (norms, dropout, residuals), with
+            reduce-scatters and all-gathers instead of all-reduces, as `sequence_parallel("megatron")`.
         schedule: As in `pipeline`; "1f1b" where there are stages.
-        num_microbatches: Into how many parts the batch is cut. Without stages and chunks None cuts nothing.
+        num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
-        recompute: What each layer does again in its backward pass: "nothing", "matmuls" (all but matrix products),
-            "input" (everything).
-        offload: What lies in the memory of the hosts between steps (jax's memory kind "pinned_host"): "nothing", or
+        recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
+            products), "input" (all).
+        offload: The state in the memory of the hosts between steps (JAX's memory kind "pinned_host"): "nothing", or
             "optimizer", the arrays that only the update reads (moments, master weights). They come to the devices for
-            the update, a few parameters' at a time, and go back.
+            the update, those of a few parameters at a time, and return.
 
     Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
     Raises: InvalidArgumentError.
@@ -208,9 +208,9 @@ def _bound(
 def pipeline(
     stages: int, schedule: str = "1f1b", *, num_microbatches: int | None = None, chunks: int | None = None
 ) -> Recipe:
-    """Equal groups of devices run the model's layers one after the other, each about as much arithmetic.
+    """Pipeline stages of about equal arithmetic on equal groups of devices.
 
-    `chunks` is the number of stages that each group runs in turns (interleaved and zb-v schedules). Sources: Huang et
+    `chunks` is the number of stages of each group (interleaved and zb-v schedules). Sources: Huang et
     al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Megatron-LM", 2021; Qi et al., "Zero bubble pipeline
     parallelism", 2024. Raises: InvalidArgumentError.
     """
@@ -227,16 +227,17 @@ def cut(
     chunks: int | None = None,
     recompute: str = "nothing",
 ) -> Recipe:
-    """A recipe for one program, in stages, micro-batches and with recomputation; what it says holds in each stage.
+    """A recipe for one program, in stages, micro-batches and with recomputation; it holds in each stage.
 
     Args:
-        recipe: Which says nothing of these itself: `tensor_parallel("2d", size=4)`, `expert_parallel(2)`.
+        recipe: One without stages, micro-batches or recomputation, for example
+            `tensor_parallel("2d", size=4)`, `expert_parallel(2)`.
         stages: Pipeline stages, of equal groups of devices.
         schedule: As in `pipeline`; "1f1b" where there are stages.
-        num_microbatches: Into how many parts the batch is cut. Without stages and chunks None cuts nothing.
+        num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
-        recompute: What each layer does again in its backward pass: "nothing", "matmuls" (all but matrix products),
-            "input" (everything).
+        recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
+            products), "input" (all).
 
     Raises: InvalidArgumentError.
     """

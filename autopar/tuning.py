@@ -106,19 +106,19 @@ def tune(
     most: int = 8,
     seconds: float = 20.0,
 ) -> Tuning:
-    """Times the plans that are predicted to be the fastest, on the devices, and says which one is.
+    """Measures the plans with the shortest predicted times on the devices, and returns them with the fastest first.
 
-    These are the search's own choice, other plans that it worked out, and recipes. They take turns, each on a state of
-    its own that is dropped behind the turn: devices hold one more state than the one that is given. Where that is too
-    much, give one in the memory of the host (`jax.device_get(state)`).
+    These are the plan of the search, other plans that the search evaluated, and recipes. They take turns, each on a
+    state of its own that is dropped after the turn: devices hold one more state than the given one. Where that is too
+    much, pass one in the memory of the host (`jax.device_get(state)`).
 
     Args:
-        step: What `autopar.parallelize` made, without a plan, a recipe or a step to follow.
+        step: A step of `autopar.parallelize` without a plan, a recipe or a step to follow.
         args: Its arguments, arrays. They survive.
-        beside: Recipes to time too, by the names that the table gives them; None: data parallelism and ZeRO.
-        within: How many times the time of the plan predicted to be the fastest a plan may be predicted to take.
-        most: So many plans are timed, those predicted to be the fastest.
-        seconds: About so long steps are run; compiling comes on top. Each plan has a few turns, however long they take.
+        beside: Recipes to time as well, by their names in the table; None: data parallelism and ZeRO.
+        within: The largest ratio of a plan's predicted time to the shortest predicted time.
+        most: The largest number of plans to time.
+        seconds: Approximate duration of the timed steps, without compilation. Each plan has at least a few turns.
 
     Raises: InvalidArgumentError; UnsupportedError in a program of several processes; what planning, compiling and
     running raise, where no plan could be timed.
