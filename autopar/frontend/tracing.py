@@ -73,6 +73,42 @@ def _leaves_with_paths(args: Sequence[Any], names: Sequence[str]) -> Iterator[tu
             yield name + jax.tree_util.keystr(path), leaf
 
 
+@dataclasses.dataclass(slots=True)
+class _Results:
+    """The results of a function as it is traced; `changed_in_place` are paths of arguments that it replaced."""
+
+    tree: Any = None
+    paths: tuple[str, ...] = ()
+    changed_in_place: tuple[str, ...] = ()
+
+
+def _flat_function(
+    function: Callable[..., Any], name: str, in_tree: Any, in_paths: Sequence[str], names: Sequence[str]
+) -> tuple[Callable[..., list[Any]], _Results]:
+    """A function from leaves to leaves, and its results as traced. Raises, when traced: InvalidArgumentError."""
+    results = _Results()
+
+    def flat(*flat_args: Any) -> list[Any]:
+        given = jax.tree.unflatten(in_tree, flat_args)
+        before = dict(zip(in_paths, jax.tree.leaves(given), strict=True))
+        out = function(*given)
+        try:
+            after = dict(_leaves_with_paths(given, names))
+        except (TypeError, ValueError):  # the function put into its own copy what is no tree for jax
+            after = {}
+        results.changed_in_place = tuple(path for path, leaf in before.items() if after.get(path) is not leaf)
+        with_paths, tree = jax.tree_util.tree_flatten_with_path(out)
+        if results.tree is None:
+            results.tree = tree
+        results.paths = tuple("result" + jax.tree_util.keystr(path) for path, _ in with_paths)
+        hint = "return arrays and numbers only; keep names and the like outside of the step"
+        for path, (_, leaf) in zip(results.paths, with_paths, strict=True):
+            abstract(leaf, f"{name}, {path}", hint)
+        return [leaf for _, leaf in with_paths]
+
+    return flat, results
+
+
 def trace(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -89,28 +125,7 @@ def trace(
     leaves, in_tree, in_paths, owner = flatten_arguments(args, names)
     in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
     name = name_of(function)
-    out_trees: list[Any] = []
-    out_paths: list[str] = []
-    changed: list[str] = []
-
-    def flat(*flat_args: Any) -> list[Any]:
-        given = jax.tree.unflatten(in_tree, flat_args)
-        before = dict(zip(in_paths, jax.tree.leaves(given), strict=True))
-        out = function(*given)
-        try:
-            after = dict(_leaves_with_paths(given, names))
-        except (TypeError, ValueError):  # the function put into its own copy what is no tree for jax
-            after = {}
-        changed[:] = [path for path, leaf in before.items() if after.get(path) is not leaf]
-        with_paths, tree = jax.tree_util.tree_flatten_with_path(out)
-        out_trees.append(tree)
-        out_paths[:] = ["result" + jax.tree_util.keystr(path) for path, _ in with_paths]
-        for path, (_, leaf) in zip(out_paths, with_paths, strict=True):
-            abstract(
-                leaf, f"{name}, {path}", "return arrays and numbers only; keep names and the like outside of the step"
-            )
-        return [leaf for _, leaf in with_paths]
-
+    flat, results = _flat_function(function, name, in_tree, in_paths, names)
     original = jax.make_jaxpr(flat)(*in_avals)
     closed, placements = without_placements(original)
     fingerprint = jaxpr_fingerprint(closed)
@@ -124,22 +139,22 @@ def trace(
         jaxpr=jaxpr,
         constants=tuple(jax_compat.jaxpr_consts(closed)),
         in_tree=in_tree,
-        out_tree=out_trees[0],
+        out_tree=results.tree,
         in_avals=in_avals,
         out_avals=out_avals,
         in_paths=tuple(in_paths),
-        out_paths=tuple(out_paths),
+        out_paths=results.paths,
         argument_of=tuple(owner),
         donated=donated,
         batch=batch_leaves,
-        tied=tie_state(args, donate, out_trees[0], in_avals, out_avals),
+        tied=tie_state(args, donate, results.tree, in_avals, out_avals),
         fingerprint=fingerprint,
         # A fresh function object, so that jax does not answer from its cache of traces.
         retrace=jax_compat.under_present_mesh(
             lambda avals: without_placements(jax.make_jaxpr(lambda *a: flat(*a))(*avals))[0]
         ),
         placements=placements,
-        changed_in_place=tuple(changed),
+        changed_in_place=results.changed_in_place,
     )
 
 

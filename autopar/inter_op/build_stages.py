@@ -10,7 +10,7 @@ from typing import Any
 from autopar.cost.cost_model import CostModel
 from autopar.errors import UnsupportedError
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.isomorphism import carried_over, shape_of
+from autopar.inter_op.isomorphism import canonical_graph, carried_over
 from autopar.inter_op.stage_costs import lowest_price
 from autopar.inter_op.staged import (
     PlannedStage,
@@ -159,7 +159,7 @@ class Decider:
         self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
         self.pieces, self.constraints, self.pins = pieces, constraints, pins
         self.transfer_layouts = transfer_layouts_of(stages, meshes, constraints)
-        self.shapes = [shape_of(stage.graph) for stage in stages]
+        self.shapes = [canonical_graph(stage.graph) for stage in stages]
         self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
         self.solved: dict[tuple[Any, ObjectiveWeights], int] = {}  # problem and terms -> which of them
         self.problems: dict[Any, tuple[int, IntraOp]] = {}  # with the stage whose numbers it has

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.ir.graph import Atom, Block, Op, OpGraph
+from autopar.ir.canonical_form import CanonicalForm
+from autopar.ir.graph import OpGraph
 from autopar.lowering.decisions import ShardingPlan
 from autopar.sharding.partial_sums import find_partials
 
@@ -18,36 +19,11 @@ class CanonicalGraph:
     values: tuple[int, ...]
 
 
-def shape_of(graph: OpGraph) -> CanonicalGraph:
-    """The shape of a graph; operations that no rule covers are told apart by their primitives."""
-    number: dict[int, int] = {}
-    ops: list[int] = []
-
-    def value(v: int) -> object:
-        if v in number:
-            return number[v]
-        number[v] = len(number)
-        at = graph.values[v]
-        return number[v], at.shape, at.dtype
-
-    def atom(a: Atom) -> object:
-        return value(a) if isinstance(a, int) else ("literal", a.shape, repr(a.literal))
-
-    def op_key(op: Op) -> tuple:
-        ops.append(op.id)
-        counts = (op.num_consts, op.num_carry, op.num_condition_consts, op.trips, op.dim, op.count)
-        operands = tuple(map(atom, op.inputs))
-        blocks = tuple(map(block_key, op.blocks))
-        outputs = tuple(map(value, op.outputs))
-        return op.kind, op.section, op.role, op.key or op.primitive, counts, operands, blocks, outputs
-
-    def block_key(block: Block) -> tuple:
-        inputs = tuple(map(value, block.inputs))
-        return inputs, tuple(map(op_key, block.ops)), tuple(map(atom, block.outputs))
-
-    top = block_key(graph.block)
+def canonical_graph(graph: OpGraph) -> CanonicalGraph:
+    form = CanonicalForm(graph, lambda op: (op.role, op.count))
+    top = form.block_key(graph.block)
     key = (top, graph.tied, graph.donated, graph.batch, graph.num_microbatches, graph.repeating)
-    return CanonicalGraph(key=key, ops=tuple(ops), values=tuple(number))
+    return CanonicalGraph(key=key, ops=tuple(form.ops), values=form.values)
 
 
 def carried_over(plan: ShardingPlan, source: CanonicalGraph, target: CanonicalGraph, graph: OpGraph) -> ShardingPlan:

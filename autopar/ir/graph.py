@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+_Atom = TypeVar("_Atom")
 
 
 class Role(enum.Enum):
@@ -115,6 +117,13 @@ class Rule:
     operands: tuple[tuple[tuple[int, ...], ...], ...]
     results: tuple[tuple[tuple[int, ...], ...], ...]
     note: str = ""
+
+    def factored_dims(self, atoms: Iterable[_Atom]) -> Iterator[tuple[_Atom, int, tuple[int, ...]]]:
+        """(operand or result, dimension, factors) of each dimension with factors. `atoms`: operands, then results."""
+        for atom, dims in zip(atoms, (*self.operands, *self.results), strict=True):
+            for d, factors in enumerate(dims):
+                if factors:
+                    yield atom, d, factors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
-from autopar.microbatch.alignment import first_difference
+from autopar.microbatch.jaxpr_pairs import PairRewriter
 
 
 def extrapolated(two: Any, three: Any, where: str) -> Any:
@@ -23,80 +23,51 @@ def extrapolated(two: Any, three: Any, where: str) -> Any:
     one step smaller than in `two`; everything else must be equal.
     Raises: UnsupportedError when they are not the same operations.
     """
-    small, large = jax_compat.open_jaxpr(two), jax_compat.open_jaxpr(three)
-    counts = [(len(j.constvars), len(j.invars), len(j.outvars), len(j.eqns)) for j in (small, large)]
-    if counts[0] != counts[1]:
-        raise _difference(first_difference(small, large, where), f"{counts[0][3]} operations", f"{counts[1][3]}")
-    new: dict[Any, Any] = {}  # by variable of the smaller one
-    counterpart: dict[Any, Any] = {}
-
-    def variable(a: Any, b: Any) -> Any:
-        new[a] = jax_compat.variable_like(a, _value(a.aval.shape, b.aval.shape, where))
-        counterpart[a] = b
-        return new[a]
-
-    def atom(a: Any, b: Any) -> Any:
-        if isinstance(a, jax_compat.Literal):
-            if not isinstance(b, jax_compat.Literal) or a.aval.str_short() != b.aval.str_short():
-                raise _difference(where, f"operand {a}", f"{b}")
-            return a
-        if counterpart.get(a) is not b:
-            raise _difference(where, f"operand {a}", f"{b}")
-        return new[a]
-
-    constants: list[tuple[Any, Any]] = list(zip(small.constvars, large.constvars, strict=True))
-    for one, other in constants:
-        if one.aval.shape != other.aval.shape:
-            raise _difference(where, f"a constant of shape {one.aval.shape}", f"{other.aval.shape}")
-    constvars = [variable(a, b) for a, b in constants]
-    invars = [variable(a, b) for a, b in zip(small.invars, large.invars, strict=True)]
-    eqns = []
-    for a, b in zip(small.eqns, large.eqns, strict=True):
-        at = f"{where} at {jax_compat.source_line(a)}"
-        shape_of_eqn = [(len(e.invars), len(e.outvars), sorted(e.params)) for e in (a, b)]
-        if a.primitive.name != b.primitive.name or shape_of_eqn[0] != shape_of_eqn[1]:
-            raise _difference(at, a.primitive.name, b.primitive.name)
-        operands = [atom(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
-        params = {name: _parameter(value, b.params[name], at) for name, value in a.params.items()}
-        results = [variable(x, y) for x, y in zip(a.outvars, b.outvars, strict=True)]
-        eqns.append(a.replace(invars=operands, outvars=results, params=params))
-    outvars = [atom(x, y) for x, y in zip(small.outvars, large.outvars, strict=True)]
-    inner = small.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
-    return inner if small is two and not jax_compat.jaxpr_consts(two) else jax_compat.closed_like(two, inner)
+    return _Extrapolation().rewrite(two, three, where)
 
 
-def _parameter(two: Any, three: Any, where: str) -> Any:
-    if hasattr(jax_compat.open_jaxpr(two), "eqns"):
-        return extrapolated(two, three, where)
-    return _value(two, three, where)
+class _Extrapolation(PairRewriter):
+    """The program on two examples is the base, that on three the other."""
 
+    def variable(self, base: Any, other: Any, where: str) -> Any:
+        return jax_compat.variable_like(base, self.parameter(base.aval.shape, other.aval.shape, where))
 
-def _value(two: Any, three: Any, where: str) -> Any:
-    """A size, or something of sizes, one step further down."""
-    if isinstance(two, (tuple, list)) and type(two) is type(three) and len(two) == len(three):
-        members = [_parameter(a, b, where) for a, b in zip(two, three, strict=True)]
-        return two._make(members) if hasattr(two, "_make") else type(two)(members)
-    if isinstance(two, (int, np.integer)) and isinstance(three, (int, np.integer)) and not isinstance(two, bool):
-        one = 2 * int(two) - int(three)
-        if one < 0 <= two:  # the third example, or the rest behind the second
-            raise _difference(where, str(two), str(three))
-        return type(two)(one)  # numpy's numbers stay such
-    # Functions made by tracing are equal to nothing, and hold no sizes of their own.
-    if callable(two) or hasattr(two, "call_wrapped"):
-        return two
-    try:
-        same = bool(two == three) or repr(two) == repr(three)  # nan is not equal to itself
-    except (TypeError, ValueError):  # arrays among them
-        same = False
-    if not same:
-        raise _difference(where, repr(two)[:60], repr(three)[:60])
-    return two
+    def literal(self, base: Any, other: Any) -> Any:
+        return base
 
+    def parameter(self, base: Any, other: Any, where: str) -> Any:
+        """A size, or something of sizes, one step further down."""
+        if isinstance(base, (tuple, list)) and type(base) is type(other) and len(base) == len(other):
+            members = [self.parameter(a, b, where) for a, b in zip(base, other, strict=True)]
+            return base._make(members) if hasattr(base, "_make") else type(base)(members)
+        if isinstance(base, (int, np.integer)) and isinstance(other, (int, np.integer)) and not isinstance(base, bool):
+            one = 2 * int(base) - int(other)
+            if one < 0 <= base:  # the third example, or the rest behind the second
+                raise self.difference(where, str(base), str(other))
+            return type(base)(one)  # numpy's numbers stay such
+        # Functions made by tracing are equal to nothing, and hold no sizes of their own.
+        if callable(base) or hasattr(base, "call_wrapped"):
+            return base
+        try:
+            same = bool(base == other) or repr(base) == repr(other)  # nan is not equal to itself
+        except (TypeError, ValueError):  # arrays among them
+            same = False
+        if not same:
+            raise self.difference(where, repr(base)[:60], repr(other)[:60])
+        return base
 
-def _difference(where: str, two: str, three: str) -> UnsupportedError:
-    return UnsupportedError(
-        where=where,
-        expected=f"the same operations for two examples as for three ({two})",
-        got=f"others ({three})",
-        hint="do not let Python branch on the number of examples, or take micro-batches of two examples",
-    )
+    def result(self, base: Any, other: Any, inner: Any, where: str) -> Any:
+        constvars = (jax_compat.open_jaxpr(j).constvars for j in (base, other))
+        for a, b in zip(*constvars, strict=True):
+            if a.aval.shape != b.aval.shape:
+                raise self.difference(where, f"a constant of shape {a.aval.shape}", f"{b.aval.shape}")
+        is_open = jax_compat.open_jaxpr(base) is base and not jax_compat.jaxpr_consts(base)
+        return inner if is_open else jax_compat.closed_like(base, inner)
+
+    def difference(self, where: str, base: str, other: str) -> UnsupportedError:
+        return UnsupportedError(
+            where=where,
+            expected=f"the same operations for two examples as for three ({base})",
+            got=f"others ({other})",
+            hint="do not let Python branch on the number of examples, or take micro-batches of two examples",
+        )

@@ -131,25 +131,7 @@ def accumulate_apart(graph: OpGraph, stages: Sequence[int | None]) -> tuple[OpGr
     for op in ops:
         for v in read_by(op):
             readers.setdefault(v, []).append(op)
-    outputs = {v for v in graph.block.outputs if isinstance(v, int)}
-
-    # What may move, last first: read by nothing but sums over micro-batches and other operations that may move.
-    movable: set[int] = set()
-    for op in reversed(ops):
-        linear = op.primitive in _ADDITIONS | _FOLLOWERS and op.kind is OpKind.EQUATION and op.section.is_backward
-        if linear and outputs.isdisjoint(op.outputs) and _linear_in_all(op):
-            users = [r for v in op.outputs for r in readers.get(v, ())]
-            if users and all(r.kind is OpKind.ACCUMULATE or r.id in movable for r in users):
-                movable.add(op.id)
-    # What must: additions over stages, and what follows them.
-    moved: set[int] = set()
-    for op in ops:
-        if op.id not in movable:
-            continue
-        sources = [maker[v] for v in read_by(op) if v in maker]
-        mixed = len({at[m.id] for m in sources if at[m.id] is not None}) > 1
-        if (mixed and op.primitive in _ADDITIONS) or any(m.id in moved for m in sources):
-            moved.add(op.id)
+    moved = _additions_over_stages(graph, at, readers)
     if not moved:
         return graph, list(stages)
 
@@ -183,6 +165,32 @@ def accumulate_apart(graph: OpGraph, stages: Sequence[int | None]) -> tuple[OpGr
     after = [pair for pair in kept if pair[0].section is Section.AFTER]
     rows = [*in_loop, *sums, *late, *after]
     return _with_rows(graph, fresh, rows, names), [stage for _, stage in rows]
+
+
+def _additions_over_stages(
+    graph: OpGraph, at: Mapping[int, int | None], readers: Mapping[int, Sequence[Op]]
+) -> set[int]:
+    """The operations to move behind the loop: additions over stages that may move, and those that follow them."""
+    ops = graph.block.ops
+    maker = makers(ops)
+    outputs = {v for v in graph.block.outputs if isinstance(v, int)}
+    # Those that may, last first: read by nothing but sums over micro-batches and other operations that may move.
+    movable: set[int] = set()
+    for op in reversed(ops):
+        linear = op.primitive in _ADDITIONS | _FOLLOWERS and op.kind is OpKind.EQUATION and op.section.is_backward
+        if linear and outputs.isdisjoint(op.outputs) and _linear_in_all(op):
+            users = [r for v in op.outputs for r in readers.get(v, ())]
+            if users and all(r.kind is OpKind.ACCUMULATE or r.id in movable for r in users):
+                movable.add(op.id)
+    moved: set[int] = set()
+    for op in ops:
+        if op.id not in movable:
+            continue
+        sources = [maker[v] for v in read_by(op) if v in maker]
+        mixed = len({at[m.id] for m in sources if at[m.id] is not None}) > 1
+        if (mixed and op.primitive in _ADDITIONS) or any(m.id in moved for m in sources):
+            moved.add(op.id)
+    return moved
 
 
 def _linear_in_all(op: Op) -> bool:

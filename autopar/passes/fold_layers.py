@@ -71,7 +71,47 @@ def _without(
 ) -> FoldedGraph | int:
     """The graph without the inner layers of the runs, or a layer that cannot be taken out."""
     dropped = {layer: (run[0], run[-1]) for run in runs for layer in run[1:-1]}
-    # Each value of a layer taken out -> its counterparts in the first and the last layer of the run.
+    kept = _rewired(dropped, graph, layer_of, members)
+    if isinstance(kept, int):
+        return kept
+    kept, alone = _wanted(kept, graph, layer_of)
+    layer_of = {**layer_of, **alone}
+    weight = {layer: 1.0 for layer in range(num_layers) if layer not in dropped}
+    stands_for = {layer: layer for layer in range(num_layers)}
+    for run in runs:
+        weight[run[0]] = weight[run[-1]] = len(run) / 2
+        half = (run[0] + run[-1] + 1) // 2
+        stands_for.update({layer: run[0] if layer < half else run[-1] for layer in run})
+    counted = tuple(
+        _running(op, weight[its]) if (its := layer_of[op.id]) is not None and weight[its] != 1.0 else op for op in kept
+    )
+    used = {v for op in counted for v in read_by(op)}
+    inputs = [i for i, v in enumerate(graph.block.inputs) if assignment.homes[i] not in dropped or v in used]
+    stays = {op.id: op for op in counted}
+    return FoldedGraph(
+        graph=_smaller(graph, counted, inputs),
+        alike=tuple(
+            (stays[a.id], stays[b.id]) for run in runs for a, b in zip(members[run[0]], members[run[-1]], strict=True)
+        ),
+        layer_of={op.id: layer_of[op.id] for op in counted},
+        stands_for=tuple(stands_for[layer] for layer in range(num_layers)),
+        weight=weight,
+        home_of=tuple(assignment.homes[i] for i in inputs),
+    )
+
+
+def _rewired(
+    dropped: Mapping[int, tuple[int, int]],
+    graph: OpGraph,
+    layer_of: Mapping[int, int | None],
+    members: Mapping[int, Sequence[Op]],
+) -> list[Op] | int:
+    """The operations of the layers that stay; they read the first or last layer of a run in place of dropped ones.
+
+    `dropped[l]` are these two layers. A layer that cannot be dropped instead, where an operation would read a value
+    before it is made.
+    """
+    # Each value of a dropped layer -> its counterparts in the first and the last layer of the run.
     counterparts: dict[int, tuple[int, int]] = {}
     for layer, (first, last) in dropped.items():
         for op, a, b in zip(members[layer], members[first], members[last], strict=True):
@@ -87,53 +127,34 @@ def _without(
         names: dict[int, int] = {}
         for v in read_by(op):
             if v in counterparts:
-                found = [c for c in counterparts[v] if c in made]
-                if not found:
+                available = [c for c in counterparts[v] if c in made]
+                if not available:
                     stuck = layer_making[v]
-                    assert stuck is not None, "what was taken out has a layer"
+                    assert stuck is not None, "a dropped operation has a layer"
                     return stuck
-                names[v] = found[-1] if layer_making[found[-1]] != here else found[0]
+                names[v] = available[-1] if layer_making[available[-1]] != here else available[0]
         kept.append(reading(op, names) if names else op)
         made.update(op.outputs)
-    kept, alone = _wanted(kept, graph, layer_of)
-    layer_of = {**layer_of, **alone}
-    weight = {layer: 1.0 for layer in range(num_layers) if layer not in dropped}
-    for run in runs:
-        weight[run[0]] = weight[run[-1]] = len(run) / 2
-    counted = tuple(
-        _running(op, weight[its]) if (its := layer_of[op.id]) is not None and weight[its] != 1.0 else op for op in kept
-    )
-    used = {v for op in counted for v in read_by(op)}
-    inputs = [i for i, v in enumerate(graph.block.inputs) if assignment.homes[i] not in dropped or v in used]
+    return kept
+
+
+def _smaller(graph: OpGraph, ops: tuple[Op, ...], inputs: Sequence[int]) -> OpGraph:
+    """The graph with some of its operations and inputs (positions), and the outputs that these make."""
+    made = {*graph.block.inputs, *(v for op in ops for v in op.outputs)}
     outputs = [o for o, atom in enumerate(graph.block.outputs) if not isinstance(atom, int) or atom in made]
     at = {i: n for n, i in enumerate(inputs)}
     out = {o: n for n, o in enumerate(outputs)}
-    smaller = dataclasses.replace(
+    return dataclasses.replace(
         graph,
         block=Block(
             inputs=tuple(graph.block.inputs[i] for i in inputs),
             outputs=tuple(graph.block.outputs[o] for o in outputs),
-            ops=counted,
+            ops=ops,
         ),
         constants=tuple(c for i, c in enumerate(graph.constants) if i in at),
         tied=tuple((at[i], out[o]) for i, o in graph.tied if i in at and o in out),
         donated=frozenset(at[i] for i in graph.donated if i in at),
         batch=frozenset(at[i] for i in graph.batch if i in at),
-    )
-    stands_for = {layer: layer for layer in range(num_layers)}
-    for run in runs:
-        half = (run[0] + run[-1] + 1) // 2
-        stands_for.update({layer: run[0] if layer < half else run[-1] for layer in run})
-    stays = {op.id: op for op in counted}
-    return FoldedGraph(
-        graph=smaller,
-        alike=tuple(
-            (stays[a.id], stays[b.id]) for run in runs for a, b in zip(members[run[0]], members[run[-1]], strict=True)
-        ),
-        layer_of={op.id: layer_of[op.id] for op in counted},
-        stands_for=tuple(stands_for[layer] for layer in range(num_layers)),
-        weight=weight,
-        home_of=tuple(assignment.homes[i] for i in inputs),
     )
 
 

@@ -10,14 +10,13 @@ import collections
 import dataclasses
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
-from autopar.ir.graph import Block, Op, OpGraph, OpKind, Section, read_by, walk
+from autopar.ir.canonical_form import CanonicalForm
+from autopar.ir.graph import Op, OpGraph, OpKind, Section, read_by, walk
 from autopar.ir.primitives import MATRIX_PRODUCTS
+from autopar.passes.layer_labels import cluster_labels, module_labels, repetition_labels
 
 # Work that a stage would rather receive than do once more. Everything else streams through its operands.
 _COSTLY = MATRIX_PRODUCTS | {
@@ -25,13 +24,9 @@ _COSTLY = MATRIX_PRODUCTS | {
     "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max",
 }  # fmt: skip
 _AT_THE_LOOP = frozenset({OpKind.SPLIT, OpKind.ACCUMULATE, OpKind.STACK, OpKind.SEND})
-_NUMBERED = re.compile(r"^(.*?)(\d+(?::\d+)?)(\D*)$")  # `layer3`, `layers[4:8]`
 
 MAX_LAYERS = 160  # of a model with 128 blocks each is one, beside embedding and loss; beyond it neighbours are joined
-CLUSTERS = 16  # layers of a model without modules and repetition; Alpa's experiments use 8 to 16 a model
-SLACK = 0.5  # how far the arithmetic of a cluster may exceed the mean (Alpa's delta)
 HEAVY = 0.1  # of the mean layer's arithmetic or parameters: from here on a group of operations stands alone
-COVERED = 0.5  # the share of the arithmetic that modules or repetition must explain to be trusted
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +59,11 @@ def find_layers(graph: OpGraph, flops: Callable[[Op], float], max_layers: int = 
     crossing = _crossing(graph, ops, portable)
     parameters = _parameter_bytes(graph, ops)
     products = [i for i, op in enumerate(ops) if is_product(op)]
-    labels = _module_labels(ops, work, products, portable)
+    labels = module_labels(ops, work, products, portable)
     if labels is None:
-        labels = _repetition_labels(ops, work, products, crossing)
+        labels = repetition_labels(ops, work, products, crossing)
     if labels is None:
-        labels = _cluster_labels(work, products, crossing, min(CLUSTERS, max_layers))
+        labels = cluster_labels(work, products, crossing, max_layers)
     labels = _with_edges(ops, labels, work, parameters, portable)
     starts = _cuts(labels, crossing)
     starts = _without_small(starts, work, parameters, crossing, products)
@@ -120,33 +115,9 @@ def portable_ops(graph: OpGraph) -> frozenset[int]:
 
 
 def structure(ops: Sequence[Op], graph: OpGraph) -> tuple:
-    """What a group of operations computes and how it hangs together; equal for groups that differ in names only."""
-    number: dict[int, int] = {}
-    inputs = set(graph.block.inputs)
-
-    def place(atom: object) -> object:
-        if not isinstance(atom, int):
-            return repr(getattr(atom, "literal", atom))
-        if atom in number:
-            return number[atom]
-        value = graph.values[atom]
-        number[atom] = len(number)
-        return number[atom], value.shape, value.dtype, atom in inputs
-
-    def block_key(block: Block) -> tuple:
-        for v in block.inputs:
-            place(v)
-        return tuple(op_key(op) for op in block.ops), tuple(place(a) for a in block.outputs)
-
-    def op_key(op: Op) -> tuple:
-        operands = tuple(place(a) for a in op.inputs)
-        blocks = tuple(block_key(b) for b in op.blocks)
-        for v in op.outputs:
-            number[v] = len(number)
-        counts = (op.num_consts, op.num_carry, op.num_condition_consts, op.trips, op.dim)
-        return op.kind, op.section, op.key or op.primitive, counts, operands, blocks, len(op.outputs)
-
-    return tuple(op_key(op) for op in ops)
+    """The key of a group of operations: equal for groups that compute the same on other values."""
+    form = CanonicalForm(graph, lambda op: None)
+    return tuple(map(form.op_key, ops))
 
 
 def _flops(op: Op, flops: Callable[[Op], float]) -> float:
@@ -188,135 +159,6 @@ def _parameter_bytes(graph: OpGraph, ops: Sequence[Op]) -> list[int]:
         elif op.section in (Section.BEFORE, Section.FORWARD):
             behind.update(dict.fromkeys(op.outputs, origin))
     return [first.get(op.id, 0) for op in ops]
-
-
-# Labels: operations of one label belong together, those without one lie between.
-
-
-def _module_labels(
-    ops: Sequence[Op], work: Sequence[float], products: Sequence[int], portable: frozenset[int]
-) -> list[str] | None:
-    """The path up to the outermost numbered part that is repeated; None where modules explain too little."""
-    paths = [op.module.split("/") if op.module and op.id not in portable else [] for op in ops]
-    numbers: dict[tuple[str, ...], set[str]] = {}
-    for path in paths:
-        for depth, part in enumerate(path):
-            if match := _NUMBERED.match(part):
-                template = (*path[:depth], f"{match[1]}#{match[3]}")
-                numbers.setdefault(template, set()).add(match[2])
-    labels = []
-    for path in paths:
-        label = ""
-        for depth, part in enumerate(path):
-            match = _NUMBERED.match(part)
-            if match and len(numbers[*path[:depth], f"{match[1]}#{match[3]}"]) > 1:
-                label = "/".join(path[: depth + 1])
-                break
-        labels.append(label)
-    return labels if _explains(labels, work, products) else None
-
-
-def _explains(labels: Sequence[str], work: Sequence[float], products: Sequence[int]) -> bool:
-    """Whether there are several labels, on most of the arithmetic or, beside a large head, of the products."""
-    covered = sum(w for label, w in zip(labels, work, strict=True) if label)
-    of_products = sum(bool(labels[i]) for i in products)
-    most = covered >= COVERED * sum(work) or of_products > COVERED * len(products)
-    return len({*labels} - {""}) > 1 and most
-
-
-def _repetition_labels(
-    ops: Sequence[Op], work: Sequence[float], products: Sequence[int], crossing: Sequence[int]
-) -> list[str] | None:
-    """Numbers the repetitions of a sequence of matrix products; None where there is none that explains the work."""
-    number: dict[str, int] = {}
-    keys = np.array([number.setdefault(ops[i].key or ops[i].primitive, len(number)) for i in products])
-    covered, start, period = 0, 0, 1
-    for candidate in range(1, len(products) // 2 + 1):
-        first, length = _longest_run(keys[candidate:] == keys[:-candidate])
-        # A longer period must cover clearly more: two layers at a time repeat as well as one.
-        if length >= candidate and length + candidate > 1.2 * covered:
-            covered, start, period = length + candidate, first, candidate
-    if not covered:
-        return None
-    gaps = [min(crossing[a + 1 : b + 1]) for a, b in itertools.pairwise(products)]
-
-    def mean_cut_bytes(shift: int) -> float:
-        """Of the cuts between whole repetitions, the first of which begins `shift` products late."""
-        times = (covered - shift) // period
-        cuts = [gaps[start + shift + k * period - 1] for k in range(1, times)]
-        return sum(cuts) / len(cuts) if cuts else math.inf
-
-    shift = min(range(period), key=lambda s: (mean_cut_bytes(s), s))
-    labels = [""] * len(ops)
-    for k in range((covered - shift) // period * period):
-        labels[products[start + shift + k]] = f"#{k // period}"
-    # What stands between the products of one layer is the layer's too.
-    filled = list(labels)
-    inside = [i for i, label in enumerate(labels) if label]
-    for a, b in itertools.pairwise(inside):
-        filled[a:b] = [labels[a]] * (b - a)
-    return labels if _explains(filled, work, products) else None
-
-
-def _longest_run(equal: np.ndarray) -> tuple[int, int]:
-    """(start, length) of the longest run of true entries, the first of its length."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], equal.astype(np.int8), [0]))))
-    starts, ends = edges[::2], edges[1::2]
-    if not len(starts):
-        return 0, 0
-    best = int(np.argmax(ends - starts))
-    return int(starts[best]), int(ends[best] - starts[best])
-
-
-def _cluster_labels(
-    work: Sequence[float], products: Sequence[int], crossing: Sequence[int], max_clusters: int
-) -> list[str]:
-    """Clusters of the matrix products: the fewest bytes over the cuts with about equal arithmetic in each.
-
-    least[k][i]: bytes over the cuts when the first i products make k clusters; the sum of squared arithmetic breaks
-    ties. The bound on a cluster's arithmetic is widened until there is a clustering.
-    """
-    labels = [""] * len(work)
-    n = len(products)
-    clusters = max(1, min(max_clusters, n))
-    if n == 0:
-        return labels
-    # A product's arithmetic includes what follows it up to the next.
-    share = [sum(work[a:b]) for a, b in itertools.pairwise([0, *products[1:], len(work)])]
-    before = np.concatenate(([0.0], np.cumsum(share)))
-    gaps = np.array([0, *(min(crossing[a + 1 : b + 1]) for a, b in itertools.pairwise(products))], dtype=float)
-    bound = (1 + SLACK) * before[-1] / clusters
-    while True:
-        ends = _least_cuts(before, gaps, clusters, bound)
-        if ends is not None:
-            break
-        bound *= 1 + SLACK
-    for k, (a, b) in enumerate(itertools.pairwise([0, *ends])):
-        for i in products[a:b]:
-            labels[i] = f"#{k}"
-    return labels
-
-
-def _least_cuts(before: np.ndarray, gaps: np.ndarray, clusters: int, bound: float) -> list[int] | None:
-    n = len(gaps)
-    arithmetic = before[None, :] - before[:-1, None]  # [a, b]: of products a to b - 1
-    allowed = (arithmetic > 0) & (arithmetic <= bound)
-    balance = (arithmetic / before[-1]) ** 2 if before[-1] else np.zeros_like(arithmetic)
-    # One byte outweighs all balance, which is at most 1 in sum.
-    step = np.where(allowed, 2.0 * gaps[:, None] + balance, np.inf)
-    least = np.full(n + 1, np.inf)
-    least[0] = 0.0
-    origins = []
-    for _ in range(clusters):
-        total = least[:-1, None] + step
-        origins.append(np.argmin(total, axis=0))
-        least = np.min(total, axis=0)
-    if not np.isfinite(least[n]):
-        return None
-    ends = [n]
-    for origin in reversed(origins):
-        ends.append(int(origin[ends[-1]]))
-    return ends[-2::-1]
 
 
 def _with_edges(

@@ -200,9 +200,8 @@ class _Groups:
         if rule is None:
             return
         first: dict[int, Any] = {}
-        for variable, dims in zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True):
-            factor = major(dims)
-            if factor is not None and rule.factors[factor].kind is FactorKind.PASS:
+        for variable, d, (factor, *_) in rule.factored_dims((*eqn.invars, *eqn.outvars)):
+            if d == 0 and rule.factors[factor].kind is FactorKind.PASS:
                 self.join(first.setdefault(factor, variable), variable)
 
 

@@ -98,13 +98,8 @@ class _Followed(Generic[Name]):
 
     def watch_op(self, op: Op) -> None:
         assert op.rule is not None
-        places = [
-            (value, d, factors)
-            for atom, dims in zip((*op.inputs, *op.outputs), (*op.rule.operands, *op.rule.results), strict=True)
-            if isinstance(value := atom, int)
-            for d, factors in enumerate(dims)
-            if factors
-        ]
+        factored = op.rule.factored_dims((*op.inputs, *op.outputs))
+        places = [(atom, d, factors) for atom, d, factors in factored if isinstance(atom, int)]
         through = functools.partial(self.through, places, [f.size for f in op.rule.factors])
         for value in {value for value, _, _ in places}:
             self.of_value.setdefault(value, []).append(through)
@@ -353,11 +348,10 @@ def _widths(graph: OpGraph, forward: Sequence[Op], unnamed: Callable[[int, int],
     for op in forward:
         assert op.rule is not None
         at_factor: dict[int, _At] = {}
-        for atom, dims in zip((*op.inputs, *op.outputs), (*op.rule.operands, *op.rule.results), strict=True):
-            for d, factors in enumerate(dims):
-                if isinstance(atom, int) and factors and unnamed(atom, d):
-                    for f in factors:
-                        merge(at_factor.setdefault(f, (atom, d)), (atom, d))
+        for atom, d, factors in op.rule.factored_dims((*op.inputs, *op.outputs)):
+            if isinstance(atom, int) and unnamed(atom, d):
+                for f in factors:
+                    merge(at_factor.setdefault(f, (atom, d)), (atom, d))
         if op.primitive in _IN_PIECES:
             for v, out in itertools.product(read_by(op), op.outputs):
                 for d in range(len(graph.values[out].shape)):

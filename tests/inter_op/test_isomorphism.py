@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autopar.inter_op.isomorphism import carried_over, shape_of
+from autopar.inter_op.isomorphism import canonical_graph, carried_over
 from autopar.ir.graph import Block, Section
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
@@ -43,7 +43,7 @@ def with_op(graph, at, **changes):
 
 def test_numbers_do_not_matter():
     graph = two_layers()
-    one, other = shape_of(graph), shape_of(renamed(graph))
+    one, other = canonical_graph(graph), canonical_graph(renamed(graph))
     assert one.key == other.key
     assert other.ops == tuple(op + 200 for op in one.ops)
     assert other.values == tuple(v + 100 for v in one.values)
@@ -51,7 +51,7 @@ def test_numbers_do_not_matter():
 
 def test_values_stand_in_the_order_in_which_they_appear():
     graph = two_layers()
-    assert [graph.values[v].name for v in shape_of(graph).values] == [v.name for v in graph.values]
+    assert [graph.values[v].name for v in canonical_graph(graph).values] == [v.name for v in graph.values]
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_values_stand_in_the_order_in_which_they_appear():
     ids=["primitive", "section", "count", "operands", "micro-batches", "tied", "donated", "dtype"],
 )
 def test_what_matters(change):
-    assert shape_of(change(two_layers())).key != shape_of(two_layers()).key
+    assert canonical_graph(change(two_layers())).key != canonical_graph(two_layers()).key
 
 
 def test_stages_of_different_layers_are_not_alike():
     first, second = two_stages()
-    assert shape_of(first.graph).key != shape_of(second.graph).key
+    assert canonical_graph(first.graph).key != canonical_graph(second.graph).key
 
 
 def test_decisions_go_to_the_counterparts():
@@ -94,7 +94,7 @@ def test_decisions_go_to_the_counterparts():
         report=REPORT,
         transfer_layouts={layer.id: ROWS},
     )
-    found = carried_over(plan, shape_of(graph), shape_of(other), other)
+    found = carried_over(plan, canonical_graph(graph), canonical_graph(other), other)
     assert found.unreduced == {100: ROWS}
     assert found.reduced == {layer.outputs[0] + 100: ROWS}
     assert found.copies == {(101, "all"): replicated(2)}

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.cost.roofline import flops_of
 from autopar.ir.graph import OpKind
-from autopar.passes import layers as layers_module
+from autopar.passes import layer_labels
 from autopar.passes.layers import find_layers, layer_ops, portable_ops
 from benchmarks.zoo.gpt import gpt, gpt_odd, gpt_remat
 from benchmarks.zoo.mlp import mlp
@@ -109,7 +109,7 @@ def test_least_cuts_are_those_of_trying_all():
         n, clusters = 7, 3
         before = np.concatenate(([0.0], np.cumsum(random.integers(1, 9, n)))).astype(float)
         gaps = random.integers(0, 9, n).astype(float)
-        bound = (1 + layers_module.SLACK) * before[-1] / clusters
+        bound = (1 + layer_labels.SLACK) * before[-1] / clusters
 
         def cost(cuts, before=before, gaps=gaps, n=n):
             sizes = np.diff(before[[0, *cuts, n]])
@@ -117,7 +117,7 @@ def test_least_cuts_are_those_of_trying_all():
 
         costs = [cost(cuts) for cuts in itertools.combinations(range(1, n), clusters - 1)]
         allowed = [value for value, largest in costs if largest <= bound]
-        ends = layers_module._least_cuts(before, gaps, clusters, bound)
+        ends = layer_labels._least_cuts(before, gaps, clusters, bound)
         if not allowed:
             assert ends is None
         else:
