@@ -56,8 +56,8 @@ def constrain(
             hint="take one of autopar.recipes",
         )
     sizes = tuple((name, check_number(f"constrain(axis_sizes={{{name!r}: ...}})", n)) for name, n in _items(axis_sizes))
-    made = Pins(pins=tuple(_pin(pattern, spec) for pattern, spec in pins.items()), axis_sizes=sizes)
-    several = [name for name in made.names if dict(sizes).get(name) != 1]
+    parsed = Pins(pins=tuple(_pin(pattern, spec) for pattern, spec in pins.items()), axis_sizes=sizes)
+    several = [name for name in parsed.names if dict(sizes).get(name) != 1]
     if len(several) > len(AXIS_NAMES):
         raise InvalidArgumentError(
             where="constrain(pins)",
@@ -65,7 +65,7 @@ def constrain(
             got=", ".join(several),
             hint="give axes of one device the size 1, or join axes that always stand together",
         )
-    return Recipe(request=dataclasses.replace((recipe or Recipe()).request, pins=made))
+    return Recipe(request=dataclasses.replace((recipe or Recipe()).request, pins=parsed))
 
 
 def _items(sizes: Mapping[str, int] | None) -> list[tuple[str, int]]:

@@ -255,8 +255,8 @@ def cut(
             got="one with stages, micro-batches, recomputation or pins of its own",
             hint="give all of them in one call; autopar.constrain(pins, recipe=...) pins what is cut",
         )
-    asked = _checked_stages("recipes.cut", stages, schedule, num_microbatches, chunks)
-    return _cut("recipes.cut", recipe, asked, recompute)
+    stages_request = _checked_stages("recipes.cut", stages, schedule, num_microbatches, chunks)
+    return _cut("recipes.cut", recipe, stages_request, recompute)
 
 
 def _cut(where: str, recipe: Recipe, stages: PlanRequest, recompute: str) -> Recipe:

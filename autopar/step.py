@@ -20,7 +20,7 @@ from autopar.calls.init_state import init_state, state_shardings
 from autopar.calls.methods import OfInstances, keeping, without_self
 from autopar.calls.placement import lies_as, on_one_device, put_copies, put_leaves
 from autopar.calls.plan_sources import PlanSources
-from autopar.calls.planning_request import PlanningRequest, check_leaves_plan_open
+from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_open
 from autopar.calls.plans import StepPlans
 from autopar.calls.signatures import Signature
 from autopar.calls.step_options import StepOptions
@@ -271,7 +271,7 @@ def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
     return build_whole(traced, plan, mesh, step._sources.rules())
 
 
-def planning_request_of(step: Step, *args: Any) -> PlanningRequest:
+def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:
     """What a step that searches would ask of the search for these arguments, of which none is a shape alone.
 
     Raises: InvalidArgumentError where the step has a plan, a recipe or another step's layout already, or gets shapes;
@@ -285,7 +285,7 @@ def planning_request_of(step: Step, *args: Any) -> PlanningRequest:
     traced, trees = step._traced(args)
     traced = with_fixed_trace(traced, step._warn)
     cluster, request = step._sources.request(traced)
-    return PlanningRequest(
+    return PlanningProblem(
         traced=traced,
         trees=trees,
         cluster=cluster,

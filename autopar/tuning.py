@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.calls.placement import put_copies
-from autopar.calls.planning_request import PlanningRequest
+from autopar.calls.planning_problem import PlanningProblem
 from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
 from autopar.common.units import text_of_bytes, text_of_s
@@ -30,7 +30,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.runtime.execution.dispatch import drain
-from autopar.step import Step, check_is_step, planning_request_of, save_rules
+from autopar.step import Step, check_is_step, planning_problem_of, save_rules
 
 # Recipes that are timed beside the search's plans, by the names that they have in the table.
 BESIDE = (("data_parallel()", data_parallel()), *((f"zero({stage})", zero(stage)) for stage in (1, 2, 3)))
@@ -143,28 +143,30 @@ def tuned_by(
 ) -> Tuning:
     """`tune` with a clock of one's own."""
     _check(step, beside, within, most, seconds)
-    asked = planning_request_of(step, *args)
-    progress = Progress(f"autopar tune {step.__name__}", show=asked.show_progress)
+    problem = planning_problem_of(step, *args)
+    progress = Progress(f"autopar tune {step.__name__}", show=problem.show_progress)
     with collected_seldom():
-        found = list(_planned(asked, beside, within, progress))
+        planned = list(_planned(problem, beside, within, progress))
     save_rules(step)
-    refused = [_Failed(name, made) for name, made in found if isinstance(made, Exception)]
-    plans = [(name, made) for name, made in found if isinstance(made, Plan)]
+    refused = [_Failed(name, result) for name, result in planned if isinstance(result, Exception)]
+    plans = [(name, result) for name, result in planned if isinstance(result, Plan)]
     fitting = [(name, plan) for name, plan in plans if not _over(plan)]
     # The search's own comes first, which takes a plan that is easier to read before one that is hardly faster.
     others = sorted(fitting[1:], key=lambda named: step_s(named[1]))
-    running, failed, rows = _compiled(asked, [*fitting[:1], *others], within, most, progress)
+    running, failed, rows = _compiled(problem, [*fitting[:1], *others], within, most, progress)
     rows += [_row(name, plan, why=_over(plan)) for name, plan in plans if _over(plan)]
     with progress.pass_(f"time {len(running)} plans"):
-        took = clock([one.turn for one in running], seconds)
-    for one, steps in zip(running, took, strict=True):
+        durations_s = clock([candidate.turn for candidate in running], seconds)
+    for candidate, steps in zip(running, durations_s, strict=True):
         if isinstance(steps, Exception):
-            failed.append(_Failed(one.name, steps, one.plan))
+            failed.append(_Failed(candidate.name, steps, candidate.plan))
         else:
             first, middle, third = (
                 statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else [*steps] * 3
             )
-            rows.append(dataclasses.replace(_row(one.name, one.plan), measured_s=middle, quartiles_s=(first, third)))
+            rows.append(
+                dataclasses.replace(_row(candidate.name, candidate.plan), measured_s=middle, quartiles_s=(first, third))
+            )
     if all(row.measured_s is None for row in rows) and (failed or refused):
         raise (failed + refused)[0].error
     if all(row.measured_s is None for row in rows):
@@ -174,9 +176,9 @@ def tuned_by(
             got="; ".join(f"{row.name}: {row.why}" for row in rows),
             hint="raise memory_limit_bytes, or name other recipes (beside)",
         )
-    rows += [_row(one.name, one.plan, why=_reason(one.error)) for one in failed + refused]
+    rows += [_row(candidate.name, candidate.plan, why=_reason(candidate.error)) for candidate in failed + refused]
     rows.sort(key=lambda row: [math.inf if s is None else s for s in (row.measured_s, row.predicted_s)])
-    target = f"{jax.default_backend()} x {asked.cluster.num_devices}"
+    target = f"{jax.default_backend()} x {problem.cluster.num_devices}"
     return Tuning(target=target, rows=(_with_note(rows), *rows[1:]))
 
 
@@ -245,12 +247,12 @@ def _check(step: Any, beside: Any, within: float, most: int, seconds: float) -> 
 
 
 def _planned(
-    asked: PlanningRequest, beside: Mapping[str, Recipe], within: float, progress: Progress
+    problem: PlanningProblem, beside: Mapping[str, Recipe], within: float, progress: Progress
 ) -> Iterable[tuple[str, Plan | AutoparError]]:
     """By name the search's choice and what it worked out near it, then the recipes; or what refused them."""
-    given = asked.traced, asked.trees, asked.cluster
+    given = problem.traced, problem.trees, problem.cluster
     try:
-        plans = make_plans(*given, asked.request, asked.rules, progress, within)
+        plans = make_plans(*given, problem.request, problem.rules, progress, within)
     except AutoparError as error:
         yield "search", _freed(error)
     else:
@@ -261,13 +263,13 @@ def _planned(
             yield name if seen[name] == 1 else f"{name} ({seen[name]})", plan
     for name, recipe in beside.items():
         try:
-            yield name, make_plan(*given, asked.request.with_recipe(recipe.request), asked.rules, progress)
+            yield name, make_plan(*given, problem.request.with_recipe(recipe.request), problem.rules, progress)
         except AutoparError as error:
             yield name, _freed(error)
 
 
 def _compiled(
-    asked: PlanningRequest, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
+    problem: PlanningProblem, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
 ) -> tuple[list[_Running], list[_Failed], list[Timed]]:
     """(those to be timed, those that are not compiled, those that need not be) of plans, of which the first is timed
     in any case, and which come fastest first then.
@@ -285,7 +287,7 @@ def _compiled(
             continue
         try:
             with progress.pass_(f"compile {name}"):
-                compiled = build(asked.traced, plan, asked.rules)
+                compiled = build(problem.traced, plan, problem.rules)
                 program = program_of(compiled)
         except FAILURES as error:
             failed.append(_Failed(name, _freed(error), plan))
@@ -293,7 +295,7 @@ def _compiled(
         if program in running:
             rows.append(_row(name, plan, why=f"the same program as {running[program].name}"))
         else:
-            running[program] = _Running(name, plan, _turn_of(compiled, asked.arguments))
+            running[program] = _Running(name, plan, _turn_of(compiled, problem.arguments))
     return list(running.values()), failed, rows
 
 
@@ -333,11 +335,11 @@ def _turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
         took = []
         for _ in range(1 + STEPS_IN_A_ROW):
             begun = time.perf_counter()
-            made = jax.block_until_ready(ready.run(given))
+            results = jax.block_until_ready(ready.run(given))
             took.append(time.perf_counter() - begun)
             # What a step takes over comes back.
-            given = [made[tied[i]] if i in tied else leaf for i, leaf in enumerate(given)]
-            del made
+            given = [results[tied[i]] if i in tied else leaf for i, leaf in enumerate(given)]
+            del results
         drain()
         return took[1:]
 

@@ -134,11 +134,11 @@ def traffic_of(compiled: CompiledStep) -> collectives.Traffic:
     """What the compiled program sends in a step; of a pipeline each task as often as it runs."""
     if isinstance(compiled, Compiled):
         return collectives.traffic(collectives.collectives(compiled.as_text()))
-    found: list[collectives.Collective] = []
+    sent: list[collectives.Collective] = []
     for task, executable in zip(compiled.staged.staged.tasks, compiled.executables, strict=True):
         runs = compiled.staged.schedule.num_microbatches if task.kind.repeats else 1
-        found += [dataclasses.replace(c, count=c.count * runs) for c in collectives.collectives(executable.as_text())]
-    return collectives.traffic(tuple(found))
+        sent += [dataclasses.replace(c, count=c.count * runs) for c in collectives.collectives(executable.as_text())]
+    return collectives.traffic(tuple(sent))
 
 
 def peak_bytes(compiled: CompiledStep) -> int:

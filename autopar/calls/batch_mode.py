@@ -110,24 +110,24 @@ def decide(
     _check_equal(name, passed, [i for i in range(len(first.batch)) if i not in rows])
     as_local = tuple(per_process if i in rows else None for i in range(len(first.batch)))
     local, whole = BatchDecision(LOCAL, as_local), BatchDecision(GLOBAL, (None,) * len(first.batch))
-    other = [i for i in rows if any(p.batch[i] != first.batch[i] for p in passed)]
-    _check_rest_of_shape(name, passed, other)
+    differing = [i for i in rows if any(p.batch[i] != first.batch[i] for p in passed)]
+    _check_rest_of_shape(name, passed, differing)
     if first.requested == LOCAL:
-        if not other and rows:
+        if not differing and rows:
             logger.warning("%s, batch='local': all processes passed the same rows; each is taken for other rows", name)
         return local
     if first.requested == GLOBAL:
-        if other:
-            raise _ambiguous(name, passed, other, "batch='global' says so", whole, local)
+        if differing:
+            raise _ambiguous(name, passed, differing, "batch='global' says so", whole, local)
         return whole
-    by_data = local if other else whole
+    by_data = local if differing else whole
     by_shape = {GLOBAL: whole, LOCAL: local}.get(_planned_mode(passed, as_local, planned) or "", by_data)
     if by_shape == by_data:
-        return dataclasses.replace(local, by_data=True) if other and before != LOCAL else by_data
+        return dataclasses.replace(local, by_data=True) if differing and before != LOCAL else by_data
     if before == LOCAL:
         return local
-    if other:
-        raise _ambiguous(name, passed, other, "its shape is that of the plan", whole, local)
+    if differing:
+        raise _ambiguous(name, passed, differing, "its shape is that of the plan", whole, local)
     raise _ambiguous(name, passed, rows, "the rows of all processes are those of the plan", local, whole)
 
 
@@ -146,25 +146,25 @@ def _planned_mode(
 def _check_same_step(name: str, passed: Sequence[PassedBatch]) -> None:
     """Raises: ProcessMismatchError where processes differ in more than rows."""
     first = passed[0]
-    for p, one in enumerate(passed[1:], 1):
-        if one.step != first.step:
+    for p, own in enumerate(passed[1:], 1):
+        if own.step != first.step:
             raise _mismatch(
                 name,
                 "the same step in all processes",
-                f"another one in process {p} than in process 0 ({one.step} and {first.step})",
+                f"another one in process {p} than in process 0 ({own.step} and {first.step})",
                 "run the same program in all processes; what a step does must not depend on jax.process_index()",
             )
-        if one.requested != first.requested:
+        if own.requested != first.requested:
             raise _mismatch(
-                name, "the same batch=... in all", f"{first.requested!r} in process 0, {one.requested!r} in {p}"
+                name, "the same batch=... in all", f"{first.requested!r} in process 0, {own.requested!r} in {p}"
             )
-        paths = [[leaf.path for leaf in each.batch] for each in (first, one)]
+        paths = [[leaf.path for leaf in each.batch] for each in (first, own)]
         if paths[0] != paths[1]:
             differing = sorted(set(paths[0]) ^ set(paths[1])) or paths[1]
             raise _mismatch(
                 name, "batches of one structure in all", f"{', '.join(differing[:3])} not in both of process 0 and {p}"
             )
-        for a, b in zip(first.batch, one.batch, strict=True):
+        for a, b in zip(first.batch, own.batch, strict=True):
             if a.is_global != b.is_global or (a.is_global and a.hash != b.hash):
                 raise _mismatch(
                     name,
@@ -173,8 +173,8 @@ def _check_same_step(name: str, passed: Sequence[PassedBatch]) -> None:
                     "pass each process's rows as numpy arrays, or make one array of them with "
                     "jax.make_array_from_process_local_data",
                 )
-        unequal = [a for (a, hash_), (_, other) in zip(first.others, one.others, strict=False) if hash_ != other]
-        if unequal or len(first.others) != len(one.others):
+        unequal = [a for (a, hash_), (_, other) in zip(first.others, own.others, strict=False) if hash_ != other]
+        if unequal or len(first.others) != len(own.others):
             raise _mismatch(
                 name,
                 "the same state, and whatever else is no batch, in all processes",
@@ -188,7 +188,7 @@ def _check_equal(name: str, passed: Sequence[PassedBatch], leaves: Sequence[int]
     """Raises: ProcessMismatchError where leaves without rows of each process differ between processes."""
     first = passed[0]
     for i in leaves:
-        differing = [p for p, one in enumerate(passed) if one.batch[i] != first.batch[i]]
+        differing = [p for p, own in enumerate(passed) if own.batch[i] != first.batch[i]]
         if differing:
             shapes = " and ".join(str(passed[p].batch[i].shape) for p in (0, differing[0]))
             raise _mismatch(
@@ -204,13 +204,13 @@ def _check_rest_of_shape(name: str, passed: Sequence[PassedBatch], rows: Sequenc
     """Raises: ProcessMismatchError where the rows of a leaf differ in shape or type."""
     for i in rows:
         first = passed[0].batch[i]
-        for p, one in enumerate(passed):
-            if (one.batch[i].shape[1:], one.batch[i].dtype) != (first.shape[1:], first.dtype):
+        for p, own in enumerate(passed):
+            if (own.batch[i].shape[1:], own.batch[i].dtype) != (first.shape[1:], first.dtype):
                 raise _mismatch(
                     name,
                     f"rows of one shape and type of {first.path} in all processes",
                     f"{first.dtype}{list(first.shape)} in process 0, "
-                    f"{one.batch[i].dtype}{list(one.batch[i].shape)} in process {p}",
+                    f"{own.batch[i].dtype}{list(own.batch[i].shape)} in process {p}",
                 )
 
 
@@ -219,13 +219,13 @@ def _ambiguous(
     passed: Sequence[PassedBatch],
     leaves: Sequence[int],
     why: str,
-    taken: BatchDecision,
-    other: BatchDecision,
+    decided: BatchDecision,
+    opposite: BatchDecision,
 ) -> ProcessMismatchError:
     """The error for a batch that a request or a plan takes for one mode while its data look like the other."""
     meaning = {GLOBAL: "the whole batch, the same in all processes", LOCAL: "rows of its own in each process"}
     leaf = passed[0].batch[leaves[0]]
-    differing = [p for p, one in enumerate(passed) if one.batch[leaves[0]] != leaf]
+    differing = [p for p, own in enumerate(passed) if own.batch[leaves[0]] != leaf]
     rows = " + ".join(str(p.num_rows()) for p in passed)
     got = (
         f"other {leaf.path} in process {differing[0]} than in process 0"
@@ -234,10 +234,10 @@ def _ambiguous(
     )
     return _mismatch(
         name,
-        f"{meaning[taken.mode]}: the batch was taken for that, since {why}",
+        f"{meaning[decided.mode]}: the batch was taken for that, since {why}",
         got,
-        f"say batch={other.mode!r} to parallelize or put_batch where it is {meaning[other.mode]} ({rows} rows), "
-        f"batch={taken.mode!r} where it is {meaning[taken.mode]}",
+        f"say batch={opposite.mode!r} to parallelize or put_batch where it is {meaning[opposite.mode]} ({rows} rows), "
+        f"batch={decided.mode!r} where it is {meaning[decided.mode]}",
     )
 
 

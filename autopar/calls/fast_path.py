@@ -40,10 +40,10 @@ class FastPath:
         self._weak_of_others = [self._weak[i] for i in self._others]
         self._stays_as_weak = all(bool(traced.out_avals[traced.tied[i]].weak_type) == self._weak[i] for i in donated)
         # An array that is not taken over can share memory with one that is only where both have equal shards.
-        alike: dict[Any, list[int]] = collections.defaultdict(list)
+        same_shards: dict[Any, list[int]] = collections.defaultdict(list)
         for i, (aval, sharding) in enumerate(zip(traced.in_avals, compiled.leaf_shardings, strict=True)):
-            alike[sharding.shard_shape(aval.shape), aval.dtype].append(i)
-        groups = [(set(group) & donates, set(group) - donates) for group in alike.values()]
+            same_shards[sharding.shard_shape(aval.shape), aval.dtype].append(i)
+        groups = [(set(group) & donates, set(group) - donates) for group in same_shards.values()]
         self._alike = sorted(i for taken, kept in groups if taken and kept for i in taken)
         self._kept = sorted(i for taken, kept in groups if taken for i in kept)
         # References to what is known to share no memory: what replaced the donated leaves, and what was kept beside it.

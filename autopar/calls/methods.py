@@ -31,8 +31,8 @@ class OfInstances:
                     return instance
 
             self._made[key] = reference, make(reference)
-        made: _Made = self._made[key][1]
-        return made
+        value: _Made = self._made[key][1]
+        return value
 
 
 def without_self(function: Callable[..., Any], instance: Callable[[], Any]) -> Callable[..., Any]:

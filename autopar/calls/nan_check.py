@@ -40,17 +40,17 @@ def check(traced: TracedStep, leaves: Sequence[Any], results: Sequence[Any]) -> 
     if bad is None:
         return
     given = next((path for path, x in zip(traced.in_paths, leaves, strict=True) if look.at(x)), None)
-    found = None
+    location = None
     with switched_off():
         if given is None and jax.process_count() == 1:
             arguments = [*map(jnp.asarray, traced.constants), *map(on_default_device, leaves)]
-            found = look.first(traced.jaxpr, arguments, "")
+            location = look.first(traced.jaxpr, arguments, "")
     option = "jax_debug_nans" if nans else "jax_debug_infs"
     result = traced.out_paths[bad]
     if given is not None:
         where, got, hint = given, f"{look.at(leaves[traced.in_paths.index(given)])} in it", "look for where it was made"
-    elif found is not None:
-        eqn, stack, kind = found
+    elif location is not None:
+        eqn, stack, kind = location
         module, line = module_path(stack), jax_compat.source_line(eqn)
         where = " at ".join(filter(None, (module, line))) or traced.name
         got = f"{kind} made by {eqn.primitive.name} of {_shapes(eqn)}; it shows in {result}"
@@ -86,8 +86,8 @@ class _Look:
 
     def first(self, jaxpr: Any, args: Sequence[Any], stack: str) -> tuple[Any, str, str] | None:
         """(equation, name stack, nan or inf) of the first result that is not finite."""
-        found = self._run(jaxpr, args, stack)
-        return found if isinstance(found, tuple) else None
+        location = self._run(jaxpr, args, stack)
+        return location if isinstance(location, tuple) else None
 
     def _run(self, jaxpr: Any, args: Sequence[Any], stack: str) -> tuple[Any, str, str] | list[Any]:
         """The results of a jaxpr, constants first among `args`, or what `first` gives."""

@@ -280,12 +280,12 @@ def unwrapped(function: Any) -> Any:
     """
     if type(function).__module__.partition(".")[0] != "flax" or not hasattr(function, "jitted_fn"):
         return function
-    asked: list[str] = [n for n in ("in_shardings", "out_shardings") if getattr(function, n, None) is not None]
-    if asked or getattr(function, "partial_args", None):
+    requested: list[str] = [n for n in ("in_shardings", "out_shardings") if getattr(function, n, None) is not None]
+    if requested or getattr(function, "partial_args", None):
         raise UnsupportedError(
             where=f"parallelize(nnx.jit({getattr(function, '__name__', 'fun')}))",
             expected="a function, or nnx.jit of one without shardings",
-            got=f"nnx.jit with {', '.join(asked) or 'bound arguments'}",
+            got=f"nnx.jit with {', '.join(requested) or 'bound arguments'}",
             hint="decorate the function itself with parallelize; layouts are asked for by recipes and constrain",
         )
     return function.fun

@@ -71,10 +71,10 @@ class Signature:
                 )
             bound = self._signature.bind(*args, **kwargs)
             return bound.args
-        found = [given.get(name, OMITTED) for name in self.names]
-        while found and found[-1] is OMITTED:
-            found.pop()
-        return tuple(found)
+        placed = [given.get(name, OMITTED) for name in self.names]
+        while placed and placed[-1] is OMITTED:
+            placed.pop()
+        return tuple(placed)
 
     def caller(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, to be called with arguments in their places."""

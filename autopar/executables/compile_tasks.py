@@ -52,10 +52,10 @@ def compile_task(
     donated = {linked.inputs[i] for i in linked.donated}
     positions = [b for b in linked.inputs for _ in range(copies(b))]
     function = task_function(task, stage, mesh, groups)
-    made = [b for b in linked.outputs for _ in range(copies(b))]
+    result_buffers = [b for b in linked.outputs for _ in range(copies(b))]
 
     def typed(*arrays: Any) -> tuple[Any, ...]:
-        outs = zip(function(*arrays), made, strict=True)
+        outs = zip(function(*arrays), result_buffers, strict=True)
         return tuple(jax_compat.with_weak_type(x, weak[b]) if b in weak else x for x, b in outs)
 
     typed.__name__ = function.__name__
@@ -87,8 +87,8 @@ def task_function(task: StageTask, stage: LoweredStage, mesh: Mesh, groups: int)
             emitter.run(instruction, env)
         out: list[Any] = []
         for key in task.outputs:
-            made = env[key]
-            out += made if isinstance(made, list) else [made]
+            value = env[key]
+            out += value if isinstance(value, list) else [value]
         return tuple(out)
 
     function.__name__ = task.name.replace(" ", "_")

@@ -170,15 +170,15 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
 
 def _stage_sharded(staged: StagedStep, plan: Plan) -> tuple[StageShardedLeaves, StageShardedLeaves] | None:
     """Of arguments and results. Raises: UnsupportedError in a program of several processes."""
-    cut, record = staged.step, plan.record
-    num_constants = len(record.arguments) - len({piece.leaf for piece in cut.arguments})
-    arguments = seams_of(record.arguments[num_constants:], cut.arguments, plan)
-    results = seams_of(record.results, cut.results, plan)
+    step, record = staged.step, plan.record
+    num_constants = len(record.arguments) - len({piece.leaf for piece in step.arguments})
+    arguments = seams_of(record.arguments[num_constants:], step.arguments, plan)
+    results = seams_of(record.results, step.results, plan)
     if arguments is None or results is None:
         return None
     if jax.process_count() > 1:
         raise UnsupportedError(
-            where=f"the scan over {cut.trips} layers of {record.step}",
+            where=f"the scan over {step.trips} layers of {record.step}",
             expected="a pipeline in one process, where stages are cut out of a scan",
             got=f"{jax.process_count()} processes",
             hint="write the layers out in a Python loop, or use a plan of one stage",
@@ -235,11 +235,11 @@ def _input_shardings(staged: StagedStep, plan: Plan) -> list[NamedSharding]:
 def weak_results(staged: StagedStep, traced: TracedStep) -> dict[int, bool]:
     """Whether the type is weak, of each buffer of a pipeline that holds a result, and of what such a one is sent of."""
     program, pieces = staged.staged, staged.step.results
-    found = {
+    weak = {
         b: bool(traced.out_avals[pieces[position].leaf].weak_type)
         for position, b in zip(program.results, program.pipeline.outputs, strict=True)
     }
     for transfer in reversed(program.pipeline.transfers):
-        if transfer.target in found:
-            found.setdefault(transfer.source, found[transfer.target])
-    return found
+        if transfer.target in weak:
+            weak.setdefault(transfer.source, weak[transfer.target])
+    return weak

@@ -92,17 +92,20 @@ def naming_the_lost(run: Callable[[], Any]) -> Any:
 
 
 def make_state(
-    function: Callable[..., Sequence[Any]], leaves: Sequence[Any], wanted: Sequence[NamedSharding], args: Sequence[Any]
+    function: Callable[..., Sequence[Any]],
+    leaves: Sequence[Any],
+    shardings: Sequence[NamedSharding],
+    args: Sequence[Any],
 ) -> list[Any]:
     """Runs `function(*args)`, which gives leaves of these shapes, where they are to lie: once on each mesh."""
-    made: list[Any] = [None] * len(leaves)
-    meshes = {tuple(s.mesh.devices.flat): s.mesh for s in wanted}
+    state: list[Any] = [None] * len(leaves)
+    meshes = {tuple(s.mesh.devices.flat): s.mesh for s in shardings}
     for devices, mesh in meshes.items():
-        which = [i for i, s in enumerate(wanted) if tuple(s.mesh.devices.flat) == devices]
+        which = [i for i, s in enumerate(shardings) if tuple(s.mesh.devices.flat) == devices]
         everywhere = NamedSharding(mesh, PartitionSpec())
         if not is_here(everywhere):
             for i in which:
-                made[i] = absent(leaves[i].shape, leaves[i].dtype, wanted[i])
+                state[i] = absent(leaves[i].shape, leaves[i].dtype, shardings[i])
             continue
         given = jax.tree.map(lambda x, s=everywhere: from_whole(x, aval_of(x), s), list(args))
 
@@ -110,6 +113,6 @@ def make_state(
             out = function(*values)
             return [out[i] for i in which]
 
-        for i, array in zip(which, jax.jit(chosen, out_shardings=[wanted[i] for i in which])(*given), strict=True):
-            made[i] = array
-    return made
+        for i, array in zip(which, jax.jit(chosen, out_shardings=[shardings[i] for i in which])(*given), strict=True):
+            state[i] = array
+    return state

@@ -106,11 +106,11 @@ def _in_micro_batches(
         # The step on so many examples may be other operations, and a schedule may want another number.
         shorter = dataclasses.replace(made, num_microbatches=count)
         try:
-            cut, schedule, stages = _stages(traced, shorter, rules, before)
+            staged_graph, schedule, stages = _stages(traced, shorter, rules, before)
         except AutoparError:
             continue
         if stages:
-            return _staged(plan, shorter, traced, cut, schedule, stages)
+            return _staged(plan, shorter, traced, staged_graph, schedule, stages)
     return None
 
 
@@ -261,22 +261,22 @@ class _Fitting:
         sums = [v for v, layout in zip(op.inputs, old.operands, strict=True) if isinstance(v, int) and layout.partial]
         left = {a for v in sums for a in self.home(v).partial}
         dropped |= {a for layout in old.operands for a in layout.partial} - left
-        made = old if not dropped else self.without(old, dropped, op)
-        if made is None:
+        strategy = old if not dropped else self.without(old, dropped, op)
+        if strategy is None:
             whole = [replicated(len(shape)) for shape in shapes]
             n = len(signature.operand_shapes)
-            made = Strategy(tuple(whole[:n]), tuple(whole[n:]), 1)
-        self.strategy[op.id] = made
-        self.unreduced.update(zip(op.outputs, made.results, strict=True))
+            strategy = Strategy(tuple(whole[:n]), tuple(whole[n:]), 1)
+        self.strategy[op.id] = strategy
+        self.unreduced.update(zip(op.outputs, strategy.results, strict=True))
 
     def without(self, old: Strategy, dropped: set[int], op: Op) -> Strategy | None:
         """The strategy that makes no use of some axes; None where it is none of the operation."""
         operands = [_without(layout, dropped) for layout in old.operands]
         results = [_without(layout, dropped) for layout in old.results]
-        made = strategy_of(signature_of(op, self.graph, self.plan), operands, results, self.plan.mesh)
-        if made is None:
+        strategy = strategy_of(signature_of(op, self.graph, self.plan), operands, results, self.plan.mesh)
+        if strategy is None:
             return None
-        return dataclasses.replace(made, ring=tuple(a for a in old.ring if a not in dropped))
+        return dataclasses.replace(strategy, ring=tuple(a for a in old.ring if a not in dropped))
 
 
 def fit(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:

@@ -185,10 +185,10 @@ def called_jaxpr(eqn: Any) -> Any | None:
         return None if eqn.params["differentiated"] and eqn.params["prevent_cse"] else eqn.params["jaxpr"]
     if eqn.primitive.name not in jax_compat.INLINED_CALLS:
         return None
-    wanted = jax_compat.INLINED_CALLS[eqn.primitive.name]
-    found = [k for k in (wanted, "jaxpr", "call_jaxpr", "fun_jaxpr") if k is not None and k in eqn.params]
-    assert found, f"{eqn.primitive.name} holds no jaxpr under a known name: {sorted(eqn.params)}"
-    return eqn.params[found[0]]
+    preferred = jax_compat.INLINED_CALLS[eqn.primitive.name]
+    names = [k for k in (preferred, "jaxpr", "call_jaxpr", "fun_jaxpr") if k is not None and k in eqn.params]
+    assert names, f"{eqn.primitive.name} holds no jaxpr under a known name: {sorted(eqn.params)}"
+    return eqn.params[names[0]]
 
 
 def role_of(stack: str) -> Role:

@@ -34,8 +34,8 @@ def guarded(eqn: Any, failures: list[BaseException]) -> Any:
 
     def guard(*args: Any) -> Any:
         try:
-            made = callback(*args)
-            results = [np.asarray(x) for x in jax.tree.leaves(made)] if avals else []
+            returned = callback(*args)
+            results = [np.asarray(x) for x in jax.tree.leaves(returned)] if avals else []
             for result, aval in zip(results, avals, strict=True):
                 if result.shape != aval.shape or result.dtype != aval.dtype:
                     got = f"{result.dtype}{list(result.shape)}"
@@ -101,8 +101,8 @@ def _with_effects(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         if not eqn.effects:
             continue
-        inner = [found for found in jax_compat.jaxprs_in(eqn) if found.effects]
-        for found in inner:
-            yield from _with_effects(found)
+        inner = [jaxpr_inside for jaxpr_inside in jax_compat.jaxprs_in(eqn) if jaxpr_inside.effects]
+        for jaxpr_inside in inner:
+            yield from _with_effects(jaxpr_inside)
         if not inner:
             yield eqn

@@ -37,13 +37,13 @@ def _difference(name: str, given: dict[str, jax.ShapeDtypeStruct], traced: Trace
     best = max(_results(traced), key=lambda found: _likeness(given, found[1]), default=None)
     if best is None or not _likeness(given, best[1]):
         return "the step returns nothing that is like it"
-    prefix, made = best
+    prefix, result = best
     for path, aval in given.items():
-        if path not in made:
+        if path not in result:
             return f"{prefix} has no {path or 'such leaf'}"
-        if (made[path].shape, made[path].dtype) != (aval.shape, aval.dtype):
-            return f"{name}{path} is {_text(aval)}, and {prefix}{path} is {_text(made[path])}"
-    for path in made:
+        if (result[path].shape, result[path].dtype) != (aval.shape, aval.dtype):
+            return f"{name}{path} is {_text(aval)}, and {prefix}{path} is {_text(result[path])}"
+    for path in result:
         if path not in given:
             return f"{prefix}{path} is not in {name}"
     return f"{prefix} has the same leaves in another kind of tree"
@@ -52,7 +52,7 @@ def _difference(name: str, given: dict[str, jax.ShapeDtypeStruct], traced: Trace
 def _results(traced: TracedStep) -> list[tuple[str, dict[str, jax.ShapeDtypeStruct]]]:
     """(prefix, leaves by the path behind it) of what may replace an argument: the result, or one of its parts."""
     pairs = list(zip(traced.out_paths, traced.out_avals, strict=True))
-    found = [("result", {path.removeprefix("result"): aval for path, aval in pairs})]
+    candidates = [("result", {path.removeprefix("result"): aval for path, aval in pairs})]
     tree = traced.out_tree
     start = 0
     for child in tree.children() if not jax.tree_util.treedef_is_leaf(tree) else ():
@@ -61,8 +61,8 @@ def _results(traced: TracedStep) -> list[tuple[str, dict[str, jax.ShapeDtypeStru
         if part:
             key = _KEY.match(part[0][0], len("result"))
             prefix = key.string[: key.end()] if key is not None else part[0][0]
-            found.append((prefix, {path.removeprefix(prefix): aval for path, aval in part}))
-    return found
+            candidates.append((prefix, {path.removeprefix(prefix): aval for path, aval in part}))
+    return candidates
 
 
 def _likeness(given: dict[str, jax.ShapeDtypeStruct], made: dict[str, jax.ShapeDtypeStruct]) -> int:

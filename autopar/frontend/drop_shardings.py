@@ -33,8 +33,8 @@ _PLACING = {
 def without_placements(closed: Any) -> tuple[Any, tuple[Placement, ...]]:
     """A closed jaxpr without the places that its equations name, and what was taken out, each line of code once."""
     taking = _Taking()
-    made = taking.jaxpr(closed)
-    return made, tuple(taking.found)
+    cleaned = taking.jaxpr(closed)
+    return cleaned, tuple(taking.found)
 
 
 def placement_note(placements: Sequence[Placement]) -> str:
@@ -84,8 +84,12 @@ class _Taking:
         if not changed:
             return closed
         outvars = [read(a) for a in inner.outvars]
-        made = inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
-        return made if inner is closed and not jax_compat.jaxpr_consts(closed) else jax_compat.closed_like(closed, made)
+        cleaned = inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+        return (
+            cleaned
+            if inner is closed and not jax_compat.jaxpr_consts(closed)
+            else jax_compat.closed_like(closed, cleaned)
+        )
 
     def places(self, eqn: Any) -> bool:
         """Whether an equation only names a place, or a weak type. Notes places, and calls that name them."""
@@ -112,8 +116,8 @@ class _Taking:
         if _is_jaxpr(value):
             return self.jaxpr(value)
         if isinstance(value, (tuple, list)) and any(map(_is_jaxpr, value)):
-            made = [self.jaxpr(v) if _is_jaxpr(v) else v for v in value]
-            return value if all(a is b for a, b in zip(made, value, strict=True)) else type(value)(made)
+            members = [self.jaxpr(v) if _is_jaxpr(v) else v for v in value]
+            return value if all(a is b for a, b in zip(members, value, strict=True)) else type(value)(members)
         return value
 
 

@@ -47,6 +47,6 @@ class _Alignment(PairRewriter):
             where=where,
             expected=f"the same operations for a micro-batch as for the whole batch ({other})",
             got=f"others ({base})",
-            hint="do not let Python branch on the number of examples, and take sizes from the arrays rather than writing "
-            "them",
+            hint="do not let Python branch on the number of examples, and take sizes from the arrays rather than "
+            "writing them",
         )

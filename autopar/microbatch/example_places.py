@@ -30,12 +30,12 @@ def rank_of(variable: Any) -> int:
 
 def common_place(eqn: Any, places: Places) -> int:
     """The dimension that holds the examples in every operand but numbers."""
-    found = {place for v, place in zip(eqn.invars, places, strict=True) if shape_of(v)}
-    if None in found:
+    dims = {place for v, place in zip(eqn.invars, places, strict=True) if shape_of(v)}
+    if None in dims:
         raise MixesExamples(AGAINST_OTHERS)
-    if len(found) != 1:
+    if len(dims) != 1:
         raise MixesExamples(SEVERAL)
-    (dim,) = found
+    (dim,) = dims
     assert dim is not None
     return dim
 
@@ -56,10 +56,10 @@ def named_dims(eqn: Any, name: str, rank: int) -> set[int]:
 
 def elementwise(eqn: Any, places: Places) -> list[int]:
     """Element by element; numbers, and dimensions of size one, are held against all examples."""
-    found = {place for place in places if place is not None}
-    if len(found) != 1:
+    dims = {place for place in places if place is not None}
+    if len(dims) != 1:
         raise MixesExamples(SEVERAL)
-    (dim,) = found
+    (dim,) = dims
     for v, place in zip(eqn.invars, places, strict=True):
         if place is None and shape_of(v) and shape_of(v)[dim] != 1:
             raise MixesExamples(AGAINST_OTHERS)
@@ -106,10 +106,10 @@ def matrices(*ranks: int) -> Rule:
 def windowed(eqn: Any, places: Places) -> list[int]:
     """A window that slides: along the examples it covers one at a time."""
     dim, p = common_place(eqn, places), eqn.params
-    one = p["window_dimensions"][dim] == 1 and tuple(p["padding"][dim]) == (0, 0)
+    is_single = p["window_dimensions"][dim] == 1 and tuple(p["padding"][dim]) == (0, 0)
     for name in ("window_strides", "base_dilation", "window_dilation"):
-        one = one and p.get(name, {dim: 1})[dim] == 1
-    if not one:
+        is_single = is_single and p.get(name, {dim: 1})[dim] == 1
+    if not is_single:
         raise MixesExamples(COMBINES)
     return [dim for _ in eqn.outvars]
 

@@ -158,10 +158,10 @@ def _convolution(eqn: Any, places: Places) -> list[int]:
 def _attention(eqn: Any, places: Places) -> list[int]:
     form, gradients = eqn.params["form"], eqn.params["gradients"]
     operands, results = ring.letters(form, gradients)
-    found = {names[p] for names, p in zip(operands, places, strict=True) if p is not None}
-    if len(found) != 1:
+    letters = {names[p] for names, p in zip(operands, places, strict=True) if p is not None}
+    if len(letters) != 1:
         raise MixesExamples(SEVERAL)
-    (letter,) = found
+    (letter,) = letters
     apart = set(form.query) & set(form.key) & set(form.value) & set(form.out)
     if letter not in apart or any(letter not in names for names in results) or letter in ring.counted(form.score):
         raise MixesExamples(COMBINES)

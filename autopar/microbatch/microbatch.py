@@ -65,14 +65,14 @@ def _cut(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: in
     writer = _LoopWriter(whole, part, follower, states, LoopSections(traced.name, whole, states))
     ops = writer.ops()
     outputs = tuple(writer.through(a) for a in whole.block.outputs)
-    cut = dataclasses.replace(
+    micro_batched_graph = dataclasses.replace(
         whole,
         values=tuple(writer.values),
         block=dataclasses.replace(whole.block, ops=ops, outputs=outputs),
         num_microbatches=num_microbatches,
         runs_of_examples=follower.runs,
     )
-    return renumbered(cut)
+    return renumbered(micro_batched_graph)
 
 
 def _check_same_operations(step_name: str, one: Block, other: Block) -> None:
@@ -118,8 +118,8 @@ class _LoopWriter:
             if op.kind is not OpKind.BARRIER and (section := self.sections.run_once(op)) is not None:
                 inputs = tuple(self.through(a) for a in op.inputs)
                 by_section[section].append(dataclasses.replace(op, inputs=inputs, section=section))
-                cut = [v for v in op.outputs if v in self.sections.each and self.states.of[v].cut]
-                by_section[Section.BEFORE] += [self._split(v) for v in cut]
+                sliced = [v for v in op.outputs if v in self.sections.each and self.states.of[v].cut]
+                by_section[Section.BEFORE] += [self._split(v) for v in sliced]
             if not self.sections.repeats(op):
                 continue
             repeated = self._repeated(op, part, made_in)

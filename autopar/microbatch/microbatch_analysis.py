@@ -89,11 +89,11 @@ class Follower:
 
     def is_part(self, value: int, dim: int) -> bool:
         """Whether a value's shapes are those of a batch and a micro-batch along `dim`."""
-        shape, cut = self.whole.values[value].shape, list(self.whole.values[value].shape)
+        shape, expected = self.whole.values[value].shape, list(self.whole.values[value].shape)
         if shape[dim] % self.num_microbatches:
             return False
-        cut[dim] //= self.num_microbatches
-        return tuple(cut) == self.part.values[value].shape
+        expected[dim] //= self.num_microbatches
+        return tuple(expected) == self.part.values[value].shape
 
     def by_shape(self, value: int) -> State:
         """What a value that is known before the first micro-batch is to one micro-batch, told by its shapes."""
@@ -181,10 +181,10 @@ class Follower:
         (operand,), (result,) = op.inputs, op.outputs
         assert isinstance(operand, int), "literals hold no examples"
         shapes = self.whole.values[operand].shape, self.whole.values[result].shape
-        found = reshaped(*shapes, state.dim, state.outer, self.num_microbatches)
-        if found is None or op.eqn.params["dimensions"] is not None:
+        place = reshaped(*shapes, state.dim, state.outer, self.num_microbatches)
+        if place is None or op.eqn.params["dimensions"] is not None:
             raise Mixes(op, "it takes the examples apart")
-        return [found[0]], found[1]
+        return [place[0]], place[1]
 
     def _apart(self, op: Op, part: Op, places: Sequence[int | None]) -> list[int]:
         """The dimensions of an equation's results that hold the examples."""

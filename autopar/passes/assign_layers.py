@@ -108,15 +108,15 @@ class _Assignment:
 
     def _hoisted_for_backward(self) -> None:
         """(2) What depends on no state and is read by the backward section only lies with its first reader."""
-        wanted: dict[int, int] = {}
+        layer_reading: dict[int, int] = {}
         for op in reversed(self.ops):
             hoisted = op.section is Section.BEFORE and op.kind is not OpKind.BARRIER and op.id not in self.portable
             if hoisted and op.id not in self.layer:
-                self.layer[op.id] = max((wanted[v] for v in op.outputs if v in wanted), default=0)
+                self.layer[op.id] = max((layer_reading[v] for v in op.outputs if v in layer_reading), default=0)
             if op.id in self.layer:
                 for v in read_by(op):
                     root = self.root(v)
-                    wanted[root] = max(wanted.get(root, 0), self.layer[op.id])
+                    layer_reading[root] = max(layer_reading.get(root, 0), self.layer[op.id])
 
     def _sums(self) -> None:
         for op in self.ops:
@@ -354,9 +354,9 @@ class _Update:
                     if group in self.group or group in self.mixed:
                         continue
                     near = [self._place(v) for v in read_by(op) if self.of.graph.values[v].size > 1]
-                    found = [at for at in near if at is not None]
-                    if found:
-                        self.group[group] = max(found)
+                    layers_near = [at for at in near if at is not None]
+                    if layers_near:
+                        self.group[group] = max(layers_near)
                         changed = True
 
     def _place(self, value: int) -> int | None:

@@ -55,7 +55,7 @@ def balanced(layers: Layers, num_stages: int) -> tuple[int, ...]:
     starts: list[list[int]] = []
     for _ in range(num_stages):
         options = [[(max(largest[a], before[b] - before[a]), a) for a in range(b)] for b in range(1, n + 1)]
-        best = [min(found) for found in options]
+        best = [min(costs) for costs in options]
         largest = [float("inf"), *(value for value, _ in best)]
         starts.append([0, *(start for _, start in best)])
     cuts, end = [], n
@@ -77,15 +77,15 @@ def assign(
     Raises: InvalidArgumentError for cuts that are not in order or beyond the layers.
     """
     _check_cuts(first_layers, len(layers))
-    found = assign_layers(graph, layers) if assignment is None else assignment
+    of_layers = assign_layers(graph, layers) if assignment is None else assignment
 
     def stage_of(layer: int) -> int:
         return bisect.bisect_right(first_layers, layer) - 1
 
-    stages = [None if layer is None else stage_of(layer) for layer in found.layer_of]
-    homes = tuple(map(stage_of, found.homes))
+    stages = [None if layer is None else stage_of(layer) for layer in of_layers.layer_of]
+    homes = tuple(map(stage_of, of_layers.homes))
     graph, stages = accumulate_apart(graph, stages)
-    graph = _saved_at_cuts(graph, stages, found.same_as)
+    graph = _saved_at_cuts(graph, stages, of_layers.same_as)
     graph, placed = _copies(graph, stages, homes)
     staged = StagedGraph(graph=renumbered(graph), stages=tuple(placed), homes=homes)
     check_stages(staged)
@@ -101,12 +101,12 @@ def check_stages(staged: StagedGraph) -> None:
     """
     ops = staged.graph.block.ops
     assert len(ops) == len(staged.stages), f"{len(ops)} operations, {len(staged.stages)} stages"
-    made = {v: (op, stage) for op, stage in zip(ops, staged.stages, strict=True) for v in op.outputs}
+    producer = {v: (op, stage) for op, stage in zip(ops, staged.stages, strict=True) for v in op.outputs}
     for op, stage in zip(ops, staged.stages, strict=True):
         for v in read_by(op):
-            if v not in made:
+            if v not in producer:
                 continue
-            maker, at = made[v]
+            maker, at = producer[v]
             text = f"{op.primitive} ({op.id}) in {op.module!r}, {op.section.value} of stage {stage}, reads stage {at}"
             if op.section is Section.BEFORE:
                 assert maker.section is Section.BEFORE, text
@@ -225,8 +225,8 @@ def _saved_at_cuts(graph: OpGraph, stages: Sequence[int | None], same_as: Mappin
         names = {}
         if stage is not None and op.section.is_backward:
             for v in read_by(op):
-                made = at.get(v)
-                if v in same_as and made is not None and made < stage:
+                producer_stage = at.get(v)
+                if v in same_as and producer_stage is not None and producer_stage < stage:
                     names[v] = same_as[v]
         ops.append(reading(op, names))
     return dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=tuple(ops)))
@@ -235,20 +235,20 @@ def _saved_at_cuts(graph: OpGraph, stages: Sequence[int | None], same_as: Mappin
 def _copies(graph: OpGraph, stages: Sequence[int | None], homes: Sequence[int]) -> tuple[OpGraph, list[int]]:
     """One copy of each operation without a stage on each stage that reads it; of barriers what the stage reads."""
     ops = graph.block.ops
-    wanted: dict[int, set[int]] = {}
+    reading_stages: dict[int, set[int]] = {}
     tied = {graph.block.outputs[o]: homes[i] for i, o in graph.tied}
     for v in graph.block.outputs:
         if isinstance(v, int):
-            wanted.setdefault(v, set()).add(tied.get(v, 0))
+            reading_stages.setdefault(v, set()).add(tied.get(v, 0))
     for op, stage in zip(reversed(ops), reversed(stages), strict=True):
         if op.kind is OpKind.BARRIER and stage is None:
             for v, out in zip(op.inputs, op.outputs, strict=True):
                 assert isinstance(v, int), "a barrier passes values only"
-                wanted.setdefault(v, set()).update(wanted.get(out, ()))
+                reading_stages.setdefault(v, set()).update(reading_stages.get(out, ()))
         else:
-            own = {stage} if stage is not None else set().union(*(wanted.get(v, set()) for v in op.outputs))
+            own = {stage} if stage is not None else set().union(*(reading_stages.get(v, set()) for v in op.outputs))
             for v in read_by(op):
-                wanted.setdefault(v, set()).update(own)
+                reading_stages.setdefault(v, set()).update(own)
     fresh = Fresh(graph)
     names: dict[int, dict[int, int]] = {}  # by stage
     rows: list[tuple[Op, int | None]] = []
@@ -257,10 +257,12 @@ def _copies(graph: OpGraph, stages: Sequence[int | None], homes: Sequence[int]) 
         if stage is not None:
             rows.append((reading(op, names.get(stage, {})), stage))
             continue
-        for q in sorted(set().union(*(wanted.get(v, set()) for v in op.outputs))):
+        for q in sorted(set().union(*(reading_stages.get(v, set()) for v in op.outputs))):
             part = op
             if op.kind is OpKind.BARRIER:
-                pairs = [(v, out) for v, out in zip(op.inputs, op.outputs, strict=True) if q in wanted.get(out, ())]
+                pairs = [
+                    (v, out) for v, out in zip(op.inputs, op.outputs, strict=True) if q in reading_stages.get(out, ())
+                ]
                 part = dataclasses.replace(op, inputs=tuple(v for v, _ in pairs), outputs=tuple(o for _, o in pairs))
             here = names.setdefault(q, {})
             if used.isdisjoint(part.outputs):

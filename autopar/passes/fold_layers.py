@@ -35,12 +35,12 @@ class FoldedGraph:
 
     def copies(self) -> dict[int, float]:
         """For each value of the smaller graph, for how many of the whole one it counts, where that is not one."""
-        found = {v: self.weight.get(home, 1.0) for v, home in zip(self.graph.block.inputs, self.home_of, strict=True)}
+        counts = {v: self.weight.get(home, 1.0) for v, home in zip(self.graph.block.inputs, self.home_of, strict=True)}
         for op in self.graph.block.ops:
             layer = self.layer_of[op.id]
             if layer is not None:
-                found.update(dict.fromkeys(op.outputs, self.weight[layer]))
-        return {v: n for v, n in found.items() if n != 1.0}
+                counts.update(dict.fromkeys(op.outputs, self.weight[layer]))
+        return {v: n for v, n in counts.items() if n != 1.0}
 
 
 def fold_layers(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> FoldedGraph:
@@ -55,10 +55,10 @@ def fold_layers(graph: OpGraph, assignment: LayerAssignment, num_layers: int) ->
     runs = [list(equal) for _, equal in itertools.groupby(range(num_layers), key=lambda layer: kinds[layer])]
     layer_of = dict(zip((op.id for op in graph.block.ops), assignment.layer_of, strict=True))
     while True:
-        made = _without([run for run in runs if len(run) > 2], graph, assignment, layer_of, members, num_layers)
-        if isinstance(made, FoldedGraph):
-            return made
-        runs = [run for run in runs if made not in run]
+        folded = _without([run for run in runs if len(run) > 2], graph, assignment, layer_of, members, num_layers)
+        if isinstance(folded, FoldedGraph):
+            return folded
+        runs = [run for run in runs if folded not in run]
 
 
 def _without(
@@ -117,7 +117,7 @@ def _rewired(
         for op, a, b in zip(members[layer], members[first], members[last], strict=True):
             for v, in_first, in_last in zip(op.outputs, a.outputs, b.outputs, strict=True):
                 counterparts[v] = (in_first, in_last)
-    made: set[int] = set(graph.block.inputs)
+    computed: set[int] = set(graph.block.inputs)
     layer_making = {v: layer_of[op.id] for op in graph.block.ops for v in op.outputs}
     kept: list[Op] = []
     for op in graph.block.ops:
@@ -127,21 +127,21 @@ def _rewired(
         names: dict[int, int] = {}
         for v in read_by(op):
             if v in counterparts:
-                available = [c for c in counterparts[v] if c in made]
+                available = [c for c in counterparts[v] if c in computed]
                 if not available:
                     stuck = layer_making[v]
                     assert stuck is not None, "a dropped operation has a layer"
                     return stuck
                 names[v] = available[-1] if layer_making[available[-1]] != here else available[0]
         kept.append(reading(op, names) if names else op)
-        made.update(op.outputs)
+        computed.update(op.outputs)
     return kept
 
 
 def _smaller(graph: OpGraph, ops: tuple[Op, ...], inputs: Sequence[int]) -> OpGraph:
     """The graph with some of its operations and inputs (positions), and the outputs that these make."""
-    made = {*graph.block.inputs, *(v for op in ops for v in op.outputs)}
-    outputs = [o for o, atom in enumerate(graph.block.outputs) if not isinstance(atom, int) or atom in made]
+    available = {*graph.block.inputs, *(v for op in ops for v in op.outputs)}
+    outputs = [o for o, atom in enumerate(graph.block.outputs) if not isinstance(atom, int) or atom in available]
     at = {i: n for n, i in enumerate(inputs)}
     out = {o: n for n, o in enumerate(outputs)}
     return dataclasses.replace(
@@ -162,13 +162,13 @@ def _wanted(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | None
     """The operations without those that have no layer and that none which stay read: they were made for layers that
     were taken out. And the layers of those without one that are made for one layer alone.
     """
-    wanted = {atom for atom in graph.block.outputs if isinstance(atom, int)}
-    readers: dict[int, set[int | None]] = {v: {None} for v in wanted}
-    found: list[Op] = []
+    live = {atom for atom in graph.block.outputs if isinstance(atom, int)}
+    readers: dict[int, set[int | None]] = {v: {None} for v in live}
+    kept: list[Op] = []
     alone: dict[int, int] = {}
     for op in reversed(ops):
         layer = layer_of[op.id]
-        if layer is None and wanted.isdisjoint(op.outputs):
+        if layer is None and live.isdisjoint(op.outputs):
             continue
         if layer is None and op.kind is OpKind.EQUATION:
             layers = set().union(*(readers.get(v, ()) for v in op.outputs))
@@ -176,9 +176,9 @@ def _wanted(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | None
                 layer = alone[op.id] = only
         for v in read_by(op):
             readers.setdefault(v, set()).add(layer)
-        wanted.update(read_by(op))
-        found.append(op)
-    return found[::-1], alone
+        live.update(read_by(op))
+        kept.append(op)
+    return kept[::-1], alone
 
 
 def _running(op: Op, times: float) -> Op:

@@ -57,16 +57,16 @@ def _in_order(graph: OpGraph, ops: Sequence[Op]) -> list[Op]:
             readers.setdefault(maker, []).append(op)
     ready = [(rank[op.id], op.id, op) for op in ops if not waits[op.id]]
     heapq.heapify(ready)
-    found: list[Op] = []
+    ordered: list[Op] = []
     while ready:
         _, number, op = heapq.heappop(ready)
-        found.append(op)
+        ordered.append(op)
         for reader in readers.get(number, ()):
             waits[reader.id].discard(number)
             if not waits[reader.id]:
                 heapq.heappush(ready, (rank[reader.id], reader.id, reader))
-    assert len(found) == len(ops), "operations read what is made before them"
-    return found
+    assert len(ordered) == len(ops), "operations read what is made before them"
+    return ordered
 
 
 def _anchors(graph: OpGraph, ops: Sequence[Op]) -> dict[int, _Anchor]:

@@ -99,7 +99,7 @@ def portable_ops(graph: OpGraph) -> frozenset[int]:
     """
     state = set(graph.block.inputs[len(graph.constants) :])
     state -= {graph.block.inputs[i] for i in graph.batch}
-    found: set[int] = set()
+    portable: set[int] = set()
     fixed = set(state)  # values that depend on state, or are too much work to make twice
     for op in graph.block.ops:
         bound = {v for v in read_by(op) if v in fixed}
@@ -108,10 +108,10 @@ def portable_ops(graph: OpGraph) -> frozenset[int]:
             continue
         cheap = op.kind in (OpKind.EQUATION, OpKind.SPLIT) and op.primitive not in _COSTLY
         if cheap and (op.kind is OpKind.SPLIT or not bound):
-            found.add(op.id)
+            portable.add(op.id)
         if not cheap or bound:
             fixed |= set(op.outputs)
-    return frozenset(found)
+    return frozenset(portable)
 
 
 def structure(ops: Sequence[Op], graph: OpGraph) -> tuple:
@@ -128,15 +128,15 @@ def _flops(op: Op, flops: Callable[[Op], float]) -> float:
 
 def _crossing(graph: OpGraph, ops: Sequence[Op], portable: frozenset[int]) -> list[int]:
     """Bytes over the cut in front of each operation, and behind the last (0): made before it and read behind it."""
-    made: dict[int, int] = {}
+    position: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, op in enumerate(ops):
-        last |= {v: i for v in read_by(op) if v in made}
+        last |= {v: i for v in read_by(op) if v in position}
         if op.id not in portable:
-            made |= dict.fromkeys(op.outputs, i)
+            position |= dict.fromkeys(op.outputs, i)
     change = [0] * (len(ops) + 1)
     for v, end in last.items():
-        change[made[v] + 1] += graph.values[v].nbytes
+        change[position[v] + 1] += graph.values[v].nbytes
         change[end + 1] -= graph.values[v].nbytes
     return list(itertools.accumulate(change))
 
@@ -241,7 +241,7 @@ def _without_small(
 
 def _names(labels: Sequence[Mapping[str, None]]) -> tuple[str, ...]:
     """A name for each layer from its labels, made unique."""
-    names = [next(iter(found)).split("#")[0].strip() if found else "" for found in labels]
+    names = [next(iter(label)).split("#")[0].strip() if label else "" for label in labels]
     names = [name or f"layer {i}" for i, name in enumerate(names)]
     seen = collections.Counter(names)
     return tuple(f"{name} ({i})" if seen[name] > 1 else name for i, name in enumerate(names))

@@ -39,17 +39,17 @@ def rematerialise(graph: OpGraph, layers: Layers, policy: Recompute | Sequence[R
     readers = _Readers(graph, _layer_of(graph, layers))
     fresh = Fresh(graph)
     inserted: dict[int, list[Op]] = {}  # by position
-    found: dict[int, list[tuple[int, dict[int, int]]]] = {}
+    recomputed: dict[int, list[tuple[int, dict[int, int]]]] = {}
     names: list[dict[int, int]] = [{} for _ in policies]  # by layer, for its backward operations from there on
-    for layer, what in enumerate(policies):
-        if what is not Recompute.NOTHING:
-            at, ops, new = _recomputation(layer, what, readers, fresh)
+    for layer, policy_of_layer in enumerate(policies):
+        if policy_of_layer is not Recompute.NOTHING:
+            at, ops, new = _recomputation(layer, policy_of_layer, readers, fresh)
             inserted.setdefault(at, []).extend(ops)
-            found.setdefault(at, []).append((layer, new))
+            recomputed.setdefault(at, []).append((layer, new))
     rows: list[Op] = []
     for position, op in enumerate(graph.block.ops):
         rows += inserted.get(position, [])
-        for layer, new in found.get(position, []):
+        for layer, new in recomputed.get(position, []):
             names[layer] = new
         if op.section.is_backward:
             op = readers.renamed(op, names)
@@ -73,8 +73,8 @@ def saved_bytes(graph: OpGraph, layers: Layers) -> tuple[int, ...]:
     for op in graph.block.ops:
         if op.section is Section.FORWARD or op.kind is OpKind.SPLIT:
             for v in op.outputs:
-                if found := readers.layers.get(v):
-                    out[min(found)] += graph.values[v].nbytes
+                if reading_layers := readers.layers.get(v):
+                    out[min(reading_layers)] += graph.values[v].nbytes
     return tuple(out)
 
 
@@ -83,11 +83,11 @@ def computed_again(graph: OpGraph, layer_of: Mapping[int, int | None], policy: R
     `LayerAssignment`.
     """
     readers = _Readers(graph, layer_of)
-    found = {}
+    recomputed = {}
     for layer in sorted({layer for layer in layer_of.values() if layer is not None}):
-        _, again = _again(layer, policy, readers) if policy is not Recompute.NOTHING else ([], [])
-        found[layer] = frozenset(op.id for op in again)
-    return found
+        _, ops = _again(layer, policy, readers) if policy is not Recompute.NOTHING else ([], [])
+        recomputed[layer] = frozenset(op.id for op in ops)
+    return recomputed
 
 
 class _Readers:
@@ -121,14 +121,14 @@ class _Readers:
             return op
         here: dict[int, int] = {}
         for v, out in zip(op.inputs, op.outputs, strict=True):
-            found = self.layers.get(out, set())
-            if isinstance(v, int) and len(found) == 1:
-                (layer,) = found
+            reading_layers = self.layers.get(out, set())
+            if isinstance(v, int) and len(reading_layers) == 1:
+                (layer,) = reading_layers
                 here |= {v: names[layer][v]} if v in names[layer] else {}
         return reading(op, here)
 
 
-def _again(layer: int, what: Recompute, readers: _Readers) -> tuple[list[int], list[Op]]:
+def _again(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[int], list[Op]]:
     """(values that the layer's backward operations read anew, the operations that make them, in program order)."""
     # What every stage can make for itself (masks) is made again too; each layer makes its own.
     forward = [
@@ -138,33 +138,33 @@ def _again(layer: int, what: Recompute, readers: _Readers) -> tuple[list[int], l
         and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK, OpKind.SPLIT, OpKind.BARRIER)
         and readers.layer[op.id] in (layer, None)
     ]
-    made = {v: op for op in forward if not (what is Recompute.CHEAP and is_product(op)) for v in op.outputs}
+    recomputable = {v: op for op in forward if not (policy is Recompute.CHEAP and is_product(op)) for v in op.outputs}
     # What other layers keep as their input is there anyway.
     for op in forward:
         if readers.layer[op.id] == layer:
             for v in op.outputs:
                 if readers.layers.get(v, {layer}) != {layer}:
-                    made.pop(v, None)
-    wanted = [v for v in made if layer in readers.layers.get(v, ())]
-    return wanted, _needed(wanted, made, forward)
+                    recomputable.pop(v, None)
+    read = [v for v in recomputable if layer in readers.layers.get(v, ())]
+    return read, _needed(read, recomputable, forward)
 
 
 def _recomputation(
-    layer: int, what: Recompute, readers: _Readers, fresh: Fresh
+    layer: int, policy: Recompute, readers: _Readers, fresh: Fresh
 ) -> tuple[int, list[Op], dict[int, int]]:
     """(position, operations that go there, new names for what the layer's backward operations read)."""
     ops = readers.ops
-    wanted, again = _again(layer, what, readers)
+    read, recomputed = _again(layer, policy, readers)
     backward = [
         i
         for i, op in enumerate(ops)
         if op.section.is_backward and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK) and _is_of(op, layer, readers)
     ]
-    at = next((i for i in backward if not {*wanted}.isdisjoint(read_by(ops[i]))), None)
+    at = next((i for i in backward if not {*read}.isdisjoint(read_by(ops[i]))), None)
     if at is None:
         return 0, [], {}
-    results = {v for op in again for v in op.outputs}
-    starts = dict.fromkeys(v for op in again for v in read_by(op) if v not in results)
+    results = {v for op in recomputed for v in op.outputs}
+    starts = dict.fromkeys(v for op in recomputed for v in read_by(op) if v not in results)
     cotangents = _cotangents(layer, at, backward, readers)
     through = {v: fresh.copy_of(v) for v in (*starts, *cotangents)}
     first = ops[at]
@@ -175,9 +175,9 @@ def _recomputation(
     )  # fmt: skip
     names = dict(through)
     clones = [
-        dataclasses.replace(clone(op, names, fresh), section=Section.BACKWARD, role=Role.BACKWARD) for op in again
+        dataclasses.replace(clone(op, names, fresh), section=Section.BACKWARD, role=Role.BACKWARD) for op in recomputed
     ]
-    return at, [barrier, *clones], {v: names[v] for v in (*wanted, *cotangents)}
+    return at, [barrier, *clones], {v: names[v] for v in (*read, *cotangents)}
 
 
 def _is_of(op: Op, layer: int, readers: _Readers) -> bool:
@@ -185,15 +185,15 @@ def _is_of(op: Op, layer: int, readers: _Readers) -> bool:
     return own == layer if own is not None else any(readers.layers.get(v) == {layer} for v in op.outputs)
 
 
-def _needed(wanted: Sequence[int], made: Mapping[int, Op], forward: Sequence[Op]) -> list[Op]:
+def _needed(values: Sequence[int], producer: Mapping[int, Op], forward: Sequence[Op]) -> list[Op]:
     """The forward operations that make the wanted values from what is kept, in program order."""
     needed: set[int] = set()
-    stack = list(wanted)
+    stack = list(values)
     while stack:
-        op = made[stack.pop()]
+        op = producer[stack.pop()]
         if op.id not in needed:
             needed.add(op.id)
-            stack += [v for v in read_by(op) if v in made]
+            stack += [v for v in read_by(op) if v in producer]
     return [op for op in forward if op.id in needed]
 
 
@@ -205,9 +205,12 @@ def _cotangents(layer: int, at: int, backward: Sequence[int], readers: _Readers)
     ops = readers.ops
 
     def is_cotangent(v: int) -> bool:
-        made = readers.position.get(v)
+        position = readers.position.get(v)
         return (
-            made is not None and made < at and ops[made].section.is_backward and readers.layer[ops[made].id] is not None
+            position is not None
+            and position < at
+            and ops[position].section.is_backward
+            and readers.layer[ops[position].id] is not None
         )
 
     read = dict.fromkeys(v for i in backward if i >= at for v in read_by(ops[i]) if is_cotangent(v))

@@ -92,11 +92,11 @@ def _make(
 
 def _without_unread(rows: list[Op], outputs: tuple[Atom, ...], cheap: Mapping[int, Op]) -> tuple[Op, ...]:
     """The operations without the cheap ones, made before the loop, that nobody reads any more."""
-    wanted = {a for a in outputs if isinstance(a, int)}
+    live = {a for a in outputs if isinstance(a, int)}
     kept: list[Op] = []
     for op in reversed(rows):
         sunk_away = op.section is Section.BEFORE and not op.blocks and any(v in cheap for v in op.outputs)
-        if not sunk_away or wanted.intersection(op.outputs):
+        if not sunk_away or live.intersection(op.outputs):
             kept.append(op)
-            wanted.update(read_by(op))
+            live.update(read_by(op))
     return tuple(reversed(kept))

@@ -141,10 +141,10 @@ def _scans_over(jaxpr: Any, main: Any, trips: int, groups: _Groups) -> tuple[fro
             if eqn.primitive.name != "scan" or position in scans or int(eqn.params["length"]) != trips:
                 continue
             _, xs, ys = _scan_operands(eqn)
-            found = {groups.find(v) for v in (*xs, *ys) if not isinstance(v, jax_compat.Literal)}
-            if eqn is main or not roots.isdisjoint(found):
+            stacked = {groups.find(v) for v in (*xs, *ys) if not isinstance(v, jax_compat.Literal)}
+            if eqn is main or not roots.isdisjoint(stacked):
                 scans.add(position)
-                roots |= found
+                roots |= stacked
                 changed = True
     return frozenset(scans), roots
 
@@ -170,14 +170,14 @@ def _products(eqn: Any) -> float:
 
 def rules_of(jaxpr: Any, trips: int, rules: RuleBook) -> dict[str, Rule]:
     """The rules, by key, of the equations with a dimension 0 that may be the layers'."""
-    wanted: dict[str, Any] = {}
+    equations: dict[str, Any] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in LOOPS | jax_compat.REMAT_CALLS:
             continue
         if any(v.aval.shape[:1] == (trips,) for v in (*eqn.invars, *eqn.outvars)):
-            wanted[equation_key(eqn)] = eqn
-    rules.learn(wanted.items())
-    return {key: rules.rule(key) for key in wanted}
+            equations[equation_key(eqn)] = eqn
+    rules.learn(equations.items())
+    return {key: rules.rule(key) for key in equations}
 
 
 class _Groups:

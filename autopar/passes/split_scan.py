@@ -116,22 +116,22 @@ def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> Spl
 
     def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         """Traces the whole step on shapes that fit the pieces', and cuts it the same way."""
-        found = {
+        whole_avals = {
             piece.leaf: jax.ShapeDtypeStruct(
                 (piece.parts * a.shape[0], *a.shape[1:]) if piece.parts > 1 else a.shape, a.dtype, weak_type=a.weak_type
             )
             for piece, a in zip(arguments, avals, strict=True)
         }
-        again = traced.retrace([found[i] for i in range(len(traced.in_avals))])
+        again = traced.retrace([whole_avals[i] for i in range(len(traced.in_avals))])
         inner = jax_compat.open_jaxpr(again)
-        other = dataclasses.replace(
+        retraced = dataclasses.replace(
             traced,
             jaxpr=inner,
             constants=tuple(jax_compat.jaxpr_consts(again)),
             in_avals=tuple(v.aval for v in inner.invars),
             out_avals=tuple(v.aval for v in inner.outvars),
         )
-        same = find_stacks(other, rules)
+        same = find_stacks(retraced, rules)
         assert same is not None, "a step on other shapes scans over the same layers"
         return _in_parts(same, parts, rules)
 
@@ -139,7 +139,7 @@ def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> Spl
         chosen = set(leaves)
         return frozenset(i for i, piece in enumerate(arguments) if piece.leaf in chosen)
 
-    cut = dataclasses.replace(
+    split_step = dataclasses.replace(
         traced,
         jaxpr=jaxpr,
         constants=tuple(jax_compat.jaxpr_consts(closed)),
@@ -159,7 +159,7 @@ def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> Spl
         },
         retrace=retrace,
     )
-    return SplitStep(traced=cut, arguments=arguments, results=results, parts=parts, trips=stacks.trips)
+    return SplitStep(traced=split_step, arguments=arguments, results=results, parts=parts, trips=stacks.trips)
 
 
 def _pieces(num_leaves: int, cut: frozenset[int], parts: int) -> tuple[LeafSlice, ...]:
@@ -191,10 +191,10 @@ class _Evaluation:
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         out = []
         for i, v in enumerate(self.stacks.jaxpr.invars):
-            cut = i in self.stacks.arguments
-            shape = self.part_of(v.aval.shape) if cut else v.aval.shape
+            is_split = i in self.stacks.arguments
+            shape = self.part_of(v.aval.shape) if is_split else v.aval.shape
             aval = jax.ShapeDtypeStruct(shape, v.aval.dtype, weak_type=v.aval.weak_type)
-            out += [aval] * (self.parts if cut else 1)
+            out += [aval] * (self.parts if is_split else 1)
         return out
 
     def part_of(self, shape: Sequence[int], dim: int = 0) -> tuple[int, ...]:
@@ -279,25 +279,25 @@ class _Evaluation:
         small = _of_shape(eqn, shapes[0])
         if not self.fits(small, places, shapes):
             return False
-        made = []
+        results = []
         for part in range(self.parts):
             with self.named(part):
-                made.append(jax_compat.bind(small, self.operands(eqn, places, part)))
+                results.append(jax_compat.bind(small, self.operands(eqn, places, part)))
         if passes:
             for i, v in enumerate(eqn.outvars):
-                self.apart[v] = [outs[i] for outs in made]
+                self.apart[v] = [outs[i] for outs in results]
         else:
-            total = made[0][0]
-            for outs in made[1:]:
+            total = results[0][0]
+            for outs in results[1:]:
                 total = _COMBINE[primitive](total, outs[0])
             self.whole[eqn.outvars[0]] = total
         return True
 
     def common_factor(self, eqn: Any, rule: Rule) -> int | None:
         """The factor that the layers are in an equation; None where it has nothing in parts, or in several ways."""
-        found = {major(dims) for a, dims in zip(_hashable(eqn), rule.operands, strict=True) if a in self.apart}
-        if found:
-            return found.pop() if len(found) == 1 else None
+        factors = {major(dims) for a, dims in zip(_hashable(eqn), rule.operands, strict=True) if a in self.apart}
+        if factors:
+            return factors.pop() if len(factors) == 1 else None
         made_of_nothing = eqn.primitive.name == "broadcast_in_dim" and self.stacks.holds(eqn.outvars[0])
         factor = major(rule.results[0]) if made_of_nothing else None
         return None if any(factor in dim for dims in rule.operands for dim in dims) else factor

@@ -118,15 +118,15 @@ class _Cutter:
 
     def readers(self) -> dict[int, set[int]]:
         """The stages that read each value, in the order of the program."""
-        found: dict[int, set[int]] = {}
+        stages_reading: dict[int, set[int]] = {}
         for op in self.graph.block.ops:
             for value in read_by(op):
-                found.setdefault(value, set()).add(self.stage_of[op.id])
-        return found
+                stages_reading.setdefault(value, set()).add(self.stage_of[op.id])
+        return stages_reading
 
     def results(self, readers: dict[int, set[int]]) -> list[list[int]]:
         """The step's results by the stage that gives them out; what replaces an argument ends on its stage."""
-        found: list[list[int]] = [[] for _ in range(self.num_stages)]
+        of_stage: list[list[int]] = [[] for _ in range(self.num_stages)]
         tied = {result: self.graph.block.inputs[argument] for argument, result in self.graph.tied}
         for position, atom in enumerate(self.graph.block.outputs):
             stage = self.source(atom) if isinstance(atom, int) else None
@@ -134,8 +134,8 @@ class _Cutter:
             at = home if home is not None else stage or 0
             if isinstance(atom, int):
                 readers.setdefault(atom, set()).add(at)
-            found[at].append(position)
-        return found
+            of_stage[at].append(position)
+        return of_stage
 
     def send(self, value: int, target: int) -> Op:
         op = self.made_by.get(value)

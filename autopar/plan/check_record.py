@@ -53,9 +53,9 @@ def _numbers(record: PlanRecord) -> Iterator[Fault]:
     if record.format_version != FORMAT_VERSION:
         got = str(record.format_version)
         yield Fault(place="$.plan.format_version", expected=str(FORMAT_VERSION), got=got)
-    found = _out_of_range(record)
-    if found is not None:
-        place, number = found
+    fault = _out_of_range(record)
+    if fault is not None:
+        place, number = fault
         yield Fault(
             place=f"$.plan{place}", expected="a number of zero or more, and of a usual size", got=f"{number:.8g}"
         )
@@ -75,8 +75,8 @@ def _out_of_range(value: Any) -> tuple[str, float] | None:
     items: Iterable[tuple[str, Any]] = ()
     if kind is tuple:
         for i, item in enumerate(value):
-            if (found := _out_of_range(item)) is not None:
-                return f"[{i}]{found[0]}", found[1]
+            if (fault := _out_of_range(item)) is not None:
+                return f"[{i}]{fault[0]}", fault[1]
         return None
     if kind is dict:
         keys = ((f".{key}", key) for key in value)
@@ -88,8 +88,8 @@ def _out_of_range(value: Any) -> tuple[str, float] | None:
     elif dataclasses.is_dataclass(value):
         items = ((f".{name}", getattr(value, name)) for name in value.__dataclass_fields__)
     for place, item in items:
-        if (found := _out_of_range(item)) is not None:
-            return f"{place}{found[0]}", found[1]
+        if (fault := _out_of_range(item)) is not None:
+            return f"{place}{fault[0]}", fault[1]
     return None
 
 
@@ -233,24 +233,24 @@ def _decisions(place: str, made: Decisions, mesh: LogicalMesh) -> Iterator[Fault
 
 
 def _predicted(record: PlanRecord) -> Iterator[Fault]:
-    made, groups = record.predicted, 1
+    predicted, groups = record.predicted, 1
     if record.pipeline is not None:
         groups = len({stage.first_device for stage in record.pipeline.stages})
-    lengths = {"peak_bytes": made.peak_bytes, "memory": made.memory, "host_bytes": made.host_bytes}
+    lengths = {"peak_bytes": predicted.peak_bytes, "memory": predicted.memory, "host_bytes": predicted.host_bytes}
     for name, per_group in lengths.items():
         if len(per_group) != groups and (name != "host_bytes" or per_group):
             expected = f"one entry for each of {groups} group(s) of devices"
             yield Fault(place=f"$.plan.predicted.{name}", expected=expected, got=str(len(per_group)))
-    yield from _collectives("$.plan.predicted.collectives", made.collectives)
+    yield from _collectives("$.plan.predicted.collectives", predicted.collectives)
     for i, row in enumerate(record.modules):
         yield from _collectives(f"$.plan.modules[{i}].collectives", row.collectives)
 
 
 def _collectives(place: str, collectives: Sequence[PredictedCollective]) -> Iterator[Fault]:
-    for i, made in enumerate(collectives):
-        if made.kind not in COLLECTIVES:
-            yield Fault(place=f"{place}[{i}].kind", expected=" or ".join(COLLECTIVES), got=repr(made.kind))
-        for j, axis in enumerate(made.axes):
+    for i, collective in enumerate(collectives):
+        if collective.kind not in COLLECTIVES:
+            yield Fault(place=f"{place}[{i}].kind", expected=" or ".join(COLLECTIVES), got=repr(collective.kind))
+        for j, axis in enumerate(collective.axes):
             if axis not in AXIS_NAMES:
                 yield Fault(place=f"{place}[{i}].axes[{j}]", expected=" or ".join(AXIS_NAMES), got=repr(axis))
 
@@ -278,17 +278,17 @@ def _axis_names(record: PlanRecord) -> Iterator[Fault]:
 
 
 def _pipeline(record: PlanRecord) -> Iterator[Fault]:
-    made, place = record.pipeline, "$.plan.pipeline"
-    if made is None:
+    pipeline, place = record.pipeline, "$.plan.pipeline"
+    if pipeline is None:
         return
     for name in ("num_microbatches", "chunks", "scan_parts"):
-        if getattr(made, name) < 1:
-            yield Fault(place=f"{place}.{name}", expected="one or more", got=str(getattr(made, name)))
-    groups = len({stage.first_device for stage in made.stages})
-    if made.chunks * groups != len(made.stages):
-        expected = f"{len(made.stages)} stages on {groups} group(s) of devices, as many on each"
-        yield Fault(place=f"{place}.chunks", expected=expected, got=f"{made.chunks} on each")
-    yield from _layers(made)
+        if getattr(pipeline, name) < 1:
+            yield Fault(place=f"{place}.{name}", expected="one or more", got=str(getattr(pipeline, name)))
+    groups = len({stage.first_device for stage in pipeline.stages})
+    if pipeline.chunks * groups != len(pipeline.stages):
+        expected = f"{len(pipeline.stages)} stages on {groups} group(s) of devices, as many on each"
+        yield Fault(place=f"{place}.chunks", expected=expected, got=f"{pipeline.chunks} on each")
+    yield from _layers(pipeline)
 
 
 def _layers(made: PipelineRecord) -> Iterator[Fault]:

@@ -57,16 +57,16 @@ def decode(data: bytes, where: str, key: str | None = None) -> PlanRecord:
             where=where, expected=f"the plan of key {key}", got=f"that of key {file.key!r}", hint=_HINT
         )
     changed = "" if _checksum(bytes(file.plan)) == file.checksum else "; it was changed since it was saved (checksum)"
-    found = _record(bytes(file.plan))
-    if isinstance(found, Fault):
+    record = _record(bytes(file.plan))
+    if isinstance(record, Fault):
         raise PlanFormatError(
-            where=f"{where}, {found.place}", expected=found.expected, got=f"{found.got}{changed}", hint=_HINT
+            where=f"{where}, {record.place}", expected=record.expected, got=f"{record.got}{changed}", hint=_HINT
         )
     if changed:
         raise PlanFormatError(
             where=f"{where}, $.plan", expected="a plan as it was saved", got="a changed one (checksum)", hint=_HINT
         )
-    return found
+    return record
 
 
 def _record(body: bytes) -> PlanRecord | Fault:

@@ -70,8 +70,8 @@ class Plan:
         """(mesh of a stage, its first device)."""
         if self.record.pipeline is None:
             return LogicalMesh(axis_sizes=self.record.axis_sizes), 0
-        made = self.record.pipeline.stages[stage]
-        return LogicalMesh(axis_sizes=made.axis_sizes), made.first_device
+        stage_record = self.record.pipeline.stages[stage]
+        return LogicalMesh(axis_sizes=stage_record.axis_sizes), stage_record.first_device
 
     def with_note(self, note: str) -> Plan:
         """The plan with one more note, unless it has it."""
@@ -88,7 +88,7 @@ class Plan:
         stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
         places = {self.stage_mesh(stage): stage for stage in reversed(stages)}
         places = dict(sorted(places.items(), key=lambda item: item[1]))
-        found: dict[str, list[list[int]]] = {}
+        groups: dict[str, list[list[int]]] = {}
         for (mesh, first), stage in places.items():
             devices = first + np.arange(mesh.num_devices).reshape(mesh.axis_sizes)
             roles = self.record.axis_roles[stage] if self.record.axis_roles else mesh.axis_names
@@ -96,11 +96,11 @@ class Plan:
             for name in dict.fromkeys(names):
                 axes = [axis for axis, other in enumerate(names) if other == name]
                 rows = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, mesh.size(axes))
-                found.setdefault(name, []).extend(rows.tolist())
+                groups.setdefault(name, []).extend(rows.tolist())
         if len(places) > 1 and len({mesh for mesh, _ in places}) == 1:
             firsts = [first for _, first in places]
-            found["pipeline"] = [[first + i for first in firsts] for i in range(self.mesh.num_devices)]
-        return found
+            groups["pipeline"] = [[first + i for first in firsts] for i in range(self.mesh.num_devices)]
+        return groups
 
     def jax_mesh(self, stage: int = 0) -> Mesh | AbstractMesh:
         """The mesh of a stage over this program's devices, or an abstract one where there are too few."""

@@ -27,27 +27,27 @@ _NUMBER = re.compile(r"\d+")
 def table(record: PlanRecord) -> str:
     """The whole plan: stages or mesh, state and batch, modules with what they send and why, memory, time."""
     out = _Text()
-    made = record.predicted
+    predicted = record.predicted
     if record.pipeline is None:
         mesh = LogicalMesh(axis_sizes=record.axis_sizes)
         out.line(f"Plan of {record.step} on {record.cluster.name}: {mesh.num_devices} device(s), mesh {mesh}")
     else:
         out.line(_pipeline_line(record, record.pipeline))
     out.line(
-        f"step {text_of_s(made.step_time_s)} predicted: compute {text_of_s(made.compute_time_s)}, "
-        f"collectives {text_of_s(made.collective_time_s)}"
-        + (f", {text_of_s(made.hidden_time_s)} of it hidden" if made.hidden_time_s else "")
-        + (f", new memory {text_of_s(made.allocation_time_s)}" if made.allocation_time_s else "")
+        f"step {text_of_s(predicted.step_time_s)} predicted: compute {text_of_s(predicted.compute_time_s)}, "
+        f"collectives {text_of_s(predicted.collective_time_s)}"
+        + (f", {text_of_s(predicted.hidden_time_s)} of it hidden" if predicted.hidden_time_s else "")
+        + (f", new memory {text_of_s(predicted.allocation_time_s)}" if predicted.allocation_time_s else "")
         + "; "
-        + (f"bubble {made.bubble_fraction:.1%}; " if record.pipeline is not None else "")
-        + f"{text_of_flops(made.flops)}, MFU {made.mfu:.1%}; "
-        f"peak {text_of_bytes(max(made.peak_bytes))} a device"
+        + (f"bubble {predicted.bubble_fraction:.1%}; " if record.pipeline is not None else "")
+        + f"{text_of_flops(predicted.flops)}, MFU {predicted.mfu:.1%}; "
+        f"peak {text_of_bytes(max(predicted.peak_bytes))} a device"
         + (f" of {text_of_bytes(record.memory_limit_bytes)}" if record.memory_limit_bytes else "")
     )
-    if made.host_bytes:
+    if predicted.host_bytes:
         out.line(
-            f"host memory: {text_of_bytes(max(made.host_bytes))} a device, of which each step copies "
-            f"{text_of_bytes(made.host_copied_bytes)}, there and back, in {text_of_s(made.host_time_s)}"
+            f"host memory: {text_of_bytes(max(predicted.host_bytes))} a device, of which each step copies "
+            f"{text_of_bytes(predicted.host_copied_bytes)}, there and back, in {text_of_s(predicted.host_time_s)}"
         )
     out.line(
         f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
@@ -371,7 +371,7 @@ def in_short(record: PlanRecord) -> str:
     step_s = record.predicted.step_time_s
     if record.pipeline is not None:
         texts = [trial.text for trial in record.weighed if trial.step_time_s == step_s]
-        made = record.pipeline
-        return texts[0] if texts else f"{made.num_microbatches} micro-batches, {len(made.stages)} stages"
+        pipeline = record.pipeline
+        return texts[0] if texts else f"{pipeline.num_microbatches} micro-batches, {len(pipeline.stages)} stages"
     tried = [t.name for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s) and t.name]
     return f"mesh {LogicalMesh(axis_sizes=record.axis_sizes)}" + (f", {tried[0]}" if tried else "")

@@ -19,9 +19,9 @@ def shardings_in(tree: Any, shardings: Sequence[Any], where: str) -> Any:
 
     Raises: UnsupportedError that names the class whose constructor does not take them as they are.
     """
-    holds, made = _put_in(tree, shardings)
+    holds, trees = _put_in(tree, shardings)
     if holds:
-        return made
+        return trees
     raise UnsupportedError(
         where=where,
         expected="classes whose constructors take shardings in place of arrays",
@@ -35,8 +35,8 @@ def _refusing(tree: Any, shardings: Sequence[Any]) -> str:
     """The innermost class of a tree that does not hold its shardings as they are."""
     first = 0
     for child in tree.children():
-        if found := _refusing(child, shardings[first : first + child.num_leaves]):
-            return found
+        if refusing := _refusing(child, shardings[first : first + child.num_leaves]):
+            return refusing
         first += child.num_leaves
     node = tree.node_data()
     if node is None or _put_in(tree, shardings)[0]:
@@ -47,8 +47,8 @@ def _refusing(tree: Any, shardings: Sequence[Any]) -> str:
 def _put_in(tree: Any, shardings: Sequence[Any]) -> tuple[bool, Any]:
     """(whether a tree holds shardings as they are, the tree with them)."""
     try:
-        made = jax.tree.unflatten(tree, shardings)
-        kept = jax.tree.leaves(made)
+        filled = jax.tree.unflatten(tree, shardings)
+        kept = jax.tree.leaves(filled)
     except Exception:  # whatever a user's constructor raises
         return False, None
-    return len(kept) == len(shardings) and all(a is b for a, b in zip(kept, shardings, strict=True)), made
+    return len(kept) == len(shardings) and all(a is b for a, b in zip(kept, shardings, strict=True)), filled

@@ -15,7 +15,7 @@ from autopar.sharding.rules import RuleBook
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlanningRequest:
+class PlanningProblem:
     """The traced step, the cluster and what is requested of the search. `arguments` without the static ones."""
 
     traced: TracedStep
