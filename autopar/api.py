@@ -132,10 +132,10 @@ def parallelize(
         cache_dir=cache_dir,
         show_progress=show_progress,
     )
-    return _made(fun, options) if fun is not None else lambda function: _made(function, options)
+    return _make_step(fun, options) if fun is not None else lambda function: _make_step(function, options)
 
 
-def _made(fun: Any, options: StepOptions) -> Step:
+def _make_step(fun: Any, options: StepOptions) -> Step:
     function = unwrapped(function_of(fun) if isinstance(fun, Step) else fun)
     if not callable(function):
         raise InvalidArgumentError(

@@ -19,7 +19,7 @@ def constrain(
     axis_sizes: Mapping[str, int] | None = None,
     recipe: Recipe | None = None,
 ) -> Recipe:
-    """Arguments (by path), or the results of modules, that lie as they are told; the search completes the plan.
+    """A recipe that pins the layouts of arguments (by path) or of the results of modules; the search chooses the rest.
 
     ```python
     plan = autopar.constrain({"layers/*/attn/kernel": P(None, "model"), "batch/tokens": P("data")})

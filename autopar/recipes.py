@@ -286,7 +286,7 @@ def _checked_stages(
 
 
 def plan_request(recipe: Recipe, num_microbatches: int | str, schedule: str) -> PlanRequest:
-    """A recipe's request, with what `parallelize` was told of micro-batches and schedule in its place.
+    """A recipe's request, with the micro-batches and schedule of `parallelize` in place of its own.
 
     Raises: InvalidArgumentError.
     """

@@ -17,8 +17,8 @@ from autopar.calls.call_arguments import CallArguments
 from autopar.calls.fast_path import FastPath
 from autopar.calls.following import FollowedStep
 from autopar.calls.init_state import init_state, state_shardings
-from autopar.calls.methods import OfInstances, keeping, without_self
-from autopar.calls.placement import lies_as, on_one_device, put_copies, put_leaves
+from autopar.calls.methods import PerInstance, keep_instance_alive, without_self
+from autopar.calls.placement import has_sharding, on_one_device, put_copies, put_leaves
 from autopar.calls.plan_sources import PlanSources
 from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_open
 from autopar.calls.plans import StepPlans
@@ -58,7 +58,7 @@ class Step:
         self._compiled: dict[Any, CompiledStep] = {}
         self._fast: FastPath | None = None
         self._takes_objects = False
-        self._of_instances = OfInstances()
+        self._of_instances = PerInstance()
 
     @property
     def last_progress(self) -> Progress | None:
@@ -93,14 +93,14 @@ class Step:
         if tree != fast.tree:
             return self._run_slowly(args)
         with turn:
-            if not fast.takes(leaves):
+            if not fast.accepts(leaves):
                 return self._run_slowly(args)
             try:
                 results = fast.run(leaves)
             except (TypeError, ValueError, RuntimeError):
                 # The executable refuses new shapes, other layouts and deleted arrays: the slow path handles or names
                 # them. What it refuses for any other reason is the user's to see.
-                if not self._differs(args, leaves, fast.compiled):
+                if not self._needs_other_program(args, leaves, fast.compiled):
                     raise
                 return self._run_slowly(args)
         return jax.tree.unflatten(fast.compiled.traced.out_tree, results)
@@ -134,11 +134,11 @@ class Step:
             nan_check.check(compiled.traced, given, results)
         return jax.tree.unflatten(compiled.traced.out_tree, results)
 
-    def _differs(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
+    def _needs_other_program(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
         """Whether arguments are not what an executable was compiled for: shapes, layouts, or deleted arrays."""
         if self._compiled.get(self._arguments.key(args)) is not compiled:
             return True
-        return not all(map(lies_as, leaves, compiled.leaf_shardings))
+        return not all(map(has_sharding, leaves, compiled.leaf_shardings))
 
     # Before calls
 
@@ -249,7 +249,7 @@ class Step:
 
 
 class BoundStep(Step):
-    """The step of an instance, which it keeps: what the step itself has is shared by all that are made of it."""
+    """The step of an instance, with a reference to it. All bound steps of an instance share one step's plans."""
 
     __slots__ = ("_instance",)
 
@@ -272,7 +272,7 @@ def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
 
 
 def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:
-    """What a step that searches would ask of the search for these arguments, of which none is a shape alone.
+    """The inputs of the search for a step's plan for these arguments, which have to be arrays.
 
     Raises: InvalidArgumentError where the step has a plan, a recipe or another step's layout already, or gets shapes;
     DonatedStateError, UnsupportedError.
@@ -325,4 +325,4 @@ def on_cluster(step: Step, cluster: Cluster) -> Step:
 
 def function_of(step: Step) -> Callable[..., Any]:
     """The function that a step was made of."""
-    return keeping(step._function, step._instance) if isinstance(step, BoundStep) else step._function
+    return keep_instance_alive(step._function, step._instance) if isinstance(step, BoundStep) else step._function

@@ -63,7 +63,7 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Plans of a step by the clock: those that were timed, the fastest first, then the others as predicted."""
+    """Measured plans of a step: those that were timed, the fastest first, then the others as predicted."""
 
     target: str
     rows: tuple[Timed, ...]
@@ -123,7 +123,7 @@ def tune(
     Raises: InvalidArgumentError; UnsupportedError in a program of several processes; what planning, compiling and
     running raise, where no plan could be timed.
     """
-    return tuned_by(in_turns, step, args, dict(BESIDE) if beside is None else beside, within, most, seconds)
+    return tuned_by(alternate, step, args, dict(BESIDE) if beside is None else beside, within, most, seconds)
 
 
 # Runs one plan a few steps; returns what each of them took, in seconds.
@@ -141,25 +141,25 @@ def tuned_by(
     most: int,
     seconds: float,
 ) -> Tuning:
-    """`tune` with a clock of one's own."""
+    """`tune` with a given clock."""
     _check(step, beside, within, most, seconds)
     problem = planning_problem_of(step, *args)
     progress = Progress(f"autopar tune {step.__name__}", show=problem.show_progress)
     with collected_seldom():
         planned = list(_planned(problem, beside, within, progress))
     save_rules(step)
-    refused = [_Failed(name, result) for name, result in planned if isinstance(result, Exception)]
+    refused = [_FailedPlan(name, result) for name, result in planned if isinstance(result, Exception)]
     plans = [(name, result) for name, result in planned if isinstance(result, Plan)]
-    fitting = [(name, plan) for name, plan in plans if not _over(plan)]
+    fitting = [(name, plan) for name, plan in plans if not _memory_excess(plan)]
     # The search's own comes first, which takes a plan that is easier to read before one that is hardly faster.
     others = sorted(fitting[1:], key=lambda named: step_s(named[1]))
     running, failed, rows = _compiled(problem, [*fitting[:1], *others], within, most, progress)
-    rows += [_row(name, plan, why=_over(plan)) for name, plan in plans if _over(plan)]
+    rows += [_row(name, plan, why=_memory_excess(plan)) for name, plan in plans if _memory_excess(plan)]
     with progress.pass_(f"time {len(running)} plans"):
         durations_s = clock([candidate.turn for candidate in running], seconds)
     for candidate, steps in zip(running, durations_s, strict=True):
         if isinstance(steps, Exception):
-            failed.append(_Failed(candidate.name, steps, candidate.plan))
+            failed.append(_FailedPlan(candidate.name, steps, candidate.plan))
         else:
             first, middle, third = (
                 statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else [*steps] * 3
@@ -183,8 +183,8 @@ def tuned_by(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Failed:
-    """What could not be planned, compiled or run."""
+class _FailedPlan:
+    """A plan that could not be found, compiled or run."""
 
     name: str
     error: Exception
@@ -192,8 +192,8 @@ class _Failed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Running:
-    """A plan that is compiled."""
+class _CompiledPlan:
+    """A compiled plan, ready to be timed."""
 
     name: str
     plan: Plan
@@ -201,12 +201,12 @@ class _Running:
 
 
 def _row(name: str, plan: Plan | None, why: str = "") -> Timed:
-    """Of a plan that is not timed, or not yet."""
+    """The row of a plan without a measurement."""
     return Timed(name=name, plan=plan, predicted_s=step_s(plan) if plan is not None else None, measured_s=None, why=why)
 
 
-def _over(plan: Plan) -> str:
-    """By what a plan is over the memory that it may use, if it is: a recipe's stages are built all the same."""
+def _memory_excess(plan: Plan) -> str:
+    """The excess over the memory limit as text, if any: stages of a recipe are built all the same."""
     peak_bytes, limit_bytes = max(plan.predicted.peak_bytes), plan.record.memory_limit_bytes
     if limit_bytes is None or peak_bytes <= limit_bytes:
         return ""
@@ -214,7 +214,7 @@ def _over(plan: Plan) -> str:
 
 
 def step_s(plan: Plan) -> float:
-    """What a step is predicted to take."""
+    """Predicted seconds of a step."""
     return plan.predicted.step_time_s
 
 
@@ -249,12 +249,12 @@ def _check(step: Any, beside: Any, within: float, most: int, seconds: float) -> 
 def _planned(
     problem: PlanningProblem, beside: Mapping[str, Recipe], within: float, progress: Progress
 ) -> Iterable[tuple[str, Plan | AutoparError]]:
-    """By name the search's choice and what it worked out near it, then the recipes; or what refused them."""
+    """By name: the best plan and its near competitors, then the recipes; or the errors in their place."""
     given = problem.traced, problem.trees, problem.cluster
     try:
         plans = make_plans(*given, problem.request, problem.rules, progress, within)
     except AutoparError as error:
-        yield "search", _freed(error)
+        yield "search", _without_traceback(error)
     else:
         seen: dict[str, int] = {}
         for number, plan in enumerate(plans):
@@ -265,17 +265,17 @@ def _planned(
         try:
             yield name, make_plan(*given, problem.request.with_recipe(recipe.request), problem.rules, progress)
         except AutoparError as error:
-            yield name, _freed(error)
+            yield name, _without_traceback(error)
 
 
 def _compiled(
     problem: PlanningProblem, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
-) -> tuple[list[_Running], list[_Failed], list[Timed]]:
+) -> tuple[list[_CompiledPlan], list[_FailedPlan], list[Timed]]:
     """(those to be timed, those that are not compiled, those that need not be) of plans, of which the first is timed
     in any case, and which come fastest first then.
     """
-    running: dict[str, _Running] = {}  # by program
-    failed: list[_Failed] = []
+    running: dict[str, _CompiledPlan] = {}  # by program
+    failed: list[_FailedPlan] = []
     rows: list[Timed] = []
     best_s = min((step_s(plan) for _, plan in plans), default=0.0)
     for number, (name, plan) in enumerate(plans):
@@ -290,29 +290,29 @@ def _compiled(
                 compiled = build(problem.traced, plan, problem.rules)
                 program = program_of(compiled)
         except FAILURES as error:
-            failed.append(_Failed(name, _freed(error), plan))
+            failed.append(_FailedPlan(name, _without_traceback(error), plan))
             continue
         if program in running:
             rows.append(_row(name, plan, why=f"the same program as {running[program].name}"))
         else:
-            running[program] = _Running(name, plan, _turn_of(compiled, problem.arguments))
+            running[program] = _CompiledPlan(name, plan, _turn_of(compiled, problem.arguments))
     return list(running.values()), failed, rows
 
 
-def _freed(error: _Error) -> _Error:
-    """An error without tracebacks: their frames hold what was being worked out, arrays on the devices too."""
+def _without_traceback(error: _Error) -> _Error:
+    """The error without tracebacks, whose frames would keep arrays on the devices alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def _reason(error: Exception) -> str:
-    """In a line of a table."""
+    """The error in one line of a table."""
     text = f"{error.where}: {error.got}" if isinstance(error, AutoparError) else str(error)
     return text.strip().split("\n")[0]
 
 
 def program_of(compiled: CompiledStep) -> str:
-    """Equal for plans that run alike: those that are compiled to the same text, and pipelines that decide alike.
+    """A key that is equal for plans with equal programs, and for pipelines with equal decisions.
 
     The text of a pipeline's tasks does not tell in which order and where they run.
     """
@@ -346,10 +346,10 @@ def _turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
     return turn
 
 
-def in_turns(
+def alternate(
     turns: Sequence[Turn], seconds: float, now: Callable[[], float] = time.perf_counter
 ) -> list[Sequence[float] | Exception]:
-    """Each has one turn a round, the order turned round each time, so that what else the machine does falls on all."""
+    """One measurement of each plan a round, in alternating order, so that other load on the machine affects all."""
     took: list[list[float]] = [[] for _ in turns]
     failed: dict[int, Exception] = {}
     begun = now()
@@ -359,7 +359,7 @@ def in_turns(
             try:
                 steps = turns[i]()
             except FAILURES as error:
-                failed[i] = _freed(error)
+                failed[i] = _without_traceback(error)
             else:
                 took[i] += steps if number else []
         one_more_s = (now() - begun) * (number + 2) / (number + 1)

@@ -84,7 +84,7 @@ class Verification:
 
 
 def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verification:
-    """Compiles a step and holds its plan against the compiled program, and its numbers against plain `jax.jit`.
+    """Compares the plan of a step with its compiled program, and its results with plain `jax.jit`.
 
     Args:
         step: What `autopar.parallelize` made.
@@ -100,7 +100,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
     if compile_for is None:
         compiled, target = step.compile(*args), f"{jax.default_backend()} x {step.plan(*args).cluster.num_devices}"
     else:
-        compiled, target = compiled_elsewhere(step, compile_for, *args), compile_for
+        compiled, target = compile_for_target(step, compile_for, *args), compile_for
     collectives, counts = compare_traffic(compiled.plan.predicted, traffic_of(compiled))
     difference, worst = None, ""
     arrays = all(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
@@ -112,7 +112,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         counts=counts,
         peak=Compared(
             name="peak",
-            predicted=float(max(compiled.plan.predicted.peak_bytes) + uncounted_apart(compiled)),
+            predicted=float(max(compiled.plan.predicted.peak_bytes) + host_state_bytes(compiled)),
             compiled=float(peak_bytes(compiled)),
         ),
         difference=difference,
@@ -120,7 +120,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
     )
 
 
-def compiled_elsewhere(step: Step, target: str, *args: Any) -> Compiled:
+def compile_for_target(step: Step, target: str, *args: Any) -> Compiled:
     """A step compiled under its plan for hardware that need not be here: its text and memory, nothing to run.
 
     Raises: what `autopar.xla.aot.target_mesh` raises, and what planning raises.
@@ -131,7 +131,7 @@ def compiled_elsewhere(step: Step, target: str, *args: Any) -> Compiled:
 
 
 def traffic_of(compiled: CompiledStep) -> collectives.Traffic:
-    """What the compiled program sends in a step; of a pipeline each task as often as it runs."""
+    """The collectives of a compiled step; of a pipeline those of each task, as often as it runs."""
     if isinstance(compiled, Compiled):
         return collectives.traffic(collectives.collectives(compiled.as_text()))
     sent: list[collectives.Collective] = []
@@ -150,8 +150,8 @@ def peak_bytes(compiled: CompiledStep) -> int:
     return max(simulate(compiled.executor.program, staged.task_s, staged.transfer_s, temporary).peak_bytes)
 
 
-def uncounted_apart(compiled: CompiledStep) -> int:
-    """Bytes of state in the memory of the host that a compiler counts with the device's own, as XLA does for CPU."""
+def host_state_bytes(compiled: CompiledStep) -> int:
+    """Bytes of state in host memory that the compiler counts as device memory, as XLA does on CPU."""
     if isinstance(compiled, CompiledPipeline) or compiled.memory_analysis().host_argument_size_in_bytes:
         return 0
     return sum(compiled.plan.predicted.host_bytes)

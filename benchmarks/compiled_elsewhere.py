@@ -98,7 +98,7 @@ def compare(target: str, model: str) -> Row:
     """Plans and compiles in this process."""
     import autopar
     from autopar.errors import MissingCompilerError
-    from autopar.verification import compare_traffic, compiled_elsewhere, peak_bytes
+    from autopar.verification import compare_traffic, compile_for_target, peak_bytes
     from autopar.xla import collectives
 
     step, args, options = MODELS[model]()
@@ -107,7 +107,7 @@ def compare(target: str, model: str) -> Row:
     plan = parallel.plan(*args)
     planned = time.perf_counter()
     try:
-        compiled = compiled_elsewhere(parallel, target, *args)
+        compiled = compile_for_target(parallel, target, *args)
     except MissingCompilerError as error:
         return Row(target=target, model=model, failure=error.hint.split(",")[0])
     compiled_at = time.perf_counter()

@@ -16,7 +16,7 @@ import time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import autopar
-from autopar.verification import compiled_elsewhere
+from autopar.verification import compile_for_target
 from benchmarks.plain_steps import one_layer_gpt
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     print(plan)
     print(f"decided in {decided_s:.1f} s, tracing included: {step.last_progress.spent_s}")
     if args.save:
-        compiled = compiled_elsewhere(step, f"tpu:v5p:{args.topology}", *case.args)
+        compiled = compile_for_target(step, f"tpu:v5p:{args.topology}", *case.args)
         with open(args.save, "w") as file:
             file.write(compiled.as_text())
     print(autopar.verify(step, *case.args, compile_for=f"tpu:v5p:{args.topology}"))

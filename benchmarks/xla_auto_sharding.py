@@ -102,7 +102,7 @@ def of_the_pass(step: str, topology: str, mesh: str, python: str, limit_s: float
 def of_ours(step: str, topology: str, memory_limit_bytes: int | None) -> Row:
     """Plans and compiles in this process."""
     import autopar
-    from autopar.verification import compiled_elsewhere, peak_bytes
+    from autopar.verification import compile_for_target, peak_bytes
     from benchmarks.plain_steps import STEPS
 
     case = STEPS[step]()
@@ -119,7 +119,7 @@ def of_ours(step: str, topology: str, memory_limit_bytes: int | None) -> Row:
     begun = time.perf_counter(), time.process_time()
     plan = parallel.plan(*case.args)
     decided_s = time.perf_counter() - begun[0], time.process_time() - begun[1]
-    compiled = compiled_elsewhere(parallel, f"tpu:{topology}", *case.args)
+    compiled = compile_for_target(parallel, f"tpu:{topology}", *case.args)
     return Row(
         step=step,
         topology=topology,

@@ -16,7 +16,7 @@ from autopar.common.jax_compat import buffer_addresses
 
 
 def without_shared_memory(leaves: Sequence[Any], donated: Iterable[int], constants: Sequence[Any] = ()) -> list[Any]:
-    """Leaves of which those that are taken over share no memory with the rest, the constants, nor each other.
+    """Leaves of which the donated ones share no memory with the rest, the constants, nor each other.
 
     Those that did are copies: what was given stays as it is where it is not taken over by itself.
     """
@@ -33,7 +33,7 @@ def without_shared_memory(leaves: Sequence[Any], donated: Iterable[int], constan
 
 
 def share_memory(donated: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether arrays that are taken over share memory with others or with each other."""
+    """Whether donated arrays share memory with others or with each other."""
     held: set[int] = set()
     for array in donated:
         addresses = buffer_addresses(array)

@@ -53,7 +53,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassedBatch:
-    """What one process passed, to which step: the mode requested, its batch, hashes of its other arguments."""
+    """The arguments of one process: the step, the mode requested, its batch, hashes of its other arguments."""
 
     requested: str
     batch: tuple[Leaf, ...]
@@ -77,7 +77,7 @@ class PassedBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchDecision:
-    """The mode of a batch: `counts` are the rows of each process for each leaf, None where it is taken as it is.
+    """The mode of a batch: `counts` are the rows of each process for each leaf, None where it is global already.
 
     `by_data`: decided by the data alone, not by a request or a plan.
     """

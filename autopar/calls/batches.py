@@ -17,7 +17,7 @@ from autopar.calls.plans import StepPlans
 from autopar.calls.process_batches import PlannedBatch, ProcessBatches
 from autopar.calls.step_options import StepOptions
 from autopar.errors import BatchMismatchError
-from autopar.executables.multiprocess import naming_the_lost
+from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.executables.step_leaves import put
 from autopar.frontend.tracing import abstract
 from autopar.plan.plan import Plan
@@ -36,7 +36,7 @@ class StepBatches:
         """The arguments with the whole batch in place of this process's rows. `is_run`: the step runs on them."""
         if jax.process_count() == 1 or any(map(nnx_objects.holds_objects, args)):
             return tuple(args)
-        whole = naming_the_lost(
+        whole = with_process_lost_errors(
             lambda: self._of_processes.arguments(
                 self._arguments.dynamic(args),
                 sorted(self._arguments.batch_numbers(args)),
@@ -56,7 +56,7 @@ class StepBatches:
             abstract(leaf, f"batch{jax.tree_util.keystr(path)}")
         leaves, tree = jax.tree.flatten(data)
         if jax.process_count() > 1:
-            placed = naming_the_lost(lambda: self._of_processes.put(mode, leaves, tree, self._planned))
+            placed = with_process_lost_errors(lambda: self._of_processes.put(mode, leaves, tree, self._planned))
             return jax.tree.unflatten(tree, placed)
         if latest is None:
             return data

@@ -22,7 +22,7 @@ from autopar.frontend.tracing import is_weak
 
 
 class FastPath:
-    """A compiled step and what a call of it has to have in common with its last one. `leaves` are those of that call.
+    """A compiled step, and the properties that a call must share with the last one. `leaves` are those of that call.
 
     What replaced the donated leaves in the last call is new memory of known types, and is what most calls pass on.
     All of it is a fraction of a microsecond for each leaf (`benchmarks/overhead.py`).
@@ -44,14 +44,14 @@ class FastPath:
         for i, (aval, sharding) in enumerate(zip(traced.in_avals, compiled.leaf_shardings, strict=True)):
             same_shards[sharding.shard_shape(aval.shape), aval.dtype].append(i)
         groups = [(set(group) & donates, set(group) - donates) for group in same_shards.values()]
-        self._alike = sorted(i for taken, kept in groups if taken and kept for i in taken)
+        self._same_shards = sorted(i for taken, kept in groups if taken and kept for i in taken)
         self._kept = sorted(i for taken, kept in groups if taken for i in kept)
         # References to what is known to share no memory: what replaced the donated leaves, and what was kept beside it.
         self._new: list[Any] = []
         self._beside: list[Any] = []
 
-    def takes(self, leaves: Sequence[Any]) -> bool:
-        """Whether a call with these leaves may go to the program at once, which may still refuse it."""
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call with these leaves may run the program at once; the program may still refuse it."""
         if jax_compat.trace_context() != self._context or not _hold_data(leaves):
             return False
         donated = self._donated(leaves)
@@ -65,19 +65,19 @@ class FastPath:
             ids = set(map(id, donated))
             if len(ids) != len(donated) or any(id(leaves[i]) in ids for i in self._others):
                 return False
-        return self._are_apart(leaves, donated, is_new)
+        return self._share_no_memory(leaves, donated, is_new)
 
-    def _are_apart(self, leaves: Sequence[Any], donated: Sequence[Any], is_new: bool) -> bool:
-        """Whether what is taken over shares no memory with anything else."""
+    def _share_no_memory(self, leaves: Sequence[Any], donated: Sequence[Any], is_new: bool) -> bool:
+        """Whether donated leaves share no memory with other leaves."""
         kept = [leaves[i] for i in self._kept]
         if is_new and all(map(operator.is_, map(operator.call, self._beside), kept)):
             return True
         if is_new:
-            donated = [leaves[i] for i in self._alike]
+            donated = [leaves[i] for i in self._same_shards]
         return not share_memory(*([x for x in xs if isinstance(x, jax.Array)] for xs in (donated, kept)))
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The leaves of the results, of leaves that share no memory. What replaces donated leaves is new memory."""
+        """Runs the program on leaves that share no memory. Results that replace donated leaves are new memory."""
         kept = [leaves[i] for i in self._kept]
         results = self.compiled.run(leaves)
         self._new = _references(self._replaced(results))
@@ -89,7 +89,7 @@ _ONLY_ARRAYS = {jax_compat.ArrayImpl}
 
 
 def _hold_data(leaves: Sequence[Any]) -> bool:
-    """Whether none is a tracer or a deleted array."""
+    """Whether all leaves hold data: none is a tracer or a deleted array."""
     kinds = set(map(type, leaves))
     if kinds == _ONLY_ARRAYS:
         return not any(map(jax_compat.ArrayImpl.is_deleted, leaves))
@@ -112,7 +112,7 @@ def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]
 
 
 def _references(values: Sequence[Any]) -> list[Any]:
-    """Weak references; to what takes none, functions that give nothing."""
+    """Weak references; to what accepts none, functions that give nothing."""
     try:
         return list(map(weakref.ref, values))
     except TypeError:

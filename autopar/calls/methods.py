@@ -10,28 +10,28 @@ from typing import Any, TypeVar
 
 from autopar.frontend.tracing import name_of
 
-_Made = TypeVar("_Made")
+_Value = TypeVar("_Value")
 
 
-class OfInstances:
-    """What is made once for each instance, by identity, and goes when the instance goes."""
+class PerInstance:
+    """A value for each instance, by identity, dropped when the instance is collected."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, Any]] = {}
+        self._values: dict[int, tuple[Any, Any]] = {}
 
-    def get(self, instance: Any, make: Callable[[Callable[[], Any]], _Made]) -> _Made:
-        """What `make` gives for a function that gives the instance, for which it must not keep anything else."""
+    def get(self, instance: Any, make: Callable[[Callable[[], Any]], _Value]) -> _Value:
+        """The value of an instance, made once by `make` of a weak accessor; it may keep no other reference."""
         key = id(instance)
-        if key not in self._made:
+        if key not in self._values:
             try:
-                reference: Any = weakref.ref(instance, lambda _: self._made.pop(key, None))
+                reference: Any = weakref.ref(instance, lambda _: self._values.pop(key, None))
             except TypeError:  # an instance without weak references stays for good
 
                 def reference() -> Any:
                     return instance
 
-            self._made[key] = reference, make(reference)
-        value: _Made = self._made[key][1]
+            self._values[key] = reference, make(reference)
+        value: _Value = self._values[key][1]
         return value
 
 
@@ -51,8 +51,8 @@ def without_self(function: Callable[..., Any], instance: Callable[[], Any]) -> C
     return bound
 
 
-def keeping(function: Callable[..., Any], instance: Any) -> Callable[..., Any]:
-    """The same function, which keeps an instance."""
+def keep_instance_alive(function: Callable[..., Any], instance: Any) -> Callable[..., Any]:
+    """The same function, with a reference to an instance."""
 
     @functools.wraps(function)
     def kept(*args: Any, _instance: Any = instance, **kwargs: Any) -> Any:

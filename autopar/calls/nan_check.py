@@ -27,15 +27,15 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def switched_off() -> Iterator[None]:
-    """Without jax's own checks, which know operations only."""
+    """Switches off jax's own checks, which look at single operations."""
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 
 def check(traced: TracedStep, leaves: Sequence[Any], results: Sequence[Any]) -> None:
-    """Raises: NonFiniteError where results are not finite in the way that jax is asked to look for."""
+    """Raises: NonFiniteError for NaNs or infinities in the results, as far as jax's configuration asks for."""
     nans, infs = jax_compat.looks_for_nans_and_infs()
-    look = _Look(nans, infs)
+    look = _NonFiniteSearch(nans, infs)
     bad = next((i for i, x in enumerate(results) if look.at(x)), None)
     if bad is None:
         return
@@ -67,8 +67,8 @@ def _shapes(eqn: Any) -> str:
     return ", ".join(v.aval.str_short() for v in eqn.invars) or "nothing"
 
 
-class _Look:
-    """What counts as not finite, and the walk that finds the first operation with such a result."""
+class _NonFiniteSearch:
+    """Finds the first operation whose result is not finite."""
 
     def __init__(self, nans: bool, infs: bool) -> None:
         self._nans, self._infs = nans, infs

@@ -30,7 +30,7 @@ class ObjectState:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Returned:
-    """What a step with objects gives: each object argument's new state, None where it is left as it is, and `result`.
+    """The results of a step with objects: each object argument's new state (None if unchanged), and `result`.
 
     `names` are those of the object arguments.
     """
@@ -112,7 +112,7 @@ def is_object(x: Any) -> bool:
 
 
 def holds_objects(tree: Any) -> bool:
-    """Whether there are NNX objects in a tree. An `nnx.State` is none: it is a tree of arrays."""
+    """Whether there are NNX objects in a tree. An `nnx.State` is not one: it is a tree of arrays."""
     if "flax.nnx" not in sys.modules:
         return False
     return any(map(_is_object, jax.tree.leaves(tree, is_leaf=_is_leaf)))
@@ -171,7 +171,7 @@ def run_and_write_back(run: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def pure(function: Callable[..., Any], args: Sequence[Any], names: Sequence[str]) -> Any:
-    """What `function` gives for arguments with split objects, as `Returned`; for others its own result."""
+    """`function` on arguments with split objects, as a pure function to `Returned`; on others its own result."""
     which = [i for i, arg in enumerate(args) if is_split(arg)]
     if not which:
         return function(*args)
@@ -206,7 +206,7 @@ def _refers_outside(tree: Any) -> bool:
 
 
 def batch_argnums(args: Sequence[Any], given: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
-    """The arguments that carry examples: those asked for, or, where the default falls on an object, all arguments with
+    """The arguments with examples: those requested, or, where the default falls on an object, all arguments with
     arrays behind the last object, except keys of random numbers and single numbers.
     """
     objects = [i for i, arg in enumerate(args) if is_split(arg)]
@@ -221,7 +221,7 @@ def batch_argnums(args: Sequence[Any], given: Sequence[int], default: Sequence[i
 
 
 def donate_argnums(args: Sequence[Any], given: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
-    """The arguments whose memory is taken over: those asked for, by default all objects where there are any."""
+    """The donated arguments: those requested, by default all objects where there are any."""
     objects = tuple(i for i, arg in enumerate(args) if is_split(arg))
     return objects if objects and tuple(given) == tuple(default) else tuple(given)
 
@@ -248,7 +248,7 @@ def tie_objects(traced: TracedStep, args: Sequence[Any], donate: Sequence[int]) 
 
 
 def idle_optimizers(traced: TracedStep, args: Sequence[Any], names: Sequence[str]) -> list[str]:
-    """Of each optimizer that comes back as it was given, what a user should know, as a sentence."""
+    """A warning for each optimizer that the step returns unchanged."""
     optimizer: Any = sys.modules["flax.nnx"].Optimizer
     back = {path.removeprefix("result.").partition(".")[0] for path in traced.out_paths}
     sentences = []

@@ -15,7 +15,7 @@ from autopar.ir.jax_sharding import HOST_MEMORY
 
 
 def put_copies(leaves: Sequence[Any], compiled: CompiledStep) -> list[Any]:
-    """Leaves of the arguments where a plan wants them; those taken over share no memory with what was given."""
+    """The leaves in the layouts of the plan; donated ones are copies, which share no memory with the arguments."""
 
     def put_copy(leaf: Any, sharding: Any) -> Any:
         # `jax.device_put` may share memory with what it is given, with may_alias=False too: jaxlib 0.10 and 0.12 then
@@ -41,25 +41,25 @@ def copied(leaf: Any) -> Any:
     return jnp.array(leaf) if hasattr(leaf, "__jax_array__") else leaf
 
 
-def lies_as(leaf: Any, sharding: Any) -> bool:
-    """Whether a leaf is an array that lies as it should."""
+def has_sharding(leaf: Any, sharding: Any) -> bool:
+    """Whether a leaf is an array with an equivalent sharding."""
     return isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 def put_leaves(leaves: Sequence[Any], compiled: CompiledStep) -> list[Any]:
-    """Leaves of the arguments where the plan wants them."""
+    """The leaves in the layouts of the plan."""
     if compiled.across is not None:
         return list(leaves)  # it brings them there itself, in the same order in all processes
     out, shardings = list(leaves), compiled.leaf_shardings
-    astray = [i for i, leaf in enumerate(leaves) if not lies_as(leaf, shardings[i])]
+    astray = [i for i, leaf in enumerate(leaves) if not has_sharding(leaf, shardings[i])]
     put = jax.device_put([out[i] for i in astray], [shardings[i] for i in astray])
     for i, array in zip(astray, put, strict=True):
         out[i] = array
     return out
 
 
-def is_elsewhere(array: jax.Array) -> bool:
-    """Whether an array is not simply on one device."""
+def is_distributed(array: jax.Array) -> bool:
+    """Whether an array lies on several devices or in the memory of the host."""
     return len(array.devices()) > 1 or array.sharding.memory_kind == HOST_MEMORY
 
 
@@ -75,8 +75,8 @@ def on_default_device(array: Any) -> Any:
 
 
 def on_one_device(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments with their arrays on the default device, where some are not simply on one; static ones as they are."""
-    if not any(isinstance(x, jax.Array) and is_elsewhere(x) for x in jax.tree.leaves(tuple(args))):
+    """The arguments with their arrays on the default device, where any is distributed; static ones unchanged."""
+    if not any(isinstance(x, jax.Array) and is_distributed(x) for x in jax.tree.leaves(tuple(args))):
         return tuple(args)
     return tuple(_moved(arg) for arg in args)
 

@@ -87,7 +87,7 @@ class ProcessBatches:
     def put(
         self, requested: str | None, leaves: list[Any], tree: Any, planned: Callable[[], Sequence[PlannedBatch]]
     ) -> list[Any]:
-        """The leaves of a batch as global arrays where a plan for it wants them.
+        """The leaves of a batch as global arrays in the layouts of a plan for it.
 
         Without a plan rows of this process become global arrays by process, and what is whole stays as it is.
         Raises: ProcessMismatchError, ProcessLostError, InvalidArgumentError.
@@ -147,7 +147,7 @@ class ProcessBatches:
 
 
 def _rows_placed(leaves: Sequence[Any], planned: Sequence[PlannedBatch]) -> list[Any]:
-    """The same with global arrays for the rows of each process, where the latest plan for their shape wants them."""
+    """The leaves with global arrays in place of rows, in the layouts of the latest plan for their shape."""
     rows = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ProcessRows)]
     if not rows:
         return list(leaves)
@@ -176,7 +176,7 @@ def _passed(requested: str, batch: Sequence[tuple[str, Any]], others: Sequence[t
 
 
 def _where(leaf: Any) -> str:
-    """The devices that a global array lies on; nothing for what a process has whole."""
+    """The sharding and devices of a global array; an empty string for arrays of one process."""
     if is_whole(leaf):
         return ""
     return f"{leaf.sharding.spec} on {[d.id for d in leaf.sharding.mesh.devices.flat]}"
@@ -189,7 +189,7 @@ def _shape_and_type(leaf: Any, path: str) -> tuple[Shape, str]:
 
 
 def _hash(leaf: Any, path: str) -> str:
-    """Of shape, type and data, as jax would take them."""
+    """A hash of shape, type and data, after jax's conversion of types."""
     aval = abstract(leaf, path)
     array = jax.numpy.asarray(leaf) if hasattr(leaf, "__jax_array__") else leaf
     data = jax.random.key_data(array) if jax_compat.is_key_dtype(aval.dtype) else np.asarray(array, aval.dtype)

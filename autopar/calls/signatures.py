@@ -15,7 +15,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 
 @jax.tree_util.register_static
 class Omitted:
-    """Stands for an argument that a call leaves to its default, before others that it gives."""
+    """Placeholder for an argument left to its default in front of one that a call passes."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Omitted)
@@ -31,7 +31,7 @@ OMITTED = Omitted()
 
 
 class Signature:
-    """What a function takes, in places: positional arguments, then keyword-only ones, then a dictionary of the rest.
+    """The positions of a function's arguments: positional ones, then keyword-only ones, then a dictionary of the rest.
 
     Arguments that a call leaves out behind the last one that it gives have no place; one in between is `OMITTED`.
     """
@@ -53,7 +53,7 @@ class Signature:
         return f"({', '.join(self._signature.parameters)})"
 
     def most(self, num_args: int) -> int:
-        """How many arguments a call may give, of which one gave `num_args`."""
+        """The most arguments that a call may pass, at least `num_args`."""
         return num_args if self._any_number else max(num_args, len(self.names))
 
     def places(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -69,8 +69,7 @@ def compile_task(
 
 
 def task_function(task: StageTask, stage: LoweredStage, mesh: Mesh, groups: int) -> Callable[..., tuple[Any, ...]]:
-    """The function of a task: flat arrays in, flat arrays out; of a value that it takes or makes for all micro-batches
-    there are as many arrays."""
+    """The function of a task: flat arrays in, flat arrays out; a value of all micro-batches is as many arrays."""
     graph = stage.stage.graph
     emitter = Emitter(graph, mesh, groups)
     stacked = {(i.op.inputs[0], i.read) for i in task.instructions if isinstance(i, Stack) and i.read is not None}

@@ -13,8 +13,8 @@ from autopar.common import jax_compat
 from autopar.compiler.materialize import make_staged
 from autopar.errors import UnsupportedError
 from autopar.executables.compile_tasks import compile_tasks, sharding_of
-from autopar.executables.multiprocess import GlobalStep, naming_the_lost
-from autopar.executables.stage_shards import StageShardedLeaves, seams_of
+from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
+from autopar.executables.stage_shards import StageShardedLeaves, stage_sharded_leaves
 from autopar.executables.step_leaves import leaves_of, put, result_like
 from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.tasks import layout_of
@@ -36,7 +36,7 @@ class CompiledPipeline:
     """A step compiled as the tasks of a pipeline.
 
     `leaf_shardings` are those of the dynamic arguments' leaves on the first stage that reads them, `donated` the leaves
-    that are taken over; `copies` are (input of the pipeline, leaf of the arguments, sharding) for further stages that
+    that are donated; `copies` are (input of the pipeline, leaf of the arguments, sharding) for further stages that
     read a leaf. `across` brings arguments and results to their places in a program of several processes, None in one
     process; there a task of which this process has no device has no executable. `stage_sharded` are the leaves of the
     arguments and of the results, where some lie in slices on the stages: slices are then numbered in place of leaves.
@@ -58,24 +58,24 @@ class CompiledPipeline:
 
     @property
     def shardings(self) -> tuple[Any, ...]:
-        """Of the dynamic arguments, in their structures. Raises: UnsupportedError where a node takes arrays only."""
+        """Those of the dynamic arguments, in their trees. Raises: UnsupportedError where a node takes arrays only."""
         return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
 
     def __call__(self, *args: Any) -> Any:
         return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The leaves of the results, of the leaves of the dynamic arguments."""
+        """Runs the step on the leaves of the dynamic arguments. Returns the leaves of the results."""
         with turn:
             if self.across is None:
                 return self._run(leaves)
-            return naming_the_lost(lambda: self._across_processes(leaves))
+            return with_process_lost_errors(lambda: self._across_processes(leaves))
 
     def _run(self, leaves: Sequence[Any]) -> list[Any]:
         if self.stage_sharded is None:
             return self._run_in_one_process(leaves)
         arguments, results = self.stage_sharded
-        return results.join(self._run_in_one_process(arguments.cut(leaves)))
+        return results.join(self._run_in_one_process(arguments.split(leaves)))
 
     def _run_in_one_process(self, leaves: Sequence[Any]) -> list[Any]:
         inputs = [leaves[i] if i >= 0 else None for i in self.leaf_of_input]
@@ -169,11 +169,11 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
 
 
 def _stage_sharded(staged: StagedStep, plan: Plan) -> tuple[StageShardedLeaves, StageShardedLeaves] | None:
-    """Of arguments and results. Raises: UnsupportedError in a program of several processes."""
+    """Leaves of arguments and results, if any is sharded. Raises: UnsupportedError with several processes."""
     step, record = staged.step, plan.record
     num_constants = len(record.arguments) - len({piece.leaf for piece in step.arguments})
-    arguments = seams_of(record.arguments[num_constants:], step.arguments, plan)
-    results = seams_of(record.results, step.results, plan)
+    arguments = stage_sharded_leaves(record.arguments[num_constants:], step.arguments, plan)
+    results = stage_sharded_leaves(record.results, step.results, plan)
     if arguments is None or results is None:
         return None
     if jax.process_count() > 1:
@@ -187,7 +187,7 @@ def _stage_sharded(staged: StagedStep, plan: Plan) -> tuple[StageShardedLeaves, 
 
 
 def _across(traced: TracedStep, staged: StagedStep, plan: Plan, input_shardings: Sequence[NamedSharding]) -> GlobalStep:
-    """What a pipeline needs in a program of several processes."""
+    """The placement of arguments and results of a pipeline in a program of several processes."""
     program, meshes, constants = staged.staged, stage_meshes(staged), len(staged.graph.constants)
     result_shardings: list[NamedSharding | None] = [None] * len(traced.out_avals)
     for position, b in zip(program.results, program.pipeline.outputs, strict=True):
@@ -205,7 +205,7 @@ def stage_meshes(staged: StagedStep) -> list[Mesh]:
 
 
 def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Way]:
-    """The way of each transfer between the meshes."""
+    """The route of each transfer between the meshes of stages."""
     program, here = staged.staged, jax.process_index()
 
     def aval(buffer: int) -> jax.ShapeDtypeStruct:
@@ -227,13 +227,13 @@ def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Way]:
 
 
 def _input_shardings(staged: StagedStep, plan: Plan) -> list[NamedSharding]:
-    """Of each of the pipeline's inputs."""
+    """The sharding of each of the pipeline's inputs."""
     program, meshes = staged.staged, stage_meshes(staged)
     return [sharding_of(program.key_of[b], meshes[program.stage_of[b]]) for b in program.pipeline.inputs]
 
 
 def weak_results(staged: StagedStep, traced: TracedStep) -> dict[int, bool]:
-    """Whether the type is weak, of each buffer of a pipeline that holds a result, and of what such a one is sent of."""
+    """Whether its type is weak, for each buffer that holds a result or is sent to such a buffer."""
     program, pieces = staged.staged, staged.step.results
     weak = {
         b: bool(traced.out_avals[pieces[position].leaf].weak_type)

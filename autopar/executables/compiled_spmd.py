@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.common import jax_compat
 from autopar.compiler.materialize import make_function
-from autopar.executables.multiprocess import GlobalStep, naming_the_lost
+from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
 from autopar.executables.step_leaves import leaves_of, put, result_like
 from autopar.frontend.callbacks import raise_failures
 from autopar.ir.jax_sharding import check_host_memory, named_sharding
@@ -29,9 +29,9 @@ class Compiled:
 
     Everything inside is by leaf: user trees hold arrays only, since their constructors may compute on what they hold.
     `executable` takes the constants and the leaves of the dynamic arguments and gives the leaves of the results;
-    `donated` are the leaves that it takes over. `across` brings arguments to the devices in a program of several
-    processes, None in one process. `in_flight` counts what is handed out, where that is limited, by the result `noted`.
-    `failures` is where callbacks leave what they raise; None where there are none.
+    `donated` are the leaves whose memory it reuses. `across` brings arguments to the devices in a program of several
+    processes, None in one process. `in_flight` counts executions that have not ended, where their number is limited,
+    by the result `noted`. `failures` collects the exceptions of callbacks; None in a step without callbacks.
     """
 
     plan: Plan
@@ -48,24 +48,24 @@ class Compiled:
 
     @property
     def shardings(self) -> tuple[Any, ...]:
-        """Of the dynamic arguments, in their structures. Raises: UnsupportedError where a node takes arrays only."""
+        """Those of the dynamic arguments, in their trees. Raises: UnsupportedError where a node takes arrays only."""
         return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
 
     def __call__(self, *args: Any) -> Any:
         return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The leaves of the results, of the leaves of the dynamic arguments."""
+        """Runs the step on the leaves of the dynamic arguments. Returns the leaves of the results."""
         with turn:
             if self.across is None:
-                return self._hand_out(leaves)
-            return naming_the_lost(lambda: self._across_processes(leaves))
+                return self._execute(leaves)
+            return with_process_lost_errors(lambda: self._across_processes(leaves))
 
     def _across_processes(self, leaves: Sequence[Any]) -> Any:
         assert self.across is not None, "for programs of several processes"
-        return self._hand_out(self.across.arguments(leaves))
+        return self._execute(self.across.arguments(leaves))
 
-    def _hand_out(self, leaves: Sequence[Any]) -> Any:
+    def _execute(self, leaves: Sequence[Any]) -> Any:
         results = self.executable(self.constants, *leaves)
         if self.in_flight is not None and self.noted is not None:
             self.in_flight.add(results[self.noted])

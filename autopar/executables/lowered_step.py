@@ -21,7 +21,7 @@ class Lowered:
     compiling: Callable[[], CompiledStep]
 
     def compile(self) -> CompiledStep:
-        """The compiled program, which calls of the step with such arguments run, too."""
+        """The compiled program; later calls of the step with arguments of these shapes run it too."""
         return self.compiling()
 
     def as_text(self, dialect: str | None = None) -> str:
@@ -37,12 +37,12 @@ class Lowered:
         """What XLA counts in the program before it is compiled. Raises: UnsupportedError for a plan with stages."""
         return self._program("cost_analysis").cost_analysis()
 
-    def _program(self, asked: str) -> Any:
+    def _program(self, method: str) -> Any:
         if self.whole is None:
             pipeline = self.plan.record.pipeline
             assert pipeline is not None, "a plan without stages is lowered to one program"
             raise UnsupportedError(
-                where=f"{self.plan.record.step}.lower(...).{asked}()",
+                where=f"{self.plan.record.step}.lower(...).{method}()",
                 expected="a plan of one program",
                 got=f"one of {len(pipeline.stages)} stages, whose tasks are lowered and compiled one by one",
                 hint="step.compile(...).as_text() has the optimised programs of all tasks",

@@ -53,7 +53,7 @@ class GlobalStep:
                 self._shared.append((position, everywhere, crossing))
 
     def arguments(self, leaves: Sequence[Any]) -> list[Any]:
-        """The step's inputs, of the leaves of its arguments; None where an input is none of them.
+        """The step's inputs, from the leaves of its arguments; None for inputs that are constants.
 
         Raises: ProcessLostError; TypeError, in all processes alike, for another shape than it is compiled for.
         """
@@ -63,7 +63,7 @@ class GlobalStep:
         return [None if leaf < 0 else place(leaves[leaf], aval, sharding) for leaf, aval, sharding in self._reads]
 
     def results(self, results: Sequence[Any]) -> list[Any]:
-        """The same with arrays in all places, and the small ones readable in every process."""
+        """The results as global arrays; small ones are readable in every process."""
         out = list(results)
         for position, array in self._absent:
             out[position] = array
@@ -75,7 +75,7 @@ class GlobalStep:
         return out
 
 
-def naming_the_lost(run: Callable[[], Any]) -> Any:
+def with_process_lost_errors(run: Callable[[], Any]) -> Any:
     """Runs something; where jax fails because another process is gone, the error says which.
 
     Raises: ProcessLostError.
@@ -97,7 +97,7 @@ def make_state(
     shardings: Sequence[NamedSharding],
     args: Sequence[Any],
 ) -> list[Any]:
-    """Runs `function(*args)`, which gives leaves of these shapes, where they are to lie: once on each mesh."""
+    """Runs `function(*args)`, with the leaves of its result in these shardings; runs once on each mesh."""
     state: list[Any] = [None] * len(leaves)
     meshes = {tuple(s.mesh.devices.flat): s.mesh for s in shardings}
     for devices, mesh in meshes.items():

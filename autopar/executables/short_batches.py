@@ -39,7 +39,7 @@ from autopar.sharding.strategies import Strategy, strategy_of
 
 
 def for_short_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> Plan | None:
-    """The plan of a step for a batch of fewer examples; None where the step is another one in more than that.
+    """The plan of a step for a batch of fewer examples; None where the step differs in anything else.
 
     `planned` is the step as the plan was made for it, `traced` the same on the short batch.
     """
@@ -62,7 +62,7 @@ def for_short_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
 
 
 def _fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] | None:
-    """(examples of the plan, examples now) where arguments differ in that only, and there are fewer but some."""
+    """(examples of the plan, examples now) where arguments differ only in that, and 0 < now < planned."""
     same = ("in_tree", "out_tree", "tied", "donated", "batch", "argument_of")
     if any(getattr(planned, name) != getattr(traced, name) for name in same):
         return None
@@ -122,7 +122,7 @@ def counts(most: int, examples: int) -> list[int]:
 def _stages(
     traced: TracedStep, made: PipelineRecord, rules: RuleBook, like: list[StageGraph] | None
 ) -> tuple[MicrobatchedStep, PipelineSchedule, list[StageGraph]]:
-    """A step cut as a plan says. No stages where they are not the same operations as those of `like`.
+    """A step in the stages of a plan. No stages where their operations differ from those of `like`.
 
     Raises: what cutting into micro-batches and stages raises.
     """
@@ -176,7 +176,7 @@ def _staged(
 
 
 def _same_operations(one: OpGraph, other: OpGraph) -> bool:
-    """Whether two graphs are the same operations under the same numbers, on whatever sizes."""
+    """Whether two graphs hold the same operations under the same numbers, for any sizes."""
     values = zip(one.values, other.values, strict=False)
     same = len(one.values) == len(other.values) and all(len(a.shape) == len(b.shape) for a, b in values)
     return same and list(_skeleton(one.block)) == list(_skeleton(other.block))
@@ -270,7 +270,7 @@ class _Fitting:
         self.unreduced.update(zip(op.outputs, strategy.results, strict=True))
 
     def without(self, old: Strategy, dropped: set[int], op: Op) -> Strategy | None:
-        """The strategy that makes no use of some axes; None where it is none of the operation."""
+        """The strategy without some axes; None where the operation has no such strategy."""
         operands = [_without(layout, dropped) for layout in old.operands]
         results = [_without(layout, dropped) for layout in old.results]
         strategy = strategy_of(signature_of(op, self.graph, self.plan), operands, results, self.plan.mesh)

@@ -31,9 +31,9 @@ class StageShardedLeaf:
     def part_shape(self) -> tuple[int, ...]:
         return (self.shape[0] // len(self.parts), *self.shape[1:])
 
-    def cut(self, array: Any) -> list[jax.Array]:
-        """The parts of an array. Raises: ValueError for one that has another shape or lies in another way."""
-        if not isinstance(array, jax.Array) or array.shape != self.shape or not self._lies(array):
+    def split(self, array: Any) -> list[jax.Array]:
+        """The parts of an array. Raises: ValueError for another shape or sharding."""
+        if not isinstance(array, jax.Array) or array.shape != self.shape or not self._has_sharding(array):
             raise ValueError(f"{self.path}: expected an array of shape {self.shape} on {self.sharding}")
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         return [
@@ -44,41 +44,46 @@ class StageShardedLeaf:
         ]
 
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """The inverse of `cut`."""
+        """The inverse of `split`."""
         shards = [shard.data for part in parts for shard in part.addressable_shards]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
-    def _lies(self, array: jax.Array) -> bool:
+    def _has_sharding(self, array: jax.Array) -> bool:
         return array.sharding == self.sharding or array.sharding.is_equivalent_to(self.sharding, len(self.shape))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageShardedLeaves:
-    """All leaves of the arguments, or of the results, in order; None for those in one piece."""
+    """All leaves of the arguments, or of the results, in order; None for those that one stage holds."""
 
     leaves: tuple[StageShardedLeaf | None, ...]
 
-    def cut(self, leaves: Sequence[Any]) -> list[Any]:
-        """Pieces in order. Raises: ValueError."""
+    def split(self, leaves: Sequence[Any]) -> list[Any]:
+        """Leaves and slices in order. Raises: ValueError."""
         out: list[Any] = []
-        for leaf, seam in zip(leaves, self.leaves, strict=True):
-            out += [leaf] if seam is None else seam.cut(leaf)
+        for leaf, sharded in zip(leaves, self.leaves, strict=True):
+            out += [leaf] if sharded is None else sharded.split(leaf)
         return out
 
     def join(self, pieces: Sequence[Any]) -> list[Any]:
-        """The inverse of `cut`."""
+        """The inverse of `split`."""
         rest = iter(pieces)
-        return [next(rest) if seam is None else seam.join([next(rest) for _ in seam.parts]) for seam in self.leaves]
+        return [
+            next(rest) if sharded is None else sharded.join([next(rest) for _ in sharded.parts])
+            for sharded in self.leaves
+        ]
 
 
-def seams_of(values: Sequence[PlannedValue], pieces: Sequence[LeafSlice], plan: Plan) -> StageShardedLeaves | None:
-    """The seams of a plan's arguments (without constants) or results; None where all are in one piece."""
+def stage_sharded_leaves(
+    values: Sequence[PlannedValue], pieces: Sequence[LeafSlice], plan: Plan
+) -> StageShardedLeaves | None:
+    """The leaves of a plan's arguments (without constants) or results; None where no leaf is sharded over stages."""
     if all(piece.parts == 1 for piece in pieces):
         return None
-    return StageShardedLeaves(tuple(_seam(value, plan) if value.stages else None for value in values))
+    return StageShardedLeaves(tuple(_stage_sharded_leaf(value, plan) if value.stages else None for value in values))
 
 
-def _seam(value: PlannedValue, plan: Plan) -> StageShardedLeaf:
+def _stage_sharded_leaf(value: PlannedValue, plan: Plan) -> StageShardedLeaf:
     meshes = [submesh(*plan.stage_mesh(stage)) for stage in value.stages]
     return StageShardedLeaf(
         path=value.path,

@@ -34,8 +34,8 @@ def _sentence(traced: TracedStep, name: str, argument: int) -> str:
 
 def _difference(name: str, given: dict[str, jax.ShapeDtypeStruct], traced: TracedStep) -> str:
     """The first leaf that differs between an argument and the result that is most like it."""
-    best = max(_results(traced), key=lambda found: _likeness(given, found[1]), default=None)
-    if best is None or not _likeness(given, best[1]):
+    best = max(_results(traced), key=lambda found: _similarity(given, found[1]), default=None)
+    if best is None or not _similarity(given, best[1]):
         return "the step returns nothing that is like it"
     prefix, result = best
     for path, aval in given.items():
@@ -65,7 +65,7 @@ def _results(traced: TracedStep) -> list[tuple[str, dict[str, jax.ShapeDtypeStru
     return candidates
 
 
-def _likeness(given: dict[str, jax.ShapeDtypeStruct], made: dict[str, jax.ShapeDtypeStruct]) -> int:
+def _similarity(given: dict[str, jax.ShapeDtypeStruct], made: dict[str, jax.ShapeDtypeStruct]) -> int:
     """How many leaves have the same path; a single array is like one of its shape."""
     if "" in given:
         return int("" in made and made[""].shape == given[""].shape != ())

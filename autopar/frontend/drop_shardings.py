@@ -32,7 +32,7 @@ _PLACING = {
 
 def without_placements(closed: Any) -> tuple[Any, tuple[Placement, ...]]:
     """A closed jaxpr without the places that its equations name, and what was taken out, each line of code once."""
-    taking = _Taking()
+    taking = _PlacementRemover()
     cleaned = taking.jaxpr(closed)
     return cleaned, tuple(taking.found)
 
@@ -48,7 +48,7 @@ def placement_note(placements: Sequence[Placement]) -> str:
     )
 
 
-class _Taking:
+class _PlacementRemover:
     def __init__(self) -> None:
         self.found: dict[Placement, None] = {}
 

@@ -46,7 +46,7 @@ from autopar.lowering.instructions import (
 from autopar.lowering.lower import lower
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
-from autopar.passes.remat import Recompute, computed_again
+from autopar.passes.remat import Recompute, recomputed_ops
 from autopar.solver import StageOption, Status
 from autopar.solver.stages.problem import weight_seconds
 
@@ -177,7 +177,7 @@ def layer_decisions(
 
 
 def again_of(contracted: FoldedGraph) -> Again:
-    return {policy: computed_again(contracted.graph, contracted.layer_of, policy) for policy in Recompute}
+    return {policy: recomputed_ops(contracted.graph, contracted.layer_of, policy) for policy in Recompute}
 
 
 def stage_options(

@@ -22,7 +22,7 @@ from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL,
 from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
 
 
-class Mixes(Exception):
+class CombinesExamples(Exception):
     """An operation brings examples together; raised where that makes it impossible to follow them. Stays inside."""
 
     def __init__(self, op: Op, why: str) -> None:
@@ -55,7 +55,7 @@ class State:
     early: bool = False
     streams: bool = True
     cut: bool = False
-    cause: Mixes | None = dataclasses.field(default=None, compare=False)
+    cause: CombinesExamples | None = dataclasses.field(default=None, compare=False)
 
 
 # Parameters that are sizes of results, whose shapes are looked at, and of the first operand's dimensions.
@@ -120,7 +120,7 @@ class Follower:
         Raises: Mixes when the results are none of those that can be followed.
         """
         if any(s.form is Form.UNAVAILABLE for s in states):
-            raise Mixes(op, "it reads a result of all examples")
+            raise CombinesExamples(op, "it reads a result of all examples")
         if op.kind is OpKind.BARRIER:
             return list(states)
         if op.kind is OpKind.SCAN:
@@ -143,16 +143,16 @@ class Follower:
         places = tuple(s.dim if s.form is Form.SPLIT else None for s in states)
         outers = {s.outer for s in states if s.form is Form.SPLIT}
         if len(outers) != 1:
-            raise Mixes(op, SEVERAL)
+            raise CombinesExamples(op, SEVERAL)
         (outer,) = outers
         for atom, s in zip(op.inputs, states, strict=True):
             if s.form is Form.INVARIANT and isinstance(atom, int) and not self.same_shape(atom):
-                raise Mixes(op, AGAINST_OTHERS)
+                raise CombinesExamples(op, AGAINST_OTHERS)
         self._check_parameters(op, part, places)
         if sums_over_examples(op.eqn, places) and sums_over_examples(part.eqn, places):
             return self._summed(op, states)
         if any(s.form is Form.PARTIAL_SUM for s in states):
-            raise Mixes(op, COMBINES)
+            raise CombinesExamples(op, COMBINES)
         if op.primitive == "reshape":
             dims, outer = self._reshaped(op, states[0])
         else:
@@ -160,7 +160,7 @@ class Follower:
         results = [State(form=Form.SPLIT, dim=dim, outer=outer) for dim in dims]
         for value, state in zip(op.outputs, results, strict=True):
             if not self.is_part(value, state.dim):
-                raise Mixes(op, "its result does not follow the number of examples")
+                raise CombinesExamples(op, "its result does not follow the number of examples")
             self.cuts(value, state)
         return results
 
@@ -168,12 +168,12 @@ class Follower:
         """A sum over examples; one that is added to something is, if that is a sum over examples too."""
         added = op.primitive in ("scatter-add", "scatter-sub")
         if added and not (states[0].form is Form.PARTIAL_SUM or states[0].zero):
-            raise Mixes(op, "it adds sums over examples to something else")
+            raise CombinesExamples(op, "it adds sums over examples to something else")
         if any(s.form is Form.PARTIAL_SUM for s in states[added:]) or not _can_be_summed(op):
-            raise Mixes(op, COMBINES)
+            raise CombinesExamples(op, COMBINES)
         if not all(self.same_shape(v) for v in op.outputs):
-            raise Mixes(op, "its result does not follow the number of examples")
-        cause = Mixes(op, "it sums over examples")
+            raise CombinesExamples(op, "its result does not follow the number of examples")
+        cause = CombinesExamples(op, "it sums over examples")
         return [State(form=Form.PARTIAL_SUM, cause=cause) for _ in op.outputs]
 
     def _reshaped(self, op: Op, state: State) -> tuple[list[int], int]:
@@ -183,7 +183,7 @@ class Follower:
         shapes = self.whole.values[operand].shape, self.whole.values[result].shape
         place = reshaped(*shapes, state.dim, state.outer, self.num_microbatches)
         if place is None or op.eqn.params["dimensions"] is not None:
-            raise Mixes(op, "it takes the examples apart")
+            raise CombinesExamples(op, "it takes the examples apart")
         return [place[0]], place[1]
 
     def _apart(self, op: Op, part: Op, places: Sequence[int | None]) -> list[int]:
@@ -193,8 +193,8 @@ class Follower:
             if results == places_of_results(part.eqn, places):
                 return results
         except MixesExamples as why:
-            raise Mixes(op, str(why)) from None
-        raise Mixes(op, "its result does not follow the number of examples")
+            raise CombinesExamples(op, str(why)) from None
+        raise CombinesExamples(op, "its result does not follow the number of examples")
 
     def _check_parameters(self, op: Op, part: Op, places: Sequence[int | None]) -> None:
         """Parameters are the same for a micro-batch, but for sizes of what holds the examples."""
@@ -203,7 +203,7 @@ class Follower:
             if name in _SIZES or (name in _SIZES_OF_OPERAND and _differ_at(value, other) <= {places[0]}):
                 continue
             if not _same_parameter(value, other):
-                raise Mixes(op, f"its {name} depends on the number of examples")
+                raise CombinesExamples(op, f"its {name} depends on the number of examples")
 
     def _linear(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
         """Results of an equation that reads summands and no parts."""
@@ -213,7 +213,7 @@ class Follower:
             if inside and outside and _is_same(op, part) and _can_be_summed(op):
                 cause = next(s.cause for s in states if s.form is Form.PARTIAL_SUM)
                 return [State(form=Form.PARTIAL_SUM, cause=cause) for _ in op.outputs]
-        raise Mixes(op, "it is not linear in a sum over examples")
+        raise CombinesExamples(op, "it is not linear in a sum over examples")
 
     def _unchanged(self, op: Op, part: Op) -> list[State]:
         """Results of an equation that reads nothing that depends on the examples."""
@@ -228,7 +228,7 @@ class Follower:
                 if dim not in kept and self.is_part(value, dim):
                     self.cuts(value, state := State(form=Form.SPLIT, dim=dim))
                     return [state]
-        raise Mixes(op, "it counts the examples")
+        raise CombinesExamples(op, "it counts the examples")
 
     # Blocks
 
@@ -242,14 +242,14 @@ class Follower:
 
     def _scan(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         if op.trips != part.trips:
-            raise Mixes(op, "it goes over the examples one by one")
+            raise CombinesExamples(op, "it goes over the examples one by one")
         (body,), (other,) = op.blocks, part.blocks
         consts = [_inside(s) for s in states[: op.num_consts]]
         carry = [_inside(s) for s in states[op.num_consts : op.num_consts + op.num_carry]]
         xs = []
         for s in states[op.num_consts + op.num_carry :]:
             if s.form is Form.SPLIT and s.dim == 0:
-                raise Mixes(op, "it goes over the examples one by one")
+                raise CombinesExamples(op, "it goes over the examples one by one")
             xs.append(dataclasses.replace(_inside(s), dim=s.dim - 1) if s.form is Form.SPLIT else _inside(s))
 
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
@@ -267,7 +267,7 @@ class Follower:
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
             going_on = self._block(condition, other_condition, [*inside[:k], *carry], around)
             if any(s.form is not Form.INVARIANT for s in going_on):
-                raise Mixes(op, "how long it runs depends on all examples")
+                raise CombinesExamples(op, "how long it runs depends on all examples")
             return self._block(body, other_body, [*inside[k:n], *carry], around), []
 
         return self._settled(op, inside[n:], round_)[0]
@@ -280,11 +280,11 @@ class Follower:
             if joined == carry:
                 return carry, stacked
             carry = joined
-        raise Mixes(op, "what it carries takes ever other forms")
+        raise CombinesExamples(op, "what it carries takes ever other forms")
 
     def _cond(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         if states[0].form is not Form.INVARIANT:
-            raise Mixes(op, "which branch it takes depends on the examples")
+            raise CombinesExamples(op, "which branch it takes depends on the examples")
         inside = [_inside(s) for s in states[1:]]
         results: list[State] | None = None
         for block, other in zip(op.blocks, part.blocks, strict=True):
@@ -318,7 +318,7 @@ def _join(op: Op, one: State, other: State) -> State:
         if a.form is Form.PARTIAL_SUM and (b.form is Form.PARTIAL_SUM or b.zero):
             return dataclasses.replace(a, zero=zero)
     if one.form is not other.form or (one.form is Form.SPLIT and (one.dim, one.outer) != (other.dim, other.outer)):
-        raise Mixes(op, "what it carries depends on the examples in more ways than one")
+        raise CombinesExamples(op, "what it carries depends on the examples in more ways than one")
     return dataclasses.replace(one, zero=zero)
 
 

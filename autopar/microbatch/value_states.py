@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from autopar.common import jax_compat
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import Op, OpGraph, OpKind, Role
-from autopar.microbatch.microbatch_analysis import Follower, Form, Mixes, State, is_number, state_of
+from autopar.microbatch.microbatch_analysis import CombinesExamples, Follower, Form, State, is_number, state_of
 
 # What is not worth doing for the whole batch outside of the loop.
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "cholesky", "lu", "qr", "eigh", "svd"})
@@ -82,7 +82,7 @@ class _StateFinder:
             try:
                 results = self.follower.follow(op, part, states, self.states)
                 return [dataclasses.replace(s, early=True, streams=False) for s in results]
-            except Mixes:
+            except CombinesExamples:
                 pass
         zero = all(s.zero for s in states) and op.primitive in ("convert_element_type", "broadcast_in_dim", "reshape")
         return [dataclasses.replace(self.follower.by_shape(v), zero=zero) for v in op.outputs]
@@ -92,7 +92,7 @@ class _StateFinder:
         early = all(s.early for s in states) and _is_light(op)
         try:
             return self._followed(op, part, states, early, promote=True)
-        except Mixes as mixes:
+        except CombinesExamples as mixes:
             if early:
                 return [self.follower.by_shape(v) for v in op.outputs]
             if self.num_microbatches == 1:
@@ -103,16 +103,16 @@ class _StateFinder:
         """Some operands are sums over examples, or known after the last micro-batch only."""
         early = all(s.early for s in states) and _is_light(op)
         updates = op.role is Role.UPDATE and any(s.form is not Form.INVARIANT for s in states)
-        mixes = Mixes(op, "it is not linear in a sum over examples")
+        mixes = CombinesExamples(op, "it is not linear in a sum over examples")
         if not late and not updates:
             try:
                 return self._followed(op, part, states, early, promote=False)
-            except Mixes as why:
+            except CombinesExamples as why:
                 mixes = why
             if op.role is Role.BACKWARD and not early:
                 try:
                     return self._followed(op, part, states, early, promote=True)
-                except Mixes:
+                except CombinesExamples:
                     pass
         if early:
             return [self.follower.by_shape(v) for v in op.outputs]
@@ -134,7 +134,7 @@ class _StateFinder:
 
     def _single(self, op: Op, states: list[State]) -> list[State]:
         """With one micro-batch nothing is mixed: a result is the only part, or the only summand."""
-        cause = _cause(Mixes(op, "it combines examples"), states)
+        cause = _cause(CombinesExamples(op, "it combines examples"), states)
 
         def state(v: int) -> State:
             if is_number(self.whole.values[v].dtype):
@@ -145,7 +145,7 @@ class _StateFinder:
 
         return [state(v) for v in op.outputs]
 
-    def _mixed(self, op: Op, states: list[State], mixes: Mixes) -> list[State]:
+    def _mixed(self, op: Op, states: list[State], mixes: CombinesExamples) -> list[State]:
         """Runs after the loop, where it is neither work on all examples nor something that gradients go through.
 
         Raises: MixedExamplesError.
@@ -173,7 +173,7 @@ def _is_light(op: Op) -> bool:
     return op.kind is OpKind.EQUATION and op.primitive not in _HEAVY
 
 
-def _cause(mixes: Mixes, states: Sequence[State]) -> Mixes:
+def _cause(mixes: CombinesExamples, states: Sequence[State]) -> CombinesExamples:
     """What first brought examples together, on the way to what does so here."""
     return next((s.cause for s in states if s.cause is not None and not s.early), mixes)
 

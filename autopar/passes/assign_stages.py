@@ -84,7 +84,7 @@ def assign(
 
     stages = [None if layer is None else stage_of(layer) for layer in of_layers.layer_of]
     homes = tuple(map(stage_of, of_layers.homes))
-    graph, stages = accumulate_apart(graph, stages)
+    graph, stages = accumulate_per_stage(graph, stages)
     graph = _saved_at_cuts(graph, stages, of_layers.same_as)
     graph, placed = _copies(graph, stages, homes)
     staged = StagedGraph(graph=renumbered(graph), stages=tuple(placed), homes=homes)
@@ -118,7 +118,7 @@ def check_stages(staged: StagedGraph) -> None:
                 assert at >= stage, text
 
 
-def accumulate_apart(graph: OpGraph, stages: Sequence[int | None]) -> tuple[OpGraph, list[int | None]]:
+def accumulate_per_stage(graph: OpGraph, stages: Sequence[int | None]) -> tuple[OpGraph, list[int | None]]:
     """Takes sums of gradients from several stages behind the loop: each stage accumulates its own summand.
 
     `sum over micro-batches of (a + b)` becomes `(sum of a) + (sum of b)`, for additions whose result, or what linear

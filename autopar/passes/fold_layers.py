@@ -55,13 +55,15 @@ def fold_layers(graph: OpGraph, assignment: LayerAssignment, num_layers: int) ->
     runs = [list(equal) for _, equal in itertools.groupby(range(num_layers), key=lambda layer: kinds[layer])]
     layer_of = dict(zip((op.id for op in graph.block.ops), assignment.layer_of, strict=True))
     while True:
-        folded = _without([run for run in runs if len(run) > 2], graph, assignment, layer_of, members, num_layers)
+        folded = _drop_inner_layers(
+            [run for run in runs if len(run) > 2], graph, assignment, layer_of, members, num_layers
+        )
         if isinstance(folded, FoldedGraph):
             return folded
         runs = [run for run in runs if folded not in run]
 
 
-def _without(
+def _drop_inner_layers(
     runs: Sequence[Sequence[int]],
     graph: OpGraph,
     assignment: LayerAssignment,
@@ -74,7 +76,7 @@ def _without(
     kept = _rewired(dropped, graph, layer_of, members)
     if isinstance(kept, int):
         return kept
-    kept, alone = _wanted(kept, graph, layer_of)
+    kept, alone = _live_ops(kept, graph, layer_of)
     layer_of = {**layer_of, **alone}
     weight = {layer: 1.0 for layer in range(num_layers) if layer not in dropped}
     stands_for = {layer: layer for layer in range(num_layers)}
@@ -83,7 +85,8 @@ def _without(
         half = (run[0] + run[-1] + 1) // 2
         stands_for.update({layer: run[0] if layer < half else run[-1] for layer in run})
     counted = tuple(
-        _running(op, weight[its]) if (its := layer_of[op.id]) is not None and weight[its] != 1.0 else op for op in kept
+        _with_count(op, weight[its]) if (its := layer_of[op.id]) is not None and weight[its] != 1.0 else op
+        for op in kept
     )
     used = {v for op in counted for v in read_by(op)}
     inputs = [i for i, v in enumerate(graph.block.inputs) if assignment.homes[i] not in dropped or v in used]
@@ -158,7 +161,7 @@ def _smaller(graph: OpGraph, ops: tuple[Op, ...], inputs: Sequence[int]) -> OpGr
     )
 
 
-def _wanted(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | None]) -> tuple[list[Op], dict[int, int]]:
+def _live_ops(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | None]) -> tuple[list[Op], dict[int, int]]:
     """The operations without those that have no layer and that none which stay read: they were made for layers that
     were taken out. And the layers of those without one that are made for one layer alone.
     """
@@ -181,7 +184,7 @@ def _wanted(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | None
     return kept[::-1], alone
 
 
-def _running(op: Op, times: float) -> Op:
+def _with_count(op: Op, times: float) -> Op:
     """The operation, with those inside of it, so many times as often."""
-    blocks = tuple(dataclasses.replace(b, ops=tuple(_running(inner, times) for inner in b.ops)) for b in op.blocks)
+    blocks = tuple(dataclasses.replace(b, ops=tuple(_with_count(inner, times) for inner in b.ops)) for b in op.blocks)
     return dataclasses.replace(op, count=op.count * times, blocks=blocks)

@@ -66,7 +66,7 @@ def find_layers(graph: OpGraph, flops: Callable[[Op], float], max_layers: int = 
         labels = cluster_labels(work, products, crossing, max_layers)
     labels = _with_edges(ops, labels, work, parameters, portable)
     starts = _cuts(labels, crossing)
-    starts = _without_small(starts, work, parameters, crossing, products)
+    starts = _merge_small(starts, work, parameters, crossing, products)
     starts = starts[:: math.ceil(len(starts) / max_layers)]
     bounds = list(itertools.pairwise([*starts, len(ops)]))
     groups = tuple(tuple(op.id for op in ops[a:b]) for a, b in bounds)
@@ -208,7 +208,7 @@ def _cuts(labels: Sequence[str], crossing: Sequence[int]) -> list[int]:
     return starts
 
 
-def _without_small(
+def _merge_small(
     starts: list[int],
     work: Sequence[float],
     parameters: Sequence[int],

@@ -78,14 +78,14 @@ def saved_bytes(graph: OpGraph, layers: Layers) -> tuple[int, ...]:
     return tuple(out)
 
 
-def computed_again(graph: OpGraph, layer_of: Mapping[int, int | None], policy: Recompute) -> dict[int, frozenset[int]]:
+def recomputed_ops(graph: OpGraph, layer_of: Mapping[int, int | None], policy: Recompute) -> dict[int, frozenset[int]]:
     """For each layer the ids of the forward operations that a policy computes again; `layer_of[op.id]` as in
     `LayerAssignment`.
     """
     readers = _Readers(graph, layer_of)
     recomputed = {}
     for layer in sorted({layer for layer in layer_of.values() if layer is not None}):
-        _, ops = _again(layer, policy, readers) if policy is not Recompute.NOTHING else ([], [])
+        _, ops = _recomputed(layer, policy, readers) if policy is not Recompute.NOTHING else ([], [])
         recomputed[layer] = frozenset(op.id for op in ops)
     return recomputed
 
@@ -128,7 +128,7 @@ class _Readers:
         return reading(op, here)
 
 
-def _again(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[int], list[Op]]:
+def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[int], list[Op]]:
     """(values that the layer's backward operations read anew, the operations that make them, in program order)."""
     # What every stage can make for itself (masks) is made again too; each layer makes its own.
     forward = [
@@ -154,7 +154,7 @@ def _recomputation(
 ) -> tuple[int, list[Op], dict[int, int]]:
     """(position, operations that go there, new names for what the layer's backward operations read)."""
     ops = readers.ops
-    read, recomputed = _again(layer, policy, readers)
+    read, recomputed = _recomputed(layer, policy, readers)
     backward = [
         i
         for i, op in enumerate(ops)

@@ -16,7 +16,7 @@ from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import DonatedStateError, InvalidArgumentError, NotEnoughDevicesError, UnsupportedError
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.tuning import LEAST_ROUNDS, MOST_ROUNDS, in_turns, tuned_by
+from autopar.tuning import LEAST_ROUNDS, MOST_ROUNDS, alternate, tuned_by
 from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,
@@ -264,7 +264,7 @@ def test_what_failed_leaves_nothing_on_the_devices(monkeypatch):
         return made
 
     def clock(turns, seconds):
-        took = in_turns(turns, seconds)
+        took = alternate(turns, seconds)
         assert not [x.shape for x in jax.live_arrays() if id(x) not in before]
         return took
 
@@ -384,7 +384,7 @@ class Turns:
 
 def test_turns_go_round_and_back_and_the_first_of_each_does_not_count():
     made = Turns(1.0, 2.0, 3.0)
-    took = in_turns(made.turns(), 0.0, lambda: made.now_s)
+    took = alternate(made.turns(), 0.0, lambda: made.now_s)
     assert made.order == [2, 1, 0, 0, 1, 2, 2, 1, 0, 0, 1, 2]
     assert [len(steps) for steps in took] == [2 * LEAST_ROUNDS] * 3
     assert min(took[0]) == 1.0
@@ -393,28 +393,28 @@ def test_turns_go_round_and_back_and_the_first_of_each_does_not_count():
 
 def test_turns_stop_before_the_time_is_over():
     made = Turns(1.0)
-    in_turns(made.turns(), 13.0, lambda: made.now_s)
+    alternate(made.turns(), 13.0, lambda: made.now_s)
     assert len(made.order) == 6  # of two seconds each, the one that does not count among them
     made = Turns(1e-6)
-    in_turns(made.turns(), 13.0, lambda: made.now_s)
+    alternate(made.turns(), 13.0, lambda: made.now_s)
     assert len(made.order) == 1 + MOST_ROUNDS
 
 
 def test_what_failed_has_no_more_turns():
     error = jax.errors.JaxRuntimeError("out of memory")
     made = Turns(1.0, error)
-    took = in_turns(made.turns(), 0.0, lambda: made.now_s)
+    took = alternate(made.turns(), 0.0, lambda: made.now_s)
     assert made.order.count(1) == 1
     assert took[1] is error
     assert error.__traceback__ is None
     made = Turns(error)
-    assert in_turns(made.turns(), 60.0, lambda: made.now_s) == [error]
+    assert alternate(made.turns(), 60.0, lambda: made.now_s) == [error]
     assert made.order == [0]
 
 
 def test_mistakes_of_ours_are_not_hidden():
     with pytest.raises(ZeroDivisionError):
-        in_turns(Turns(ZeroDivisionError()).turns(), 0.0)
+        alternate(Turns(ZeroDivisionError()).turns(), 0.0)
 
 
 # What cannot be

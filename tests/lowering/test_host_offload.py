@@ -18,7 +18,7 @@ from autopar.hardware import discovery, presets
 from autopar.lowering.host_offload import AHEAD, BUCKETS
 from autopar.lowering.instructions import HostCopy
 from autopar.plan.schema import MemoryKind
-from autopar.verification import compiled_elsewhere
+from autopar.verification import compile_for_target
 from autopar.xla import aot_gpu
 from benchmarks.zoo import CASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, chain_loss, mlp_step, slow_cluster, verified
@@ -272,7 +272,7 @@ def test_a_compiled_program_for_tpu_is_without_that_memory():
     for offload in ("nothing", "optimizer"):
         step = step_under(recipes.zero(3, offload=offload), cluster=cluster)
         peaks[offload] = step.plan(state, new_batch(width)).predicted
-        stats[offload] = compiled_elsewhere(step, "tpu:v5e:2x2", state, new_batch(width)).memory_analysis()
+        stats[offload] = compile_for_target(step, "tpu:v5e:2x2", state, new_batch(width)).memory_analysis()
     kept = 2 * layers * width * width * 4 // 4
     assert peaks["optimizer"].host_bytes == (kept,)
     assert stats["optimizer"].host_argument_size_in_bytes == stats["optimizer"].host_alias_size_in_bytes == kept
@@ -334,4 +334,4 @@ def test_devices_without_memory_kinds_are_refused(monkeypatch):
 def test_gpus_that_are_not_here_have_no_memory_kinds():
     step = step_under(recipes.zero(1, offload="optimizer"), cluster=autopar.Cluster.preset("dgx-h100"))
     with pytest.raises(UnsupportedError, match=r"pinned_host.*got gpu devices with none"):
-        compiled_elsewhere(step, "gpu:h100:8", jax.eval_shape(new_state), new_batch())
+        compile_for_target(step, "gpu:h100:8", jax.eval_shape(new_state), new_batch())
