@@ -74,7 +74,7 @@ def test_the_step_of_an_instance_goes_with_it():
     del step
     gc.collect()
     assert gone() is None
-    assert not Trainer.__dict__["step"]._of_instances._made
+    assert not Trainer.__dict__["step"]._of_instances._values
 
 
 def test_the_method_of_an_nnx_object_changes_it():
