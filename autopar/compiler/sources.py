@@ -115,8 +115,8 @@ def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
 def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None) -> list[Candidate | Rejection]:
     """The pipelines of the search, where the request names them, or where they may be faster than one program."""
     request = context.request
-    if not request.names_pipeline and not request.leaves_layouts_free:
-        return []
+    if request.admits_one_program and not request.leaves_layouts_free:
+        return []  # stages would not have the layouts that were asked for
     if not request.names_pipeline and not pipeline_may_pay(best, context.cluster):
         return [NOT_WORTH_SEARCHING]
     if best is not None and context.deadline.passed:

@@ -92,8 +92,7 @@ class _Search:
         decided: dict[DecidedFor, Decisions] = {}
         posed = self.problems(step, cuts, decided)
         # One stage alone, plain accumulation of gradients, is worked out too, whatever the programme likes better.
-        free = self.context.request.num_stages is None and step.parts == 1
-        free_of = {(p.num_microbatches, p.schedule): (p, of) for p, of in posed if free and p.chunks == 1}
+        free_of = {(p.num_microbatches, p.schedule): (p, of) for p, of in posed if step.parts == 1 and p.chunks == 1}
         one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in free_of.values()]
         problems, of_problem = [p for p, _ in posed + one_stage], [of for _, of in posed + one_stage]
         builder = PipelineEvaluator(
@@ -103,7 +102,11 @@ class _Search:
         )
         within = 1.0 if is_long(traced) else NEAR_THE_BEST
         answers = builder.search(problems, of_problem, len(posed), within)
-        if not self.context.request.names_pipeline and not self.context.deadline.passed:
+        if not self.context.deadline.passed:
+            given = self.context.request.num_microbatches
+            if given is not None and (1, given) not in builder.best_of:  # as one stage in other numbers is tried
+                limit_bytes = int(OVERSTATED * self.context.limit_bytes)
+                self.stages_s(step, 1, given, cuts, decided, builder, limit_bytes)
             for num_stages in self.searched_near(builder):
                 estimated_s: dict[int, float] = {}
                 for problem, (m, options), answer in zip(problems, of_problem, answers, strict=True):
@@ -153,7 +156,10 @@ class _Search:
     def searched_near(self, builder: PipelineEvaluator) -> list[int]:
         """The numbers of stages to try in other numbers of micro-batches: one, plain accumulation of gradients; and
         those that were worked out, where processors are shared and no bubble tells numbers of micro-batches apart.
+        None where the request says how many micro-batches there are.
         """
+        if self.context.request.num_microbatches is not None:
+            return []
         if not self.context.cluster.oversubscribed_cores or is_long(self.context.traced):
             return [1]  # each number is traced and priced anew
         return sorted({1, *(num_stages for num_stages, _ in builder.best_of)})
@@ -228,7 +234,7 @@ class _Search:
         )
         with self.context.progress.pass_("layer costs"):
             priced = self.priced(cuts[m], sizes, decided)
-        name = SearchedSchedule.ONE_F_ONE_B.value
+        name = schedules_of(self.context.request, self.context.cluster)[0]
         for problem, options in self.on_schedule(step, cuts[m], name, priced, (num_stages,)):
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
             (answer,) = builder.search([limited], [(m, options)], 0, self.evaluate_tolerance)
@@ -244,9 +250,8 @@ class _Search:
         found: list[_Posed] = []
         long = is_long(self.context.traced)
         equal = stage_numbers(step, self.context.cluster) if step.parts > 1 else ()
-        asked = (self.context.request.num_stages,) if self.context.request.num_stages is not None else ()
         for m, cut in cuts.items():
-            numbers = equal or asked or stages_told_apart(self.context.cluster, self.context.request, len(cut.layers))
+            numbers = equal or stages_told_apart(self.context.cluster, self.context.request, len(cut.layers))
             with self.context.progress.pass_("layer costs"):
                 sizes = sizes_for(cut, self.context.cluster, self.context.request, m == min(cuts))
                 priced = self.priced(cut, sizes, decided)

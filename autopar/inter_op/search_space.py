@@ -83,7 +83,8 @@ def stages_told_apart(cluster: Cluster, request: PlanRequest, num_layers: int) -
     """The numbers of stages to search one by one: None is any. Where devices share processors all of them take about
     as long, and what they wait for memory, which the programme over stages does not know, tells them apart.
     """
-    if not cluster.oversubscribed_cores or request.schedule is not None or request.chunks is not None:
+    other_schedule = request.schedule not in (None, *schedules_of(PlanRequest(), cluster))
+    if not cluster.oversubscribed_cores or other_schedule or request.chunks is not None:
         return (None,)
     numbers = range(2, min(cluster.num_devices, num_layers, MOST_STAGES) + 1)
     return tuple(n for n in numbers if n <= EACH_UP_TO or n & (n - 1) == 0) or (None,)
