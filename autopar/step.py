@@ -112,7 +112,7 @@ class Step:
             return self(*args)
         with turn:
             dynamic = self._arguments.dynamic(args)
-            self._arguments.check_usable(dynamic, self._arguments.names(len(dynamic)))
+            self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
             compiled, given = self._compile(args), jax.tree.leaves(tuple(dynamic))
             self._fast = fast = FastPath(compiled, given)
             constants = compiled.constants if isinstance(compiled, Compiled) else [c for _, c in compiled.fixed]
