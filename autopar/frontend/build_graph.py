@@ -180,7 +180,7 @@ class _Builder:
 
 
 def called_jaxpr(eqn: Any) -> Any | None:
-    """What an equation that does nothing but call it calls; None for other equations."""
+    """The jaxpr that a call equation (jit, custom_vjp, ...) calls; None for other equations."""
     if eqn.primitive.name in jax_compat.REMAT_CALLS:
         return None if eqn.params["differentiated"] and eqn.params["prevent_cse"] else eqn.params["jaxpr"]
     if eqn.primitive.name not in jax_compat.INLINED_CALLS:

@@ -26,7 +26,7 @@ def is_callback(eqn: Any) -> bool:
 
 
 def guarded(eqn: Any, failures: list[BaseException]) -> Any:
-    """The equation of a callback that adds what Python raises to `failures`, and goes on with zeros."""
+    """The equation of a callback that appends its exceptions to `failures` and returns zeros for them."""
     if "callback" not in eqn.params:
         return eqn
     callback: Callable[..., Any] = eqn.params["callback"]
@@ -49,7 +49,7 @@ def guarded(eqn: Any, failures: list[BaseException]) -> Any:
 
 
 def raise_failures(results: Any, failures: list[BaseException]) -> None:
-    """Waits until a step with callbacks has run. Raises: what one of them raised."""
+    """Waits until a step with callbacks has run. Raises: the exception of a callback."""
     jax.block_until_ready(results)
     jax.effects_barrier()
     if failures:

@@ -13,7 +13,7 @@ _KEY = re.compile(r"\[[^\]]*\]|\.\w+")  # one step of a path: ['w'], [0] or .par
 
 
 def untied_arguments(traced: TracedStep, names: Sequence[str], donate: Iterable[int]) -> list[str]:
-    """Of each donated argument with leaves of which no result replaces one, what a user should know, as a sentence."""
+    """A warning for each donated argument with leaves that no result replaces."""
     tied = {traced.argument_of[leaf] for leaf in traced.tied}
     missing = sorted({traced.argument_of[i] for i in traced.donated} & set(donate) - tied)
     return [_sentence(traced, names[i], i) for i in missing]
@@ -50,7 +50,7 @@ def _difference(name: str, given: dict[str, jax.ShapeDtypeStruct], traced: Trace
 
 
 def _results(traced: TracedStep) -> list[tuple[str, dict[str, jax.ShapeDtypeStruct]]]:
-    """(prefix, leaves by the path behind it) of what may replace an argument: the result, or one of its parts."""
+    """(prefix, leaves by the path behind it) of the result and its parts, which may replace an argument."""
     pairs = list(zip(traced.out_paths, traced.out_avals, strict=True))
     candidates = [("result", {path.removeprefix("result"): aval for path, aval in pairs})]
     tree = traced.out_tree

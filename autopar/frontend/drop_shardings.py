@@ -31,14 +31,14 @@ _PLACING = {
 
 
 def without_placements(closed: Any) -> tuple[Any, tuple[Placement, ...]]:
-    """A closed jaxpr without the places that its equations name, and what was taken out, each line of code once."""
+    """(a closed jaxpr without shardings and devices of its equations, the removed ones by line of code)."""
     taking = _PlacementRemover()
     cleaned = taking.jaxpr(closed)
     return cleaned, tuple(taking.found)
 
 
 def placement_note(placements: Sequence[Placement]) -> str:
-    """What a user should know of the placements that were taken out."""
+    """The note on removed placements for the user."""
     names = ", ".join(dict.fromkeys(p.name for p in placements))
     count = f"{len(placements)} places" if len(placements) > 1 else "1 place"
     line = next((p.line for p in placements if p.line), "")

@@ -54,7 +54,7 @@ def _jaxprs(value: Any) -> list[Any]:
 
 
 class _Hasher:
-    """Hashes values by what they hold. Jaxprs that are met again are hashed once."""
+    """Hashes values by content. Each jaxpr is hashed once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bytes]] = {}  # with the jaxpr, so that its id stays its own
@@ -105,7 +105,7 @@ class _Hasher:
         return _digest(code.co_code, *code.co_names, *consts)
 
     def _of_tree(self, tree: Any) -> bytes:
-        """Of a tree's structure: its classes and what they keep beside their children."""
+        """The parts of a tree's structure: its classes and their auxiliary data."""
         node = tree.node_data()
         if node is None:
             return _digest("leaf", str(tree.num_leaves))
@@ -136,7 +136,7 @@ class _Hasher:
 
 
 def _value(literal: Any) -> Any:
-    """What a literal's type holds of its value: weakly typed ones may be written with more digits."""
+    """A literal's value in its own type: weakly typed ones may be written with more digits."""
     if not jax.dtypes.issubdtype(literal.aval.dtype, np.number):
         return literal.val
     return np.asarray(literal.val).astype(literal.aval.dtype)

@@ -159,14 +159,14 @@ def trace(
 
 
 def name_of(function: Any) -> str:
-    """The name of a function, of what a `functools.partial` binds, or of a callable object's class."""
+    """The name of a function, of the function of a `functools.partial`, or of a callable object's class."""
     while not hasattr(function, "__name__") and hasattr(function, "func"):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 
 def impurity(traced: TracedStep) -> str | None:
-    """Traces the function a second time; what a user should know where that gives another computation.
+    """Traces the function a second time. Returns a warning if that gives another computation.
 
     Plain `jax.jit` keeps what the first trace gives, and so does a step, which is then not cut into micro-batches.
     """

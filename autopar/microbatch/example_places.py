@@ -115,7 +115,7 @@ def windowed(eqn: Any, places: Places) -> list[int]:
 
 
 def of_keys(rule: Rule) -> Rule:
-    """Random numbers of one key for each example. Only threefry makes of many keys what it makes of each."""
+    """Random numbers of one key for each example. Only threefry gives for many keys the numbers of each single key."""
 
     def keys(eqn: Any, places: Places) -> list[int]:
         if str(eqn.invars[0].aval.dtype) != "key<fry>":

@@ -250,7 +250,7 @@ def _contracts(eqn: Any, places: Places) -> bool:
 
 
 def _convolves(eqn: Any, places: Places) -> bool:
-    """The gradient of a kernel: examples are what each number of the result is a sum over."""
+    """The gradient of a kernel: each number of the result is a sum over examples."""
     numbers = eqn.params["dimension_numbers"]
     return eqn.params["feature_group_count"] == 1 and list(places) == [numbers.lhs_spec[1], numbers.rhs_spec[1]]
 

@@ -1,7 +1,7 @@
 """Jaxprs written from two traces of one function on different shapes, equation by equation.
 
-The two traces have to be the same operations on the same values. One of them, the base, gives the equations; what the
-variables, the literals and the parameters are is for a `PairRewriter` to say.
+The two traces have to be the same operations on the same values. One of them, the base, gives the equations; a
+`PairRewriter` chooses variables, literals and parameters.
 """
 
 from __future__ import annotations

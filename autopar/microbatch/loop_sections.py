@@ -51,7 +51,7 @@ class LoopSections:
             needs.add(atom)
 
     def _settle(self, v: int) -> None:
-        """What else must be there for a value to be where it is needed."""
+        """Adds the needs that follow from those of a value."""
         s = self.states.of[v]
         if v in self.each and s.early and (s.form is Form.INVARIANT or s.cut):
             self.before.add(v)

@@ -25,11 +25,11 @@ from autopar.sharding.rules import RuleBook
 
 
 def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None) -> OpGraph:
-    """The graph of a step that makes `num_microbatches` of its batch.
+    """The graph of a step whose batch is split into `num_microbatches`.
 
-    `whole` is the graph of the whole batch, where it is there already. Inputs and outputs are those of the whole
-    step. SPLIT, ACCUMULATE and STACK operations say what enters and leaves the loop; operations stand in the order of
-    their sections.
+    `whole` is the graph of the whole batch, if it is built already. Inputs and outputs are those of the whole step.
+    SPLIT, ACCUMULATE and STACK operations mark the values that enter and leave the loop; operations stand in the order
+    of their sections.
     Raises: InvalidArgumentError for a number below one; BatchMismatchError when it does not divide the batch;
     MixedExamplesError when what is computed of an example depends on the others; UnsupportedError when the two traces
     differ in more than shapes.
@@ -151,7 +151,7 @@ class _LoopWriter:
         return atom
 
     def _new(self, v: int) -> int:
-        """The number of what one micro-batch has of a value."""
+        """A new number for the micro-batch's counterpart of a value."""
         self.values.append(dataclasses.replace(self.part.values[v], id=len(self.values), name=""))
         self.micro[v] = len(self.values) - 1
         return self.micro[v]

@@ -39,7 +39,7 @@ class Form(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What a value of one micro-batch is to that of the whole batch.
+    """The relation of a value of one micro-batch to that of the whole batch.
 
     Of a SPLIT, dimension `dim` holds `outer` blocks, and each of them the examples in order: with `outer` 1,
     micro-batch i has the i-th of equal slices. `zero`: it holds zeros only. `early`: the whole can be computed before
@@ -96,7 +96,7 @@ class Follower:
         return tuple(expected) == self.part.values[value].shape
 
     def by_shape(self, value: int) -> State:
-        """What a value that is known before the first micro-batch is to one micro-batch, told by its shapes."""
+        """The state, by its shapes, of a value that is known before the first micro-batch."""
         known = State(form=Form.INVARIANT, early=True, streams=False)
         if self.same_shape(value):
             return known
@@ -197,7 +197,7 @@ class Follower:
         raise CombinesExamples(op, "its result does not follow the number of examples")
 
     def _check_parameters(self, op: Op, part: Op, places: Sequence[int | None]) -> None:
-        """Parameters are the same for a micro-batch, but for sizes of what holds the examples."""
+        """Raises: CombinesExamples where parameters differ in more than sizes of dimensions with examples."""
         for name, value in op.eqn.params.items():
             other = part.eqn.params[name]
             if name in _SIZES or (name in _SIZES_OF_OPERAND and _differ_at(value, other) <= {places[0]}):
@@ -273,7 +273,7 @@ class Follower:
         return self._settled(op, inside[n:], round_)[0]
 
     def _settled(self, op: Op, carry: list[State], round_: Any) -> tuple[list[State], list[State]]:
-        """The carried values' states that a loop's body keeps, and those of what it stacks up."""
+        """The states of the carried values at their fixed point, and those of the stacked results."""
         for _ in range(_MAX_ROUNDS + len(carry)):
             after, stacked = round_(carry)
             joined = [_join(op, a, b) for a, b in zip(carry, after, strict=True)]
@@ -307,7 +307,7 @@ def _is_zero(constant: Constant) -> bool:
 
 
 def _inside(state: State) -> State:
-    """A state as a loop's body sees it: what is known outside does not matter there."""
+    """A state as the body of a loop reads it, without what is known outside."""
     return State(form=state.form, dim=state.dim, outer=state.outer, zero=state.zero, cause=state.cause)
 
 
@@ -332,7 +332,7 @@ def _summands_of(op: Op, states: Sequence[State]) -> Sequence[State]:
 
 
 def _is_same(op: Op, part: Op) -> bool:
-    """Whether an equation of a micro-batch computes of the same operands what that of the whole batch does."""
+    """Whether the equations of a micro-batch and of the whole batch compute the same from the same operands."""
     params, others = op.eqn.params, part.eqn.params
     return op.key == part.key and all(_same_parameter(v, others[k]) for k, v in params.items() if _is_jaxpr(v))
 

@@ -62,7 +62,7 @@ class _StateFinder:
         return ValueStates(of=self.states, passes=self.passes, whole_operands=self.whole_operands)
 
     def _barrier(self, op: Op, states: Sequence[State]) -> list[State]:
-        """Only what streams is held back by a barrier; the rest is computed elsewhere, once."""
+        """A barrier holds back only streamed values; the others are computed once, outside of the loop."""
         for atom, out in zip(op.inputs, op.outputs, strict=True):
             assert isinstance(atom, int), "a barrier lets values through, no literals"
             self.passes[out] = atom
@@ -165,7 +165,7 @@ class _StateFinder:
 
 
 def _is_known(state: State) -> bool:
-    """Whether a value is there before the first micro-batch, and not as examples that the loop goes over."""
+    """Whether a value is known before the first micro-batch and is not split over the loop."""
     return state.early and (not state.streams or state.form is Form.INVARIANT)
 
 
@@ -174,7 +174,7 @@ def _is_light(op: Op) -> bool:
 
 
 def _cause(mixes: CombinesExamples, states: Sequence[State]) -> CombinesExamples:
-    """What first brought examples together, on the way to what does so here."""
+    """The first operation that combined examples, among those that this one depends on."""
     return next((s.cause for s in states if s.cause is not None and not s.early), mixes)
 
 

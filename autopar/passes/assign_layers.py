@@ -79,7 +79,7 @@ class _Assignment:
         return LayerAssignment(layer_of=layer_of, homes=homes, same_as=backward.same_as)
 
     def _touched(self) -> dict[int, set[int]]:
-        """The layers that make or read a value in the forward section, directly or through what stands before it."""
+        """The layers that make or read a value in the forward section, directly or through its operands."""
         touched: dict[int, set[int]] = {}
         for op in self.ops:
             if op.id in self.layer:
@@ -93,7 +93,7 @@ class _Assignment:
         return touched
 
     def _hoisted(self) -> None:
-        """(2) What is hoisted lies with its arguments, or with its readers if that is less to send."""
+        """(2) Hoisted operations join their arguments, or their readers where fewer bytes are sent then."""
         values = self.graph.values
         for op in self.ops:
             if op.section is not Section.BEFORE or op.id in self.portable or op.kind is OpKind.BARRIER:
@@ -107,7 +107,7 @@ class _Assignment:
                 self.layer[op.id] = at
 
     def _hoisted_for_backward(self) -> None:
-        """(2) What depends on no state and is read by the backward section only lies with its first reader."""
+        """(2) Operations without state that only the backward section reads are placed with their first reader."""
         layer_reading: dict[int, int] = {}
         for op in reversed(self.ops):
             hoisted = op.section is Section.BEFORE and op.kind is not OpKind.BARRIER and op.id not in self.portable
@@ -125,14 +125,14 @@ class _Assignment:
                 self.layer[op.id] = places[0] if places else 0
 
     def at(self, value: int) -> int | None:
-        """The layer that a value lies at; None where it is known nowhere or made wherever it is read."""
+        """The layer of a value; None for values of no layer and those that each reader computes."""
         value = self.root(value)
         if value in self.maker:
             return self.layer.get(self.maker[value].id)
         return self.home.get(value) if value in self.state else None
 
     def at_largest(self, values: Iterable[int]) -> int | None:
-        """The layer of the largest value that lies somewhere; of equally large ones the last layer."""
+        """The layer of the largest value that has one; of equally large ones the last layer."""
         known = [(self.graph.values[v].nbytes, at) for v in values if (at := self.at(v)) is not None]
         return max(known)[1] if known else None
 
@@ -287,7 +287,7 @@ class _Pull:
 
 
 class _Update:
-    """(5) and (6): layers of what runs once behind the loop, and homes of the state that only the update reads."""
+    """(5) and (6): layers of operations behind the loop, and homes of the state that only the update reads."""
 
     def __init__(self, assignment: _Assignment) -> None:
         self.of = assignment
@@ -337,7 +337,7 @@ class _Update:
                 self.of.layer[op.id] = home
 
     def _grow(self) -> None:
-        """Places groups without state by what is reduced or reshaped into them, until nothing changes."""
+        """Places groups without state with their reduced or reshaped operands, until nothing changes."""
         for op in self.of.ops:
             if op.kind in _SUMS and op.outputs[0] in self._combined:
                 group = self._combined[op.outputs[0]]

@@ -93,7 +93,7 @@ def assign(
 
 
 def check_stages(staged: StagedGraph) -> None:
-    """Holds the invariants that pipeline schedules rest on.
+    """Asserts the invariants of pipeline schedules.
 
     (1) A forward operation reads forward values of its own and earlier stages. (2) A backward operation reads backward
     values of its own and later stages. (3) What runs before the loop reads nothing of it; sums over micro-batches are
@@ -121,8 +121,8 @@ def check_stages(staged: StagedGraph) -> None:
 def accumulate_per_stage(graph: OpGraph, stages: Sequence[int | None]) -> tuple[OpGraph, list[int | None]]:
     """Takes sums of gradients from several stages behind the loop: each stage accumulates its own summand.
 
-    `sum over micro-batches of (a + b)` becomes `(sum of a) + (sum of b)`, for additions whose result, or what linear
-    operations make of it, is only accumulated (tied embeddings). The addition runs where the update reads it.
+    `sum over micro-batches of (a + b)` becomes `(sum of a) + (sum of b)`, for additions whose result is only
+    accumulated, directly or behind linear operations (tied embeddings). The addition runs where the update reads it.
     """
     ops = graph.block.ops
     at = {op.id: stage for op, stage in zip(ops, stages, strict=True)}
@@ -202,7 +202,7 @@ def _linear_in_all(op: Op) -> bool:
 
 
 def _wanted_at(op: Op, readers: Mapping[int, Sequence[Op]], at: Mapping[int, int | None]) -> int | None:
-    """The stage of the update that reads what a moved operation leads to."""
+    """The stage of the update that depends on a moved operation."""
     following: Op | None = op
     while following is not None:
         (result,) = following.outputs
@@ -233,7 +233,7 @@ def _saved_at_cuts(graph: OpGraph, stages: Sequence[int | None], same_as: Mappin
 
 
 def _copies(graph: OpGraph, stages: Sequence[int | None], homes: Sequence[int]) -> tuple[OpGraph, list[int]]:
-    """One copy of each operation without a stage on each stage that reads it; of barriers what the stage reads."""
+    """Copies each operation without a stage to each stage that reads it; of barriers the part that the stage reads."""
     ops = graph.block.ops
     reading_stages: dict[int, set[int]] = {}
     tied = {graph.block.outputs[o]: homes[i] for i, o in graph.tied}

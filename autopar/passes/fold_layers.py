@@ -44,11 +44,11 @@ class FoldedGraph:
 
 
 def fold_layers(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> FoldedGraph:
-    """Takes out the inner layers of every run of three or more equal ones.
+    """Drops the inner layers of every run of three or more equal ones.
 
-    A value of a layer that was taken out is read from the one that stays instead: by what comes later in the program
-    from the layer that ran first, so that every value is made before it is read. A run whose values cannot be had so
-    (a layer reads something of a layer beyond its neighbour that has no counterpart) stays whole.
+    Readers of a dropped layer read its counterpart in a layer that stays: later operations that of the layer that ran
+    first, so that every value is computed before it is read. A run without such counterparts (a layer reads a value of
+    a layer beyond its neighbour) stays whole.
     """
     members = members_of(graph, assignment)
     kinds = layer_kinds(graph, members, num_layers)
@@ -71,7 +71,7 @@ def _drop_inner_layers(
     members: dict[int, list[Op]],
     num_layers: int,
 ) -> FoldedGraph | int:
-    """The graph without the inner layers of the runs, or a layer that cannot be taken out."""
+    """The graph without the inner layers of the runs, or a layer that cannot be dropped."""
     dropped = {layer: (run[0], run[-1]) for run in runs for layer in run[1:-1]}
     kept = _rewired(dropped, graph, layer_of, members)
     if isinstance(kept, int):
@@ -162,9 +162,7 @@ def _smaller(graph: OpGraph, ops: tuple[Op, ...], inputs: Sequence[int]) -> OpGr
 
 
 def _live_ops(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | None]) -> tuple[list[Op], dict[int, int]]:
-    """The operations without those that have no layer and that none which stay read: they were made for layers that
-    were taken out. And the layers of those without one that are made for one layer alone.
-    """
+    """(operations without those that only dropped layers read, layers of operations that only one layer reads)."""
     live = {atom for atom in graph.block.outputs if isinstance(atom, int)}
     readers: dict[int, set[int | None]] = {v: {None} for v in live}
     kept: list[Op] = []
@@ -185,6 +183,6 @@ def _live_ops(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | No
 
 
 def _with_count(op: Op, times: float) -> Op:
-    """The operation, with those inside of it, so many times as often."""
+    """The operation, and those inside of it, with `times` their count."""
     blocks = tuple(dataclasses.replace(b, ops=tuple(_with_count(inner, times) for inner in b.ops)) for b in op.blocks)
     return dataclasses.replace(op, count=op.count * times, blocks=blocks)

@@ -42,7 +42,7 @@ def layer_kinds(graph: OpGraph, members: dict[int, list[Op]], num_layers: int) -
 
 
 def _in_order(graph: OpGraph, ops: Sequence[Op]) -> list[Op]:
-    """Operations of one layer: each behind what it reads, else by section, by anchor and in program order."""
+    """Operations of one layer in topological order, then by section, by anchor and in program order."""
     anchors = _anchors(graph, ops)
     sections = list(Section)
     rank = {
@@ -70,9 +70,9 @@ def _in_order(graph: OpGraph, ops: Sequence[Op]) -> list[Op]:
 
 
 def _anchors(graph: OpGraph, ops: Sequence[Op]) -> dict[int, _Anchor]:
-    """For each operation that is not of the passes itself, the first place in them that has to do with its state.
+    """For each operation outside of the forward and backward pass, the first use of its state in them.
 
-    What hangs together by more than numbers (steps, rates and norms are everybody's) is about the same state.
+    Operations that share arrays concern the same state; scalars (steps, rates, norms) are shared by all.
     """
     touched: dict[int, _Anchor] = {}
     passing = [op for op in ops if op.section.repeats and op.kind is not OpKind.ACCUMULATE]

@@ -82,7 +82,7 @@ def find_layers(graph: OpGraph, flops: Callable[[Op], float], max_layers: int = 
 
 
 def layer_ops(graph: OpGraph) -> list[Op]:
-    """The forward section without what enters and leaves the loop over micro-batches."""
+    """The forward section without the operations at the bounds of the loop over micro-batches."""
     return [op for op in graph.block.ops if op.section is Section.FORWARD and op.kind not in _AT_THE_LOOP]
 
 
@@ -94,8 +94,8 @@ def is_product(op: Op) -> bool:
 def portable_ops(graph: OpGraph) -> frozenset[int]:
     """Ids of cheap operations that depend on the batch and on constants only: masks, positions, zeros.
 
-    Every stage can run a copy of its own, which is cheaper than sending the result. SPLITs are portable too. What is
-    behind a barrier counts as what is in front of it.
+    Every stage can run a copy of its own, which is cheaper than sending the result. SPLITs are portable too. Barriers
+    count as the values in front of them.
     """
     state = set(graph.block.inputs[len(graph.constants) :])
     state -= {graph.block.inputs[i] for i in graph.batch}
@@ -168,7 +168,7 @@ def _with_edges(
     parameters: Sequence[int],
     portable: frozenset[int],
 ) -> list[str]:
-    """Labels heavy operations that have none: what stands in front of the first layer, behind the last, between two.
+    """Labels heavy operations without a label: in front of the first layer, behind the last, between two.
 
     A matrix product inside of a layer's extent belongs to the layer.
     """

@@ -19,7 +19,7 @@ from autopar.passes.layers import Layers, is_product
 
 
 class Recompute(enum.Enum):
-    """What of a layer is computed again in the backward pass."""
+    """The forward operations that the backward pass of a layer recomputes."""
 
     NOTHING = "nothing"  # all that the backward pass reads is kept
     CHEAP = "matmuls"  # results of matrix products are kept, the rest is computed again
@@ -91,8 +91,8 @@ def recomputed_ops(graph: OpGraph, layer_of: Mapping[int, int | None], policy: R
 
 
 class _Readers:
-    """Who reads what in the backward section. `layers[v]` are the layers that need v, through barriers and portable
-    operations too."""
+    """The readers of values in the backward section. `layers[v]` are the layers that read v, through barriers and
+    portable operations too."""
 
     def __init__(self, graph: OpGraph, layer_of: Mapping[int, int | None]) -> None:
         self.ops = graph.block.ops
@@ -111,7 +111,7 @@ class _Readers:
                 self.layers.setdefault(v, set()).update({own} if own is not None else self.layers.get(out, ()))
 
     def renamed(self, op: Op, names: Sequence[Mapping[int, int]]) -> Op:
-        """A backward operation that reads what its layer computed again; a barrier what its one layer did."""
+        """A backward operation that reads the values its layer recomputed; a barrier those of its only reader."""
         own = self.layer[op.id]
         if op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
             return op
@@ -152,7 +152,7 @@ def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[
 def _recomputation(
     layer: int, policy: Recompute, readers: _Readers, fresh: Fresh
 ) -> tuple[int, list[Op], dict[int, int]]:
-    """(position, operations that go there, new names for what the layer's backward operations read)."""
+    """(position, operations to insert there, new names for the operands of the layer's backward operations)."""
     ops = readers.ops
     read, recomputed = _recomputed(layer, policy, readers)
     backward = [
@@ -186,7 +186,7 @@ def _is_of(op: Op, layer: int, readers: _Readers) -> bool:
 
 
 def _needed(values: Sequence[int], producer: Mapping[int, Op], forward: Sequence[Op]) -> list[Op]:
-    """The forward operations that make the wanted values from what is kept, in program order."""
+    """The forward operations that compute the values from saved ones, in program order."""
     needed: set[int] = set()
     stack = list(values)
     while stack:
@@ -198,7 +198,7 @@ def _needed(values: Sequence[int], producer: Mapping[int, Op], forward: Sequence
 
 
 def _cotangents(layer: int, at: int, backward: Sequence[int], readers: _Readers) -> list[int]:
-    """The last cotangent that is there when the layer's backward operations start and that they wait for.
+    """The last cotangent that the layer's backward operations wait for when they start.
 
     Not all of them: a gradient that is added to another layer's (tied parameters) would be held up for nothing.
     """

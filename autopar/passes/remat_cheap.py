@@ -60,12 +60,12 @@ def copies_state(graph: OpGraph) -> bool:
 
 
 def _state(graph: OpGraph) -> frozenset[int]:
-    """What a step is given, but for the batch."""
+    """The arguments of a step without the batch."""
     return frozenset(v for position, v in enumerate(graph.block.inputs) if position not in graph.batch)
 
 
 def _cheap(graph: OpGraph, given: frozenset[int]) -> dict[int, Op]:
-    """What makes each value that comes of constants and given values by cheap operations before the loop."""
+    """The operation of each value that cheap operations before the loop compute from arguments and constants."""
     cheap: dict[int, Op] = {}
     for op in graph.block.ops:
         is_cheap = op.section is Section.BEFORE and op.kind is OpKind.EQUATION and op.primitive in _CHEAP
@@ -77,7 +77,7 @@ def _cheap(graph: OpGraph, given: frozenset[int]) -> dict[int, Op]:
 def _make(
     value: int, section: Section, cheap: Mapping[int, Op], known: dict[int, int], fresh: Fresh, rows: list[Op]
 ) -> None:
-    """Adds what makes a cheap value to a section, with all that it is made of."""
+    """Adds the operation of a cheap value to a section, with those of its operands."""
     waiting = [value]
     while waiting:
         op = cheap.get(waiting[-1]) if waiting[-1] not in known else None

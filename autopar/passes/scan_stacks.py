@@ -46,7 +46,7 @@ class Stacks:
 
 
 def find_stacks(traced: TracedStep, rules: RuleBook) -> Stacks | None:
-    """The layers of the scan that holds most of the forward pass, where it goes over state; else None."""
+    """The layers of the scan with most of the forward pass's arithmetic, if it scans over state; else None."""
     if not _may_hold_stacks(traced):
         return None
     closed = _flattened(traced)
@@ -128,9 +128,9 @@ def _divides(variable: Any, trips: int) -> bool:
 
 
 def _scans_over(jaxpr: Any, main: Any, trips: int, groups: _Groups) -> tuple[frozenset[int], set[Any]]:
-    """(positions of the scans that take the same steps over stacked values, the groups of those values).
+    """(positions of the scans over the same layers, the sets of their stacked values).
 
-    A scan that reads what one of them stacked up, or the same state, is one of them: the backward pass.
+    A scan over the stacked results of another one, or over the same state, belongs to them: the backward pass.
     """
     scans: set[int] = set()
     roots: set[Any] = set()
@@ -150,7 +150,7 @@ def _scans_over(jaxpr: Any, main: Any, trips: int, groups: _Groups) -> tuple[fro
 
 
 def _scan_operands(eqn: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """(constants and carried values, what is taken apart, what is stacked up) of a scan."""
+    """(constants and carried values, scanned inputs, stacked results) of a scan."""
     consts, carry = jax_compat.scan_counts(eqn.params)
     return list(eqn.invars[: consts + carry]), list(eqn.invars[consts + carry :]), list(eqn.outvars[carry:])
 

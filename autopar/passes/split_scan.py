@@ -41,7 +41,7 @@ _COMBINE = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafSlice:
-    """What an argument or a result of a cut step is: part `part` of `parts` along dimension 0 of a leaf."""
+    """An argument or a result of a split step: slice `part` of `parts` along dimension 0 of a leaf."""
 
     leaf: int
     part: int = 0
@@ -332,7 +332,7 @@ def _place(dims: tuple[tuple[int, ...], ...], factor: int) -> int | None:
 
 
 def _keeps_apart(eqn: Any, places: Sequence[int | None]) -> bool:
-    """Whether each layer's part of the results comes of that layer's part of the operands alone."""
+    """Whether each layer's slice of the results depends on that layer's slice of the operands alone."""
     if all(place is None for place in places) or eqn.primitive.name == "reshape":
         return True
     try:

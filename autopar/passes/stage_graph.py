@@ -74,7 +74,7 @@ class _Cutter:
         return [self.stage(s, ops[s], sends[s], received[s], readers, results[s]) for s in range(self.num_stages)]
 
     def source(self, value: int) -> int | None:
-        """The stage that a value comes from; None for one that every stage has."""
+        """The stage that computes a value; None for values of every stage."""
         if value in self.made_by:
             return self.stage_of[self.made_by[value].id]
         return self.home.get(value)
@@ -89,7 +89,7 @@ class _Cutter:
         return Section.FORWARD if op.kind is OpKind.SPLIT else op.section
 
     def find_levels(self) -> None:
-        """What crosses stages before or after the loop is read one level after the one that makes it."""
+        """A value that crosses stages before or after the loop is read one level after its operation."""
         for op in self.graph.block.ops:
             level = 0
             for value in read_by(op):
@@ -125,7 +125,7 @@ class _Cutter:
         return stages_reading
 
     def results(self, readers: dict[int, set[int]]) -> list[list[int]]:
-        """The step's results by the stage that gives them out; what replaces an argument ends on its stage."""
+        """The step's results by stage; a result that replaces an argument is on the argument's stage."""
         of_stage: list[list[int]] = [[] for _ in range(self.num_stages)]
         tied = {result: self.graph.block.inputs[argument] for argument, result in self.graph.tied}
         for position, atom in enumerate(self.graph.block.outputs):
@@ -199,7 +199,7 @@ class _Cutter:
 
 
 def split_backward(stage: StageGraph) -> StageGraph:
-    """Takes what no other stage waits for out of the backward section: mostly gradients of weights.
+    """Moves operations that no other stage waits for out of the backward section: mostly gradients of weights.
 
     Source: zero bubble pipeline parallelism (Qi et al., arXiv:2401.10241, section 2).
     """

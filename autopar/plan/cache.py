@@ -23,7 +23,7 @@ SEARCH_VERSION = 35
 
 
 def plan_key(parts: Sequence[object]) -> str:
-    """A file name for what a plan depends on."""
+    """A file name: a hash of everything that a plan depends on."""
     text = "\n".join(map(repr, (*parts, SEARCH_VERSION, jax.__version__, _solver_version())))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -33,7 +33,7 @@ def _solver_version() -> str:
 
 
 class DiskCache:
-    """Plans and rules under one directory; None keeps nothing. What is damaged counts as absent, with a warning."""
+    """Plans and rules under one directory; None keeps nothing. Damaged files count as absent, with a warning."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory

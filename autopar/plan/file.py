@@ -18,7 +18,7 @@ _HINT = (
 
 
 class _File(msgspec.Struct, omit_defaults=True):
-    """`key` is what a plan of the cache was saved under; files that users save have none."""
+    """`key` is the cache key of a plan of the cache; files that users save have none."""
 
     format_version: int
     checksum: str = ""
@@ -27,7 +27,7 @@ class _File(msgspec.Struct, omit_defaults=True):
 
 
 def encode(record: PlanRecord, key: str = "") -> bytes:
-    """JSON with the format's version and a checksum, and the key of the cache where the plan lies there."""
+    """JSON with the format's version and a checksum, and the key if the plan is in the cache."""
     body = msgspec.json.encode(record)
     file = _File(format_version=FORMAT_VERSION, checksum=_checksum(body), key=key, plan=msgspec.Raw(body))
     return msgspec.json.encode(file)

@@ -35,7 +35,7 @@ from autopar.plan.sharding_trees import shardings_in
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trees:
-    """How the flat arguments of a step hang together: one tree for each dynamic argument, and their names."""
+    """The structure of a step's flat arguments: one tree for each dynamic argument, and their names."""
 
     arguments: tuple[Any, ...]
     names: tuple[str, ...]
@@ -186,7 +186,7 @@ class Plan:
         return chosen[0] if len(chosen) == 1 else tuple(chosen)
 
     def sharding_of(self, value: PlannedValue) -> NamedSharding:
-        """How an argument or result lies on its stage's devices, or in parts on those of several stages."""
+        """The sharding of an argument or result on its stage's devices, or in slices on those of several stages."""
         mesh = self.stage_mesh(value.stage)[0]
         if value.stages:
             joint = self._joint_mesh(value.stages)
@@ -203,7 +203,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads what `save` wrote.
+        """Reads a plan that `save` wrote.
 
         Raises: PlanFormatError for another format version or a file that was changed, with the place in it.
         """
@@ -226,7 +226,7 @@ class Plan:
         return render.explain(self.record, what)
 
     def diff(self, other: Plan) -> str:
-        """What differs between two plans of a step: meshes, arguments, collectives and predictions, as text."""
+        """The differences of two plans of a step: meshes, arguments, collectives and predictions, as text."""
         return render.diff(self.record, other.record)
 
     def __str__(self) -> str:

@@ -179,7 +179,7 @@ def _explain_module(out: _Text, row: ModuleRow) -> None:
 
 
 def diff(one: PlanRecord, other: PlanRecord) -> str:
-    """What differs between two plans."""
+    """The differences of two plans."""
     out = _Text()
     rows = [
         ("mesh", _meshes(one), _meshes(other)),
@@ -270,7 +270,7 @@ class _Text:
 
 
 def _pattern(path: str) -> str:
-    """A path with its numbers taken out, so that repeated layers share a row."""
+    """A path without its numbers, so that repeated layers share a row."""
     return _NUMBER.sub("*", path)
 
 
@@ -336,7 +336,7 @@ def _collectives_table(record: PlanRecord) -> Table:
 
 
 def _memory_table(record: PlanRecord) -> Table:
-    """What each group of devices holds at its peak; kinds that none of them holds have no column."""
+    """The memory of each group of devices at its peak; kinds that no group holds have no column."""
     uses = record.predicted.memory
     kinds = [kind for kind in MemoryKind if any(kind in use.at_peak for use in uses)]
     shown = Table("a device of", *(kind.value for kind in kinds), "peak")
@@ -346,7 +346,7 @@ def _memory_table(record: PlanRecord) -> Table:
 
 
 def _largest_table(record: PlanRecord) -> Table:
-    """What is largest at the peak, where it is highest."""
+    """The largest holders at the highest peak."""
     at = max(range(len(record.predicted.memory)), key=lambda group: record.predicted.peak_bytes[group])
     shown = Table(f"largest at the peak of {_group_names(record)[at]}", "kind", "n", "bytes")
     for holder in record.predicted.memory[at].largest[:LARGEST_SHOWN]:

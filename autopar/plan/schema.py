@@ -77,7 +77,7 @@ class PredictedCollective:
 
 
 class MemoryKind(enum.Enum):
-    """What memory is held for."""
+    """The purpose of memory."""
 
     PARAMETER = "parameters"  # state that the forward pass reads
     OPTIMIZER = "optimizer state"  # other state: moments, master copies
@@ -102,7 +102,7 @@ class MemoryHolder:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes on one device of a stage by what they are held for.
+    """Bytes on one device of a stage by purpose.
 
     Attributes:
         throughout: Of what is there from the start to the end of a step: state, the batch, sums over micro-batches.
@@ -123,7 +123,7 @@ class MemoryUse:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a step is predicted to take.
+    """The predicted times and memory of a step.
 
     `peak_bytes` per device, one number for each group of devices (of a pipeline; else one), and `memory` what they are
     held for; `flops` of all devices; `allocation_time_s` what it waits for memory; `hidden_time_s` for how long
@@ -180,7 +180,7 @@ class MeshTrial:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRow:
-    """What a module does under the plan.
+    """A module under the plan.
 
     `splits`: how the results of its matrix products (or its largest results) lie. Times per step on one device.
     `saved_bytes`: what its backward pass reads of the forward pass, of one micro-batch on one device.
