@@ -17,15 +17,8 @@ from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, CostModel, NodeCosts
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import crossing_s, timed
 from autopar.hardware.collective_cost import Link
-from autopar.intra_op.ilp import (
-    ROUNDS,
-    IntraOp,
-    MemoryPrices,
-    ObjectiveWeights,
-    held_values,
-    saved_values,
-    state_values,
-)
+from autopar.intra_op.ilp import ROUNDS, IntraOp, ObjectiveWeights
+from autopar.intra_op.memory_prices import MemoryPrices, held_values, saved_values, state_values
 from autopar.ir.graph import OpKind, Section, read_by, walk
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh

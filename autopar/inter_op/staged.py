@@ -14,7 +14,8 @@ from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
-from autopar.intra_op.ilp import ROUNDS, IntraOp, MemoryPrices, ObjectiveWeights, saved_values, state_values
+from autopar.intra_op.ilp import ROUNDS, GivenLayouts, IntraOp, ObjectiveWeights
+from autopar.intra_op.memory_prices import MemoryPrices, saved_values, state_values
 from autopar.ir.graph import OpGraph, OpKind, Section
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -168,7 +169,8 @@ def stage_problem(
     cannot have.
     """
     received, sent = transfers
-    return IntraOp(stage.graph, model, dict(fixed or {}), sent, received, constraints, pins=pins)
+    given = GivenLayouts(fixed=fixed or {}, transfers=sent, arrivals=received, pins=pins or {})
+    return IntraOp(stage.graph, model, given, constraints=constraints)
 
 
 def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) -> ShardingPlan:

@@ -7,11 +7,16 @@ product has no slack.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from autopar import solver
 from autopar.cost.roofline import is_fusible
 from autopar.intra_op.choice_graph import ChoiceGraph, Reshard
+from autopar.intra_op.formulation import SolverInput
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Section, read_by
 from autopar.ir.value_state import ALL
 
@@ -104,3 +109,23 @@ class _Slacks:
 
 def _is_light(op: Op) -> bool:
     return op.kind in (OpKind.ACCUMULATE, OpKind.BARRIER) or (op.kind is OpKind.EQUATION and is_fusible(op.primitive))
+
+
+def discount_overlap(given: SolverInput, slack_s: Sequence[float], exposed_fraction: float) -> SolverInput:
+    """The problem with `exposed_fraction` charged of what can hide behind computing: of each resharding as many seconds
+    as it has slack. Edges of prices stay.
+    """
+    edges, num_sends = given.problem.edges, len(given.reshard_of_edge)
+    discounted: list[solver.Edge] = []
+    known: dict[tuple[int, float], np.ndarray] = {}  # one matrix for equal ones, as `solver.tie` wants them
+    for edge, number in zip(edges[:num_sends], given.reshard_of_edge, strict=True):
+        cost, slack = edge.cost, slack_s[number]
+        if not slack:
+            discounted.append(edge)
+            continue
+        if (id(cost), slack) not in known:
+            hidden = np.minimum(cost, slack, where=np.isfinite(cost), out=np.zeros_like(cost))
+            known[id(cost), slack] = cost - (1 - exposed_fraction) * hidden
+        discounted.append(solver.Edge(source=edge.source, target=edge.target, cost=known[id(cost), slack]))
+    problem = dataclasses.replace(given.problem, edges=(*discounted, *edges[num_sends:]))
+    return dataclasses.replace(given, problem=problem)

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, cost_model
-from autopar.intra_op.ilp import IntraOp, MemoryPrices
+from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.logical_meshes import logical_meshes
+from autopar.intra_op.memory_prices import MemoryPrices
 from autopar.intra_op.memory_refusals import cannot_fit
 from autopar.intra_op.spmd_candidate import SpmdCandidate, evaluated, over_limit_values
 from autopar.ir.mesh import LogicalMesh
@@ -101,10 +102,12 @@ def search_mesh(
     intra_op = IntraOp(
         graph,
         model,
-        {arguments[i]: layout for i, layout in request.fixed},
+        GivenLayouts(
+            fixed={arguments[i]: layout for i, layout in request.fixed},
+            pins=pins.layouts(graph) if pins is not None else {},
+            in_host=frozenset(arguments[i] for i in request.in_host),
+        ),
         constraints=request.binding.on(mesh.num_devices)[1] if request.binding is not None else None,
-        pins=pins.layouts(graph) if pins is not None else None,
-        in_host=frozenset(arguments[i] for i in request.in_host),
     )
     free = intra_op.solve(time_limit_s=time_limit_s)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):

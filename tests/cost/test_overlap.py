@@ -25,7 +25,7 @@ from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
 from autopar.inter_op.staged import pipeline_page_fault_s
 from autopar.intra_op.baselines import state_along_largest
-from autopar.intra_op.ilp import IntraOp
+from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.spmd_candidate import evaluated
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -438,7 +438,7 @@ def test_of_a_branch_the_longest_counts(fabric):
     args = (shape, shape, jax.ShapeDtypeStruct((), jnp.bool_))
     graph = build_graph(trace(branching, args, names="abc", donate=(), batch=()), RuleBook())
     whole = {v: Layout(((), ())) for v in graph.block.inputs[:2]}
-    intra_op = IntraOp(graph, model, whole)
+    intra_op = IntraOp(graph, model, GivenLayouts(fixed=whole))
     candidate = evaluated(graph, model, intra_op.decode(intra_op.solve(time_limit_s=60.0)))
     ran = timed(graph, candidate.lowered, model)
     computed_s = sum(compute_times_s(graph, candidate.lowered, model).values())

@@ -15,7 +15,8 @@ from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op.build_stages import StageChoice, build, cut_layers
 from autopar.inter_op.search import tables
 from autopar.inter_op.stage_costs import PricedOption, again_of, layer_decisions, stage_options, undominated
-from autopar.intra_op.ilp import IntraOp, MemoryPrices, ObjectiveWeights, saved_values
+from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
+from autopar.intra_op.memory_prices import MemoryPrices, price_memory, saved_values
 from autopar.ir.graph import OpKind, Section
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import UNREDUCED
@@ -284,10 +285,10 @@ def test_options_that_are_nowhere_better_than_another_are_left_out():
 def test_prices_are_added_up_alike_whatever_order_a_set_has():
     graph, on = cut(4).graph, cluster()
     intra_op = IntraOp(graph, cost_model(on, LogicalMesh(axis_sizes=(4,))))
-    values = sorted((v, UNREDUCED) for v in intra_op.assembly.unreduced)  # several share a node, and so its cost
+    values = sorted((v, UNREDUCED) for v in intra_op.choices.unreduced)  # several share a node, and so its cost
     copies = {v: 0.1 * (n + 1) / 3 for n, (v, _) in enumerate(values)}
     priced = [
-        intra_op._priced(MemoryPrices(s_per_byte=1e-12 / 3, values=order, copies=copies))
+        price_memory(intra_op.base, graph, MemoryPrices(s_per_byte=1e-12 / 3, values=order, copies=copies)).problem
         for order in (tuple(values), tuple(reversed(values)))
     ]
     for one, other in zip(priced[0].node_cost, priced[1].node_cost, strict=True):

@@ -344,7 +344,7 @@ def test_a_sum_over_a_slow_and_a_fast_axis_runs_as_it_was_charged(slow):
     links = (SLOW_LINK, LINK) if slow == 0 else (LINK, SLOW_LINK)
     graph = graph_of(jnp.matmul, shape(64, 4096), shape(4096, 64), donate=())
     intra_op = intra_op_of(graph, (2, 2), links)
-    a, b, product, placed = intra_op.assembly.nodes
+    a, b, product, placed = intra_op.choices.nodes
     ((_, strategies),) = product.members
     columns, rows, whole = Layout(((), (0, 1))), Layout(((0, 1), ())), Layout(((), ()))
     contracted = [s.operands for s in strategies].index((columns, rows))
@@ -395,9 +395,9 @@ def test_the_solver_finds_what_trying_every_choice_finds(function, shapes, axis_
 def test_layers_that_share_their_decision_cost_what_layers_cost_that_decide_alone(monkeypatch):
     graph = graph_of(trained(mlp), weights(*[16, 64] * 8, 16), data(64, 16))
     folded = intra_op_of(graph, (2, 2))
-    monkeypatch.setattr(symmetry, "SMALL", len(folded.assembly.nodes))
+    monkeypatch.setattr(symmetry, "SMALL", len(folded.choices.nodes))
     alone = intra_op_of(graph, (2, 2))
-    assert len(set(folded.classes)) < len(set(alone.classes)) == len(alone.assembly.nodes)
+    assert len(set(folded.classes)) < len(set(alone.classes)) == len(alone.choices.nodes)
     assert solved(folded)[0].objective == pytest.approx(solved(alone)[0].objective, rel=1e-9)
 
 

@@ -1,0 +1,231 @@
+"""The integer program of one graph on one mesh as a value, and the steps that lead from the choice graph to the solver.
+
+    ilp = build(graph, choices, model, costs)        (1) seconds of every strategy and of every resharding
+    ilp = fix_layouts(ilp, fixed)                    (2) arguments that have one layout
+    ilp = charge_batch(ilp, graph, model)            (3) each device takes its part of the batch in
+    ilp = charge_microbatching(ilp, graph, model)    (4) cutting the batch, adding up over micro-batches
+    ilp = constrain(ilp, allowed, masks, relaxation) (5) what pins and constraints forbid is infinite
+    given = to_solver(ilp)                           (6) nodes and edges
+
+Each step returns a new program. Behind the last one `memory_prices.price_memory` and `slack.discount_overlap` change
+costs for one solution.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from autopar import solver
+from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
+from autopar.intra_op.choice_graph import ChoiceGraph, Layouts, Reshard
+from autopar.intra_op.masks import SECONDS, Masks
+from autopar.intra_op.symmetry import fold, joined
+from autopar.ir.graph import Op, OpGraph, OpKind
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+from autopar.lowering.decisions import Relaxation
+from autopar.sharding.resharding import paths
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ilp:
+    """The program before it goes to the solver.
+
+    `node_cost[n][s]`: seconds of strategy s of node n. `node_key[n]`: equal for nodes of equal strategies and costs.
+    `reshard_cost[r][s, t]`: seconds of reshard r from strategy s of its source to strategy t of its target; the same
+    object for equal costs. Infinite: not allowed.
+    """
+
+    choices: ChoiceGraph
+    node_cost: tuple[np.ndarray, ...]
+    node_key: tuple[Hashable, ...]
+    reshard_cost: tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SolverInput:
+    """What the solver gets. `reshard_of_edge[e]` is the number of the reshard that edge e stands for; further edges,
+    of prices, stand for none.
+    """
+
+    choices: ChoiceGraph
+    problem: solver.Problem
+    reshard_of_edge: tuple[int, ...]
+
+
+def build(graph: OpGraph, choices: ChoiceGraph, model: CostModel, costs: NodeCosts) -> Ilp:
+    """Step (1): the seconds of every strategy and of every resharding."""
+    node_cost: list[np.ndarray] = []
+    node_key: list[Hashable] = []
+    number: dict[tuple, int] = {}
+    for node in choices.nodes:
+        cost, key = costs.of_members(node.members, node.size)
+        node_cost.append(cost)
+        node_key.append(number.setdefault((node.kind, node.size, node.layouts, *key), len(number)))
+    reshard_s = _ReshardSeconds(graph, model)
+    return Ilp(
+        choices=choices,
+        node_cost=tuple(node_cost),
+        node_key=tuple(node_key),
+        reshard_cost=tuple(reshard_s.of(reshard) for reshard in choices.reshards),
+    )
+
+
+class _ReshardSeconds:
+    """Seconds of resharding for every pair of strategies, one object for equal costs."""
+
+    def __init__(self, graph: OpGraph, model: CostModel) -> None:
+        self.graph, self.model = graph, model
+        self._matrices: dict[tuple, np.ndarray] = {}
+        self._numbers: dict[int, np.ndarray] = {}
+
+    def of(self, reshard: Reshard) -> np.ndarray:
+        v, source, target = self.graph.values[reshard.value], reshard.source, reshard.target
+        widening = self.model.widening(v.dtype)
+        key = (id(source.layouts), id(target.layouts), len(v.shape), v.nbytes, widening, reshard.count)
+        if key not in self._matrices:
+            table = paths(len(v.shape), self.model.links)
+            rows, columns = self._indices(source.layouts)[:, None], self._indices(target.layouts)[None, :]
+            seconds = table.fixed_s[rows, columns] + widening * v.nbytes * table.s_per_byte[rows, columns]
+            self._matrices[key] = reshard.count * seconds
+        return self._matrices[key]
+
+    def _indices(self, layouts: Layouts) -> np.ndarray:
+        """The numbers of layouts in the table of paths of their rank."""
+        if id(layouts) not in self._numbers:
+            table = paths(len(layouts[0].dims), self.model.links)
+            self._numbers[id(layouts)] = np.array([table.index[layout] for layout in layouts])
+        return self._numbers[id(layouts)]
+
+
+def fix_layouts(ilp: Ilp, fixed: Mapping[int, Layout]) -> Ilp:
+    """Step (2): the one layout that each of these arguments may have."""
+    node_cost, node_key = list(ilp.node_cost), list(ilp.node_key)
+    for value, layout in fixed.items():
+        if (site := ilp.choices.reduced.get(value)) is not None:
+            allowed = np.array([at == layout for at in site.layouts])
+            node_cost[site.node] = np.where(allowed, node_cost[site.node], np.inf)
+            node_key[site.node] = ("fixed", value)
+    return dataclasses.replace(ilp, node_cost=tuple(node_cost), node_key=tuple(node_key))
+
+
+def charge_batch(ilp: Ilp, graph: OpGraph, model: CostModel) -> Ilp:
+    """Step (3): each device takes its part of the batch in at least once: a whole batch everywhere costs more."""
+    node_cost, node_key = list(ilp.node_cost), list(ilp.node_key)
+    for position in graph.batch:
+        value = graph.block.inputs[position]
+        if (site := ilp.choices.reduced.get(value)) is not None:
+            nbytes = graph.values[value].nbytes / shards(site.layouts, ilp.choices.mesh)
+            node_cost[site.node] = node_cost[site.node] + nbytes / model.device.memory_bytes_per_s
+            node_key[site.node] = ("batch", node_key[site.node], value)
+    return dataclasses.replace(ilp, node_cost=tuple(node_cost), node_key=tuple(node_key))
+
+
+def charge_microbatching(ilp: Ilp, graph: OpGraph, model: CostModel) -> Ilp:
+    """Step (4): adding to a sum over micro-batches reads and writes it every time: shards of it are cheaper than
+    the whole; the same of cutting the batch.
+    """
+    node_cost, node_key = list(ilp.node_cost), list(ilp.node_key)
+    for op in graph.block.ops:
+        site = ilp.choices.unreduced.get(op.outputs[0]) if op.kind in (OpKind.SPLIT, OpKind.ACCUMULATE) else None
+        if site is not None:
+            copied = op.count * np.array([copied_s(graph, op, at, model) for at in site.layouts])
+            node_cost[site.node] = node_cost[site.node] + copied
+            node_key[site.node] = ("copied", node_key[site.node], copied.tobytes())
+    return dataclasses.replace(ilp, node_cost=tuple(node_cost), node_key=tuple(node_key))
+
+
+def constrain(
+    ilp: Ilp, pinned: Mapping[int, np.ndarray], masks: Masks | None = None, relaxation: Relaxation | None = None
+) -> Ilp:
+    """Step (5): strategies and ways that pins and constraints forbid cost infinitely much.
+
+    `pinned[n][s]`: whether the pins allow strategy s of node n; where a pin speaks, no other constraint does. What
+    `relaxation` gives up of the constraints is allowed.
+    """
+    if masks is None:
+        return _allow_nodes(ilp, pinned)
+    left = relaxation.nodes if relaxation is not None else {}
+    bound = {node: left.get(node, mask.good) for node, mask in masks.nodes.items()}
+    opened = relaxation.edges if relaxation is not None else frozenset()
+    known: dict[tuple[int, int], np.ndarray] = {}
+    reshard_cost = list(ilp.reshard_cost)
+    for number, (reshard, matrix) in enumerate(zip(ilp.choices.reshards, ilp.reshard_cost, strict=True)):
+        allowed = masks.pairs(reshard) if number not in opened else None
+        if allowed is not None:
+            key = id(matrix), id(allowed)
+            if key not in known:
+                known[key] = np.where(allowed, matrix, np.inf)
+            reshard_cost[number] = known[key]
+    ilp = _allow_nodes(ilp, {**bound, **pinned})
+    return dataclasses.replace(ilp, reshard_cost=tuple(reshard_cost))
+
+
+def price_constraints(ilp: Ilp, pinned: Mapping[int, np.ndarray], masks: Masks, most_s: float) -> Ilp:
+    """In place of step (5), to relax it: every constraint that a choice gives up has a price, and the seconds of the
+    plan, at most `most_s` of them, decide between equals. Pins are kept.
+    """
+    seconds = SECONDS / most_s
+    node_cost: list[np.ndarray] = []
+    for node, cost in enumerate(ilp.node_cost):
+        price = masks.price_of_node(node) if node not in pinned else None
+        node_cost.append(seconds * cost + (0.0 if price is None else price))
+    reshard_cost: list[np.ndarray] = []
+    for reshard, cost in zip(ilp.choices.reshards, ilp.reshard_cost, strict=True):
+        price = masks.price_of_edge(reshard)
+        reshard_cost.append(seconds * cost if price is None else seconds * cost + price)
+    priced = dataclasses.replace(ilp, node_cost=tuple(node_cost), reshard_cost=tuple(reshard_cost))
+    return _allow_nodes(priced, pinned)
+
+
+def _allow_nodes(ilp: Ilp, allowed: Mapping[int, np.ndarray]) -> Ilp:
+    node_cost, node_key = list(ilp.node_cost), list(ilp.node_key)
+    for node, good in allowed.items():
+        node_cost[node] = np.where(good, node_cost[node], np.inf)
+        node_key[node] = ("bound", node_key[node], good.tobytes())
+    return dataclasses.replace(ilp, node_cost=tuple(node_cost), node_key=tuple(node_key))
+
+
+def to_solver(ilp: Ilp) -> SolverInput:
+    """Step (6): an edge for each reshard between two nodes; reshards inside of one are costs of its strategies."""
+    node_cost = list(ilp.node_cost)
+    edges: list[solver.Edge] = []
+    reshard_of_edge: list[int] = []
+    for number, (reshard, matrix) in enumerate(zip(ilp.choices.reshards, ilp.reshard_cost, strict=True)):
+        source, target = reshard.source.node, reshard.target.node
+        if source == target:
+            node_cost[source] = node_cost[source] + np.diagonal(matrix)
+        else:
+            reshard_of_edge.append(number)
+            edges.append(solver.Edge(source=source, target=target, cost=matrix))
+    problem = solver.Problem(
+        node_cost=tuple(node_cost),
+        edges=tuple(edges),
+        limit_bytes=None,
+        node_names=tuple(node.name for node in ilp.choices.nodes),
+    )
+    return SolverInput(choices=ilp.choices, problem=problem, reshard_of_edge=tuple(reshard_of_edge))
+
+
+def classes_of(ilp: Ilp, alike: Sequence[tuple[Op, Op]] = ()) -> tuple[int, ...]:
+    """For each node its class: nodes of one class share their decision. Pairs of operations that are `alike` do too."""
+    number: dict[Hashable, int] = {}
+    kinds = [number.setdefault(key, len(number)) for key in ilp.node_key]
+    matrix_number: dict[int, int] = {}
+    edge_kinds = [matrix_number.setdefault(id(matrix), len(matrix_number)) for matrix in ilp.reshard_cost]
+    classes = fold(ilp.choices, kinds, edge_kinds)
+    return joined(ilp.choices, classes, alike) if alike else classes
+
+
+def largest_cost_s(problem: solver.Problem) -> float:
+    """More seconds than any choice costs."""
+    costs = (*problem.node_cost, *(edge.cost for edge in problem.edges))
+    return sum(float(np.max(cost, where=np.isfinite(cost), initial=0.0)) for cost in costs) or 1.0
+
+
+def shards(layouts: Layouts, mesh: LogicalMesh) -> np.ndarray:
+    """Into how many shards each layout splits a value."""
+    return np.array([layout.shards(mesh) for layout in layouts], np.float64)
