@@ -11,7 +11,8 @@ import numpy as np
 from autopar import solver
 from autopar.attention.checks import check_heads, check_rings
 from autopar.cost.cost_model import CostModel, NodeCosts
-from autopar.intra_op.choice_graph import ChoiceGraph, build_choice_graph
+from autopar.intra_op.build_choice_graph import build_choice_graph
+from autopar.intra_op.choice_graph import ChoiceGraph
 from autopar.intra_op.formulation import (
     build,
     charge_batch,

@@ -9,7 +9,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.inter_op.build_stages import cut_layers
 from autopar.inter_op.staged import cut_stages, transfer_layouts_of
-from autopar.intra_op.choice_graph import build_choice_graph
+from autopar.intra_op.build_choice_graph import build_choice_graph
 from autopar.intra_op.slack import slacks_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.microbatch import micro_batched

@@ -1,0 +1,382 @@
+"""From the graph of operations to the nodes and edges of the integer program (`autopar.intra_op.choice_graph`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from autopar.intra_op.choice_graph import ChoiceGraph, LayoutLists, Layouts, LayoutSite, Node, Reshard, any_partial
+from autopar.intra_op.shared_reads import Read, shared_reads
+from autopar.ir.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind, Role, Value
+from autopar.ir.layout import Layout, enumerate_layouts, enumerate_with_partial, replicated
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import is_summing_type, sums_locally
+from autopar.ir.value_state import ALL
+from autopar.sharding.partial_sums import find_partials
+from autopar.sharding.strategies import Signature, Strategy, enumerate_strategies, following
+
+
+def build_choice_graph(
+    graph: OpGraph,
+    mesh: LogicalMesh,
+    transfer_layouts: Mapping[int, Layout] | None = None,
+    arrivals: Mapping[int, Layout] | None = None,
+    order_of: Callable[[Value], tuple[int, ...]] | None = None,
+) -> ChoiceGraph:
+    """Nodes and edges of a graph. The order is the program's, so it is the same in every process.
+
+    `transfer_layouts[op.id]` is the layout in which a SEND operation wants its operand, `arrivals[value]` the one in
+    which an input comes from another stage. `order_of` a value are the mesh axes in the order in which they split one
+    of its dimensions, the lower one first where it is not given.
+    """
+    return _Builder(graph, mesh, transfer_layouts or {}, arrivals or {}, order_of or (lambda value: ())).run()
+
+
+class _Builder:
+    def __init__(
+        self,
+        graph: OpGraph,
+        mesh: LogicalMesh,
+        transfer_layouts: Mapping[int, Layout],
+        arrivals: Mapping[int, Layout],
+        order_of: Callable[[Value], tuple[int, ...]],
+    ) -> None:
+        self.graph, self.mesh, self.transfer_layouts, self.arrivals = graph, mesh, transfer_layouts, arrivals
+        self.order_of = order_of
+        self.once = graph.once() if graph.is_cut else frozenset()
+        self.nodes: list[Node] = []
+        self.unreduced: dict[int, LayoutSite] = {}
+        self.reduced: dict[int, LayoutSite] = {}
+        self.of_op: dict[int, tuple[int, tuple[Strategy, ...]]] = {}
+        self.reads: list[Read] = []
+        self.copies: dict[tuple[int, str], LayoutSite] = {}
+        self.placements: dict[int, Reshard] = {}
+        self.followed: set[int] = set()
+        self.order: dict[int, int] = {}
+        self.state_nodes: set[int] = set()
+        self.partials = find_partials(graph)
+        self.whole: int | None = None
+        self.lists = LayoutLists()
+        self._enumerated: dict[tuple, tuple[Strategy, ...]] = {}
+        self._followed: dict[tuple, tuple[Strategy, ...] | None] = {}
+
+    def run(self) -> ChoiceGraph:
+        block = self.graph.block
+        for position, value in enumerate(block.inputs):
+            if value in self.arrivals:
+                self.arrive(value)
+                continue
+            node = self.layout_node(value, "argument", self.graph.values[value].name)
+            if node is not None and position in self.graph.donated:
+                self.state_nodes.add(node)
+        self.block(block)
+        counts = self.graph.result_counts()
+        for source, target in self.graph.tied:
+            self.read_into(block.outputs[target], self.reduced.get(block.inputs[source]), Role.UPDATE, counts[target])
+        for atom in block.outputs:
+            if isinstance(atom, int):
+                self.followed.add(atom)  # a result of the step is whole, wherever it lies
+        reshards = [r for value, r in self.placements.items() if value in self.followed]
+        reshards += shared_reads(self.reads, self.copy)
+        return ChoiceGraph(
+            mesh=self.mesh, nodes=tuple(self.nodes), reshards=tuple(reshards), unreduced=self.unreduced,
+            reduced=self.reduced, copies=self.copies, of_op=self.of_op, partials=self.partials, lists=self.lists,
+        )  # fmt: skip
+
+    # Lists of layouts
+
+    def one(self, layouts: Layouts) -> Layouts:
+        return self.lists.one(layouts)
+
+    def every_layout(self, value: int) -> Layouts:
+        v = self.graph.values[value]
+        return self.one(enumerate_layouts(v.shape, self.mesh, self.order_of(v)))
+
+    def every_partial_layout(self, value: int) -> Layouts:
+        """Partial ones too."""
+        v = self.graph.values[value]
+        return self.one(enumerate_with_partial(v.shape, self.mesh, self.order_of(v)))
+
+    def strategies(self, op: Op, signature: Signature) -> tuple[Strategy, ...]:
+        # The order of what it reads and makes, where that is one: then nothing need be laid anew.
+        orders = {self.order_of(self.graph.values[a]) for a in (*op.inputs, *op.outputs) if isinstance(a, int)}
+        order = orders.pop() if len(orders) == 1 else ()
+        key = (op.key, signature.linear, order)
+        if key not in self._enumerated:
+            self._enumerated[key] = enumerate_strategies(signature, self.mesh, order)
+        return self._enumerated[key]
+
+    def following(self, op: Op, signature: Signature, i: int, layouts: Layouts) -> tuple[Strategy, ...] | None:
+        key = (op.key, signature.linear, i, id(layouts))
+        if key not in self._followed:
+            self._followed[key] = following(signature, i, layouts, self.mesh)
+        return self._followed[key]
+
+    # Nodes
+
+    def node(self, size: int, kind: str, name: str, layouts: Layouts = ()) -> int:
+        self.nodes.append(Node(size=size, name=name, kind=kind, layouts=layouts))
+        return len(self.nodes) - 1
+
+    def layout_node(self, value: int, kind: str, name: str, partial_too: bool = False) -> int | None:
+        """A node that chooses among all layouts of a value and is its home; None if there is one layout only."""
+        layouts = self.every_partial_layout(value) if partial_too else self.every_layout(value)
+        if len(layouts) == 1:
+            return None
+        node = self.node(len(layouts), kind, name, layouts)
+        self.unreduced[value] = self.reduced[value] = LayoutSite(node, layouts)
+        self.order[value] = len(self.order)
+        return node
+
+    def block(self, block: Block) -> None:
+        for op in block.ops:
+            if op.kind is OpKind.EQUATION:
+                self.equation(op)
+            elif op.kind is OpKind.BARRIER:
+                for source, target in zip(op.inputs, op.outputs, strict=True):
+                    self.alias(source, target)
+            elif op.kind is OpKind.SCAN:
+                self.scan(op)
+            elif op.kind is OpKind.WHILE:
+                self.while_loop(op)
+            elif op.kind is OpKind.COND:
+                self.branches(op)
+            elif op.kind is OpKind.SPLIT:
+                self.boundary(op.inputs[0], op.outputs[0], f"{op.module or 'batch'} split", op.role, op.count)
+            elif op.kind is OpKind.ACCUMULATE:
+                self.accumulate(op)
+            elif op.kind is OpKind.STACK:
+                self.alias(op.inputs[0], op.outputs[0])
+            else:
+                layouts = self.one((self.transfer_layouts[op.id],))
+                self.read(op.inputs[0], self.node(1, "wire", "sent", layouts), layouts, op.role, op.count)
+
+    def accumulate(self, op: Op) -> None:
+        """The sum over micro-batches has a layout of its own: partial ones are reduced once, behind the loop."""
+        (source,), (target,) = op.inputs, op.outputs
+        name = f"{op.module or 'sum'} accumulated"
+        partial_too = self.partials.reads_unreduced(op, 0)
+        self.layout_node(target, "boundary", name, partial_too=partial_too)
+        self.read_into(source, self.unreduced.get(target), op.role, op.count, unreduced=partial_too)
+        if target in self.unreduced and partial_too:
+            self.place(target, f"{name}, placed", op.count / self.graph.num_microbatches)
+
+    def alias(self, source: Atom, target: int) -> None:
+        """The target lies as the source does."""
+        if isinstance(source, int) and source in self.reduced:
+            self.unreduced[target] = self.reduced[target] = self.reduced[source]
+            self.order[target] = len(self.order)
+            self.followed.add(source)
+
+    # Equations
+
+    def equation(self, op: Op) -> None:
+        signature = self.signature(op)
+        leader = self.leader(op, signature)
+        if leader is not None:
+            position, node, strategies = leader
+        else:
+            strategies = self.strategies(op, signature)
+            if len(strategies) == 1:
+                for i, atom in enumerate(op.inputs):
+                    self.read(atom, None, (), op.role, op.count, unreduced=self.partials.reads_unreduced(op, i))
+                return
+            position, node = None, self.node(len(strategies), "operation", f"{op.module}/{op.primitive}")
+        self.nodes[node].members.append((op, strategies))
+        self.of_op[op.id] = (node, strategies)
+        for i, atom in enumerate(op.inputs):
+            if i != position:
+                layouts = self.lists.of_operand(strategies, i)
+                self.read(atom, node, layouts, op.role, op.count, unreduced=self.partials.reads_unreduced(op, i))
+        for i, value in enumerate(op.outputs):
+            layouts = self.lists.of_result(strategies, i)
+            partial = any_partial(layouts)
+            if len(self.every_layout(value)) == 1 and not partial:
+                continue
+            self.unreduced[value] = self.reduced[value] = LayoutSite(node, layouts)
+            self.order[value] = len(self.order)
+            if partial:
+                self.place(value, f"{op.module}/{op.primitive} placed", op.count)
+
+    def arrive(self, value: int) -> None:
+        """A value comes in one layout and is then laid as its readers want it, once for all of them."""
+        layouts = self.one((self.arrivals[value],))
+        self.unreduced[value] = LayoutSite(self.node(1, "wire", "received", layouts), layouts)
+        self.order[value] = len(self.order)
+        self.place(value, "received, placed", float(self.graph.num_microbatches))
+
+    def place(self, value: int, name: str, count: float) -> None:
+        """Gives a value that may be partial a second home, where it is whole."""
+        layouts = self.every_layout(value)
+        self.reduced[value] = LayoutSite(self.node(len(layouts), "placement", name, layouts), layouts)
+        self.placements[value] = Reshard(
+            value=value, source=self.unreduced[value], target=self.reduced[value], count=count
+        )
+
+    def signature(self, op: Op) -> Signature:
+        assert op.rule is not None, "equations have rules"
+        sums = any(f.kind is FactorKind.SUM for f in op.rule.factors)
+        members = self.partials.unreduced_operands(op)
+        passes = any(self.may_be_partial(op.inputs[i]) for i in members)
+        return Signature(
+            rule=op.rule,
+            operand_shapes=tuple(self.shape(a) for a in op.inputs),
+            result_shapes=tuple(self.graph.values[v].shape for v in op.outputs),
+            sums_partially=sums and sums_locally(op.eqn) and is_summing_type(op.eqn),
+            linear=(members,) if passes else (),
+        )
+
+    def may_be_partial(self, atom: Atom) -> bool:
+        return isinstance(atom, int) and atom in self.unreduced and any_partial(self.unreduced[atom].layouts)
+
+    def shape(self, atom: Atom) -> tuple[int, ...]:
+        return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
+
+    def leader(self, op: Op, signature: Signature) -> tuple[int, int, tuple[Strategy, ...]] | None:
+        """The operand that an operation follows: its state in an update, else the one produced last."""
+        result_shapes = {self.graph.values[v].shape for v in op.outputs}
+        homes: dict[int, LayoutSite] = {}
+        for i, atom in enumerate(op.inputs):
+            if isinstance(atom, int) and atom in self.reduced:
+                homes[i] = self.unreduced[atom] if self.partials.reads_unreduced(op, i) else self.reduced[atom]
+
+        def preference(i: int) -> tuple[bool, bool, int]:
+            atom = op.inputs[i]
+            assert isinstance(atom, int), "only values have homes"
+            is_state = op.role is Role.UPDATE and homes[i].node in self.state_nodes
+            return is_state, self.shape(atom) in result_shapes, self.order[atom]
+
+        for i in sorted(homes, key=preference, reverse=True):
+            strategies = self.following(op, signature, i, homes[i].layouts)
+            if strategies is not None:
+                atom = op.inputs[i]
+                if isinstance(atom, int) and not self.partials.reads_unreduced(op, i):
+                    self.followed.add(atom)
+                return i, homes[i].node, strategies
+        return None
+
+    # Loops and branches
+
+    def boundary(self, outer: Atom, inner: int, name: str, role: Role, count: float, *, dropped: int = 0) -> None:
+        """A value enters a loop: it gets a node inside, and an edge from outside that is paid once."""
+        node = self.layout_node(inner, "boundary", name)
+        layouts: Layouts = ()
+        if node is not None:
+            layouts = self.one(tuple(Layout(((),) * dropped + at.dims) for at in self.reduced[inner].layouts))
+        self.read(outer, node, layouts, role, count)
+
+    def scan(self, op: Op) -> None:
+        (body,) = op.blocks
+        k, c = op.num_consts, op.num_carry
+        inner_count = op.count * op.trips
+        name = op.module or "scan"
+        for outer, inner in zip(op.inputs[:k], body.inputs[:k], strict=True):
+            self.boundary(outer, inner, f"{name} constant", op.role, op.count)
+        self.carried(op, op.inputs[k : k + c], body.inputs[k : k + c], name)
+        for outer, inner in zip(op.inputs[k + c :], body.inputs[k + c :], strict=True):
+            self.boundary(outer, inner, f"{name} slice", op.role, op.count, dropped=1)
+        self.block(body)
+        self.close_loop(op, body.outputs[:c], body.inputs[k : k + c], inner_count)
+        for piece, stack in zip(body.outputs[c:], op.outputs[c:], strict=True):
+            self.stacked(piece, stack, f"{name} stacked", op.role, inner_count, op.count)
+
+    def carried(self, op: Op, outers: Sequence[Atom], inners: Sequence[int], name: str) -> None:
+        for outer, inner in zip(outers, inners, strict=True):
+            accumulates = inner in self.partials.kept
+            self.layout_node(inner, "boundary", f"{name} carried", partial_too=accumulates)
+            if inner in self.unreduced and accumulates:
+                self.place(inner, f"{name} carried, placed", op.count * op.trips)
+            self.read_into(outer, self.unreduced.get(inner), op.role, op.count)
+
+    def close_loop(self, op: Op, after: Sequence[Atom], inners: Sequence[int], count: float) -> None:
+        """The carried value at the end of the body, and behind the loop, lies as at the start of it."""
+        for atom, inner, result in zip(after, inners, op.outputs, strict=False):
+            home = self.unreduced.get(inner)
+            self.read_into(atom, home, op.role, count, unreduced=inner in self.partials.kept)
+            if home is not None:
+                self.unreduced[result] = self.reduced[result] = home
+                self.order[result] = len(self.order)
+                if any_partial(home.layouts):
+                    self.place(result, f"{self.nodes[home.node].name} result", op.count)
+
+    def stacked(self, inner: Atom, outer: int, name: str, role: Role, count: float, outer_count: float) -> None:
+        """A scan's output: each iteration's slice lies as the stacked array does, partial where that may be."""
+        partial_too = outer in self.partials.kept
+        every = self.every_partial_layout(outer) if partial_too else self.every_layout(outer)
+        layouts = self.one(tuple(layout for layout in every if not layout.dims[0]))
+        node = None
+        if len(layouts) > 1:
+            node = self.node(len(layouts), "boundary", name, layouts)
+            self.unreduced[outer] = self.reduced[outer] = LayoutSite(node, layouts)
+            self.order[outer] = len(self.order)
+        slices = self.one(tuple(Layout(layout.dims[1:], layout.partial) for layout in layouts))
+        self.read(inner, node, slices, role, count, unreduced=partial_too)
+        if any_partial(layouts):
+            self.place(outer, f"{name}, placed", outer_count)
+
+    def while_loop(self, op: Op) -> None:
+        condition, body = op.blocks
+        k, n = op.num_condition_consts, op.num_consts
+        name = op.module or "while"
+        for outer, inner in zip(op.inputs[:k], condition.inputs[:k], strict=True):
+            self.boundary(outer, inner, f"{name} constant", op.role, op.count)
+        for outer, inner in zip(op.inputs[k:n], body.inputs[: n - k], strict=True):
+            self.boundary(outer, inner, f"{name} constant", op.role, op.count)
+        carried = body.inputs[n - k :]
+        self.carried(op, op.inputs[n:], carried, name)
+        for inner, inner_of_condition in zip(carried, condition.inputs[k:], strict=True):
+            self.alias(inner, inner_of_condition)
+        self.block(condition)
+        self.read_whole(condition.outputs, op)
+        self.block(body)
+        self.close_loop(op, body.outputs, carried, op.count)
+
+    def branches(self, op: Op) -> None:
+        self.read_whole(op.inputs[:1], op)
+        for block in op.blocks:
+            for outer, inner in zip(op.inputs[1:], block.inputs, strict=True):
+                self.alias(outer, inner)
+            self.block(block)
+        for i, result in enumerate(op.outputs):
+            self.layout_node(result, "boundary", f"{op.module or 'cond'} result")
+            for block in op.blocks:
+                self.read_into(block.outputs[i], self.reduced.get(result), op.role, op.count)
+
+    def read_whole(self, atoms: Sequence[Atom], op: Op) -> None:
+        """A predicate, needed by every device."""
+        for atom in atoms:
+            self.read(atom, None, (), op.role, op.count)
+
+    # Edges
+
+    def read(
+        self, atom: Atom, node: int | None, layouts: Layouts, role: Role, count: float, *, unreduced: bool = False
+    ) -> None:
+        """Notes that a node reads a value in one layout for each of its strategies; None reads it replicated."""
+        if not isinstance(atom, int) or atom not in self.unreduced:
+            return
+        if node is None:
+            if self.whole is None:
+                self.whole = self.node(1, "whole", "replicated")
+            node, layouts = self.whole, self.one((replicated(len(self.graph.values[atom].shape)),))
+        source = self.unreduced[atom] if unreduced else self.reduced[atom]
+        if not unreduced:
+            self.followed.add(atom)
+        self.reads.append(Read(value=atom, source=source, target=LayoutSite(node, layouts), role=role, count=count))
+
+    def read_into(
+        self, atom: Atom, home: LayoutSite | None, role: Role, count: float, *, unreduced: bool = False
+    ) -> None:
+        """Reads a value into the layouts of another home, replicated where there is none."""
+        node, layouts = (None, ()) if home is None else (home.node, home.layouts)
+        self.read(atom, node, layouts, role, count, unreduced=unreduced)
+
+    def copy(self, value: int, readers: str, source: LayoutSite, count: float) -> Reshard:
+        """A node for a copy of a value, and the edge that fills it. `count` is how often the readers read it."""
+        # A copy for all of what no micro-batch changes is made once, before the first one, and kept.
+        if readers == ALL and value in self.once:
+            count /= self.graph.num_microbatches
+        layouts = self.every_layout(value)
+        name = f"{self.nodes[source.node].name} read by {readers}"
+        site = LayoutSite(self.node(len(layouts), "copy", name, layouts), layouts)
+        self.copies[value, readers] = site
+        return Reshard(value=value, source=source, target=site, count=count)

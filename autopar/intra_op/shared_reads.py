@@ -1,0 +1,56 @@
+"""Edges of the integer program from reads of values, through copies where several nodes read one value.
+
+A gather that several readers share is paid once: they read a copy, one for the readers of each role, and one for all
+roles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from autopar.intra_op.choice_graph import LayoutSite, Reshard, any_partial
+from autopar.ir.graph import Role
+from autopar.ir.value_state import ALL
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """`target` reads a value that lies at `source`; counted `count` times a step."""
+
+    value: int
+    source: LayoutSite
+    target: LayoutSite
+    role: Role
+    count: float
+
+
+def shared_reads(reads: Sequence[Read], new_copy: Callable[[int, str, LayoutSite, float], Reshard]) -> list[Reshard]:
+    """The edges of the reads. `new_copy(value, readers, source, count)` makes a copy and the edge that fills it."""
+    reshards: list[Reshard] = []
+    groups: dict[tuple[int, LayoutSite], dict[Role, dict[LayoutSite, float]]] = {}
+    for read in reads:
+        targets = groups.setdefault((read.value, read.source), {}).setdefault(read.role, {})
+        targets[read.target] = max(targets.get(read.target, 0.0), read.count)
+
+    def copied(value: int, readers: str, source: LayoutSite, counts: dict[LayoutSite, float]) -> LayoutSite:
+        """Where readers read a value: a copy if there are several, else its source."""
+        if len(counts) < 2 or len(source.layouts) == 1 or any_partial(source.layouts):
+            return source
+        reshards.append(new_copy(value, readers, source, max(counts.values())))
+        return reshards[-1].target
+
+    for (value, source), by_role in groups.items():
+        outside = {
+            role: {t: n for t, n in targets.items() if t.node != source.node} for role, targets in by_role.items()
+        }
+        num_roles = sum(bool(targets) for targets in outside.values())
+        common = source
+        if num_roles > 1:
+            common = copied(value, ALL, source, {t: n for targets in outside.values() for t, n in targets.items()})
+        for role, targets in by_role.items():
+            shared = copied(value, role.value, common, outside[role])
+            for target, count in targets.items():
+                at = shared if target in outside[role] else source
+                reshards.append(Reshard(value=value, source=at, target=target, count=count))
+    return reshards
