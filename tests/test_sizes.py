@@ -14,13 +14,8 @@ _NUMBA = "compiled by numba, which takes arrays and no dataclasses"
 _OPEN = "to be split"
 
 LONG_MODULES = {
-    "autopar/attention/match.py": _OPEN,
-    "autopar/attention/symbolic.py": _OPEN,
     "autopar/compiler/write_record.py": _OPEN,
     "autopar/inter_op/stage_costs.py": _OPEN,
-    "autopar/intra_op/choice_graph.py": _OPEN,
-    "autopar/sharding/semantics.py": _OPEN,
-    "solver/anytime/local_search.py": _OPEN,
 }
 LONG_FUNCTIONS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
@@ -29,7 +24,6 @@ LONG_FUNCTIONS = {
     "autopar/cost/xla_fusion.py:_written": _OPEN,
     "autopar/inter_op/build_stages.py:build": _OPEN,
     "autopar/inter_op/tasks.py:stage_tasks": _OPEN,
-    "autopar/intra_op/ilp.py:_build": _OPEN,
     "autopar/recipes.py:combine": "the public face: each option with its text",
     "runtime/pipeline/schedule.py:place": _OPEN,
     "solver/anytime/local_search.py:grow": _NUMBA,
@@ -46,7 +40,6 @@ MANY_PARAMETERS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
     "autopar/attention/ring.py:backward": _OPEN,
     "autopar/hardware/presets.py:_gpu": _OPEN,
-    "autopar/intra_op/ilp.py:__init__": _OPEN,
     "autopar/recipes.py:combine": "the public face: each option with its text",
     "solver/anytime/anytime.py:improve": _OPEN,
     "solver/anytime/local_search.py:charge": _NUMBA,

@@ -7,27 +7,17 @@ dimension that is split or joined (reshape) is followed in its parts.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import enum
-import functools
 import itertools
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
-from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by, walk
+from autopar.ir.graph import Dimension, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by
 from autopar.ir.primitives import MATRIX_PRODUCTS
+from autopar.sharding.follow_dimensions import DimensionOf, FollowedNames, Parts, links, pairs
 
-# What is followed: what dimensions count (`Dimension`), or which side of a matrix they are (`Side`).
-Name = TypeVar("Name", bound=enum.Enum)
-# A dimension in parts, major first: the size of each and its names.
-Parts = tuple[tuple[int, frozenset[Name]], ...]
-
-_UNKNOWN: frozenset[Any] = frozenset()
 # Values that are or belong to weights, without examples.
 _OF_WEIGHTS = frozenset(Purpose) - {Purpose.BATCH, Purpose.ACTIVATION}
 # Operations between whole dimensions and pieces of them.
@@ -44,7 +34,7 @@ def annotate_semantics(graph: OpGraph) -> OpGraph:
     with positions keeps apart beside the examples; they are widths like others until then. The sides of matrices are
     followed through weights only: their copies, gradients, and the optimiser's state.
     """
-    followed: _Followed[Dimension] = _Followed(graph)
+    followed: FollowedNames[Dimension] = FollowedNames(graph)
     for position in graph.batch:
         value = graph.values[graph.block.inputs[position]]
         whole_numbers = not np.issubdtype(np.dtype(value.dtype), np.inexact)
@@ -74,167 +64,6 @@ def annotate_semantics(graph: OpGraph) -> OpGraph:
     return dataclasses.replace(graph, values=tuple(dataclasses.replace(v, sides=sides.names(v)) for v in values))
 
 
-# A dimension of a value.
-_At = tuple[int, int]
-
-
-class _Followed(Generic[Name]):
-    """The parts of every dimension, as far as they are known; of some values only, where those are given."""
-
-    def __init__(self, graph: OpGraph, within: Collection[int] | None = None) -> None:
-        self.graph, self.within = graph, within
-        self.parts: dict[_At, Parts[Name]] = {}
-        self.waiting: collections.deque[int] = collections.deque()  # values whose news have not gone round
-        self.of_value: dict[int, list[Callable[[], None]]] = {}
-        for op in walk(graph.block):
-            if op.rule is not None:
-                self.watch_op(op)
-        for outer, inner, dropped in _links(graph.block):
-            for value in (outer, inner):
-                self.of_value.setdefault(value, []).append(functools.partial(self.alike, outer, inner, dropped))
-        for one, other in _scanned(graph.block):
-            for value in (one, other):
-                self.of_value.setdefault(value, []).append(functools.partial(self.scanned_alike, one, other))
-
-    def watch_op(self, op: Op) -> None:
-        assert op.rule is not None
-        factored = op.rule.factored_dims((*op.inputs, *op.outputs))
-        places = [(atom, d, factors) for atom, d, factors in factored if isinstance(atom, int)]
-        through = functools.partial(self.through, places, [f.size for f in op.rule.factors])
-        for value in {value for value, _, _ in places}:
-            self.of_value.setdefault(value, []).append(through)
-
-    def of(self, value: int, d: int) -> Parts[Name]:
-        return self.parts.get((value, d), ((self.graph.values[value].shape[d], _UNKNOWN),))
-
-    def name(self, value: int, d: int, what: Name) -> None:
-        self.put((value, d), ((self.graph.values[value].shape[d], frozenset({what})),))
-
-    def put(self, at: _At, parts: Parts[Name]) -> None:
-        if self.within is not None and at[0] not in self.within:
-            return
-        size = self.graph.values[at[0]].shape[at[1]]
-        if size == 1 or math.prod(n for n, _ in parts) != size or all(not names for _, names in parts):
-            return
-        merged = _merged(self.of(*at), parts)
-        if merged != self.parts.get(at):
-            self.parts[at] = merged
-            self.waiting.append(at[0])
-
-    def names(self, value: Value) -> tuple[frozenset[Name], ...]:
-        return tuple(frozenset().union(*(names for _, names in self.of(value.id, d))) for d in range(len(value.shape)))
-
-    def settle(self) -> None:
-        """Follows until nothing changes; names are only ever added, so that this ends."""
-        while self.waiting:
-            for follow in self.of_value.get(self.waiting.popleft(), ()):
-                follow()
-
-    def alike(self, outer: int, inner: int, dropped: int) -> None:
-        """The inner value's dimensions are the outer one's, without the first `dropped`."""
-        for d in range(len(self.graph.values[inner].shape)):
-            if d + dropped < len(self.graph.values[outer].shape):
-                self.copy((outer, d + dropped), (inner, d))
-                self.copy((inner, d), (outer, d + dropped))
-
-    def scanned_alike(self, one: int, other: int) -> None:
-        """What a scan goes over counts the same in all of its slices and stacks."""
-        self.copy((one, 0), (other, 0))
-        self.copy((other, 0), (one, 0))
-
-    def copy(self, source: _At, target: _At) -> None:
-        """One dimension counts what the other does; where it counts a micro-batch's part of it, in one piece."""
-        parts, size = self.of(*source), self.graph.values[target[0]].shape[target[1]]
-        if math.prod(n for n, _ in parts) != size:
-            parts = ((size, frozenset().union(*(names for _, names in parts))),)
-        self.put(target, parts)
-
-    def through(self, places: Sequence[tuple[int, int, tuple[int, ...]]], sizes: Sequence[int]) -> None:
-        """What is known of a factor in one place is known of it in all."""
-        known: dict[int, Parts[Name]] = {}
-        for value, d, factors in places:
-            if (value, d) not in self.parts:
-                continue
-            for f, parts in zip(factors, _cut(self.of(value, d), [sizes[f] for f in factors]), strict=True):
-                known[f] = _merged(known[f], parts) if f in known else parts
-        for value, d, factors in places:
-            self.put((value, d), tuple(part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))))
-
-
-def _merged(a: Parts[Name], b: Parts[Name]) -> Parts[Name]:
-    """What both say; where they are cut differently, what the first says, if it says anything."""
-    if a == b:
-        return a
-    if [n for n, _ in a] == [n for n, _ in b]:
-        return tuple((n, x | y) for (n, x), (_, y) in zip(a, b, strict=True))
-    return a if any(names for _, names in a) else b
-
-
-def _cut(parts: Parts[Name], sizes: Sequence[int]) -> list[Parts[Name]]:
-    """The parts that make up each of the factors of these sizes, major first; a part may be cut evenly."""
-    rest = list(parts)
-    found: list[Parts[Name]] = []
-    for size in sizes:
-        mine: list[tuple[int, frozenset[Name]]] = []
-        left = size
-        while left > 1 and rest:
-            n, names = rest[0]
-            if left % n == 0:
-                mine.append(rest.pop(0))
-                left //= n
-            elif n % left == 0:
-                mine.append((left, names))
-                rest[0] = (n // left, names)
-                left = 1
-            else:
-                break
-        if left > 1:  # cut across: whatever is in there
-            across: frozenset[Name] = frozenset().union(*(names for _, names in [*mine, *rest]))
-            mine = [(size, across)]
-        found.append(tuple(mine) or ((size, _UNKNOWN),))
-    return found
-
-
-def _links(block: Block) -> Iterator[tuple[int, int, int]]:
-    """(value around, value inside, dimensions that it loses) of all loops, branches and marks."""
-    for op in block.ops:
-        for outer, inner, dropped in _pairs(op):
-            if isinstance(outer, int) and isinstance(inner, int):
-                yield outer, inner, dropped
-        for inside in op.blocks:
-            yield from _links(inside)
-
-
-def _scanned(block: Block) -> Iterator[tuple[int, int]]:
-    """Pairs of arrays that one scan takes slices of, or stacks."""
-    for op in walk(block):
-        if op.kind is OpKind.SCAN:
-            slices = [a for a in op.inputs[op.num_consts + op.num_carry :] if isinstance(a, int)]
-            yield from itertools.pairwise([*slices, *op.outputs[op.num_carry :]])
-
-
-def _pairs(op: Op) -> Iterator[tuple[Atom, Atom, int]]:
-    k, c = op.num_consts, op.num_carry
-    if op.kind in (OpKind.BARRIER, OpKind.SPLIT, OpKind.ACCUMULATE, OpKind.STACK):
-        yield from ((a, b, 0) for a, b in zip(op.inputs, op.outputs, strict=True))
-    elif op.kind is OpKind.SCAN:
-        (body,) = op.blocks
-        yield from ((a, b, int(i >= k + c)) for i, (a, b) in enumerate(zip(op.inputs, body.inputs, strict=True)))
-        yield from ((a, b, int(i >= c)) for i, (a, b) in enumerate(zip(op.outputs, body.outputs, strict=True)))
-        yield from ((a, b, 0) for a, b in zip(body.inputs[k : k + c], body.outputs, strict=False))
-    elif op.kind is OpKind.WHILE:
-        condition, body = op.blocks
-        of_condition = op.num_condition_consts
-        carried = op.inputs[op.num_consts :]
-        around = (*op.inputs[:of_condition], *carried, *op.inputs[of_condition:], *op.outputs)
-        inside = (*condition.inputs, *body.inputs, *body.outputs)
-        yield from ((a, b, 0) for a, b in zip(around, inside, strict=True))
-    elif op.kind is OpKind.COND:
-        for branch in op.blocks:
-            around, inside = (*op.inputs[1:], *op.outputs), (*branch.inputs, *branch.outputs)
-            yield from ((a, b, 0) for a, b in zip(around, inside, strict=True))
-
-
 def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:
     """All values that are computed of some."""
     found = set(sources)
@@ -242,7 +71,7 @@ def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:
     while len(found) > before:  # what a loop carries round needs another turn
         before = len(found)
         for op in graph.ops():
-            for a, b, _ in _pairs(op):
+            for a, b, _ in pairs(op):
                 if isinstance(a, int) and isinstance(b, int) and (a in found or (b in found and b not in op.outputs)):
                     found |= {b} if a in found else {a} if a in op.outputs else set()
             if not op.blocks and any(isinstance(a, int) and a in found for a in op.inputs):
@@ -251,7 +80,7 @@ def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:
 
 
 def _expert_dimensions(
-    graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]
+    graph: OpGraph, followed: FollowedNames[Dimension], dependent: set[int]
 ) -> Iterator[tuple[int, int]]:
     """Dimensions of weights that a product keeps apart and that are nothing else."""
     for op in graph.ops():
@@ -268,7 +97,9 @@ def _expert_dimensions(
                     yield atom, d
 
 
-def _heads(graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]) -> Iterator[tuple[_At, Parts]]:
+def _heads(
+    graph: OpGraph, followed: FollowedNames[Dimension], dependent: set[int]
+) -> Iterator[tuple[DimensionOf, Parts]]:
     """Dimensions that scores and what they weigh keep apart; the parts of them that count nothing else are heads."""
     for op in graph.ops():
         if op.primitive != "dot_general" or op.rule is None or not dependent.issuperset(read_by(op)):
@@ -285,12 +116,12 @@ def _heads(graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]) 
                 yield (op.outputs[0], d), tuple((n, names or frozenset({Dimension.HEAD})) for n, names in parts)
 
 
-def _has_positions(graph: OpGraph, followed: _Followed[Dimension], value: int) -> bool:
+def _has_positions(graph: OpGraph, followed: FollowedNames[Dimension], value: int) -> bool:
     dimensions = range(len(graph.values[value].shape))
     return any(Dimension.SEQUENCE in names for d in dimensions for _, names in followed.of(value, d))
 
 
-def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[int]) -> list[_At]:
+def _handed_on(graph: OpGraph, followed: FollowedNames[Dimension], dependent: set[int]) -> list[DimensionOf]:
     """Dimensions of the operands of products with weights that count what layers hand on.
 
     Dimensions that operations of the forward pass treat as one are one width, such as that of all that is added up in
@@ -306,9 +137,9 @@ def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[in
         return not any(names for _, names in followed.of(value, d))
 
     width = _widths(graph, forward, unnamed)
-    joined: dict[_At, set[_At]] = {}
-    first_read: dict[_At, int] = {}
-    last_made: dict[_At, int] = {}
+    joined: dict[DimensionOf, set[DimensionOf]] = {}
+    first_read: dict[DimensionOf, int] = {}
+    last_made: dict[DimensionOf, int] = {}
     for position, op in enumerate(forward):
         if op.primitive not in MATRIX_PRODUCTS:
             continue
@@ -324,8 +155,8 @@ def _handed_on(graph: OpGraph, followed: _Followed[Dimension], dependent: set[in
                     last_made[other] = position
                     joined.setdefault(one, set()).add(other)
                     joined.setdefault(other, set()).add(one)
-    found: set[_At] = set()
-    seen: set[_At] = set()
+    found: set[DimensionOf] = set()
+    seen: set[DimensionOf] = set()
     returning = [at for at, position in first_read.items() if last_made.get(at, position) > position]
     for first in (*returning, *first_read):
         if first not in seen:
@@ -340,14 +171,14 @@ def _widths(graph: OpGraph, forward: Sequence[Op], unnamed: Callable[[int, int],
     """Dimensions without a name, in sets of those that operations of the forward pass treat as one."""
     widths = DisjointSet()
 
-    def merge(one: _At, other: _At) -> None:
+    def merge(one: DimensionOf, other: DimensionOf) -> None:
         widths.add(one)
         widths.add(other)
         widths.merge(one, other)
 
     for op in forward:
         assert op.rule is not None
-        at_factor: dict[int, _At] = {}
+        at_factor: dict[int, DimensionOf] = {}
         for atom, d, factors in op.rule.factored_dims((*op.inputs, *op.outputs)):
             if isinstance(atom, int) and unnamed(atom, d):
                 for f in factors:
@@ -357,14 +188,14 @@ def _widths(graph: OpGraph, forward: Sequence[Op], unnamed: Callable[[int, int],
                 for d in range(len(graph.values[out].shape)):
                     if unnamed(v, d) and unnamed(out, d):
                         merge((v, d), (out, d))
-    for outer, inner, dropped in _links(graph.block):
+    for outer, inner, dropped in links(graph.block):
         for d in range(len(graph.values[inner].shape)):
             if d + dropped < len(graph.values[outer].shape) and unnamed(inner, d) and unnamed(outer, d + dropped):
                 merge((outer, d + dropped), (inner, d))
     return widths
 
 
-def _two_sides(first: _At, joined: Mapping[_At, set[_At]]) -> dict[_At, bool]:
+def _two_sides(first: DimensionOf, joined: Mapping[DimensionOf, set[DimensionOf]]) -> dict[DimensionOf, bool]:
     """Everything that hangs together with the first one, on its side (False) or on the other."""
     sides = {first: False}
     waiting = [first]
@@ -436,7 +267,7 @@ def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> se
         if isinstance(atom, int) and atom not in dependent and _has_columns(op, i, values[atom])
     }
     for op in reversed(list(graph.ops())):
-        for outer, inner, _ in _pairs(op):
+        for outer, inner, _ in pairs(op):
             if not isinstance(outer, int) or not isinstance(inner, int):
                 continue  # a literal: a loop's body may hand one out, or be handed one
             if inner in wanted and outer not in dependent:
@@ -446,11 +277,11 @@ def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> se
     return wanted
 
 
-def _followed_sides(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> _Followed[Side]:
+def _followed_sides(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> FollowedNames[Side]:
     """Which side of a matrix each dimension of weights is. A matrix that one product reads as it is and another
     transposed (an embedding that makes the logits too) may have dimensions that are both.
     """
-    sides: _Followed[Side] = _Followed(graph, {v.id for v in values if v.purpose in _OF_WEIGHTS})
+    sides: FollowedNames[Side] = FollowedNames(graph, {v.id for v in values if v.purpose in _OF_WEIGHTS})
     for op in graph.ops():
         if op.primitive not in MATRIX_PRODUCTS or op.role is not Role.FORWARD:
             continue
