@@ -172,22 +172,10 @@ def tree_cost(
 
 @njit(cache=True, nogil=True)
 def prepare(
-    first: np.ndarray,
-    cost: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
-    choice: np.ndarray,
-    size: int,
-    tree: np.ndarray,
-    stamp: np.ndarray,
-    at: np.ndarray,
-    own: np.ndarray,
-    kept: np.ndarray,
-) -> None:
+    first: np.ndarray, cost: np.ndarray, source: np.ndarray, target: np.ndarray, start: np.ndarray,
+    matrix: np.ndarray, near_first: np.ndarray, near: np.ndarray, choice: np.ndarray, size: int, tree: np.ndarray,
+    stamp: np.ndarray, at: np.ndarray, own: np.ndarray, kept: np.ndarray,
+) -> None:  # fmt: skip
     """Fill at, own (costs of the tree's nodes with their edges to the rest) and kept (their present choice)."""
     for k in range(size):
         stamp[tree[k]] = k
@@ -320,27 +308,11 @@ def total(size: int, at: np.ndarray, rate: np.ndarray, pick: np.ndarray) -> floa
 
 @njit(cache=True, nogil=True)
 def search(
-    first: np.ndarray,
-    cost: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
-    span_first: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    span_bytes: np.ndarray,
-    bytes_of: np.ndarray,
-    price: np.ndarray,
-    choice: np.ndarray,
-    left: np.ndarray,
-    seed: int,
-    moves: int,
-    largest: int,
-    pull: float,
-) -> None:
+    first: np.ndarray, cost: np.ndarray, source: np.ndarray, target: np.ndarray, start: np.ndarray,
+    matrix: np.ndarray, near_first: np.ndarray, near: np.ndarray, span_first: np.ndarray, low: np.ndarray,
+    high: np.ndarray, span_bytes: np.ndarray, bytes_of: np.ndarray, price: np.ndarray, choice: np.ndarray,
+    left: np.ndarray, seed: int, moves: int, largest: int, pull: float,
+) -> None:  # fmt: skip
     """Make `moves` tree moves from a choice; choice and left (bytes still free a row) are updated.
 
     price: (R,) cost a byte, the dual's; a move starts from `pull` times it and is kept when cost + pull * price *
