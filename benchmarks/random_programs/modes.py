@@ -265,7 +265,7 @@ class Bench:
             time_limit_s=TIME_LIMIT_S,
             **options,
         )
-        step._rules = self.rules
+        step._sources._rules = self.rules
         return step
 
     def _parallel(self, mode: Mode) -> list[Any]:
