@@ -33,7 +33,7 @@ from autopar.inter_op.search import pipeline_candidates, tables
 from autopar.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
 from autopar.inter_op.staged import StagedStep
 from autopar.passes.assign_stages import balanced
-from autopar.passes.split_scan import cut_scans
+from autopar.passes.split_scan import split_scans
 from autopar.plan.context import Rejection
 from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
@@ -164,7 +164,7 @@ def compare(name: str) -> Row:
     found, *_ = pipeline_candidates(planning_context(traced, cluster, request, rules, Progress("ours", show=False)))
     planning_s = time.perf_counter() - begun
     numbers = microbatch_numbers(traced, cluster, PlanRequest())
-    cuts = {m: cut_layers(cut_scans(traced, 1, rules), m, rules) for m in numbers}
+    cuts = {m: cut_layers(split_scans(traced, 1, rules), m, rules) for m in numbers}
     theirs, choice, m = alpas_plan(model, cluster, cuts)
     if isinstance(found, Rejection):
         raise SystemExit(f"{name}: {found.why}")

@@ -10,7 +10,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import ALL
 from autopar.lowering.decisions import ShardingPlan, SolverReport
 from autopar.lowering.lower import lower
-from autopar.passes.stage_graph import StageGraph, cut
+from autopar.passes.stage_graph import StageGraph, split_stages
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.resharding import MeshLinks
 
@@ -86,7 +86,7 @@ def two_stages(graph: OpGraph | None = None) -> list[StageGraph]:
     """Layer a on the first stage, layer b on the second."""
     graph = graph or two_layers()
     stage_of = {op.id: int(graph.values[op.outputs[0]].name in ON_B) for op in graph.block.ops}
-    return cut(graph, stage_of, {0: 0, 1: 1}, 2)
+    return split_stages(graph, stage_of, {0: 0, 1: 1}, 2)
 
 
 def lowered(stage: StageGraph, mesh_index: int, rows_split: Sequence[str] = ()) -> LoweredStage:

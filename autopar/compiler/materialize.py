@@ -39,7 +39,7 @@ from autopar.lowering.emit import Emitter
 from autopar.lowering.host_offload import with_host_copies
 from autopar.lowering.instructions import LoweredBlock
 from autopar.lowering.lower import lower
-from autopar.passes.split_scan import cut_scans
+from autopar.passes.split_scan import split_scans
 from autopar.plan.plan import Plan
 from autopar.sharding.rules import RuleBook
 
@@ -89,7 +89,7 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     assert made is not None, "a plan without a pipeline is one function"
     name, place, num_stages = traced.name, "$.plan.pipeline", len(made.stages)
     with at_place(name, f"{place}.scan_parts"):
-        step = cut_scans(traced, made.scan_parts, rules)
+        step = split_scans(traced, made.scan_parts, rules)
     with at_place(name, f"{place}.num_microbatches"):
         cut = cut_layers(step, made.num_microbatches, rules, hoist_casts=made.keeps_copies)
     layers = cut.layers

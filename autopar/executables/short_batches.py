@@ -29,7 +29,7 @@ from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.host_offload import with_host_copies
 from autopar.lowering.lower import lower
 from autopar.microbatch.smaller_step import example_leaves, num_examples
-from autopar.passes.split_scan import cut_scans
+from autopar.passes.split_scan import split_scans
 from autopar.passes.stage_graph import StageGraph
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PipelineRecord, PlanRecord
@@ -127,7 +127,7 @@ def _stages(
     Raises: what cutting into micro-batches and stages raises.
     """
     cut = cut_layers(
-        cut_scans(traced, made.scan_parts, rules), made.num_microbatches, rules, hoist_casts=made.keeps_copies
+        split_scans(traced, made.scan_parts, rules), made.num_microbatches, rules, hoist_casts=made.keeps_copies
     )
     schedule = schedule_of(made.schedule, len(made.stages), made.num_microbatches, made.chunks)
     if cut.layers.names != tuple(name for stage in made.stages for name in stage.layers):

@@ -17,7 +17,7 @@ from autopar.inter_op.staged import default_chunks, part_of
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.assign_stages import balanced
 from autopar.passes.remat_cheap import copies_state
-from autopar.passes.split_scan import cut_scans, one_part_a_group
+from autopar.passes.split_scan import one_part_a_group, split_scans
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import PlanRequest
 from autopar.sharding.constraints import Binding
@@ -62,7 +62,7 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
     chunks = request.chunks or default_chunks(name)
     num_stages = (request.num_stages or 1) * chunks
     with context.progress.pass_("micro-batches"):
-        step = cut_scans(traced, num_stages, rules)
+        step = split_scans(traced, num_stages, rules)
         if step.parts > 1 and chunks > 1:
             raise one_part_a_group(step, name, chunks)
         parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1

@@ -31,7 +31,7 @@ from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat_cheap import copies_state
-from autopar.passes.split_scan import SplitStep, cut_scans, divisors, one_part_a_group, trips_of
+from autopar.passes.split_scan import SplitStep, divisors, one_part_a_group, split_scans, trips_of
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.runtime.simulation.shared_cores import USED
 from autopar.solver import NoStages, StagePlan, StageProblem
@@ -87,7 +87,7 @@ class _Search:
     def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         """(what is found, best first, whether copies that are made anew may help)"""
         traced, cluster, rules = self.context.traced, self.context.cluster, self.context.rules
-        step = cut_scans(traced, finest(trips_of(traced, rules)), rules)
+        step = split_scans(traced, finest(trips_of(traced, rules)), rules)
         cuts = self.cuts(step)
         decided: dict[DecidedFor, Decisions] = {}
         posed = self.problems(step, cuts, decided)
@@ -98,7 +98,7 @@ class _Search:
         builder = PipelineEvaluator(
             self.context,
             cuts,
-            lambda cut, num_stages: self.cut(cut_scans(traced, num_stages, rules), cut.graph.num_microbatches),
+            lambda cut, num_stages: self.cut(split_scans(traced, num_stages, rules), cut.graph.num_microbatches),
         )
         within = 1.0 if is_long(traced) else NEAR_THE_BEST
         answers = builder.search(problems, of_problem, len(posed), within)

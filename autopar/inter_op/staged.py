@@ -26,7 +26,7 @@ from autopar.lowering.transfer_layouts import refined, wire_layouts
 from autopar.passes.assign_stages import assign
 from autopar.passes.layers import Layers, find_layers
 from autopar.passes.split_scan import SplitStep
-from autopar.passes.stage_graph import StageGraph, cut, split_backward
+from autopar.passes.stage_graph import StageGraph, split_backward, split_stages
 from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.merge_buffers import merged
 from autopar.runtime.pipeline.program import Program
@@ -119,7 +119,7 @@ def cut_stages(
     """The graph of each stage; stage q holds the layers from `first_layers[q]` up to the next stage's first."""
     assigned = assign(graph, layers, first_layers)
     state = assigned.graph.donated | {i for i, _ in assigned.graph.tied}
-    stages = cut(
+    stages = split_stages(
         assigned.graph,
         {op.id: stage for op, stage in zip(assigned.graph.block.ops, assigned.stages, strict=True)},
         {i: assigned.homes[i] for i in state},

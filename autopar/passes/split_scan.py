@@ -74,7 +74,7 @@ def scope_of(part: int, parts: int, trips: int) -> str:
     return f"layers[{part * size}:{(part + 1) * size}]"
 
 
-def cut_scans(traced: TracedStep, parts: int, rules: RuleBook) -> SplitStep:
+def split_scans(traced: TracedStep, parts: int, rules: RuleBook) -> SplitStep:
     """The step with the scan that holds most of its work, and all that is stacked as it is, in `parts` parts.
 
     Without such a scan the step comes back as it was. Raises: InvalidArgumentError when `parts` does not divide the
@@ -98,7 +98,7 @@ def cut_scans(traced: TracedStep, parts: int, rules: RuleBook) -> SplitStep:
 
 
 def trips_of(traced: TracedStep, rules: RuleBook) -> int:
-    """The trips of the scan that `cut_scans` would cut; 0 where there is none."""
+    """The trips of the scan that `split_scans` would split; 0 where there is none."""
     stacks = find_stacks(traced, rules)
     return stacks.trips if stacks is not None else 0
 

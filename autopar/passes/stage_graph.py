@@ -35,16 +35,18 @@ class StageGraph:
     arrival: dict[int, tuple[Section, int]]
 
 
-def cut(graph: OpGraph, stage_of: Mapping[int, int], homes: Mapping[int, int], num_stages: int) -> list[StageGraph]:
+def split_stages(
+    graph: OpGraph, stage_of: Mapping[int, int], homes: Mapping[int, int], num_stages: int
+) -> list[StageGraph]:
     """The graphs of all stages.
 
     `stage_of[op.id]` is the stage of each operation of the top block, `homes[position]` that of each input that is
     replaced by the step. Other inputs (batches, constants) are there on every stage that reads them.
     """
-    return _Cutter(graph, stage_of, homes, num_stages).run()
+    return _StageSplitter(graph, stage_of, homes, num_stages).run()
 
 
-class _Cutter:
+class _StageSplitter:
     def __init__(self, graph: OpGraph, stage_of: Mapping[int, int], homes: Mapping[int, int], num_stages: int) -> None:
         self.graph, self.stage_of, self.num_stages = graph, dict(stage_of), num_stages
         self.position = {v: i for i, v in enumerate(graph.block.inputs)}

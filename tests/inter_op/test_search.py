@@ -27,7 +27,7 @@ from autopar.inter_op.search_space import (
     submesh_sizes,
 )
 from autopar.intra_op import spmd_search
-from autopar.passes.split_scan import cut_scans
+from autopar.passes.split_scan import split_scans
 from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
 from tests.small_steps import chain_step
@@ -345,7 +345,7 @@ def test_small_micro_batches_are_not_for_stages_of_many_devices():
     """128 hosts, 64 layers: stages of 16 devices or more. Of four examples none is shared by more than 32."""
     on = Cluster.preset("dgx-a100-80g", hosts=128)
     traced = trace(chain_step, arguments(64, 8, 1024), names=("params", "batch"), donate=(0,), batch=(1,))
-    cut = cut_layers(cut_scans(traced, 1, RuleBook()), 256, RuleBook())
+    cut = cut_layers(split_scans(traced, 1, RuleBook()), 256, RuleBook())
     all_sizes = submesh_sizes(on, PlanRequest(), len(cut.layers))
     assert all_sizes == [16, 32, 64, 128, 256, 512, 1024]
     assert sizes_for(cut, on, PlanRequest(), is_largest=False) == [16, 32, 64, 128]

@@ -22,7 +22,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import UNREDUCED
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
-from autopar.passes.split_scan import cut_scans
+from autopar.passes.split_scan import split_scans
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.sharding.rules import RuleBook
 from autopar.solver import StageOption
@@ -50,7 +50,7 @@ def cut(num_microbatches, step=chain_step, matrix=MATRIX, batch=BATCH):
     arguments = ([matrix] * LAYERS, {"x": examples, "y": examples})
     rules = RuleBook()
     traced = trace(step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
-    return cut_layers(cut_scans(traced, 1, rules), num_microbatches, rules)
+    return cut_layers(split_scans(traced, 1, rules), num_microbatches, rules)
 
 
 def residual_step(params, batch):

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.inter_op.tasks import assemble_pipeline
 from autopar.ir.graph import OpKind
-from autopar.passes.stage_graph import cut
+from autopar.passes.stage_graph import split_stages
 from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.runtime.pipeline.standard_schedules import make_schedule
@@ -122,7 +122,7 @@ def test_a_result_that_arrives_late_is_laid_out_when_it_is_there():
 
     stage_of = {op.id: int(graph.values[op.outputs[0]].name in ON_B or op is update) for op in graph.block.ops}
     assert stage_of[square.id] == 0
-    stages = cut(graph, stage_of, {0: 0, 1: 1}, 2)
+    stages = split_stages(graph, stage_of, {0: 0, 1: 1}, 2)
     pipeline = assemble_pipeline(
         [lowered(stage, number, ("w_a",) if number == 0 else ()) for number, stage in enumerate(stages)]
     ).pipeline
@@ -147,7 +147,7 @@ def test_programs_are_proved(name, num_microbatches):
 def test_a_stage_alone_runs_forward_and_backward_passes_as_one_task():
     graph = two_layers()
 
-    (only,) = cut(graph, dict.fromkeys((op.id for op in graph.block.ops), 0), {0: 0, 1: 0}, 1)
+    (only,) = split_stages(graph, dict.fromkeys((op.id for op in graph.block.ops), 0), {0: 0, 1: 0}, 1)
     assert not [op for op in only.graph.block.ops if op.kind is OpKind.SEND]
     pipeline = assemble_pipeline([lowered(only, 0)]).pipeline
     assert rows(pipeline) == [

@@ -13,7 +13,7 @@ from autopar.intra_op.build_choice_graph import build_choice_graph
 from autopar.intra_op.slack import slacks_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.microbatch import micro_batched
-from autopar.passes.split_scan import cut_scans
+from autopar.passes.split_scan import split_scans
 from autopar.sharding.rules import RuleBook
 from tests.small_steps import chain_step
 
@@ -64,7 +64,7 @@ def test_nothing_hides_behind_another_section():
 
 def test_what_arrives_from_another_stage_is_there_when_its_section_begins():
     rules = RuleBook()
-    cut = cut_layers(cut_scans(traced(), 1, rules), 4, rules)
+    cut = cut_layers(split_scans(traced(), 1, rules), 4, rules)
     assert len(cut.layers) == 2
     mesh = LogicalMesh(axis_sizes=(4,))
     stages = cut_stages(cut.graph, cut.layers, (0, 1), False, 2)

@@ -21,7 +21,7 @@ from autopar.passes.assign_layers import assign_layers
 from autopar.passes.assign_stages import assign
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat import Recompute, rematerialise
-from autopar.passes.split_scan import LeafSlice, SplitStep, cut_scans
+from autopar.passes.split_scan import LeafSlice, SplitStep, split_scans
 from tests.sections import BOOK, evaluate, text
 from tests.sections import assert_same_numbers as assert_same_numbers_of_graphs
 from tests.small_steps import assert_close, slow_cluster
@@ -96,7 +96,7 @@ def whole_of(pieces, parts):
 def assert_same_numbers(step, state, parts=2, microbatches=(1, 2)) -> SplitStep:
     """Holds the step in parts, evaluated operation by operation, against the step under plain jit."""
     batch = make_batch()
-    cut = cut_scans(traced(step, state, batch), parts, BOOK)
+    cut = split_scans(traced(step, state, batch), parts, BOOK)
     expected = jax.tree.leaves(jax.jit(step)(state, batch))
     args = [jnp.asarray(x) for x in parts_of(cut.arguments, jax.tree.leaves((state, batch)))]
     for m in microbatches:
@@ -120,7 +120,7 @@ def test_scans_and_updates_come_in_parts():
         x, _ = jax.lax.scan(lambda x, w: (x @ w, None), batch["x"], params["w"])
         return jnp.sum(x)
 
-    cut = cut_scans(traced(plain_step(loss), {"params": {"w": jnp.ones((L, WIDTH, WIDTH))}}), 2, BOOK)
+    cut = split_scans(traced(plain_step(loss), {"params": {"w": jnp.ones((L, WIDTH, WIDTH))}}), 2, BOOK)
     first, second = "state['params']['w'].layers[0:2]", "state['params']['w'].layers[2:4]"
     assert text(cut_layers(cut, 1, BOOK).graph) == textwrap.dedent(f"""\
         before: %0 = split_batch batch['x']
@@ -141,7 +141,7 @@ def test_scans_and_updates_come_in_parts():
 
 
 def test_arguments_and_results_are_pieces():
-    cut = cut_scans(traced(plain_step(), make_state()), 2, BOOK)
+    cut = split_scans(traced(plain_step(), make_state()), 2, BOOK)
     assert cut.arguments == (
         LeafSlice(0),
         LeafSlice(1, 0, 2),
@@ -160,13 +160,13 @@ def test_arguments_and_results_are_pieces():
 
 def test_nothing_is_joined_where_each_part_will_do():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    cut = cut_scans(traced(optax_step(tx), make_state(tx)), 4, BOOK)
+    cut = split_scans(traced(optax_step(tx), make_state(tx)), 4, BOOK)
     assert primitives(cut).count("scan") == 2 * 4
     assert not {"concatenate", "slice"} & set(primitives(cut))
 
 
 def test_each_part_is_a_layer_of_its_own():
-    cut = cut_layers(cut_scans(traced(plain_step(), make_state()), 4, BOOK), 2, BOOK)
+    cut = cut_layers(split_scans(traced(plain_step(), make_state()), 4, BOOK), 2, BOOK)
     assert [name for name in cut.layers.names if "[" in name] == list(cut.step.scopes)
     firsts = layers_of_pieces(cut)
     assert [cut.layers.names[i] for i in firsts[1:]] == list(cut.step.scopes[1:])
@@ -174,7 +174,7 @@ def test_each_part_is_a_layer_of_its_own():
 
 @pytest.mark.parametrize("policy", Recompute)
 def test_parts_are_recomputed_and_assigned_to_stages(policy):
-    cut = cut_layers(cut_scans(traced(plain_step(), make_state()), 2, BOOK), 2, BOOK)
+    cut = cut_layers(split_scans(traced(plain_step(), make_state()), 2, BOOK), 2, BOOK)
     again = rematerialise(cut.graph, cut.layers, [policy] * len(cut.layers))
     staged = assign(again, cut.layers, layers_of_pieces(cut))
     pieces = [staged.homes[i] for i, piece in enumerate(cut.step.arguments) if piece.parts > 1]
@@ -267,7 +267,7 @@ def test_a_scan_over_time_is_left_alone():
         return jnp.mean(x**2)
 
     whole = traced(plain_step(loss), {"params": {"w": jnp.ones((WIDTH, WIDTH))}})
-    cut = cut_scans(whole, 2, BOOK)
+    cut = split_scans(whole, 2, BOOK)
     assert cut.traced is whole
     assert cut.parts == 1
 
@@ -279,17 +279,17 @@ def test_a_scan_beside_most_of_the_work_is_left_alone():
 
     state = make_state()
     state["params"] |= {"wide": jnp.ones(64), "square": jnp.ones((64, 64))}
-    assert cut_scans(traced(plain_step(loss), state), 2, BOOK).parts == 1
+    assert split_scans(traced(plain_step(loss), state), 2, BOOK).parts == 1
 
 
 def test_one_part_is_the_step_itself():
     whole = traced(plain_step(), make_state())
-    assert cut_scans(whole, 1, BOOK).traced is whole
+    assert split_scans(whole, 1, BOOK).traced is whole
 
 
 def test_parts_that_do_not_divide_the_layers_are_refused():
     with pytest.raises(InvalidArgumentError, match=r"divides its 4 layers, got 3(?s:.*)1, 2, 4"):
-        cut_scans(traced(plain_step(), make_state()), 3, BOOK)
+        split_scans(traced(plain_step(), make_state()), 3, BOOK)
 
 
 def test_several_stages_of_a_stack_on_one_group_of_devices_are_refused():
@@ -302,7 +302,7 @@ def test_several_stages_of_a_stack_on_one_group_of_devices_are_refused():
 
 
 def test_parts_that_stand_for_others_count_for_them():
-    cut = cut_layers(cut_scans(traced(plain_step(), make_state(layers=8)), 8, BOOK), 2, BOOK)
+    cut = cut_layers(split_scans(traced(plain_step(), make_state(layers=8)), 8, BOOK), 2, BOOK)
     assignment = assign_layers(cut.graph, cut.layers)
     smaller = fold_layers(cut.graph, assignment, len(cut.layers)).graph
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from autopar.ir.graph import Section
-from autopar.passes.stage_graph import cut, split_backward
+from autopar.passes.stage_graph import split_backward, split_stages
 from tests.hand_made import ON_B, two_layers, two_stages
 from tests.sections import text
 
@@ -79,7 +79,7 @@ def test_a_result_ends_on_the_stage_of_the_argument_it_replaces():
     graph = two_layers()
     (update,) = [op for op in graph.block.ops if graph.values[op.outputs[0]].name == "w_a'"]
     stage_of = {op.id: int(graph.values[op.outputs[0]].name in ON_B or op is update) for op in graph.block.ops}
-    first, second = cut(graph, stage_of, {0: 0, 1: 1}, 2)
+    first, second = split_stages(graph, stage_of, {0: 0, 1: 1}, 2)
     assert names(first, first.graph.block.outputs) == ["w_a'"]
     assert "w_a'" in names(first, first.graph.block.inputs)
     assert names(second, second.graph.block.outputs) == ["w_b'", "norm"]
@@ -88,7 +88,7 @@ def test_a_result_ends_on_the_stage_of_the_argument_it_replaces():
 
 def test_one_stage_sends_nothing():
     graph = two_layers()
-    (only,) = cut(graph, dict.fromkeys((op.id for op in graph.block.ops), 0), {0: 0, 1: 0}, 1)
+    (only,) = split_stages(graph, dict.fromkeys((op.id for op in graph.block.ops), 0), {0: 0, 1: 0}, 1)
     assert (only.sends, only.received, only.results) == ({}, (), (0, 1, 2))
     assert [op.primitive for op in only.graph.block.ops] == [op.primitive for op in graph.block.ops]
 
