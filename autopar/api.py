@@ -1,4 +1,4 @@
-"""The public face: the decorator, and planning for hardware that need not be here."""
+"""The public API: the decorator, and planning for absent hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One operation in place of each pass of attention that a block's reader has found (`autopar.attention.match`)."""
+"""Replaces each pass of attention that a reader of a block has found (`autopar.attention.match`) by one operation."""
 
 from __future__ import annotations
 

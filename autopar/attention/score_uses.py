@@ -1,4 +1,4 @@
-"""What is known of values that scores of attention went into, and what they are multiplied with."""
+"""The uses of scores of attention: values computed from them, and their other factors."""
 
 from __future__ import annotations
 

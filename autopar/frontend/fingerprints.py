@@ -1,4 +1,4 @@
-"""Fingerprints of traced functions: hashes of what is computed, the same in every process and for every trace of it.
+"""Fingerprints of traced functions: hashes of the computation, equal in every process and for every trace.
 
 Jaxprs are compared by structure. What is printed of their parameters may hold addresses (functions, objects without a
 text of their own) and differ each time. Weak types are no part of it: they decide which operations are traced, and do

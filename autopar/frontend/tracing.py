@@ -1,4 +1,4 @@
-"""From a Python function to a traced step: the jaxpr, its trees, and which leaves are state, batch and constants."""
+"""From a Python function to a `TracedStep`: the jaxpr, its trees, and which leaves are state, batch and constants."""
 
 from __future__ import annotations
 

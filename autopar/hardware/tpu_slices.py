@@ -1,4 +1,4 @@
-"""The shapes in which TPU slices are offered.
+"""The shapes of TPU slices on offer.
 
 Source: Google Cloud's pages on TPU v5e, v6e and v5p, and on TPU types and topologies (v4). Of two axes they list all;
 of three, parts of a cube of 4x4x4 and whole cubes, AxBxC with A <= B <= C, the largest of them 16x16x24 (v5p, 6144

@@ -1,4 +1,4 @@
-"""What memory costs in the integer program: the values that can fill it, and a price on each of their bytes."""
+"""Memory in the integer program: the values that can fill it, and a price on each of their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shardings in the structure of a user's tree, for the public face only: inside, everything is lists of leaves.
+"""Shardings in the structure of a user's tree, for the public API only: inside, everything is lists of leaves.
 
 The constructor of a user's node runs whenever a tree is put together. One that computes on what it holds, or checks it,
 takes arrays and tracers but no shardings.

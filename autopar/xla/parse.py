@@ -1,4 +1,4 @@
-"""The text of an optimised XLA program: computations, instructions, shapes and replica groups.
+"""A parser for the text of an optimised XLA program: computations, instructions, shapes and replica groups.
 
 Reads what `compiled.as_text()` writes on CPU, GPU and TPU. Only what is asked of an instruction is parsed: a line is
 split into name, shape, operation and rest, and the rest when it is looked at.
