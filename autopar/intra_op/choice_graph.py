@@ -1,4 +1,4 @@
-"""From the graph to the nodes and edges of the ILP.
+"""`ChoiceGraph`: the nodes and edges of the integer program, before costs.
 
 A node is one choice. Operations that multiply, sum or otherwise have a choice of their own are a node each; elementwise
 and layout operations follow one of their operands and share its node. Three more kinds of node choose a layout only:
