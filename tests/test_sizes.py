@@ -15,14 +15,12 @@ _OPEN = "to be split"
 
 LONG_MODULES = {
     "autopar/compiler/write_record.py": _OPEN,
-    "autopar/inter_op/stage_costs.py": _OPEN,
 }
 LONG_FUNCTIONS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
     "autopar/attention/match.py:_joined_scans": _OPEN,
     "autopar/cost/xla_fusion.py:_block": _OPEN,
     "autopar/cost/xla_fusion.py:_written": _OPEN,
-    "autopar/inter_op/build_stages.py:build": _OPEN,
     "autopar/inter_op/tasks.py:stage_tasks": _OPEN,
     "autopar/recipes.py:combine": "the public face: each option with its text",
     "runtime/pipeline/schedule.py:place": _OPEN,

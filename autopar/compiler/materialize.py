@@ -21,15 +21,12 @@ from autopar.cost.cost_model import cost_model
 from autopar.errors import PlanMismatchError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.callbacks import any_callbacks
-from autopar.inter_op.build_stages import cut_layers, recomputed
+from autopar.inter_op.build_stages import cut_layers, stage_graphs
 from autopar.inter_op.staged import (
     StagedStep,
     Submesh,
-    check_directions,
-    cut_stages,
     model_of,
     planned_stage,
-    schedule_of,
     stage_program,
 )
 from autopar.ir.graph import OpGraph
@@ -87,20 +84,18 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     traced = dataclasses.replace(traced, blockwise_attention=plan.record.blockwise_attention)
     made = plan.record.pipeline
     assert made is not None, "a plan without a pipeline is one function"
-    name, place, num_stages = traced.name, "$.plan.pipeline", len(made.stages)
+    name, place = traced.name, "$.plan.pipeline"
     with at_place(name, f"{place}.scan_parts"):
         step = split_scans(traced, made.scan_parts, rules)
     with at_place(name, f"{place}.num_microbatches"):
         cut = cut_layers(step, made.num_microbatches, rules, hoist_casts=made.keeps_copies)
     layers = cut.layers
     check_layers(made, layers.names, name)
-    graph = recomputed(cut, made.recomputed)
-    with at_place(name, f"{place}.schedule"):
-        schedule = schedule_of(made.schedule, num_stages, made.num_microbatches, made.chunks)
-        check_directions(graph, schedule)
-    check_groups(made, schedule.mesh_of_stage, name)
     first_layers = [s.first_layer for s in made.stages]
-    stages = cut_stages(graph, layers, first_layers, schedule.splits_backward, num_stages)
+    with at_place(name, f"{place}.schedule"):
+        graphs = stage_graphs(cut, made.recomputed, first_layers, made.schedule, made.chunks)
+    graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
+    check_groups(made, schedule.mesh_of_stage, name)
     submeshes = [Submesh(first_device=s.first_device, mesh=LogicalMesh(axis_sizes=s.axis_sizes)) for s in made.stages]
     with at_place(name, f"{place}.stages"):
         models = [model_of(plan.cluster, s.mesh) for s in submeshes]

@@ -11,7 +11,7 @@ from autopar.cost.cost_model import CostModel
 from autopar.errors import UnsupportedError
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.isomorphism import canonical_graph, carried_over
-from autopar.inter_op.stage_costs import lowest_price
+from autopar.inter_op.layer_decisions import lowest_price
 from autopar.inter_op.staged import (
     PlannedStage,
     StagedStep,
@@ -127,6 +127,31 @@ def recomputed(cut: MicrobatchedStep, policies: Sequence[str]) -> OpGraph:
     if all(p == "nothing" for p in policies):
         return cut.graph
     return rematerialise(cut.graph, cut.layers, [Recompute(p) for p in policies])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageGraphs:
+    """A step in stages, before anything of them is decided: the graph of the whole step, its schedule, and the graph of
+    each stage.
+    """
+
+    graph: OpGraph
+    schedule: PipelineSchedule
+    stages: Sequence[StageGraph]
+
+
+def stage_graphs(
+    cut: MicrobatchedStep, policies: Sequence[str], first_layers: Sequence[int], schedule: str, chunks: int
+) -> StageGraphs:
+    """The graphs that decisions are about: for a search, and for a plan that is made into a program.
+
+    Raises: InvalidArgumentError for a schedule that cannot run the step.
+    """
+    graph, num_stages = recomputed(cut, policies), len(first_layers)
+    order = schedule_of(schedule, num_stages, graph.num_microbatches, chunks)
+    check_directions(graph, order)
+    stages = cut_stages(graph, cut.layers, first_layers, order.splits_backward, num_stages)
+    return StageGraphs(graph=graph, schedule=order, stages=stages)
 
 
 def place(group_meshes: Sequence[LogicalMesh], schedule: PipelineSchedule) -> list[Submesh]:
@@ -261,34 +286,17 @@ def build(
     Stages that do not fit into the memory are decided anew, leaner each time, a few times at most. Pins hold on the
     mesh of every stage.
     """
-    graph = recomputed(cut, choice.policies)
-    num_stages = len(choice.first_layers)
-    schedule = schedule_of(choice.schedule, num_stages, graph.num_microbatches, choice.chunks)
-    check_directions(graph, schedule)
-    stages = cut_stages(graph, cut.layers, choice.first_layers, schedule.splits_backward, num_stages)
+    made = stage_graphs(cut, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
+    graph, schedule, stages = made.graph, made.schedule, made.stages
     submeshes = place(choice.group_meshes, schedule)
     models = [model_of(cluster, s.mesh) for s in submeshes]
     pinned = pins.layouts(graph, cut.leaves) if pins is not None else {}
     meshes = [s.mesh for s in submeshes]
     decider = Decider(stages, models, meshes, time_limit_s, pieces_of(cut), constraints, pinned)
-    thought = choice.terms
-    # A recipe means the plan that its source describes, which does not count on what is hidden.
-    counts = [t.exposed_fraction for t in thought] or [
-        m.exposed_fraction if constraints is None else 1.0 for m in models
-    ]
-    prices, costs = [lowest_price(model) for model in models], TaskCosts()
-    for q, terms in enumerate(thought):
-        if choice.over_limit[q] or terms.in_flight:
-            prices[q] = terms.s_per_byte
-    in_flight = [t.in_flight for t in thought] or [0] * num_stages
+    terms, costs = _first_terms(choice, models, constraints), TaskCosts()
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
-        decisions = decider.decide(
-            [
-                ObjectiveWeights(s_per_byte=p, exposed_fraction=c, in_flight=n)
-                for p, c, n in zip(prices, counts, in_flight, strict=True)
-            ]
-        )
+        decisions = decider.decide(terms)
         if [n for n, _ in decisions] != [p.like for p in planned]:
             planned = [
                 planned[q]
@@ -305,14 +313,39 @@ def build(
             break
         for q in over:
             dear = FIRST_PRICE * planned[q].sharding.report.objective_s / limit_bytes
-            known = thought[q].s_per_byte if thought else dear
-            if prices[q] < known:
-                prices[q] = known
-            elif not in_flight[q]:
-                in_flight[q] = _rounded_up(schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks)
-            else:
-                prices[q] = max(dear, prices[q] * PRICE_RISE)
+            known = choice.terms[q].s_per_byte if choice.terms else dear
+            in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
+            terms[q] = _leaner(terms[q], known, dear, in_flight)
     return staged
+
+
+def _first_terms(
+    choice: StageChoice, models: Sequence[CostModel], constraints: Constraints | None
+) -> list[ObjectiveWeights]:
+    """The terms under which each stage is decided first: where bytes cost next to nothing, unless it is known that its
+    state alone does not fit so, or that what it saves has a price.
+
+    A recipe means the plan that its source describes, which does not count on what is hidden.
+    """
+    lowest = [lowest_price(model) for model in models]
+    if not choice.terms:
+        fractions = [model.exposed_fraction if constraints is None else 1.0 for model in models]
+        return [ObjectiveWeights(s_per_byte=p, exposed_fraction=f) for p, f in zip(lowest, fractions, strict=True)]
+    return [
+        terms if over_limit or terms.in_flight else dataclasses.replace(terms, s_per_byte=price)
+        for terms, over_limit, price in zip(choice.terms, choice.over_limit, lowest, strict=True)
+    ]
+
+
+def _leaner(terms: ObjectiveWeights, known: float, dear: float, in_flight: int) -> ObjectiveWeights:
+    """Terms under which a stage needs less memory: the price that is known to do, then that price on what is saved for
+    so many micro-batches too, then higher ones.
+    """
+    if terms.s_per_byte < known:
+        return dataclasses.replace(terms, s_per_byte=known)
+    if not terms.in_flight:
+        return dataclasses.replace(terms, in_flight=_rounded_up(in_flight))
+    return dataclasses.replace(terms, s_per_byte=max(dear, terms.s_per_byte * PRICE_RISE))
 
 
 def _rounded_up(n: int) -> int:

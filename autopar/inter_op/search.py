@@ -13,6 +13,7 @@ from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.evaluate import SOURCE, PipelineCandidate, PipelineEvaluator, retry_without_hoisted_casts
+from autopar.inter_op.layer_decisions import Decisions, layer_decisions
 from autopar.inter_op.search_space import (
     finest,
     is_long,
@@ -23,7 +24,7 @@ from autopar.inter_op.search_space import (
     stage_numbers,
     stages_told_apart,
 )
-from autopar.inter_op.stage_costs import Decisions, PricedOption, again_of, layer_decisions, stage_options, undominated
+from autopar.inter_op.stage_costs import PricedOption, again_of, stage_options, undominated
 from autopar.inter_op.staged import default_chunks, part_of
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh

@@ -13,8 +13,9 @@ from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op.build_stages import StageChoice, build, cut_layers
+from autopar.inter_op.layer_decisions import layer_decisions
 from autopar.inter_op.search import tables
-from autopar.inter_op.stage_costs import PricedOption, again_of, layer_decisions, stage_options, undominated
+from autopar.inter_op.stage_costs import PricedOption, again_of, stage_options, undominated
 from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, price_memory, saved_values
 from autopar.ir.graph import OpKind, Section
