@@ -234,7 +234,7 @@ def _solve_anytime(
     run: _Run, part: Problem, flat: Flat, offset: float | None, start: np.ndarray, bound: float
 ) -> Answer:
     """The anytime core, with the exact program on what its bound and its choices leave; bound: known before."""
-    from autopar.solver.anytime.anytime import improve
+    from autopar.solver.anytime.anytime import Limits, improve
     from autopar.solver.anytime.finish import Finish
 
     settings = run.settings
@@ -247,10 +247,8 @@ def _solve_anytime(
     best = improve(
         flat,
         start=start,
-        deadline=settings.deadline,
-        rounds=run.rounds,
         seed=settings.seed,
-        relative_gap=settings.relative_gap,
+        limits=Limits(deadline=settings.deadline, rounds=run.rounds, relative_gap=settings.relative_gap),
         report=report,
         settle=finish.settle if run.rounds is None or len(can_bind(flat)) else None,
         log=lambda line: run.log(f"{run.seconds():.1f} s: {line}"),

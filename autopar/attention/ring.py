@@ -134,16 +134,16 @@ def backward(
     form: AttentionForm,
     gradients: Gradients,
     places: Places,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    largest: Any,
-    total: Any,
+    operands: tuple[Any, Any, Any],
+    saved: tuple[Any, Any, Any],
     change: Any,
-    *arrays: Any,
+    arrays: Sequence[Any],
 ) -> tuple[Any, Any, Any]:
-    """The gradients of query, key and value, from that of the result (`change`)."""
+    """The gradients of query, key and value (`operands`), from that of the result (`change`).
+
+    `saved` of the forward pass are the result, the largest score of each row, and the sum of its exponentials.
+    """
+    (query, key, value), (out, largest, total) = operands, saved
     exact = _exact(query)
     here, count = places.index(form.position), places.size(form.position)
     # What came round in the forward pass comes round again, the other way, rather than being kept until now.
@@ -300,7 +300,8 @@ def run(form: AttentionForm, gradients: Gradients | None, places: Places, args: 
     """One pass on one device's part: forward, or with gradients backward."""
     if gradients is None:
         return forward(form, places, *args)
-    return backward(form, gradients, places, *args)
+    query, key, value, out, largest, total, change, *arrays = args
+    return backward(form, gradients, places, (query, key, value), (out, largest, total), change, arrays)
 
 
 FORWARD = jax_compat.primitive("attention", _here)

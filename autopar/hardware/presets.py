@@ -49,23 +49,39 @@ class _Products:
     fill_us: float = 0.0
 
 
-def _gpu(
-    name: str, *, half: float, single: float, double: float, eight_bit: float | None, memory_gb: float,
-    memory_gb_per_s: float, products: _Products, host: _HostLink, source: str, bfloat16: bool = True,
-    memory_efficiency: float | None = None,
-) -> DeviceKind:  # fmt: skip
-    """Rates in Tflop/s. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it."""
-    rates = [("float16", half), ("float32", single), ("float64", double)]
-    rates += [("bfloat16", half)] if bfloat16 else []
-    rates += [("float8", eight_bit), ("int8", eight_bit)] if eight_bit else []
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Peaks:
+    """Tflop/s by type. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it."""
+
+    half: float
+    single: float
+    double: float
+    eight_bit: float | None = None
+    bfloat16: bool = True
+
+    def by_dtype(self) -> tuple[tuple[str, float], ...]:
+        rates = [("float16", self.half), ("float32", self.single), ("float64", self.double)]
+        rates += [("bfloat16", self.half)] if self.bfloat16 else []
+        rates += [("float8", self.eight_bit), ("int8", self.eight_bit)] if self.eight_bit else []
+        return tuple((dtype, tera * _TERA) for dtype, tera in rates)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    gb: float
+    gb_per_s: float
+    efficiency: float | None = None
+
+
+def _gpu(name: str, peaks: _Peaks, memory: _Memory, products: _Products, host: _HostLink, source: str) -> DeviceKind:
     device = DeviceKind(
         name=name,
-        peak_flops=tuple((dtype, tera * _TERA) for dtype, tera in rates),
-        memory_bytes=int(memory_gb * _GIGA),
-        peak_memory_bytes_per_s=memory_gb_per_s * _GIGA,
+        peak_flops=peaks.by_dtype(),
+        memory_bytes=int(memory.gb * _GIGA),
+        peak_memory_bytes_per_s=memory.gb_per_s * _GIGA,
         launch_overhead_s=products.launch_us * _MICRO,
         flops_efficiency=products.single,
-        memory_efficiency=memory_efficiency or _GPU_MEMORY_EFFICIENCY,
+        memory_efficiency=memory.efficiency or _GPU_MEMORY_EFFICIENCY,
         dtype_efficiency=tuple(
             (dtype, products.half) for dtype in ("float16", "bfloat16") if products is not _UNMEASURED
         ),
@@ -112,24 +128,24 @@ _AMPERE_MEMORY_EFFICIENCY = 0.78
 
 
 def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
-    return _gpu(
-        name, half=312.0, single=156.0, double=19.5, eight_bit=None, memory_gb=memory_gb,
-        memory_gb_per_s=memory_gb_per_s, products=_AMPERE, host=_PCIE4, memory_efficiency=_AMPERE_MEMORY_EFFICIENCY,
-        source=source,
-    )  # fmt: skip
+    peaks = _Peaks(half=312.0, single=156.0, double=19.5)
+    memory = _Memory(gb=memory_gb, gb_per_s=memory_gb_per_s, efficiency=_AMPERE_MEMORY_EFFICIENCY)
+    return _gpu(name, peaks, memory, _AMPERE, _PCIE4, source)
 
 
 def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
-    return _gpu(
-        name, half=989.0, single=494.5, double=67.0, eight_bit=1979.0, memory_gb=memory_gb,
-        memory_gb_per_s=memory_gb_per_s, products=_H100_PRODUCTS, host=_PCIE5, source=source,
-    )  # fmt: skip
+    peaks = _Peaks(half=989.0, single=494.5, double=67.0, eight_bit=1979.0)
+    return _gpu(name, peaks, _Memory(gb=memory_gb, gb_per_s=memory_gb_per_s), _H100_PRODUCTS, _PCIE5, source)
 
 
 V100 = _gpu(
-    "V100-SXM2-16GB", half=125.0, single=15.7, double=7.8, eight_bit=None, memory_gb=16, memory_gb_per_s=900.0,
-    products=_UNMEASURED, host=_PCIE3, bfloat16=False, source="NVIDIA V100 data sheet",
-)  # fmt: skip
+    "V100-SXM2-16GB",
+    _Peaks(half=125.0, single=15.7, double=7.8, bfloat16=False),
+    _Memory(gb=16, gb_per_s=900.0),
+    _UNMEASURED,
+    _PCIE3,
+    source="NVIDIA V100 data sheet",
+)
 A100_40GB = _ampere(
     "A100-SXM4-40GB", memory_gb=40, memory_gb_per_s=1555.0, source="NVIDIA A100 data sheet; openxla a100_sxm_40"
 )
@@ -139,9 +155,13 @@ A100_80GB = _ampere(
 H100 = _hopper("H100-SXM5-80GB", memory_gb=80, memory_gb_per_s=3352.0, source="scaling-book gpus.md; openxla h100_sxm")
 H200 = _hopper("H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet; openxla h200")
 B200 = _gpu(
-    "B200", half=2250.0, single=1125.0, double=37.0, eight_bit=4500.0, memory_gb=180, memory_gb_per_s=7672.0,
-    products=_B200_PRODUCTS, host=_PCIE5, source="scaling-book gpus.md; openxla b200",
-)  # fmt: skip
+    "B200",
+    _Peaks(half=2250.0, single=1125.0, double=37.0, eight_bit=4500.0),
+    _Memory(gb=180, gb_per_s=7672.0),
+    _B200_PRODUCTS,
+    _PCIE5,
+    source="scaling-book gpus.md; openxla b200",
+)
 # The same beside a Grace processor.
 GH200, GB200 = _C2C_GH200.of(H200), _C2C_GB200.of(B200)
 TPU_V4 = _tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0)

@@ -134,49 +134,23 @@ def place(schedule: PipelineSchedule, times: Times | None = None) -> Placement:
         ScheduleError: The lists wait for each other in a circle, or for something that no list has.
     """
     times = times or Times()
-    last = schedule.num_stages - 1
-    mesh_of_stage = schedule.mesh_of_stage
-    merged = 0.0 if schedule.splits_backward else times.weight_s
-    forward: dict[tuple[int, int], float] = {}
-    backward: dict[tuple[int, int], float] = {}
-    clock = [0.0] * schedule.num_groups
-    starts: list[list[float]] = [[] for _ in clock]
-    ends: list[list[float]] = [[] for _ in clock]
-
-    def ready_s(slot: Slot, group: int) -> float | None:
-        kind, stage, micro_batch = slot
-        if kind is TaskKind.WEIGHT:
-            return backward.get((stage, micro_batch))
-        if kind is TaskKind.FORWARD:
-            if stage == 0:
-                return 0.0
-            neighbour, end = stage - 1, forward.get((stage - 1, micro_batch))
-        else:
-            own = forward.get((stage, micro_batch))
-            if own is None or stage == last:
-                return own
-            neighbour, end = stage + 1, backward.get((stage + 1, micro_batch))
-        if end is None:
-            return None
-        return end if mesh_of_stage[neighbour] == group else end + times.transfer_s
-
+    merged_s = 0.0 if schedule.splits_backward else times.weight_s
+    ends_of = _SlotEnds(schedule, times.transfer_s)
+    clock_s = [0.0] * schedule.num_groups
+    starts: list[list[float]] = [[] for _ in clock_s]
+    ends: list[list[float]] = [[] for _ in clock_s]
     waiting = collections.deque(range(schedule.num_groups))
     idle_turns = 0
     while waiting and idle_turns <= len(waiting):
         group = waiting.popleft()
         todo = schedule.lists[group]
         position = begun = len(starts[group])
-        while position < len(todo) and (ready := ready_s(todo[position], group)) is not None:
-            kind, stage, micro_batch = todo[position]
-            start = max(clock[group], ready)
-            if kind is TaskKind.FORWARD:
-                clock[group] = forward[stage, micro_batch] = start + times.forward_s
-            elif kind is TaskKind.BACKWARD:
-                clock[group] = backward[stage, micro_batch] = start + times.backward_s + merged
-            else:
-                clock[group] = start + times.weight_s
-            starts[group].append(start)
-            ends[group].append(clock[group])
+        while position < len(todo) and (ready := ends_of.ready_s(todo[position], group)) is not None:
+            slot = todo[position]
+            starts[group].append(max(clock_s[group], ready))
+            clock_s[group] = _end_s(slot, starts[group][-1], times, merged_s)
+            ends_of.ran(slot, clock_s[group])
+            ends[group].append(clock_s[group])
             position += 1
         idle_turns = 0 if position > begun else idle_turns + 1
         if position < len(todo):
@@ -192,8 +166,53 @@ def place(schedule: PipelineSchedule, times: Times | None = None) -> Placement:
     return Placement(
         starts_s=tuple(map(tuple, starts)),
         ends_s=tuple(map(tuple, ends)),
-        busy_s=tuple(_busy_s(todo, times, merged) for todo in schedule.lists),
+        busy_s=tuple(_busy_s(todo, times, merged_s) for todo in schedule.lists),
     )
+
+
+class _SlotEnds:
+    """When the slots of a schedule have ended, by stage and micro-batch, and from when on others can begin."""
+
+    def __init__(self, schedule: PipelineSchedule, transfer_s: float) -> None:
+        self.last, self.mesh_of_stage, self.transfer_s = schedule.num_stages - 1, schedule.mesh_of_stage, transfer_s
+        self.forward: dict[tuple[int, int], float] = {}
+        self.backward: dict[tuple[int, int], float] = {}
+
+    def ran(self, slot: Slot, end_s: float) -> None:
+        kind, stage, micro_batch = slot
+        if kind is TaskKind.FORWARD:
+            self.forward[stage, micro_batch] = end_s
+        elif kind is TaskKind.BACKWARD:
+            self.backward[stage, micro_batch] = end_s
+
+    def ready_s(self, slot: Slot, group: int) -> float | None:
+        """From when on a slot of a group can run; None as long as something that it waits for has not run."""
+        kind, stage, micro_batch = slot
+        if kind is TaskKind.WEIGHT:
+            return self.backward.get((stage, micro_batch))
+        if kind is TaskKind.FORWARD:
+            if stage == 0:
+                return 0.0
+            neighbour, end_s = stage - 1, self.forward.get((stage - 1, micro_batch))
+        else:
+            own_s = self.forward.get((stage, micro_batch))
+            if own_s is None or stage == self.last:
+                return own_s
+            neighbour, end_s = stage + 1, self.backward.get((stage + 1, micro_batch))
+        if end_s is None:
+            return None
+        return end_s if self.mesh_of_stage[neighbour] == group else end_s + self.transfer_s
+
+
+def _end_s(slot: Slot, start_s: float, times: Times, merged_s: float) -> float:
+    """When a slot ends; `merged_s` is the part of a backward slot that computes gradients of weights."""
+    match slot.kind:
+        case TaskKind.FORWARD:
+            return start_s + times.forward_s
+        case TaskKind.BACKWARD:
+            return start_s + times.backward_s + merged_s
+        case _:
+            return start_s + times.weight_s
 
 
 def _busy_s(todo: Sequence[Slot], times: Times, merged_s: float) -> float:

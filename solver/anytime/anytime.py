@@ -216,32 +216,41 @@ class Core:
         return bool(np.isfinite(gap)) and gap <= (relative_gap + 2 * SAFETY) * abs(self.cost)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When the search ends: at a time on the clock of time.perf_counter, after so many rounds (None = any number), or
+    once choice and bound are as near as the gap.
+    """
+
+    deadline: float
+    rounds: int | None
+    relative_gap: float
+
+
 def improve(
     flat: Flat,
     *,
     start: np.ndarray,
-    deadline: float,
-    rounds: int | None,
     seed: int,
-    relative_gap: float,
+    limits: Limits,
     report: Callable[[np.ndarray, float], None],
     settle: Callable[[Best], Settled] | None,
     log: Callable[[str], None],
 ) -> Best:
-    """Improve choice and bound until the deadline, the number of rounds, or the gap.
+    """Improve choice and bound until a limit is reached.
 
-    start: a choice to begin from, which need not fit. deadline: on the clock of time.perf_counter. report: called at
-    each better choice. settle: called now and then once prices have settled, to search among the best choices and to
-    end the search where the exact program can take over (None = not at all). log: called each round.
+    start: a choice to begin from, which need not fit. report: called at each better choice. settle: called now and
+    then once prices have settled, to search among the best choices and to end the search where the exact program can
+    take over (None = not at all). log: called each round.
     """
     core = Core(flat, start, seed, report)
-    core.warm_up(deadline)
+    core.warm_up(limits.deadline)
     next_settle = 8
     longest_s = 0.0
     with ThreadPoolExecutor(max_workers=2) as pool:
-        while (rounds is None or core.done < rounds) and not core.closed(relative_gap):
+        while (limits.rounds is None or core.done < limits.rounds) and not core.closed(limits.relative_gap):
             begun = time.perf_counter()
-            if begun + longest_s >= deadline:
+            if begun + longest_s >= limits.deadline:
                 break
             log(core.round(pool))
             longest_s = max(time.perf_counter() - begun, 0.7 * longest_s)

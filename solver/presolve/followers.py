@@ -16,17 +16,17 @@ from autopar.solver.ilp.problem import Edge, Problem, Use
 from autopar.solver.presolve.reduction import Choice, Reduction
 
 
-def merge_followers(problem: Problem) -> Reduction:
-    """Merge every node that has, for each strategy of some neighbour, one strategy allowed.
+class _Leads:
+    """For each node the node that determines its strategy, and its own strategy for each of that one's."""
 
-    Expects drop_forbidden before: a one-to-one edge is then square. Edges inside a merged group become node cost.
-    """
-    count = len(problem.node_cost)
-    lead = list(range(count))
-    follow: list[np.ndarray] = [np.arange(len(cost)) for cost in problem.node_cost]  # own strategy by the lead's
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.lead = list(range(len(problem.node_cost)))
+        self.follow: list[np.ndarray] = [np.arange(len(cost)) for cost in problem.node_cost]
 
-    def settle(node: int) -> None:
+    def settle(self, node: int) -> None:
         """Point a node at the end of its chain of leads."""
+        lead, follow = self.lead, self.follow
         chain = []
         while lead[node] != node:
             chain.append(node)
@@ -36,6 +36,34 @@ def merge_followers(problem: Problem) -> Reduction:
             follow[member] = follow[member][follow[above]]
             lead[member] = lead[above]
 
+    def join(self, leader: int, node: int, rule: np.ndarray) -> bool:
+        """Let a node, and what it follows, follow a leader; `rule` is its strategy for each of the leader's. Whether
+        that is possible.
+        """
+        self.settle(leader)
+        self.settle(node)
+        top, root = self.lead[leader], self.lead[node]
+        if top == root:
+            return False
+        own = self.follow[node]
+        if root != node and len(np.unique(own)) != len(self.problem.node_cost[root]):
+            return False  # the node follows its root many to one: it does not settle the root
+        inverse = np.empty(len(self.problem.node_cost[node]), dtype=np.int64)
+        inverse[own] = np.arange(len(own))
+        needed = rule[self.follow[leader]]
+        if root != node and not np.isin(needed, own).all():
+            return False
+        self.lead[root] = top
+        self.follow[root] = inverse[needed]
+        return True
+
+
+def merge_followers(problem: Problem) -> Reduction:
+    """Merge every node that has, for each strategy of some neighbour, one strategy allowed.
+
+    Expects drop_forbidden before: a one-to-one edge is then square. Edges inside a merged group become node cost.
+    """
+    leads = _Leads(problem)
     rules: dict[int, tuple[np.ndarray | None, np.ndarray | None]] = {}
     merged = False
     for edge in problem.edges:
@@ -49,31 +77,18 @@ def merge_followers(problem: Problem) -> Reduction:
                 finite.argmax(axis=0) if (finite.sum(axis=0) == 1).all() else None,
             )
         forth, back = rules[id(edge.cost)]
-        for leader, node, rule in ((a, b, forth), (b, a, back)):
-            if rule is None:
-                continue
-            settle(leader)
-            settle(node)
-            top, root = lead[leader], lead[node]
-            if top == root:
-                continue
-            own = follow[node]
-            if root != node and len(np.unique(own)) != len(problem.node_cost[root]):
-                continue  # the node follows its root many to one: it does not settle the root
-            inverse = np.empty(len(problem.node_cost[node]), dtype=np.int64)
-            inverse[own] = np.arange(len(own))
-            needed = rule[follow[leader]]
-            if root != node and not np.isin(needed, own).all():
-                continue
-            lead[root] = top
-            follow[root] = inverse[needed]
+        if (forth is not None and leads.join(a, b, forth)) or (back is not None and leads.join(b, a, back)):
             merged = True
-            break
     if not merged:
         return Reduction(problem=problem, undo=tuple)
+    for node in range(len(leads.lead)):
+        leads.settle(node)
+    return _merged(problem, leads.lead, leads.follow)
 
-    for node in range(count):
-        settle(node)
+
+def _merged(problem: Problem, lead: Sequence[int], follow: Sequence[np.ndarray]) -> Reduction:
+    """The problem without the nodes that follow others; every lead leads itself."""
+    count = len(problem.node_cost)
     stays = [node for node in range(count) if lead[node] == node]
     number = {node: new for new, node in enumerate(stays)}
     node_cost = [problem.node_cost[node] for node in stays]

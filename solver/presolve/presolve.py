@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
@@ -280,9 +280,29 @@ def eliminate(problem: Problem) -> Reduction:
     if not rules:
         return Reduction(problem=problem, undo=tuple)
 
+    shrunk = {node for node, _, _ in rules} - gone
+    return _without(problem, _Eliminated(cost=cost, table=table, rules=rules, gone=gone, shrunk=shrunk, offset=offset))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Eliminated:
+    """What elimination leaves: costs of nodes and of edges in both directions; `rules` of a node eliminated are its
+    neighbours and its best strategy for theirs; nodes `gone`, and those `shrunk` to one strategy for their memory.
+    """
+
+    cost: list[np.ndarray]
+    table: list[dict[int, np.ndarray]]
+    rules: list[tuple[int, tuple[int, ...], np.ndarray]]
+    gone: set[int]
+    shrunk: set[int]
+    offset: float
+
+
+def _without(problem: Problem, left: _Eliminated) -> Reduction:
+    """The problem without the nodes that are gone, and the way back."""
+    cost, table, gone, shrunk = left.cost, left.table, left.gone, left.shrunk
     stays = [node for node in range(len(cost)) if node not in gone]
     number = {node: new for new, node in enumerate(stays)}
-    shrunk = {node for node, _, _ in rules} - gone
     names = problem.node_names
     smaller = Problem(
         node_cost=tuple(cost[node] for node in stays),
@@ -302,11 +322,11 @@ def eliminate(problem: Problem) -> Reduction:
         full = [0] * len(cost)
         for node, strategy in zip(stays, choice, strict=True):
             full[node] = strategy
-        for node, around, best in reversed(rules):
+        for node, around, best in reversed(left.rules):
             full[node] = int(best[tuple(full[other] for other in around)])
         return tuple(full)
 
-    return Reduction(problem=smaller, undo=undo, offset=offset, origin=tuple(stays))
+    return Reduction(problem=smaller, undo=undo, offset=left.offset, origin=tuple(stays))
 
 
 def components(problem: Problem, *, joined: Sequence[Sequence[int]] = ()) -> Iterator[tuple[Problem, list[int]]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, brute_force, evaluate, solve, solving
 from autopar.solver.anytime import anytime
-from autopar.solver.anytime.anytime import Best, Settled, improve
+from autopar.solver.anytime.anytime import Best, Limits, Settled, improve
 from autopar.solver.anytime.compiled_loops import Loops
 from autopar.solver.anytime.reduced_cost_fixing import combine, drop_costly
 from autopar.solver.ilp.flat_arrays import flatten
@@ -27,10 +27,8 @@ def run(problem: Problem, *, rounds: int, seed: int = 0) -> Best:
     return improve(
         flat,
         start=least_memory(flat),
-        deadline=time.perf_counter() + 60,
-        rounds=rounds,
         seed=seed,
-        relative_gap=0.0,
+        limits=Limits(deadline=time.perf_counter() + 60, rounds=rounds, relative_gap=0.0),
         report=lambda choice, cost: None,
         settle=lambda best: Settled(choice=None, finished=False),
         log=lambda line: None,
