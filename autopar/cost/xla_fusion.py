@@ -69,6 +69,53 @@ def kernels(
     return _block(tuple(steps), frozenset(results), nbytes, {}, compiler)
 
 
+@dataclasses.dataclass(slots=True)
+class _Sources:
+    """Where the values of a block come from, as far as its steps have been read.
+
+    `memory[v]`: for an alias the value whose memory it is. `reads[v]`: for a value that is not written, the values in
+    memory that it is computed from. `behind[v]`: kernels' outputs that must be there before v may be computed.
+    """
+
+    memory: dict[int, int]
+    reads: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    behind: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def of(self, step: MemoryStep) -> tuple[list[int], list[int]]:
+        """The values in memory that a kernel of this step would read, and those that it would wait for."""
+        inputs: list[int] = []
+        after: list[int] = []
+        for v in step.inputs:
+            if v in self.reads:
+                inputs += self.reads[v]
+            else:
+                inputs.append(self.memory.get(v, v))
+            if v in self.behind:
+                after += self.behind[v]
+        if len(inputs) > 1:
+            inputs = list(dict.fromkeys(inputs))
+        if after:
+            after = list(dict.fromkeys(after))
+        return inputs, after
+
+    def rename(self, step: MemoryStep, after: list[int]) -> None:
+        """The outputs of this step are its inputs under other names."""
+        for v, out in zip(step.inputs, step.outputs, strict=False):
+            if v in self.reads:
+                self.reads[out] = self.reads[v]
+            else:
+                self.memory[out] = self.memory.get(v, v)
+            if after:
+                self.behind[out] = tuple(after)
+
+    def inline(self, step: MemoryStep, inputs: list[int], after: list[int]) -> None:
+        """The outputs of this step are computed where they are read."""
+        for out in step.outputs:
+            self.reads[out] = tuple(inputs)
+            if after:
+                self.behind[out] = tuple(after)
+
+
 def _block(
     steps: tuple[MemoryStep, ...],
     results: frozenset[int],
@@ -80,37 +127,13 @@ def _block(
     written = _written(steps, results, nbytes, compiler)
     transposed = {step.inputs[0] for step in steps if step.kind == "transpose"}
     found: list[Kernel] = []
-    reads: dict[int, tuple[int, ...]] = {}  # what a value that is not written is computed from
-    behind: dict[int, tuple[int, ...]] = {}  # what must have happened before a value may be computed
+    sources = _Sources(memory)
     for step in steps:
-        inputs: list[int] = []
-        after: list[int] = []
-        for v in step.inputs:
-            if v in reads:
-                inputs += reads[v]
-            else:
-                inputs.append(memory.get(v, v))
-            if v in behind:
-                after += behind[v]
-        if len(inputs) > 1:
-            inputs = list(dict.fromkeys(inputs))
-        if after:
-            after = list(dict.fromkeys(after))
+        inputs, after = sources.of(step)
         if step.kind in ALIASES and (step.kind == BARRIER or step.outputs[0] not in results):
-            if step.kind == BARRIER:
-                after = list(dict.fromkeys(after + inputs))
-            for v, out in zip(step.inputs, step.outputs, strict=False):
-                if v in reads:
-                    reads[out] = reads[v]
-                else:
-                    memory[out] = memory.get(v, v)
-                if after:
-                    behind[out] = tuple(after)
+            sources.rename(step, list(dict.fromkeys(after + inputs)) if step.kind == BARRIER else after)
         elif step.outputs and written.isdisjoint(step.outputs):
-            for out in step.outputs:
-                reads[out] = tuple(inputs)
-                if after:
-                    behind[out] = tuple(after)
+            sources.inline(step, inputs, after)
         else:
             blocks, block_results, block_carried = _blocks(step, nbytes, memory, compiler)
             found.append(
@@ -123,7 +146,7 @@ def _block(
                     # XLA folds the transpose of a weight's gradient into its product, which is made anew by that.
                     behind_others=step.kind in MATRIX_PRODUCTS and step.outputs[0] in transposed,
                     twice=_twice(step, tuple(inputs), compiler),
-                    halves=_halves(step, reads, memory, compiler),
+                    halves=_halves(step, sources.reads, memory, compiler),
                     blocks=blocks,
                     block_results=block_results,
                     block_carried=block_carried,
