@@ -18,8 +18,6 @@ LONG_MODULES = {
 }
 LONG_FUNCTIONS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
-    "autopar/attention/match.py:_joined_scans": _OPEN,
-    "autopar/cost/xla_fusion.py:_written": _OPEN,
     "autopar/inter_op/tasks.py:stage_tasks": _OPEN,
     "autopar/recipes.py:combine": "the public face: each option with its text",
     "solver/anytime/local_search.py:grow": _NUMBA,

@@ -12,6 +12,7 @@ Attention of other forms stays as it is: dropout on the weights, weights that ar
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from autopar.attention.checks import score_products
 from autopar.attention.replace_passes import PassWriter
@@ -19,7 +20,7 @@ from autopar.attention.score_uses import Around
 from autopar.attention.symbolic import Reader
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Block, Op, OpGraph, OpKind, read_by
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, read_by
 from autopar.ir.rewrite import Fresh, reading, renumbered
 from autopar.sharding.semantics import annotate_semantics
 
@@ -75,6 +76,23 @@ def _with_joined_scans(block: Block, named: OpGraph, wanted: set[int], fresh: Fr
     return dataclasses.replace(block, ops=tuple(ops))
 
 
+def _same_values(first: Op, second: Op, stacked: Mapping[int, Atom]) -> dict[int, int]:
+    """Inputs of the second scan's body -> the values of the first one's that they are: slices of what the first stacks
+    up (`stacked`: the array -> its slice), and constants of both.
+    """
+    (one,), (two,) = first.blocks, second.blocks
+    fixed = second.num_consts + second.num_carry
+    constants = {a: v for a, v in zip(first.inputs, one.inputs[: first.num_consts], strict=False) if isinstance(a, int)}
+    in_first = {**stacked, **constants}
+    slices = zip(second.inputs[fixed:], two.inputs[fixed:], strict=True)
+    same: dict[int, int] = {}
+    for outer, inner in (*slices, *zip(second.inputs, two.inputs[: second.num_consts], strict=False)):
+        value = in_first.get(outer) if isinstance(outer, int) else None
+        if isinstance(value, int):
+            same[inner] = value
+    return same
+
+
 def _joined_scans(
     first: Op, second: Op, elsewhere: set[int], named: OpGraph, wanted: set[int], fresh: Fresh, around: Around
 ) -> tuple[Op, Op]:
@@ -86,13 +104,7 @@ def _joined_scans(
     c, fixed = first.num_carry, second.num_consts + second.num_carry
     stacked = dict(zip(first.outputs[c:], one.outputs[c:], strict=True))
     slices = list(zip(second.inputs[fixed:], two.inputs[fixed:], strict=True))
-    known = {a: v for a, v in zip(first.inputs, one.inputs[: first.num_consts], strict=False) if isinstance(a, int)}
-    fixed_too = zip(second.inputs, two.inputs[: second.num_consts], strict=False)
-    same: dict[int, int] = {}
-    for outer, inner in (*slices, *fixed_too):
-        made = {**stacked, **known}.get(outer) if isinstance(outer, int) else None
-        if isinstance(made, int):
-            same[inner] = made
+    same = _same_values(first, second, stacked)
     handed_on = [v for v in stacked if v in elsewhere]
     both = Block(
         inputs=(*one.inputs, *(v for v in two.inputs if v not in same)),
@@ -111,8 +123,7 @@ def _joined_scans(
         return first, second
     in_first = {op.id for op in one.ops}
     in_first |= {op.id for op in writer.added if writer.like[op.id] in in_first}
-    mine = tuple(op for op in found.ops if op.id in in_first)
-    theirs = tuple(op for op in found.ops if op.id not in in_first)
+    mine, theirs = (tuple(op for op in found.ops if (op.id in in_first) is is_mine) for is_mine in (True, False))
     ends = found.outputs[c + len(handed_on) :]
     there = {*one.inputs, *(v for op in mine for v in op.outputs)}
     read = [*(v for op in theirs for v in read_by(op)), *(a for a in ends if isinstance(a, int))]
@@ -127,20 +138,13 @@ def _joined_scans(
             outer = fresh.value((first.trips, *value.shape), value.dtype, value.itemsize)
             inside[v], ys[outer] = fresh.copy_of(v), v
             kept.append((outer, inside[v]))
-    first = dataclasses.replace(
-        first,
-        outputs=(*first.outputs[:c], *ys),
-        blocks=(Block(inputs=one.inputs, outputs=(*found.outputs[:c], *ys.values()), ops=mine),),
+    one = Block(inputs=one.inputs, outputs=(*found.outputs[:c], *ys.values()), ops=mine)
+    two = Block(
+        inputs=(*two.inputs[:fixed], *(inner for _, inner in kept)),
+        outputs=tuple(inside.get(a, a) if isinstance(a, int) else a for a in ends),
+        ops=tuple(reading(op, inside) for op in theirs),
     )
-    second = dataclasses.replace(
-        second,
-        inputs=(*second.inputs[:fixed], *(outer for outer, _ in kept)),
-        blocks=(
-            Block(
-                inputs=(*two.inputs[:fixed], *(inner for _, inner in kept)),
-                outputs=tuple(inside.get(a, a) if isinstance(a, int) else a for a in ends),
-                ops=tuple(reading(op, inside) for op in theirs),
-            ),
-        ),
-    )
+    first = dataclasses.replace(first, outputs=(*first.outputs[:c], *ys), blocks=(one,))
+    second_inputs = (*second.inputs[:fixed], *(outer for outer, _ in kept))
+    second = dataclasses.replace(second, inputs=second_inputs, blocks=(two,))
     return first, second

@@ -247,10 +247,8 @@ def _written(
         else:
             written.update(step.outputs)
         absorbs = step.fusible or kind in absorbing
-        if kind in REDUCTIONS:
-            rows = step.reduces_last
-        else:
-            rows = step.fusible and (out in into_rows or not row_broadcasts.isdisjoint(step.inputs))
+        rows = step.fusible and (out in into_rows or not row_broadcasts.isdisjoint(step.inputs))
+        rows = step.reduces_last if kind in REDUCTIONS else rows
         for v in step.inputs:
             reader[v] = into if reader.get(v, into) == into else SEVERAL
             uses[v] = uses.get(v, 0) + 1
