@@ -28,7 +28,7 @@ Layouts = tuple[Layout, ...]
 class LayoutSite:
     """Where a value lies: under strategy s of `node` its layout is `layouts[s]`.
 
-    Equal lists of layouts are one object in an assembly, so that homes compare and hash by identity of their lists:
+    Equal lists of layouts are one object in a choice graph, so that sites compare and hash by identity of their lists:
     they are looked up tens of thousands of times.
     """
 

@@ -49,10 +49,10 @@ class NodeMask:
 
 
 class Masks:
-    """The masks of an assembly's nodes and edges under constraints."""
+    """The masks of the nodes and edges of a choice graph under constraints."""
 
-    def __init__(self, graph: OpGraph, assembly: ChoiceGraph, constraints: Constraints) -> None:
-        self.graph, self.assembly, self.constraints = graph, assembly, constraints
+    def __init__(self, graph: OpGraph, choices: ChoiceGraph, constraints: Constraints) -> None:
+        self.graph, self.choices, self.constraints = graph, choices, constraints
         self._total_bytes = sum(v.nbytes for v in graph.values)
         self._allowed: dict[tuple, np.ndarray] = {}
         self._wishes: dict[tuple, list[tuple[int, np.ndarray]]] = {}
@@ -61,42 +61,42 @@ class Masks:
 
     def _nodes(self) -> dict[int, NodeMask]:
         """The mask of each node that is bound. What must be split is, where the operations of a node can have it so."""
-        bound, assembly = self.constraints, self.assembly
+        bound, choices = self.constraints, self.choices
         allowed_at: dict[int, np.ndarray] = {}
         wished_at: dict[int, list[list[Wish]]] = {}
 
         def bind(node: int, allowed: np.ndarray, wishes: list[Wish]) -> None:
-            if assembly.nodes[node].kind != "wire":
+            if choices.nodes[node].kind != "wire":
                 allowed_at[node] = allowed_at[node] & allowed if node in allowed_at else allowed
                 wished_at.setdefault(node, []).append(wishes)
 
-        for homes in (assembly.unreduced, assembly.reduced):
+        for homes in (choices.unreduced, choices.reduced):
             for value, home in homes.items():
                 wishes = self._wished(value, home.layouts, bound.must_lie_split, is_kept=True)
                 bind(home.node, self._good(value, home.layouts), wishes)
-        for (value, readers), home in assembly.copies.items():
+        for (value, readers), home in choices.copies.items():
             # A copy for readers of all roles is kept between the passes, like the value itself.
             kept = readers == ALL
             wishes = self._wished(value, home.layouts, bound.must_be_copied_split, is_kept=True) if kept else []
             bind(home.node, self._good(value, home.layouts), wishes)
         updating = Role.UPDATE if self.graph.forward_role is Role.FORWARD else None
         for op in self.graph.ops():
-            if op.id not in assembly.of_op:
+            if op.id not in choices.of_op:
                 continue
-            node, strategies = assembly.of_op[op.id]
+            node, strategies = choices.of_op[op.id]
             allowed = np.ones(len(strategies), bool)
             wishes = []
             meets = any(isinstance(a, int) and self.graph.values[a].purpose is Purpose.ACTIVATION for a in op.inputs)
             for i, atom in enumerate(op.inputs):
                 # The update may read a part of whatever is there: what it makes decides.
                 if isinstance(atom, int) and op.role is not updating:
-                    layouts = assembly.operand_layouts(strategies, i)
+                    layouts = choices.operand_layouts(strategies, i)
                     allowed = allowed & self._good(atom, layouts)
                     if meets:
                         allowed = allowed & self._good(atom, layouts, bound.meets_activations)
                     wishes += self._wished(atom, layouts, bound.must_be_read_split, is_kept=False)
             for i, atom in enumerate(op.outputs):
-                layouts = assembly.result_layouts(strategies, i)
+                layouts = choices.result_layouts(strategies, i)
                 allowed = allowed & self._good(atom, layouts)
                 wishes += self._wished(atom, layouts, bound.must_lie_split, is_kept=False)
             bind(node, allowed, wishes)
@@ -132,13 +132,13 @@ class Masks:
     def pairs(self, reshard: Reshard) -> np.ndarray | None:
         """Which ways of an edge are allowed, a row for each strategy of its source; None for all of them."""
         # New state is laid as the old one, whatever it was before: a statistic of the batch comes as an activation.
-        if self.assembly.nodes[reshard.target.node].kind in ("wire", "argument"):
+        if self.choices.nodes[reshard.target.node].kind in ("wire", "argument"):
             return None
         return self._pairs_of(reshard, self.constraints.may_become)
 
     def _pairs_of(self, reshard: Reshard, may: Callable[[Value, Layout, Layout], bool]) -> np.ndarray:
         v, sources = self.graph.values[reshard.value], reshard.source.layouts
-        is_wire = self.assembly.nodes[reshard.source.node].kind == "wire"
+        is_wire = self.choices.nodes[reshard.source.node].kind == "wire"
         key = (is_wire or id(sources), id(reshard.target.layouts), v.dimensions, v.purpose, may.__name__)
         if is_wire:  # how a value crosses between stages binds nobody: it is as good as whole
             sources = (replicated(len(v.shape)),)
@@ -165,7 +165,7 @@ class Masks:
         if allowed is None:
             return None
         price = np.where(allowed, 0.0, OPENED)
-        if self.assembly.nodes[reshard.source.node].kind != "wire":
+        if self.choices.nodes[reshard.source.node].kind != "wire":
             price = price + np.where(self._pairs_of(reshard, self.constraints.gathers_weights), GATHERED, 0.0)
         return price
 
@@ -184,11 +184,11 @@ class Masks:
             nodes[node] = np.logical_and.reduce([mask.allowed, *held, *(~wish.granted for wish in given_up)])
             whole.update(dict.fromkeys((wish.value, wish.axis) for wish in given_up if not wish.is_kept))
         edges: list[int] = []
-        for number, reshard in enumerate(self.assembly.reshards):
+        for number, reshard in enumerate(self.choices.reshards):
             allowed = self.pairs(reshard)
             if allowed is not None:
                 source = choice[reshard.source.node] if len(allowed) > 1 else 0
                 if not allowed[source, choice[reshard.target.node]]:
                     edges.append(number)
-        cut = dict.fromkeys(self.assembly.reshards[number].value for number in edges)
+        cut = dict.fromkeys(self.choices.reshards[number].value for number in edges)
         return Relaxation(nodes=nodes, edges=frozenset(edges), whole=tuple(whole), cut=tuple(cut))

@@ -23,7 +23,7 @@ from autopar.ir.value_state import ALL
 NO_VALUES: frozenset[int] = frozenset()
 
 
-def slacks_s(graph: OpGraph, assembly: ChoiceGraph, compute_s: Callable[[Op], float]) -> tuple[float, ...]:
+def slacks_s(graph: OpGraph, choices: ChoiceGraph, compute_s: Callable[[Op], float]) -> tuple[float, ...]:
     """Of each resharding, seconds of computing between the operation that makes its value and the first that waits for
     it, all runs of a step together.
 
@@ -32,12 +32,12 @@ def slacks_s(graph: OpGraph, assembly: ChoiceGraph, compute_s: Callable[[Op], fl
     that is cut into micro-batches nothing is sent beside what another section computes, what arrives from another stage
     is there when the section begins, and what is gathered once for all micro-batches comes before any computing.
     """
-    return _Slacks(graph, assembly, compute_s).run()
+    return _Slacks(graph, choices, compute_s).run()
 
 
 class _Slacks:
-    def __init__(self, graph: OpGraph, assembly: ChoiceGraph, compute_s: Callable[[Op], float]) -> None:
-        self.graph, self.assembly, self.compute_s = graph, assembly, compute_s
+    def __init__(self, graph: OpGraph, choices: ChoiceGraph, compute_s: Callable[[Op], float]) -> None:
+        self.graph, self.choices, self.compute_s = graph, choices, compute_s
         self.is_cut = graph.is_cut  # asked for every resharding; the graph looks through all of its operations
         # Seconds from the start of a block: of operations, when somebody waits for them; of values, when they are made.
         self.waited_for_s: dict[int, float] = {}
@@ -46,7 +46,7 @@ class _Slacks:
         self.readers: dict[int, list[Op]] = {}
         self.left_s: dict[int, float] = {}  # of values that a block hands on: its end
         self.section_s: dict[Section, float] = {}  # where sections begin
-        self.of_copy = {home.node: readers for (_, readers), home in assembly.copies.items()}
+        self.of_copy = {home.node: readers for (_, readers), home in choices.copies.items()}
 
     def run(self) -> tuple[float, ...]:
         end_s = self.block(self.graph.block)
@@ -54,7 +54,7 @@ class _Slacks:
             if position not in self.graph.repeating:
                 self.made_s[v] = -math.inf
         once = self.graph.once() if self.is_cut else NO_VALUES
-        return tuple(self.slack_s(reshard, once, end_s) for reshard in self.assembly.reshards)
+        return tuple(self.slack_s(reshard, once, end_s) for reshard in self.choices.reshards)
 
     def block(self, block: Block) -> float:
         """Places what is in a block in time; returns how long it takes."""
@@ -87,7 +87,7 @@ class _Slacks:
         return min(here, default=section_end_s)
 
     def slack_s(self, reshard: Reshard, once: frozenset[int], end_s: float) -> float:
-        value, target = reshard.value, self.assembly.nodes[reshard.target.node]
+        value, target = reshard.value, self.choices.nodes[reshard.target.node]
         if value in once and self.of_copy.get(reshard.target.node) == ALL:
             return 0.0
         if target.kind == "argument":

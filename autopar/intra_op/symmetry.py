@@ -18,17 +18,17 @@ ROUNDS = 6  # how far a node looks: about half a transformer layer in each direc
 SMALL = 150  # nodes up to which nothing is folded: such problems are solved whole
 
 
-def fold(assembly: ChoiceGraph, kinds: Sequence[int], edge_kinds: Sequence[int]) -> tuple[int, ...]:
+def fold(choices: ChoiceGraph, kinds: Sequence[int], edge_kinds: Sequence[int]) -> tuple[int, ...]:
     """A class for each node; nodes of one class share their decision.
 
     `kinds[n]` numbers what a node is (equal numbers: equal strategies and costs), `edge_kinds[e]` the cost matrix of
     each reshard.
     """
-    n = len(assembly.nodes)
+    n = len(choices.nodes)
     if n <= SMALL:
         return tuple(range(n))
     around: list[list[tuple[int, int, int]]] = [[] for _ in range(n)]
-    for reshard, kind in zip(assembly.reshards, edge_kinds, strict=True):
+    for reshard, kind in zip(choices.reshards, edge_kinds, strict=True):
         source, target = reshard.source.node, reshard.target.node
         around[source].append((kind, 0, target))
         around[target].append((kind, 1, source))
@@ -44,7 +44,7 @@ def fold(assembly: ChoiceGraph, kinds: Sequence[int], edge_kinds: Sequence[int])
     return tuple(colours)
 
 
-def joined(assembly: ChoiceGraph, classes: Sequence[int], alike: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:
+def joined(choices: ChoiceGraph, classes: Sequence[int], alike: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:
     """The classes, with those of operations that are to be decided alike, of what they make and of the arguments that
     they read, made one, wherever they choose among the same.
     """
@@ -58,24 +58,24 @@ def joined(assembly: ChoiceGraph, classes: Sequence[int], alike: Iterable[tuple[
 
     def join(one: LayoutSite | None, other: LayoutSite | None) -> None:
         if one is not None and other is not None and one.layouts == other.layouts:
-            nodes = assembly.nodes[one.node], assembly.nodes[other.node]
+            nodes = choices.nodes[one.node], choices.nodes[other.node]
             if nodes[0].layouts and nodes[0].layouts == nodes[1].layouts:
                 merge(classes[one.node], classes[other.node])
 
     made = {v for pair in alike for op in pair for v in op.outputs}
     readers: dict[int, list[str]] = {}
-    for v, reader in assembly.copies:
+    for v, reader in choices.copies:
         readers.setdefault(v, []).append(reader)
     for a, b in alike:
-        if a.id in assembly.of_op and b.id in assembly.of_op:
-            (one, strategies), (other, others) = assembly.of_op[a.id], assembly.of_op[b.id]
+        if a.id in choices.of_op and b.id in choices.of_op:
+            (one, strategies), (other, others) = choices.of_op[a.id], choices.of_op[b.id]
             if strategies == others:
                 merge(classes[one], classes[other])
         inputs = [(x, y) for x, y in zip(a.inputs, b.inputs, strict=True) if isinstance(x, int) and isinstance(y, int)]
         outside = [(x, y) for x, y in inputs if x not in made and y not in made]
         for x, y in (*zip(a.outputs, b.outputs, strict=True), *outside):
-            join(assembly.unreduced.get(x), assembly.unreduced.get(y))
-            join(assembly.reduced.get(x), assembly.reduced.get(y))
+            join(choices.unreduced.get(x), choices.unreduced.get(y))
+            join(choices.reduced.get(x), choices.reduced.get(y))
             for reader in readers.get(x, ()):
-                join(assembly.copies.get((x, reader)), assembly.copies.get((y, reader)))
+                join(choices.copies.get((x, reader)), choices.copies.get((y, reader)))
     return tuple(label[merged[c]] for c in classes)
