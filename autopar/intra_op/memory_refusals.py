@@ -39,10 +39,7 @@ def check_state_fits(context: PlanningContext) -> None:
 
 
 def cannot_fit(context: PlanningContext) -> MemoryLimitError | None:
-    """The error of a step that needs too much memory even if every value of it were split over all devices.
-
-    What is searched quickly is searched all the same, for the least that it needs: plans split few steps so well.
-    """
+    """The error of a step that needs too much memory even if every value of it were split over all devices."""
     graph, cluster = context.graph, context.cluster
     model = cost_model(cluster, LogicalMesh(axis_sizes=(1,)))
     intra_op = IntraOp(graph, model)

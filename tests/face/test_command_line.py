@@ -115,7 +115,7 @@ def test_only_what_has_a_compiler_is_verified_from_afar(job, tmp_path, capsys):
 def test_what_does_not_fit_is_an_error_with_words(job, capsys):
     assert main(["plan", f"{job}:job", "--cluster", "dgx-h100", "--memory-limit-bytes", "1000000"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("autopar: train_step on mesh")
+    assert error.startswith("autopar: train_step, if every value were split over all 8 devices of dgx-h100: ")
     assert "expected at most 1 MB per device" in error
 
 
