@@ -38,7 +38,9 @@ def launch(
     for i in range(processes):
         place = {"process": i, "processes": processes, "devices": devices, "folder": str(folder)}
         addresses = {"coordinator": f"127.0.0.1:{coordinator}", "address": f"127.0.0.1:{ports[i]}"}
-        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+        # Programs are compiled as in this process: with other flags their numbers are others in the last places.
+        flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+        environment = os.environ | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
         files.append((folder / f"log{i}").open("w"))
         command = [sys.executable, program, json.dumps(task | place | addresses)]
         running.append(subprocess.Popen(command, env=environment, stdout=files[i], stderr=subprocess.STDOUT))
