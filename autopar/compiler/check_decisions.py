@@ -250,7 +250,7 @@ def values_of(block: Block) -> Iterator[int]:
 
 
 def signature_of(op: Op, graph: OpGraph, plan: ShardingPlan) -> Signature:
-    """What the strategies of an operation depend on, as `assembly` has it, but for where sums may reach it."""
+    """What an operation's strategies depend on, as `build_choice_graph` has it, but for where sums may reach it."""
     assert op.rule is not None, "equations have rules"
     members = plan.partials.unreduced_operands(op)
     sums = any(f.kind is FactorKind.SUM for f in op.rule.factors)

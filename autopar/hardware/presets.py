@@ -220,7 +220,7 @@ def _detail(
     )
 
 
-# `fitting.fit_link` of XLA's measured tables of collectives (openxla/xla, collective performance table: medians of 0.5
+# `fit.fit_link` of XLA's measured tables of collectives (openxla/xla, collective performance table: medians of 0.5
 # MB to 2 GB over 2, 4 and 8 devices, GB200 to 32 GB over 4 to 72); benchmarks/hardware_model.py fits them again and has
 # the errors. H100's switch adds up over eight devices only in that table, at 230 GB/s of the array, and over four a
 # ring does 200; NVIDIA's own tests reach 275 over eight (NVIDIA/nccl-tests 212). 225 is within 20 % of all three.

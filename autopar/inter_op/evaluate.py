@@ -138,7 +138,7 @@ class PipelineEvaluator:
 
     def estimated_s(self, problem: StageProblem, plan: StagePlan, options: Sequence[PricedOption]) -> float:
         """What an answer takes, and waits for memory that is new in each step: roughly as
-        `pipelining.pipeline_page_fault_s` and `task_cost` count it, where devices share processors: elsewhere what
+        `staged.pipeline_page_fault_s` and `task_cost` count it, where devices share processors: elsewhere what
         the tables say is near enough.
         """
         if not self.cluster.oversubscribed_cores:

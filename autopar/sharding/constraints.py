@@ -39,7 +39,7 @@ class AxisUse:
         may_slice: Activations may be sliced over it, and sums over it be reduce-scattered, along dimensions that count
             these only.
         may_slice_unnamed: And along dimensions that count none.
-        hoist_casts: What several passes read may be kept as they read it, although it must lie sharded over the axis:
+        keeps_copies: What several passes read may be kept as they read it, although it must lie sharded over the axis:
             it is sent once instead of once for each pass, and takes the memory.
         owned_dimensions: Values that count one of these and no examples (weights, their gradients) are sharded along
             that dimension only. The step has such matrices, and the size of the axis divides that dimension.
@@ -60,7 +60,7 @@ class AxisUse:
     minor: tuple[Purpose, ...] = ()
     may_slice: tuple[Dimension, ...] = ()
     may_slice_unnamed: bool = False
-    hoist_casts: bool = False
+    keeps_copies: bool = False
     owned_dimensions: tuple[Dimension, ...] = ()
     may_be_partial_sum: bool = True
     exchanges: tuple[Dimension, ...] = ()
@@ -143,7 +143,7 @@ class Constraints:
 
     def must_be_copied_split(self, value: Value) -> list[bool]:
         """Which axes a copy, kept for several passes, of a value must be split over."""
-        return [value.purpose in use.must_shard and not use.hoist_casts for use in self.axes]
+        return [value.purpose in use.must_shard and not use.keeps_copies for use in self.axes]
 
     def must_be_read_split(self, value: Value) -> list[bool]:
         """Which axes a value must be split over where operations read it."""

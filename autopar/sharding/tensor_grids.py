@@ -67,7 +67,7 @@ _CUBE = (
         must_read_sharded=EXAMPLES,
         minor=_WEIGHTS,
         may_slice=(Dimension.EXAMPLE,),
-        hoist_casts=True,
+        keeps_copies=True,
     ),
     AxisUse(
         name="row",
@@ -77,7 +77,7 @@ _CUBE = (
         must_read_sharded=MATRICES,
         may_slice=(Dimension.EXAMPLE,),
         may_slice_unnamed=True,
-        hoist_casts=True,
+        keeps_copies=True,
     ),
     AxisUse(
         name="column",
@@ -85,7 +85,7 @@ _CUBE = (
         must_shard=_BLOCKS,
         must_read_sharded=MATRICES,
         may_slice=(Dimension.EXAMPLE, Dimension.FEATURE),
-        hoist_casts=True,
+        keeps_copies=True,
     ),
 )
 

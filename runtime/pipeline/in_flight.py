@@ -21,7 +21,9 @@ def release_kinds(program: Program) -> dict[int, TaskKind]:
 
 
 def program_peak_in_flight(program: Program) -> tuple[int, ...]:
-    """For each mesh the most pairs (stage, micro-batch) between forward pass and release, see `Schedule.in_flight`."""
+    """For each mesh the most pairs (stage, micro-batch) between forward pass and release, see
+    `PipelineSchedule.in_flight`.
+    """
     held: collections.Counter[int] = collections.Counter()
     peaks: collections.Counter[int] = collections.Counter()
     for mesh, change in in_flight_changes(program).values():

@@ -30,7 +30,7 @@ class Simulation:
         peak_bytes: For each mesh on one of its devices: arguments, buffers and what tasks need while they run.
         at_peak: For each mesh (buffer, bytes) of what is there when `peak_bytes` are first reached; -1 - task stands
             for what that task needs beside its buffers.
-        peak_in_flight: For each mesh pairs (stage, micro-batch), see `Schedule.in_flight`.
+        peak_in_flight: For each mesh pairs (stage, micro-batch), see `PipelineSchedule.in_flight`.
         bytes_over_time, in_flight_over_time: For each mesh (seconds, from then on).
     """
 
