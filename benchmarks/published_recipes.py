@@ -42,7 +42,7 @@ RECIPES = {
     "zero(3)": recipes.zero(3),
     "tensor_parallel()": recipes.tensor_parallel(),
 }
-_INSTALLED = re.compile(r"/\S*/site-packages/")
+_INSTALLED = re.compile(r"/\S*/(?=[^/\s]+/[^/\s]+\.py)")  # all of a path but the last folder and the file
 EQUAL, WRONG, REFUSED, BROKEN, LATE = "equal", "WRONG", "refused", "BROKEN", "TOO LATE"
 
 
