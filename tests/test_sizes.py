@@ -13,9 +13,7 @@ MAX_PARAMETERS = 8  # without self
 _NUMBA = "compiled by numba, which takes arrays and no dataclasses"
 _OPEN = "to be split"
 
-LONG_MODULES = {
-    "autopar/compiler/write_record.py": _OPEN,
-}
+LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
     "autopar/inter_op/tasks.py:stage_tasks": _OPEN,

@@ -16,7 +16,7 @@ from autopar.compiler.check_decisions import (
     check_transfers,
     check_values,
 )
-from autopar.compiler.write_record import planned_values, sharding_plan_of, staged_values
+from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import PlanMismatchError
 from autopar.frontend.build_graph import build_graph
@@ -37,6 +37,7 @@ from autopar.lowering.host_offload import with_host_copies
 from autopar.lowering.instructions import LoweredBlock
 from autopar.lowering.lower import lower
 from autopar.passes.split_scan import split_scans
+from autopar.plan.codec import sharding_plan_of
 from autopar.plan.plan import Plan
 from autopar.sharding.rules import RuleBook
 

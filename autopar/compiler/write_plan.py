@@ -9,23 +9,22 @@ from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
 from autopar.compiler.memory_breakdown import memory_of_program
 from autopar.compiler.recipe_notes import bound_stages, bound_step, recipe_notes
 from autopar.compiler.write_record import (
-    decisions_of,
     module_rows,
     pipeline_record,
-    planned_values,
     predicted,
     replicated_notes,
     stage_rows,
     staged_predicted,
-    staged_values,
     together,
 )
+from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.roofline import flops_of
 from autopar.inter_op.evaluate import PipelineCandidate
 from autopar.intra_op import baselines
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.traced_step import TracedStep
+from autopar.plan.codec import decisions_of
 from autopar.plan.context import Candidate, PlanningContext, Rejection
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import FORMAT_VERSION, Decisions, MeshTrial, PlanRecord

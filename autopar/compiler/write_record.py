@@ -1,8 +1,7 @@
-"""The compiler's decisions as a plan record, and back."""
+"""The predictions of a search as a plan records them: collectives, times, modules, stages."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from autopar.common.trace_events import Timeline
@@ -14,210 +13,25 @@ from autopar.cost.cost_model import CostModel
 from autopar.cost.host_usage import host_use
 from autopar.cost.overlap import timed, timeline_of
 from autopar.cost.peak_memory import MemoryEstimate
-from autopar.errors import UnsupportedError
 from autopar.hardware import host_cpu
 from autopar.inter_op.staged import PlannedStage, StagedStep
 from autopar.ir.graph import Constant, Op, OpGraph
-from autopar.ir.layout import Layout, replicated
+from autopar.ir.layout import replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
-from autopar.ir.traced_step import TracedStep
-from autopar.ir.value_state import HOST, UNREDUCED
-from autopar.lowering.decisions import ShardingPlan, SolverReport
-from autopar.lowering.instructions import Compute, Loop, LoweredBlock, Place
-from autopar.passes.split_scan import LeafSlice
+from autopar.lowering.decisions import SolverReport
+from autopar.lowering.instructions import Compute, Loop, LoweredBlock
+from autopar.plan.codec import decisions_of
 from autopar.plan.schema import (
-    Decisions,
     MemoryUse,
     ModuleRow,
     PipelineRecord,
-    PlannedStrategy,
-    PlannedValue,
     Predicted,
     PredictedCollective,
     StageRecord,
 )
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.runtime.simulation.simulated_timeline import timeline_of as pipeline_timeline
-from autopar.sharding.partial_sums import find_partials
-from autopar.sharding.strategies import Strategy
-
-
-def decisions_of(plan: ShardingPlan) -> Decisions:
-    """The decisions as tables of numbers; `sharding_plan_of` is the inverse."""
-    layouts: dict[Layout, int] = {}
-    strategies: dict[PlannedStrategy, int] = {}
-
-    def number(layout: Layout) -> int:
-        return layouts.setdefault(layout, len(layouts))
-
-    def strategy(s: Strategy) -> int:
-        planned = PlannedStrategy(
-            operands=tuple(map(number, s.operands)),
-            results=tuple(map(number, s.results)),
-            split=s.split,
-            combined=s.combined,
-            ring=s.ring,
-        )
-        return strategies.setdefault(planned, len(strategies))
-
-    of_op = {op: strategy(s) for op, s in plan.strategy.items()}
-    raw = {v: number(layout) for v, layout in plan.unreduced.items()}
-    placed = {v: number(layout) for v, layout in plan.reduced.items()}
-    copies = tuple((v, readers, number(layout)) for (v, readers), layout in plan.copies.items())
-    wires = {op: number(layout) for op, layout in plan.transfer_layouts.items()}
-    return Decisions(
-        layouts=tuple(layouts),
-        strategies=tuple(strategies),
-        of_op=of_op,
-        raw=raw,
-        placed=placed,
-        copies=copies,
-        wires=wires,
-        in_host=tuple(sorted(plan.in_host)),
-    )
-
-
-def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMesh, graph: OpGraph) -> ShardingPlan:
-    """The inverse of `decisions_of`."""
-    layouts = decisions.layouts
-    strategies = [
-        Strategy(
-            tuple(layouts[i] for i in s.operands),
-            tuple(layouts[i] for i in s.results),
-            s.split,
-            tuple(s.combined),
-            tuple(s.ring),
-        )
-        for s in decisions.strategies
-    ]
-    return ShardingPlan(
-        mesh=mesh,
-        strategy={op: strategies[i] for op, i in decisions.of_op.items()},
-        partials=find_partials(graph),
-        unreduced={v: layouts[i] for v, i in decisions.raw.items()},
-        reduced={v: layouts[i] for v, i in decisions.placed.items()},
-        copies={(v, readers): layouts[i] for v, readers, i in decisions.copies},
-        report=report,
-        transfer_layouts={op: layouts[i] for op, i in decisions.wires.items()},
-        in_host=frozenset(decisions.in_host),
-    )
-
-
-def planned_values(
-    traced: TracedStep, graph: OpGraph, lowered: LoweredBlock
-) -> tuple[list[PlannedValue], list[PlannedValue]]:
-    """(arguments, constants first; results) with their layouts."""
-    places = [(0, place) for place in lowered.entries()]
-    made = [(0, place) if place is not None else None for place in lowered.outputs]
-    num_constants = len(lowered.inputs) - len(traced.in_avals)
-    return _arguments(graph, num_constants, places), _results(traced, made)
-
-
-def staged_values(traced: TracedStep, staged: StagedStep) -> tuple[list[PlannedValue], list[PlannedValue]]:
-    """(arguments, constants first; results) of a pipeline, each on the first stage that has it.
-
-    Raises: UnsupportedError where a leaf's pieces lie so that it cannot be one array.
-    """
-    program, graph, cut = staged.staged, staged.graph, staged.step
-    first_constant = len(graph.constants)
-    placed: dict[int, _Placed] = {}
-    for position, b in zip(program.arguments, program.pipeline.inputs, strict=True):
-        placed.setdefault(position, (program.stage_of[b], program.key_of[b][1]))
-    made = {
-        position: (program.stage_of[b], program.key_of[b][1])
-        for position, b in zip(program.results, program.pipeline.outputs, strict=True)
-    }
-    arguments = _arguments(graph, first_constant, [placed.get(p) for p in range(len(graph.block.inputs))])
-    results = _results(cut.traced, [made.get(p) for p in range(len(cut.traced.out_avals))])
-    leaves = leaves_of_pieces(arguments[first_constant:], cut.arguments, traced.in_paths)
-    return [*arguments[:first_constant], *leaves], leaves_of_pieces(results, cut.results, traced.out_paths)
-
-
-_Placed = tuple[int, Place]  # stage and place; None for what is the same everywhere
-
-
-def _arguments(graph: OpGraph, num_constants: int, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
-    found = []
-    for position, (v, where) in enumerate(zip(graph.block.inputs, placed, strict=True)):
-        value = graph.values[v]
-        stage, (layout, state) = where or (0, (replicated(len(value.shape)), UNREDUCED))
-        found.append(
-            PlannedValue(
-                path=value.name,
-                shape=value.shape,
-                dtype=value.dtype,
-                nbytes=value.nbytes,
-                kind=kind_of_argument(graph, position, num_constants),
-                layout=layout,
-                stage=stage,
-                in_host=state == HOST,
-            )
-        )
-    return found
-
-
-def _results(traced: TracedStep, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
-    found = []
-    for path, aval, where in zip(traced.out_paths, traced.out_avals, placed, strict=True):
-        stage, (layout, state) = where or (0, (replicated(len(aval.shape)), UNREDUCED))
-        found.append(
-            PlannedValue(
-                path=path,
-                shape=tuple(aval.shape),
-                dtype=str(aval.dtype),
-                nbytes=0,
-                kind="result",
-                layout=layout,
-                stage=stage,
-                in_host=state == HOST,
-            )
-        )
-    return found
-
-
-def leaves_of_pieces(
-    values: Sequence[PlannedValue], pieces: Sequence[LeafSlice], paths: Sequence[str]
-) -> list[PlannedValue]:
-    """The leaves that the values are pieces of, in order.
-
-    Raises: UnsupportedError where the pieces of a leaf differ in layout or share a stage.
-    """
-    found: dict[int, list[PlannedValue]] = {}
-    for value, piece in zip(values, pieces, strict=True):
-        found.setdefault(piece.leaf, []).append(value)
-    out = []
-    for leaf, parts in found.items():
-        first = parts[0]
-        if len(parts) == 1:
-            out.append(first)
-            continue
-        stages = tuple(part.stage for part in parts)
-        if len({part.layout for part in parts}) > 1 or len(set(stages)) < len(stages):
-            raise UnsupportedError(
-                where=paths[leaf],
-                expected="a part of it on each stage, all in one layout",
-                got=", ".join(f"{part.layout} on stage {part.stage}" for part in parts),
-                hint="use another number of stages, or write the layers out in a Python loop",
-            )
-        out.append(
-            dataclasses.replace(
-                first,
-                path=paths[leaf],
-                shape=(len(parts) * first.shape[0], *first.shape[1:]),
-                nbytes=len(parts) * first.nbytes,
-                stages=stages,
-            )
-        )
-    return out
-
-
-def kind_of_argument(graph: OpGraph, position: int, first_argument: int) -> str:
-    if position < first_argument:
-        return "constant"
-    if position in graph.donated:
-        return "state"
-    return "batch" if position in graph.batch else "other"
 
 
 def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, hoist_casts: bool) -> PipelineRecord:

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterator
 
 from autopar.compiler.check_decisions import signature_of
-from autopar.compiler.write_record import decisions_of, planned_values, sharding_plan_of, staged_values
+from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
 from autopar.frontend.build_graph import build_graph
@@ -31,6 +31,7 @@ from autopar.lowering.lower import lower
 from autopar.microbatch.smaller_step import example_leaves, num_examples
 from autopar.passes.split_scan import split_scans
 from autopar.passes.stage_graph import StageGraph
+from autopar.plan.codec import decisions_of, sharding_plan_of
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PipelineRecord, PlanRecord
 from autopar.runtime.pipeline.standard_schedules import PipelineSchedule

@@ -1,0 +1,134 @@
+"""The arguments and results of a step as a plan records them: where each leaf lies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.errors import UnsupportedError
+from autopar.inter_op.staged import StagedStep
+from autopar.ir.graph import OpGraph
+from autopar.ir.layout import replicated
+from autopar.ir.traced_step import TracedStep
+from autopar.ir.value_state import HOST, UNREDUCED
+from autopar.lowering.instructions import LoweredBlock, Place
+from autopar.passes.split_scan import LeafSlice
+from autopar.plan.schema import (
+    PlannedValue,
+)
+
+
+def planned_values(
+    traced: TracedStep, graph: OpGraph, lowered: LoweredBlock
+) -> tuple[list[PlannedValue], list[PlannedValue]]:
+    """(arguments, constants first; results) with their layouts."""
+    places = [(0, place) for place in lowered.entries()]
+    made = [(0, place) if place is not None else None for place in lowered.outputs]
+    num_constants = len(lowered.inputs) - len(traced.in_avals)
+    return _arguments(graph, num_constants, places), _results(traced, made)
+
+
+def staged_values(traced: TracedStep, staged: StagedStep) -> tuple[list[PlannedValue], list[PlannedValue]]:
+    """(arguments, constants first; results) of a pipeline, each on the first stage that has it.
+
+    Raises: UnsupportedError where a leaf's pieces lie so that it cannot be one array.
+    """
+    program, graph, cut = staged.staged, staged.graph, staged.step
+    first_constant = len(graph.constants)
+    placed: dict[int, _Placed] = {}
+    for position, b in zip(program.arguments, program.pipeline.inputs, strict=True):
+        placed.setdefault(position, (program.stage_of[b], program.key_of[b][1]))
+    made = {
+        position: (program.stage_of[b], program.key_of[b][1])
+        for position, b in zip(program.results, program.pipeline.outputs, strict=True)
+    }
+    arguments = _arguments(graph, first_constant, [placed.get(p) for p in range(len(graph.block.inputs))])
+    results = _results(cut.traced, [made.get(p) for p in range(len(cut.traced.out_avals))])
+    leaves = leaves_of_pieces(arguments[first_constant:], cut.arguments, traced.in_paths)
+    return [*arguments[:first_constant], *leaves], leaves_of_pieces(results, cut.results, traced.out_paths)
+
+
+_Placed = tuple[int, Place]  # stage and place; None for what is the same everywhere
+
+
+def _arguments(graph: OpGraph, num_constants: int, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
+    found = []
+    for position, (v, where) in enumerate(zip(graph.block.inputs, placed, strict=True)):
+        value = graph.values[v]
+        stage, (layout, state) = where or (0, (replicated(len(value.shape)), UNREDUCED))
+        found.append(
+            PlannedValue(
+                path=value.name,
+                shape=value.shape,
+                dtype=value.dtype,
+                nbytes=value.nbytes,
+                kind=kind_of_argument(graph, position, num_constants),
+                layout=layout,
+                stage=stage,
+                in_host=state == HOST,
+            )
+        )
+    return found
+
+
+def _results(traced: TracedStep, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
+    found = []
+    for path, aval, where in zip(traced.out_paths, traced.out_avals, placed, strict=True):
+        stage, (layout, state) = where or (0, (replicated(len(aval.shape)), UNREDUCED))
+        found.append(
+            PlannedValue(
+                path=path,
+                shape=tuple(aval.shape),
+                dtype=str(aval.dtype),
+                nbytes=0,
+                kind="result",
+                layout=layout,
+                stage=stage,
+                in_host=state == HOST,
+            )
+        )
+    return found
+
+
+def leaves_of_pieces(
+    values: Sequence[PlannedValue], pieces: Sequence[LeafSlice], paths: Sequence[str]
+) -> list[PlannedValue]:
+    """The leaves that the values are pieces of, in order.
+
+    Raises: UnsupportedError where the pieces of a leaf differ in layout or share a stage.
+    """
+    found: dict[int, list[PlannedValue]] = {}
+    for value, piece in zip(values, pieces, strict=True):
+        found.setdefault(piece.leaf, []).append(value)
+    out = []
+    for leaf, parts in found.items():
+        first = parts[0]
+        if len(parts) == 1:
+            out.append(first)
+            continue
+        stages = tuple(part.stage for part in parts)
+        if len({part.layout for part in parts}) > 1 or len(set(stages)) < len(stages):
+            raise UnsupportedError(
+                where=paths[leaf],
+                expected="a part of it on each stage, all in one layout",
+                got=", ".join(f"{part.layout} on stage {part.stage}" for part in parts),
+                hint="use another number of stages, or write the layers out in a Python loop",
+            )
+        out.append(
+            dataclasses.replace(
+                first,
+                path=paths[leaf],
+                shape=(len(parts) * first.shape[0], *first.shape[1:]),
+                nbytes=len(parts) * first.nbytes,
+                stages=stages,
+            )
+        )
+    return out
+
+
+def kind_of_argument(graph: OpGraph, position: int, first_argument: int) -> str:
+    if position < first_argument:
+        return "constant"
+    if position in graph.donated:
+        return "state"
+    return "batch" if position in graph.batch else "other"

@@ -1,0 +1,75 @@
+"""The decisions of a search as a plan records them, and back."""
+
+from __future__ import annotations
+
+from autopar.ir.graph import OpGraph
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+from autopar.lowering.decisions import ShardingPlan, SolverReport
+from autopar.plan.schema import (
+    Decisions,
+    PlannedStrategy,
+)
+from autopar.sharding.partial_sums import find_partials
+from autopar.sharding.strategies import Strategy
+
+
+def decisions_of(plan: ShardingPlan) -> Decisions:
+    """The decisions as tables of numbers; `sharding_plan_of` is the inverse."""
+    layouts: dict[Layout, int] = {}
+    strategies: dict[PlannedStrategy, int] = {}
+
+    def number(layout: Layout) -> int:
+        return layouts.setdefault(layout, len(layouts))
+
+    def strategy(s: Strategy) -> int:
+        planned = PlannedStrategy(
+            operands=tuple(map(number, s.operands)),
+            results=tuple(map(number, s.results)),
+            split=s.split,
+            combined=s.combined,
+            ring=s.ring,
+        )
+        return strategies.setdefault(planned, len(strategies))
+
+    of_op = {op: strategy(s) for op, s in plan.strategy.items()}
+    raw = {v: number(layout) for v, layout in plan.unreduced.items()}
+    placed = {v: number(layout) for v, layout in plan.reduced.items()}
+    copies = tuple((v, readers, number(layout)) for (v, readers), layout in plan.copies.items())
+    wires = {op: number(layout) for op, layout in plan.transfer_layouts.items()}
+    return Decisions(
+        layouts=tuple(layouts),
+        strategies=tuple(strategies),
+        of_op=of_op,
+        raw=raw,
+        placed=placed,
+        copies=copies,
+        wires=wires,
+        in_host=tuple(sorted(plan.in_host)),
+    )
+
+
+def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMesh, graph: OpGraph) -> ShardingPlan:
+    """The inverse of `decisions_of`."""
+    layouts = decisions.layouts
+    strategies = [
+        Strategy(
+            tuple(layouts[i] for i in s.operands),
+            tuple(layouts[i] for i in s.results),
+            s.split,
+            tuple(s.combined),
+            tuple(s.ring),
+        )
+        for s in decisions.strategies
+    ]
+    return ShardingPlan(
+        mesh=mesh,
+        strategy={op: strategies[i] for op, i in decisions.of_op.items()},
+        partials=find_partials(graph),
+        unreduced={v: layouts[i] for v, i in decisions.raw.items()},
+        reduced={v: layouts[i] for v, i in decisions.placed.items()},
+        copies={(v, readers): layouts[i] for v, readers, i in decisions.copies},
+        report=report,
+        transfer_layouts={op: layouts[i] for op, i in decisions.wires.items()},
+        in_host=frozenset(decisions.in_host),
+    )
