@@ -15,7 +15,7 @@ from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import IMPOSSIBLE
 from autopar.plan.context import PlanningContext
 from autopar.plan.plan import Trees
-from autopar.sharding.constraints import TOO_TIGHT
+from autopar.sharding.constraints import NO_SOLUTION, TOO_TIGHT
 
 
 def refuse_large_state(context: PlanningContext) -> None:
@@ -59,7 +59,7 @@ def _program_error(context: PlanningContext) -> AutoparError | None:
         where=context.traced.name,
         expected="a plan on one of the logical meshes",
         got=", ".join(f"{'x'.join(map(str, r.axis_sizes))}: {r.why}" for r in refused),
-        hint=TOO_TIGHT if all(r.why == IMPOSSIBLE for r in refused) else "give the search more time (time_limit_s)",
+        hint=TOO_TIGHT if all(r.why == IMPOSSIBLE for r in refused) else NO_SOLUTION,
     )
 
 

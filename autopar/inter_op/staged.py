@@ -33,7 +33,7 @@ from autopar.runtime.pipeline.program import Program
 from autopar.runtime.pipeline.standard_schedules import PipelineSchedule, make_schedule
 from autopar.runtime.simulation.shared_cores import on_shared_processors
 from autopar.runtime.simulation.simulator import Simulation, simulate
-from autopar.sharding.constraints import TOO_TIGHT, Constraints
+from autopar.sharding.constraints import NO_SOLUTION, TOO_TIGHT, Constraints
 from autopar.sharding.pins import PinnedLayout
 from autopar.solver import Status
 
@@ -189,7 +189,7 @@ def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) 
             where=f"a stage on mesh {problem.model.links.mesh}",
             expected="decisions for its operations",
             got=f"{solution.status.value} after {solution.wall_s:.1f} s",
-            hint=TOO_TIGHT if solution.status is Status.INFEASIBLE else "give the search more time (time_limit_s)",
+            hint=TOO_TIGHT if solution.status is Status.INFEASIBLE else NO_SOLUTION,
         )
     return problem.decode(solution)
 

@@ -35,7 +35,7 @@ from autopar.sharding.pins import PinnedLayout
 
 # Rounds of the solver, instead of a clock, by which plans would depend on what else the machine does: for layers and
 # stages (more find nothing better for GPT-3 on 28 meshes), and for the whole step on one mesh (58 programs of 18 steps
-# are proved optimal in 32, 64 and 128 rounds alike).
+# are proved optimal in 32, 64 and 128 rounds alike: `benchmarks/solver_rounds.py`).
 ROUNDS, MESH_ROUNDS = 16, 64
 
 

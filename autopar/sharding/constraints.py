@@ -210,9 +210,11 @@ class Constraints:
 
 # What to do where decisions under pins contradict each other: recipes are relaxed then.
 TOO_TIGHT = (
-    "no layout of all operations obeys the pins, or none was found in time: pin less, or give the search more time "
-    "(time_limit_s)"
+    "no layout of all operations obeys the pins, or the search found none: pin less, or raise time_limit_s where it is "
+    "set"
 )
+# The same where the search ended without any decisions, and without a proof that there are none.
+NO_SOLUTION = "raise time_limit_s where it is set, or bind less: a recipe, pins or a memory limit"
 
 
 def optimizer_state(graph: OpGraph) -> frozenset[int]:

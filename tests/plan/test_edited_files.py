@@ -365,7 +365,10 @@ def small(request, tmp_path_factory) -> tuple[str, autopar.Plan, bytes]:
 
 
 # What a plan tells, and what would only be told differently.
-TOLD = ("predicted", "solver", "modules", "tried", "notes", "weighed", "timeline", "step", "cluster", "format_version")
+TOLD = (
+    "predicted", "solver", "modules", "tried", "rejected", "notes", "weighed", "timeline", "step", "cluster",
+    "format_version",
+)  # fmt: skip
 
 
 def check_decisions(small: tuple[str, autopar.Plan, bytes], folder: Path, count: int) -> None:
@@ -456,11 +459,11 @@ MISMATCHES: dict[str, tuple[str, Callable[[Json], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", MISMATCHES)
+@pytest.mark.parametrize(
+    ("small", "place"), [(kind, place) for place, (kind, *_) in MISMATCHES.items()], indirect=["small"]
+)
 def test_the_place_of_an_edit_that_shows_beside_the_step_is_named(place, small, tmp_path):
     kind, edit, message = MISMATCHES[place]
-    if kind != small[0]:
-        pytest.skip("of another plan")
     content = json.loads(small[2])
     edit(content["plan"])
     (tmp_path / "plan.json").write_bytes(sealed(content))
