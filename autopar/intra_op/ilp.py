@@ -33,10 +33,11 @@ from autopar.lowering.decisions import Relaxation, ShardingPlan, SolverReport
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout
 
-# Rounds of the solver, instead of a clock, by which plans would depend on what else the machine does: for layers and
-# stages (more find nothing better for GPT-3 on 28 meshes), and for the whole step on one mesh (58 programs of 18 steps
-# are proved optimal in 32, 64 and 128 rounds alike: `benchmarks/solver_rounds.py`).
-ROUNDS, MESH_ROUNDS = 16, 64
+# Rounds of the solver, instead of a clock, by which plans would depend on what else the machine does. Of whole steps on
+# one mesh, 8 to 128 rounds prove the same optima (`benchmarks/solver_rounds.py`); of layers and stages, more than 16
+# find nothing better for GPT-3 on 28 meshes. Meshes of three axes that no number proves end four times sooner than
+# under 64.
+ROUNDS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,7 @@ class IntraOp:
         time_limit_s: float,
         prices: MemoryPrices | None = None,
         exposed_fraction: float = 1.0,
-        rounds: int = MESH_ROUNDS,
+        rounds: int = ROUNDS,
     ) -> solver.Solution:
         """Solves the folded problem; the solution's choice is that of the unfolded one. Constraints that contradict
         themselves are relaxed, for this solution and all later ones.
