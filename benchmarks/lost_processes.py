@@ -127,6 +127,10 @@ def run(case: Case, folder: Path) -> tuple[str, list[Ended]] | None:
                 if i not in seconds and p.poll() is not None:
                     seconds[i] = time.monotonic() - lost_at
             time.sleep(0.05)
+        for i, p in others.items():
+            if i not in seconds:
+                p.send_signal(signal.SIGUSR1)  # its log tells where it stands
+        time.sleep(1.0)
     finally:
         for p in running:
             p.send_signal(signal.SIGKILL)
@@ -172,10 +176,13 @@ def child(task: dict) -> None:
     def phase(name: str) -> None:
         print(f"phase: {name}", flush=True)
 
+    import faulthandler
+
     import jax
 
     import autopar
 
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     jax.config.update("jax_num_cpu_devices", 2 if task["stages"] == 1 or task["processes"] == 2 else 1)
     jax.config.update("jax_cross_host_transfer_socket_address", task["address"])
     phase("joins")

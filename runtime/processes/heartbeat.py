@@ -13,12 +13,15 @@ process, and lets Python say so:
     where no exception reaches it, is ended after `GRACE_S`, with the error and where it stood; so is, after `MOST_S`,
     one that computes on.
 (4) A process that ends on an exception tells the others, and does not stay in jax's own barrier for them. One that ends
-    as it should is watched, and watches, until it has left that barrier.
+    as it should is watched, and watches, until it has left that barrier. After it a process ends within
+    `LOST_AFTER_S`, with exit code 1 where C++ still waits for another.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import functools
 import logging
 import os
@@ -140,7 +143,8 @@ class Watch:
         while not self._is_over():
             try:
                 verdict = self._judge() if self._process == 0 else self._look_at_the_judge()
-                verdict = verdict or self._store.wait_for(_VERDICT, BEAT_S / 2)
+                # Read after the sign of process 0, which writes its verdict before it fails of it.
+                verdict = self._store.wait_for(_VERDICT, BEAT_S / 2) or verdict
             except jax.errors.JaxRuntimeError as error:
                 if self._is_over_soon():
                     return
@@ -239,6 +243,9 @@ class Watch:
         if not self._say_so(linger=error is not None):
             leave()  # jax would wait minutes for the others, and then for the one that is lost
         jax.distributed.shutdown()  # here, while the others are watched
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr of the system's
+            # XLA's destructors, which run when Python is gone, wait for ever for a process that is stopped just now.
+            faulthandler.dump_traceback_later(self._lost_after_s, exit=True, file=sys.__stderr__)
         # Python aborts threads that are in C++ when it ends.
         self._stop.set()
         for thread in self._threads:

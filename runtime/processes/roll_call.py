@@ -30,6 +30,7 @@ class RollCall:
         self._all_here, self._closed = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self.lost: tuple[int, str] | None = None
+        self._lost_at = 0.0
         self._on_lost: list[Callable[[], None]] = []
 
     def hold(self) -> None:
@@ -63,7 +64,9 @@ class RollCall:
         where = ("" if any_host else host, port)
         with socket.create_server(where, family=family, dualstack_ipv6=both, backlog=self._num_processes) as server:
             server.settimeout(0.2)
-            while len(self._ends) < self._num_processes - 1 and self.lost is None:
+            while len(self._ends) < self._num_processes - 1:
+                if self.lost is not None:  # who comes now is told, and not left to wait for this process
+                    deadline = min(deadline, self._lost_at + _SILENT_S)
                 missing = sorted(set(range(1, self._num_processes)) - set(self._ends))
                 if time.monotonic() > deadline:
                     others = f", nor have {', '.join(map(str, missing[1:]))}" if missing[1:] else ""
@@ -72,8 +75,9 @@ class RollCall:
                 with contextlib.suppress(TimeoutError):
                     end, _ = server.accept()
                     _thread(functools.partial(self._welcome, end))
-        for end in list(self._ends.values()):
-            _say(end, "all")
+        if self.lost is None:
+            for end in list(self._ends.values()):
+                _say(end, "all")
         self._all_here.set()
 
     def _welcome(self, end: socket.socket) -> None:
@@ -83,7 +87,11 @@ class RollCall:
             if hello != _HELLO:
                 return
             process = int(number)
-            self._ends[process] = end
+            with self._lock:
+                self._ends[process] = end
+                lost = self.lost
+            if lost is not None:
+                _say(end, f"lost {lost[0]} {lost[1]}")
             _thread(functools.partial(self._beat, end))
             self._read(process, lines)
 
@@ -144,9 +152,10 @@ class RollCall:
         with self._lock:
             if self.lost is not None or self._closed.is_set():
                 return
-            self.lost = process, text
+            self.lost, self._lost_at = (process, text), time.monotonic()
+            ends = list(self._ends.items())
         if self._process == 0:
-            for number, end in list(self._ends.items()):
+            for number, end in ends:
                 if number != process:
                     _say(end, f"lost {process} {text}")
         for call in self._on_lost:

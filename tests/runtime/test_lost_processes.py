@@ -50,6 +50,22 @@ def test_a_process_that_goes_while_jax_joins_them_is_named_by_all():
     assert first.lost == third.lost == (1, "has closed its connection")
 
 
+def test_a_process_that_comes_after_another_was_lost_is_told_which():
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    first, second, late = (RollCall(process, 3, address, 20.0) for process in range(3))
+    threads = [threading.Thread(target=call.hold, daemon=True) for call in (first, second)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: 1 in first._ends)
+    second._ends[0].shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: first.lost is not None)
+    late.hold()
+    assert first.lost == late.lost == (1, "has closed its connection")
+    for thread in threads:
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "signal", "phase", "after_s", "said"),
