@@ -243,9 +243,9 @@ class Watch:
         if not self._say_so(linger=error is not None):
             leave()  # jax would wait minutes for the others, and then for the one that is lost
         jax.distributed.shutdown()  # here, while the others are watched
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr of the system's
+        with contextlib.suppress(OSError, ValueError):  # stderr may be no file of the system's
             # XLA's destructors, which run when Python is gone, wait for ever for a process that is stopped just now.
-            faulthandler.dump_traceback_later(self._lost_after_s, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(self._lost_after_s, exit=True, file=sys.__stderr__ or 2)
         # Python aborts threads that are in C++ when it ends.
         self._stop.set()
         for thread in self._threads:
