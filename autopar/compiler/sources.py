@@ -9,7 +9,6 @@ from autopar.compiler.comparison import best_program
 from autopar.compiler.no_plan import refuse_large_state
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import any_callbacks
-from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.evaluate import SOURCE as PIPELINES
 from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
@@ -25,11 +24,8 @@ from autopar.sharding.semantics import annotate_semantics
 # batch, so that it needs more memory, and its search costs more.
 WHOLE_UP_TO = 64
 # Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
-# work done twice, or to memory that is new in every step, of which micro-batches need less; all of these (beside what
-# is left idle) where devices share processors and a bubble costs next to nothing; and how long the step must be, so
-# that handing out tasks (about 0.1 ms each) does not matter.
-LOST_BETWEEN_HOSTS, LOST_INSIDE_HOST, LOST_TO_MEMORY, LEAST_PIPELINE_S = 0.1, 0.3, 0.1, 5e-3
-LOST_ON_SHARED_PROCESSORS = 0.05
+# work done twice, and how long the step must be, so that handing out tasks (about 0.1 ms each) does not matter.
+LOST_BETWEEN_HOSTS, LOST_INSIDE_HOST, LEAST_PIPELINE_S = 0.1, 0.3, 5e-3
 NOT_WORTH_SEARCHING = Rejection(
     source=PIPELINES, why="not searched: the program without stages sends and waits too little"
 )
@@ -96,20 +92,14 @@ def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:
 
 def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
     """Whether a pipeline may beat a plan that runs the step as one program: where that does not fit, or where sending
-    and work done twice, or waiting for memory, take long enough to be worth the trouble of handing out many tasks.
+    and work done twice take long enough to be worth the trouble of handing out many tasks.
     """
     if best is None:
         return cluster.num_devices > 1
     if best.step_time_s <= LEAST_PIPELINE_S:
         return False
-    if cluster.oversubscribed_cores:
-        return 1 - best.shared_out_s / best.step_time_s > LOST_ON_SHARED_PROCESSORS
-    waits_s = host_cpu.page_fault_s(best.model.device, best.estimate.temporary_bytes)
-    lost = 1 - (best.shared_out_s + waits_s) / best.step_time_s
-    least = LOST_BETWEEN_HOSTS if cluster.num_hosts > 1 else LOST_INSIDE_HOST
-    # One CPU device gained nothing by micro-batches when that was measured: its tasks leave cores idle between them.
-    waits = cluster.num_devices > 1 and waits_s / best.step_time_s > LOST_TO_MEMORY
-    return lost > least or waits
+    lost = 1 - best.shared_out_s / best.step_time_s
+    return lost > (LOST_BETWEEN_HOSTS if cluster.num_hosts > 1 else LOST_INSIDE_HOST)
 
 
 def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None) -> list[Candidate | Rejection]:

@@ -68,11 +68,6 @@ class Cluster:
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
 
-    @property
-    def oversubscribed_cores(self) -> bool:
-        """Whether what idles leaves its part of the processors to the others: virtual devices of one CPU."""
-        return self.device.shared_by > 1 and self.num_hosts == 1
-
     def axis_links(self, axis_sizes: Sequence[int]) -> tuple[Link, ...]:
         """The link that each axis of a logical mesh runs on, the mesh laid row-major over hosts, then devices.
 

@@ -1,8 +1,8 @@
 """Virtual CPU devices: the constants and corrections that follow from sharing the cores and memory of one host.
 
-Accelerators have memory and arithmetic of their own. Virtual devices have a part of one host's; the pages of their
-memory come from malloc and are new in every run, and while one of them waits the others have its cores. Every function
-here leaves devices that share nothing as they are.
+Accelerators have memory and arithmetic of their own. Virtual devices have a part of one host's, and the pages of their
+memory come from malloc and are new in every run. Nothing else tells them from accelerators: plans of both come out of
+the same search. Every function here leaves devices that share nothing as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.hardware.kinds import CPU_NAME, DeviceKind
 _LARGE_BLOCK_BYTES = 32 * 1024 * 1024
 _KEPT_FREE_BYTES = 2 * _LARGE_BLOCK_BYTES
 # Of the processors that devices share, one program on all of them uses so much: about 1.8 of 2 (cores in
-# benchmarks/results/fresh_memory.md); `runtime/simulation/shared_cores.py` has what stages use.
+# benchmarks/results/fresh_memory.md).
 _USED_BY_ONE_PROGRAM = 0.905
 # Of many blocks that lie among others only what is at the end of a heap goes back to the system. How much is an
 # observation over small models, and rough (benchmarks/results/fresh_memory.md).

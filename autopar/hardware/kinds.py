@@ -56,8 +56,8 @@ class DeviceKind:
         fresh_bytes_per_s: Rate at which a step has memory that was given back after the last run, as temporary
             values of CPU programs are, and a part of what pipelines hold (`autopar.hardware.host_cpu`); None where a
             program keeps what it once had.
-        call_s: Processor time of one run of a task of a pipeline beside its kernels, for being called and handing on
-            what it makes, where devices share processors: as seconds in which nobody else has them.
+        call_s: Time of one run of a task of a pipeline beside its kernels, for being called and handing on what it
+            makes, where that was measured.
         memory_shares: (bytes of an array, share of the rate of memory-bound kernels that is reached over arrays of that
             size), ascending, as measured; empty where one rate holds for all. Devices of one CPU share its caches:
             what no longer fits goes to memory and back.

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
-from autopar.hardware import host_cpu
 from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice, build, evened
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.staged import StagedStep
@@ -21,8 +20,8 @@ from autopar.sharding.semantics import annotate_semantics
 from autopar.solver import NoStages, Schedule, Stage, StagePlan, StageProblem, best_stages
 
 SOURCE = "pipelines"
-# Of the plans that are best by the search's model, for each number of micro-batches in turn (of stages, where devices
-# share processors), so many are worked out exactly, and the best of one stage.
+# Of the plans that are best by the search's model, for each number of micro-batches in turn, so many are worked out
+# exactly, and the best of one stage.
 MOST_BUILT = 3
 # Where such a plan needs more memory than the search took it for, it is searched again with so much less, so often:
 # for one schedule, for another, and once more.
@@ -108,70 +107,43 @@ class PipelineEvaluator:
         for tightened in range(1 + TIGHTENED):
             with self.context.progress.pass_("stages"):
                 several, alone = searched[:first_alone], searched[first_alone:]
-                # Where devices share processors the fastest is not known before what each waits for memory.
-                near = (math.inf, math.inf) if self.cluster.oversubscribed_cores else (within, 1.0)
-                answers = [*best_stages(several, near[0]), *best_stages(alone, near[1])]
+                answers = [*best_stages(several, within), *best_stages(alone, 1.0)]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
-            estimated_s = {n: self.estimated_s(problems[n], plan, of_problem[n][1]) for n, plan in plans.items()}
             kinds = {n: self.kind(of_problem[n][0], plan) for n, plan in plans.items() if n < first_alone}
-            ranked = in_turn((kind, estimated_s[n], n) for n, kind in kinds.items())
-            _, alone_at = min(((estimated_s[n], n) for n in plans if n >= first_alone), default=(0.0, None))
+            ranked = in_turn((kind, plans[n].step_time_s, n) for n, kind in kinds.items())
+            _, alone_at = min(
+                ((plan.step_time_s, n) for n, plan in plans.items() if n >= first_alone), default=(0.0, None)
+            )
             if alone_at is not None:
                 ranked.insert(MOST_BUILT, alone_at)
             most = 1 if tightened else MOST_BUILT + (alone_at is not None)
-            too_large = self.run(
-                [(problems[n], plans[n], estimated_s[n], *of_problem[n]) for n in ranked], most, within
-            )
+            too_large = self.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], most, within)
             if not too_large or self.deadline.passed:
                 break
             searched = [dataclasses.replace(p, limit_bytes=too_large.get(p.schedule, p.limit_bytes)) for p in searched]
         return first_answers
 
     def kind(self, m: int, plan: StagePlan) -> tuple[int, int]:
-        """What answers are alike in: micro-batches, and stages where they are equal parts of a scan. Where devices
-        share processors stages alone: each number of them is tried in more micro-batches.
-        """
-        if self.cluster.oversubscribed_cores:
-            return 0, len(plan.stages)
+        """What answers are alike in: micro-batches, and stages where they are equal parts of a scan."""
         return m, len(plan.stages) if self.cuts[m].step.parts > 1 else 0
-
-    def estimated_s(self, problem: StageProblem, plan: StagePlan, options: Sequence[PricedOption]) -> float:
-        """What an answer takes, and waits for memory that is new in each step: roughly as
-        `staged.pipeline_page_fault_s` and `task_cost` count it, where devices share processors: elsewhere what
-        the tables say is near enough.
-        """
-        if not self.cluster.oversubscribed_cores:
-            return plan.step_time_s
-        device, waits = self.cluster.device, 0.0
-        for nbytes, stage in zip(plan.peak_bytes, plan.stages, strict=True):
-            priced, layers = options[stage.option], slice(stage.first, stage.last)
-            block_bytes, tasks = int(priced.option.working_bytes[layers].max()), 2
-            if len(plan.stages) == 1:  # forward and backward pass are one task, which keeps what goes between them
-                block_bytes, tasks = block_bytes + int(priced.option.saved_bytes[layers].sum()), 1
-            given_bytes = problem.chunks * int(priced.given_bytes[layers].sum())
-            held_s = host_cpu.held_page_fault_s(device, nbytes - given_bytes - block_bytes, block_bytes)
-            waits += priced.mesh.num_devices * (
-                tasks * host_cpu.page_fault_s(device, block_bytes, problem.num_microbatches) + held_s
-            )
-        return plan.step_time_s + waits / self.cluster.num_devices / problem.chunks
 
     def run(
         self,
-        ranked: Sequence[tuple[StageProblem, StagePlan, float, int, tuple[PricedOption, ...]]],
+        ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]],
         most: int,
         within: float,
     ) -> dict[Schedule, int]:
         """Works out at most so many more of some answers, which come fastest first, as far as the tables say that they
-        are `within` so many times of the best one's time. With each goes what it takes, waiting for memory included.
+        are `within` so many times of the best one's time.
         Where the fastest does not fit: of each schedule of which one did not the bytes to keep to, for plans that need
         as much more than the search takes them for.
         """
         too_large: dict[Schedule, int] = {}
         fastest_fits = True
         built = 0
-        for problem, answer, estimated_s, m, options in ranked:
-            choice = choice_of(problem, answer, options)
+        for problem, answer, m, options in ranked:
+            choice, estimated_s = choice_of(problem, answer, options), answer.step_time_s
             if (m, choice) in self.built:
                 continue
             over = self.best is None or not self.best.fits(self.limit_bytes)
@@ -227,17 +199,17 @@ class PipelineEvaluator:
             staged = build(cut, choice, self.cluster, self.limit_bytes, self.deadline.solve_s(), constraints)
         return PipelineCandidate(staged=staged, choice=choice, weighed=(), hoist_casts=cut.hoist_casts, name=name)
 
-    def refine_one_stage(self, counts: Iterable[float], within: float) -> None:
-        """Decides the best of one stage once more where it takes at most `within` times as long as the best of all:
-        with other counts of what computing hides, and as data parallelism and ZeRO do. Which of them waits least is
-        known on the virtual clock alone.
+    def refine_one_stage(self, counts: Iterable[float]) -> None:
+        """Decides the best of one stage once more where it takes no longer than the best of all: with other counts of
+        what computing hides, and as data parallelism and ZeRO do. Which of them waits least is known on the virtual
+        clock alone.
         """
         one_stage = [found for (stages, _), (found, _) in self.best_of.items() if stages == 1]
         one = min(one_stage, key=lambda found: found.rank(self.limit_bytes), default=None)
         if one is None or self.best is None:
             return
-        is_near = one.fits(self.limit_bytes) and one.step_time_s <= within * self.best.step_time_s
-        if one is not self.best and not is_near:
+        is_best = one.fits(self.limit_bytes) and one.step_time_s <= self.best.step_time_s
+        if one is not self.best and not is_best:
             return
         m, choice = one.staged.graph.num_microbatches, one.choice
         keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
@@ -296,10 +268,10 @@ class PipelineEvaluator:
         ):
             return
         fastest: dict[int, tuple[float, int]] = {}
-        for n, (problem, (_, options), answer) in enumerate(zip(problems, of_problem, answers, strict=True)):
+        for n, answer in enumerate(answers):
             if isinstance(answer, StagePlan):
-                estimated_s, stages = self.estimated_s(problem, answer, options), len(answer.stages)
-                fastest[stages] = min(fastest.get(stages, (math.inf, n)), (estimated_s, n))
+                stages = len(answer.stages)
+                fastest[stages] = min(fastest.get(stages, (math.inf, n)), (answer.step_time_s, n))
         for estimated_s, n in sorted(fastest.values()):
             answer, (m, options) = answers[n], of_problem[n]
             assert isinstance(answer, StagePlan), "others are not among the fastest"

@@ -22,7 +22,6 @@ from autopar.inter_op.search_space import (
     schedules_of,
     sizes_for,
     stage_numbers,
-    stages_told_apart,
 )
 from autopar.inter_op.stage_costs import PricedOption, again_of, stage_options, undominated
 from autopar.inter_op.staged import default_chunks, part_of
@@ -34,7 +33,6 @@ from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import SplitStep, divisors, one_part_a_group, split_scans, trips_of
 from autopar.plan.context import PlanningContext, Rejection
-from autopar.runtime.simulation.shared_cores import USED
 from autopar.solver import NoStages, StagePlan, StageProblem
 from autopar.solver import Schedule as SearchedSchedule
 
@@ -57,9 +55,8 @@ def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate 
 
     For each number of micro-batches: layers, a table of what each layer costs on each mesh, then the dynamic programme
     over stages for all of them together; the best few are worked out to the last instruction and simulated.
-    One stage is tried in other numbers of micro-batches too, and what was worked out where devices share processors.
-    Where one stage is the best, it is decided once more, under other terms and as data parallelism and ZeRO do (as
-    those where devices share processors, and it is near the best).
+    One stage is tried in other numbers of micro-batches too. Where it is the best, it is decided once more, under other
+    terms and as data parallelism and ZeRO do.
     A scan over layers is priced in small parts and worked out in as many equal ones as there are stages, on equal
     submeshes. Where nothing fits, all is searched again with copies of the state made in each micro-batch anew.
     Where near ones are wanted, the best of each number of stages is worked out if it may be one of them.
@@ -107,30 +104,20 @@ class _Search:
             given = self.context.request.num_microbatches
             if given is not None and (1, given) not in builder.best_of:  # as one stage in other numbers is tried
                 limit_bytes = int(OVERSTATED * self.context.limit_bytes)
-                self.stages_s(step, 1, given, cuts, decided, builder, limit_bytes)
-            for num_stages in self.searched_near(builder):
+                self.one_stage_s(step, given, cuts, decided, builder, limit_bytes)
+            if given is None:
                 estimated_s: dict[int, float] = {}
-                for problem, (m, options), answer in zip(problems, of_problem, answers, strict=True):
-                    if problem.fixed_num_stages == num_stages and isinstance(answer, StagePlan):
-                        estimated_s[m] = min(
-                            estimated_s.get(m, math.inf), builder.estimated_s(problem, answer, options)
-                        )
-                self.in_other_numbers(step, cuts, decided, builder, num_stages, estimated_s)
+                for problem, (m, _), answer in zip(problems, of_problem, answers, strict=True):
+                    if problem.fixed_num_stages == 1 and isinstance(answer, StagePlan):
+                        estimated_s[m] = min(estimated_s.get(m, math.inf), answer.step_time_s)
+                self.one_stage_in_other_numbers(step, cuts, decided, builder, estimated_s)
             hides = cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))).overlap.kinds
-            if hides or cluster.oversubscribed_cores:
-                builder.refine_one_stage((LEAST_EXPOSED_FRACTION, 0.0) if hides else (), self.evaluate_tolerance)
+            builder.refine_one_stage((LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
         builder.work_out_near(problems, of_problem, answers)
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # not for want of memory
         copies = not slow and any(copies_state(cut.graph) for cut in cuts.values())
         nothing = Rejection(source=SOURCE, why=f"no pipeline: {why_no_pipeline(answers)}", is_note=True)
         return builder.found() or (nothing,), copies
-
-    @property
-    def evaluate_tolerance(self) -> float:
-        """How many times of the best one's time others may take to be worked out once it is known. Where processors are
-        shared many are nearly as fast, and each is soon worked out.
-        """
-        return NEAR_THE_BEST if self.context.cluster.oversubscribed_cores and not is_long(self.context.traced) else 1.0
 
     def cut(self, step: SplitStep, m: int, whole: OpGraph | None = None) -> MicrobatchedStep:
         return cut_layers(step, m, self.context.rules, whole, hoist_casts=self.hoist_casts)
@@ -154,74 +141,47 @@ class _Search:
             raise refused
         return found
 
-    def searched_near(self, builder: PipelineEvaluator) -> list[int]:
-        """The numbers of stages to try in other numbers of micro-batches: one, plain accumulation of gradients; and
-        those that were worked out, where processors are shared and no bubble tells numbers of micro-batches apart.
-        None where the request says how many micro-batches there are.
-        """
-        if self.context.request.num_microbatches is not None:
-            return []
-        if not self.context.cluster.oversubscribed_cores or is_long(self.context.traced):
-            return [1]  # each number is traced and priced anew
-        return sorted({1, *(num_stages for num_stages, _ in builder.best_of)})
-
-    def in_other_numbers(
+    def one_stage_in_other_numbers(
         self,
         step: SplitStep,
         cuts: dict[int, MicrobatchedStep],
         decided: dict[DecidedFor, Decisions],
         builder: PipelineEvaluator,
-        num_stages: int,
         estimated_s: dict[int, float],
     ) -> None:
-        """So many stages in half and twice the micro-batches while that is faster: where there is memory for fewer,
+        """One stage in half and twice the micro-batches while that is faster: where there is memory for fewer,
         parameters are gathered, and gradients added up, less often. Adds to `cuts`, `decided` and `estimated_s`.
 
         Args:
-            estimated_s: What so many stages take in those numbers of micro-batches in which they fit.
+            estimated_s: What one stage takes in those numbers of micro-batches in which it fits.
         """
-        numbers, most = divisors(num_examples(self.context.traced)), max(cuts)
-        over = OVERSTATED if num_stages == 1 else 1.0
-        tried: set[int] = set()
-        for m in estimated_s if num_stages > 1 else ():  # of one stage the best by the tables is worked out in any case
-            estimated_s[m] = self.made_s(builder, num_stages, m, estimated_s[m])
+        numbers, most, over = divisors(num_examples(self.context.traced)), max(cuts), OVERSTATED
         while estimated_s and not self.context.deadline.passed:
             best = min(estimated_s, key=lambda m: estimated_s[m])
             fewer = max((d for d in numbers if 2 * d <= best), default=best)
             more = min((d for d in numbers if 2 * best <= d < most), default=best)
             near = [m for m in (fewer, more) if m not in estimated_s]
-            if num_stages > 1 and best not in tried and (num_stages, best) not in builder.best_of:
-                near = [best]  # only told so far
-            tried |= {*near}
             if not near:
                 return
             for m in near:
                 limit_bytes = int(over * self.context.limit_bytes)
-                found_s = self.stages_s(step, num_stages, m, cuts, decided, builder, limit_bytes)
-                estimated_s[m] = self.made_s(builder, num_stages, m, found_s)
-                if (num_stages, m) in builder.best_of:
-                    made, told_bytes = builder.best_of[num_stages, m]
+                estimated_s[m] = self.one_stage_s(step, m, cuts, decided, builder, limit_bytes)
+                if (1, m) in builder.best_of:
+                    made, told_bytes = builder.best_of[1, m]
+                    estimated_s[m] = made.trial.step_time_s if made.fits(self.context.limit_bytes) else math.inf
                     over = max(1.0, told_bytes / made.trial.peak_bytes)
 
-    def made_s(self, builder: PipelineEvaluator, num_stages: int, m: int, estimated_s: float) -> float:
-        """What so many stages take if they were worked out (inf: they do not fit), and else as told."""
-        if (num_stages, m) not in builder.best_of:
-            return estimated_s
-        made, _ = builder.best_of[num_stages, m]
-        return made.trial.step_time_s if made.fits(self.context.limit_bytes) else math.inf
-
-    def stages_s(
+    def one_stage_s(
         self,
         step: SplitStep,
-        num_stages: int,
         m: int,
         cuts: dict[int, MicrobatchedStep],
         decided: dict[DecidedFor, Decisions],
         builder: PipelineEvaluator,
         limit_bytes: int,
     ) -> float:
-        """What so many stages take in a number of micro-batches, by the tables (inf: they do not fit, or cannot be cut
-        so); worked out where they may be the best.
+        """What one stage takes in a number of micro-batches, by the tables (inf: it does not fit, or cannot be cut so);
+        worked out where it may be the best.
         """
         if m not in cuts:
             try:
@@ -229,30 +189,24 @@ class _Search:
                     cuts[m] = self.cut(step, m, self.context.graph)
             except (UnsupportedError, BatchMismatchError):
                 return math.inf  # as in `cuts`: others may serve
-        alone = [self.context.cluster.num_devices]
-        sizes = (
-            alone if num_stages == 1 else sizes_for(cuts[m], self.context.cluster, self.context.request, m == min(cuts))
-        )
         with self.context.progress.pass_("layer costs"):
-            priced = self.priced(cuts[m], sizes, decided)
-        name = schedules_of(self.context.request, self.context.cluster)[0]
-        for problem, options in self.on_schedule(step, cuts[m], name, priced, (num_stages,)):
+            priced = self.priced(cuts[m], [self.context.cluster.num_devices], decided)
+        name = schedules_of(self.context.request)[0]
+        for problem, options in self.on_schedule(step, cuts[m], name, priced, (1,)):
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
-            (answer,) = builder.search([limited], [(m, options)], 0, self.evaluate_tolerance)
-            return builder.estimated_s(problem, answer, options) if isinstance(answer, StagePlan) else math.inf
+            (answer,) = builder.search([limited], [(m, options)], 0, 1.0)
+            return answer.step_time_s if isinstance(answer, StagePlan) else math.inf
         return math.inf
 
     def problems(
         self, step: SplitStep, cuts: dict[int, MicrobatchedStep], decided: dict[DecidedFor, Decisions]
     ) -> list[_Posed]:
-        """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans and where devices
-        share processors, of stages.
-        """
+        """Those of the dynamic programme, for each number of micro-batches, schedule and, of scans, of stages."""
         found: list[_Posed] = []
         long = is_long(self.context.traced)
         equal = stage_numbers(step, self.context.cluster) if step.parts > 1 else ()
         for m, cut in cuts.items():
-            numbers = equal or stages_told_apart(self.context.cluster, self.context.request, len(cut.layers))
+            numbers = equal or (None,)
             with self.context.progress.pass_("layer costs"):
                 sizes = sizes_for(cut, self.context.cluster, self.context.request, m == min(cuts))
                 priced = self.priced(cut, sizes, decided)
@@ -260,7 +214,7 @@ class _Search:
                     better = {(o.mesh, o.terms) for o in priced}
                     for key, of in decided.items():
                         decided[key] = tuple(d for d in of if (key[0], d.terms) in better)
-            for name in schedules_of(self.context.request, self.context.cluster):
+            for name in schedules_of(self.context.request):
                 made = self.on_schedule(step, cut, name, priced, numbers)
                 found += [(problem, (m, options)) for problem, options in made]
         return found
@@ -311,9 +265,6 @@ class _Search:
                 host_devices=cluster.devices_per_host,
                 chunks=chunks,
                 fixed_num_stages=num_stages,
-                oversubscribed_cores=cluster.oversubscribed_cores,
-                idle_share=1 - USED,
-                call_s=cluster.device.call_s,
             )
             found.append((problem, options))
         return found

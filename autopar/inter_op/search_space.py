@@ -22,7 +22,6 @@ SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 SHARING = 32  # devices of a stage that may share an example: for more, micro-batches have more examples
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
-EACH_UP_TO = 8  # stages: larger numbers of them are told apart by powers of two
 FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 
@@ -36,8 +35,7 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, request: PlanReques
 
     At most so many that each has a few examples for the devices of a stage, and that bubbles are small whatever the
     number of stages; then fewer, larger ones, which read parameters less often. The first have examples for powers of
-    two of devices, as stages mostly are; the others for an odd number of hosts too. Where devices share processors the
-    whole batch too: what idles in a bubble is not lost.
+    two of devices, as stages mostly are; the others for an odd number of hosts too.
     """
     if request.num_microbatches is not None:
         return [request.num_microbatches]
@@ -51,7 +49,7 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, request: PlanReques
     stages_are_odd = _odd(cluster.num_devices) > MOST_PARTS
     of = [groups if i or stages_are_odd else examples for i in range(several)]
     found = [nearest_divisor(n, number) for n, number in zip(of, wanted, strict=True)]
-    return list(dict.fromkeys([*found, 1] if cluster.oversubscribed_cores else found))
+    return list(dict.fromkeys(found))
 
 
 def _odd(n: int) -> int:
@@ -79,17 +77,6 @@ def stage_numbers(step: SplitStep, cluster: Cluster) -> list[int]:
     return [s for s, size in sizes.items() if size % n == 0 or n % size == 0]
 
 
-def stages_told_apart(cluster: Cluster, request: PlanRequest, num_layers: int) -> tuple[int | None, ...]:
-    """The numbers of stages to search one by one: None is any. Where devices share processors all of them take about
-    as long, and what they wait for memory, which the programme over stages does not know, tells them apart.
-    """
-    other_schedule = request.schedule not in (None, *schedules_of(PlanRequest(), cluster))
-    if not cluster.oversubscribed_cores or other_schedule or request.chunks is not None:
-        return (None,)
-    numbers = range(2, min(cluster.num_devices, num_layers, MOST_STAGES) + 1)
-    return tuple(n for n in numbers if n <= EACH_UP_TO or n & (n - 1) == 0) or (None,)
-
-
 def few_bubbles(traced: TracedStep, num_stages: int, parts: int = 1) -> int:
     """The divisor of the batch nearest to four micro-batches for each stage, of those that leave micro-batches which
     can be cut into so many parts, where the batch can be.
@@ -105,13 +92,13 @@ def nearest_divisor(n: int, wanted: float) -> int:
     return min(divisors(n), key=lambda m: abs(math.log(m / wanted)))
 
 
-def schedules_of(request: PlanRequest, cluster: Cluster) -> tuple[str, ...]:
-    """Those to search through. Where devices share processors the one that holds least: none leaves less idle there.
+def schedules_of(request: PlanRequest) -> tuple[str, ...]:
+    """Those to search through.
 
     Raises: InvalidArgumentError for a schedule that the search over stages has no model of.
     """
     if request.schedule is None:
-        return SEARCHED_SCHEDULES[:1] if cluster.oversubscribed_cores else SEARCHED_SCHEDULES
+        return SEARCHED_SCHEDULES
     known = [s.value for s in SearchedSchedule]
     if request.schedule not in known:
         raise InvalidArgumentError(

@@ -31,7 +31,6 @@ from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.merge_buffers import merged
 from autopar.runtime.pipeline.program import Program
 from autopar.runtime.pipeline.standard_schedules import PipelineSchedule, make_schedule
-from autopar.runtime.simulation.shared_cores import on_shared_processors
 from autopar.runtime.simulation.simulator import Simulation, simulate
 from autopar.sharding.constraints import NO_SOLUTION, TOO_TIGHT, Constraints
 from autopar.sharding.pins import PinnedLayout
@@ -234,10 +233,7 @@ def stage_program(
     smaller, sent_s = merged(staged.pipeline, transfer_s)
     program = emit(smaller, schedule)
     simulation = simulate(program, task_s, sent_s, task_bytes)
-    if cluster.oversubscribed_cores:
-        devices = {p.lowered.mesh_index: at.mesh.num_devices for p, at in zip(planned, submeshes, strict=True)}
-        simulation = on_shared_processors(simulation, program, [devices[mesh] for mesh in sorted(devices)])
-    waiting_s = pipeline_page_fault_s(simulation, program, planned, cluster)
+    waiting_s = pipeline_page_fault_s(simulation, program, planned)
     simulation = dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s, waiting_s=waiting_s)
     return StagedStep(
         step=step,
@@ -256,15 +252,10 @@ def stage_program(
     )
 
 
-def pipeline_page_fault_s(
-    simulation: Simulation,
-    program: Program,
-    planned: Sequence[PlannedStage],
-    cluster: Cluster,
-) -> float:
+def pipeline_page_fault_s(simulation: Simulation, program: Program, planned: Sequence[PlannedStage]) -> float:
     """Seconds in which a step waits for memory that was given back in the step before: of what devices hold between
-    tasks, beside their state (`host_cpu.held_page_fault_s`). What a task needs while it runs is counted with the
-    task.
+    tasks, beside their state (`host_cpu.held_page_fault_s`), on the mesh that waits longest. What a task needs while it
+    runs is counted with the task.
     """
     meshes = {p.lowered.mesh_index: p.model for p in planned}
     waits = []
@@ -273,16 +264,14 @@ def pipeline_page_fault_s(
         buffers = (program.pipeline.buffers[b] for b in program.pipeline.inputs)
         given_bytes = sum(buffer.nbytes for buffer in buffers if buffer.mesh == mesh)
         held_bytes = simulation.peak_bytes[mesh] - given_bytes - block_bytes
-        waits.append((model.links.mesh.num_devices, host_cpu.held_page_fault_s(model.device, held_bytes, block_bytes)))
-    if not cluster.oversubscribed_cores:
-        return max((seconds for _, seconds in waits), default=0.0)
-    return sum(n * seconds for n, seconds in waits) / sum(n for n, _ in waits)
+        waits.append(host_cpu.held_page_fault_s(model.device, held_bytes, block_bytes))
+    return max(waits, default=0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCost:
-    """One run of a task on its mesh: seconds (what it computes, sends in the mesh, copies, waits for memory, and what
-    calling it takes from devices that share processors), of which `hidden_s` in which something is sent while something
+    """One run of a task on its mesh: seconds (what it computes, sends in the mesh, copies, waits for memory, and its
+    call), of which `hidden_s` in which something is sent while something
     is computed; bytes beside its buffers on one device.
     """
 
@@ -318,11 +307,7 @@ def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskC
     ran = timed(graph, block, planned.model)
     runs = graph.num_microbatches if task.kind.repeats else 1
     nbytes = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
-    # Alone, a task has the processors of all devices, but is not called sooner.
-    called_s = 0.0
-    if cluster.oversubscribed_cores:
-        called_s = device.call_s * cluster.num_devices / planned.lowered.mesh.num_devices
-    seconds = (ran.end_s + host_cpu.page_fault_s(device, nbytes, runs)) / runs + called_s
+    seconds = (ran.end_s + host_cpu.page_fault_s(device, nbytes, runs)) / runs + device.call_s
     return TaskCost(seconds=seconds, hidden_s=ran.hidden_s / runs, nbytes=nbytes)
 
 

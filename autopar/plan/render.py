@@ -55,8 +55,6 @@ def table(record: PlanRecord) -> str:
     )
     if record.pipeline is not None:
         out.table(_stages_table(record.pipeline))
-        if record.cluster.oversubscribed_cores and len(record.predicted.peak_bytes) > 1:
-            out.line("times of stages are those while all devices are busy: they share the processors of the host")
     out.table(_values_table(record))
     out.table(_modules_table(record))
     out.table(_collectives_table(record))

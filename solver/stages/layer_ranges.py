@@ -132,8 +132,6 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
     devices = np.array([o.num_devices for o in problem.options], dtype=np.int64)
     # No schedule is faster than its slowest stage's own passes: most moves go here, before anything else is made.
     alone_s = sums.forward_s if problem.schedule is Schedule.INFERENCE else sums.forward_s + sums.backward_s
-    if problem.oversubscribed_cores:
-        alone_s = alone_s * problem.share(devices)[:, None]
     could = (alone_s * problem.num_microbatches < under_s) & (devices <= problem.num_devices)[:, None]
     at = option, where = np.nonzero(could)
     room = problem.limit_bytes - problem.chunks * sums.state_bytes[at] - sums.working_bytes[at]

@@ -20,12 +20,6 @@ and e = max(f + b, (f + b) / 2 + c):
 | interleaved | (f + c) / v | (b + c) / v | (m v - 1) (f + b + 2c) | see `peak_bytes` | S divides m |
 | inference | f + c | 0 | (m - 1) max(f, c) | 0 | |
 
-Where the devices share their processors (`StageProblem.oversubscribed_cores`), what one stage waits another one works
-faster, under every schedule, but for a share i of the processors that idles while some wait. With w = m (f + b) + once:
-fill is (1 - i) of its devices' part of w, and c, and what calling its tasks takes from all of them, 2 m call (m for
-inference, 3 m where weight gradients are put off; one stage alone is counted so too, though a runtime may call it once
-for both passes); drain c; steady i w, as stages that take equally long wait least; once nothing.
-
 Sources: 1F1B and its interleaving, Narayanan et al., "Efficient large-scale language model training on GPU clusters",
 SC 2021, section 2.2; eager 1F1B, Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023,
 section 4; zb-h1 and zb-h2, Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, sections 2 and 3; the sum with
@@ -99,9 +93,6 @@ class StageProblem:
     num_microbatches: options are for a micro-batch of this problem's size.
     chunks: of a group of devices under the interleaved schedule, 2 or more; 1 under all others.
     fixed_num_stages: the number of stages (of groups, if interleaved); None = free.
-    oversubscribed_cores: seconds of options are those while all devices work, which share what they work with.
-    idle_share: of the processors, while some devices wait for others, where they share them.
-    call_s: where they do, what each task of a micro-batch in a stage takes from all for being called.
     """
 
     options: tuple[StageOption, ...]
@@ -113,15 +104,6 @@ class StageProblem:
     host_devices: int
     chunks: int = 1
     fixed_num_stages: int | None = None
-    oversubscribed_cores: bool = False
-    idle_share: float = 0.0
-    call_s: float = 0.0
-
-    def share(self, num_devices: Any) -> Any:
-        """Where processors are shared: what a stage of so many devices takes alone, as a part of what it takes while
-        all devices work.
-        """
-        return num_devices / self.num_devices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,13 +153,6 @@ def terms(
     """The model's terms of a stage from the sums over its layers; arrays give arrays. send_s: 0 of the last stage."""
     f, b, w, c, m, v = forward_s, backward_s, weight_s, send_s, problem.num_microbatches, problem.chunks
     alone = f + b
-    if problem.oversubscribed_cores:
-        passes = f if problem.schedule is Schedule.INFERENCE else alone
-        works, idles = m * passes + once_s, problem.idle_share
-        tasks = 3 if problem.schedule in PUTS_OFF_WEIGHT_GRADIENTS else 2
-        called = m if problem.schedule is Schedule.INFERENCE else tasks * m
-        fill = (1 - idles) * problem.share(devices) * works + called * problem.call_s + c
-        return StageTerms(fill_s=fill, drain_s=c, steady_s=idles * works, once_s=0 * c)
     overlapped = np.maximum(alone, alone / 2 + c)
     fill, drain = f + c, b + c
     match problem.schedule:
@@ -344,10 +319,6 @@ def validate(problem: StageProblem) -> None:
         raise ValueError(
             f"chunks: expected 2 or more if interleaved, else 1, got {problem.chunks} ({problem.schedule})"
         )
-    if not 0 <= problem.idle_share < 1:
-        raise ValueError(f"idle_share: expected 0 or more and less than 1, got {problem.idle_share}")
-    if not 0 <= problem.call_s < math.inf:
-        raise ValueError(f"call_s: expected finite seconds, not negative, got {problem.call_s}")
     if not isinstance(problem.schedule, Schedule):
         raise ValueError(f"schedule: expected one of {[str(s) for s in Schedule]}, got {problem.schedule!r}")
     parts = sorted({option.num_devices for option in problem.options if option.num_devices < problem.host_devices})
