@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
+from autopar.common import jax_compat
 from autopar.common.json_files import Fault
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind, walk
@@ -21,7 +22,8 @@ from autopar.ir.primitives import is_summing_type, sums_locally
 from autopar.lowering.decisions import ShardingPlan
 from autopar.passes.remat import Recompute
 from autopar.passes.stage_graph import StageGraph
-from autopar.plan.schema import PipelineRecord, PlannedValue
+from autopar.plan.schema import Decisions, PipelineRecord, PlannedValue
+from autopar.plan.signatures import differing
 from autopar.sharding.strategies import Signature, Strategy, strategy_of
 
 _HINT = "plan anew; what a plan must hold to is said with autopar.constrain, not by editing its file"
@@ -31,6 +33,15 @@ def check_decisions(plan: ShardingPlan, graph: OpGraph, place: str, step: str) -
     """Raises: PlanMismatchError for the first decision that the graph cannot have; `place` is theirs in the file."""
     for fault in _Checker(plan, graph, place).faults():
         raise mismatch(step, fault)
+
+
+def check_operations(decisions: Decisions, graph: OpGraph, place: str, step: str) -> None:
+    """Decisions are for the operations that have their numbers in the graph. Raises: PlanMismatchError."""
+    for number, op in differing(decisions, graph):
+        where = f"{op.module or op.primitive} at {jax_compat.source_line(op.eqn)}" if op is not None and op.eqn else ""
+        is_now = "no operation" if op is None else f"another one: {op.primitive} in {where or 'the step'}"
+        expected = f"operation {number} of the graph as it was when the plan was made"
+        raise mismatch(step, Fault(place=f"{place}.of_op.{number}", expected=expected, got=is_now))
 
 
 def check_values(planned: Sequence[PlannedValue], made: Sequence[PlannedValue], place: str, step: str) -> None:

@@ -13,6 +13,7 @@ from autopar.compiler.check_decisions import (
     check_decisions,
     check_groups,
     check_layers,
+    check_operations,
     check_transfers,
     check_values,
 )
@@ -64,6 +65,7 @@ def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -
     graph = build_graph(traced, rules)
     model = cost_model(plan.cluster, plan.mesh)
     sharding = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)
+    check_operations(plan.record.decisions, graph, "$.plan.decisions", traced.name)
     check_decisions(sharding, graph, "$.plan.decisions", traced.name)
     lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, plan.mesh)
     arguments, results = planned_values(traced, graph, lowered)
@@ -105,7 +107,9 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
         for s, at, stage in zip(made.stages, submeshes, stages, strict=True)
     ]
     for q, (sharding, stage) in enumerate(zip(shardings, stages, strict=True)):
-        check_decisions(sharding, stage.graph, f"{place}.stages[{q}].decisions", name)
+        decided_at = f"{place}.stages[{q}].decisions"
+        check_operations(made.stages[q].decisions, stage.graph, decided_at, name)
+        check_decisions(sharding, stage.graph, decided_at, name)
     check_transfers(shardings, stages, schedule.mesh_of_stage, name)
     planned = [
         planned_stage(first_layers[q], stage, models[q], shardings[q], schedule.mesh_of_stage[q], like=q)

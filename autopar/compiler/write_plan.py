@@ -104,7 +104,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         memory_limit_bytes=context.limit_bytes,
         arguments=tuple(arguments),
         results=tuple(results),
-        decisions=decisions_of(best.sharding),
+        decisions=decisions_of(best.sharding, graph),
         predicted=made,
         solver=best.sharding.report,
         modules=module_rows(graph, best.lowered, best.model, made.collectives),

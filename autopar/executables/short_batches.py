@@ -90,7 +90,7 @@ def _in_one_program(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
     lowered = with_host_copies(graph, lower(graph, sharding, links), sharding.in_host, plan.mesh)
     arguments, results = planned_values(traced, graph, lowered)
     return dataclasses.replace(
-        record, arguments=tuple(arguments), results=tuple(results), decisions=decisions_of(sharding)
+        record, arguments=tuple(arguments), results=tuple(results), decisions=decisions_of(sharding, graph)
     )
 
 
@@ -165,8 +165,8 @@ def _staged(
     staged = stage_program(cut.step, graph, cut.layers, ready, submeshes, schedule, plan.cluster)
     arguments, results = staged_values(traced, staged)
     decided = tuple(
-        dataclasses.replace(s, decisions=decisions_of(sharding))
-        for s, sharding in zip(made.stages, shardings, strict=True)
+        dataclasses.replace(s, decisions=decisions_of(sharding, stage.graph))
+        for s, sharding, stage in zip(made.stages, shardings, stages, strict=True)
     )
     return dataclasses.replace(
         plan.record,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,15 @@ from autopar.errors import InvalidArgumentError
 from autopar.hardware.collective_cost import PLANNED_KINDS
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
-from autopar.plan.schema import FORMAT_VERSION, Decisions, PipelineRecord, PlannedValue, PlanRecord, PredictedCollective
+from autopar.plan.schema import (
+    FORMAT_VERSION,
+    SIGNATURE_DIGITS,
+    Decisions,
+    PipelineRecord,
+    PlannedValue,
+    PlanRecord,
+    PredictedCollective,
+)
 
 # No number of a plan is larger: of integers what other programs read as such, of others far more than seconds, bytes
 # and arithmetic operations of a step can be.
@@ -225,6 +234,10 @@ def _decisions(place: str, made: Decisions, mesh: LogicalMesh) -> Iterator[Fault
         for key, index in numbered.items():
             if not 0 <= index < n:
                 yield Fault(place=f"{place}.{name}.{key}", expected=_range(n), got=str(index))
+    digits = SIGNATURE_DIGITS * len({*made.of_op, *made.wires})
+    if not re.fullmatch(f"[0-9a-f]{{{digits}}}", made.operations):
+        got = f"{len(made.operations)} characters"
+        yield Fault(place=f"{place}.operations", expected=f"{digits} digits of 0 to 9 and a to f", got=got)
     for i, (_, readers, index) in enumerate(made.copies):
         if readers not in READERS:
             yield Fault(place=f"{place}.copies[{i}][1]", expected=" or ".join(READERS), got=repr(readers))

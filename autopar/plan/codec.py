@@ -6,16 +6,14 @@ from autopar.ir.graph import OpGraph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.decisions import ShardingPlan, SolverReport
-from autopar.plan.schema import (
-    Decisions,
-    PlannedStrategy,
-)
+from autopar.plan.schema import Decisions, PlannedStrategy
+from autopar.plan.signatures import signatures
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.strategies import Strategy
 
 
-def decisions_of(plan: ShardingPlan) -> Decisions:
-    """The decisions as tables of numbers; `sharding_plan_of` is the inverse."""
+def decisions_of(plan: ShardingPlan, graph: OpGraph) -> Decisions:
+    """The decisions for a graph as tables of numbers; `sharding_plan_of` is the inverse."""
     layouts: dict[Layout, int] = {}
     strategies: dict[PlannedStrategy, int] = {}
 
@@ -46,6 +44,7 @@ def decisions_of(plan: ShardingPlan) -> Decisions:
         copies=copies,
         wires=wires,
         in_host=tuple(sorted(plan.in_host)),
+        operations=signatures(graph, {*of_op, *wires}),
     )
 
 

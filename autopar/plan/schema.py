@@ -10,7 +10,9 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
 from autopar.lowering.decisions import SolverReport
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
+# Of 16, for each operation in `Decisions.operations`: one of 65,536 wrong operations has the right signature.
+SIGNATURE_DIGITS = 4
 NO_TIMELINE = Timeline(rows=(), links=(), events=())
 
 
@@ -47,11 +49,13 @@ class PlannedStrategy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
-    """Every choice, by the numbers of operations and values in the graph.
+    """Every choice, by the numbers of operations and values in the graph, which `operations` binds to its structure.
 
     Layouts and strategies are tables; `of_op` maps an operation to its strategy; `raw`, `placed` map a value to its
     layout, `copies` holds (value, readers, layout), `wires` the layout in which an operation sends its operand to
-    another stage; `in_host` are the arguments that lie in the memory of the host between steps.
+    another stage; `in_host` are the arguments that lie in the memory of the host between steps. `operations` has
+    `SIGNATURE_DIGITS` digits for each operation of `of_op` and `wires`, in the order of their numbers
+    (`autopar.plan.signatures`).
     """
 
     layouts: tuple[Layout, ...]
@@ -62,6 +66,7 @@ class Decisions:
     copies: tuple[tuple[int, str, int], ...]
     wires: dict[int, int] = dataclasses.field(default_factory=dict)
     in_host: tuple[int, ...] = ()
+    operations: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
