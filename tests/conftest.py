@@ -26,6 +26,14 @@ os.environ["XLA_FLAGS"] = " ".join([_GIVEN, *_ADDED]).strip()
 _CACHE = tempfile.mkdtemp(prefix="autopar-tests-")
 os.environ["AUTOPAR_CACHE_DIR"] = _CACHE
 
+# Many tests compile the same small programs: of the processes of one run each finds what another has compiled.
+for _name, _value in {
+    "JAX_COMPILATION_CACHE_DIR": os.path.join(_CACHE, "compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
 # The same examples in every run: what a run shows is the change's doing. Sweeps with other examples are made by hand.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")

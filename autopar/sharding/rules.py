@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
@@ -36,7 +37,8 @@ def equation_key(eqn: Any) -> str:
 
 
 def _aval_key(var: Any) -> str:
-    literal = f"={var.val!r}" if isinstance(var, jax_compat.Literal) else ""
+    # By value: JAX has classes of its own for literals, whose texts differ and leave out digits.
+    literal = f"={np.asarray(var.val, var.aval.dtype).tolist()!r}" if isinstance(var, jax_compat.Literal) else ""
     return f"{var.aval.dtype}{list(var.aval.shape)}{literal}"
 
 

@@ -35,9 +35,7 @@ def transposed(params, batch):
 
 
 def graph_of(function):
-    return build_graph(
-        trace(function, (PARAMS, BATCH), names=("params", "batch"), donate=(0,), batch=(1,)), RuleBook()
-    )
+    return build_graph(trace(function, (PARAMS, BATCH), names=("params", "batch"), donate=(0,), batch=(1,)), RuleBook())
 
 
 def plan_of(function, **options):

@@ -171,6 +171,14 @@ def test_a_literal_operand_is_part_of_what_an_equation_computes():
     assert key(lambda x: x * 2.0) == key(lambda x: x * 2.0) != key(lambda x: x * 3.0)
 
 
+def test_literals_are_told_apart_by_all_their_digits_and_not_by_their_class():
+    def key(number):
+        with jax.enable_x64(True):
+            return equation_key(equation(lambda x: x * number, jax.ShapeDtypeStruct((4,), "float64")))
+
+    assert key(0.1234567891) == key(np.float64(0.1234567891)) != key(np.float64(0.1234567892))
+
+
 def test_rules_learned_together_are_those_learned_alone():
     eqns = [
         equation(jnp.matmul, shape(4, 8), shape(8, 2)),
