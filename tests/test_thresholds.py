@@ -1,0 +1,69 @@
+"""Every number that decides between plans has its row in the table of thresholds, with its present value."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.machine import kept_rows
+from benchmarks.thresholds import RESULTS, THRESHOLDS
+
+ROOT = Path(__file__).parent.parent
+PLANNER = ("compiler", "inter_op", "intra_op", "cost", "sharding", "solver")
+GRAPH = ("attention", "ir", "lowering", "microbatch", "passes")
+
+# Numbers of these packages that are no thresholds, and why.
+NONE = {
+    "compiler.memory_breakdown.LARGEST": "rows that are shown",
+    "compiler.memory_errors._NAMED": "rows that are shown",
+    "compiler.pin_costs.PRICED_ALONE": "rows that are shown",
+    "compiler.recipe_notes.NAMED": "rows that are shown",
+    "sharding.constraints.LARGEST_NAMED": "rows that are shown",
+    "sharding.pins.CLOSEST_SHOWN": "rows that are shown",
+    "attention.polynomial.RELATIVE_ERROR": "rounding",
+    "solver.anytime.compiled_loops.SAFETY": "rounding",
+    "solver.stages.dynamic_program.EQUAL": "rounding",
+    "cost.xla_fusion.SEVERAL": "a mark, not a size",
+    "ir.layout._PARTIAL": "a mark, not a size",
+    "passes.layer_equivalence._NOWHERE": "a mark, not a size",
+    "intra_op.spmd_search.EXPOSED_FRACTIONS": "both of cost.cost_model",
+    "intra_op.baselines.ZERO_STAGES": "names of stages",
+    "sharding.rules._BATCH": "how many rules are asked for at once: changes no answer",
+    "solver.ilp.exact.THREADS": "changes no answer",
+    "solver.stages.dynamic_program.FIRST_LABELS": "room at first: grows as needed",
+    "solver.anytime.compiled_loops.TREE_NODES": "compiled into loops: results/solvers.md",
+    "solver.anytime.local_search.TRIES": "compiled into loops: results/solvers.md",
+    "solver.solving.EXACT_PART": "only under a time limit",
+    "solver.solving.FIT_PART": "only under a time limit",
+    "solver.anytime.finish.PROOF_PART": "only under a time limit",
+    "solver.anytime.finish.COMBINE_PART": "only under a time limit",
+}
+
+
+def constants(package: str) -> Iterator[str]:
+    """Module and name of each number, or tuple of numbers, that a module of a package names."""
+    for file in sorted((ROOT / "autopar" / package).rglob("*.py")):
+        module = ".".join(file.relative_to(ROOT / "autopar").with_suffix("").parts)
+        for statement in ast.parse(file.read_text()).body:
+            if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+                continue
+            for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
+                for name in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    assert isinstance(name, ast.Name)
+                    if is_number(getattr(importlib.import_module(f"autopar.{module}"), name.id)):
+                        yield f"{module}.{name.id}"
+
+
+def is_number(value: object) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(is_number(part) for part in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def test_every_number_of_the_planner_has_a_row_or_a_reason_to_have_none():
+    assert {key for package in PLANNER + GRAPH for key in constants(package)} == {t.key for t in THRESHOLDS} | set(NONE)
+
+
+def test_the_table_has_the_present_values():
+    kept = {row[0].strip("`"): row[1] for row in kept_rows(RESULTS)}
+    assert kept == {t.key: f"{t.value:g}" for t in THRESHOLDS}
