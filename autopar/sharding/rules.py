@@ -38,8 +38,9 @@ def equation_key(eqn: Any) -> str:
 
 def _aval_key(var: Any) -> str:
     # By value: JAX has classes of its own for literals, whose texts differ and leave out digits.
-    literal = f"={np.asarray(var.val, var.aval.dtype).tolist()!r}" if isinstance(var, jax_compat.Literal) else ""
-    return f"{var.aval.dtype}{list(var.aval.shape)}{literal}"
+    aval = var.aval
+    literal = f"={np.asarray(var.val, aval.dtype).tolist()!r}" if isinstance(var, jax_compat.Literal) else ""
+    return f"{aval.dtype}{list(aval.shape)}{literal}"
 
 
 class RuleBook:
