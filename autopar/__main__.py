@@ -188,9 +188,9 @@ def shapes_only(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     steps = []
 
     def arguments() -> tuple[Any, ...]:
-        step, made = returned_by(name)
+        step, returned = returned_by(name)
         steps.append(step)
-        return made
+        return returned
 
     shapes = jax.eval_shape(arguments)
     return steps[0], shapes

@@ -93,5 +93,5 @@ class _Joining:
                 leave(_error(process, *lost()), where)
 
 
-def _error(here: int, lost: int, what: str) -> ProcessLostError:
-    return lost_error(here, lost, what, _AT)
+def _error(process: int, lost: int, reason: str) -> ProcessLostError:
+    return lost_error(process, lost, reason, _AT)

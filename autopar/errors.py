@@ -122,9 +122,9 @@ class MemoryLimitError(AutoparError):
             hint=hint,
         )
 
-    def beside(self, others: Sequence[str]) -> MemoryLimitError:
+    def beside(self, attempts: Sequence[str]) -> MemoryLimitError:
         """This error with what else was tried."""
-        hint = "; ".join([self.hint, *others])
+        hint = "; ".join([self.hint, *attempts])
         return type(self)(
             where=self.where,
             limit_bytes=self.limit_bytes,

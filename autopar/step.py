@@ -113,10 +113,10 @@ class Step:
         with turn:
             dynamic = self._arguments.dynamic(args)
             self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
-            compiled, given = self._compile(args), jax.tree.leaves(tuple(dynamic))
-            self._fast = fast = FastPath(compiled, given)
+            compiled, leaves = self._compile(args), jax.tree.leaves(tuple(dynamic))
+            self._fast = fast = FastPath(compiled, leaves)
             constants = compiled.constants if isinstance(compiled, Compiled) else [c for _, c in compiled.fixed]
-            results = fast.run(without_shared_memory(put_leaves(given, compiled), compiled.donated, constants))
+            results = fast.run(without_shared_memory(put_leaves(leaves, compiled), compiled.donated, constants))
         return jax.tree.unflatten(compiled.traced.out_tree, results)
 
     def _run_checked(self, args: tuple[Any, ...]) -> Any:
@@ -127,11 +127,11 @@ class Step:
         with turn:
             dynamic = self._arguments.dynamic(args)
             self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
-            compiled, given = self._compile(args), jax.tree.leaves(tuple(dynamic))
+            compiled, leaves = self._compile(args), jax.tree.leaves(tuple(dynamic))
             with nan_check.switched_off():
-                here = compiled.across is None
-                results = compiled.run(put_copies(given, compiled) if here else put_leaves(given, compiled))
-            nan_check.check(compiled.traced, given, results)
+                in_one_process = compiled.across is None
+                results = compiled.run(put_copies(leaves, compiled) if in_one_process else put_leaves(leaves, compiled))
+            nan_check.check(compiled.traced, leaves, results)
         return jax.tree.unflatten(compiled.traced.out_tree, results)
 
     def _needs_other_program(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
@@ -156,19 +156,19 @@ class Step:
         args = nnx_objects.split(self._signature.places(args, kwargs))
         with turn:
             key, (traced, plan) = self._arguments.key(args), self._planned(args)
-            whole = None
+            lowered_whole = None
             if plan.record.pipeline is None:
-                whole = lower_whole(traced, plan, plan.concrete_mesh(), self._sources.rules())
+                lowered_whole = lower_whole(traced, plan, plan.concrete_mesh(), self._sources.rules())
                 self._sources.save_rules()
 
         def compiling() -> CompiledStep:
             with turn:
                 if key not in self._compiled:
-                    compiled = whole.compile() if whole is not None else self._build(traced, plan)
+                    compiled = lowered_whole.compile() if lowered_whole is not None else self._build(traced, plan)
                     self._compiled[key] = compiled.ready()
                 return self._compiled[key]
 
-        return Lowered(plan=plan, whole=whole, compiling=compiling)
+        return Lowered(plan=plan, whole=lowered_whole, compiling=compiling)
 
     def compile(self, *args: Any, **kwargs: Any) -> CompiledStep:
         """Plans and compiles for arguments of these shapes, ahead of time."""

@@ -82,11 +82,11 @@ class Tuning:
     def __str__(self) -> str:
         buffer = io.StringIO()
         console = Console(file=buffer, width=120, no_color=True, highlight=False)
-        shown = Table(f"timed on {self.target}", "predicted", "measured", "half of its steps", "relative", "not timed")
+        rows = Table(f"timed on {self.target}", "predicted", "measured", "half of its steps", "relative", "not timed")
         fastest_s = self.fastest.measured_s
         for row in self.rows:
             relative = row.measured_s / fastest_s if row.measured_s and fastest_s else None
-            shown.add_row(
+            rows.add_row(
                 escape(row.name),
                 text_of_s(row.predicted_s) if row.predicted_s is not None else "",
                 text_of_s(row.measured_s) if row.measured_s is not None else "",
@@ -94,7 +94,7 @@ class Tuning:
                 f"{relative:.3f}" if relative is not None else "",
                 escape(row.why),
             )
-        console.print(shown)
+        console.print(rows)
         return buffer.getvalue().rstrip()
 
 
@@ -152,8 +152,8 @@ def tuned_by(
     plans = [(name, result) for name, result in planned if isinstance(result, Plan)]
     fitting = [(name, plan) for name, plan in plans if not _memory_excess(plan)]
     # The search's own comes first, which takes a plan that is easier to read before one that is hardly faster.
-    others = sorted(fitting[1:], key=lambda named: step_s(named[1]))
-    running, failed, rows = _compiled(problem, [*fitting[:1], *others], within, most, progress)
+    slower = sorted(fitting[1:], key=lambda named: step_s(named[1]))
+    running, failed, rows = _compiled(problem, [*fitting[:1], *slower], within, most, progress)
     rows += [_row(name, plan, why=_memory_excess(plan)) for name, plan in plans if _memory_excess(plan)]
     with progress.pass_(f"time {len(running)} plans"):
         durations_s = clock([candidate.turn for candidate in running], seconds)
@@ -250,20 +250,20 @@ def _planned(
     problem: PlanningProblem, beside: Mapping[str, Recipe], within: float, progress: Progress
 ) -> Iterable[tuple[str, Plan | AutoparError]]:
     """By name: the best plan and its near competitors, then the recipes; or the errors in their place."""
-    given = problem.traced, problem.trees, problem.cluster
+    inputs = problem.traced, problem.trees, problem.cluster
     try:
-        plans = make_plans(*given, problem.request, problem.rules, progress, within)
+        plans = make_plans(*inputs, problem.request, problem.rules, progress, within)
     except AutoparError as error:
         yield "search", _without_traceback(error)
     else:
-        seen: dict[str, int] = {}
+        occurrences: dict[str, int] = {}
         for number, plan in enumerate(plans):
             name = f"{'near' if number else 'search'}: {in_short(plan.record)}"
-            seen[name] = seen.get(name, 0) + 1
-            yield name if seen[name] == 1 else f"{name} ({seen[name]})", plan
+            occurrences[name] = occurrences.get(name, 0) + 1
+            yield name if occurrences[name] == 1 else f"{name} ({occurrences[name]})", plan
     for name, recipe in beside.items():
         try:
-            yield name, make_plan(*given, problem.request.with_recipe(recipe.request), problem.rules, progress)
+            yield name, make_plan(*inputs, problem.request.with_recipe(recipe.request), problem.rules, progress)
         except AutoparError as error:
             yield name, _without_traceback(error)
 
@@ -330,12 +330,12 @@ def _turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
     tied, leaves = compiled.traced.tied, jax.tree.leaves(tuple(arguments))
 
     def turn() -> list[float]:
-        ready = compiled.ready()
-        given = jax.block_until_ready(put_copies(leaves, ready))
+        program = compiled.ready()
+        given = jax.block_until_ready(put_copies(leaves, program))
         took = []
         for _ in range(1 + STEPS_IN_A_ROW):
             begun = time.perf_counter()
-            results = jax.block_until_ready(ready.run(given))
+            results = jax.block_until_ready(program.run(given))
             took.append(time.perf_counter() - begun)
             # What a step takes over comes back.
             given = [results[tied[i]] if i in tied else leaf for i, leaf in enumerate(given)]
@@ -372,9 +372,9 @@ def _with_note(rows: Sequence[Timed]) -> Timed:
     """The fastest row, whose plan says how it was chosen."""
     fastest, timed = rows[0], [row for row in rows if row.measured_s is not None]
     assert fastest.plan is not None, "what was timed has a plan"
-    others = f"{len(timed) - 1} other plan{'s' if len(timed) != 2 else ''}"
+    other_plans = f"{len(timed) - 1} other plan{'s' if len(timed) != 2 else ''}"
     foreseen = min(timed, key=lambda row: row.predicted_s or 0.0)
-    note = f"timed on the devices beside {others}: {text_of_s(fastest.measured_s or 0.0)}; "
+    note = f"timed on the devices beside {other_plans}: {text_of_s(fastest.measured_s or 0.0)}; "
     if foreseen is fastest:
         note += "it was predicted to be the fastest, too"
     else:

@@ -11,12 +11,10 @@ MAX_FUNCTION_LINES = 60  # with its docstring
 MAX_PARAMETERS = 8  # without self
 
 _NUMBA = "compiled by numba, which takes arrays and no dataclasses"
-_OPEN = "to be split"
 
 LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
-    "autopar/inter_op/tasks.py:stage_tasks": _OPEN,
     "autopar/recipes.py:combine": "the public face: each option with its text",
     "solver/anytime/local_search.py:grow": _NUMBA,
     "solver/anytime/local_search.py:search": _NUMBA,

@@ -16,28 +16,30 @@ from autopar.common.jax_compat import buffer_addresses
 
 
 def without_shared_memory(leaves: Sequence[Any], donated: Iterable[int], constants: Sequence[Any] = ()) -> list[Any]:
-    """Leaves of which the donated ones share no memory with the rest, the constants, nor each other.
+    """Leaves whose donated ones share no memory with other leaves, with constants, or with each other.
 
-    Those that did are copies: what was given stays as it is where it is not taken over by itself.
+    A donated leaf that shares memory is replaced by a copy.
     """
-    out, taken = list(leaves), set(donated)
-    kept = [leaf for i, leaf in enumerate(leaves) if i not in taken]
-    held = {a for array in (*kept, *constants) if isinstance(array, jax.Array) for a in buffer_addresses(array)}
-    for i in sorted(taken):
+    out, donated_positions = list(leaves), set(donated)
+    other_leaves = [leaf for i, leaf in enumerate(leaves) if i not in donated_positions]
+    addresses_held = {
+        a for array in (*other_leaves, *constants) if isinstance(array, jax.Array) for a in buffer_addresses(array)
+    }
+    for i in sorted(donated_positions):
         if isinstance(out[i], jax.Array):
             addresses = buffer_addresses(out[i])
-            if not held.isdisjoint(addresses):
+            if not addresses_held.isdisjoint(addresses):
                 out[i] = out[i].copy()
-            held.update(addresses)
+            addresses_held.update(addresses)
     return out
 
 
 def share_memory(donated: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether donated arrays share memory with others or with each other."""
-    held: set[int] = set()
+    addresses_held: set[int] = set()
     for array in donated:
         addresses = buffer_addresses(array)
-        if not held.isdisjoint(addresses):
+        if not addresses_held.isdisjoint(addresses):
             return True
-        held.update(addresses)
-    return any(not held.isdisjoint(buffer_addresses(array)) for array in others)
+        addresses_held.update(addresses)
+    return any(not addresses_held.isdisjoint(buffer_addresses(array)) for array in others)

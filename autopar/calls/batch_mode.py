@@ -1,11 +1,11 @@
 """The batch mode of a program of several processes: local rows of each process, or one global batch.
 
-(1) The same rows in all are the whole batch ("global"); other rows in each are each one's own ("local"), and the batch
-    is the rows of all processes in their order. What the step is planned for must agree with that, where it has a plan.
-(2) Leaves without rows (numbers, keys, arguments that are no batch) must be the same in all.
+(1) Equal rows in all processes are the whole batch ("global"). Different rows are the rows of each process ("local"),
+    and the batch consists of the rows of all processes in order. Where the step has a plan, its batch must agree.
+(2) Leaves without rows (numbers, keys, arguments other than the batch) must be equal in all processes.
 
-Rows are counted in dimension 0: of as many as most leaves of the batch have. A batch that is made of global arrays
-already is taken as it is.
+Rows are counted in dimension 0; their number is the leading size that most leaves of the batch have. A batch of global
+arrays is used as it is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def checked_mode(given: str | None, where: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """A leaf as a process passed it: `hash` of its data, or of the devices it lies on where it `is_global` already."""
+    """A leaf as a process passed it: `hash` of its data, or of its devices where it `is_global` already."""
 
     path: str
     is_global: bool
@@ -70,14 +70,14 @@ class PassedBatch:
         return cls(requested, leaves, tuple((path, hash_) for path, hash_ in others), step)
 
     def num_rows(self) -> int | None:
-        """The leading size that most leaves of its own share; None where no leaf has one."""
+        """The leading size that most leaves of this process share; None where no leaf has one."""
         sizes = collections.Counter(leaf.shape[0] for leaf in self.batch if leaf.shape and not leaf.is_global)
         return sizes.most_common(1)[0][0] if sizes else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchDecision:
-    """The mode of a batch: `counts` are the rows of each process for each leaf, None where it is global already.
+    """The mode of a batch: `counts` are the rows of each process for each leaf, None where the leaf is global already.
 
     `by_data`: decided by the data alone, not by a request or a plan.
     """
@@ -88,11 +88,11 @@ class BatchDecision:
 
 
 def decide(
-    name: str, passed: Sequence[PassedBatch], planned: Sequence[Sequence[Shape]], before: str | None
+    name: str, passed: Sequence[PassedBatch], planned: Sequence[Sequence[Shape]], earlier_mode: str | None
 ) -> BatchDecision:
-    """The mode of the batches that all processes passed, the same decision in each of them.
+    """The mode of the batches that all processes passed; each process comes to the same decision.
 
-    `planned` are the shapes of the batch in each plan of the step, `before` the mode of an earlier batch.
+    `planned` are the shapes of the batch in each plan of the step, `earlier_mode` the mode of an earlier batch.
 
     Raises: ProcessMismatchError.
     """
@@ -109,7 +109,7 @@ def decide(
     ]
     _check_equal(name, passed, [i for i in range(len(first.batch)) if i not in rows])
     as_local = tuple(per_process if i in rows else None for i in range(len(first.batch)))
-    local, whole = BatchDecision(LOCAL, as_local), BatchDecision(GLOBAL, (None,) * len(first.batch))
+    local, as_global = BatchDecision(LOCAL, as_local), BatchDecision(GLOBAL, (None,) * len(first.batch))
     differing = [i for i in rows if any(p.batch[i] != first.batch[i] for p in passed)]
     _check_rest_of_shape(name, passed, differing)
     if first.requested == LOCAL:
@@ -118,53 +118,55 @@ def decide(
         return local
     if first.requested == GLOBAL:
         if differing:
-            raise _ambiguous(name, passed, differing, "batch='global' says so", whole, local)
-        return whole
-    by_data = local if differing else whole
-    by_shape = {GLOBAL: whole, LOCAL: local}.get(_planned_mode(passed, as_local, planned) or "", by_data)
+            raise _ambiguous(name, passed, differing, "batch='global' says so", as_global, local)
+        return as_global
+    by_data = local if differing else as_global
+    by_shape = {GLOBAL: as_global, LOCAL: local}.get(_planned_mode(passed, as_local, planned) or "", by_data)
     if by_shape == by_data:
-        return dataclasses.replace(local, by_data=True) if differing and before != LOCAL else by_data
-    if before == LOCAL:
+        return dataclasses.replace(local, by_data=True) if differing and earlier_mode != LOCAL else by_data
+    if earlier_mode == LOCAL:
         return local
     if differing:
-        raise _ambiguous(name, passed, differing, "its shape is that of the plan", whole, local)
-    raise _ambiguous(name, passed, rows, "the rows of all processes are those of the plan", local, whole)
+        raise _ambiguous(name, passed, differing, "its shape is that of the plan", as_global, local)
+    raise _ambiguous(name, passed, rows, "the rows of all processes are those of the plan", local, as_global)
 
 
 def _planned_mode(
     passed: Sequence[PassedBatch], as_local: Sequence[tuple[int, ...] | None], planned: Sequence[Sequence[Shape]]
 ) -> str | None:
-    """Whether a plan is for the batch that each process passed, or for their rows together."""
-    whole = [leaf.shape for leaf in passed[0].batch]
-    together = [s if counts is None else (sum(counts), *s[1:]) for s, counts in zip(whole, as_local, strict=True)]
+    """Whether a plan is for the batch that each process passed, or for their joined rows."""
+    passed_shapes = [leaf.shape for leaf in passed[0].batch]
+    joined_shapes = [
+        s if counts is None else (sum(counts), *s[1:]) for s, counts in zip(passed_shapes, as_local, strict=True)
+    ]
     plans = [list(shapes) for shapes in planned]
-    if whole in plans and all([leaf.shape for leaf in p.batch] == whole for p in passed):
+    if passed_shapes in plans and all([leaf.shape for leaf in p.batch] == passed_shapes for p in passed):
         return GLOBAL
-    return LOCAL if together in plans else None
+    return LOCAL if joined_shapes in plans else None
 
 
 def _check_same_step(name: str, passed: Sequence[PassedBatch]) -> None:
     """Raises: ProcessMismatchError where processes differ in more than rows."""
     first = passed[0]
-    for p, own in enumerate(passed[1:], 1):
-        if own.step != first.step:
+    for p, passed_by in enumerate(passed[1:], 1):
+        if passed_by.step != first.step:
             raise _mismatch(
                 name,
                 "the same step in all processes",
-                f"another one in process {p} than in process 0 ({own.step} and {first.step})",
+                f"another one in process {p} than in process 0 ({passed_by.step} and {first.step})",
                 "run the same program in all processes; what a step does must not depend on jax.process_index()",
             )
-        if own.requested != first.requested:
+        if passed_by.requested != first.requested:
             raise _mismatch(
-                name, "the same batch=... in all", f"{first.requested!r} in process 0, {own.requested!r} in {p}"
+                name, "the same batch=... in all", f"{first.requested!r} in process 0, {passed_by.requested!r} in {p}"
             )
-        paths = [[leaf.path for leaf in each.batch] for each in (first, own)]
+        paths = [[leaf.path for leaf in passed_batch.batch] for passed_batch in (first, passed_by)]
         if paths[0] != paths[1]:
             differing = sorted(set(paths[0]) ^ set(paths[1])) or paths[1]
             raise _mismatch(
                 name, "batches of one structure in all", f"{', '.join(differing[:3])} not in both of process 0 and {p}"
             )
-        for a, b in zip(first.batch, own.batch, strict=True):
+        for a, b in zip(first.batch, passed_by.batch, strict=True):
             if a.is_global != b.is_global or (a.is_global and a.hash != b.hash):
                 raise _mismatch(
                     name,
@@ -173,8 +175,8 @@ def _check_same_step(name: str, passed: Sequence[PassedBatch]) -> None:
                     "pass each process's rows as numpy arrays, or make one array of them with "
                     "jax.make_array_from_process_local_data",
                 )
-        unequal = [a for (a, hash_), (_, other) in zip(first.others, own.others, strict=False) if hash_ != other]
-        if unequal or len(first.others) != len(own.others):
+        unequal = [a for (a, hash_), (_, other) in zip(first.others, passed_by.others, strict=False) if hash_ != other]
+        if unequal or len(first.others) != len(passed_by.others):
             raise _mismatch(
                 name,
                 "the same state, and whatever else is no batch, in all processes",
@@ -188,7 +190,7 @@ def _check_equal(name: str, passed: Sequence[PassedBatch], leaves: Sequence[int]
     """Raises: ProcessMismatchError where leaves without rows of each process differ between processes."""
     first = passed[0]
     for i in leaves:
-        differing = [p for p, own in enumerate(passed) if own.batch[i] != first.batch[i]]
+        differing = [p for p, passed_by in enumerate(passed) if passed_by.batch[i] != first.batch[i]]
         if differing:
             shapes = " and ".join(str(passed[p].batch[i].shape) for p in (0, differing[0]))
             raise _mismatch(
@@ -204,13 +206,13 @@ def _check_rest_of_shape(name: str, passed: Sequence[PassedBatch], rows: Sequenc
     """Raises: ProcessMismatchError where the rows of a leaf differ in shape or type."""
     for i in rows:
         first = passed[0].batch[i]
-        for p, own in enumerate(passed):
-            if (own.batch[i].shape[1:], own.batch[i].dtype) != (first.shape[1:], first.dtype):
+        for p, passed_by in enumerate(passed):
+            if (passed_by.batch[i].shape[1:], passed_by.batch[i].dtype) != (first.shape[1:], first.dtype):
                 raise _mismatch(
                     name,
                     f"rows of one shape and type of {first.path} in all processes",
                     f"{first.dtype}{list(first.shape)} in process 0, "
-                    f"{own.batch[i].dtype}{list(own.batch[i].shape)} in process {p}",
+                    f"{passed_by.batch[i].dtype}{list(passed_by.batch[i].shape)} in process {p}",
                 )
 
 
@@ -222,10 +224,10 @@ def _ambiguous(
     decided: BatchDecision,
     opposite: BatchDecision,
 ) -> ProcessMismatchError:
-    """The error for a batch that a request or a plan takes for one mode while its data look like the other."""
+    """The error for a batch whose data contradict the mode that a request or a plan implies."""
     meaning = {GLOBAL: "the whole batch, the same in all processes", LOCAL: "rows of its own in each process"}
     leaf = passed[0].batch[leaves[0]]
-    differing = [p for p, own in enumerate(passed) if own.batch[leaves[0]] != leaf]
+    differing = [p for p, passed_by in enumerate(passed) if passed_by.batch[leaves[0]] != leaf]
     rows = " + ".join(str(p.num_rows()) for p in passed)
     got = (
         f"other {leaf.path} in process {differing[0]} than in process 0"

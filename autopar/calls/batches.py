@@ -36,7 +36,7 @@ class StepBatches:
         """The arguments with the whole batch in place of this process's rows. `is_run`: the step runs on them."""
         if jax.process_count() == 1 or any(map(nnx_objects.holds_objects, args)):
             return tuple(args)
-        whole = with_process_lost_errors(
+        placed = with_process_lost_errors(
             lambda: self._of_processes.arguments(
                 self._arguments.dynamic(args),
                 sorted(self._arguments.batch_numbers(args)),
@@ -45,7 +45,7 @@ class StepBatches:
                 is_run=is_run,
             )
         )
-        return self._arguments.with_dynamic(args, whole)
+        return self._arguments.with_dynamic(args, placed)
 
     def put(self, data: Any, batch: str | None) -> Any:
         """As `Step.put_batch`."""

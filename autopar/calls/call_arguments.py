@@ -1,4 +1,4 @@
-"""Arguments of a call by number and name: static ones, donated ones, those with examples; and the key of a call."""
+"""Arguments of a call by number and name: static, donated and batch arguments; and the key of a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.frontend.tracing import abstract, flatten_arguments
 
 
 class CallArguments:
-    """How a step's options apply to the arguments of its calls, which stand in the places of its signature.
+    """The application of a step's options to the arguments of its calls, in the order of its signature.
 
     Options count all arguments. Dynamic arguments are those that are not static; traces and plans count only them.
     """
@@ -32,9 +32,9 @@ class CallArguments:
         return {i: a for i, a in enumerate(args) if i in self._options.static_argnums}
 
     def with_dynamic(self, args: Sequence[Any], dynamic: Sequence[Any]) -> tuple[Any, ...]:
-        """All arguments, with others in place of the dynamic ones."""
-        rest = iter(dynamic)
-        return tuple(arg if i in self._options.static_argnums else next(rest) for i, arg in enumerate(args))
+        """All arguments, with these dynamic ones."""
+        remaining = iter(dynamic)
+        return tuple(arg if i in self._options.static_argnums else next(remaining) for i, arg in enumerate(args))
 
     def names(self, num_args: int) -> list[str]:
         known = self._signature.names
@@ -44,12 +44,12 @@ class CallArguments:
         return self.dynamic(self.names(num_args))
 
     def batch_numbers(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Which of the dynamic arguments carry examples."""
+        """The numbers of the dynamic arguments that hold examples."""
         numbers = nnx_objects.batch_argnums(args, self._options.batch_argnums, DEFAULT_ARGNUMS["batch_argnums"])
         return self._dynamic_numbers(numbers, len(args))
 
     def donated_numbers(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Which of the dynamic arguments are donated; none where the step follows another one."""
+        """The numbers of the donated dynamic arguments; none where the step follows another one."""
         numbers = nnx_objects.donate_argnums(args, self._options.donate_argnums, DEFAULT_ARGNUMS["donate_argnums"])
         return self._dynamic_numbers(numbers if self._options.follow is None else (), len(args))
 
@@ -58,9 +58,9 @@ class CallArguments:
         return tuple(dynamic.index(i) for i in argnums if i in dynamic)
 
     def key(self, args: Sequence[Any]) -> Any:
-        """What a trace depends on: tree, shapes and types of the arguments, static values, jax's configuration.
+        """The inputs of a trace: tree, shapes and types of the arguments, static values, JAX's configuration.
 
-        Raises: InvalidArgumentError for what is no array, and for a static argument that cannot be hashed.
+        Raises: InvalidArgumentError for leaves that are not arrays, and for a static argument without a hash.
         """
         names = self.names(len(args))
         leaves, tree, paths, _ = flatten_arguments(self.dynamic(args), self.dynamic(names))
@@ -72,18 +72,18 @@ class CallArguments:
     def check_argnums(self, num_args: int) -> None:
         """Raises: InvalidArgumentError for numbers that no argument has."""
         for option in ("batch_argnums", "donate_argnums", "static_argnums"):
-            given = getattr(self._options, option)
-            outside = [i for i in given if not 0 <= i < self._signature.most(num_args)]
-            if outside and given != DEFAULT_ARGNUMS.get(option):
+            numbers = getattr(self._options, option)
+            outside = [i for i in numbers if not 0 <= i < self._signature.most(num_args)]
+            if outside and numbers != DEFAULT_ARGNUMS.get(option):
                 raise InvalidArgumentError(
-                    where=f"{self.step_name}, {option}={given}",
+                    where=f"{self.step_name}, {option}={numbers}",
                     expected=f"numbers of its {num_args} arguments, from 0",
                     got=f"{outside[0]}",
                     hint="count positional arguments from 0; static ones count too, the self of a method does not",
                 )
 
     def check_usable(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
-        """Raises: DonatedStateError for deleted arrays, UnsupportedError inside of another transformation."""
+        """Raises: DonatedStateError for deleted arrays, UnsupportedError within another transformation."""
         leaves, _, paths, _ = flatten_arguments(dynamic, names)
         for leaf, path in zip(leaves, paths, strict=True):
             if jax_compat.is_tracer(leaf):

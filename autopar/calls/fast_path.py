@@ -1,6 +1,6 @@
-"""The fast path of a call: straight to the program of the last call, after the checks that the program does not make.
+"""The fast path of a call: directly to the program of the last call, after the checks that the program does not make.
 
-A compiled program refuses arguments of other shapes, dtypes and layouts by itself. It does not detect a change of JAX's
+A compiled program refuses arguments of other shapes, dtypes and layouts. It does not detect a change of JAX's
 configuration or of the weak type of an argument, for each of which `jax.jit` has another program. It must never get a
 deleted array, or a donated buffer that another argument reads.
 """
@@ -22,10 +22,10 @@ from autopar.frontend.tracing import is_weak
 
 
 class FastPath:
-    """A compiled step, and the properties that a call must share with the last one. `leaves` are those of that call.
+    """A compiled step, and the properties that a call must share with the last one, whose leaves were `leaves`.
 
-    What replaced the donated leaves in the last call is new memory of known types, and is what most calls pass on.
-    All of it is a fraction of a microsecond for each leaf (`benchmarks/overhead.py`).
+    The results that replaced the donated leaves in the last call are new memory of known types, and most calls pass
+    them on. All checks take a fraction of a microsecond for each leaf (`benchmarks/overhead.py`).
     """
 
     def __init__(self, compiled: CompiledStep, leaves: Sequence[Any]) -> None:
@@ -44,8 +44,10 @@ class FastPath:
         for i, (aval, sharding) in enumerate(zip(traced.in_avals, compiled.leaf_shardings, strict=True)):
             same_shards[sharding.shard_shape(aval.shape), aval.dtype].append(i)
         groups = [(set(group) & donates, set(group) - donates) for group in same_shards.values()]
-        self._same_shards = sorted(i for taken, kept in groups if taken and kept for i in taken)
-        self._kept = sorted(i for taken, kept in groups if taken for i in kept)
+        self._same_shards = sorted(
+            i for donated_group, other_group in groups if donated_group and other_group for i in donated_group
+        )
+        self._kept = sorted(i for donated_group, other_group in groups if donated_group for i in other_group)
         # References to what is known to share no memory: what replaced the donated leaves, and what was kept beside it.
         self._new: list[Any] = []
         self._beside: list[Any] = []
@@ -69,19 +71,19 @@ class FastPath:
 
     def _share_no_memory(self, leaves: Sequence[Any], donated: Sequence[Any], is_new: bool) -> bool:
         """Whether donated leaves share no memory with other leaves."""
-        kept = [leaves[i] for i in self._kept]
-        if is_new and all(map(operator.is_, map(operator.call, self._beside), kept)):
+        beside = [leaves[i] for i in self._kept]
+        if is_new and all(map(operator.is_, map(operator.call, self._beside), beside)):
             return True
         if is_new:
             donated = [leaves[i] for i in self._same_shards]
-        return not share_memory(*([x for x in xs if isinstance(x, jax.Array)] for xs in (donated, kept)))
+        return not share_memory(*([x for x in xs if isinstance(x, jax.Array)] for xs in (donated, beside)))
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the program on leaves that share no memory. Results that replace donated leaves are new memory."""
-        kept = [leaves[i] for i in self._kept]
+        beside = [leaves[i] for i in self._kept]
         results = self.compiled.run(leaves)
         self._new = _references(self._replaced(results))
-        self._beside = _references(kept)
+        self._beside = _references(beside)
         return results
 
 

@@ -46,8 +46,8 @@ def state_shardings(leaves: Sequence[Any], plans: StepPlans, options: StepOption
     for plan in reversed(plans.all()):
         assert plan.trees is not None, "a step's plan has its trees"
         # The whole state, or one of the arguments that it is made of.
-        for which in (plan.trees.donated, *(frozenset({i}) for i in sorted(plan.trees.donated))):
-            planned = plan.argument_leaves(which)
+        for numbers in (plan.trees.donated, *(frozenset({i}) for i in sorted(plan.trees.donated))):
+            planned = plan.argument_leaves(numbers)
             if [(v.shape, v.dtype) for v in planned] == shapes:
                 plan.check_devices()
                 return [plan.sharding_of(v) for v in planned]

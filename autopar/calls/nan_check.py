@@ -1,7 +1,7 @@
-"""`jax_debug_nans` and `jax_debug_infs`: a step whose results are not finite is run again, operation by operation.
+"""`jax_debug_nans` and `jax_debug_infs`: a step with results that are not finite is run again, operation by operation.
 
-The error names the operation that made the first such number, by its module and line. What the step takes over is
-copied before each call, so that there is something to run again.
+The error names the operation that made the first such number, by its module and line. Donated arguments are copied
+before each call, so that the step can run again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from autopar.calls.placement import on_default_device
 from autopar.common import jax_compat
 from autopar.errors import NonFiniteError
-from autopar.frontend.build_graph import module_path
+from autopar.frontend.build_graph import module_path, stack_of
 from autopar.ir.traced_step import TracedStep
 
 
@@ -27,7 +27,7 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def switched_off() -> Iterator[None]:
-    """Switches off jax's own checks, which look at single operations."""
+    """Switches off JAX's own checks of single operations."""
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
 
@@ -39,16 +39,20 @@ def check(traced: TracedStep, leaves: Sequence[Any], results: Sequence[Any]) -> 
     bad = next((i for i, x in enumerate(results) if look.at(x)), None)
     if bad is None:
         return
-    given = next((path for path, x in zip(traced.in_paths, leaves, strict=True) if look.at(x)), None)
+    bad_argument = next((path for path, x in zip(traced.in_paths, leaves, strict=True) if look.at(x)), None)
     location = None
     with switched_off():
-        if given is None and jax.process_count() == 1:
+        if bad_argument is None and jax.process_count() == 1:
             arguments = [*map(jnp.asarray, traced.constants), *map(on_default_device, leaves)]
             location = look.first(traced.jaxpr, arguments, "")
     option = "jax_debug_nans" if nans else "jax_debug_infs"
     result = traced.out_paths[bad]
-    if given is not None:
-        where, got, hint = given, f"{look.at(leaves[traced.in_paths.index(given)])} in it", "look for where it was made"
+    if bad_argument is not None:
+        where, got, hint = (
+            bad_argument,
+            f"{look.at(leaves[traced.in_paths.index(bad_argument)])} in it",
+            "look for where it was made",
+        )
     elif location is not None:
         eqn, stack, kind = location
         module, line = module_path(stack), jax_compat.source_line(eqn)
@@ -98,17 +102,16 @@ class _NonFiniteSearch:
 
         for eqn in jaxpr.eqns:
             operands = [read(v) for v in eqn.invars]
-            own = jax_compat.name_stack(eqn)
-            here = f"{stack}/{own}" if stack and own else stack or own
             out = jax_compat.bind(eqn, operands)
             kind = next(filter(None, map(self.at, out)), "")
             if kind and not any(map(self.at, operands)):
-                return self._inside(eqn, operands, here) or (eqn, here, kind)
+                full_stack = stack_of(eqn, stack)
+                return self._inside(eqn, operands, full_stack) or (eqn, full_stack, kind)
             env.update(zip(eqn.outvars, out, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _inside(self, eqn: Any, operands: Sequence[Any], stack: str) -> tuple[Any, str, str] | None:
-        """The operation within an equation that holds others; None where there are none, or none is found."""
+        """The operation within an equation that contains others; None where there is none, or none is found."""
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
             return self._inside_scan(params, operands, stack)

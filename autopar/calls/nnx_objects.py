@@ -1,8 +1,8 @@
 """Steps that change NNX objects in place: split into graphs and arrays, run as pure functions, written back.
 
-As `nnx.jit` does: modules, optimizers, metrics and Rngs among the arguments share references, with each other too. The
-graph of an object is static: it is part of the tree of the arguments. An argument that the step leaves as it is comes
-back in no result. `flax.nnx` is used where the program has loaded it, and never imported.
+This follows `nnx.jit`: modules, optimizers, metrics and Rngs among the arguments share references, also with each
+other. The graph of an object is static: it is part of the tree of the arguments. An argument that the step does not
+change is in no result. `flax.nnx` is used where the program has loaded it, and never imported.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def _is_object(x: Any) -> bool:
 
 
 def is_object(x: Any) -> bool:
-    """Whether something is an NNX object itself."""
+    """Whether a value is an NNX object itself."""
     return "flax.nnx" in sys.modules and _is_object(x)
 
 
 def holds_objects(tree: Any) -> bool:
-    """Whether there are NNX objects in a tree. An `nnx.State` is not one: it is a tree of arrays."""
+    """Whether a tree holds NNX objects. An `nnx.State` is not one: it is a tree of arrays."""
     if "flax.nnx" not in sys.modules:
         return False
     return any(map(_is_object, jax.tree.leaves(tree, is_leaf=_is_leaf)))
@@ -125,7 +125,7 @@ def is_split(arg: Any) -> bool:
 
 
 def _split(trees: Sequence[Any], tag: Any = None) -> list[Any]:
-    """Trees with `ObjectState`s in place of objects, in one context: what is met again is a reference."""
+    """Trees with `ObjectState`s in place of objects, in one context: a repeated object is a reference."""
     nnx = sys.modules["flax.nnx"]
     with nnx.split_context(tag) as context:
 
@@ -171,28 +171,37 @@ def run_and_write_back(run: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def pure(function: Callable[..., Any], args: Sequence[Any], names: Sequence[str]) -> Any:
-    """`function` on arguments with split objects, as a pure function to `Returned`; on others its own result."""
-    which = [i for i, arg in enumerate(args) if is_split(arg)]
-    if not which:
+    """`function` on arguments with split objects, as a pure function to `Returned`; without split objects, its own
+    result.
+    """
+    positions = [i for i, arg in enumerate(args) if is_split(arg)]
+    if not positions:
         return function(*args)
     nnx, tag = sys.modules["flax.nnx"], object()
     with nnx.update_context(tag):
-        objects = _merge([args[i] for i in which], tag, inner=True)
-        before = [jax.tree.flatten(x) for x in _split(objects, tag)]  # at once: the variables in there are the objects'
-        of = dict(zip(which, objects, strict=True))
+        objects = _merge([args[i] for i in positions], tag, inner=True)
+        states_before = [
+            jax.tree.flatten(x) for x in _split(objects, tag)
+        ]  # at once: the variables in there are the objects'
+        of = dict(zip(positions, objects, strict=True))
         result = function(*(of.get(i, arg) for i, arg in enumerate(args)))
-        *after, result = _split([*objects, result], tag)
-    changed = [_changed(old, new) for old, new in zip(before, after, strict=True)]
-    coming = [new for new, is_changed in zip(after, changed, strict=True) if is_changed]
+        *states_after, result = _split([*objects, result], tag)
+    changed = [
+        _changed(state_before, state_after)
+        for state_before, state_after in zip(states_before, states_after, strict=True)
+    ]
+    coming = [state_after for state_after, is_changed in zip(states_after, changed, strict=True) if is_changed]
     if is_split(result) or any(map(_refers_outside, coming)):
-        changed = [True] * len(after)  # what is referred to must come back too
-    states = tuple(new if is_changed else None for new, is_changed in zip(after, changed, strict=True))
-    return Returned(tuple(names[i] for i in which), states, result)
+        changed = [True] * len(states_after)  # what is referred to must come back too
+    states = tuple(
+        state_after if is_changed else None for state_after, is_changed in zip(states_after, changed, strict=True)
+    )
+    return Returned(tuple(names[i] for i in positions), states, result)
 
 
-def _changed(old: tuple[list[Any], Any], new: Any) -> bool:
-    leaves, tree = jax.tree.flatten(new)
-    return bool(tree != old[1] or any(a is not b for a, b in zip(leaves, old[0], strict=True)))
+def _changed(before: tuple[list[Any], Any], after: Any) -> bool:
+    leaves, tree = jax.tree.flatten(after)
+    return bool(tree != before[1] or any(a is not b for a, b in zip(leaves, before[0], strict=True)))
 
 
 def _refers_outside(tree: Any) -> bool:
@@ -205,13 +214,13 @@ def _refers_outside(tree: Any) -> bool:
     }
 
 
-def batch_argnums(args: Sequence[Any], given: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
+def batch_argnums(args: Sequence[Any], requested: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
     """The arguments with examples: those requested, or, where the default falls on an object, all arguments with
     arrays behind the last object, except keys of random numbers and single numbers.
     """
     objects = [i for i, arg in enumerate(args) if is_split(arg)]
-    if tuple(given) != tuple(default) or not set(given) & set(objects):
-        return tuple(given)
+    if tuple(requested) != tuple(default) or not set(requested) & set(objects):
+        return tuple(requested)
 
     def carries(leaf: Any) -> bool:
         return bool(getattr(leaf, "shape", ())) and not jax_compat.is_key_dtype(leaf.dtype)
@@ -220,14 +229,14 @@ def batch_argnums(args: Sequence[Any], given: Sequence[int], default: Sequence[i
     return tuple(i for i in behind if any(map(carries, jax.tree.leaves(args[i]))))
 
 
-def donate_argnums(args: Sequence[Any], given: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
+def donate_argnums(args: Sequence[Any], requested: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
     """The donated arguments: those requested, by default all objects where there are any."""
     objects = tuple(i for i, arg in enumerate(args) if is_split(arg))
-    return objects if objects and tuple(given) == tuple(default) else tuple(given)
+    return objects if objects and tuple(requested) == tuple(default) else tuple(requested)
 
 
 def tie_objects(traced: TracedStep, args: Sequence[Any], donate: Sequence[int]) -> TracedStep:
-    """A step with split objects, each array of a donated one tied to what is written back in its place."""
+    """A step with split objects, in which each array of a donated object is tied to its new value."""
     position = {path: i for i, path in enumerate(traced.out_paths)}
     objects = {i for i, arg in enumerate(args) if is_split(arg)}
     tied: dict[int, int] = {}
@@ -239,11 +248,11 @@ def tie_objects(traced: TracedStep, args: Sequence[Any], donate: Sequence[int]) 
                 tied[i] = new
     result = traced.out_tree.children()[-1]
     first = traced.out_tree.num_leaves - result.num_leaves
-    others = [i for i in donate if i not in objects]
-    for i, at in tie_state(args, others, result, traced.in_avals, traced.out_avals[first:]).items():
+    plain_arguments = [i for i in donate if i not in objects]
+    for i, at in tie_state(args, plain_arguments, result, traced.in_avals, traced.out_avals[first:]).items():
         tied[i] = first + at
-    kept = {i for i in objects if not any(owner == i and k in tied for k, owner in enumerate(traced.argument_of))}
-    donated = frozenset(k for k in traced.donated if traced.argument_of[k] not in kept)
+    untied = {i for i in objects if not any(owner == i and k in tied for k, owner in enumerate(traced.argument_of))}
+    donated = frozenset(k for k in traced.donated if traced.argument_of[k] not in untied)
     return dataclasses.replace(traced, tied=tied, donated=donated)
 
 
@@ -267,16 +276,16 @@ def public_tree(arg: Any) -> Any:
     """The structure in which an argument's shardings are shown: an `nnx.State` for each object."""
     if not is_split(arg):
         return jax.tree.structure(arg)
-    shown = jax.tree.map(
+    with_states = jax.tree.map(
         lambda x: x.state if isinstance(x, ObjectState) else x, arg, is_leaf=lambda x: isinstance(x, ObjectState)
     )
-    return jax.tree.structure(shown)
+    return jax.tree.structure(with_states)
 
 
 def unwrapped(function: Any) -> Any:
-    """The function inside of `nnx.jit`, whose work `parallelize` does itself.
+    """The function inside `nnx.jit`, whose work `parallelize` does itself.
 
-    Raises: UnsupportedError where nnx.jit was asked for shardings.
+    Raises: UnsupportedError for nnx.jit with shardings.
     """
     if type(function).__module__.partition(".")[0] != "flax" or not hasattr(function, "jitted_fn"):
         return function

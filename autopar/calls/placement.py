@@ -35,7 +35,7 @@ def copy_of(args: Sequence[Any]) -> list[Any]:
 
 @jax_compat.no_mesh_set()
 def copied(leaf: Any) -> Any:
-    """The leaf in memory of its own. What is neither an array nor a number may stand for an array that it holds."""
+    """A copy of the leaf. A leaf that is neither an array nor a number may wrap an array (`__jax_array__`)."""
     if isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf.copy()
     return jnp.array(leaf) if hasattr(leaf, "__jax_array__") else leaf
@@ -52,8 +52,8 @@ def put_leaves(leaves: Sequence[Any], compiled: CompiledStep) -> list[Any]:
         return list(leaves)  # it brings them there itself, in the same order in all processes
     out, shardings = list(leaves), compiled.leaf_shardings
     astray = [i for i, leaf in enumerate(leaves) if not has_sharding(leaf, shardings[i])]
-    put = jax.device_put([out[i] for i in astray], [shardings[i] for i in astray])
-    for i, array in zip(astray, put, strict=True):
+    moved = jax.device_put([out[i] for i in astray], [shardings[i] for i in astray])
+    for i, array in zip(astray, moved, strict=True):
         out[i] = array
     return out
 
@@ -64,7 +64,7 @@ def is_distributed(array: jax.Array) -> bool:
 
 
 def on_default_device(array: Any) -> Any:
-    """An array brought to one device, uncommitted, so that shardings in the code that reads it still hold."""
+    """An array on one device, uncommitted, so that shardings in the code that reads it still apply."""
     if not isinstance(array, jax.Array):
         return array
     if not array.is_fully_addressable:

@@ -18,6 +18,7 @@ from autopar.common.progress import Progress
 from autopar.compiler.materialize import check_plan
 from autopar.compiler.memory_errors import check_given_plan_fits
 from autopar.compiler.planner import make_plan
+from autopar.frontend.fingerprints import module_fingerprint
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.cache import DiskCache, plan_key
@@ -31,7 +32,7 @@ DEFAULT_CACHE = "default"  # the user's cache directory
 
 
 class PlanSources:
-    """Plans for one step, and the sharding rules that they rest on; both are kept in the cache on disk."""
+    """Plans for one step, and the sharding rules on which they depend; both are kept in the cache on disk."""
 
     def __init__(self, name: str, options: StepOptions, warn: WarnOnce) -> None:
         self._name, self._options, self._warn = name, options, warn
@@ -41,23 +42,30 @@ class PlanSources:
     def plan(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
         """The plan for a traced step; in a program of several processes that of process 0.
 
-        Raises: what the search raises; ProcessMismatchError where the processes do not mean the same step,
+        Raises: the errors of the search; ProcessMismatchError where the processes have different steps;
         ProcessLostError.
         """
-        given = self._given(traced, trees)
+        given_plan = self._given(traced, trees)
         if jax.process_count() == 1:
-            return given or self._searched(traced, trees, progress)
-        own = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
+            return given_plan or self._searched(traced, trees, progress)
+        portable_options = dataclasses.replace(
+            self._options, plan=None, follow=None, cache_dir=None, show_progress=False
+        )
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
-        same = traced.fingerprint, jax_compat.lowering_flags()
-        parts = (*same, leaves, repr(own), encode(given.record) if given is not None else None)
+        computation = traced.fingerprint, jax_compat.lowering_flags()
+        parts = (
+            *computation,
+            leaves,
+            repr(portable_options),
+            encode(given_plan.record) if given_plan is not None else None,
+        )
         with progress.pass_("plan of process 0"):
             data = agree(
                 self._name,
                 plan_key(parts),
-                lambda: encode((given or self._searched(traced, trees, progress)).record),
+                lambda: encode((given_plan or self._searched(traced, trees, progress)).record),
             )
-        return given or Plan(decode(data, "the plan of process 0"), trees)
+        return given_plan or Plan(decode(data, "the plan of process 0"), trees)
 
     def request(self, traced: TracedStep) -> tuple[Cluster, PlanRequest]:
         """The cluster to plan for, and what is requested of the search."""
@@ -77,15 +85,15 @@ class PlanSources:
         return dataclasses.replace(plan, trees=trees)
 
     def _searched(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
-        """The plan that an earlier search for the same step, cluster and request found, or that of a new search."""
+        """The plan of an earlier search for the same step, cluster and request, else that of a new search."""
         cluster, request = self.request(traced)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
-        names = (traced.name, traced.in_paths, traced.out_paths)
+        names = (traced.name, traced.in_paths, traced.out_paths, module_fingerprint(traced.jaxpr))
         key = plan_key((traced.fingerprint, jax_compat.lowering_flags(), leaves, names, cluster, request))
         with progress.pass_("cache"):
-            known = self._disk.load_plan(key, lambda record: check_plan(Plan(record), traced))
-        if known is not None:
-            return Plan(known, trees)  # and the step was traced to the same jaxpr before, in another process
+            cached = self._disk.load_plan(key, lambda record: check_plan(Plan(record), traced))
+        if cached is not None:
+            return Plan(cached, trees)  # and the step was traced to the same jaxpr before, in another process
         with progress.pass_("purity"):
             traced = with_fixed_trace(traced, self._warn)
         plan = make_plan(traced, trees, cluster, request, self.rules(), progress)
@@ -104,7 +112,7 @@ class PlanSources:
         self._disk.save_rules(self.rules())
 
 
-def _cache_directory(given: str | Path | None) -> Path | None:
-    if given is None:
+def _cache_directory(directory: str | Path | None) -> Path | None:
+    if directory is None:
         return None
-    return default_directory() if given == DEFAULT_CACHE else cache_directory(given)
+    return default_directory() if directory == DEFAULT_CACHE else cache_directory(directory)

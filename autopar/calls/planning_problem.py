@@ -16,7 +16,7 @@ from autopar.sharding.rules import RuleBook
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningProblem:
-    """The traced step, the cluster and what is requested of the search. `arguments` without the static ones."""
+    """The traced step, the cluster and the request of a search. `arguments` are without the static ones."""
 
     traced: TracedStep
     trees: Trees
@@ -28,14 +28,18 @@ class PlanningProblem:
 
 
 def check_leaves_plan_open(name: str, options: StepOptions) -> None:
-    """Raises: InvalidArgumentError where a step has a plan, a recipe or another step's layout already."""
-    given = {"a plan": options.plan is not None, "a recipe": options.has_recipe, "follow": options.follow is not None}
-    for what, is_given in given.items():
+    """Raises: InvalidArgumentError where a step already has a plan, a recipe or another step's layouts."""
+    conflicts = {
+        "a plan": options.plan is not None,
+        "a recipe": options.has_recipe,
+        "follow": options.follow is not None,
+    }
+    for option, is_given in conflicts.items():
         if is_given:
             raise InvalidArgumentError(
                 where=f"{name}, made by parallelize",
                 expected="a step whose plan is searched for",
-                got=f"one with {what}",
+                got=f"one with {option}",
                 hint="leave out plan and follow of parallelize; a recipe is timed beside the search's plans with "
                 "tune(step, ..., beside={'mine': recipe})",
             )

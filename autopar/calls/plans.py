@@ -19,10 +19,10 @@ logger = logging.getLogger("autopar")
 
 
 class StepPlans:
-    """The plans of a step, by the key of the arguments that they hold for; `len` counts them without short batches.
+    """The plans of a step, by the key of the arguments for which they hold; `len` counts them without short batches.
 
-    A key that is new gets, in this order: the plan of an equal trace (other weak types, another configuration of jax);
-    the plan of a batch with more examples, carried over; a plan of its own.
+    A new key gets, in this order: the plan of an equal trace (other weak types, another configuration of JAX); the plan
+    of a batch with more examples, carried over; a plan of its own.
     """
 
     def __init__(self, name: str, sources: PlanSources, *, show_progress: bool) -> None:
@@ -42,9 +42,9 @@ class StepPlans:
         return self.all()[-1] if self._by_key else None
 
     def of(self, key: Any, trace: Callable[[], tuple[TracedStep, Trees]]) -> tuple[TracedStep, Plan]:
-        """The traced step and the plan for a key. `trace` gives the step and its trees for a key that is new.
+        """The traced step and the plan for a key. `trace` returns the step and its trees for a new key.
 
-        Raises: what tracing and planning raise.
+        Raises: the errors of tracing and planning.
         """
         if key in self._short_batches:
             return self._short_batches[key]
@@ -53,9 +53,9 @@ class StepPlans:
             with collected_seldom():
                 with progress.pass_("trace"):
                     traced, trees = trace()
-                known = self._of_equal_trace(traced)
-                if known is not None:
-                    self._by_key[key] = traced, dataclasses.replace(known, trees=trees)
+                equal = self._of_equal_trace(traced)
+                if equal is not None:
+                    self._by_key[key] = traced, dataclasses.replace(equal, trees=trees)
                     return self._by_key[key]
                 short = self._of_longer_batch(traced, progress)
                 if short is not None:
@@ -74,13 +74,13 @@ class StepPlans:
         return self._by_key[key]
 
     def _of_equal_trace(self, traced: TracedStep) -> Plan | None:
-        return next((plan for other, plan in self._by_key.values() if is_same_step(other, traced)), None)
+        return next((plan for earlier, plan in self._by_key.values() if is_same_step(earlier, traced)), None)
 
     def _of_longer_batch(self, traced: TracedStep, progress: Progress) -> Plan | None:
         """A plan carried over to a batch of fewer examples."""
-        for other, plan in reversed(self._by_key.values()):
+        for earlier, plan in reversed(self._by_key.values()):
             with progress.pass_("short batch"):
-                carried_over = for_short_batch(plan, other, traced, self._sources.rules())
+                carried_over = for_short_batch(plan, earlier, traced, self._sources.rules())
             if carried_over is not None:
                 self._sources.save_rules()
                 return carried_over

@@ -1,11 +1,11 @@
 """Batches in a program of several processes, each of which passes its own rows or the whole batch.
 
-The processes compare what they passed before the first step is traced, and for every batch of new shapes: all exchange
-the shapes and hashes of their leaves over the store that they share, and each comes to the same decision
+The processes compare their arguments before the first step is traced, and for every batch of new shapes: they exchange
+the shapes and hashes of their leaves over their shared store, and each comes to the same decision
 (`autopar.calls.batch_mode`).
 
-Later batches of these shapes are taken likewise without communication, except that the 2nd, 4th, 8th ... batch taken
-for the whole one is compared again: the first may have been all zeros.
+Later batches of these shapes have the same mode without communication, except that the 2nd, 4th, 8th ... batch in mode
+"global" is compared again: the first may have been all zeros.
 """
 
 from __future__ import annotations
@@ -70,35 +70,36 @@ class ProcessBatches:
 
         def passed() -> PassedBatch:
             names_of_all = names()
-            rest = [] if self._others_are_checked else [i for i in range(len(args)) if i not in batch]
+            other_numbers = [] if self._others_are_checked else [i for i in range(len(args)) if i not in batch]
             leaves_of = [
-                _paths([args[i] for i in numbers], [names_of_all[i] for i in numbers]) for numbers in (batch, rest)
+                _paths([args[i] for i in numbers], [names_of_all[i] for i in numbers])
+                for numbers in (batch, other_numbers)
             ]
             return _passed(self._requested, *leaves_of)
 
         if any(map(jax_compat.is_tracer, jax.tree.leaves(args) if not self._decisions else leaves)):
             return list(args)  # inside of another transformation, which is refused
-        given = self._with_rows("call", self._requested, leaves, tree, passed, planned, is_run)
-        if not any(isinstance(x, ProcessRows) for x in given):
+        with_rows = self._with_rows("call", self._requested, leaves, tree, passed, planned, is_run)
+        if not any(isinstance(x, ProcessRows) for x in with_rows):
             return list(args)
-        new = dict(zip(batch, jax.tree.unflatten(tree, _rows_placed(given, planned())), strict=True))
-        return [new.get(i, arg) for i, arg in enumerate(args)]
+        placed = dict(zip(batch, jax.tree.unflatten(tree, _rows_placed(with_rows, planned())), strict=True))
+        return [placed.get(i, arg) for i, arg in enumerate(args)]
 
     def put(
         self, requested: str | None, leaves: list[Any], tree: Any, planned: Callable[[], Sequence[PlannedBatch]]
     ) -> list[Any]:
         """The leaves of a batch as global arrays in the layouts of a plan for it.
 
-        Without a plan rows of this process become global arrays by process, and what is whole stays as it is.
-        Raises: ProcessMismatchError, ProcessLostError, InvalidArgumentError.
+        Without a plan, rows of this process become global arrays by process, and whole arrays stay as they are. Raises:
+        ProcessMismatchError, ProcessLostError, InvalidArgumentError.
         """
         requested = requested or self._requested
         batch = jax.tree.unflatten(tree, leaves)
-        given = self._with_rows(
+        with_rows = self._with_rows(
             "put_batch", requested, leaves, tree, lambda: _passed(requested, _paths([batch], ["batch"]), ()), planned
         )
         plans = planned()
-        arrays = _rows_placed(given, plans)
+        arrays = _rows_placed(with_rows, plans)
         plan = next((p for p in reversed(plans) if p.shapes == [tuple(np.shape(x)) for x in arrays]), None)
         if plan is None:
             return arrays
@@ -127,12 +128,12 @@ class ProcessBatches:
             x if counts is None else ProcessRows(x, counts) for x, counts in zip(leaves, decision.counts, strict=True)
         ]
 
-    def _decide_again(self, entry: str, mine: PassedBatch, planned: Sequence[Sequence[Shape]]) -> BatchDecision:
+    def _decide_again(self, entry: str, own_batch: PassedBatch, planned: Sequence[Sequence[Shape]]) -> BatchDecision:
         if self._number is None:
             self._number = next(self._numbers)
         key = f"autopar/batches/{self._number}/{entry}/{self._exchanges[entry]}"
         self._exchanges[entry] += 1
-        passed = exchange(self._name, key, dataclasses.replace(mine, step=self._name).encode())
+        passed = exchange(self._name, key, dataclasses.replace(own_batch, step=self._name).encode())
         decision = decide(self._name, [PassedBatch.decode(text) for text in passed], planned, self._mode)
         if decision.by_data and jax.process_index() == 0:
             rows = next(counts for counts in decision.counts if counts is not None)
@@ -142,7 +143,7 @@ class ProcessBatches:
                 self._name, len(rows), sum(rows), " + ".join(map(str, rows)),
             )  # fmt: skip
         self._mode = decision.mode
-        self._others_are_checked |= bool(mine.others)
+        self._others_are_checked |= bool(own_batch.others)
         return decision
 
 
@@ -158,8 +159,8 @@ def _rows_placed(leaves: Sequence[Any], planned: Sequence[PlannedBatch]) -> list
     else:
         shardings = plan.shardings()
         arrays = place_rows([leaves[i] for i in rows], [shardings[i] for i in rows])
-    new = dict(zip(rows, arrays, strict=True))
-    return [new.get(i, leaf) for i, leaf in enumerate(leaves)]
+    placed = dict(zip(rows, arrays, strict=True))
+    return [placed.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
 def _paths(args: Sequence[Any], names: Sequence[str]) -> list[tuple[str, Any]]:

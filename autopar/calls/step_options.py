@@ -40,7 +40,7 @@ class StepOptions:
         for kind in ("batch", "donate", "static"):
             names, given = getattr(self, f"{kind}_argnames"), getattr(self, f"{kind}_argnums")
             if names:
-                kept = () if given == DEFAULT_ARGNUMS[f"{kind}_argnums"] else given
+                explicit = () if given == DEFAULT_ARGNUMS[f"{kind}_argnums"] else given
                 named = signature.numbers(f"{kind}_argnames", names)
-                numbers |= {f"{kind}_argnums": tuple(dict.fromkeys((*kept, *named))), f"{kind}_argnames": ()}
+                numbers |= {f"{kind}_argnums": tuple(dict.fromkeys((*explicit, *named))), f"{kind}_argnames": ()}
         return dataclasses.replace(self, **numbers)

@@ -26,8 +26,8 @@ def trace_call(
     names = arguments.dynamic_names(len(args))
 
     def bound(*values: Any) -> Any:
-        rest = iter(values)
-        given = [static[i] if i in static else next(rest) for i in range(len(args))]
+        remaining = iter(values)
+        given = [static[i] if i in static else next(remaining) for i in range(len(args))]
         return nnx_objects.pure(function, given, arguments.names(len(args)))
 
     bound.__name__ = arguments.step_name

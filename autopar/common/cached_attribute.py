@@ -7,9 +7,7 @@ T = TypeVar("T")
 
 
 class lazy(Generic[T]):
-    """An attribute that is worked out when it is first asked for, as `functools.cached_property` does it; that one
-    takes a lock up to Python 3.11, which costs more than what is worked out here.
-    """
+    """An attribute computed on first access, without the lock of `functools.cached_property` before Python 3.12."""
 
     def __init__(self, work: Callable[[Any], T]) -> None:
         self.work, self.name, self.__doc__ = work, work.__name__, work.__doc__

@@ -54,6 +54,11 @@ def open_jaxpr(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def is_jaxpr(value: Any) -> bool:
+    """Whether a value is an open or a closed jaxpr."""
+    return hasattr(open_jaxpr(value), "eqns")
+
+
 def jaxpr_consts(jaxpr: Any) -> list[Any]:
     return list(getattr(jaxpr, "consts", ()))
 
@@ -61,10 +66,10 @@ def jaxpr_consts(jaxpr: Any) -> list[Any]:
 def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any], consts: Sequence[Any]) -> Any:
     """An open or closed jaxpr with other equations, results and constants (one class since jax 0.11)."""
     inner = open_jaxpr(jaxpr)
-    new = inner.replace(eqns=list(eqns), outvars=list(outvars))
+    rewritten = inner.replace(eqns=list(eqns), outvars=list(outvars))
     if inner is jaxpr and not consts:
-        return new
-    return jaxpr.replace(jaxpr=new, consts=list(consts))
+        return rewritten
+    return jaxpr.replace(jaxpr=rewritten, consts=list(consts))
 
 
 def closed_like(jaxpr: Any, inner: Any) -> Any:
@@ -101,7 +106,7 @@ def line_of_error(error: BaseException) -> str:
 
     The user's own code rather than that of installed packages, where both are on the way to it.
     """
-    own = installed = ""
+    user_line = installed = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if is_user_filename(code.co_filename) and not code.co_filename.startswith(_OURS):
@@ -109,13 +114,13 @@ def line_of_error(error: BaseException) -> str:
             if code.co_filename.startswith(_INSTALLED):
                 installed = line
             else:
-                own = line
-    return own or installed
+                user_line = line
+    return user_line or installed
 
 
-def at_line_of(eqn: Any, other: Any) -> Any:
-    """The equation `other` with the source line of `eqn`."""
-    return other.replace(source_info=other.source_info.replace(traceback=eqn.source_info.traceback))
+def at_line_of(eqn: Any, target: Any) -> Any:
+    """The equation `target` with the source line of `eqn`."""
+    return target.replace(source_info=target.source_info.replace(traceback=eqn.source_info.traceback))
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
@@ -133,8 +138,8 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
 
 def jaxprs_in(eqn: Any) -> list[Any]:
     """The open jaxprs among the parameters of an equation."""
-    found = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else (p,))]
-    return [open_jaxpr(v) for v in found if hasattr(open_jaxpr(v), "eqns")]
+    params = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else (p,))]
+    return [open_jaxpr(v) for v in params if is_jaxpr(v)]
 
 
 def call_back(eqn: Any, args: Sequence[Any]) -> list[Any]:
@@ -159,18 +164,18 @@ def call_back(eqn: Any, args: Sequence[Any]) -> list[Any]:
 
 def primitive(name: str, function: Callable[..., Any]) -> Any:
     """A new primitive with several results that does what a function of arrays and static parameters does."""
-    made = jax_core.Primitive(name)
-    made.multiple_results = True
+    new_primitive = jax_core.Primitive(name)
+    new_primitive.multiple_results = True
 
     def shapes(*avals: Any, **params: Any) -> list[Any]:
         args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         out = jax.eval_shape(functools.partial(function, **params), *args)
         return [jax.core.ShapedArray(a.shape, a.dtype) for a in out]
 
-    made.def_abstract_eval(shapes)
-    made.def_impl(function)
-    mlir.register_lowering(made, mlir.lower_fun(function, multiple_results=True))
-    return made
+    new_primitive.def_abstract_eval(shapes)
+    new_primitive.def_impl(function)
+    mlir.register_lowering(new_primitive, mlir.lower_fun(function, multiple_results=True))
+    return new_primitive
 
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -357,11 +362,11 @@ def shard_putter(shardings: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any
     targets = list(shardings)
 
     def by_device_put(arrays: Sequence[Any]) -> list[Any]:
-        found: list[Any] = jax.device_put(list(arrays), targets)
-        return found
+        arrays_on_devices: list[Any] = jax.device_put(list(arrays), targets)
+        return arrays_on_devices
 
-    known = all(d is not None for d in device_lists) and hasattr(xla_client, "ArrayCopySemantics")
-    if copy is None or not known:
+    all_devices_known = all(d is not None for d in device_lists) and hasattr(xla_client, "ArrayCopySemantics")
+    if copy is None or not all_devices_known:
         return by_device_put
     semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(targets)
 
@@ -369,8 +374,8 @@ def shard_putter(shardings: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any
         if any(is_key_dtype(a.dtype) for a in arrays):
             return by_device_put(arrays)
         with config.explicit_device_put_scope():  # else `jax.transfer_guard` takes it for an accident
-            found: list[Any] = copy(list(arrays), device_lists, targets, semantics)
-        return found
+            arrays_on_devices: list[Any] = copy(list(arrays), device_lists, targets, semantics)
+        return arrays_on_devices
 
     return put
 

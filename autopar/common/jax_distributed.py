@@ -24,12 +24,12 @@ class SharedStore:
     def wait_for(self, key: str, timeout_s: float) -> str | None:
         """The value as soon as there is one; None when there is none after `timeout_s` seconds."""
         try:
-            found: str = self._client.blocking_key_value_get(key, int(timeout_s * 1000))
+            value: str = self._client.blocking_key_value_get(key, int(timeout_s * 1000))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
                 raise
             return None
-        return found
+        return value
 
     def delete(self, key: str) -> None:
         self._client.key_value_delete(key)

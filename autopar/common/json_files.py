@@ -53,14 +53,14 @@ def decoded(data: bytes, kind: type[_T], what: str, root: str = "$") -> _T:
 
 def _invalid(error: msgspec.ValidationError, root: str) -> Fault:
     text, place = str(error), "$"
-    if found := _PLACE.match(text):
-        text, place = found["what"], found["place"]
+    if match := _PLACE.match(text):
+        text, place = match["what"], match["place"]
     place = root + place[1:]
     cause = error.__cause__
     if isinstance(cause, AutoparError):  # a class refuses its fields
         return Fault(place=place, expected=cause.expected, got=cause.got)
-    if found := _EXPECTED.match(text):
-        return Fault(place=place, expected=found["expected"], got=found["got"])
+    if match := _EXPECTED.match(text):
+        return Fault(place=place, expected=match["expected"], got=match["got"])
     if missing := re.match(r"Object missing required field `(.*)`", text):
         return Fault(place=f"{place}.{missing[1]}", expected="a value", got="none: the field is missing")
     return Fault(place=place, expected="a value of the format", got=_lowered(text))

@@ -20,7 +20,7 @@ _FOLDED = re.compile(r" \(\d+x\)$")  # behind the name of modules that share a r
 
 def parts_of(path: str) -> tuple[str, ...]:
     """`state.params['layers'][0]` in parts: state, params, layers, 0."""
-    return tuple(next(part for part in found if part) for found in _PART.findall(path) if any(found))
+    return tuple(next(part for part in groups if part) for groups in _PART.findall(path) if any(groups))
 
 
 def unfolded(name: str) -> str:
@@ -40,12 +40,12 @@ def _readings(pattern: str) -> tuple[tuple[str, ...], ...]:
     (`layers[0:2]`), and what jax writes as a path.
     """
     text = unfolded(pattern).strip("/")
-    found = [text, text.replace("[", "[[]")]
+    readings = [text, text.replace("[", "[[]")]
     if module := _SCAN_PART.sub("", text).strip("/"):
-        found.append(module.replace("[", "[[]") if module != text else text)
+        readings.append(module.replace("[", "[[]") if module != text else text)
     if "".join(m[0] for m in _PART.finditer(text)) == text:
-        found.append("/".join(part.replace("[", "[[]") for part in parts_of(text)))
-    return tuple(dict.fromkeys(tuple(reading.split("/"))[::-1] for reading in found))
+        readings.append("/".join(part.replace("[", "[[]") for part in parts_of(text)))
+    return tuple(dict.fromkeys(tuple(reading.split("/"))[::-1] for reading in readings))
 
 
 def _match(patterns: tuple[str, ...], parts: tuple[str, ...]) -> bool:

@@ -53,9 +53,9 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     names += [_name("thread_name", LINKS, i, name) for i, name in enumerate(timeline.links)]
     events = [_event(e) for e in timeline.events]
     counters = [
-        {"name": f"{what}, {timeline.rows[row]}", "ph": "C", "pid": DEVICES, "ts": when * _US, "args": {what: value}}
-        for what, each in timeline.tracks.items()
-        for row, steps in enumerate(each)
+        {"name": f"{track}, {timeline.rows[row]}", "ph": "C", "pid": DEVICES, "ts": when * _US, "args": {track: value}}
+        for track, per_row in timeline.tracks.items()
+        for row, steps in enumerate(per_row)
         for when, value in steps
     ]
     return {"traceEvents": [*names, *events, *counters], "displayTimeUnit": "ms"}
@@ -68,7 +68,7 @@ def write_trace(path: str | Path, timeline: Timeline) -> None:
 
 def _event(event: TraceEvent) -> dict[str, Any]:
     args = {"bytes": event.nbytes} if event.process == LINKS else {"stage": event.stage}
-    made = {
+    entry = {
         "name": event.name,
         "ph": "X",
         "pid": event.process,
@@ -79,9 +79,9 @@ def _event(event: TraceEvent) -> dict[str, Any]:
         "args": args,
     }
     if event.category in _COLOURS:
-        made["cname"] = _COLOURS[event.category]
-    return made
+        entry["cname"] = _COLOURS[event.category]
+    return entry
 
 
-def _name(what: str, process: int, row: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}
+def _name(metadata: str, process: int, row: int, name: str) -> dict[str, Any]:
+    return {"name": metadata, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}

@@ -15,11 +15,11 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgtp]?)(i?)b?)?\s*", re.IGNORECA
 
 def bytes_of_text(text: str) -> int | None:
     """Bytes of `80GB` (powers of 1000), `16GiB` (powers of 1024) or `1000000`; None for what is no size."""
-    found = _SIZE.fullmatch(text)
-    if found is None or (found[3] and not found[2]):
+    match = _SIZE.fullmatch(text)
+    if match is None or (match[3] and not match[2]):
         return None
-    power = "kmgtp".find((found[2] or "").lower()) + 1 if found[2] else 0
-    return round(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    power = "kmgtp".find((match[2] or "").lower()) + 1 if match[2] else 0
+    return round(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def text_of_s(seconds: float) -> str:

@@ -1,8 +1,9 @@
 """The roles of a plan's mesh axes, by the names of the known parallelisms, from the decisions of a search.
 
-An axis does what it splits in the matrix products of the forward and backward pass, by their arithmetic: examples
-(data), positions (sequence), experts (expert) or widths (tensor). An axis of examples over which state lies in parts
-too is one of sharded data (ZeRO, FSDP). An axis that splits no product is named by what else it splits, state first.
+The role of an axis follows from the dimensions that it splits in the matrix products of the forward and backward pass,
+weighted by their arithmetic: examples (data), positions (sequence), experts (expert) or widths (tensor). A data axis
+that also shards state has the role of sharded data (ZeRO, FSDP). The role of an axis that splits no product follows
+from the other values that it splits, state first.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _FIRST = ((Dimension.EXPERT, EXPERT), (Dimension.EXAMPLE, DATA), (Dimension.SEQU
 
 
 def dimensions_of(graph: OpGraph) -> Mapping[int, Value]:
-    """The values of a graph by number, with what their dimensions count."""
+    """The values of a graph by number, with the meaning of their dimensions."""
     is_described = any(value.purpose is not None for value in graph.values)
     return {value.id: value for value in (graph if is_described else annotate_semantics(graph)).values}
 
 
 def roles_of_axes(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value]) -> tuple[str, ...]:
-    """For each axis of the plan's mesh what it does, or its own name (x) where it splits nothing."""
+    """The role of each axis of the plan's mesh; its own name (x) where it splits nothing."""
     return tuple(
         _role(plan, graph, values, axis) or name if plan.mesh.axis_sizes[axis] > 1 else name
         for axis, name in enumerate(plan.mesh.axis_names)
@@ -65,7 +66,7 @@ def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis:
 
 
 def _split(value: Value | None, layout: Layout, axis: int) -> Iterator[Dimension]:
-    """What the dimensions count that an axis splits."""
+    """The meanings of the dimensions that an axis splits."""
     if value is not None:
         for axes, names in zip(layout.dims, value.dimensions, strict=False):
             if axis in axes:

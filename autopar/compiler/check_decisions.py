@@ -1,8 +1,8 @@
-"""What must hold of a plan's decisions beside the graph of its step: every strategy is one of its operation, every
-value lies where its operation leaves it, sums are only left where they are added up.
+"""Validity of a plan's decisions against the graph of its step: each strategy is a strategy of its operation, each
+layout is that in which the operation leaves the value, and partial sums reach only operations that accept them.
 
-A plan that was searched for holds to this; one from a file may not, and would give an error far from its cause or, of
-sums, wrong numbers. `check_record` has what can be seen without the step.
+Decisions of a search are valid; those of a file may not be. Without this check they would raise an error far from the
+cause or, for partial sums, give wrong numbers. `check_record` holds the checks that need no step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _HINT = "plan anew; what a plan must hold to is said with autopar.constrain, not
 
 
 def check_decisions(plan: ShardingPlan, graph: OpGraph, place: str, step: str) -> None:
-    """Raises: PlanMismatchError for the first decision that the graph cannot have; `place` is theirs in the file."""
+    """Raises: PlanMismatchError for the first invalid decision; `place` is the place of the decisions in the file."""
     for fault in _Checker(plan, graph, place).faults():
         raise mismatch(step, fault)
 
 
 def check_operations(decisions: Decisions, graph: OpGraph, place: str, step: str) -> None:
-    """Decisions are for the operations that have their numbers in the graph. Raises: PlanMismatchError."""
+    """Checks that decisions are for the operations that have their numbers in the graph. Raises: PlanMismatchError."""
     for number, op in differing(decisions, graph):
         where = f"{op.module or op.primitive} at {jax_compat.source_line(op.eqn)}" if op is not None and op.eqn else ""
         is_now = "no operation" if op is None else f"another one: {op.primitive} in {where or 'the step'}"
@@ -44,27 +44,27 @@ def check_operations(decisions: Decisions, graph: OpGraph, place: str, step: str
         raise mismatch(step, Fault(place=f"{place}.of_op.{number}", expected=expected, got=is_now))
 
 
-def check_values(planned: Sequence[PlannedValue], made: Sequence[PlannedValue], place: str, step: str) -> None:
-    """Holds what a plan says of arguments, or results, against what its decisions make of them. Raises:
+def check_values(planned: Sequence[PlannedValue], actual: Sequence[PlannedValue], place: str, step: str) -> None:
+    """Compares the recorded arguments, or results, with those that follow from the decisions. Raises:
     PlanMismatchError.
     """
-    if len(planned) != len(made):
-        raise mismatch(step, Fault(place=place, expected=f"{len(made)} of them", got=str(len(planned))))
-    for i, (said, is_) in enumerate(zip(planned, made, strict=True)):
-        if (said.kind == "constant") != (is_.kind == "constant"):
-            raise mismatch(step, Fault(place=f"{place}[{i}].kind", expected=is_.kind, got=said.kind))
+    if len(planned) != len(actual):
+        raise mismatch(step, Fault(place=place, expected=f"{len(actual)} of them", got=str(len(planned))))
+    for i, (recorded, value) in enumerate(zip(planned, actual, strict=True)):
+        if (recorded.kind == "constant") != (value.kind == "constant"):
+            raise mismatch(step, Fault(place=f"{place}[{i}].kind", expected=value.kind, got=recorded.kind))
         for field in ("shape", "dtype", "stage", "stages", "layout", "in_host"):
-            expected, got = getattr(is_, field), getattr(said, field)
+            expected, got = getattr(value, field), getattr(recorded, field)
             if expected != got:
                 raise mismatch(step, Fault(place=f"{place}[{i}].{field}", expected=str(expected), got=str(got)))
 
 
-def check_layers(made: PipelineRecord, names: Sequence[str], step: str) -> None:
-    """Holds the layers of a plan's stages, and what each recomputes, against those of its step. Raises:
+def check_layers(pipeline: PipelineRecord, names: Sequence[str], step: str) -> None:
+    """Compares the layers of a plan's stages, and their recomputation policies, with the layers of the step. Raises:
     PlanMismatchError.
     """
-    said = [(f"$.plan.pipeline.stages[{q}].layers", stage.layers) for q, stage in enumerate(made.stages)]
-    for place, layers in said:
+    recorded = [(f"$.plan.pipeline.stages[{q}].layers", stage.layers) for q, stage in enumerate(pipeline.stages)]
+    for place, layers in recorded:
         first, names = names[: len(layers)], names[len(layers) :]
         if tuple(layers) != tuple(first):
             raise mismatch(step, Fault(place=place, expected=", ".join(first) or "none", got=", ".join(layers)))
@@ -72,16 +72,16 @@ def check_layers(made: PipelineRecord, names: Sequence[str], step: str) -> None:
         got = f"{len(names)} layers in no stage, the first of them {names[0]}"
         raise mismatch(step, Fault(place="$.plan.pipeline.stages", expected="stages that hold all layers", got=got))
     known = [policy.value for policy in Recompute]
-    for i, policy in enumerate(made.recomputed):
+    for i, policy in enumerate(pipeline.recomputed):
         if policy not in known:
             place = f"$.plan.pipeline.recomputed[{i}]"
             raise mismatch(step, Fault(place=place, expected=" or ".join(known), got=repr(policy)))
 
 
-def check_groups(made: PipelineRecord, group_of_stage: Sequence[int], step: str) -> None:
-    """Stages are on one group of devices where the schedule says so, and only there. Raises: PlanMismatchError."""
+def check_groups(pipeline: PipelineRecord, group_of_stage: Sequence[int], step: str) -> None:
+    """Checks that stages share a group of devices exactly where the schedule says so. Raises: PlanMismatchError."""
     first_device: dict[int, int] = {}
-    for q, (stage, group) in enumerate(zip(made.stages, group_of_stage, strict=True)):
+    for q, (stage, group) in enumerate(zip(pipeline.stages, group_of_stage, strict=True)):
         place, got = f"$.plan.pipeline.stages[{q}].first_device", str(stage.first_device)
         expected = first_device.setdefault(group, stage.first_device)
         if stage.first_device != expected:
@@ -93,7 +93,9 @@ def check_groups(made: PipelineRecord, group_of_stage: Sequence[int], step: str)
 def check_transfers(
     plans: Sequence[ShardingPlan], stages: Sequence[StageGraph], group_of_stage: Sequence[int], step: str
 ) -> None:
-    """What a stage hands to another one on the same devices lies alike on both sides. Raises: PlanMismatchError."""
+    """Checks that a value has one layout on both sides of a transfer within a group of devices. Raises:
+    PlanMismatchError.
+    """
     for q, (plan, stage) in enumerate(zip(plans, stages, strict=True)):
         for op in stage.graph.block.ops:
             target = stage.sends.get(op.id)
@@ -111,7 +113,7 @@ def check_transfers(
 
 @contextlib.contextmanager
 def at_place(step: str, place: str) -> Iterator[None]:
-    """Errors inside of it are those of a plan at a place of its file. Raises: PlanMismatchError."""
+    """Reports errors of its body as errors of a plan at a place of its file. Raises: PlanMismatchError."""
     try:
         yield
     except PlanMismatchError:
@@ -121,7 +123,7 @@ def at_place(step: str, place: str) -> Iterator[None]:
 
 
 def mismatch(step: str, fault: Fault) -> PlanMismatchError:
-    """The error of a plan that is no plan of its step."""
+    """The error of a plan that does not belong to its step."""
     return PlanMismatchError(where=f"plan of {step}, {fault.place}", expected=fault.expected, got=fault.got, hint=_HINT)
 
 
@@ -136,7 +138,7 @@ class _Checker:
         return self.plan.mesh
 
     def home(self, value: int) -> Layout:
-        """Where a value lies as its operation leaves it, as in `lowering`."""
+        """The layout in which the operation leaves a value, as in `lowering`."""
         return self.plan.unreduced.get(value) or replicated(len(self.graph.values[value].shape))
 
     def reduced(self, value: int) -> Layout:
@@ -145,11 +147,11 @@ class _Checker:
     def faults(self) -> Iterator[Fault]:
         yield from self.numbers()
         yield from self.layouts()
-        yield from self.whole("raw", self.graph.block.inputs)
+        yield from self.is_reduced("raw", self.graph.block.inputs)
         yield from self.block(self.graph.block)
 
     def numbers(self) -> Iterator[Fault]:
-        """Operations and values are those of the graph."""
+        """Operations and values exist in the graph."""
         ops = {op.id: op for op in walk(self.graph.block)}
         values = set(values_of(self.graph.block))
         for name, table in (("raw", self.plan.unreduced), ("placed", self.plan.reduced)):
@@ -174,7 +176,7 @@ class _Checker:
                 yield Fault(place=f"{self.place}.in_host[{i}]", expected="the number of an argument", got=str(v))
 
     def layouts(self) -> Iterator[Fault]:
-        """Layouts have the dimensions of their values and divide them, and only homes may be sums."""
+        """Layouts have the rank of their values and divide their shapes; only unreduced values may be partial."""
         ops = {op.id: op for op in walk(self.graph.block)}
         tables = [(f".raw.{v}", v, layout, True) for v, layout in self.plan.unreduced.items()]
         tables += [(f".placed.{v}", v, layout, False) for v, layout in self.plan.reduced.items()]
@@ -191,47 +193,49 @@ class _Checker:
             if layout.partial and may_be_sum and v not in self.plan.reduced:
                 yield Fault(place=f"{self.place}.placed.{v}", expected="where the sum comes to lie", got="nothing")
 
-    def whole(self, table: str, values: Sequence[int]) -> Iterator[Fault]:
+    def is_reduced(self, table: str, values: Sequence[int]) -> Iterator[Fault]:
         for v in values:
             if self.home(v).partial:
                 yield Fault(place=f"{self.place}.{table}.{v}", expected="no sum", got=self.home(v).text(self.mesh))
 
-    def same(self, value: int, layout: Layout) -> Iterator[Fault]:
+    def lies_as(self, value: int, layout: Layout) -> Iterator[Fault]:
         if self.home(value) != layout:
             got = self.home(value).text(self.mesh)
             yield Fault(place=f"{self.place}.raw.{value}", expected=layout.text(self.mesh), got=got)
 
     def block(self, block: Block) -> Iterator[Fault]:
-        kept, partials = self.plan.partials.kept, self.plan.partials
+        partial_values, partials = self.plan.partials.kept, self.plan.partials
         for op in block.ops:
             if op.kind is OpKind.EQUATION:
                 yield from self.equation(op)
             elif op.kind is OpKind.BARRIER:
                 for source, target in zip(op.inputs, op.outputs, strict=True):
                     if isinstance(source, int):
-                        yield from self.same(target, self.reduced(source))
+                        yield from self.lies_as(target, self.reduced(source))
             elif op.kind is OpKind.ACCUMULATE:
                 if not partials.reads_unreduced(op, 0):
-                    yield from self.whole("raw", op.outputs)
+                    yield from self.is_reduced("raw", op.outputs)
             elif op.kind is OpKind.SCAN:
                 (body,) = op.blocks
                 first, carry = op.num_consts, op.num_carry
                 carried = body.inputs[first : first + carry]
-                sums = [v for v in carried if v in kept]
-                yield from self.whole("raw", [v for v in body.inputs if v not in sums])
+                sums = [v for v in carried if v in partial_values]
+                yield from self.is_reduced("raw", [v for v in body.inputs if v not in sums])
                 for inner, result in zip(carried, op.outputs[:carry], strict=True):
-                    yield from self.same(result, self.home(inner))
+                    yield from self.lies_as(result, self.home(inner))
                 for stack in op.outputs[carry:]:
                     home = self.home(stack)
-                    yield from self.same(stack, Layout(((), *home.dims[1:]), home.partial if stack in kept else ()))
+                    yield from self.lies_as(
+                        stack, Layout(((), *home.dims[1:]), home.partial if stack in partial_values else ())
+                    )
             elif op.kind is OpKind.WHILE:
                 condition, body = op.blocks
-                yield from self.whole("raw", (*condition.inputs, *body.inputs, *op.outputs))
+                yield from self.is_reduced("raw", (*condition.inputs, *body.inputs, *op.outputs))
                 carried = body.inputs[len(body.inputs) - len(op.outputs) :]
                 for inner, result in zip(carried, op.outputs, strict=True):
-                    yield from self.same(result, self.home(inner))
+                    yield from self.lies_as(result, self.home(inner))
             else:
-                yield from self.whole("raw", (*op.outputs, *(v for inner in op.blocks for v in inner.inputs)))
+                yield from self.is_reduced("raw", (*op.outputs, *(v for inner in op.blocks for v in inner.inputs)))
             for inner_block in op.blocks:
                 yield from self.block(inner_block)
 
@@ -240,7 +244,7 @@ class _Checker:
         place = f"{self.place}.of_op.{op.id}"
         if strategy is None:
             for v in op.outputs:
-                yield from self.same(v, replicated(len(self.graph.values[v].shape)))
+                yield from self.lies_as(v, replicated(len(self.graph.values[v].shape)))
             return
         if not is_strategy(strategy, signature_of(op, self.graph, self.plan), self.mesh):
             where = f" in {op.module}" if op.module else ""
@@ -248,11 +252,11 @@ class _Checker:
             makes = ", ".join(layout.text(self.mesh) for layout in strategy.results)
             yield Fault(place=place, expected=f"a way to split {op.primitive}{where}", got=f"{reads} -> {makes}")
         for v, layout in zip(op.outputs, strategy.results, strict=True):
-            yield from self.same(v, layout)
+            yield from self.lies_as(v, layout)
 
 
 def values_of(block: Block) -> Iterator[int]:
-    """The values that a block gets and makes, those of its loops too."""
+    """The inputs and results of a block, and those of its loops."""
     yield from block.inputs
     for op in block.ops:
         yield from op.outputs
@@ -261,7 +265,9 @@ def values_of(block: Block) -> Iterator[int]:
 
 
 def signature_of(op: Op, graph: OpGraph, plan: ShardingPlan) -> Signature:
-    """What an operation's strategies depend on, as `build_choice_graph` has it, but for where sums may reach it."""
+    """The signature of an operation's strategies, as in `build_choice_graph`, except for the operands that can be
+    partial.
+    """
     assert op.rule is not None, "equations have rules"
     members = plan.partials.unreduced_operands(op)
     sums = any(f.kind is FactorKind.SUM for f in op.rule.factors)
@@ -276,11 +282,9 @@ def signature_of(op: Op, graph: OpGraph, plan: ShardingPlan) -> Signature:
 
 @functools.lru_cache(maxsize=1 << 16)
 def is_strategy(strategy: Strategy, signature: Signature, mesh: LogicalMesh) -> bool:
-    """Whether a strategy is a way to split an operation: its layouts, read as the factors that they split, give it
-    again.
-    """
-    made = strategy_of(signature, strategy.operands, strategy.results, mesh)
-    if made is None:
+    """Whether a strategy is one of an operation: the factors that its layouts split give the same strategy again."""
+    rebuilt = strategy_of(signature, strategy.operands, strategy.results, mesh)
+    if rebuilt is None:
         return False
-    in_order = dataclasses.replace(made, ring=tuple(sorted(made.ring)))
+    in_order = dataclasses.replace(rebuilt, ring=tuple(sorted(rebuilt.ring)))
     return in_order == dataclasses.replace(strategy, ring=tuple(sorted(strategy.ring)))

@@ -1,4 +1,4 @@
-"""Comparison of candidates: which one is the plan, and why each other one is not."""
+"""Comparison of candidates: the choice of the plan, and the reason for which each other candidate lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fitting_of(context: PlanningContext) -> list[Candidate]:
 
 
 def near(chosen: Candidate, candidates: Iterable[Candidate], limit_bytes: int, tolerance: float) -> list[Candidate]:
-    """Those beside the plan that fit and take at most `tolerance` times as long, the fastest first; none for 1."""
+    """The other candidates that fit and take at most `tolerance` times as long, fastest first; none for 1."""
     if tolerance <= 1:
         return []
     longest_s = tolerance * chosen.step_time_s
@@ -45,17 +45,19 @@ def near(chosen: Candidate, candidates: Iterable[Candidate], limit_bytes: int, t
 
 
 def rejections(context: PlanningContext, chosen: Candidate) -> list[Rejection]:
-    """Every way to run the step that is not the plan, and why: what lost, then what was not worked out."""
+    """Every way to run the step that is not the plan, with the reason: candidates that lost, then
+    those not worked out.
+    """
     lost = [c for c in context.candidates if c is not chosen]
     ways = [(c.source, c.text, c.step_time_s, c.peak_bytes) for c in lost]
     # Pipelines that were worked out and are no candidates, as another of the same search is better.
-    known = {(found.text, found.step_time_s) for found in context.found}
+    known = {(result.text, result.step_time_s) for result in context.results}
     for c in context.candidates:
         for trial in c.weighed if isinstance(c, PipelineCandidate) else ():
             if (trial.text, trial.step_time_s) not in known:
                 known.add((trial.text, trial.step_time_s))
                 ways.append((c.source, trial.text, trial.step_time_s, trial.peak_bytes))
-    found = [
+    losers = [
         Rejection(
             source=source,
             text=text,
@@ -65,11 +67,11 @@ def rejections(context: PlanningContext, chosen: Candidate) -> list[Rejection]:
         )
         for source, text, step_time_s, peak_bytes in ways
     ]
-    return [*found, *context.rejections]
+    return [*losers, *context.rejections]
 
 
 def why_lost(step_time_s: float, peak_bytes: int, chosen_s: float, limit_bytes: int) -> str:
-    """Why a way to run the step is not the plan, which takes `chosen_s`."""
+    """The reason for which a candidate is not the plan, which takes `chosen_s`."""
     if peak_bytes > limit_bytes:
         return f"over the memory limit by {text_of_bytes(peak_bytes - limit_bytes)}"
     if step_time_s > chosen_s:
@@ -78,13 +80,13 @@ def why_lost(step_time_s: float, peak_bytes: int, chosen_s: float, limit_bytes: 
 
 
 def notes(context: PlanningContext) -> Sequence[str]:
-    """What the notes of a plan in one program, and errors, say of the pipelines that were searched for."""
-    told = [rejection.why for rejection in context.rejections if rejection.is_note]
+    """The texts on searched pipelines for the notes of a plan in one program, and for errors."""
+    texts = [rejection.why for rejection in context.rejections if rejection.is_note]
     pipelines = [c for c in context.candidates if isinstance(c, PipelineCandidate)]
     if pipelines:
         best = min(pipelines, key=lambda c: c.rank(context.limit_bytes))
         if best.fits(context.limit_bytes):
-            told.append(f"the best pipeline would take {text_of_s(best.step_time_s)} ({best.text})")
+            texts.append(f"the best pipeline would take {text_of_s(best.step_time_s)} ({best.text})")
         else:
-            told.append(f"the pipeline nearest to fitting needs {text_of_bytes(best.peak_bytes)} on a device")
-    return told
+            texts.append(f"the pipeline nearest to fitting needs {text_of_bytes(best.peak_bytes)} on a device")
+    return texts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -22,7 +22,8 @@ from autopar.cost.cost_model import cost_model
 from autopar.errors import PlanMismatchError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.callbacks import any_callbacks
-from autopar.inter_op.build_stages import cut_layers, stage_graphs
+from autopar.hardware.cluster import Cluster
+from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
 from autopar.inter_op.staged import (
     StagedStep,
     Submesh,
@@ -33,20 +34,23 @@ from autopar.inter_op.staged import (
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
+from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.emit import Emitter
 from autopar.lowering.host_offload import with_host_copies
 from autopar.lowering.instructions import LoweredBlock
 from autopar.lowering.lower import lower
 from autopar.passes.split_scan import split_scans
+from autopar.passes.stage_graph import StageGraph
 from autopar.plan.codec import sharding_plan_of
 from autopar.plan.plan import Plan
+from autopar.plan.schema import PipelineRecord
 from autopar.sharding.rules import RuleBook
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedFunction:
-    """A step under a plan: the flat function (constants first, then arguments), and what it was made from. `failures`
-    is where callbacks leave what they raise; None where there are none.
+    """A step under a plan: the flat function (constants first, then arguments), its graph and its instructions.
+    `failures` receives the exceptions of callbacks; None where there are none.
     """
 
     function: Callable[..., list[Any]]
@@ -79,58 +83,81 @@ def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -
 
 
 def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
-    """Traced step and plan with a pipeline -> graph -> stages -> instructions -> tasks and the list that runs them.
+    """Traced step and plan with a pipeline -> graph -> stages -> instructions -> tasks and their instruction list.
 
     Raises: PlanMismatchError when the plan was made for another step or other shapes.
     """
     check_plan(plan, traced)
     traced = dataclasses.replace(traced, blockwise_attention=plan.record.blockwise_attention)
-    made = plan.record.pipeline
-    assert made is not None, "a plan without a pipeline is one function"
+    record = plan.record.pipeline
+    assert record is not None, "a plan without a pipeline is one function"
     name, place = traced.name, "$.plan.pipeline"
     with at_place(name, f"{place}.scan_parts"):
-        step = split_scans(traced, made.scan_parts, rules)
+        step = split_scans(traced, record.scan_parts, rules)
     with at_place(name, f"{place}.num_microbatches"):
-        cut = cut_layers(step, made.num_microbatches, rules, hoist_casts=made.keeps_copies)
-    layers = cut.layers
-    check_layers(made, layers.names, name)
-    first_layers = [s.first_layer for s in made.stages]
+        microbatched = cut_layers(step, record.num_microbatches, rules, hoist_casts=record.keeps_copies)
+    check_layers(record, microbatched.layers.names, name)
+    first_layers = [s.first_layer for s in record.stages]
     with at_place(name, f"{place}.schedule"):
-        graphs = stage_graphs(cut, made.recomputed, first_layers, made.schedule, made.chunks)
-    graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
-    check_groups(made, schedule.mesh_of_stage, name)
-    submeshes = [Submesh(first_device=s.first_device, mesh=LogicalMesh(axis_sizes=s.axis_sizes)) for s in made.stages]
+        graphs = stage_graphs(microbatched, record.recomputed, first_layers, record.schedule, record.chunks)
+    check_groups(record, graphs.schedule.mesh_of_stage, name)
     with at_place(name, f"{place}.stages"):
-        models = [model_of(plan.cluster, s.mesh) for s in submeshes]
-    shardings = [
-        sharding_plan_of(s.decisions, s.solver, at.mesh, stage.graph)
-        for s, at, stage in zip(made.stages, submeshes, stages, strict=True)
-    ]
-    for q, (sharding, stage) in enumerate(zip(shardings, stages, strict=True)):
+        for stage_record in record.stages:
+            model_of(plan.cluster, LogicalMesh(axis_sizes=stage_record.axis_sizes))
+    shardings = stage_shardings(record, graphs.stages)
+    for q, (sharding, stage) in enumerate(zip(shardings, graphs.stages, strict=True)):
         decided_at = f"{place}.stages[{q}].decisions"
-        check_operations(made.stages[q].decisions, stage.graph, decided_at, name)
+        check_operations(record.stages[q].decisions, stage.graph, decided_at, name)
         check_decisions(sharding, stage.graph, decided_at, name)
-    check_transfers(shardings, stages, schedule.mesh_of_stage, name)
-    planned = [
-        planned_stage(first_layers[q], stage, models[q], shardings[q], schedule.mesh_of_stage[q], like=q)
-        for q, stage in enumerate(stages)
-    ]
-    staged = stage_program(cut.step, graph, layers, planned, submeshes, schedule, plan.cluster)
+    check_transfers(shardings, graphs.stages, graphs.schedule.mesh_of_stage, name)
+    staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
     arguments, results = staged_values(traced, staged)
     check_values(plan.record.arguments, arguments, "$.plan.arguments", name)
     check_values(plan.record.results, results, "$.plan.results", name)
     return staged
 
 
+def stage_shardings(record: PipelineRecord, stages: Sequence[StageGraph]) -> list[ShardingPlan]:
+    """The recorded decisions of each stage."""
+    return [
+        sharding_plan_of(s.decisions, s.solver, LogicalMesh(axis_sizes=s.axis_sizes), stage.graph)
+        for s, stage in zip(record.stages, stages, strict=True)
+    ]
+
+
+def recorded_stages(
+    cluster: Cluster,
+    record: PipelineRecord,
+    microbatched: MicrobatchedStep,
+    graphs: StageGraphs,
+    shardings: Sequence[ShardingPlan],
+) -> StagedStep:
+    """Stages on their recorded devices, under these decisions, lowered and simulated."""
+    submeshes = [Submesh(first_device=s.first_device, mesh=LogicalMesh(axis_sizes=s.axis_sizes)) for s in record.stages]
+    rows = zip(record.stages, submeshes, graphs.stages, shardings, graphs.schedule.mesh_of_stage, strict=True)
+    planned = [
+        planned_stage(s.first_layer, stage, model_of(cluster, at.mesh), sharding, group, like=q)
+        for q, (s, at, stage, sharding, group) in enumerate(rows)
+    ]
+    return stage_program(
+        microbatched.step, graphs.graph, microbatched.layers, planned, submeshes, graphs.schedule, cluster
+    )
+
+
 def check_plan(plan: Plan, traced: TracedStep) -> None:
     """Raises: PlanMismatchError when a plan was not made for this step."""
     if plan.record.fingerprint == traced.fingerprint:
         return
-    now = {p: f"{a.dtype}{list(a.shape)}" for p, a in zip(traced.in_paths, traced.in_avals, strict=True)}
-    then = {a.path: f"{a.dtype}{list(a.shape)}" for a in plan.record.arguments if a.kind != "constant"}
-    differing = [path for path in {**now, **then} if now.get(path) != then.get(path)]
+    traced_shapes = {p: f"{a.dtype}{list(a.shape)}" for p, a in zip(traced.in_paths, traced.in_avals, strict=True)}
+    planned_shapes = {a.path: f"{a.dtype}{list(a.shape)}" for a in plan.record.arguments if a.kind != "constant"}
+    differing = [
+        path for path in {**traced_shapes, **planned_shapes} if traced_shapes.get(path) != planned_shapes.get(path)
+    ]
     if differing:
-        is_now, was = (", ".join(f"{p} {shapes.get(p, 'absent')}" for p in differing[:3]) for shapes in (now, then))
+        is_now, was = (
+            ", ".join(f"{p} {shapes.get(p, 'absent')}" for p in differing[:3])
+            for shapes in (traced_shapes, planned_shapes)
+        )
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
         expected, got = f"a plan for {traced.name} with {is_now}{more}", f"one for {was}{more}"
     else:

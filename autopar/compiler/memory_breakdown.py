@@ -1,6 +1,6 @@
-"""The predicted memory of a device by kind, throughout the step and at its peak, and the largest arrays by name.
+"""The predicted memory of a device by purpose, throughout the step and at its peak, and the largest arrays by name.
 
-Read off the instructions that will run, as all predictions are: what is held is a value in one of its places.
+All numbers come from the instructions that will run. A holder of memory is a value in one of its places.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _LOCAL = (StepKind.SLICE, StepKind.MASK)
 
 
 def saved_for_backward(graph: OpGraph, instructions: Sequence[Instruction]) -> dict[Key, str]:
-    """What the backward pass reads of what was made before it, and the module of the first operation to read it.
+    """The forward values that the backward pass reads, with the module of the first operation that reads each.
 
-    Arguments, and what is made once for all micro-batches, are there anyway. What another stage sends is not. What a
-    barrier lets through is read behind it: `jax.checkpoint` puts one around a layer, outside of its module.
+    Arguments, and values made once for all micro-batches, are excluded: they are in memory anyway. Values that another
+    stage sends are included. A value that passes a barrier is read behind it: `jax.checkpoint` puts a barrier around a
+    layer, outside of its module.
     """
-    made: set[Key] = set()
-    found: dict[Key, str] = {}
-    behind: dict[int, Key] = {}
+    forward_keys: set[Key] = set()
+    module_of: dict[Key, str] = {}
+    passed: dict[int, Key] = {}
     received = {v for i, v in enumerate(graph.block.inputs) if i in graph.repeating}
     for instruction in instructions:
         if isinstance(instruction, HostCopy):
@@ -44,20 +45,20 @@ def saved_for_backward(graph: OpGraph, instructions: Sequence[Instruction]) -> d
         if role is Role.BACKWARD:
             module = instruction.module if isinstance(instruction, Move) else instruction.op.module
             for key in instruction.keys_read:
-                if key in made or key[0] in received:
-                    found.setdefault(key, module)
-                elif key[0] in behind:
-                    found[behind.pop(key[0])] = module
+                if key in forward_keys or key[0] in received:
+                    module_of.setdefault(key, module)
+                elif key[0] in passed:
+                    module_of[passed.pop(key[0])] = module
             if isinstance(instruction, Pass):
                 saved = zip(instruction.op.outputs, instruction.keys_read, strict=True)
-                behind.update((out, key) for out, key in saved if key in found)
+                passed.update((out, key) for out, key in saved if key in module_of)
         elif section_of(instruction) is not Section.BEFORE:
-            made.update(instruction.keys_made)
-    return found
+            forward_keys.update(instruction.keys_made)
+    return module_of
 
 
 def saved_bytes(graph: OpGraph, lowered: LoweredBlock, mesh: LogicalMesh) -> dict[str, int]:
-    """Bytes on one device that wait for the backward pass of each module; of one micro-batch."""
+    """Bytes on one device that wait for the backward pass of each module, for one micro-batch."""
     out: dict[str, int] = collections.defaultdict(int)
     for key, module in saved_for_backward(graph, lowered.instructions).items():
         out[module] += _local(graph, key, mesh)
@@ -72,11 +73,11 @@ def memory_of_program(
     stands_for: Mapping[int, Key],
     mesh: LogicalMesh,
 ) -> MemoryUse:
-    """Of a step that runs as one program; numbers of the program stand for values in their places."""
-    told = _Kinds(graph, lowered.instructions)
+    """The memory of a step in one program; `stands_for` maps numbers of the program to values in their places."""
+    kinds = _Kinds(graph, lowered.instructions)
     names = _Names(graph, mesh)
     arguments = [
-        MemoryHolder(name=names.of(stands_for[a]), kind=told.of_argument(v), nbytes=program.nbytes[a])
+        MemoryHolder(name=names.of(stands_for[a]), kind=kinds.of_argument(v), nbytes=program.nbytes[a])
         for a, v in zip(program.arguments, lowered.block.inputs, strict=True)
     ]
     taken_over = set(program.donated.values())
@@ -89,25 +90,25 @@ def memory_of_program(
         for r in dict.fromkeys(program.results)
         if r not in taken_over
     ]
-    temporary = _temporaries(program, estimate, stands_for, told, names)
+    temporary = _temporaries(program, estimate, stands_for, kinds, names)
     return _use(arguments, [*arguments, *results, *temporary])
 
 
 def memory_of_stages(staged: StagedStep) -> tuple[MemoryUse, ...]:
-    """Of a pipeline, for each group of devices."""
+    """The memory of a pipeline, for each group of devices."""
     buffers, key_of, stage_of = staged.staged.pipeline.buffers, staged.staged.key_of, staged.staged.stage_of
     members: dict[int, list[int]] = {}
     for b, group in enumerate(groups_of(staged.staged.pipeline)):
         members.setdefault(group, []).append(b)
-    told = [_Kinds(p.stage.graph, p.lowered.lowered.instructions) for p in staged.stages]
+    kinds = [_Kinds(p.stage.graph, p.lowered.lowered.instructions) for p in staged.stages]
     names = [_Names(p.stage.graph, p.lowered.mesh) for p in staged.stages]
 
     def holder(b: int, nbytes: int, held: set[tuple[int, int]]) -> MemoryHolder:
         stage = stage_of[b]
-        kind = told[stage].of(key_of[b])
-        old = told[stage].replaced.get(key_of[b][0])
-        if kind is MemoryKind.NEW_STATE and old is not None and (stage, old) not in held:
-            kind = told[stage].of_argument(old)  # it has the memory of what it replaces
+        kind = kinds[stage].of(key_of[b])
+        replaced = kinds[stage].replaced.get(key_of[b][0])
+        if kind is MemoryKind.NEW_STATE and replaced is not None and (stage, replaced) not in held:
+            kind = kinds[stage].of_argument(replaced)  # it has the memory of what it replaces
         times = nbytes // buffers[b].nbytes if buffers[b].nbytes else 1
         return MemoryHolder(name=names[stage].of(key_of[b]), kind=kind, nbytes=nbytes, count=times)
 
@@ -121,9 +122,9 @@ def memory_of_stages(staged: StagedStep) -> tuple[MemoryUse, ...]:
         ]
         held = {(stage_of[b], key_of[b][0]) for b, _ in shares}
         at_peak = [holder(b, n, held) for b, n in shares]
-        for task in (-1 - what for what, _ in parts if what < 0):
+        for task in (-1 - holder_number for holder_number, _ in parts if holder_number < 0):
             stage = staged.staged.tasks[task].stage
-            at_peak += _of_task(staged, task, told[stage], names[stage])
+            at_peak += _of_task(staged, task, kinds[stage], names[stage])
         out.append(_use(throughout, at_peak))
     return tuple(out)
 
@@ -132,46 +133,48 @@ def _total(members: Iterable[int], buffers: Sequence) -> int:
     return max(1, sum(buffers[b].nbytes for b in members))
 
 
-def _of_task(staged: StagedStep, number: int, told: _Kinds, names: _Names) -> list[MemoryHolder]:
-    """What a task holds beside its inputs and outputs."""
+def _of_task(staged: StagedStep, number: int, kinds: _Kinds, names: _Names) -> list[MemoryHolder]:
+    """The holders of a task beside its inputs and outputs."""
     task = staged.staged.tasks[number]
     planned = staged.stages[task.stage]
     graph, model = planned.stage.graph, planned.model
     program, stands_for = task_program(graph, task.instructions, task.inputs, task.outputs, model)
-    return _temporaries(program, peak_memory.estimate(program, model.compiler), stands_for, told, names)
+    return _temporaries(program, peak_memory.estimate(program, model.compiler), stands_for, kinds, names)
 
 
 def _temporaries(
     program: peak_memory.MemoryProgram,
     estimate: peak_memory.MemoryEstimate,
     stands_for: Mapping[int, Key],
-    told: _Kinds,
+    kinds: _Kinds,
     names: _Names,
 ) -> list[MemoryHolder]:
-    """What lies at the peak beside arguments and results, largest first, up to the bytes of all temporaries: the rest
-    lies in the memory of results that are not made yet.
+    """The holders at the peak beside arguments and results, largest first, up to the bytes of all temporaries: the
+    others occupy the memory of results that are not made yet.
     """
     ends = {*program.arguments, *(set(program.results) - set(program.donated.values()))}
-    left, found = estimate.temporary_bytes, []
+    remaining_bytes, holders = estimate.temporary_bytes, []
     for number, nbytes in estimate.at_peak:
-        if number in ends or not left:
+        if number in ends or not remaining_bytes:
             continue
-        nbytes = min(nbytes, left)
-        left -= nbytes
+        nbytes = min(nbytes, remaining_bytes)
+        remaining_bytes -= nbytes
         if number in stands_for:
-            kind, name = told.of(stands_for[number]), names.of(stands_for[number])
+            kind, name = kinds.of(stands_for[number]), names.of(stands_for[number])
         else:
             kind, name = MemoryKind.COLLECTIVE, "on its way from one layout to another"
-        found.append(MemoryHolder(name=name, kind=kind, nbytes=nbytes))
-    return found
+        holders.append(MemoryHolder(name=name, kind=kind, nbytes=nbytes))
+    return holders
 
 
 def _use(throughout: Sequence[MemoryHolder], at_peak: Sequence[MemoryHolder]) -> MemoryUse:
-    alike: dict[tuple[str, MemoryKind], MemoryHolder] = {}
+    merged: dict[tuple[str, MemoryKind], MemoryHolder] = {}
     for h in at_peak:
-        before = alike.get((h.name, h.kind), MemoryHolder(name=h.name, kind=h.kind, nbytes=0, count=0))
-        alike[h.name, h.kind] = dataclasses.replace(h, nbytes=before.nbytes + h.nbytes, count=before.count + h.count)
-    largest = sorted((h for h in alike.values() if h.nbytes), key=lambda h: -h.nbytes)[:LARGEST]
+        previous = merged.get((h.name, h.kind), MemoryHolder(name=h.name, kind=h.kind, nbytes=0, count=0))
+        merged[h.name, h.kind] = dataclasses.replace(
+            h, nbytes=previous.nbytes + h.nbytes, count=previous.count + h.count
+        )
+    largest = sorted((h for h in merged.values() if h.nbytes), key=lambda h: -h.nbytes)[:LARGEST]
     return MemoryUse(throughout=_by_kind(throughout), at_peak=_by_kind(at_peak), largest=tuple(largest))
 
 
@@ -183,7 +186,7 @@ def _by_kind(holders: Iterable[MemoryHolder]) -> dict[MemoryKind, int]:
 
 
 class _Names:
-    """What to call a value in a place; those of layers that are alike have one name."""
+    """Names of values in their places; values of repeated layers have one name."""
 
     def __init__(self, graph: OpGraph, mesh: LogicalMesh) -> None:
         self.graph, self.mesh = graph, mesh
@@ -191,12 +194,12 @@ class _Names:
 
     def of(self, key: Key) -> str:
         value = self.graph.values[key[0]]
-        made = value.name or self.makers.get(value.id, "a value from another stage")
-        return f"{_NUMBER.sub('*', made)} {value.dtype}{list(value.shape)} {key[1][0].text(self.mesh)}"
+        name = value.name or self.makers.get(value.id, "a value from another stage")
+        return f"{_NUMBER.sub('*', name)} {value.dtype}{list(value.shape)} {key[1][0].text(self.mesh)}"
 
 
 class _Kinds:
-    """What each value of a graph is held for. `replaced[v]` is the argument whose place a new state v takes."""
+    """The purpose of each value of a graph. `replaced[v]` is the argument whose memory a new state v takes."""
 
     def __init__(self, graph: OpGraph, instructions: Sequence[Instruction]) -> None:
         self.arguments: dict[int, MemoryKind] = {}
@@ -212,7 +215,7 @@ class _Kinds:
             elif i not in graph.repeating:
                 self.arguments[v] = MemoryKind.OTHER
         replacing = [(outputs[o], inputs[i]) for i, o in graph.tied]
-        self.replaced = {new: old for new, old in replacing if isinstance(new, int)}
+        self.replaced = {new_state: old_state for new_state, old_state in replacing if isinstance(new_state, int)}
         updating = {v for op in ops if op.role is Role.UPDATE for v in read_by(op)}
         for op in ops:
             if op.kind is OpKind.ACCUMULATE and op.role is Role.BACKWARD:

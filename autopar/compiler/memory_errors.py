@@ -11,7 +11,7 @@ _NAMED = 5  # how many of the largest tensors an error names
 
 
 def check_given_plan_fits(plan: Plan, limit_bytes: int | None) -> None:
-    """Raises: MemoryLimitError for a plan that is to be run as it is, with a limit that it was not made for."""
+    """Raises: MemoryLimitError for a given plan that exceeds a memory limit for which it was not made."""
     if limit_bytes is not None and not fits(plan, limit_bytes):
         raise _refusal(
             plan,
@@ -26,15 +26,15 @@ def fits(plan: Plan, limit_bytes: int) -> bool:
 
 
 def pipeline_refusal(plan: Plan, limit_bytes: int, beside: Sequence[str] = ()) -> MemoryLimitError:
-    """The error of a step whose plan in micro-batches or stages does not fit; with what else was tried."""
-    made = plan.record.pipeline
-    assert made is not None, "a plan in one program is refused before it is written down"
-    ways = [f"more micro-batches (now {made.num_microbatches})"]
-    if len(made.stages) > 1:
-        ways += [] if made.schedule == "1f1b" else [f'schedule="1f1b" (now "{made.schedule}")']
-        ways += [f"more stages (now {len(made.stages)})"]
+    """The error of a step whose plan in micro-batches or stages does not fit; `beside` are the other attempts."""
+    pipeline = plan.record.pipeline
+    assert pipeline is not None, "a plan in one program is refused before it is written down"
+    ways = [f"more micro-batches (now {pipeline.num_microbatches})"]
+    if len(pipeline.stages) > 1:
+        ways += [] if pipeline.schedule == "1f1b" else [f'schedule="1f1b" (now "{pipeline.schedule}")']
+        ways += [f"more stages (now {len(pipeline.stages)})"]
     ways += ["more devices, with state split over them (recipes.zero(3))"]
-    ways += [] if "input" in made.recomputed else ['recompute="input" of recipes.cut and recipes.combine']
+    ways += [] if "input" in pipeline.recomputed else ['recompute="input" of recipes.cut and recipes.combine']
     ways += ["a smaller optimiser state (Adafactor, bfloat16 moments)"]
     hint = "use " + ", ".join(ways[:-1]) + ", or " + ways[-1]
     return _refusal(plan, plan.record.step, limit_bytes, "; ".join([hint, *beside]))
@@ -45,8 +45,8 @@ def _refusal(plan: Plan, where: str, limit_bytes: int, hint: str) -> MemoryLimit
     group = max(range(len(peak_bytes)), key=lambda i: peak_bytes[i])
     if pipeline is not None:
         worst = max(pipeline.stages, key=lambda stage: stage.peak_bytes)
-        held = [str(q) for q, stage in enumerate(pipeline.stages) if stage.first_device == worst.first_device]
-        where += f", stage {' and '.join(held)} of {len(pipeline.stages)}"
+        stages = [str(q) for q, stage in enumerate(pipeline.stages) if stage.first_device == worst.first_device]
+        where += f", stage {' and '.join(stages)} of {len(pipeline.stages)}"
     memory = plan.predicted.memory
     return MemoryLimitError(
         where=where,

@@ -19,7 +19,9 @@ from autopar.sharding.constraints import NO_SOLUTION, TOO_TIGHT
 
 
 def refuse_large_state(context: PlanningContext) -> None:
-    """Raises: MemoryLimitError where no program fits, and stages cannot fit, as the arguments alone do not."""
+    """Raises: MemoryLimitError where no program fits, and the arguments alone exceed the memory, so
+    that no stages fit.
+    """
     refused = _program_error(context)
     if isinstance(refused, MemoryLimitError) and state_bytes(context) > context.limit_bytes:
         text = text_of_bytes(state_bytes(context))
@@ -27,23 +29,25 @@ def refuse_large_state(context: PlanningContext) -> None:
 
 
 def no_plan_error(context: PlanningContext, trees: Trees) -> AutoparError:
-    """The error of a step without a plan: what comes nearest to fitting, and what else was tried."""
-    refused, told = _program_error(context), list(notes(context))
+    """The error of a step without a plan: the candidate nearest to fitting, and the other attempts."""
+    refused, texts = _program_error(context), list(notes(context))
     if context.deadline.passed:
-        told.append(f"{context.deadline.text}: give the search more")
+        texts.append(f"{context.deadline.text}: give the search more")
     if isinstance(refused, MemoryLimitError):
-        return refused.beside(told)
+        return refused.beside(texts)
     pipelines = [c for c in context.candidates if isinstance(c, PipelineCandidate)]
     if pipelines:
         nearest = min(pipelines, key=lambda c: c.rank(context.limit_bytes))
-        beside = () if context.request.is_built_as_asked else [str(refused)] if refused is not None else told
+        beside = () if context.request.is_built_as_asked else [str(refused)] if refused is not None else texts
         return pipeline_refusal(plan_of(context, nearest, trees), context.limit_bytes, beside)
     raised = [rejection.error for rejection in context.rejections if rejection.error is not None]
-    return refused or (raised[0] if raised and context.request.names_pipeline else _no_pipeline_fits(context, told))
+    return refused or (raised[0] if raised and context.request.names_pipeline else _no_pipeline_fits(context, texts))
 
 
 def _program_error(context: PlanningContext) -> AutoparError | None:
-    """Why the step has no plan as one program; None where it has one, and where none was searched for."""
+    """The reason for which the step has no plan as one program; None where it has one, and where
+    none was searched for.
+    """
     if best_program(context) is not None:
         return None
     ended = [r.error for r in context.rejections if isinstance(r.error, MemoryLimitError)]
@@ -63,11 +67,11 @@ def _program_error(context: PlanningContext) -> AutoparError | None:
     )
 
 
-def _no_pipeline_fits(context: PlanningContext, told: Sequence[str]) -> SolverError:
-    """The error of a step for which no pipeline could be had and nothing else was tried."""
+def _no_pipeline_fits(context: PlanningContext, texts: Sequence[str]) -> SolverError:
+    """The error of a step for which no pipeline exists and nothing else was tried."""
     return SolverError(
         where=f"{context.traced.name} on {context.cluster.num_devices} devices of {context.cluster.name}",
         expected=f"a pipeline that fits into {text_of_bytes(context.limit_bytes)} on each device",
-        got="; ".join(told),
+        got="; ".join(texts),
         hint="use more devices, a smaller batch, or a smaller optimiser state (Adafactor, bfloat16 moments)",
     )

@@ -21,12 +21,12 @@ PRICED_ALONE = 4
 
 
 def price_of_pins(context: PlanningContext, chosen: SpmdCandidate | PipelineCandidate) -> PinsRecord:
-    """Searches once more without pins, over all meshes; in one program with each pin alone on the mesh of the plan
-    too.
+    """Searches again without pins, over all meshes; for one program also with each pin alone, on
+    the mesh of the plan.
     """
     pins = chosen.pins
     assert pins is not None, "a plan with pins knows their axes"
-    fresh = dataclasses.replace(context, found=(), to_beat_s=float("inf"))
+    fresh = dataclasses.replace(context, results=(), to_beat_s=float("inf"))
     without = dataclasses.replace(fresh.silent(), request=dataclasses.replace(context.request, pins=None))
     with context.progress.pass_("price of the pins"):
         if isinstance(chosen, PipelineCandidate):
@@ -37,22 +37,22 @@ def price_of_pins(context: PlanningContext, chosen: SpmdCandidate | PipelineCand
 
 
 def _alone_s(context: PlanningContext, chosen: SpmdCandidate, pins: PinsOnMesh) -> dict[Pin, float]:
-    """The step time with each pin alone, on the mesh of the plan, where it fits."""
+    """The step time with each pin alone, on the mesh of the plan, where that plan fits."""
     several = pins.pinned.pins.pins
     if len(several) == 1:
         return {several[0]: chosen.step_time_s}
     alone = {}
     for pin in several if len(several) <= PRICED_ALONE else ():
         only = dataclasses.replace(pins, pinned=pins.pinned.only(pin))
-        found = search_mesh(context, chosen.model, only, time_limit_s=context.deadline.solve_s())
-        if isinstance(found, SpmdCandidate) and found.peak_bytes <= context.limit_bytes:
-            alone[pin] = found.step_time_s
+        candidate = search_mesh(context, chosen.model, only, time_limit_s=context.deadline.solve_s())
+        if isinstance(candidate, SpmdCandidate) and candidate.peak_bytes <= context.limit_bytes:
+            alone[pin] = candidate.step_time_s
     return alone
 
 
 def _free_stages_s(context: PlanningContext) -> float | None:
-    """The step time of the same stages without pins. None where they do not fit, and where pins are what makes the
-    step plannable.
+    """The step time of the same stages without pins. None where they do not fit, and where the step has a plan only
+    under the pins.
     """
     try:
         (free,) = requested_pipelines(context)

@@ -1,4 +1,4 @@
-"""The planner: a traced step, a cluster and a request in, the best plan out."""
+"""The planner: from a traced step, a cluster and a request to the best plan."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def make_plans(
 ) -> tuple[Plan, ...]:
     """Traced step -> graph -> candidates of every source -> the best of them, as a plan.
 
-    Behind it come other plans that the search worked out, that fit and are predicted to take at most `keep_tolerance`
-    times as long, the fastest first: none for 1, nor of a recipe, of pins, or of a number of stages that was asked for.
-    Where they are wanted, pipelines are searched for although they may not pay; the best plan stays the one that it is.
+    The best plan is followed by other plans that fit and take at most `keep_tolerance` times as long, fastest first:
+    none for 1, a recipe, pins, or a requested number of stages. For them, pipelines are searched for even if they are
+    unlikely to pay; this does not change the best plan.
 
-    Raises: MemoryLimitError when nothing fits; UnsupportedError; SolverError; what cutting into micro-batches and
-    stages raises, where they were asked for.
+    Raises: MemoryLimitError when nothing fits; UnsupportedError; SolverError; errors of the split into requested
+    micro-batches and stages.
     """
     check_request(request, cluster)
     context = ask_sources(planning_context(traced, cluster, request, rules, progress, keep_tolerance))
@@ -75,7 +75,7 @@ def planning_context(
     progress: Progress,
     keep_tolerance: float = 1.0,
 ) -> PlanningContext:
-    """What the sources of candidates read: the step's graph, and the request in numbers."""
+    """The input of the sources of candidates: the step's graph, and the request in numbers."""
     if request.binding is not None:
         traced = dataclasses.replace(traced, blockwise_attention=request.binding.blockwise_attention)
     deadline = Deadline.after(request.time_limit_s)
@@ -95,7 +95,7 @@ def planning_context(
 
 
 def _all_candidates(context: PlanningContext) -> tuple[Candidate, ...]:
-    """All candidates, with pipelines too where plans near the best are wanted and pipelines were not worth a search."""
+    """All candidates; with a tolerance also the pipelines that were not worth a search."""
     searches = context.keep_tolerance > 1 and context.cluster.num_devices > 1 and not context.deadline.passed
     if searches and NOT_WORTH_SEARCHING in context.rejections:
         context = context.after(searched_pipelines(context))
@@ -103,14 +103,14 @@ def _all_candidates(context: PlanningContext) -> tuple[Candidate, ...]:
 
 
 def _notes(context: PlanningContext) -> list[str]:
-    told = list(notes(context))
+    texts = list(notes(context))
     if context.request.pins is not None and context.request.binding is None:
-        told.append("pins keep the step in one program: stages were not searched for, but may be asked for")
-    return told
+        texts.append("pins keep the step in one program: stages were not searched for, but may be asked for")
+    return texts
 
 
 def _with_pins(plan: Plan, context: PlanningContext, chosen: SpmdCandidate | PipelineCandidate) -> Plan:
-    """The plan with what its pins call the mesh axes, and what they cost."""
+    """The plan with the names of its mesh axes in the pins, and the cost of the pins."""
     assert chosen.pins is not None, "a plan with pins knows their axes"
     cost = price_of_pins(context, chosen)
     record = dataclasses.replace(plan.record, axis_names=chosen.pins.names, pinned=cost)
@@ -118,8 +118,8 @@ def _with_pins(plan: Plan, context: PlanningContext, chosen: SpmdCandidate | Pip
 
 
 def check_request(request: PlanRequest, cluster: Cluster) -> None:
-    """Raises: InvalidArgumentError for what cannot be asked for together, and for state in the memory of a host whose
-    link is not known.
+    """Raises: InvalidArgumentError for options that exclude each other, and for state in the memory of a host whose
+    link is unknown.
     """
     named_without_stages = request.num_stages is None and (request.schedule is not None or request.chunks is not None)
     if request.pins is not None and named_without_stages:

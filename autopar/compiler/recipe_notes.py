@@ -22,7 +22,7 @@ _WEIGHTS = (Purpose.MATRIX, Purpose.MATRIX_COPY)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A step, or a stage of one, whose values are `described`, and its decisions under a recipe's constraints."""
+    """A step, or a stage of one, with annotated values, and its decisions under a recipe's constraints."""
 
     graph: OpGraph
     arguments: Sequence[int]
@@ -30,10 +30,10 @@ class Bound:
     constraints: Constraints
 
 
-def bound_step(graph: OpGraph, found: SpmdCandidate, binding: Binding) -> Bound:
-    """A step in one program."""
-    _, constraints = binding.on(found.sharding.mesh.num_devices)
-    return Bound(graph=graph, arguments=graph.block.inputs, sharding=found.sharding, constraints=constraints)
+def bound_step(graph: OpGraph, candidate: SpmdCandidate, binding: Binding) -> Bound:
+    """The step of one program."""
+    _, constraints = binding.on(candidate.sharding.mesh.num_devices)
+    return Bound(graph=graph, arguments=graph.block.inputs, sharding=candidate.sharding, constraints=constraints)
 
 
 def bound_stages(stages: Iterable[PlannedStage], constraints: Constraints) -> list[Bound]:
@@ -50,36 +50,36 @@ def bound_stages(stages: Iterable[PlannedStage], constraints: Constraints) -> li
 
 
 def recipe_notes(bounds: Sequence[Bound]) -> tuple[str, ...]:
-    """A note for each axis and reason: arguments that stay whole although the recipe splits such, and activations that
-    are computed whole, or cut on the way from one operation to the next.
+    """A note for each axis and reason: arguments that stay whole although the recipe splits such arguments, and
+    activations that are computed whole, or resharded between operations.
     """
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    seen: set[tuple[str, str]] = set()
+    arrays_of: dict[tuple[str, str], dict[str, list[str]]] = {}
+    noted: set[tuple[str, str]] = set()
     for bound in bounds:
         for axis, why, at, text in (*_whole_arguments(bound), *_given_up(bound)):
-            if (axis, at) not in seen:
-                seen.add((axis, at))
-                arrays = found.setdefault((axis, why), {})
+            if (axis, at) not in noted:
+                noted.add((axis, at))
+                arrays = arrays_of.setdefault((axis, why), {})
                 arrays.setdefault(_NUMBER.sub("*", at) + text, []).append(at + text)
-    return tuple(f"recipe, {axis}: {why}: {_listed(arrays)}" for (axis, why), arrays in found.items())
+    return tuple(f"recipe, {axis}: {why}: {_listed(arrays)}" for (axis, why), arrays in arrays_of.items())
 
 
 def _listed(arrays: Mapping[str, Sequence[str]]) -> str:
-    texts = [texts[0] if len(texts) == 1 else f"{_alike(texts)} ({len(texts)}x)" for texts in arrays.values()]
+    texts = [texts[0] if len(texts) == 1 else f"{_starred(texts)} ({len(texts)}x)" for texts in arrays.values()]
     more = f", and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
     return ", ".join(texts[:NAMED]) + more
 
 
-def _alike(texts: Sequence[str]) -> str:
-    """Texts that differ in numbers only as one, with stars for those."""
+def _starred(texts: Sequence[str]) -> str:
+    """Texts that differ only in numbers as one text, with stars for the numbers."""
     pieces = zip(*(_PIECE.findall(text) for text in texts), strict=True)
     return "".join(at[0] if len(set(at)) == 1 else "*" for at in pieces)
 
 
-_Found = tuple[str, str, str, str]  # axis, reason, what it is called, its shape and what of it matters
+_Note = tuple[str, str, str, str]  # axis, reason, what it is called, its shape and what of it matters
 
 
-def _whole_arguments(bound: Bound) -> Iterator[_Found]:
+def _whole_arguments(bound: Bound) -> Iterator[_Note]:
     for v in bound.arguments:
         value = bound.graph.values[v]
         if value.size == 1:
@@ -98,7 +98,9 @@ def _whole_arguments(bound: Bound) -> Iterator[_Found]:
 
 
 def _reason(bound: Bound, value: Value, layout: Layout, axis: int) -> tuple[str, str] | None:
-    """Why an argument is not split over an axis, and its dimensions; None where the recipe does not mean such."""
+    """The reason for which an argument is not split over an axis, and its dimensions; None where the recipe does not
+    apply.
+    """
     use, mesh = bound.constraints.axes[axis], bound.sharding.mesh
     parts = mesh.axis_sizes[axis]
     may = [d for d, n in enumerate(value.shape) if n > 1 and bound.constraints.may_split(use, value, d)]
@@ -114,7 +116,7 @@ def _reason(bound: Bound, value: Value, layout: Layout, axis: int) -> tuple[str,
     return "arrays stay whole, although they divide, since what reads them cannot be split so", ""
 
 
-def _given_up(bound: Bound) -> Iterator[_Found]:
+def _given_up(bound: Bound) -> Iterator[_Note]:
     relaxed, values = bound.sharding.relaxation, bound.graph.values
     if relaxed is None:
         return

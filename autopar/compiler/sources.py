@@ -1,4 +1,4 @@
-"""The sources of candidates, in order, and the requests and steps for which each is asked."""
+"""The sources of candidates in order, and the requests and steps to which each applies."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ NOT_WORTH_SEARCHING = Rejection(
 
 
 def ask_sources(context: PlanningContext) -> PlanningContext:
-    """The context with all that was found: one program, then pipelines, one after the other as far as they may pay.
+    """The context with the results of all sources: one program, then pipelines, as far as they may pay.
 
-    A recipe or pins in stages or micro-batches are built as they are asked for, and nothing else. Raises:
-    MemoryLimitError for a step that fits into no number of devices' memory; InvalidArgumentError.
+    Requested stages or micro-batches under a recipe or pins are built without a search. Raises: MemoryLimitError for a
+    step that exceeds the memory of all devices; InvalidArgumentError.
     """
     request = context.request
     if request.is_built_as_asked:
@@ -64,7 +64,7 @@ def admits_one_program(context: PlanningContext) -> bool:
 
 
 def _bound(context: PlanningContext) -> PlanningContext:
-    """The context of a recipe for one program, whose graph says what values are for."""
+    """The context of a recipe for one program, with the purposes of values in its graph."""
     binding = context.request.binding
     if binding is None:
         return context
@@ -77,12 +77,12 @@ def _bound(context: PlanningContext) -> PlanningContext:
 
 def one_program(context: PlanningContext) -> list[SpmdCandidate | Rejection]:
     """The best program on each logical mesh, and the baselines."""
-    found = list(mesh_candidates(context))
-    return [*found, *baseline_candidates(context.after(found))]
+    outcomes = list(mesh_candidates(context))
+    return [*outcomes, *baseline_candidates(context.after(outcomes))]
 
 
 def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:
-    """The pipelines of the search over stages, or why the step cannot be cut."""
+    """The pipelines of the search over stages, or the reason for which the step has none."""
     try:
         return list(pipeline_candidates(context))
     except (UnsupportedError, BatchMismatchError) as error:
@@ -91,8 +91,8 @@ def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:
 
 
 def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
-    """Whether a pipeline may beat a plan that runs the step as one program: where that does not fit, or where sending
-    and work done twice take long enough to be worth the trouble of handing out many tasks.
+    """Whether a pipeline may be faster than one program: where no program fits, or where communication and duplicated
+    work take long enough to outweigh the cost of many tasks.
     """
     if best is None:
         return cluster.num_devices > 1

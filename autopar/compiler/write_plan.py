@@ -37,7 +37,7 @@ def plan_of(
     notes: Sequence[str] = (),
     rejections: Sequence[Rejection] = (),
 ) -> Plan:
-    """The plan of a candidate, with what its mesh axes are for and what its recipe left whole, where it has one."""
+    """The plan of a candidate; under a recipe, with the names of its mesh axes and notes on arrays left whole."""
     binding = context.request.binding
     with context.progress.pass_("record"):
         if isinstance(chosen, PipelineCandidate):
@@ -59,9 +59,9 @@ def plan_of(
         return dataclasses.replace(plan, record=dataclasses.replace(record, axis_names=names, notes=notes))
 
 
-def _pipeline_record(context: PlanningContext, found: PipelineCandidate) -> PlanRecord:
+def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> PlanRecord:
     traced, graph = context.traced, context.graph
-    staged, choice = found.staged, found.choice
+    staged, choice = candidate.staged, candidate.choice
     arguments, results = staged_values(traced, staged)
     values = dimensions_of(staged.graph)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
@@ -83,8 +83,8 @@ def _pipeline_record(context: PlanningContext, found: PipelineCandidate) -> Plan
         axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
         tried=(),
         notes=_notes_of(traced, graph),
-        pipeline=pipeline_record(staged, choice.policies, choice.chunks, found.hoist_casts),
-        weighed=found.weighed,
+        pipeline=pipeline_record(staged, choice.policies, choice.chunks, candidate.hoist_casts),
+        weighed=candidate.weighed,
     )
 
 
@@ -93,7 +93,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
     arguments, results = planned_values(traced, graph, best.lowered)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     use = memory_of_program(graph, best.lowered, best.program, best.estimate, best.stands_for, best.sharding.mesh)
-    made, timeline = predicted(graph, best.lowered, best.model, best.estimate, use, flops)
+    prediction, timeline = predicted(graph, best.lowered, best.model, best.estimate, use, flops)
     return PlanRecord(
         format_version=FORMAT_VERSION,
         step=traced.name,
@@ -105,9 +105,9 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         arguments=tuple(arguments),
         results=tuple(results),
         decisions=decisions_of(best.sharding, graph),
-        predicted=made,
+        predicted=prediction,
         solver=best.sharding.report,
-        modules=module_rows(graph, best.lowered, best.model, made.collectives),
+        modules=module_rows(graph, best.lowered, best.model, prediction.collectives),
         axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(graph)),),
         tried=_trials(context),
         notes=(*_notes_of(traced, graph), *notes),
@@ -116,21 +116,23 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
 
 
 def _trials(context: PlanningContext) -> tuple[MeshTrial, ...]:
-    """The logical meshes that were tried, and why others were not."""
+    """The logical meshes that were tried, and the reasons for which others were not."""
     trials = []
-    for found in context.found:
-        if isinstance(found, SpmdCandidate):
-            trials.append(found.trial)
-        elif isinstance(found, Rejection) and found.axis_sizes:
-            name = found.text if found.source == baselines.SOURCE else ""
+    for outcome in context.results:
+        if isinstance(outcome, SpmdCandidate):
+            trials.append(outcome.trial)
+        elif isinstance(outcome, Rejection) and outcome.axis_sizes:
+            name = outcome.text if outcome.source == baselines.SOURCE else ""
             trials.append(
-                MeshTrial(axis_sizes=found.axis_sizes, step_time_s=None, peak_bytes=None, status=found.why, name=name)
+                MeshTrial(
+                    axis_sizes=outcome.axis_sizes, step_time_s=None, peak_bytes=None, status=outcome.why, name=name
+                )
             )
     return tuple(trials)
 
 
 def _notes_of(traced: TracedStep, graph: OpGraph) -> tuple[str, ...]:
-    """What a user should know of a step whatever its plan."""
+    """Notes that apply to a step whatever its plan."""
     untied = sorted(i for i in traced.donated if i not in traced.tied)
     notes = list(replicated_notes(graph))
     if untied:

@@ -35,7 +35,7 @@ from autopar.runtime.simulation.simulated_timeline import timeline_of as pipelin
 
 
 def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, hoist_casts: bool) -> PipelineRecord:
-    """How a step was cut, and each stage's decisions."""
+    """The stages of a step, and the decisions of each."""
     tasks, simulation = staged.staged.tasks, staged.simulation
     firsts = [s.first_layer for s in staged.stages]
     stages = []
@@ -77,7 +77,7 @@ def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, 
 
 
 def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
-    """What a pipelined step is predicted to take. Times of computing and sending are means over the devices."""
+    """The prediction of a pipelined step. Seconds of computation and communication are means over the devices."""
     simulation, devices = staged.simulation, 0
     compute_s = collective_s = hidden_s = allocation = host_s = copied_bytes = 0.0
     kept_bytes = [0] * len(simulation.peak_bytes)
@@ -128,7 +128,7 @@ def predicted(
     use: MemoryUse,
     flops: float,
 ) -> tuple[Predicted, Timeline]:
-    """What a lowered step is predicted to take, and when; both from the same run of its instructions."""
+    """The prediction of a lowered step, and its timeline, from one simulation of its instructions."""
     uses = predicted_collectives(graph, lowered, model)
     compute_s = sum(compute_times_s(graph, lowered, model).values())
     collective_s = sum(use.time_s for use in uses)
@@ -137,7 +137,7 @@ def predicted(
     ran = timed(graph, lowered, model)
     step_s = ran.end_s + allocation
     peak_flops_per_s = model.device.peak_flops_per_s(main_dtype(graph)) * model.links.mesh.num_devices
-    made = Predicted(
+    prediction = Predicted(
         step_time_s=step_s,
         compute_time_s=compute_s,
         collective_time_s=collective_s,
@@ -153,11 +153,11 @@ def predicted(
         host_copied_bytes=float(host.copied_bytes),
         host_time_s=host.time_s,
     )
-    return made, timeline_of(ran, allocation)
+    return prediction, timeline_of(ran, allocation)
 
 
 def main_dtype(graph: OpGraph) -> str:
-    """The type of the operands of the largest matrix product: what peak arithmetic is counted in."""
+    """The type of the operands of the largest matrix product, by which peak arithmetic is counted."""
     products = [op for op in graph.ops() if op.primitive in MATRIX_PRODUCTS]
     if not products:
         return "float32"
@@ -189,7 +189,9 @@ def grouped(uses: tuple[CollectiveUse, ...], mesh: LogicalMesh) -> tuple[Predict
 def module_rows(
     graph: OpGraph, lowered: LoweredBlock, model: CostModel, collectives: Sequence[PredictedCollective]
 ) -> tuple[ModuleRow, ...]:
-    """One row for each module path: how its matrix products are split, what it computes, sends and keeps."""
+    """One row for each module: the layouts of its matrix products, its seconds, its communication
+    and its saved bytes.
+    """
     seconds = compute_times_s(graph, lowered, model)
     saved = saved_bytes(graph, lowered, model.links.mesh)
     splits: dict[str, dict[str, None]] = {}
@@ -198,13 +200,15 @@ def module_rows(
     for op, compute in _computes(lowered):
         count[op.module] = count.get(op.module, 0) + 1
         time[op.module] = time.get(op.module, 0.0) + seconds.get(op.id, 0.0)
-        here = splits.setdefault(op.module, {})
+        products = splits.setdefault(op.module, {})
         if op.primitive in MATRIX_PRODUCTS:
-            whole = [replicated(len(a.shape if isinstance(a, Constant) else graph.values[a].shape)) for a in op.inputs]
-            layouts = compute.strategy.operands if compute.strategy is not None else whole
+            replicated_operands = [
+                replicated(len(a.shape if isinstance(a, Constant) else graph.values[a].shape)) for a in op.inputs
+            ]
+            layouts = compute.strategy.operands if compute.strategy is not None else replicated_operands
             reads = " @ ".join(layout.text(model.links.mesh) for layout in layouts)
             result = compute.strategy.results[0] if compute.strategy is not None else compute.results[0]
-            here[f"{op.role.value}: {reads} -> {result.text(model.links.mesh)}"] = None
+            products[f"{op.role.value}: {reads} -> {result.text(model.links.mesh)}"] = None
     by_module: dict[str, list[PredictedCollective]] = {}
     for c in collectives:
         by_module.setdefault(c.module, []).append(c)
@@ -229,7 +233,7 @@ def stage_rows(planned: PlannedStage) -> tuple[ModuleRow, ...]:
 
 
 def together(reports: Sequence[SolverReport]) -> SolverReport:
-    """What the solver says of all stages: the worst status and gap, the sum of the rest."""
+    """The report of the solver for all stages: the worst status and gap, the sums of the other numbers."""
     worst = max(reports, key=lambda r: r.gap)
     return SolverReport(
         status=worst.status,
@@ -253,16 +257,16 @@ def _computes(lowered: LoweredBlock) -> list[tuple[Op, Compute]]:
 
 
 def replicated_notes(graph: OpGraph) -> tuple[str, ...]:
-    """The operations that no rule allows to split, said once for each primitive and reason."""
-    found: dict[tuple[str, str], int] = {}
+    """The operations that no rule allows to split, one note for each primitive and reason."""
+    counts: dict[tuple[str, str], int] = {}
     largest: dict[tuple[str, str], int] = {}
     for op in graph.ops():
         if op.rule is not None and op.rule.note:
             key = (op.primitive, op.rule.note)
-            found[key] = found.get(key, 0) + 1
+            counts[key] = counts.get(key, 0) + 1
             sizes = [graph.values[v].nbytes for v in op.outputs]
             largest[key] = max(largest.get(key, 0), *sizes) if sizes else largest.get(key, 0)
     return tuple(
         f"{primitive} is replicated ({n} of them, the largest makes {text_of_bytes(largest[primitive, note])}): {note}"
-        for (primitive, note), n in found.items()
+        for (primitive, note), n in counts.items()
     )

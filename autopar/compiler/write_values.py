@@ -1,4 +1,4 @@
-"""The arguments and results of a step as a plan records them: where each leaf lies."""
+"""The arguments and results of a step, with their layouts, as a plan records them."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ def planned_values(
 ) -> tuple[list[PlannedValue], list[PlannedValue]]:
     """(arguments, constants first; results) with their layouts."""
     places = [(0, place) for place in lowered.entries()]
-    made = [(0, place) if place is not None else None for place in lowered.outputs]
+    result_places = [(0, place) if place is not None else None for place in lowered.outputs]
     num_constants = len(lowered.inputs) - len(traced.in_avals)
-    return _arguments(graph, num_constants, places), _results(traced, made)
+    return _arguments(graph, num_constants, places), _results(traced, result_places)
 
 
 def staged_values(traced: TracedStep, staged: StagedStep) -> tuple[list[PlannedValue], list[PlannedValue]]:
-    """(arguments, constants first; results) of a pipeline, each on the first stage that has it.
+    """(arguments, constants first; results) of a pipeline, each on its first stage.
 
-    Raises: UnsupportedError where a leaf's pieces lie so that it cannot be one array.
+    Raises: UnsupportedError where the slices of a leaf cannot form one array.
     """
-    program, graph, cut = staged.staged, staged.graph, staged.step
+    program, graph, step = staged.staged, staged.graph, staged.step
     first_constant = len(graph.constants)
-    placed: dict[int, _Placed] = {}
+    argument_places: dict[int, _Placed] = {}
     for position, b in zip(program.arguments, program.pipeline.inputs, strict=True):
-        placed.setdefault(position, (program.stage_of[b], program.key_of[b][1]))
-    made = {
+        argument_places.setdefault(position, (program.stage_of[b], program.key_of[b][1]))
+    result_places = {
         position: (program.stage_of[b], program.key_of[b][1])
         for position, b in zip(program.results, program.pipeline.outputs, strict=True)
     }
-    arguments = _arguments(graph, first_constant, [placed.get(p) for p in range(len(graph.block.inputs))])
-    results = _results(cut.traced, [made.get(p) for p in range(len(cut.traced.out_avals))])
-    leaves = leaves_of_pieces(arguments[first_constant:], cut.arguments, traced.in_paths)
-    return [*arguments[:first_constant], *leaves], leaves_of_pieces(results, cut.results, traced.out_paths)
+    arguments = _arguments(graph, first_constant, [argument_places.get(p) for p in range(len(graph.block.inputs))])
+    results = _results(step.traced, [result_places.get(p) for p in range(len(step.traced.out_avals))])
+    leaves = leaves_of_pieces(arguments[first_constant:], step.arguments, traced.in_paths)
+    return [*arguments[:first_constant], *leaves], leaves_of_pieces(results, step.results, traced.out_paths)
 
 
 _Placed = tuple[int, Place]  # stage and place; None for what is the same everywhere
 
 
 def _arguments(graph: OpGraph, num_constants: int, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
-    found = []
-    for position, (v, where) in enumerate(zip(graph.block.inputs, placed, strict=True)):
+    values = []
+    for position, (v, stage_and_place) in enumerate(zip(graph.block.inputs, placed, strict=True)):
         value = graph.values[v]
-        stage, (layout, state) = where or (0, (replicated(len(value.shape)), UNREDUCED))
-        found.append(
+        stage, (layout, state) = stage_and_place or (0, (replicated(len(value.shape)), UNREDUCED))
+        values.append(
             PlannedValue(
                 path=value.name,
                 shape=value.shape,
@@ -68,14 +68,14 @@ def _arguments(graph: OpGraph, num_constants: int, placed: Sequence[_Placed | No
                 in_host=state == HOST,
             )
         )
-    return found
+    return values
 
 
 def _results(traced: TracedStep, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
-    found = []
-    for path, aval, where in zip(traced.out_paths, traced.out_avals, placed, strict=True):
-        stage, (layout, state) = where or (0, (replicated(len(aval.shape)), UNREDUCED))
-        found.append(
+    values = []
+    for path, aval, stage_and_place in zip(traced.out_paths, traced.out_avals, placed, strict=True):
+        stage, (layout, state) = stage_and_place or (0, (replicated(len(aval.shape)), UNREDUCED))
+        values.append(
             PlannedValue(
                 path=path,
                 shape=tuple(aval.shape),
@@ -87,21 +87,21 @@ def _results(traced: TracedStep, placed: Sequence[_Placed | None]) -> list[Plann
                 in_host=state == HOST,
             )
         )
-    return found
+    return values
 
 
 def leaves_of_pieces(
     values: Sequence[PlannedValue], pieces: Sequence[LeafSlice], paths: Sequence[str]
 ) -> list[PlannedValue]:
-    """The leaves that the values are pieces of, in order.
+    """The leaves of which the values are slices, in order.
 
-    Raises: UnsupportedError where the pieces of a leaf differ in layout or share a stage.
+    Raises: UnsupportedError where the slices of a leaf differ in layout or share a stage.
     """
-    found: dict[int, list[PlannedValue]] = {}
+    slices_of: dict[int, list[PlannedValue]] = {}
     for value, piece in zip(values, pieces, strict=True):
-        found.setdefault(piece.leaf, []).append(value)
+        slices_of.setdefault(piece.leaf, []).append(value)
     out = []
-    for leaf, parts in found.items():
+    for leaf, parts in slices_of.items():
         first = parts[0]
         if len(parts) == 1:
             out.append(first)

@@ -1,4 +1,4 @@
-"""Each task of a staged program as a jax function on global arrays, compiled for its stage's devices."""
+"""Compiles each task of a staged program, as a JAX function on global arrays, for the devices of its stage."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def compile_tasks(
     meshes: Sequence[Mesh | None],
     weak: Mapping[int, bool] | None = None,
 ) -> list[Any]:
-    """The executable of each task; `meshes` are the stages', None for those whose devices are of other processes.
+    """The executable of each task; `meshes` are those of the stages, None for stages on devices of other processes.
 
-    `weak` says of buffers that hold results of the step whether their types are weak.
+    `weak` tells, for buffers that hold results of the step, whether their types are weak.
     """
     groups = groups_of_examples(stages)
     out = []
@@ -69,16 +69,18 @@ def compile_task(
 
 
 def task_function(task: StageTask, stage: LoweredStage, mesh: Mesh, groups: int) -> Callable[..., tuple[Any, ...]]:
-    """The function of a task: flat arrays in, flat arrays out; a value of all micro-batches is as many arrays."""
+    """The function of a task, from flat arrays to flat arrays; a value of all micro-batches is one array for each of
+    them.
+    """
     graph = stage.stage.graph
     emitter = Emitter(graph, mesh, groups)
     stacked = {(i.op.inputs[0], i.read) for i in task.instructions if isinstance(i, Stack) and i.read is not None}
 
     def function(*arrays: Any) -> tuple[Any, ...]:
-        rest = iter(arrays)
+        remaining = iter(arrays)
         env: dict[Key, Any] = {}
         for key in task.inputs:
-            env[key] = [next(rest) for _ in range(graph.num_microbatches)] if key in stacked else next(rest)
+            env[key] = [next(remaining) for _ in range(graph.num_microbatches)] if key in stacked else next(remaining)
         for key in task.zeros:
             shape = shape_of(graph, key, stage.mesh)
             env[key] = emitter.pin(jnp.zeros(shape, graph.values[key[0]].dtype), layout_of(key))

@@ -13,18 +13,17 @@ from autopar.common import jax_compat
 from autopar.compiler.materialize import make_staged
 from autopar.errors import UnsupportedError
 from autopar.executables.compile_tasks import compile_tasks, sharding_of
-from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
+from autopar.executables.multiprocess import GlobalStep
 from autopar.executables.stage_shards import StageShardedLeaves, stage_sharded_leaves
-from autopar.executables.step_leaves import leaves_of, put, result_like
+from autopar.executables.step_leaves import LeafwiseStep, put, result_like
 from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.tasks import layout_of
 from autopar.ir.jax_sharding import submesh
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Plan
-from autopar.plan.sharding_trees import shardings_in
 from autopar.runtime.execution.cross_process import crossing, is_here
 from autopar.runtime.execution.cut_shards import End
-from autopar.runtime.execution.dispatch import in_flight_on, turn
+from autopar.runtime.execution.dispatch import in_flight_on
 from autopar.runtime.execution.execute import Executor, Way
 from autopar.runtime.execution.transfers import route
 from autopar.runtime.pipeline.verify import verify_program
@@ -32,14 +31,14 @@ from autopar.sharding.rules import RuleBook
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledPipeline:
+class CompiledPipeline(LeafwiseStep):
     """A step compiled as the tasks of a pipeline.
 
-    `leaf_shardings` are those of the dynamic arguments' leaves on the first stage that reads them, `donated` the leaves
-    that are donated; `copies` are (input of the pipeline, leaf of the arguments, sharding) for further stages that
-    read a leaf. `across` brings arguments and results to their places in a program of several processes, None in one
-    process; there a task of which this process has no device has no executable. `stage_sharded` are the leaves of the
-    arguments and of the results, where some lie in slices on the stages: slices are then numbered in place of leaves.
+    `leaf_shardings`: the sharding of each leaf of the dynamic arguments on the first stage that reads it; `donated`:
+    the donated leaves; `copies`: (input of the pipeline, leaf of the arguments, sharding) for further stages that read
+    a leaf. `across` places arguments and results in a program of several processes; None in one process. A task without
+    a device of this process has no executable. `stage_sharded`: the leaves of arguments and results where some are
+    sharded over the stages; then slices are numbered in place of leaves.
     """
 
     plan: Plan
@@ -56,21 +55,6 @@ class CompiledPipeline:
     stage_sharded: tuple[StageShardedLeaves, StageShardedLeaves] | None = None
     across: GlobalStep | None = None
 
-    @property
-    def shardings(self) -> tuple[Any, ...]:
-        """Those of the dynamic arguments, in their trees. Raises: UnsupportedError where a node takes arrays only."""
-        return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
-
-    def __call__(self, *args: Any) -> Any:
-        return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
-
-    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Runs the step on the leaves of the dynamic arguments. Returns the leaves of the results."""
-        with turn:
-            if self.across is None:
-                return self._run(leaves)
-            return with_process_lost_errors(lambda: self._across_processes(leaves))
-
     def _run(self, leaves: Sequence[Any]) -> list[Any]:
         if self.stage_sharded is None:
             return self._run_in_one_process(leaves)
@@ -80,12 +64,12 @@ class CompiledPipeline:
     def _run_in_one_process(self, leaves: Sequence[Any]) -> list[Any]:
         inputs = [leaves[i] if i >= 0 else None for i in self.leaf_of_input]
         if self.copies:
-            put = jax.device_put([leaves[leaf] for _, leaf, _ in self.copies], [s for _, _, s in self.copies])
-            for (position, _, _), array in zip(self.copies, put, strict=True):
+            copies = jax.device_put([leaves[leaf] for _, leaf, _ in self.copies], [s for _, _, s in self.copies])
+            for (position, _, _), array in zip(self.copies, copies, strict=True):
                 inputs[position] = array
         return self._run_on(inputs)
 
-    def _across_processes(self, leaves: Sequence[Any]) -> list[Any]:
+    def _run_across(self, leaves: Sequence[Any]) -> list[Any]:
         assert self.across is not None, "for programs of several processes"
         return self.across.results(self._run_on(self.across.arguments(leaves)))
 
@@ -100,7 +84,7 @@ class CompiledPipeline:
         return results
 
     def ready(self) -> CompiledPipeline:
-        """The same with its constants on the devices."""
+        """The same step with its constants on the devices."""
         shardings = _input_shardings(self.staged, self.plan)
         positions, constants = [p for p, _ in self.fixed], [c for _, c in self.fixed]
         fixed = put(constants, [shardings[p] for p in positions])
@@ -119,24 +103,24 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
     stage_sharded = _stage_sharded(staged, plan)
     meshes = stage_meshes(staged)
     lowered = [p.lowered for p in staged.stages]
-    here = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
-    executables = compile_tasks(staged.staged, lowered, here, weak_results(staged, traced))
+    local_meshes = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
+    executables = compile_tasks(staged.staged, lowered, local_meshes, weak_results(staged, traced))
     in_flight = [in_flight_on(list(meshes[task.stage].devices.flat)) for task in staged.staged.tasks]
     executor = Executor(program, executables, routes(staged, meshes), in_flight)
     num_constants = len(staged.graph.constants)
     shardings = _input_shardings(staged, plan)
     leaf_of_input, copies, fixed = [], [], []
-    seen: set[int] = set()
+    read_leaves: set[int] = set()
     for position, argument in enumerate(staged.staged.arguments):
         leaf = argument - num_constants
         if leaf < 0:
             fixed.append((position, staged.graph.constants[argument]))
             leaf_of_input.append(-1)
-        elif leaf in seen:
+        elif leaf in read_leaves:
             copies.append((position, leaf, shardings[position]))
             leaf_of_input.append(-1)
         else:
-            seen.add(leaf)
+            read_leaves.add(leaf)
             leaf_of_input.append(leaf)
     first = {leaf: shardings[i] for i, leaf in enumerate(leaf_of_input) if leaf >= 0}
     unread = NamedSharding(meshes[0], PartitionSpec())
@@ -169,7 +153,10 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
 
 
 def _stage_sharded(staged: StagedStep, plan: Plan) -> tuple[StageShardedLeaves, StageShardedLeaves] | None:
-    """Leaves of arguments and results, if any is sharded. Raises: UnsupportedError with several processes."""
+    """The leaves of arguments and results, where any is sharded over the stages.
+
+    Raises: UnsupportedError with several processes.
+    """
     step, record = staged.step, plan.record
     num_constants = len(record.arguments) - len({piece.leaf for piece in step.arguments})
     arguments = stage_sharded_leaves(record.arguments[num_constants:], step.arguments, plan)
@@ -206,7 +193,7 @@ def stage_meshes(staged: StagedStep) -> list[Mesh]:
 
 def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Way]:
     """The route of each transfer between the meshes of stages."""
-    program, here = staged.staged, jax.process_index()
+    program, process = staged.staged, jax.process_index()
 
     def aval(buffer: int) -> jax.ShapeDtypeStruct:
         value = staged.stages[program.stage_of[buffer]].stage.graph.values[program.key_of[buffer][0]]
@@ -219,7 +206,7 @@ def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Way]:
 
     def way(source: int, target: int) -> Way:
         value, ends = aval(source), (end(source), end(target))
-        if all(d.process_index == here for e in ends for d in e.mesh.devices.flat):
+        if all(d.process_index == process for e in ends for d in e.mesh.devices.flat):
             return route(value.shape, *ends)
         return crossing(value.shape, value.dtype, *ends)
 
@@ -233,7 +220,7 @@ def _input_shardings(staged: StagedStep, plan: Plan) -> list[NamedSharding]:
 
 
 def weak_results(staged: StagedStep, traced: TracedStep) -> dict[int, bool]:
-    """Whether its type is weak, for each buffer that holds a result or is sent to such a buffer."""
+    """For each buffer that holds a result, or is sent to such a buffer, whether its type is weak."""
     program, pieces = staged.staged, staged.step.results
     weak = {
         b: bool(traced.out_avals[pieces[position].leaf].weak_type)

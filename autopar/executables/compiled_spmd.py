@@ -11,27 +11,25 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.common import jax_compat
 from autopar.compiler.materialize import make_function
-from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
-from autopar.executables.step_leaves import leaves_of, put, result_like
+from autopar.executables.multiprocess import GlobalStep
+from autopar.executables.step_leaves import LeafwiseStep, put, result_like
 from autopar.frontend.callbacks import raise_failures
 from autopar.ir.jax_sharding import check_host_memory, named_sharding
 from autopar.ir.traced_step import TracedStep
 from autopar.ir.value_state import HOST
 from autopar.plan.plan import Plan
-from autopar.plan.sharding_trees import shardings_in
-from autopar.runtime.execution.dispatch import InFlight, in_flight_on, smallest, turn
+from autopar.runtime.execution.dispatch import InFlight, in_flight_on, smallest
 from autopar.sharding.rules import RuleBook
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
+class Compiled(LeafwiseStep):
     """A step compiled under a plan for one set of shapes.
 
-    Everything inside is by leaf: user trees hold arrays only, since their constructors may compute on what they hold.
-    `executable` takes the constants and the leaves of the dynamic arguments and gives the leaves of the results;
-    `donated` are the leaves whose memory it reuses. `across` brings arguments to the devices in a program of several
-    processes, None in one process. `in_flight` counts executions that have not ended, where their number is limited,
-    by the result `noted`. `failures` collects the exceptions of callbacks; None in a step without callbacks.
+    `executable` maps the constants and the leaves of the dynamic arguments to the leaves of the results; `donated` are
+    the leaves whose memory it reuses. `across` brings arguments to the devices in a program of several processes; None
+    in one process. `in_flight` counts executions that have not ended, where their number is limited, by the result
+    `noted`. `failures` collects the exceptions of callbacks; None in a step without callbacks.
     """
 
     plan: Plan
@@ -46,26 +44,11 @@ class Compiled:
     noted: int | None = None
     failures: list[BaseException] | None = None
 
-    @property
-    def shardings(self) -> tuple[Any, ...]:
-        """Those of the dynamic arguments, in their trees. Raises: UnsupportedError where a node takes arrays only."""
-        return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
-
-    def __call__(self, *args: Any) -> Any:
-        return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
-
-    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Runs the step on the leaves of the dynamic arguments. Returns the leaves of the results."""
-        with turn:
-            if self.across is None:
-                return self._execute(leaves)
-            return with_process_lost_errors(lambda: self._across_processes(leaves))
-
-    def _across_processes(self, leaves: Sequence[Any]) -> Any:
+    def _run_across(self, leaves: Sequence[Any]) -> Any:
         assert self.across is not None, "for programs of several processes"
-        return self._execute(self.across.arguments(leaves))
+        return self._run(self.across.arguments(leaves))
 
-    def _execute(self, leaves: Sequence[Any]) -> Any:
+    def _run(self, leaves: Sequence[Any]) -> Any:
         results = self.executable(self.constants, *leaves)
         if self.in_flight is not None and self.noted is not None:
             self.in_flight.add(results[self.noted])
@@ -74,7 +57,7 @@ class Compiled:
         return results
 
     def ready(self) -> Compiled:
-        """The same with its constants on the devices."""
+        """The same step with its constants on the devices."""
         return dataclasses.replace(self, constants=put(self.constants, self.constant_shardings))
 
     def as_text(self) -> str:
@@ -88,7 +71,7 @@ class Compiled:
 def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
     """Compiles a step as one program for the devices of a mesh.
 
-    Raises: PlanMismatchError, UnsupportedError where the plan keeps state in the memory of the host and these devices
+    Raises: PlanMismatchError; UnsupportedError where the plan keeps state in the memory of the host and these devices
     cannot.
     """
     return lower_whole(traced, plan, mesh, rules).compile()
@@ -129,11 +112,11 @@ class LoweredWhole:
 
 @jax_compat.no_mesh_set()
 def lower_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> LoweredWhole:
-    """Lowers a step as one program for the devices of a mesh. Raises: what `build_whole` raises."""
+    """Lowers a step as one program for the devices of a mesh. Raises: as `build_whole`."""
     emitted = make_function(traced, plan, mesh, rules)
     if emitted.lowered.in_host:
-        here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-        check_host_memory(f"plan of {plan.record.step}", (here or list(mesh.devices.flat))[0])
+        local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        check_host_memory(f"plan of {plan.record.step}", (local_devices or list(mesh.devices.flat))[0])
     inputs = [named_sharding(layout, mesh, in_host=state == HOST) for layout, state in emitted.lowered.entries()]
     results = [named_sharding(v.layout, mesh, in_host=v.in_host) for v in plan.record.results]
     constants = tuple(inputs[: len(emitted.graph.constants)])

@@ -16,7 +16,7 @@ CompiledStep = Compiled | CompiledPipeline
 def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledStep:
     """Emits, lowers and compiles a step under a plan for this program's devices.
 
-    Raises: NotEnoughDevicesError, PlanMismatchError, UnsupportedError where the plan keeps state in the memory of the
+    Raises: NotEnoughDevicesError, PlanMismatchError; UnsupportedError where the plan keeps state in the memory of the
     host and this program's devices cannot.
     """
     plan.check_devices()

@@ -34,7 +34,7 @@ class Lowered:
         return self._program("compiler_ir").compiler_ir(dialect)
 
     def cost_analysis(self) -> Any:
-        """What XLA counts in the program before it is compiled. Raises: UnsupportedError for a plan with stages."""
+        """The cost analysis of XLA before compilation. Raises: UnsupportedError for a plan with stages."""
         return self._program("cost_analysis").cost_analysis()
 
     def _program(self, method: str) -> Any:

@@ -1,6 +1,6 @@
 """A step in a program of several processes: placement of its arguments, and its small results in all processes.
 
-Every process calls the step with the same arguments: what it has whole (numpy arrays, say), and global arrays, of which
+Every process calls the step with the same arguments: whole values (such as numpy arrays), and global arrays, of which
 it may hold a part or nothing.
 """
 
@@ -24,23 +24,23 @@ SHARED_BYTES = 65536
 
 
 class GlobalStep:
-    """What surrounds a compiled step: `arguments` in front of it, `results` behind it.
+    """The placement around a compiled step: `arguments` before it, `results` after it.
 
-    `reads` are (leaf of the arguments, sharding) of each of its inputs, leaf -1 for those that are no arguments;
-    `made` the sharding of each of its results, None where it is a literal.
+    `reads` are (leaf of the arguments, sharding) of each of its inputs, with leaf -1 for constants; `result_shardings`
+    is None for literals.
     """
 
     def __init__(
         self,
         traced: TracedStep,
         reads: Sequence[tuple[int, NamedSharding]],
-        made: Sequence[NamedSharding | None],
+        result_shardings: Sequence[NamedSharding | None],
     ) -> None:
         self._reads = [(leaf, traced.in_avals[leaf], sharding) for leaf, sharding in reads]
         state = set(traced.tied.values())
         everybody = set(range(jax.process_count()))
         self._absent, self._shared = [], []
-        for position, (aval, sharding) in enumerate(zip(traced.out_avals, made, strict=True)):
+        for position, (aval, sharding) in enumerate(zip(traced.out_avals, result_shardings, strict=True)):
             if sharding is None:
                 continue
             if not is_here(sharding):
@@ -55,7 +55,7 @@ class GlobalStep:
     def arguments(self, leaves: Sequence[Any]) -> list[Any]:
         """The step's inputs, from the leaves of its arguments; None for inputs that are constants.
 
-        Raises: ProcessLostError; TypeError, in all processes alike, for another shape than it is compiled for.
+        Raises: ProcessLostError; TypeError, in all processes alike, for a shape other than the compiled one.
         """
         watch = the_watch()
         if watch is not None:
@@ -68,15 +68,15 @@ class GlobalStep:
         for position, array in self._absent:
             out[position] = array
         if self._shared:
-            whole = [move(out[position], everywhere) for position, everywhere, _ in self._shared]
-            readable = cross([crossing for _, _, crossing in self._shared], whole)
+            replicated = [move(out[position], everywhere) for position, everywhere, _ in self._shared]
+            readable = cross([crossing for _, _, crossing in self._shared], replicated)
             for (position, _, _), array in zip(self._shared, readable, strict=True):
                 out[position] = array
         return out
 
 
 def with_process_lost_errors(run: Callable[[], Any]) -> Any:
-    """Runs something; where jax fails because another process is gone, the error says which.
+    """Runs a function; where JAX fails because another process is lost, the error names that process.
 
     Raises: ProcessLostError.
     """
@@ -101,18 +101,20 @@ def make_state(
     state: list[Any] = [None] * len(leaves)
     meshes = {tuple(s.mesh.devices.flat): s.mesh for s in shardings}
     for devices, mesh in meshes.items():
-        which = [i for i, s in enumerate(shardings) if tuple(s.mesh.devices.flat) == devices]
+        positions = [i for i, s in enumerate(shardings) if tuple(s.mesh.devices.flat) == devices]
         everywhere = NamedSharding(mesh, PartitionSpec())
         if not is_here(everywhere):
-            for i in which:
+            for i in positions:
                 state[i] = absent(leaves[i].shape, leaves[i].dtype, shardings[i])
             continue
-        given = jax.tree.map(lambda x, s=everywhere: from_whole(x, aval_of(x), s), list(args))
+        placed_args = jax.tree.map(lambda x, s=everywhere: from_whole(x, aval_of(x), s), list(args))
 
-        def chosen(*values: Any, which: Sequence[int] = which) -> list[Any]:
+        def chosen(*values: Any, positions: Sequence[int] = positions) -> list[Any]:
             out = function(*values)
-            return [out[i] for i in which]
+            return [out[i] for i in positions]
 
-        for i, array in zip(which, jax.jit(chosen, out_shardings=[shardings[i] for i in which])(*given), strict=True):
+        for i, array in zip(
+            positions, jax.jit(chosen, out_shardings=[shardings[i] for i in positions])(*placed_args), strict=True
+        ):
             state[i] = array
     return state

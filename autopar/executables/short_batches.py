@@ -1,11 +1,11 @@
-"""A plan carried over to fewer examples: the last batch of an epoch keeps its layouts, and its state stays where it is.
+"""Carries a plan over to fewer examples: the last batch of an epoch keeps the layouts, and the state stays in place.
 
-The step traced on the short batch is the same operations on other sizes. What was decided for an operation holds for
-it where its sizes still divide; of a mesh axis that does not divide them any more, the operation makes no use. A batch
-in micro-batches becomes as many as keep each of them no larger than it was. Nothing is searched for, and nothing is
-padded: results are those of the whole step on that batch.
+The step traced on the short batch has the same operations on other sizes. The decision for an operation is kept where
+the sizes still divide; an operation does not use a mesh axis that no longer divides them. The number of micro-batches
+is the smallest for which none is larger than before. There is no search, and no padding: the results are those of the
+whole step on that batch.
 
-Longer batches are planned anew: they may not fit into memory.
+Longer batches are planned anew, since they may not fit into memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import itertools
 from collections.abc import Iterator
 
 from autopar.compiler.check_decisions import signature_of
+from autopar.compiler.materialize import recorded_stages, stage_shardings
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
 from autopar.frontend.build_graph import build_graph
-from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers, recomputed
-from autopar.inter_op.staged import Submesh, cut_stages, model_of, planned_stage, schedule_of, stage_program
+from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
 from autopar.ir.graph import Block, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
@@ -30,11 +30,9 @@ from autopar.lowering.host_offload import with_host_copies
 from autopar.lowering.lower import lower
 from autopar.microbatch.smaller_step import example_leaves, num_examples
 from autopar.passes.split_scan import split_scans
-from autopar.passes.stage_graph import StageGraph
 from autopar.plan.codec import decisions_of, sharding_plan_of
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PipelineRecord, PlanRecord
-from autopar.runtime.pipeline.standard_schedules import PipelineSchedule
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Strategy, strategy_of
 
@@ -42,7 +40,7 @@ from autopar.sharding.strategies import Strategy, strategy_of
 def for_short_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> Plan | None:
     """The plan of a step for a batch of fewer examples; None where the step differs in anything else.
 
-    `planned` is the step as the plan was made for it, `traced` the same on the short batch.
+    `planned` is the step for which the plan was made, `traced` the step on the short batch.
     """
     examples = _fewer_examples(planned, traced)
     if examples is None:
@@ -63,26 +61,26 @@ def for_short_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
 
 
 def _fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] | None:
-    """(examples of the plan, examples now) where arguments differ only in that, and 0 < now < planned."""
-    same = ("in_tree", "out_tree", "tied", "donated", "batch", "argument_of")
-    if any(getattr(planned, name) != getattr(traced, name) for name in same):
+    """(examples of the plan, examples of the trace) where arguments differ only in that, and 0 < traced < planned."""
+    fields = ("in_tree", "out_tree", "tied", "donated", "batch", "argument_of")
+    if any(getattr(planned, name) != getattr(traced, name) for name in fields):
         return None
     if not any(planned.in_avals[i].shape for i in planned.batch):
         return None
-    before = num_examples(planned)
+    planned_examples = num_examples(planned)
     leaves = example_leaves(planned)
     for i, (a, b) in enumerate(zip(planned.in_avals, traced.in_avals, strict=True)):
         trailing = i in leaves and len(b.shape) == len(a.shape) and a.shape[1:] == b.shape[1:]
         if a.dtype != b.dtype or not (a.shape == b.shape or trailing):
             return None
     sizes = {traced.in_avals[i].shape[0] for i in leaves}
-    now = sizes.pop()
-    return (before, now) if not sizes and 0 < now < before else None
+    traced_examples = sizes.pop()
+    return (planned_examples, traced_examples) if not sizes and 0 < traced_examples < planned_examples else None
 
 
 def _in_one_program(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> PlanRecord | None:
-    before, graph = build_graph(planned, rules), build_graph(traced, rules)
-    if not _same_operations(before, graph):
+    planned_graph, graph = build_graph(planned, rules), build_graph(traced, rules)
+    if not _same_operations(planned_graph, graph):
         return None
     record = plan.record
     sharding = fitted(sharding_plan_of(record.decisions, record.solver, plan.mesh, graph), graph)
@@ -96,91 +94,76 @@ def _in_one_program(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
 
 def _in_micro_batches(
     plan: Plan,
-    made: PipelineRecord,
+    record: PipelineRecord,
     planned: TracedStep,
     traced: TracedStep,
     rules: RuleBook,
     examples: tuple[int, int],
 ) -> PlanRecord | None:
-    _, _, before = _stages(planned, made, rules, None)
-    for count in counts(examples[0] // made.num_microbatches, examples[1]):
-        # The step on so many examples may be other operations, and a schedule may want another number.
-        shorter = dataclasses.replace(made, num_microbatches=count)
+    planned_stages = _stages(planned, record, rules)
+    assert planned_stages is not None, "a plan has the layers of its own step"
+    for count in counts(examples[0] // record.num_microbatches, examples[1]):
+        # The step on this number of examples may have other operations, and the schedule may not admit the number.
+        shorter = dataclasses.replace(record, num_microbatches=count)
         try:
-            staged_graph, schedule, stages = _stages(traced, shorter, rules, before)
+            stages = _stages(traced, shorter, rules)
         except AutoparError:
             continue
-        if stages:
-            return _staged(plan, shorter, traced, staged_graph, schedule, stages)
+        if stages is not None and _same_stages(planned_stages[1], stages[1]):
+            return _staged(plan, shorter, traced, *stages)
     return None
 
 
-def counts(most: int, examples: int) -> list[int]:
-    """The numbers of equal micro-batches of at most so many examples, the smallest first."""
-    return [n for n in range(1, examples + 1) if examples % n == 0 and examples // n <= most]
+def counts(largest: int, examples: int) -> list[int]:
+    """The numbers of equal micro-batches of at most `largest` examples, smallest number first."""
+    return [n for n in range(1, examples + 1) if examples % n == 0 and examples // n <= largest]
 
 
-def _stages(
-    traced: TracedStep, made: PipelineRecord, rules: RuleBook, like: list[StageGraph] | None
-) -> tuple[MicrobatchedStep, PipelineSchedule, list[StageGraph]]:
-    """A step in the stages of a plan. No stages where their operations differ from those of `like`.
+def _stages(traced: TracedStep, record: PipelineRecord, rules: RuleBook) -> tuple[MicrobatchedStep, StageGraphs] | None:
+    """A step in the stages of a plan; None where its layers differ.
 
-    Raises: what cutting into micro-batches and stages raises.
+    Raises: errors of the split into micro-batches and stages.
     """
-    cut = cut_layers(
-        split_scans(traced, made.scan_parts, rules), made.num_microbatches, rules, hoist_casts=made.keeps_copies
-    )
-    schedule = schedule_of(made.schedule, len(made.stages), made.num_microbatches, made.chunks)
-    if cut.layers.names != tuple(name for stage in made.stages for name in stage.layers):
-        return cut, schedule, []
-    first_layers = [stage.first_layer for stage in made.stages]
-    graph = recomputed(cut, made.recomputed)
-    stages = cut_stages(graph, cut.layers, first_layers, schedule.splits_backward, len(made.stages))
-    if like is not None:
-        pairs = zip(like, stages, strict=True)
-        if not all(a.sends == b.sends and _same_operations(a.graph, b.graph) for a, b in pairs):
-            return cut, schedule, []
-    return cut, schedule, stages
+    step = split_scans(traced, record.scan_parts, rules)
+    microbatched = cut_layers(step, record.num_microbatches, rules, hoist_casts=record.keeps_copies)
+    if microbatched.layers.names != tuple(name for stage in record.stages for name in stage.layers):
+        return None
+    first_layers = [stage.first_layer for stage in record.stages]
+    return microbatched, stage_graphs(microbatched, record.recomputed, first_layers, record.schedule, record.chunks)
+
+
+def _same_stages(first: StageGraphs, second: StageGraphs) -> bool:
+    """Whether stages hold the same operations and send the same values."""
+    pairs = zip(first.stages, second.stages, strict=True)
+    return all(a.sends == b.sends and _same_operations(a.graph, b.graph) for a, b in pairs)
 
 
 def _staged(
-    plan: Plan,
-    made: PipelineRecord,
-    traced: TracedStep,
-    cut: MicrobatchedStep,
-    schedule: PipelineSchedule,
-    stages: list[StageGraph],
+    plan: Plan, record: PipelineRecord, traced: TracedStep, microbatched: MicrobatchedStep, graphs: StageGraphs
 ) -> PlanRecord:
-    submeshes = [Submesh(first_device=s.first_device, mesh=LogicalMesh(axis_sizes=s.axis_sizes)) for s in made.stages]
     shardings = [
-        fitted(sharding_plan_of(s.decisions, s.solver, at.mesh, stage.graph), stage.graph)
-        for s, at, stage in zip(made.stages, submeshes, stages, strict=True)
+        fitted(sharding, stage.graph)
+        for sharding, stage in zip(stage_shardings(record, graphs.stages), graphs.stages, strict=True)
     ]
-    rows = zip(made.stages, submeshes, stages, shardings, schedule.mesh_of_stage, strict=True)
-    ready = [
-        planned_stage(s.first_layer, stage, model_of(plan.cluster, at.mesh), sharding, mesh, like=q)
-        for q, (s, at, stage, sharding, mesh) in enumerate(rows)
-    ]
-    graph = recomputed(cut, made.recomputed)
-    staged = stage_program(cut.step, graph, cut.layers, ready, submeshes, schedule, plan.cluster)
+    staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
     arguments, results = staged_values(traced, staged)
     decided = tuple(
         dataclasses.replace(s, decisions=decisions_of(sharding, stage.graph))
-        for s, sharding, stage in zip(made.stages, shardings, stages, strict=True)
+        for s, sharding, stage in zip(record.stages, shardings, graphs.stages, strict=True)
     )
     return dataclasses.replace(
         plan.record,
         arguments=tuple(arguments),
         results=tuple(results),
-        pipeline=dataclasses.replace(made, stages=decided),
+        pipeline=dataclasses.replace(record, stages=decided),
     )
 
 
-def _same_operations(one: OpGraph, other: OpGraph) -> bool:
+def _same_operations(first: OpGraph, second: OpGraph) -> bool:
     """Whether two graphs hold the same operations under the same numbers, for any sizes."""
-    values = zip(one.values, other.values, strict=False)
-    same = len(one.values) == len(other.values) and all(len(a.shape) == len(b.shape) for a, b in values)
-    return same and list(_skeleton(one.block)) == list(_skeleton(other.block))
+    values = zip(first.values, second.values, strict=False)
+    same_ranks = len(first.values) == len(second.values) and all(len(a.shape) == len(b.shape) for a, b in values)
+    return same_ranks and list(_skeleton(first.block)) == list(_skeleton(second.block))
 
 
 def _skeleton(block: Block) -> Iterator[object]:
@@ -196,8 +179,8 @@ def _skeleton(block: Block) -> Iterator[object]:
 
 
 def fitted(plan: ShardingPlan, graph: OpGraph) -> ShardingPlan:
-    """Decisions for the operations of a graph, as far as they divide the graph's sizes."""
-    return _Fitting(plan, graph).made()
+    """The decisions for the operations of a graph, without axes that do not divide the graph's sizes."""
+    return _Fitting(plan, graph).run()
 
 
 @dataclasses.dataclass(slots=True)
@@ -207,7 +190,7 @@ class _Fitting:
     unreduced: dict[int, Layout] = dataclasses.field(default_factory=dict)
     strategy: dict[int, Strategy] = dataclasses.field(default_factory=dict)
 
-    def made(self) -> ShardingPlan:
+    def run(self) -> ShardingPlan:
         plan = self.plan
         self.unreduced = {v: self.fit(layout, v) for v, layout in plan.unreduced.items()}
         self.block(self.graph.block)
@@ -249,47 +232,51 @@ class _Fitting:
                 self.block(inner)
 
     def equation(self, op: Op) -> None:
-        old = self.plan.strategy.get(op.id)
-        if old is None:
+        strategy_before = self.plan.strategy.get(op.id)
+        if strategy_before is None:
             return
         mesh, signature = self.plan.mesh, signature_of(op, self.graph, self.plan)
         shapes = (*signature.operand_shapes, *signature.result_shapes)
-        layouts = (*old.operands, *old.results)
+        layouts = (*strategy_before.operands, *strategy_before.results)
         dropped: set[int] = set()
         for layout, shape in zip(layouts, shapes, strict=True):
             dropped |= layout.sharded_axes - fit(layout, shape, mesh).sharded_axes
         # A sum that nobody leaves any more is not passed on.
-        sums = [v for v, layout in zip(op.inputs, old.operands, strict=True) if isinstance(v, int) and layout.partial]
-        left = {a for v in sums for a in self.home(v).partial}
-        dropped |= {a for layout in old.operands for a in layout.partial} - left
-        strategy = old if not dropped else self.without(old, dropped, op)
+        sums = [
+            v
+            for v, layout in zip(op.inputs, strategy_before.operands, strict=True)
+            if isinstance(v, int) and layout.partial
+        ]
+        still_partial = {a for v in sums for a in self.home(v).partial}
+        dropped |= {a for layout in strategy_before.operands for a in layout.partial} - still_partial
+        strategy = strategy_before if not dropped else self.without(strategy_before, dropped, op)
         if strategy is None:
-            whole = [replicated(len(shape)) for shape in shapes]
+            replicated_layouts = [replicated(len(shape)) for shape in shapes]
             n = len(signature.operand_shapes)
-            strategy = Strategy(tuple(whole[:n]), tuple(whole[n:]), 1)
+            strategy = Strategy(tuple(replicated_layouts[:n]), tuple(replicated_layouts[n:]), 1)
         self.strategy[op.id] = strategy
         self.unreduced.update(zip(op.outputs, strategy.results, strict=True))
 
-    def without(self, old: Strategy, dropped: set[int], op: Op) -> Strategy | None:
+    def without(self, strategy_before: Strategy, dropped: set[int], op: Op) -> Strategy | None:
         """The strategy without some axes; None where the operation has no such strategy."""
-        operands = [_without(layout, dropped) for layout in old.operands]
-        results = [_without(layout, dropped) for layout in old.results]
+        operands = [_without(layout, dropped) for layout in strategy_before.operands]
+        results = [_without(layout, dropped) for layout in strategy_before.results]
         strategy = strategy_of(signature_of(op, self.graph, self.plan), operands, results, self.plan.mesh)
         if strategy is None:
             return None
-        return dataclasses.replace(strategy, ring=tuple(a for a in old.ring if a not in dropped))
+        return dataclasses.replace(strategy, ring=tuple(a for a in strategy_before.ring if a not in dropped))
 
 
 def fit(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
-    """A layout with, in each dimension, those of its axes that divide it into the most parts."""
+    """A layout with, in each dimension, those of its axes that split it into the most parts."""
     if layout.fits(shape, mesh):
         return layout
 
-    def most(axes: tuple[int, ...], size: int) -> tuple[int, ...]:
+    def largest_part(axes: tuple[int, ...], size: int) -> tuple[int, ...]:
         subsets = (s for n in range(len(axes), -1, -1) for s in itertools.combinations(axes, n))
         return max((s for s in subsets if size % mesh.size(s) == 0), key=mesh.size)
 
-    dims = tuple(most(axes, size) for axes, size in zip(layout.dims, shape, strict=True))
+    dims = tuple(largest_part(axes, size) for axes, size in zip(layout.dims, shape, strict=True))
     return Layout(dims, layout.partial)
 
 

@@ -1,6 +1,6 @@
 """Leaves that are one array for the user and shards on the stages: split before a step, joined after it.
 
-Nothing is copied: the parts and the whole share the devices' buffers, so that donating a part deletes the whole.
+Nothing is copied: the parts and the whole share the devices' buffers, and donation of a part deletes the whole.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StageShardedLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageShardedLeaves:
-    """All leaves of the arguments, or of the results, in order; None for those that one stage holds."""
+    """All leaves of the arguments, or of the results, in order; None for leaves on a single stage."""
 
     leaves: tuple[StageShardedLeaf | None, ...]
 
@@ -67,9 +67,9 @@ class StageShardedLeaves:
 
     def join(self, pieces: Sequence[Any]) -> list[Any]:
         """The inverse of `split`."""
-        rest = iter(pieces)
+        remaining = iter(pieces)
         return [
-            next(rest) if sharded is None else sharded.join([next(rest) for _ in sharded.parts])
+            next(remaining) if sharded is None else sharded.join([next(remaining) for _ in sharded.parts])
             for sharded in self.leaves
         ]
 

@@ -1,4 +1,4 @@
-"""Leaves of a compiled step: arguments, constants on the devices, results."""
+"""The leaves of a compiled step (arguments, constants on the devices, results), and the calls on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.common import jax_compat
+from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
 from autopar.ir.traced_step import TracedStep
+from autopar.plan.plan import Plan
+from autopar.plan.sharding_trees import shardings_in
+from autopar.runtime.execution.dispatch import turn
 from autopar.runtime.execution.global_arrays import aval_of, from_whole
 
 
@@ -22,15 +26,51 @@ def leaves_of(traced: TracedStep, args: tuple[Any, ...]) -> list[Any]:
     return leaves
 
 
+class LeafwiseStep:
+    """The public calls of a compiled step. Internally all values are leaves: the constructors of user trees may compute
+    on what they hold.
+    """
+
+    __slots__ = ()
+    plan: Plan
+    traced: TracedStep
+    leaf_shardings: tuple[NamedSharding, ...]
+    across: GlobalStep | None
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The shardings of the dynamic arguments, in their trees.
+
+        Raises: UnsupportedError where a node accepts only arrays.
+        """
+        return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
+
+    def __call__(self, *args: Any) -> Any:
+        return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Runs the step on the leaves of the dynamic arguments. Returns the leaves of the results."""
+        with turn:
+            if self.across is None:
+                return self._run(leaves)
+            return with_process_lost_errors(lambda: self._run_across(leaves))
+
+    def _run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def _run_across(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        raise NotImplementedError
+
+
 def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Any, ...]:
-    """Arrays that every process has, on the devices."""
+    """Places arrays that every process has on the devices."""
     if jax.process_count() == 1:
         return tuple(jax.device_put(list(arrays), list(shardings)))
     return tuple(from_whole(a, aval_of(a), s) for a, s in zip(arrays, shardings, strict=True))
 
 
 def result_like(value: Any, aval: jax.ShapeDtypeStruct) -> Any:
-    """A result with the weak type that jax gives it; of a literal an array."""
+    """A result with the weak type that JAX gives it; a literal becomes an array."""
     if not isinstance(value, jax.Array):
         value = jax.numpy.asarray(np.asarray(value), aval.dtype)
     return jax_compat.with_weak_type(value, bool(aval.weak_type))

@@ -1,4 +1,6 @@
-"""From a traced step to the graph of operations: calls inlined, loops and branches nested, dead work removed."""
+"""Builds the graph of operations from a traced step: calls are inlined, loops and branches nested,
+dead work removed.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ _LOOPS = {"scan": OpKind.SCAN, "while": OpKind.WHILE, "cond": OpKind.COND}
 
 
 def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
-    """The graph of a traced step, every operation with its sharding rule.
+    """The graph of a traced step, with the sharding rule of every operation.
 
-    Raises: UnsupportedError for equations that bring a mesh of their own (`shard_map`), and for attention that cannot
-    be done in blocks where it has to be.
+    Raises: UnsupportedError for equations with a mesh of their own (`shard_map`), and for attention that a recipe
+    requires in blocks where the step does not permit it.
     """
     builder = _Builder()
     inputs = [builder.value(v, f"constant {i}") for i, v in enumerate(traced.jaxpr.constvars)]
@@ -86,9 +88,7 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            own = jax_compat.name_stack(eqn)
-            here = f"{stack}/{own}" if stack and own else stack or own
-            outs = self._equation(eqn, ins, here, count, ops)
+            outs = self._equation(eqn, ins, stack_of(eqn, stack), count, ops)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -116,24 +116,31 @@ class _Builder:
         return outputs
 
     def _op(
-        self, kind: OpKind, eqn: Any, ins: Iterable[Atom], outs: Iterable[int], stack: str, count: float, **more: Any
+        self,
+        kind: OpKind,
+        eqn: Any,
+        ins: Iterable[Atom],
+        outs: Iterable[int],
+        stack: str,
+        count: float,
+        **attributes: Any,
     ) -> Op:
         self._num_ops += 1
         if self._calls and not jax_compat.source_line(eqn):  # inside of one of jax's own functions
             eqn = jax_compat.at_line_of(self._calls[-1], eqn)
         return Op(
             id=self._num_ops - 1, kind=kind, primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(ins),
-            outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count, **more,
+            outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count, **attributes,
         )  # fmt: skip
 
     def _call(self, eqn: Any, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
         jaxpr = jax_compat.open_jaxpr(closed)
         consts = [self.constant(v, c) for v, c in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=True)]
-        known = bool(jax_compat.source_line(eqn))
-        if known:
+        has_line = bool(jax_compat.source_line(eqn))
+        if has_line:
             self._calls.append(eqn)
         outs = self.inline(jaxpr, [*consts, *ins], stack, count, ops)
-        if known:
+        if has_line:
             self._calls.pop()
         return outs
 
@@ -158,24 +165,24 @@ class _Builder:
 
     def _loop(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> tuple[int, ...]:
         kind, params = _LOOPS[eqn.primitive.name], eqn.params
-        more: dict[str, Any]
+        attributes: dict[str, Any]
         blocks: tuple[Block, ...]
         if kind is OpKind.SCAN:
             num_consts, num_carry = jax_compat.scan_counts(params)
             trips = int(params["length"])
             blocks = (self._block(params["jaxpr"], stack, count * trips),)
-            more = dict(num_consts=num_consts, num_carry=num_carry, trips=trips)
+            attributes = dict(num_consts=num_consts, num_carry=num_carry, trips=trips)
         elif kind is OpKind.WHILE:
             # The trip count of a while loop is not known: costs inside count once.
             blocks = tuple(self._block(params[p], stack, count) for p in ("cond_jaxpr", "body_jaxpr"))
             num_consts = params["cond_nconsts"] + params["body_nconsts"]
             num_carry = len(ins) - num_consts
-            more = dict(num_consts=num_consts, num_carry=num_carry, num_condition_consts=params["cond_nconsts"])
+            attributes = dict(num_consts=num_consts, num_carry=num_carry, num_condition_consts=params["cond_nconsts"])
         else:
             blocks = tuple(self._block(b, stack, count) for b in params["branches"])
-            more = {}
+            attributes = {}
         outputs = tuple(self.value(v) for v in eqn.outvars)
-        ops.append(self._op(kind, eqn, ins, outputs, stack, count, blocks=blocks, **more))
+        ops.append(self._op(kind, eqn, ins, outputs, stack, count, blocks=blocks, **attributes))
         return outputs
 
 
@@ -189,6 +196,11 @@ def called_jaxpr(eqn: Any) -> Any | None:
     names = [k for k in (preferred, "jaxpr", "call_jaxpr", "fun_jaxpr") if k is not None and k in eqn.params]
     assert names, f"{eqn.primitive.name} holds no jaxpr under a known name: {sorted(eqn.params)}"
     return eqn.params[names[0]]
+
+
+def stack_of(eqn: Any, stack: str) -> str:
+    """The name stack of an equation whose jaxpr is called under `stack`."""
+    return "/".join(filter(None, (stack, jax_compat.name_stack(eqn))))
 
 
 def role_of(stack: str) -> Role:

@@ -1,9 +1,9 @@
 """Python callbacks in a step: `jax.debug.print`, `jax.debug.callback`, `io_callback`, `pure_callback`.
 
-In one program they do what they do under plain `jax.jit`: a callback gets whole arrays, gathered before it, and runs
-once, on the first device, which hands results on to the others. Nothing merges two of them, or leaves one with effects
-out. One that raises would end that device's program while the others wait for it for ever: what it raises is kept, and
-raised when the step has run. In stages and micro-batches they are refused: they would come once a micro-batch, with a
+In one program they behave as under plain `jax.jit`: a callback gets whole arrays, gathered before it, and runs once, on
+the first device, which sends results to the others. Callbacks are never merged, and callbacks with effects are never
+removed. An exception would end the program of that device while the others wait for it forever; therefore it is kept,
+and raised after the step. In stages and micro-batches callbacks are refused: they would run once a micro-batch, with a
 part of the examples, or again where a layer is recomputed.
 """
 

@@ -21,9 +21,9 @@ def untied_arguments(traced: TracedStep, names: Sequence[str], donate: Iterable[
 
 def _sentence(traced: TracedStep, name: str, argument: int) -> str:
     leaves = [i for i, owner in enumerate(traced.argument_of) if owner == argument]
-    given = {traced.in_paths[i].removeprefix(name): traced.in_avals[i] for i in leaves}
+    leaves_by_path = {traced.in_paths[i].removeprefix(name): traced.in_avals[i] for i in leaves}
     changed = [path for path in traced.changed_in_place if path in {traced.in_paths[i] for i in leaves}]
-    text = f"argument {name!r} is donated, but no result replaces it: {_difference(name, given, traced)}."
+    text = f"argument {name!r} is donated, but no result replaces it: {_difference(name, leaves_by_path, traced)}."
     if changed:
         text += f" The step changes {', '.join(changed[:3])} in place, which is lost, as under jax.jit: return it."
     return text + (
@@ -32,19 +32,19 @@ def _sentence(traced: TracedStep, name: str, argument: int) -> str:
     )
 
 
-def _difference(name: str, given: dict[str, jax.ShapeDtypeStruct], traced: TracedStep) -> str:
-    """The first leaf that differs between an argument and the result that is most like it."""
-    best = max(_results(traced), key=lambda found: _similarity(given, found[1]), default=None)
-    if best is None or not _similarity(given, best[1]):
+def _difference(name: str, argument: dict[str, jax.ShapeDtypeStruct], traced: TracedStep) -> str:
+    """The first leaf that differs between an argument and the most similar result."""
+    best = max(_results(traced), key=lambda candidate: _similarity(argument, candidate[1]), default=None)
+    if best is None or not _similarity(argument, best[1]):
         return "the step returns nothing that is like it"
     prefix, result = best
-    for path, aval in given.items():
+    for path, aval in argument.items():
         if path not in result:
             return f"{prefix} has no {path or 'such leaf'}"
         if (result[path].shape, result[path].dtype) != (aval.shape, aval.dtype):
             return f"{name}{path} is {_text(aval)}, and {prefix}{path} is {_text(result[path])}"
     for path in result:
-        if path not in given:
+        if path not in argument:
             return f"{prefix}{path} is not in {name}"
     return f"{prefix} has the same leaves in another kind of tree"
 
@@ -65,11 +65,11 @@ def _results(traced: TracedStep) -> list[tuple[str, dict[str, jax.ShapeDtypeStru
     return candidates
 
 
-def _similarity(given: dict[str, jax.ShapeDtypeStruct], made: dict[str, jax.ShapeDtypeStruct]) -> int:
-    """How many leaves have the same path; a single array is like one of its shape."""
-    if "" in given:
-        return int("" in made and made[""].shape == given[""].shape != ())
-    return len(given.keys() & made.keys())
+def _similarity(argument: dict[str, jax.ShapeDtypeStruct], result: dict[str, jax.ShapeDtypeStruct]) -> int:
+    """The number of leaves with the same path; a single array is similar to one of its shape."""
+    if "" in argument:
+        return int("" in result and result[""].shape == argument[""].shape != ())
+    return len(argument.keys() & result.keys())
 
 
 def _text(aval: jax.ShapeDtypeStruct) -> str:

@@ -1,13 +1,13 @@
-"""Shardings and devices that the code of a step names, removed from its jaxpr: the plan determines them.
+"""Removes from a jaxpr the shardings and devices that the step's code names: the plan determines them.
 
-`with_sharding_constraint`, `reshard`, `device_put` and the like change where a value lies, not what it is. Left in, XLA
-would obey them beside the plan's own layouts and send what no plan predicts, and a stage on some of the devices could
-not be compiled with the shardings of all of them. Each becomes its operand, in the bodies of loops, branches and calls
-too; variables and parameters forget the meshes that they were traced with.
+`with_sharding_constraint`, `reshard`, `device_put` and the like change the placement of a value, not the value. XLA
+would follow them besides the plan's layouts, with communication that no plan predicts, and a stage on some of the
+devices could not be compiled with shardings over all of them. Each is replaced by its operand, also in the bodies of
+loops, branches and calls; variables and parameters lose the meshes with which they were traced.
 
-Conversions from a weak type to the same type or back go as well, without a note: they do nothing to values, and the
-step traced with numbers or weakly typed arrays is then, but for the weak types themselves, the step traced with arrays
-of those types. One plan holds for both.
+Conversions between a weak type and the same strong type are removed too, without a note: they do not change values. A
+step traced with numbers or weakly typed arrays then differs from the step traced with strongly typed arrays only in the
+weak types themselves, and one plan holds for both.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _PLACING = {
 
 def without_placements(closed: Any) -> tuple[Any, tuple[Placement, ...]]:
     """(a closed jaxpr without shardings and devices of its equations, the removed ones by line of code)."""
-    taking = _PlacementRemover()
-    cleaned = taking.jaxpr(closed)
-    return cleaned, tuple(taking.found)
+    remover = _PlacementRemover()
+    cleaned = remover.jaxpr(closed)
+    return cleaned, tuple(remover.placements)
 
 
 def placement_note(placements: Sequence[Placement]) -> str:
-    """The note on removed placements for the user."""
+    """The note for the user on removed placements."""
     names = ", ".join(dict.fromkeys(p.name for p in placements))
     count = f"{len(placements)} places" if len(placements) > 1 else "1 place"
     line = next((p.line for p in placements if p.line), "")
@@ -50,37 +50,37 @@ def placement_note(placements: Sequence[Placement]) -> str:
 
 class _PlacementRemover:
     def __init__(self) -> None:
-        self.found: dict[Placement, None] = {}
+        self.placements: dict[Placement, None] = {}
 
     def jaxpr(self, closed: Any) -> Any:
-        """An open or closed jaxpr, rewritten; the same object where there is nothing to take out."""
+        """An open or closed jaxpr, rewritten; the same object where there is nothing to remove."""
         inner = jax_compat.open_jaxpr(closed)
-        now: dict[Any, Any] = {}
+        replacement: dict[Any, Any] = {}
 
         def read(atom: Any) -> Any:
-            return atom if isinstance(atom, jax_compat.Literal) else now.get(atom, atom)
+            return atom if isinstance(atom, jax_compat.Literal) else replacement.get(atom, atom)
 
         def renamed(var: Any) -> Any:
             plain = jax_compat.without_mesh(var)
             if plain is not var:
-                now[var] = plain
+                replacement[var] = plain
             return plain
 
         constvars, invars = [renamed(v) for v in inner.constvars], [renamed(v) for v in inner.invars]
-        eqns, changed = [], bool(now)
+        eqns, changed = [], bool(replacement)
         for eqn in inner.eqns:
             ins = [read(a) for a in eqn.invars]
             if self.places(eqn):
-                now.update(zip(eqn.outvars, ins, strict=True))
+                replacement.update(zip(eqn.outvars, ins, strict=True))
                 changed = True
                 continue
             # The body of a shard_map is typed by the mesh of its own that it names.
-            taken = eqn.primitive.name != "shard_map"
-            params = {name: self.param(name, value) if taken else value for name, value in eqn.params.items()}
-            same = all(params[name] is value for name, value in eqn.params.items())
+            is_rewritten = eqn.primitive.name != "shard_map"
+            params = {name: self.param(name, value) if is_rewritten else value for name, value in eqn.params.items()}
+            params_are_same = all(params[name] is value for name, value in eqn.params.items())
             outs = [renamed(v) for v in eqn.outvars]
-            changed = changed or bool(now) or not same
-            eqns.append(eqn.replace(invars=ins, outvars=outs, params=eqn.params if same else params))
+            changed = changed or bool(replacement) or not params_are_same
+            eqns.append(eqn.replace(invars=ins, outvars=outs, params=eqn.params if params_are_same else params))
         if not changed:
             return closed
         outvars = [read(a) for a in inner.outvars]
@@ -92,20 +92,20 @@ class _PlacementRemover:
         )
 
     def places(self, eqn: Any) -> bool:
-        """Whether an equation only names a place, or a weak type. Notes places, and calls that name them."""
+        """Whether an equation names only a placement, or a weak type. Records placements, and calls that name them."""
         name = eqn.primitive.name
         if name == "convert_element_type" and eqn.params["new_dtype"] == eqn.invars[0].aval.dtype:
             return True
         shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
         if any(isinstance(s, Sharding) for s in shardings):
-            self.found.setdefault(Placement("shardings of jax.jit", jax_compat.source_line(eqn)))
+            self.placements.setdefault(Placement("shardings of jax.jit", jax_compat.source_line(eqn)))
         if name not in _PLACING:
             return False
         if name == "device_put" and not any((*eqn.params["devices"], *eqn.params["srcs"])):
             return False  # what jnp.asarray and the like leave behind
         # Where typed and untyped arrays meet, jax reshards by itself, to no axis.
         if name != "reshard" or any(eqn.params["dst_sharding"].spec):
-            self.found.setdefault(Placement(_PLACING[name], jax_compat.source_line(eqn)))
+            self.placements.setdefault(Placement(_PLACING[name], jax_compat.source_line(eqn)))
         return True
 
     def param(self, name: str, value: Any) -> Any:
@@ -113,13 +113,9 @@ class _PlacementRemover:
             return None
         if name in ("in_shardings", "out_shardings") and any(isinstance(s, Sharding) for s in value):
             return tuple(jax_compat.UNSPECIFIED_SHARDING if isinstance(s, Sharding) else s for s in value)
-        if _is_jaxpr(value):
+        if jax_compat.is_jaxpr(value):
             return self.jaxpr(value)
-        if isinstance(value, (tuple, list)) and any(map(_is_jaxpr, value)):
-            members = [self.jaxpr(v) if _is_jaxpr(v) else v for v in value]
+        if isinstance(value, (tuple, list)) and any(map(jax_compat.is_jaxpr, value)):
+            members = [self.jaxpr(v) if jax_compat.is_jaxpr(v) else v for v in value]
             return value if all(a is b for a, b in zip(members, value, strict=True)) else type(value)(members)
         return value
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(jax_compat.open_jaxpr(value), "eqns")

@@ -1,8 +1,8 @@
 """Fingerprints of traced functions: hashes of the computation, equal in every process and for every trace.
 
-Jaxprs are compared by structure. What is printed of their parameters may hold addresses (functions, objects without a
-text of their own) and differ each time. Weak types are no part of it: they decide which operations are traced, and do
-nothing beyond that.
+Jaxprs are compared by structure. The printed form of their parameters may contain addresses (functions, objects without
+a text of their own), which differ each time. Weak types are excluded: they determine the traced operations, and have no
+effect beyond that.
 """
 
 from __future__ import annotations
@@ -30,24 +30,42 @@ def jaxpr_fingerprint(closed: Any) -> str:
     return _Hasher().of(closed).hex()[:32]
 
 
-def first_difference(one: Any, other: Any) -> str:
+def module_fingerprint(jaxpr: Any) -> str:
+    """A hash of the name stacks of all equations: the user's modules, which `jaxpr_fingerprint` leaves out. Plans name
+    modules, and cut a step into the layers that modules number.
+    """
+    return _of_name_stacks(jaxpr, {}).hex()[:32]
+
+
+def _of_name_stacks(jaxpr: Any, hashes: dict[int, bytes]) -> bytes:
+    jaxpr = jax_compat.open_jaxpr(jaxpr)
+    if id(jaxpr) not in hashes:
+        parts: list[str | bytes] = []
+        for eqn in jaxpr.eqns:
+            parts.append(_ADDRESS.sub("", jax_compat.name_stack(eqn)))
+            parts += [_of_name_stacks(inner, hashes) for inner in _jaxprs(eqn.params)]
+        hashes[id(jaxpr)] = _digest(*parts)
+    return hashes[id(jaxpr)]
+
+
+def first_difference(first: Any, second: Any) -> str:
     """The first equation in which two jaxprs differ, as `primitive at file:line (function)`; empty where none does."""
     hasher = _Hasher()
-    return _first_difference(hasher, jax_compat.open_jaxpr(one), jax_compat.open_jaxpr(other))
+    return _first_difference(hasher, jax_compat.open_jaxpr(first), jax_compat.open_jaxpr(second))
 
 
-def _first_difference(hasher: _Hasher, one: Any, other: Any) -> str:
+def _first_difference(hasher: _Hasher, first: Any, second: Any) -> str:
     names: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
-    for a, b in zip(one.eqns, other.eqns, strict=False):
+    for a, b in zip(first.eqns, second.eqns, strict=False):
         if hasher.of_equation(a, names[0]) != hasher.of_equation(b, names[1]):
             inner = zip(_jaxprs(a.params), _jaxprs(b.params), strict=False)
             deeper = (_first_difference(hasher, x, y) for x, y in inner)
             return next(filter(None, deeper), "") or f"{a.primitive.name} at {jax_compat.source_line(a)}"
-    return "" if len(one.eqns) == len(other.eqns) else f"{len(one.eqns)} and {len(other.eqns)} operations"
+    return "" if len(first.eqns) == len(second.eqns) else f"{len(first.eqns)} and {len(second.eqns)} operations"
 
 
 def _jaxprs(value: Any) -> list[Any]:
-    if hasattr(jax_compat.open_jaxpr(value), "eqns"):
+    if jax_compat.is_jaxpr(value):
         return [jax_compat.open_jaxpr(value)]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return [jaxpr for part in parts for jaxpr in _jaxprs(part)]
@@ -63,7 +81,7 @@ class _Hasher:
     def of(self, value: Any) -> bytes:
         if isinstance(value, _PLAIN):
             return _digest(type(value).__name__, repr(value))
-        if hasattr(jax_compat.open_jaxpr(value), "eqns"):
+        if jax_compat.is_jaxpr(value):
             return self._of_jaxpr(value)
         if isinstance(value, (np.ndarray, np.generic, jax.Array)) and not jax_compat.is_tracer(value):
             return _of_array(value)

@@ -25,7 +25,7 @@ CONVERT = (
 def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a leaf of the arguments or results.
 
-    Raises: InvalidArgumentError when the leaf is no array.
+    Raises: InvalidArgumentError when the leaf is not an array.
     """
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__"):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
@@ -43,14 +43,14 @@ def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStr
 
 
 def _converts(leaf: Any) -> bool:
-    """Whether something is another library's array."""
+    """Whether a leaf is an array of another library."""
     return not isinstance(leaf, (np.ndarray, np.generic)) and (
         hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__")
     )
 
 
 def is_weak(leaf: Any) -> bool:
-    """Whether jax takes the type of a leaf for a weak one: Python's numbers, and arrays made of them."""
+    """Whether the type of a leaf is weak in JAX: Python's numbers, and arrays made of them."""
     if isinstance(leaf, (bool, int, float, complex)):
         return not isinstance(leaf, (bool, np.generic))
     return bool(getattr(leaf, "weak_type", False))
@@ -89,14 +89,16 @@ def _flat_function(
     results = _Results()
 
     def flat(*flat_args: Any) -> list[Any]:
-        given = jax.tree.unflatten(in_tree, flat_args)
-        before = dict(zip(in_paths, jax.tree.leaves(given), strict=True))
-        out = function(*given)
+        arguments = jax.tree.unflatten(in_tree, flat_args)
+        leaves_before = dict(zip(in_paths, jax.tree.leaves(arguments), strict=True))
+        out = function(*arguments)
         try:
-            after = dict(_leaves_with_paths(given, names))
+            leaves_after = dict(_leaves_with_paths(arguments, names))
         except (TypeError, ValueError):  # the function put into its own copy what is no tree for jax
-            after = {}
-        results.changed_in_place = tuple(path for path, leaf in before.items() if after.get(path) is not leaf)
+            leaves_after = {}
+        results.changed_in_place = tuple(
+            path for path, leaf in leaves_before.items() if leaves_after.get(path) is not leaf
+        )
         with_paths, tree = jax.tree_util.tree_flatten_with_path(out)
         if results.tree is None:
             results.tree = tree
@@ -170,10 +172,10 @@ def impurity(traced: TracedStep) -> str | None:
 
     Plain `jax.jit` keeps what the first trace gives, and so does a step, which is then not cut into micro-batches.
     """
-    again = traced.retrace(traced.in_avals)
-    if jaxpr_fingerprint(again) == traced.fingerprint:
+    second_trace = traced.retrace(traced.in_avals)
+    if jaxpr_fingerprint(second_trace) == traced.fingerprint:
         return None
-    at = first_difference(traced.retrace(traced.in_avals), again)
+    at = first_difference(traced.retrace(traced.in_avals), second_trace)
     return (
         f"two traces of the function differ{f' ({at})' if at else ''}; the first is run every time, as under jax.jit, "
         "without micro-batches. Does it read or change something outside of its arguments (a counter, the time, "
@@ -207,24 +209,24 @@ def tie_state(
         outputs.append((child, start))
         start += child.num_leaves
     tied: dict[int, int] = {}
-    taken: set[int] = set()
+    used: set[int] = set()
     first = 0
     for i, arg in enumerate(args):
         tree: Any = jax.tree.structure(arg)
         n = tree.num_leaves
         if i in donate and n:
             for child, at in outputs:
-                same = (
+                matches = (
                     child == tree
-                    and at not in taken
+                    and at not in used
                     and all(
                         a.shape == b.shape and a.dtype == b.dtype
                         for a, b in zip(in_avals[first : first + n], out_avals[at : at + n], strict=True)
                     )
                 )
-                if same:
+                if matches:
                     tied.update({first + k: at + k for k in range(n)})
-                    taken.update(range(at, at + n))
+                    used.update(range(at, at + n))
                     break
         first += n
     return tied

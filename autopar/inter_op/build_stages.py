@@ -47,8 +47,8 @@ from autopar.sharding.rules import RuleBook
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchedStep:
-    """A step cut into micro-batches and layers; `step` is what was cut into micro-batches. Cheap copies of the state
-    are kept for all of them, or made in each anew.
+    """A step in micro-batches and layers; `step` is the step before. `hoist_casts`: cheap copies of the state are made
+    once for all micro-batches.
     """
 
     step: SplitStep
@@ -58,15 +58,17 @@ class MicrobatchedStep:
 
     @property
     def leaves(self) -> tuple[int, ...]:
-        """The leaf that each argument is, or is a piece of."""
+        """The leaf that each argument is, or is a slice of."""
         return tuple(piece.leaf for piece in self.step.arguments)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageChoice:
-    """Stages to build: the first layer of each, the mesh of each group of devices, what each layer recomputes, and the
-    terms under which each stage is thought to fit, where they are known, and whether its state alone would not fit if
-    bytes cost next to nothing.
+    """Stages to build: the first layer of each, the mesh of each group of devices, the recomputation policy of each
+    layer.
+
+    `terms`: the weights under which each stage is estimated to fit, where they are known. `over_limit`: whether its
+    state alone would exceed the memory under the lowest price of a byte.
     """
 
     schedule: str
@@ -80,35 +82,35 @@ class StageChoice:
     @property
     def text(self) -> str:
         meshes = [f"{n} x {mesh}" for mesh, n in _runs(self.group_meshes)]
-        again = {p for p in self.policies if p != "nothing"}
-        kept = f", recompute {' and '.join(sorted(again))}" if again else ""
-        return f"{len(self.first_layers)} stages on {' + '.join(meshes)}, {self.schedule}{kept}"
+        policies = {p for p in self.policies if p != "nothing"}
+        recompute = f", recompute {' and '.join(sorted(policies))}" if policies else ""
+        return f"{len(self.first_layers)} stages on {' + '.join(meshes)}, {self.schedule}{recompute}"
 
 
 def cut_layers(
     step: SplitStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None, *, hoist_casts: bool = True
 ) -> MicrobatchedStep:
-    """A step cut into micro-batches and layers; `whole` is its graph with all scans whole, if it is there already."""
+    """A step in micro-batches and layers; `whole` is its graph with unsplit scans, if that exists already."""
     graph = micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None)
     graph = sink_cheap_ops(graph, of_state=not hoist_casts)
     return MicrobatchedStep(step=step, graph=graph, layers=layers_of(graph), hoist_casts=hoist_casts)
 
 
-def layers_of_pieces(cut: MicrobatchedStep) -> tuple[int, ...]:
+def layers_of_pieces(microbatched: MicrobatchedStep) -> tuple[int, ...]:
     """The first layer of each stage where each holds one part of a scan over layers.
 
     Raises: UnsupportedError where the layers do not follow the parts.
     """
-    layer_of = {op: number for number, ops in enumerate(cut.layers.ops) for op in ops}
+    layer_of = {op: number for number, ops in enumerate(microbatched.layers.ops) for op in ops}
     scans = {
         op.module.split("/")[-1]: layer_of[op.id]
-        for op in cut.graph.block.ops
+        for op in microbatched.graph.block.ops
         if op.kind is OpKind.SCAN and op.id in layer_of
     }
-    firsts = [0, *(scans.get(scope, 0) for scope in cut.step.scopes[1:])]
+    firsts = [0, *(scans.get(scope, 0) for scope in microbatched.step.scopes[1:])]
     if sorted(set(firsts)) != firsts:
         raise UnsupportedError(
-            where=f"the scan over {cut.step.trips} layers of {cut.step.traced.name}",
+            where=f"the scan over {microbatched.step.trips} layers of {microbatched.step.traced.name}",
             expected="parts that follow one another in the forward pass",
             got=f"parts in layers {firsts}",
             hint="use fewer stages, or write the layers out in a Python loop",
@@ -116,23 +118,23 @@ def layers_of_pieces(cut: MicrobatchedStep) -> tuple[int, ...]:
     return tuple(firsts)
 
 
-def pieces_of(cut: MicrobatchedStep) -> dict[int, int]:
-    """The leaf, by the position in the graph's inputs, of each piece of a leaf."""
-    first = len(cut.graph.constants)
-    return {first + i: piece.leaf for i, piece in enumerate(cut.step.arguments) if piece.parts > 1}
+def pieces_of(microbatched: MicrobatchedStep) -> dict[int, int]:
+    """The leaf of each argument that is a slice of a leaf, by the position of the argument."""
+    first = len(microbatched.graph.constants)
+    return {first + i: piece.leaf for i, piece in enumerate(microbatched.step.arguments) if piece.parts > 1}
 
 
-def recomputed(cut: MicrobatchedStep, policies: Sequence[str]) -> OpGraph:
-    """The graph in which each layer keeps what its policy says."""
+def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> OpGraph:
+    """The graph in which each layer recomputes values by its policy."""
     if all(p == "nothing" for p in policies):
-        return cut.graph
-    return rematerialise(cut.graph, cut.layers, [Recompute(p) for p in policies])
+        return microbatched.graph
+    return rematerialise(microbatched.graph, microbatched.layers, [Recompute(p) for p in policies])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageGraphs:
-    """A step in stages, before anything of them is decided: the graph of the whole step, its schedule, and the graph of
-    each stage.
+    """A step in stages before their decisions: the graph of the whole step, its schedule, and the
+    graph of each stage.
     """
 
     graph: OpGraph
@@ -141,16 +143,16 @@ class StageGraphs:
 
 
 def stage_graphs(
-    cut: MicrobatchedStep, policies: Sequence[str], first_layers: Sequence[int], schedule: str, chunks: int
+    microbatched: MicrobatchedStep, policies: Sequence[str], first_layers: Sequence[int], schedule: str, chunks: int
 ) -> StageGraphs:
-    """The graphs that decisions are about: for a search, and for a plan that is made into a program.
+    """The graphs of the stages, for a search and for the restoration of a plan.
 
     Raises: InvalidArgumentError for a schedule that cannot run the step.
     """
-    graph, num_stages = recomputed(cut, policies), len(first_layers)
+    graph, num_stages = recomputed(microbatched, policies), len(first_layers)
     order = schedule_of(schedule, num_stages, graph.num_microbatches, chunks)
     check_directions(graph, order)
-    stages = cut_stages(graph, cut.layers, first_layers, order.splits_backward, num_stages)
+    stages = cut_stages(graph, microbatched.layers, first_layers, order.splits_backward, num_stages)
     return StageGraphs(graph=graph, schedule=order, stages=stages)
 
 
@@ -164,11 +166,11 @@ def place(group_meshes: Sequence[LogicalMesh], schedule: PipelineSchedule) -> li
 
 
 class Decider:
-    """Decides the stages of one pipeline, on one set of terms after another.
+    """Decides the stages of one pipeline, under one set of weights after another.
 
-    Stages that are alike, on meshes that are alike, on equal terms, share their decisions. Constraints and pins bind
-    all. `pieces` names the leaf that an input of the step is a piece of: all pieces of a leaf get the layout that the
-    stage in the middle, which is like most others, chooses for its own.
+    Isomorphic stages on equal meshes under equal weights share their decisions. Constraints and pins bind all stages.
+    `pieces` gives the leaf that an input of the step is a slice of: all slices of a leaf have the layout that the
+    middle stage chooses, since it is like most others.
     """
 
     def __init__(
@@ -185,16 +187,16 @@ class Decider:
         self.pieces, self.constraints, self.pins = pieces, constraints, pins
         self.transfer_layouts = transfer_layouts_of(stages, meshes, constraints)
         self.shapes = [canonical_graph(stage.graph) for stage in stages]
-        self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and how
+        self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and its decisions
         self.solved: dict[tuple[Any, ObjectiveWeights], int] = {}  # problem and terms -> which of them
         self.problems: dict[Any, tuple[int, IntraOp]] = {}  # with the stage whose numbers it has
         self.of_problem: dict[Any, list[int]] = {}
         self.carried: dict[tuple[int, int], ShardingPlan] = {}
 
     def decide(self, terms: Sequence[ObjectiveWeights]) -> list[tuple[int, ShardingPlan]]:
-        """For each stage its decisions, and their number: stages with one number do the same."""
+        """The decisions of each stage, with a number: stages with equal numbers have the same decisions."""
         layouts: dict[int, Layout] = {}
-        found: dict[int, tuple[int, ShardingPlan]] = {}
+        decided: dict[int, tuple[int, ShardingPlan]] = {}
         middle = len(self.stages) // 2
         for at in sorted(range(len(self.stages)), key=lambda q: (bool(self.pieces) and q != middle, q)):
             stage = self.stages[at]
@@ -202,14 +204,14 @@ class Decider:
             leaf_of = {v: self.pieces[p] for p, v in inputs if p in self.pieces}
             fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts}
             number = self.number(at, terms[at], fixed)
-            found[at] = number, self.of_stage(number, at)
+            decided[at] = number, self.of_stage(number, at)
             for v, leaf in leaf_of.items():
-                whole = replicated(len(stage.graph.values[v].shape))
-                layouts.setdefault(leaf, found[at][1].reduced.get(v, whole))
-        return [found[at] for at in range(len(self.stages))]
+                replicated_layout = replicated(len(stage.graph.values[v].shape))
+                layouts.setdefault(leaf, decided[at][1].reduced.get(v, replicated_layout))
+        return [decided[at] for at in range(len(self.stages))]
 
     def number(self, at: int, terms: ObjectiveWeights, fixed: Mapping[int, Layout]) -> int:
-        """The decisions that a stage gets. Terms that lead to the same decisions lead to one number."""
+        """The number of a stage's decisions. Weights that lead to the same decisions lead to the same number."""
         key = self.key(at, fixed)
         if (key, terms) not in self.solved:
             if key not in self.problems:
@@ -224,24 +226,24 @@ class Decider:
                 self.problems[key] = at, stage_problem(*args)
             source, problem = self.problems[key]
             sharding = solve_stage(problem, terms, self.time_limit_s)
-            known = self.of_problem.setdefault(key, [])
-            number = next((n for n in known if _decides_alike(self.of_stage(n, source), sharding)), len(self.made))
+            numbers = self.of_problem.setdefault(key, [])
+            number = next((n for n in numbers if _decides_alike(self.of_stage(n, source), sharding)), len(self.made))
             if number == len(self.made):
                 self.made.append((source, sharding))
-                known.append(number)
+                numbers.append(number)
             self.solved[key, terms] = number
         return self.solved[key, terms]
 
     def key(self, at: int, fixed: Mapping[int, Layout]) -> Any:
-        """What there is to decide, but for the terms, without the numbers of operations and values."""
+        """The problem of a stage except for the weights, without the numbers of operations and values."""
         shape, (received, sent) = self.shapes[at], self.transfer_layouts[at]
         number = {v: i for i, v in enumerate(shape.values)}
         op_number = {op: i for i, op in enumerate(shape.ops)}
         arrives = sorted((number[v], layout) for v, layout in received.items() if v in number)
         leaves = sorted((op_number[op], layout) for op, layout in sent.items())
-        given = sorted((number[v], layout) for v, layout in fixed.items())
-        held = sorted((number[v], str(pin.dims)) for v, pin in self.pinned(at).items())
-        return shape.key, self.models[at].links, str(arrives), str(leaves), str(given), str(held)
+        fixed_layouts = sorted((number[v], layout) for v, layout in fixed.items())
+        pinned_dims = sorted((number[v], str(pin.dims)) for v, pin in self.pinned(at).items())
+        return shape.key, self.models[at].links, str(arrives), str(leaves), str(fixed_layouts), str(pinned_dims)
 
     def pinned(self, at: int) -> dict[int, PinnedLayout]:
         """The pins of values of a stage."""
@@ -249,7 +251,7 @@ class Decider:
         return {v: pin for v, pin in self.pins.items() if v in values}
 
     def of_stage(self, number: int, at: int) -> ShardingPlan:
-        """Decisions in the numbers of a stage."""
+        """Decisions in the operation and value numbers of a stage."""
         if (number, at) not in self.carried:
             source, sharding = self.made[number]
             self.carried[number, at] = (
@@ -260,20 +262,20 @@ class Decider:
         return self.carried[number, at]
 
 
-def _decides_alike(one: ShardingPlan, other: ShardingPlan) -> bool:
-    """Whether all is split alike; what it was thought to cost may differ."""
+def _decides_alike(plan_a: ShardingPlan, plan_b: ShardingPlan) -> bool:
+    """Whether two plans have the same layouts and strategies; their predicted costs may differ."""
     names = ("strategy", "unreduced", "reduced", "copies", "transfer_layouts", "in_host")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+    return all(getattr(plan_a, name) == getattr(plan_b, name) for name in names)
 
 
-# A stage that needs more memory than there is is decided anew with a higher price on the bytes of its state, then with
-# that price on what is saved for backward passes too, then with higher ones on both: how often, the first such price
-# (as a part of its objective divided by the memory) and by how much it rises.
+# A stage that exceeds the memory is decided again with a higher price on the bytes of its state, then with that price
+# also on values saved for backward passes, then with higher prices on both: the number of prices, the first one (as a
+# part of the stage's objective divided by the memory), and the ratio of neighbouring ones.
 LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
 
 
 def build(
-    cut: MicrobatchedStep,
+    microbatched: MicrobatchedStep,
     choice: StageChoice,
     cluster: Cluster,
     limit_bytes: int,
@@ -281,18 +283,18 @@ def build(
     constraints: Constraints | None = None,
     pins: PinsOnMesh | None = None,
 ) -> StagedStep:
-    """Works a choice out: recomputation, stages, decisions, instructions, tasks, the list, its simulation.
+    """Builds a choice: recomputation, stages, decisions, instructions, tasks, the instruction list, its simulation.
 
-    Stages that do not fit into the memory are decided anew, leaner each time, a few times at most. Pins hold on the
-    mesh of every stage.
+    Stages that exceed the memory are decided again under higher prices of a byte, a few times at most. Pins apply on
+    the mesh of every stage.
     """
-    made = stage_graphs(cut, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
-    graph, schedule, stages = made.graph, made.schedule, made.stages
+    graphs = stage_graphs(microbatched, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
+    graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
     submeshes = place(choice.group_meshes, schedule)
     models = [model_of(cluster, s.mesh) for s in submeshes]
-    pinned = pins.layouts(graph, cut.leaves) if pins is not None else {}
+    pinned = pins.layouts(graph, microbatched.leaves) if pins is not None else {}
     meshes = [s.mesh for s in submeshes]
-    decider = Decider(stages, models, meshes, time_limit_s, pieces_of(cut), constraints, pinned)
+    decider = Decider(stages, models, meshes, time_limit_s, pieces_of(microbatched), constraints, pinned)
     terms, costs = _first_terms(choice, models, constraints), TaskCosts()
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
@@ -306,26 +308,28 @@ def build(
                 )
                 for q, (like, sharding) in enumerate(decisions)
             ]
-            staged = stage_program(cut.step, graph, cut.layers, planned, submeshes, schedule, cluster, costs)
+            staged = stage_program(
+                microbatched.step, graph, microbatched.layers, planned, submeshes, schedule, cluster, costs
+            )
         peak_bytes = staged.simulation.peak_bytes
         over = [q for q, group in enumerate(schedule.mesh_of_stage) if peak_bytes[group] > limit_bytes]
         if not over or leaner == LEANER:
             break
         for q in over:
             dear = FIRST_PRICE * planned[q].sharding.report.objective_s / limit_bytes
-            known = choice.terms[q].s_per_byte if choice.terms else dear
+            known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
             in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
-            terms[q] = _leaner(terms[q], known, dear, in_flight)
+            terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)
     return staged
 
 
 def _first_terms(
     choice: StageChoice, models: Sequence[CostModel], constraints: Constraints | None
 ) -> list[ObjectiveWeights]:
-    """The terms under which each stage is decided first: where bytes cost next to nothing, unless it is known that its
-    state alone does not fit so, or that what it saves has a price.
+    """The first weights of each stage: the lowest price of a byte, unless it is known that its state alone does not fit
+    under it, or that its saved values have a price.
 
-    A recipe means the plan that its source describes, which does not count on what is hidden.
+    Under a recipe, hideable communication is charged fully: the plan is that of the recipe's source.
     """
     lowest = [lowest_price(model) for model in models]
     if not choice.terms:
@@ -337,34 +341,36 @@ def _first_terms(
     ]
 
 
-def _leaner(terms: ObjectiveWeights, known: float, dear: float, in_flight: int) -> ObjectiveWeights:
-    """Terms under which a stage needs less memory: the price that is known to do, then that price on what is saved for
-    so many micro-batches too, then higher ones.
+def _leaner(
+    terms: ObjectiveWeights, known_s_per_byte: float, high_s_per_byte: float, in_flight: int
+) -> ObjectiveWeights:
+    """Weights under which a stage needs less memory: the price that is known to suffice, then that price also on the
+    values saved for the micro-batches in flight, then higher prices.
     """
-    if terms.s_per_byte < known:
-        return dataclasses.replace(terms, s_per_byte=known)
+    if terms.s_per_byte < known_s_per_byte:
+        return dataclasses.replace(terms, s_per_byte=known_s_per_byte)
     if not terms.in_flight:
         return dataclasses.replace(terms, in_flight=_rounded_up(in_flight))
-    return dataclasses.replace(terms, s_per_byte=max(dear, terms.s_per_byte * PRICE_RISE))
+    return dataclasses.replace(terms, s_per_byte=max(high_s_per_byte, terms.s_per_byte * PRICE_RISE))
 
 
 def _rounded_up(n: int) -> int:
-    """To a power of two: stages that are alike but for what is in flight are decided together."""
+    """The next power of two, so that stages that differ only in the micro-batches in flight are decided together."""
     return 1 << max(0, n - 1).bit_length()
 
 
-def evened(cut: MicrobatchedStep, choice: StageChoice) -> StageChoice:
-    """A choice for a step with its scan in small parts, for the step with one part on each stage: all stages are like
-    the middle one was.
+def evened(microbatched: MicrobatchedStep, choice: StageChoice) -> StageChoice:
+    """The choice for a step with one part of its scan on each stage, from the choice for the step with its scan in
+    small parts: all stages get the mesh, policy and weights of the middle stage.
     """
     num_stages = len(choice.first_layers)
     middle = num_stages // 2
     policy = choice.policies[choice.first_layers[middle]]
     return dataclasses.replace(
         choice,
-        first_layers=layers_of_pieces(cut) if cut.step.parts > 1 else (0,),
+        first_layers=layers_of_pieces(microbatched) if microbatched.step.parts > 1 else (0,),
         group_meshes=(choice.group_meshes[middle],) * num_stages,
-        policies=(policy,) * len(cut.layers),
+        policies=(policy,) * len(microbatched.layers),
         terms=choice.terms and (choice.terms[middle],) * num_stages,
         over_limit=choice.over_limit and (choice.over_limit[middle],) * num_stages,
     )

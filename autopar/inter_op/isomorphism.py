@@ -1,4 +1,6 @@
-"""Isomorphic graphs, equal up to the numbers of operations and values: the decisions of one serve the other."""
+"""Isomorphic graphs, equal except for the numbers of operations and values: decisions carry over
+from one to the other.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from autopar.sharding.partial_sums import find_partials
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CanonicalGraph:
-    """What a graph is but for its numbers: with equal `key`s, `ops` and `values` correspond one to one, in order."""
+    """The structure of a graph without its numbers. The `ops` and `values` of graphs with equal `key`s correspond in
+    order.
+    """
 
     key: tuple
     ops: tuple[int, ...]

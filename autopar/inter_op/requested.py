@@ -28,27 +28,29 @@ SOURCE = "requested pipeline"
 
 
 def requested_pipelines(context: PlanningContext) -> Iterator[PipelineCandidate]:
-    """Stages of equal arithmetic on equal submeshes, as asked: the logical mesh that is fastest and fits. Where none
-    does, copies of the state are made in each micro-batch anew.
+    """Stages of equal arithmetic on equal submeshes, as requested, on the fastest logical mesh that fits. Where none
+    fits, each micro-batch makes its own copies of the state.
 
-    Raises: UnsupportedError for a step that cannot be cut, such as one with callbacks.
+    Raises: UnsupportedError for a step that cannot be split into stages, such as one with callbacks.
     """
     refuse_callbacks(context.traced.jaxpr, context.traced.name)
-    for found in retry_without_hoisted_casts(lambda hoist_casts: _built(context, hoist_casts), context.limit_bytes):
-        assert isinstance(found, PipelineCandidate), "stages that were asked for are built whether they fit or not"
-        yield found
+    for candidate in retry_without_hoisted_casts(lambda hoist_casts: _built(context, hoist_casts), context.limit_bytes):
+        assert isinstance(candidate, PipelineCandidate), "stages that were asked for are built whether they fit or not"
+        yield candidate
 
 
 def one_stage_candidates(context: PlanningContext) -> Iterator[PipelineCandidate | Rejection]:
-    """One stage on all devices, in the most micro-batches that may be chosen: what comes near to fitting where no
-    stages fit. Not for a long step, of which even that takes long.
+    """One stage on all devices, in the largest allowed number of micro-batches: the nearest to fitting where no stages
+    fit. A long step is rejected, since even this takes long.
     """
     source = "one stage in micro-batches"
     if is_long(context.traced):
         yield Rejection(source=source, why="not tried: the step is long")
         return
-    most = max(microbatch_numbers(context.traced, context.cluster, context.request))
-    request = dataclasses.replace(context.request, num_stages=1, num_microbatches=most, schedule=None, chunks=None)
+    max_microbatches = max(microbatch_numbers(context.traced, context.cluster, context.request))
+    request = dataclasses.replace(
+        context.request, num_stages=1, num_microbatches=max_microbatches, schedule=None, chunks=None
+    )
     try:
         yield from requested_pipelines(dataclasses.replace(context, request=request))
     except (UnsupportedError, BatchMismatchError) as error:
@@ -56,7 +58,7 @@ def one_stage_candidates(context: PlanningContext) -> Iterator[PipelineCandidate
 
 
 def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineCandidate, ...], bool]:
-    """(the best of the logical meshes; whether there are copies of the state that may be made anew)"""
+    """(the best of the logical meshes; whether the copies of the state could be made in each micro-batch instead)"""
     request, cluster, traced, rules = context.request, context.cluster, context.traced, context.rules
     binding, name = request.binding, request.schedule or "1f1b"
     chunks = request.chunks or default_chunks(name)
@@ -67,38 +69,38 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
             raise one_part_a_group(step, name, chunks)
         parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
         num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
-        cut = cut_layers(step, num_microbatches, rules, hoist_casts=hoist_casts)
+        microbatched = cut_layers(step, num_microbatches, rules, hoist_casts=hoist_casts)
         if binding is not None:
-            cut = dataclasses.replace(cut, graph=annotate_semantics(cut.graph))
-            binding.check(cut.graph, cluster.num_devices * chunks // num_stages)
+            microbatched = dataclasses.replace(microbatched, graph=annotate_semantics(microbatched.graph))
+            binding.check(microbatched.graph, cluster.num_devices * chunks // num_stages)
             if binding.shares_sequences:
-                check_attention(cut.graph)
+                check_attention(microbatched.graph)
     pinned: list[PinsOnMesh] = []
     if request.pins is not None:
-        (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(cut.layers))
-        found = request.pins.found(traced, cut.graph)
+        (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(microbatched.layers))
+        resolved_pins = request.pins.found(traced, microbatched.graph)
         part = part_of(cluster, size)
-        pinned = on_meshes(found, part, request.max_mesh_axes, binding, cut.graph, cut.leaves)
+        pinned = on_meshes(resolved_pins, part, request.max_mesh_axes, binding, microbatched.graph, microbatched.leaves)
     meshes = [at.mesh for at in pinned] or None
-    choices = equal_choice(cut, cluster, name, num_stages, chunks, binding, request.recompute, meshes)
+    choices = equal_choice(microbatched, cluster, name, num_stages, chunks, binding, request.recompute, meshes)
     built = []
     for choice, pins in itertools.zip_longest(choices, pinned):
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
         with context.progress.pass_("build stages"):
             limits = context.limit_bytes, context.deadline.solve_s()
-            staged = build(cut, choice, cluster, *limits, constraints, pins)
+            staged = build(microbatched, choice, cluster, *limits, constraints, pins)
         built.append(
             PipelineCandidate(
                 staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, pins=pins, source=SOURCE
             )
         )
-    best = min(built, key=lambda found: found.rank(context.limit_bytes))
-    best = dataclasses.replace(best, weighed=tuple(found.trial for found in built))
-    return (best,), copies_state(cut.graph)
+    best = min(built, key=lambda candidate: candidate.rank(context.limit_bytes))
+    best = dataclasses.replace(best, weighed=tuple(candidate.trial for candidate in built))
+    return (best,), copies_state(microbatched.graph)
 
 
 def equal_choice(
-    cut: MicrobatchedStep,
+    microbatched: MicrobatchedStep,
     cluster: Cluster,
     schedule: str,
     num_stages: int,
@@ -107,13 +109,15 @@ def equal_choice(
     recompute: str = "nothing",
     meshes: Sequence[LogicalMesh] | None = None,
 ) -> list[StageChoice]:
-    """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh of them that
-    a binding leaves, or those that are given.
+    """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh that a
+    binding allows, or for the given meshes.
 
-    Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not cut the devices.
+    Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not divide the devices.
     """
-    (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(cut.layers))
-    first_layers = layers_of_pieces(cut) if cut.step.parts > 1 else balanced(cut.layers, num_stages)
+    (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(microbatched.layers))
+    first_layers = (
+        layers_of_pieces(microbatched) if microbatched.step.parts > 1 else balanced(microbatched.layers, num_stages)
+    )
     if meshes is None:
         meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
     return [
@@ -122,7 +126,7 @@ def equal_choice(
             chunks=chunks,
             first_layers=first_layers,
             group_meshes=(mesh,) * (num_stages // chunks),
-            policies=(recompute,) * len(cut.layers),
+            policies=(recompute,) * len(microbatched.layers),
         )
         for mesh in meshes
     ]

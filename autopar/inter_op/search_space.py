@@ -26,60 +26,61 @@ FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stag
 
 
 def is_long(traced: TracedStep) -> bool:
-    """Whether whatever is done to a step takes long."""
+    """Whether a step is so long that every pass over it takes long."""
     return len(traced.jaxpr.eqns) > LONG_STEP
 
 
 def microbatch_numbers(traced: TracedStep, cluster: Cluster, request: PlanRequest) -> list[int]:
-    """The numbers of micro-batches to search through, most first.
+    """The numbers of micro-batches to search, largest first.
 
-    At most so many that each has a few examples for the devices of a stage, and that bubbles are small whatever the
-    number of stages; then fewer, larger ones, which read parameters less often. The first have examples for powers of
-    two of devices, as stages mostly are; the others for an odd number of hosts too.
+    The largest number leaves a few examples for the devices of a stage, and makes bubbles small for any number of
+    stages. The smaller numbers have larger micro-batches, which read parameters less often. Micro-batches of the
+    largest number split over powers of two of devices, as most stages have; the others also over an odd number of
+    hosts.
     """
     if request.num_microbatches is not None:
         return [request.num_microbatches]
     examples = num_examples(traced)
     smallest = min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
-    most = examples / max(smallest, cluster.num_devices // (MOST_STAGES * SHARING))
-    most = min(most, MICROBATCHES_A_STAGE * min(cluster.num_devices, MOST_STAGES))
+    largest = examples / max(smallest, cluster.num_devices // (MOST_STAGES * SHARING))
+    largest = min(largest, MICROBATCHES_A_STAGE * min(cluster.num_devices, MOST_STAGES))
     several = 2 if is_long(traced) else MICROBATCH_SIZES  # each size is traced and priced anew
-    wanted = [max(1.0, most / MICROBATCH_RATIO**i) for i in range(several)]
+    targets = [max(1.0, largest / MICROBATCH_RATIO**i) for i in range(several)]
     groups = examples // odd_part(examples, cluster)
     stages_are_odd = _odd(cluster.num_devices) > MOST_PARTS
     of = [groups if i or stages_are_odd else examples for i in range(several)]
-    found = [nearest_divisor(n, number) for n, number in zip(of, wanted, strict=True)]
-    return list(dict.fromkeys(found))
+    numbers = [nearest_divisor(n, number) for n, number in zip(of, targets, strict=True)]
+    return list(dict.fromkeys(numbers))
 
 
 def _odd(n: int) -> int:
-    """What is left of a number without its factors of two."""
+    """A number without its factors of two."""
     return n // (n & -n)
 
 
 def odd_part(examples: int, cluster: Cluster) -> int:
-    """The odd number of devices that examples can be split over, not many of them: micro-batches of a power of two
-    would leave stages of three or nine hosts without data parallelism.
+    """The largest odd number of devices over which examples are split, up to a small bound: with micro-batches of a
+    power of two, stages of three or nine hosts would have no data parallelism.
     """
-    most = MICROBATCH_RATIO * SMALLEST_MICROBATCH
-    return max(d for d in _divisor_chain(_odd(cluster.num_devices)) if examples % d == 0 and d <= most)
+    largest = MICROBATCH_RATIO * SMALLEST_MICROBATCH
+    return max(d for d in _divisor_chain(_odd(cluster.num_devices)) if examples % d == 0 and d <= largest)
 
 
 def finest(trips: int) -> int:
-    """In how many parts a scan over layers is priced: a divisor of its trips."""
+    """The number of parts in which a scan over layers is priced: a divisor of its trips."""
     return max((d for d in divisors(trips) if d <= FINEST_PARTS), default=1)
 
 
 def stage_numbers(step: SplitStep, cluster: Cluster) -> list[int]:
-    """The numbers of stages that cut a scan over layers and the devices into equal parts."""
+    """The numbers of stages that divide a scan over layers, and the devices, into equal parts."""
     n, total = cluster.devices_per_host, cluster.num_devices
     sizes = {s: total // s for s in divisors(step.trips) if total % s == 0 and s <= step.parts}
     return [s for s, size in sizes.items() if size % n == 0 or n % size == 0]
 
 
 def few_bubbles(traced: TracedStep, num_stages: int, parts: int = 1) -> int:
-    """The divisor of the batch nearest to four micro-batches for each stage, of those that leave micro-batches which
-    can be cut into so many parts, where the batch can be.
+    """The divisor of the batch nearest to four micro-batches for each stage, among the divisors whose micro-batches can
+    be split into `parts`, where the batch can be.
     """
     if num_stages == 1:
         return 1
@@ -87,15 +88,15 @@ def few_bubbles(traced: TracedStep, num_stages: int, parts: int = 1) -> int:
     return nearest_divisor(examples // parts if examples % parts == 0 else examples, 4 * num_stages)
 
 
-def nearest_divisor(n: int, wanted: float) -> int:
-    """The divisor of n whose ratio to what is wanted is nearest to one."""
-    return min(divisors(n), key=lambda m: abs(math.log(m / wanted)))
+def nearest_divisor(n: int, target: float) -> int:
+    """The divisor of n whose ratio to the target is nearest to one."""
+    return min(divisors(n), key=lambda m: abs(math.log(m / target)))
 
 
 def schedules_of(request: PlanRequest) -> tuple[str, ...]:
-    """Those to search through.
+    """The schedules to search.
 
-    Raises: InvalidArgumentError for a schedule that the search over stages has no model of.
+    Raises: InvalidArgumentError for a schedule without a model in the search over stages.
     """
     if request.schedule is None:
         return SEARCHED_SCHEDULES
@@ -111,8 +112,9 @@ def schedules_of(request: PlanRequest) -> tuple[str, ...]:
 
 
 def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> list[int]:
-    """Powers of two inside of a host, then whole hosts by powers of two, and all; no smaller than layers allow, but for
-    what is left over. Many hosts that this leaves in small parts are cut evenly, each size into the next smaller one.
+    """Powers of two inside a host, then whole hosts by powers of two, and all devices. Sizes that would need more
+    stages than there are layers are left out, except where devices would be left over. If this would cut many hosts
+    into small parts, each size divides the next larger one instead.
     """
     n, total = cluster.devices_per_host, cluster.num_devices
     if request.num_stages is not None:
@@ -139,25 +141,25 @@ def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> li
     return sorted({size for size in chain if size * num_layers >= total})
 
 
-def sizes_for(cut: MicrobatchedStep, cluster: Cluster, request: PlanRequest, is_largest: bool) -> list[int]:
-    """Of the sizes of submeshes those for the micro-batches of a cut: where there are larger ones, these are for stages
-    of more devices than share an example.
+def sizes_for(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanRequest, is_largest: bool) -> list[int]:
+    """The submesh sizes for the micro-batches of a step; unless these are the largest micro-batches, only sizes that
+    share their examples among at most `SHARING` devices each.
     """
-    sizes = submesh_sizes(cluster, request, len(cut.layers))
-    examples = num_examples(cut.step.traced) // cut.graph.num_microbatches
+    sizes = submesh_sizes(cluster, request, len(microbatched.layers))
+    examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
     return [size for size in sizes if is_largest or size <= max(sizes[0], SHARING * examples)]
 
 
 def _divisor_chain(n: int) -> list[int]:
-    """1 and n with numbers between them of which each divides the next, by the smallest factor that there is."""
+    """1 and n, with numbers between them of which each divides the next, by the smallest possible factor."""
     chain = [1]
     while chain[-1] < n:
-        rest = n // chain[-1]
-        chain.append(chain[-1] * divisors(rest)[1])
+        quotient = n // chain[-1]
+        chain.append(chain[-1] * divisors(quotient)[1])
     return chain
 
 
 def meshes_inside(part: Cluster) -> list[LogicalMesh]:
-    """The logical meshes of a stage, of at most two axes, of which the inner one stays inside of a host."""
+    """The logical meshes of a stage, of at most two axes, the inner of which stays inside a host."""
     meshes = distinct_meshes(part, 2)
     return [m for m in meshes if len(m.axis_sizes) == 1 or m.axis_sizes[-1] <= part.devices_per_host]

@@ -1,7 +1,7 @@
 """The tables of the stage search: seconds and bytes of each layer on each mesh that a stage may have.
 
-Layers are priced in a graph of the whole step in which repeated ones stand once (`fold_layers`), under the decisions of
-one ILP for each mesh; a stage costs what its layers do together.
+Layers are priced in a graph of the whole step in which repeated layers stand once (`fold_layers`), under the decisions
+of one ILP for each mesh. The cost of a stage follows from the costs of its layers.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _LESS_IS_BETTER = (
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """Of one layer. Seconds of one micro-batch, but for `once_s`; bytes on one device.
+    """The cost of one layer. Seconds are those of one micro-batch, except `once_s`; bytes are those on one device.
 
-    For each policy of recomputation what is computed again, what is kept for the backward pass, and what then for the
-    gradients of weights where they are put off.
+    For each recomputation policy: the recomputed seconds, the bytes kept for the backward pass, and the bytes kept for
+    deferred gradients of weights.
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     weight_s: float = 0.0
     once_s: float = 0.0
-    again_s: dict[Recompute, float] = dataclasses.field(default_factory=dict)
+    recompute_s: dict[Recompute, float] = dataclasses.field(default_factory=dict)
     state_bytes: int = 0
     given_bytes: int = 0
     saved_bytes: dict[Recompute, int] = dataclasses.field(default_factory=dict)
@@ -70,10 +70,10 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricedOption:
-    """A way to run layers: the mesh, what they recompute, and the terms under which it is decided.
+    """A way to run layers: the mesh, the recomputation policy, and the weights of the ILP's objective.
 
-    `given_bytes`: of each layer's state what the step is given; the rest is made in each step anew.
-    `over_limit`: the state of any stage alone would not fit under others.
+    `given_bytes`: the part of each layer's state that is an argument of the step; the rest is made in each step.
+    `over_limit`: under the other weights, the state of any stage alone exceeds the memory.
     """
 
     option: StageOption
@@ -85,29 +85,35 @@ class PricedOption:
 
 
 # For each policy and each layer the forward operations that are computed again.
-Again = Mapping[Recompute, Mapping[int, frozenset[int]]]
+RecomputedOps = Mapping[Recompute, Mapping[int, frozenset[int]]]
 
 
-def again_of(contracted: FoldedGraph) -> Again:
-    return {policy: recomputed_ops(contracted.graph, contracted.layer_of, policy) for policy in Recompute}
+def recomputed_by_policy(folded: FoldedGraph) -> RecomputedOps:
+    """For each policy and layer, the forward operations that the backward pass recomputes."""
+    return {policy: recomputed_ops(folded.graph, folded.layer_of, policy) for policy in Recompute}
 
 
 def stage_options(
-    contracted: FoldedGraph, again: Again, layers: Layers, model: CostModel, link: Link, decisions: Decisions
+    folded: FoldedGraph,
+    recomputed_of: RecomputedOps,
+    layers: Layers,
+    model: CostModel,
+    link: Link,
+    decisions: Decisions,
 ) -> tuple[PricedOption, ...]:
-    """Options for stages on the model's mesh: each of the decisions with each policy of recomputation.
+    """Options for stages on the model's mesh: each of the decisions under each recomputation policy.
 
-    `again` is `again_of(contracted)`; `link` joins a stage with the next one. What crosses a boundary is sent split
-    over all devices of the mesh.
+    `recomputed_of` is `recomputed_by_policy(folded)`; `link` joins a stage with the next one. A value that crosses a
+    boundary is sent in parts, one from each device of the mesh.
     """
     devices = model.links.mesh.num_devices
     send_s = np.array([link.latency_s + b / devices / link.bytes_per_s for b in layers.crossing_bytes])
-    found: list[PricedOption] = []
-    costs = NodeCosts(contracted.graph, model)
+    options: list[PricedOption] = []
+    costs = NodeCosts(folded.graph, model)
     for decided in decisions:
-        rows = _Pricing(contracted, again, model, decided.sharding, costs).run()
-        table = [rows[contracted.stands_for[layer]] for layer in range(len(layers))]
-        found += [
+        rows = _Pricing(folded, recomputed_of, model, decided.sharding, costs).run()
+        table = [rows[folded.stands_for[layer]] for layer in range(len(layers))]
+        options += [
             PricedOption(
                 option=_option(policy, table, devices, send_s, model),
                 mesh=model.links.mesh,
@@ -118,49 +124,56 @@ def stage_options(
             )
             for policy in Recompute
         ]
-    return tuple(found)
+    return tuple(options)
 
 
 def undominated(options: Sequence[PricedOption]) -> tuple[PricedOption, ...]:
-    """Without those that another one on as many devices is at least as good as, for every layer."""
-    found: dict[int, list[tuple[np.ndarray, PricedOption]]] = {}
+    """The options without dominated ones: an option is dominated where another one on as many devices is at least as
+    good for every layer.
+    """
+    by_size: dict[int, list[tuple[np.ndarray, PricedOption]]] = {}
     for o in options:
         costs = np.stack([*(getattr(o.option, name) for name in _LESS_IS_BETTER), -weight_seconds(o.option)])
-        alike = found.setdefault(o.option.num_devices, [])
-        if not any((other <= costs).all() for other, _ in alike):
-            alike[:] = [kept for kept in alike if not (costs <= kept[0]).all()] + [(costs, o)]
-    return tuple(o for alike in found.values() for _, o in alike)
+        frontier = by_size.setdefault(o.option.num_devices, [])
+        if not any((other_costs <= costs).all() for other_costs, _ in frontier):
+            frontier[:] = [entry for entry in frontier if not (costs <= entry[0]).all()] + [(costs, o)]
+    return tuple(o for frontier in by_size.values() for _, o in frontier)
 
 
 def _option(
     policy: Recompute, table: Sequence[_Row], num_devices: int, send_s: np.ndarray, model: CostModel
 ) -> StageOption:
     # What is computed again is there while the layer's backward pass runs.
-    rest = [max(0, row.saved_bytes[Recompute.NOTHING] - row.saved_bytes[policy]) for row in table]
+    restored_bytes = [max(0, row.saved_bytes[Recompute.NOTHING] - row.saved_bytes[policy]) for row in table]
     return StageOption(
         num_devices=num_devices,
         forward_s=np.array([row.forward_s for row in table]),
-        backward_s=np.array([row.backward_s + row.again_s[policy] for row in table]),
+        backward_s=np.array([row.backward_s + row.recompute_s[policy] for row in table]),
         weight_s=np.array([row.weight_s for row in table]),
         once_s=np.array([row.once_s for row in table]),
         state_bytes=np.array([row.state_bytes for row in table], dtype=np.int64),
         saved_bytes=np.array([row.saved_bytes[policy] for row in table], dtype=np.int64),
         deferred_bytes=np.array([row.deferred_bytes[policy] for row in table], dtype=np.int64),
-        working_bytes=np.array([row.working_bytes for row in table]) + np.array(rest, dtype=np.int64),
+        working_bytes=np.array([row.working_bytes for row in table]) + np.array(restored_bytes, dtype=np.int64),
         send_s=send_s,
         name=f"{model.links.mesh}, recompute {policy.value}",
     )
 
 
 class _Pricing:
-    """What each layer of a contracted graph costs under decisions."""
+    """The costs of the layers of a folded graph under decisions."""
 
     def __init__(
-        self, contracted: FoldedGraph, again: Again, model: CostModel, sharding: ShardingPlan, costs: NodeCosts
+        self,
+        folded: FoldedGraph,
+        recomputed_of: RecomputedOps,
+        model: CostModel,
+        sharding: ShardingPlan,
+        costs: NodeCosts,
     ) -> None:
-        self.contracted, self.graph, self.model, self.again = contracted, contracted.graph, model, again
+        self.folded, self.graph, self.model, self.recomputed_of = folded, folded.graph, model, recomputed_of
         self.lowered: LoweredBlock = lower(self.graph, sharding, model.links)
-        self.rows = {layer: _Row() for layer in contracted.weight}
+        self.rows = {layer: _Row() for layer in folded.weight}
         self.costs = costs
         self.compute_s = compute_times_s(self.graph, self.lowered, model, self.costs)
         self.awaited = self.read_by_other_layers()
@@ -169,12 +182,12 @@ class _Pricing:
 
     def run(self) -> dict[int, _Row]:
         parts = self.parts()
-        summed_s = {where: [self.seconds(i) for i in instructions] for where, instructions in parts.items()}
+        summed_s = {part: [self.seconds(i) for i in instructions] for part, instructions in parts.items()}
         shares = self.shares(parts, summed_s)
         mesh, m = self.model.links.mesh, self.graph.num_microbatches
         forward: dict[int, list[tuple[Instruction, float]]] = {}
         for (layer, section), instructions in parts.items():
-            row, weight = self.rows[layer], self.contracted.weight[layer]
+            row, weight = self.rows[layer], self.folded.weight[layer]
             runs = weight * (m if section.repeats else 1)
             seconds = [shares[section] * t / runs for t in summed_s[layer, section]]
             if section is Section.FORWARD:
@@ -185,8 +198,10 @@ class _Pricing:
                 row.weight_s += sum(t for t, i in zip(seconds, instructions, strict=True) if self.can_wait(i))
             else:
                 row.once_s += sum(seconds)
-            reads, made = self.ends(instructions)
-            row.working_bytes = max(row.working_bytes, task_memory(self.graph, instructions, reads, made, self.model))
+            reads, produced = self.ends(instructions)
+            row.working_bytes = max(
+                row.working_bytes, task_memory(self.graph, instructions, reads, produced, self.model)
+            )
             for i in instructions:
                 if isinstance(i, Accumulate):
                     row.state_bytes += self.nbytes((i.op.outputs[0], i.sum_))
@@ -197,14 +212,14 @@ class _Pricing:
         for layer, row in self.rows.items():
             for policy in Recompute:
                 backward = parts.get((layer, Section.BACKWARD), [])
-                again, kept = self.recomputed(
-                    self.again[policy].get(layer, frozenset()), forward.get(layer, []), backward
+                runs_again, needed = self.recomputed(
+                    self.recomputed_of[policy].get(layer, frozenset()), forward.get(layer, []), backward
                 )
-                row.again_s[policy] = sum(time_s for _, time_s in again)
-                row.saved_bytes[policy] = sum(self.nbytes(key) for key in kept & made_forward)
-                deferred = self.deferred([i for i, _ in again], backward)
+                row.recompute_s[policy] = sum(time_s for _, time_s in runs_again)
+                row.saved_bytes[policy] = sum(self.nbytes(key) for key in needed & made_forward)
+                deferred = self.deferred([i for i, _ in runs_again], backward)
                 row.deferred_bytes[policy] = sum(self.nbytes(key) for key in deferred & made_repeating)
-        inputs = zip(self.lowered.block.inputs, self.lowered.inputs, self.contracted.home_of, strict=True)
+        inputs = zip(self.lowered.block.inputs, self.lowered.inputs, self.folded.home_of, strict=True)
         for position, (v, layout, home) in enumerate(inputs):
             if position not in self.graph.batch and home in self.rows:
                 value = self.graph.values[v]
@@ -214,9 +229,11 @@ class _Pricing:
         return self.rows
 
     def read_by_other_layers(self) -> frozenset[int]:
-        """Backward values that the backward pass of another layer waits for, and all that they are made of."""
+        """Backward values that the backward pass of another layer waits for, and all values that they are computed
+        from.
+        """
         awaited: set[int] = set()
-        layer_of = self.contracted.layer_of
+        layer_of = self.folded.layer_of
         made_in = {v: layer_of[op.id] for op in self.graph.block.ops for v in op.outputs}
         for op in reversed(self.graph.block.ops):
             if op.section is not Section.BACKWARD or op.kind is OpKind.ACCUMULATE:
@@ -228,32 +245,32 @@ class _Pricing:
         return frozenset(awaited)
 
     def parts(self) -> dict[tuple[int, Section], list[Instruction]]:
-        """Instructions by layer and section; a resharding in the loop goes with the operation that it is for, one that
-        is made once with what it reshards.
+        """Instructions by layer and section. A resharding in the loop belongs to the operation that it is for; a
+        resharding outside the loop belongs to the layer of its value.
         """
-        layer_of, graph = self.contracted.layer_of, self.graph
+        layer_of, graph = self.folded.layer_of, self.graph
         made_in = {v: layer_of[op.id] for op in graph.block.ops for v in op.outputs}
-        made_in |= dict(zip(graph.block.inputs, self.contracted.home_of, strict=True))
+        made_in |= dict(zip(graph.block.inputs, self.folded.home_of, strict=True))
         parts: dict[tuple[int, Section], list[Instruction]] = {}
         waiting: list[tuple[Section, Instruction]] = []
         layer = next(iter(self.rows))
         for instruction in self.lowered.instructions:
             section = section_of(instruction)
             if isinstance(instruction, (Move, HostCopy)):
-                here = made_in.get(instruction.value)
-                if section.repeats or here not in self.rows:
+                layer_of_value = made_in.get(instruction.value)
+                if section.repeats or layer_of_value not in self.rows:
                     waiting.append((section, instruction))
                 else:
-                    parts.setdefault((here, section), []).append(instruction)
+                    parts.setdefault((layer_of_value, section), []).append(instruction)
                 continue
-            here = layer_of.get(instruction.op.id)
-            layer = here if here is not None else layer
-            for its, i in waiting:
-                parts.setdefault((layer, its), []).append(i)
+            layer_of_value = layer_of.get(instruction.op.id)
+            layer = layer_of_value if layer_of_value is not None else layer
+            for move_section, i in waiting:
+                parts.setdefault((layer, move_section), []).append(i)
             parts.setdefault((layer, section), []).append(instruction)
             waiting = []
-        for its, i in waiting:
-            parts.setdefault((layer, its), []).append(i)
+        for move_section, i in waiting:
+            parts.setdefault((layer, move_section), []).append(i)
         return parts
 
     def shares(
@@ -261,19 +278,21 @@ class _Pricing:
         parts: Mapping[tuple[int, Section], Sequence[Instruction]],
         seconds: Mapping[tuple[int, Section], Sequence[float]],
     ) -> dict[Section, float]:
-        """What is left of the seconds of each section where what is sent hides behind what is computed, also of the
-        layer before or behind it.
+        """For each section the ratio of its seconds with overlap to the sum of its seconds; communication may also
+        overlap with the computation of neighbouring layers.
         """
-        found = {}
+        exposed = {}
         for section in {section for _, section in parts}:
-            together = tuple(i for (_, where), instructions in parts.items() if where is section for i in instructions)
-            summed_s = sum(sum(of_part) for (_, where), of_part in seconds.items() if where is section)
+            together = tuple(
+                i for (_, of_section), instructions in parts.items() if of_section is section for i in instructions
+            )
+            summed_s = sum(sum(of_part) for (_, of_section), of_part in seconds.items() if of_section is section)
             block = dataclasses.replace(self.lowered, instructions=together)
-            found[section] = timed(self.graph, block, self.model, self.costs).end_s / summed_s if summed_s else 1.0
-        return found
+            exposed[section] = timed(self.graph, block, self.model, self.costs).end_s / summed_s if summed_s else 1.0
+        return exposed
 
     def seconds(self, instruction: Instruction) -> float:
-        """Of all runs of an instruction in a step."""
+        """The seconds of all runs of an instruction in a step."""
         computed_s = 0.0
         if isinstance(instruction, Compute):
             computed_s = self.compute_s[instruction.op.id]
@@ -292,65 +311,66 @@ class _Pricing:
         return local_bytes(value.shape, value.itemsize, key[1][0], self.model.links.mesh)
 
     def ends(self, instructions: Sequence[Instruction]) -> tuple[list[Key], list[Key]]:
-        """(what instructions read from outside, what they make that is not read inside)."""
-        made: set[Key] = set()
+        """(places that instructions read from outside, places that they fill and do not read)."""
+        produced: set[Key] = set()
         read: dict[Key, None] = {}
-        inside: set[Key] = set()
+        read_inside: set[Key] = set()
         for i in instructions:
             for key in i.keys_read:
-                if key in made:
-                    inside.add(key)
+                if key in produced:
+                    read_inside.add(key)
                 else:
                     read[key] = None
-            made.update(i.keys_made)
-        return list(read), [key for key in made if key not in inside]
+            produced.update(i.keys_made)
+        return list(read), [key for key in produced if key not in read_inside]
 
     def recomputed(
         self,
-        again: frozenset[int],
+        repeated_ops: frozenset[int],
         forward: Sequence[tuple[Instruction, float]],
         backward: Sequence[Instruction],
     ) -> tuple[list[tuple[Instruction, float]], set[Key]]:
-        """(what is run again, with its seconds, where the given operations of a layer are, what that and the layer's
-        backward pass read from outside).
+        """(recomputed instructions with their seconds, places that these and the layer's backward pass read from
+        outside), where `repeated_ops` are the recomputed operations of the layer.
 
-        What is kept of the layer is kept as it is read, and not sent again; what enters the layer, as it arrives.
+        A kept value is kept in the layout in which it is read, and is not sent again; an input of the layer is kept as
+        it arrives.
         """
         made_by = {v: i.op.id for i, _ in forward if not isinstance(i, (Move, HostCopy)) for v in i.op.outputs}
-        kept = {key for i in backward for key in i.keys_read}
+        kept_keys = {key for i in backward for key in i.keys_read}
         read: set[Key] = set()
-        made: set[Key] = set()
+        produced: set[Key] = set()
         runs_again: list[tuple[Instruction, float]] = []
         for i, time_s in reversed(forward):
             if not isinstance(i, (Move, HostCopy)):
-                repeats = i.op.id in again
+                repeats = i.op.id in repeated_ops
             elif i.value in made_by:
-                repeats = made_by[i.value] in again and not (read | kept).isdisjoint(i.keys_made)
+                repeats = made_by[i.value] in repeated_ops and not (read | kept_keys).isdisjoint(i.keys_made)
             else:
-                repeats = not (read - kept).isdisjoint(i.keys_made)
+                repeats = not (read - kept_keys).isdisjoint(i.keys_made)
             if repeats:
                 runs_again.append((i, time_s))
                 read.update(i.keys_read)
-                made.update(i.keys_made)
-        return runs_again[::-1], (read | kept) - made
+                produced.update(i.keys_made)
+        return runs_again[::-1], (read | kept_keys) - produced
 
     def can_wait(self, instruction: Instruction) -> bool:
-        """No other layer waits for what this operation of the backward pass makes."""
+        """Whether no other layer waits for the results of this operation of the backward pass."""
         return not isinstance(instruction, (Move, HostCopy)) and self.awaited.isdisjoint(instruction.op.outputs)
 
-    def deferred(self, again: Sequence[Instruction], backward: Sequence[Instruction]) -> set[Key]:
-        """What is read of outside by the part of a layer's backward pass that can wait, with all that is run again or
-        sent for it alone.
+    def deferred(self, runs_again: Sequence[Instruction], backward: Sequence[Instruction]) -> set[Key]:
+        """The places that the deferrable part of a layer's backward pass reads from outside; recomputation and
+        communication for this part alone are deferred with it.
         """
-        must = [i for i in backward if not isinstance(i, (Move, HostCopy)) and not self.can_wait(i)]
-        may_wait = [*again, *(i for i in backward if isinstance(i, (Move, HostCopy)) or self.can_wait(i))]
-        awaited = {key for i in must for key in i.keys_read}
+        awaited_ops = [i for i in backward if not isinstance(i, (Move, HostCopy)) and not self.can_wait(i)]
+        deferrable = [*runs_again, *(i for i in backward if isinstance(i, (Move, HostCopy)) or self.can_wait(i))]
+        awaited = {key for i in awaited_ops for key in i.keys_read}
         read: set[Key] = set()
-        made: set[Key] = set()
-        for i in reversed(may_wait):
+        produced: set[Key] = set()
+        for i in reversed(deferrable):
             if awaited.isdisjoint(i.keys_made):
                 read.update(i.keys_read)
-                made.update(i.keys_made)
+                produced.update(i.keys_made)
             else:
                 awaited.update(i.keys_read)
-        return read - made
+        return read - produced

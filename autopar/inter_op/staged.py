@@ -39,7 +39,7 @@ from autopar.solver import Status
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Submesh:
-    """The devices of one stage, neighbours from `first_device` on, and the mesh they are used as."""
+    """The devices of one stage, neighbours from `first_device` on, and their logical mesh."""
 
     first_device: int
     mesh: LogicalMesh
@@ -47,7 +47,9 @@ class Submesh:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """A stage with its decisions. Stages with one number `like` do the same, on operations of other numbers."""
+    """A stage with its decisions. Stages with equal `like` have the same decisions, on operations
+    with other numbers.
+    """
 
     like: int
     first_layer: int
@@ -61,11 +63,11 @@ class PlannedStage:
 class StagedStep:
     """A whole step in stages, ready to run or to simulate.
 
-    `step` is the step that was staged, with its scan over layers in parts where it has one.
-    `simulated` is the list that `simulation` ran, in which equal buffers are one; `program()` is the one to execute.
-    `submeshes[q]` are the devices of stage q; stages of one group of devices have the same.
-    `task_s[i]`, `task_bytes[i]`: seconds of one run of task i, and bytes it needs beside its buffers on one device;
-    `hidden_s[i]`: how much longer a run would take if nothing were sent within the mesh while it computes.
+    `step`: the step that was staged, with its scan over layers in parts where it has one. `simulated`: the instruction
+    list of `simulation`, in which equal buffers are merged; `program()` is the list to execute. `submeshes[q]`: the
+    devices of stage q; stages of one group of devices have the same. `task_s[i]`, `task_bytes[i]`: seconds of one run
+    of task i, and its bytes on one device beside its buffers; `hidden_s[i]`: seconds of its communication within the
+    mesh that overlap with computation.
     """
 
     step: SplitStep
@@ -83,17 +85,17 @@ class StagedStep:
     simulation: Simulation
 
     def program(self) -> Program:
-        """The list of instructions with every buffer."""
+        """The instruction list with every buffer."""
         return emit(self.staged.pipeline, self.schedule)
 
 
 def default_chunks(name: str) -> int:
-    """Stages on each group of devices where nothing else is asked for."""
+    """The number of stages on each group of devices, by default."""
     return 2 if name in ("interleaved", "zb-v") else 1
 
 
 def schedule_of(name: str, num_stages: int, num_microbatches: int, chunks: int) -> PipelineSchedule:
-    """The schedule of so many stages, `chunks` of them on each group of devices."""
+    """The schedule of `num_stages` stages, `chunks` of them on each group of devices."""
     return make_schedule(name, num_stages // chunks, num_microbatches, chunks)
 
 
@@ -134,8 +136,10 @@ TransferLayouts = tuple[dict[int, Layout], dict[int, Layout]]
 def transfer_layouts_of(
     stages: Sequence[StageGraph], meshes: Sequence[LogicalMesh], constraints: Constraints | None = None
 ) -> list[TransferLayouts]:
-    """In which layouts values cross between stages, for each stage; bound ones as they lie anyway, or split further."""
-    found: list[TransferLayouts] = [({}, {}) for _ in stages]
+    """The layouts in which values cross between stages, for each stage. Under constraints, the natural layouts of the
+    values, split further where that is possible.
+    """
+    layouts: list[TransferLayouts] = [({}, {}) for _ in stages]
     for source, stage in enumerate(stages):
         for op in stage.graph.block.ops:
             if op.kind is not OpKind.SEND:
@@ -149,9 +153,9 @@ def transfer_layouts_of(
             else:
                 ends = ((constraints.natural(at, mesh), mesh) for mesh in (meshes[source], meshes[target]))
                 leaves, arrives = refined(at.shape, *ends)
-            found[source][1][op.id] = leaves
-            found[target][0][value] = arrives
-    return found
+            layouts[source][1][op.id] = leaves
+            layouts[target][0][value] = arrives
+    return layouts
 
 
 def stage_problem(
@@ -162,10 +166,9 @@ def stage_problem(
     constraints: Constraints | None = None,
     pins: Mapping[int, PinnedLayout] | None = None,
 ) -> IntraOp:
-    """What there is to decide of one stage on its mesh: the ILP over its forward, backward and update operations.
+    """The ILP of one stage on its mesh, over its forward, backward and update operations.
 
-    `fixed` gives arguments (by value) the one layout they may have. Raises: InvalidArgumentError for a pin that a value
-    cannot have.
+    `fixed`: the one layout of an argument (by value). Raises: InvalidArgumentError for a pin that a value cannot have.
     """
     received, sent = transfers
     given = GivenLayouts(fixed=fixed or {}, transfers=sent, arrivals=received, pins=pins or {})
@@ -173,7 +176,7 @@ def stage_problem(
 
 
 def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) -> ShardingPlan:
-    """The decisions of one stage under some terms. Raises: SolverError."""
+    """The decisions of one stage under the weights. Raises: SolverError."""
     saved = saved_values(problem.graph) if terms.in_flight else frozenset()
     prices = MemoryPrices(
         s_per_byte=terms.s_per_byte,
@@ -220,14 +223,14 @@ def stage_program(
     cluster: Cluster,
     costs: TaskCosts | None = None,
 ) -> StagedStep:
-    """Instructions -> tasks -> the list that runs them -> the same list on a virtual clock.
+    """Instructions -> tasks -> the instruction list -> its simulation.
 
-    `costs` keeps what tasks cost from one program of these stages to the next.
+    `costs` keeps the costs of tasks from one program of these stages to the next.
     """
     costs = costs or TaskCosts()
     staged = assemble_pipeline([p.lowered for p in planned])
-    found = costs.of_all(planned, staged, cluster)
-    task_s, task_bytes = tuple(cost.seconds for cost in found), tuple(cost.nbytes for cost in found)
+    task_costs = costs.of_all(planned, staged, cluster)
+    task_s, task_bytes = tuple(cost.seconds for cost in task_costs), tuple(cost.nbytes for cost in task_costs)
     transfer_s = tuple(transfer_seconds(staged, i, submeshes, cluster) for i in range(len(staged.pipeline.transfers)))
     # Equal buffers are one on the virtual clock, so that long pipelines of many micro-batches are simulated quickly.
     smaller, sent_s = merged(staged.pipeline, transfer_s)
@@ -245,7 +248,7 @@ def stage_program(
         schedule=schedule,
         simulated=program,
         task_s=task_s,
-        hidden_s=tuple(cost.hidden_s for cost in found),
+        hidden_s=tuple(cost.hidden_s for cost in task_costs),
         task_bytes=task_bytes,
         transfer_s=transfer_s,
         simulation=simulation,
@@ -253,9 +256,9 @@ def stage_program(
 
 
 def pipeline_page_fault_s(simulation: Simulation, program: Program, planned: Sequence[PlannedStage]) -> float:
-    """Seconds in which a step waits for memory that was given back in the step before: of what devices hold between
-    tasks, beside their state (`host_cpu.held_page_fault_s`), on the mesh that waits longest. What a task needs while it
-    runs is counted with the task.
+    """Seconds in which a step waits for memory that the previous step returned: for values that devices hold between
+    tasks, beside their state (`host_cpu.held_page_fault_s`), on the mesh that waits longest. Memory that a task needs
+    while it runs is counted with the task.
     """
     meshes = {p.lowered.mesh_index: p.model for p in planned}
     waits = []
@@ -270,9 +273,9 @@ def pipeline_page_fault_s(simulation: Simulation, program: Program, planned: Seq
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCost:
-    """One run of a task on its mesh: seconds (what it computes, sends in the mesh, copies, waits for memory, and its
-    call), of which `hidden_s` in which something is sent while something
-    is computed; bytes beside its buffers on one device.
+    """The cost of one run of a task on its mesh: seconds (computation, communication within the mesh, copies, page
+    faults, the call), `hidden_s` of communication that overlaps with computation, and bytes on one device beside its
+    buffers.
     """
 
     seconds: float
@@ -281,24 +284,24 @@ class TaskCost:
 
 
 class TaskCosts:
-    """What tasks cost, worked out once for all stages that do the same."""
+    """The costs of tasks, computed once for all stages with the same decisions."""
 
     def __init__(self) -> None:
         self.known: dict[tuple, TaskCost] = {}
 
     def of_all(self, planned: Sequence[PlannedStage], staged: StagedProgram, cluster: Cluster) -> list[TaskCost]:
         """The cost of every task of a program, whose stages are all planned."""
-        found, seen = [], dict.fromkeys(range(len(planned)), 0)
+        costs, positions = [], dict.fromkeys(range(len(planned)), 0)
         for task in staged.tasks:
-            stage, position = planned[task.stage], seen[task.stage]
-            seen[task.stage] += 1
+            stage, position = planned[task.stage], positions[task.stage]
+            positions[task.stage] += 1
             # Stages that do the same may still be cut into other tasks, by what they wait for.
             sizes = len(task.instructions), len(task.inputs), len(task.outputs)
             key = (stage.like, position, task.kind, task.level, *sizes)
             if key not in self.known:
                 self.known[key] = task_cost(stage, task, cluster)
-            found.append(self.known[key])
-        return found
+            costs.append(self.known[key])
+        return costs
 
 
 def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskCost:
@@ -312,7 +315,7 @@ def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskC
 
 
 def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Submesh], cluster: Cluster) -> float:
-    """Seconds in which a buffer crosses: every device sends its part, all at once."""
+    """Seconds of a transfer: all devices send their parts at once."""
     transfer = staged.pipeline.transfers[number]
     source, target = (submeshes[staged.stage_of[b]] for b in (transfer.source, transfer.target))
     if source.first_device == target.first_device:
@@ -322,7 +325,7 @@ def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Sub
 
 
 def link_between(source: Submesh, target: Submesh, cluster: Cluster) -> Link:
-    """The link between neighbouring submeshes: inside of a host where both lie in one."""
+    """The link between neighbouring submeshes: that inside a host where one host has both."""
     n = cluster.devices_per_host
     hosts = {
         device // n for s in (source, target) for device in (s.first_device, s.first_device + s.mesh.num_devices - 1)

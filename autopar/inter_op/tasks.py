@@ -1,10 +1,10 @@
-"""From the lowered graphs of all stages to tasks: instructions cut by section, and the buffers between them."""
+"""From the lowered graphs of all stages to tasks: the instructions of each section, and the buffers between tasks."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from autopar.ir.graph import OpGraph, OpKind, Section, read_by
 from autopar.ir.layout import Layout, local_bytes
@@ -38,7 +38,7 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredStage:
-    """One stage with its decisions worked out. `mesh_index` is the group of devices that runs it."""
+    """One stage with its instructions. `mesh_index` is the group of devices that runs it."""
 
     stage: StageGraph
     lowered: LoweredBlock
@@ -48,9 +48,9 @@ class LoweredStage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageTask:
-    """Instructions that run as one program on a stage's mesh, and the places it reads and makes.
+    """Instructions that run as one program on a stage's mesh, and the places that they read and fill.
 
-    `zeros` are accumulators that it makes from nothing.
+    `zeros` are accumulators that the task initialises.
     """
 
     stage: int
@@ -69,10 +69,10 @@ class StageTask:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StagedProgram:
-    """Everything that runs in a step. `tasks[i]` is what `pipeline.tasks[i]` stands for.
+    """All tasks, buffers and transfers of a step. `tasks[i]` has the instructions of `pipeline.tasks[i]`.
 
-    `key_of` and `stage_of` say of each buffer which value in which place on which stage it holds; `arguments` and
-    `results` of each of the pipeline's inputs and outputs which of the step's it is (constants first).
+    `key_of` and `stage_of`: the value in its place, and the stage, of each buffer. `arguments` and `results`: the
+    positions in the step's arguments (constants first) and results of the pipeline's inputs and outputs.
     """
 
     pipeline: Pipeline
@@ -84,76 +84,90 @@ class StagedProgram:
 
 
 def stage_tasks(number: int, stage: LoweredStage) -> list[StageTask]:
-    """The tasks of one stage, in the order in which a micro-batch goes through them.
-
-    A stage that sends nothing on between its forward and backward sections and is alone runs them as one task.
-    """
-    groups: dict[tuple[TaskKind, int], list[Instruction]] = {}
-    alone = not stage.stage.sends and not stage.stage.received
-    for section in Section:
-        chosen = [i for i in stage.lowered.instructions if section_of(i) is section]
-        kind = TaskKind.FORWARD if alone and section.repeats else _KINDS[section]
-        waiting: list[Instruction] = []
-        level = 0
-        for instruction in chosen:
-            if isinstance(instruction, HostCopy):
-                # With what brings its value to where it is taken from, on the level on which that is made; a value
-                # that comes from the host is there from the first level on which it is read.
-                along = [i for i in waiting if isinstance(i, Move) and i.value == instruction.value]
-                waiting = [i for i in waiting if i not in along]
-                level = _level_of_copy(stage.stage, instruction)
-                groups.setdefault((kind, level), []).extend([*along, instruction])
-                continue
-            waiting.append(instruction)
-            if not isinstance(instruction, Move):
-                level = 0 if section.repeats else stage.stage.level_of[instruction.op.id]
-                groups.setdefault((kind, level), []).extend(waiting)
-                waiting = []
-        for instruction in waiting:  # of what the step gives out, or what is moved before the loop for all of it
-            assert isinstance(instruction, Move), "all others have their level"
-            level = _first_level(stage.stage, instruction.value, section)
-            groups.setdefault((kind, level), []).append(instruction)
-    zeros = tuple(
-        i.accumulator for found in groups.values() for i in found if isinstance(i, Accumulate) and i.read is not None
+    """The tasks of one stage, in the order in which a micro-batch passes them."""
+    groups = _instruction_groups(stage)
+    accumulators = tuple(
+        i.accumulator for group in groups.values() for i in group if isinstance(i, Accumulate) and i.read is not None
     )
-    if zeros and (TaskKind.BEFORE, 0) not in groups:
-        groups = {(TaskKind.BEFORE, 0): [], **groups}
-    parts: list[tuple[tuple[TaskKind, int], tuple[Instruction, ...], tuple[Key, ...], set[Key]]] = []
-    for where, grouped in groups.items():
-        made: set[Key] = set(zeros) if where == (TaskKind.BEFORE, 0) else set()
-        reads: dict[Key, None] = {}
-        for instruction in grouped:
-            for key in instruction.keys_read:
-                if key not in made:
-                    reads[key] = None
-            made.update(instruction.keys_made)
-        parts.append((where, tuple(grouped), tuple(reads), made))
-    wanted = {key for _, _, read, _ in parts for key in read}
-    wanted |= {key for _, found, _, _ in parts for i in found if isinstance(i, Leave) for key in i.keys_read}
-    block = stage.lowered
-    wanted |= {
+    if accumulators and _FIRST not in groups:
+        groups = {_FIRST: [], **groups}
+    candidates = [
+        _task(number, group, instructions, accumulators if group == _FIRST else ())
+        for group, instructions in groups.items()
+    ]
+    needed = _needed_keys(stage.lowered, candidates)
+    tasks = []
+    for task in candidates:
+        updated = {i.accumulator for i in task.instructions if isinstance(i, Accumulate)}
+        outputs = tuple(key for key in task.outputs if key in needed or key in updated or key in task.zeros)
+        if outputs or (task.kind, task.level) == _FIRST:
+            tasks.append(dataclasses.replace(task, outputs=outputs))
+    return tasks
+
+
+# The kind and the level of a task.
+_Group = tuple[TaskKind, int]
+_FIRST: _Group = (TaskKind.BEFORE, 0)  # the task that allocates the accumulators
+
+
+def _instruction_groups(stage: LoweredStage) -> dict[_Group, list[Instruction]]:
+    """The instructions of each task. A stage that neither sends nor receives runs its forward and backward sections as
+    one task.
+    """
+    groups: dict[_Group, list[Instruction]] = {}
+    is_alone = not stage.stage.sends and not stage.stage.received
+    for section in Section:
+        kind = TaskKind.FORWARD if is_alone and section.repeats else _KINDS[section]
+        pending: list[Move] = []  # moves, which go with the operation behind them
+        for instruction in stage.lowered.instructions:
+            if section_of(instruction) is not section:
+                continue
+            if isinstance(instruction, HostCopy):
+                # A copy takes along the moves of its value. It runs on the level that makes the value; a copy from the
+                # host runs on the first level that reads the value.
+                moves = [move for move in pending if move.value == instruction.value]
+                pending = [move for move in pending if move not in moves]
+                level = _level_of_copy(stage.stage, instruction)
+                groups.setdefault((kind, level), []).extend([*moves, instruction])
+            elif isinstance(instruction, Move):
+                pending.append(instruction)
+            else:
+                level = 0 if section.repeats else stage.stage.level_of[instruction.op.id]
+                groups.setdefault((kind, level), []).extend([*pending, instruction])
+                pending = []
+        for move in pending:  # of the step's results, or before the loop for all micro-batches
+            groups.setdefault((kind, _first_level(stage.stage, move.value, section)), []).append(move)
+    return groups
+
+
+def _task(number: int, group: _Group, instructions: Sequence[Instruction], zeros: tuple[Key, ...]) -> StageTask:
+    """A task whose outputs are all places that it fills."""
+    kind, level = group
+    produced: dict[Key, None] = dict.fromkeys(zeros)
+    inputs: dict[Key, None] = {}
+    for instruction in instructions:
+        inputs.update(dict.fromkeys(key for key in instruction.keys_read if key not in produced))
+        produced.update(dict.fromkeys(instruction.keys_made))
+    return StageTask(
+        stage=number,
+        kind=kind,
+        level=level,
+        instructions=tuple(instructions),
+        inputs=tuple(inputs),
+        outputs=tuple(produced),
+        zeros=zeros,
+    )
+
+
+def _needed_keys(lowered: LoweredBlock, tasks: Sequence[StageTask]) -> set[Key]:
+    """The places that some task, another stage or the caller reads."""
+    needed = {key for task in tasks for key in task.inputs}
+    needed |= {key for task in tasks for i in task.instructions if isinstance(i, Leave) for key in i.keys_read}
+    return needed | {
         (atom, place)
-        for atom, place in zip(block.block.outputs, block.outputs, strict=True)
+        for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True)
         if isinstance(atom, int) and place is not None
     }
-    tasks = []
-    for (kind, level), instructions, read, made in parts:
-        updated = {i.accumulator for i in instructions if isinstance(i, Accumulate)}
-        outputs = [key for key in _in_order(instructions, made) if key in wanted or key in updated]
-        first = (kind, level) == (TaskKind.BEFORE, 0)
-        if outputs or first:
-            tasks.append(
-                StageTask(
-                    stage=number,
-                    kind=kind,
-                    level=level,
-                    instructions=instructions,
-                    inputs=read,
-                    outputs=(*(zeros if first else ()), *(k for k in outputs if not (first and k in zeros))),
-                    zeros=zeros if first else (),
-                )
-            )
-    return tasks
 
 
 def _level_of_copy(stage: StageGraph, copy: HostCopy) -> int:
@@ -166,17 +180,12 @@ def _level_of_copy(stage: StageGraph, copy: HostCopy) -> int:
 
 
 def _first_level(stage: StageGraph, value: int, section: Section) -> int:
-    """The first level of a section on which a value is there."""
+    """The first level of a section on which a value exists."""
     if value in stage.arrival:
         sent, level = stage.arrival[value]
         return level if sent is section else 0
-    made = next((op for op in stage.graph.block.ops if value in op.outputs), None)
-    return stage.level_of[made.id] if made is not None and made.section is section else 0
-
-
-def _in_order(instructions: Iterable[Instruction], made: set[Key]) -> list[Key]:
-    found = dict.fromkeys(key for i in instructions for key in i.keys_made)
-    return [key for key in found if key in made]
+    producer = next((op for op in stage.graph.block.ops if value in op.outputs), None)
+    return stage.level_of[producer.id] if producer is not None and producer.section is section else 0
 
 
 def assemble_pipeline(stages: Sequence[LoweredStage]) -> StagedProgram:
@@ -229,13 +238,13 @@ class _Linker:
         )
 
     def repeating(self, stage: LoweredStage) -> frozenset[int]:
-        """The values of which there is one for each micro-batch."""
+        """The values that exist once for each micro-batch."""
         graph = stage.stage.graph
-        found = {v for i, v in enumerate(graph.block.inputs) if i in graph.repeating}
+        values = {v for i, v in enumerate(graph.block.inputs) if i in graph.repeating}
         for op in graph.block.ops:
             if op.kind is OpKind.SPLIT or (op.section.repeats and op.kind is not OpKind.ACCUMULATE):
-                found.update(op.outputs)
-        return frozenset(found)
+                values.update(op.outputs)
+        return frozenset(values)
 
     def entry(self, stage: LoweredStage, value: int) -> Place:
         at = stage.lowered.block.inputs.index(value)
@@ -260,17 +269,19 @@ class _Linker:
         return self.number[stage, key]
 
     def join_neighbours(self, repeating: Sequence[frozenset[int]]) -> set[int]:
-        """What a stage hands to another one on the same devices is one buffer, which both use: those buffers."""
-        found = set()
-        for source, left, target, arrives in self.crossings():
+        """The buffers that hand values from a stage to another stage on the same devices: both
+        stages use one buffer.
+        """
+        shared = set()
+        for source, leaves, target, arrives in self.crossings():
             if self.stages[source].mesh_index == self.stages[target].mesh_index:
-                assert layout_of(left) == layout_of(arrives), "the same devices hold it alike on both sides"
-                self.number[target, arrives] = self.buffer(source, left, repeating)
-                found.add(self.number[target, arrives])
-        return found
+                assert layout_of(leaves) == layout_of(arrives), "the same devices hold it alike on both sides"
+                self.number[target, arrives] = self.buffer(source, leaves, repeating)
+                shared.add(self.number[target, arrives])
+        return shared
 
     def crossings(self) -> Iterator[tuple[int, Key, int, Key]]:
-        """(stage, place there, stage that takes it, place there) of all that is handed from stage to stage."""
+        """(stage, place on it, target stage, place on that) of every value that is sent from stage to stage."""
         for number, stage in enumerate(self.stages):
             for instruction in stage.lowered.instructions:
                 if not isinstance(instruction, Leave):
@@ -282,14 +293,14 @@ class _Linker:
                 yield number, (value, instruction.read), target, (value, self.entry(self.stages[target], value))
 
     def transfers(self, repeating: Sequence[frozenset[int]]) -> list[Transfer]:
-        found = []
-        for source, left, target, arrives in self.crossings():
+        transfers = []
+        for source, leaves, target, arrives in self.crossings():
             if self.stages[source].mesh_index != self.stages[target].mesh_index:
-                buffers = self.buffer(source, left, repeating), self.buffer(target, arrives, repeating)
+                buffers = self.buffer(source, leaves, repeating), self.buffer(target, arrives, repeating)
                 # The side with fewer devices has the busier links.
                 nbytes = max(self.buffers[b].nbytes for b in buffers)
-                found.append(Transfer(source=buffers[0], target=buffers[1], nbytes=nbytes))
-        return found
+                transfers.append(Transfer(source=buffers[0], target=buffers[1], nbytes=nbytes))
+        return transfers
 
     def results(self, repeating: Sequence[frozenset[int]]) -> tuple[list[int], list[int]]:
         """(positions in the step's results, buffers). Literal results have no buffer."""
@@ -303,7 +314,9 @@ class _Linker:
         return positions, buffers
 
     def tasks(self, tasks: Sequence[StageTask], sent: Collection[int], outputs: Sequence[int]) -> list[Task]:
-        """The tasks with buffers for places; `sent` are buffers that another stage reads or gets a copy of."""
+        """The tasks with buffers in place of places; `sent` are buffers that another stage reads or
+        receives a copy of.
+        """
         last_reader = {
             self.number[t.stage, key]: i for i, t in enumerate(tasks) for key in t.inputs if not t.kind.repeats
         }
@@ -312,12 +325,12 @@ class _Linker:
         linked = []
         for i, task in enumerate(tasks):
             inputs = [self.number[task.stage, key] for key in task.inputs]
-            made = [self.number[task.stage, key] for key in task.outputs]
+            outputs_of_task = [self.number[task.stage, key] for key in task.outputs]
             donated = []
             for position, b in enumerate(inputs):
-                accumulator = b in made
+                accumulator = b in outputs_of_task
                 # What was sent is never donated: its receiver may still be reading it.
-                state = replaced[task.stage].get(b) in made and last_reader.get(b) == i and b not in sent
+                state = replaced[task.stage].get(b) in outputs_of_task and last_reader.get(b) == i and b not in sent
                 # What the micro-batches read is there until the last of them has: a count that goes up before them.
                 state = state and (task.kind is TaskKind.AFTER or b not in in_the_loop)
                 if accumulator or (state and b not in outputs):
@@ -329,7 +342,7 @@ class _Linker:
                     mesh=self.stages[task.stage].mesh_index,
                     kind=task.kind,
                     inputs=tuple(inputs),
-                    outputs=tuple(made),
+                    outputs=tuple(outputs_of_task),
                     donated=tuple(donated),
                     index=task.level,
                 )
@@ -338,20 +351,21 @@ class _Linker:
 
     def replacements(self, stage: LoweredStage, number: int) -> dict[int, int]:
         """Buffer of an argument -> buffer of the result that replaces it."""
-        block, found = stage.lowered, {}
+        block, replacement_of = stage.lowered, {}
         for argument, result in stage.stage.graph.tied:
             atom, place = block.block.outputs[result], block.outputs[result]
             if isinstance(atom, int) and place is not None:
                 v = block.block.inputs[argument]
-                found[self.number[number, (v, self.entry(stage, v))]] = self.number[number, (atom, place)]
-        return found
+                replacement_of[self.number[number, (v, self.entry(stage, v))]] = self.number[number, (atom, place)]
+        return replacement_of
 
 
 def groups_of_examples(stages: Sequence[LoweredStage]) -> int:
-    """Into how many runs of neighbouring examples a batch is cut before each micro-batch takes its share of each.
+    """The number of runs of neighbouring examples into which the batch is split, before each micro-batch takes its
+    share of each run.
 
-    So every device finds its part of every micro-batch in its part of the batch, unless what is computed of
-    neighbouring examples together would be cut. All stages must cut alike.
+    So each device holds its part of every micro-batch in its part of the batch, unless this would separate neighbouring
+    examples that the step computes on together. The number is the same for all stages.
     """
     groups = 1
     for stage in stages:
@@ -364,7 +378,7 @@ def groups_of_examples(stages: Sequence[LoweredStage]) -> int:
 
 
 def shape_of(graph: OpGraph, key: Key, mesh: LogicalMesh) -> tuple[int, ...]:
-    """The shape of the array that holds a value in a place: a partial one has its summands in front."""
+    """The shape of the array that holds a value in a place; a partial array has its summands in front."""
     value, (layout, _) = key
     shape = graph.values[value].shape
     return (mesh.size(layout.partial), *shape) if layout.partial else shape

@@ -1,4 +1,4 @@
-"""From the graph of operations to the nodes and edges of the integer program (`autopar.intra_op.choice_graph`)."""
+"""Builds the nodes and edges of the integer program (`autopar.intra_op.choice_graph`) from the graph of operations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def build_choice_graph(
     arrivals: Mapping[int, Layout] | None = None,
     order_of: Callable[[Value], tuple[int, ...]] | None = None,
 ) -> ChoiceGraph:
-    """Nodes and edges of a graph. The order is the program's, so it is the same in every process.
+    """Nodes and edges of a graph. Their order follows the program, so that it is the same in every process.
 
-    `transfer_layouts[op.id]` is the layout in which a SEND operation wants its operand, `arrivals[value]` the one in
-    which an input comes from another stage. `order_of` a value are the mesh axes in the order in which they split one
-    of its dimensions, the lower one first where it is not given.
+    Args:
+        transfer_layouts: For each SEND operation (by id) the layout of its operand.
+        arrivals: For each input from another stage the layout in which it arrives.
+        order_of: The mesh axes of a value in the order in which they split one of its dimensions; ascending by default.
     """
     return _Builder(graph, mesh, transfer_layouts or {}, arrivals or {}, order_of or (lambda value: ())).run()
 
@@ -92,7 +93,7 @@ class _Builder:
         return self.one(enumerate_layouts(v.shape, self.mesh, self.order_of(v)))
 
     def every_partial_layout(self, value: int) -> Layouts:
-        """Partial ones too."""
+        """All layouts of a value, partial ones included."""
         v = self.graph.values[value]
         return self.one(enumerate_with_partial(v.shape, self.mesh, self.order_of(v)))
 
@@ -118,7 +119,7 @@ class _Builder:
         return len(self.nodes) - 1
 
     def layout_node(self, value: int, kind: str, name: str, partial_too: bool = False) -> int | None:
-        """A node that chooses among all layouts of a value and is its home; None if there is one layout only."""
+        """A node that chooses among all layouts of a value and is its site; None if there is only one layout."""
         layouts = self.every_partial_layout(value) if partial_too else self.every_layout(value)
         if len(layouts) == 1:
             return None
@@ -148,7 +149,7 @@ class _Builder:
                 self.alias(op.inputs[0], op.outputs[0])
             else:
                 layouts = self.one((self.transfer_layouts[op.id],))
-                self.read(op.inputs[0], self.node(1, "wire", "sent", layouts), layouts, op.role, op.count)
+                self.read(op.inputs[0], self.node(1, "transfer", "sent", layouts), layouts, op.role, op.count)
 
     def accumulate(self, op: Op) -> None:
         """The sum over micro-batches has a layout of its own: partial ones are reduced once, behind the loop."""
@@ -161,7 +162,7 @@ class _Builder:
             self.place(target, f"{name}, placed", op.count / self.graph.num_microbatches)
 
     def alias(self, source: Atom, target: int) -> None:
-        """The target lies as the source does."""
+        """Gives the target the layout of the source."""
         if isinstance(source, int) and source in self.reduced:
             self.unreduced[target] = self.reduced[target] = self.reduced[source]
             self.order[target] = len(self.order)
@@ -198,14 +199,14 @@ class _Builder:
                 self.place(value, f"{op.module}/{op.primitive} placed", op.count)
 
     def arrive(self, value: int) -> None:
-        """A value comes in one layout and is then laid as its readers want it, once for all of them."""
+        """A value arrives in one layout, and is then resharded once for all its readers."""
         layouts = self.one((self.arrivals[value],))
-        self.unreduced[value] = LayoutSite(self.node(1, "wire", "received", layouts), layouts)
+        self.unreduced[value] = LayoutSite(self.node(1, "transfer", "received", layouts), layouts)
         self.order[value] = len(self.order)
         self.place(value, "received, placed", float(self.graph.num_microbatches))
 
     def place(self, value: int, name: str, count: float) -> None:
-        """Gives a value that may be partial a second home, where it is whole."""
+        """Gives a value that may be partial a second site, where it is reduced."""
         layouts = self.every_layout(value)
         self.reduced[value] = LayoutSite(self.node(len(layouts), "placement", name, layouts), layouts)
         self.placements[value] = Reshard(
@@ -232,7 +233,7 @@ class _Builder:
         return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
 
     def leader(self, op: Op, signature: Signature) -> tuple[int, int, tuple[Strategy, ...]] | None:
-        """The operand that an operation follows: its state in an update, else the one produced last."""
+        """The operand whose node an operation shares: its state in an update, else the operand produced last."""
         result_shapes = {self.graph.values[v].shape for v in op.outputs}
         homes: dict[int, LayoutSite] = {}
         for i, atom in enumerate(op.inputs):
@@ -257,7 +258,7 @@ class _Builder:
     # Loops and branches
 
     def boundary(self, outer: Atom, inner: int, name: str, role: Role, count: float, *, dropped: int = 0) -> None:
-        """A value enters a loop: it gets a node inside, and an edge from outside that is paid once."""
+        """A value enters a loop: it gets a node inside, and an edge from outside that is charged once."""
         node = self.layout_node(inner, "boundary", name)
         layouts: Layouts = ()
         if node is not None:
@@ -287,9 +288,9 @@ class _Builder:
                 self.place(inner, f"{name} carried, placed", op.count * op.trips)
             self.read_into(outer, self.unreduced.get(inner), op.role, op.count)
 
-    def close_loop(self, op: Op, after: Sequence[Atom], inners: Sequence[int], count: float) -> None:
-        """The carried value at the end of the body, and behind the loop, lies as at the start of it."""
-        for atom, inner, result in zip(after, inners, op.outputs, strict=False):
+    def close_loop(self, op: Op, carried_out: Sequence[Atom], inners: Sequence[int], count: float) -> None:
+        """The carried value has the same layout at the start and the end of the body, and behind the loop."""
+        for atom, inner, result in zip(carried_out, inners, op.outputs, strict=False):
             home = self.unreduced.get(inner)
             self.read_into(atom, home, op.role, count, unreduced=inner in self.partials.kept)
             if home is not None:
@@ -299,10 +300,12 @@ class _Builder:
                     self.place(result, f"{self.nodes[home.node].name} result", op.count)
 
     def stacked(self, inner: Atom, outer: int, name: str, role: Role, count: float, outer_count: float) -> None:
-        """A scan's output: each iteration's slice lies as the stacked array does, partial where that may be."""
+        """An output of a scan: the slice of each iteration has the layout of the stacked array, partial where that is
+        possible.
+        """
         partial_too = outer in self.partials.kept
-        every = self.every_partial_layout(outer) if partial_too else self.every_layout(outer)
-        layouts = self.one(tuple(layout for layout in every if not layout.dims[0]))
+        candidates = self.every_partial_layout(outer) if partial_too else self.every_layout(outer)
+        layouts = self.one(tuple(layout for layout in candidates if not layout.dims[0]))
         node = None
         if len(layouts) > 1:
             node = self.node(len(layouts), "boundary", name, layouts)
@@ -342,7 +345,7 @@ class _Builder:
                 self.read_into(block.outputs[i], self.reduced.get(result), op.role, op.count)
 
     def read_whole(self, atoms: Sequence[Atom], op: Op) -> None:
-        """A predicate, needed by every device."""
+        """Reads a predicate, which every device needs."""
         for atom in atoms:
             self.read(atom, None, (), op.role, op.count)
 
@@ -351,7 +354,7 @@ class _Builder:
     def read(
         self, atom: Atom, node: int | None, layouts: Layouts, role: Role, count: float, *, unreduced: bool = False
     ) -> None:
-        """Notes that a node reads a value in one layout for each of its strategies; None reads it replicated."""
+        """Records that a node reads a value, with the layout for each of its strategies; None reads it replicated."""
         if not isinstance(atom, int) or atom not in self.unreduced:
             return
         if node is None:
@@ -366,12 +369,12 @@ class _Builder:
     def read_into(
         self, atom: Atom, home: LayoutSite | None, role: Role, count: float, *, unreduced: bool = False
     ) -> None:
-        """Reads a value into the layouts of another home, replicated where there is none."""
+        """Reads a value into the layouts of a site; replicated where there is no site."""
         node, layouts = (None, ()) if home is None else (home.node, home.layouts)
         self.read(atom, node, layouts, role, count, unreduced=unreduced)
 
     def copy(self, value: int, readers: str, source: LayoutSite, count: float) -> Reshard:
-        """A node for a copy of a value, and the edge that fills it. `count` is how often the readers read it."""
+        """A node for a copy of a value, and the edge that fills it. `count`: the reads of the copy in a step."""
         # A copy for all of what no micro-batch changes is made once, before the first one, and kept.
         if readers == ALL and value in self.once:
             count /= self.graph.num_microbatches

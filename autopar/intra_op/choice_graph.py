@@ -1,14 +1,17 @@
 """`ChoiceGraph`: the nodes and edges of the integer program, before costs.
 
-A node is one choice. Operations that multiply, sum or otherwise have a choice of their own are a node each; elementwise
-and layout operations follow one of their operands and share its node. Three more kinds of node choose a layout only:
+A node is one choice. Each operation that multiplies, sums or otherwise has a choice of its own is a node; elementwise
+and layout operations follow one of their operands and share its node. Other kinds of node choose only a layout:
 
-- *placement*: where the result of a summing operation comes to lie once its partial sums are reduced;
-- *copy*: the layout in which several consumers of one role read a value, so that a gather they share is paid once;
-- *boundary*: the layout of a value inside a loop (constants, carried values) or behind a branch.
+- *argument*: the layout of an argument of the step;
+- *placement*: the layout of the result of a summing operation after the reduction of its partial sums;
+- *copy*: the layout in which several consumers of one role read a value, so that a shared gather is paid once;
+- *boundary*: the layout of a value inside a loop (constants, carried values) or behind a branch;
+- *transfer*: the one layout in which a value is sent to, or received from, another stage;
+- *whole*: replicated, for readers that need the whole value.
 
-Every value has a home: the node and the layouts, one for each of the node's strategies, in which it lies. Resharding
-between a home and a reader is an edge.
+Every value has a site: the node, and the layout of the value under each strategy of the node. Resharding between a site
+and a reader is an edge.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ Layouts = tuple[Layout, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayoutSite:
-    """Where a value lies: under strategy s of `node` its layout is `layouts[s]`.
+    """The layouts of a value: under strategy s of `node` its layout is `layouts[s]`.
 
     Equal lists of layouts are one object in a choice graph, so that sites compare and hash by identity of their lists:
     they are looked up tens of thousands of times.
@@ -44,7 +47,9 @@ class LayoutSite:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reshard:
-    """An edge: a value goes from one home to the layouts in which the target node's strategies read it."""
+    """An edge: the resharding of a value from its site to the layouts in which the strategies of the target node read
+    it.
+    """
 
     value: int
     source: LayoutSite
@@ -69,9 +74,9 @@ class Node:
 class ChoiceGraph:
     """The nodes and edges of a graph on one mesh, before costs.
 
-    `unreduced[v]` is the home of a value as its operation leaves it (maybe partial); `reduced[v]` its home for
-    everybody who cannot read partial values; `copies[v, role.value]` the home of a copy that readers of one role share,
-    `copies[v, ALL]` of one that all roles share. Values that cannot be split (scalars, odd sizes) have no home: they
+    `unreduced[v]` is the site of a value as its operation leaves it (maybe partial); `reduced[v]` its site for readers
+    that cannot read partial values; `copies[v, role.value]` the site of a copy that the readers of one role share, and
+    `copies[v, ALL]` of a copy that all roles share. Values that cannot be split (scalars, odd sizes) have no site: they
     are replicated.
     """
 

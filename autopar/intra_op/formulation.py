@@ -102,7 +102,7 @@ class _ReshardSeconds:
 
 
 def fix_layouts(ilp: Ilp, fixed: Mapping[int, Layout]) -> Ilp:
-    """Step (2): the one layout that each of these arguments may have."""
+    """Step (2): restricts each of these arguments to its one layout."""
     node_cost, node_key = list(ilp.node_cost), list(ilp.node_key)
     for value, layout in fixed.items():
         if (site := ilp.choices.reduced.get(value)) is not None:
@@ -113,7 +113,7 @@ def fix_layouts(ilp: Ilp, fixed: Mapping[int, Layout]) -> Ilp:
 
 
 def charge_batch(ilp: Ilp, graph: OpGraph, model: CostModel) -> Ilp:
-    """Step (3): each device takes its part of the batch in at least once: a whole batch everywhere costs more."""
+    """Step (3): each device reads its part of the batch at least once, so that a replicated batch costs more."""
     node_cost, node_key = list(ilp.node_cost), list(ilp.node_key)
     for position in graph.batch:
         value = graph.block.inputs[position]
@@ -125,8 +125,8 @@ def charge_batch(ilp: Ilp, graph: OpGraph, model: CostModel) -> Ilp:
 
 
 def charge_microbatching(ilp: Ilp, graph: OpGraph, model: CostModel) -> Ilp:
-    """Step (4): adding to a sum over micro-batches reads and writes it every time: shards of it are cheaper than
-    the whole; the same of cutting the batch.
+    """Step (4): adding to a sum over micro-batches reads and writes the sum each time, so that a sharded sum is cheaper
+    than a replicated one; likewise for splitting the batch.
     """
     node_cost, node_key = list(ilp.node_cost), list(ilp.node_key)
     for op in graph.block.ops:
@@ -141,32 +141,32 @@ def charge_microbatching(ilp: Ilp, graph: OpGraph, model: CostModel) -> Ilp:
 def constrain(
     ilp: Ilp, pinned: Mapping[int, np.ndarray], masks: Masks | None = None, relaxation: Relaxation | None = None
 ) -> Ilp:
-    """Step (5): strategies and ways that pins and constraints forbid cost infinitely much.
+    """Step (5): strategies and reshardings that pins and constraints forbid have infinite cost.
 
-    `pinned[n][s]`: whether the pins allow strategy s of node n; where a pin speaks, no other constraint does. What
-    `relaxation` gives up of the constraints is allowed.
+    `pinned[n][s]`: whether the pins allow strategy s of node n; a pin overrides all other constraints on its node. What
+    `relaxation` drops of the constraints is allowed.
     """
     if masks is None:
         return _allow_nodes(ilp, pinned)
-    left = relaxation.nodes if relaxation is not None else {}
-    bound = {node: left.get(node, mask.good) for node, mask in masks.nodes.items()}
+    relaxed = relaxation.nodes if relaxation is not None else {}
+    bound = {node: relaxed.get(node, mask.good) for node, mask in masks.nodes.items()}
     opened = relaxation.edges if relaxation is not None else frozenset()
-    known: dict[tuple[int, int], np.ndarray] = {}
+    masked_cost: dict[tuple[int, int], np.ndarray] = {}
     reshard_cost = list(ilp.reshard_cost)
     for number, (reshard, matrix) in enumerate(zip(ilp.choices.reshards, ilp.reshard_cost, strict=True)):
         allowed = masks.pairs(reshard) if number not in opened else None
         if allowed is not None:
             key = id(matrix), id(allowed)
-            if key not in known:
-                known[key] = np.where(allowed, matrix, np.inf)
-            reshard_cost[number] = known[key]
+            if key not in masked_cost:
+                masked_cost[key] = np.where(allowed, matrix, np.inf)
+            reshard_cost[number] = masked_cost[key]
     ilp = _allow_nodes(ilp, {**bound, **pinned})
     return dataclasses.replace(ilp, reshard_cost=tuple(reshard_cost))
 
 
 def price_constraints(ilp: Ilp, pinned: Mapping[int, np.ndarray], masks: Masks, most_s: float) -> Ilp:
-    """In place of step (5), to relax it: every constraint that a choice gives up has a price, and the seconds of the
-    plan, at most `most_s` of them, decide between equals. Pins are kept.
+    """In place of step (5), to relax it: each dropped constraint has a price, and the seconds of the plan, at most
+    `most_s`, break ties. Pins are kept.
     """
     seconds = SECONDS / most_s
     node_cost: list[np.ndarray] = []
@@ -190,7 +190,9 @@ def _allow_nodes(ilp: Ilp, allowed: Mapping[int, np.ndarray]) -> Ilp:
 
 
 def to_solver(ilp: Ilp) -> SolverInput:
-    """Step (6): an edge for each reshard between two nodes; reshards inside of one are costs of its strategies."""
+    """Step (6): an edge for each resharding between two nodes; a resharding within a node is a cost
+    of its strategies.
+    """
     node_cost = list(ilp.node_cost)
     edges: list[solver.Edge] = []
     reshard_of_edge: list[int] = []
@@ -210,22 +212,22 @@ def to_solver(ilp: Ilp) -> SolverInput:
     return SolverInput(choices=ilp.choices, problem=problem, reshard_of_edge=tuple(reshard_of_edge))
 
 
-def classes_of(ilp: Ilp, alike: Sequence[tuple[Op, Op]] = ()) -> tuple[int, ...]:
-    """For each node its class: nodes of one class share their decision. Pairs of operations that are `alike` do too."""
+def classes_of(ilp: Ilp, paired_ops: Sequence[tuple[Op, Op]] = ()) -> tuple[int, ...]:
+    """The class of each node: the nodes of one class share their decision, and so do the paired operations."""
     number: dict[Hashable, int] = {}
     kinds = [number.setdefault(key, len(number)) for key in ilp.node_key]
     matrix_number: dict[int, int] = {}
     edge_kinds = [matrix_number.setdefault(id(matrix), len(matrix_number)) for matrix in ilp.reshard_cost]
     classes = fold(ilp.choices, kinds, edge_kinds)
-    return joined(ilp.choices, classes, alike) if alike else classes
+    return joined(ilp.choices, classes, paired_ops) if paired_ops else classes
 
 
 def largest_cost_s(problem: solver.Problem) -> float:
-    """More seconds than any choice costs."""
+    """An upper bound of the seconds of any choice."""
     costs = (*problem.node_cost, *(edge.cost for edge in problem.edges))
     return sum(float(np.max(cost, where=np.isfinite(cost), initial=0.0)) for cost in costs) or 1.0
 
 
 def shards(layouts: Layouts, mesh: LogicalMesh) -> np.ndarray:
-    """Into how many shards each layout splits a value."""
+    """The number of shards of a value under each layout."""
     return np.array([layout.shards(mesh) for layout in layouts], np.float64)

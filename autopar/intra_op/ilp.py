@@ -33,17 +33,18 @@ from autopar.lowering.decisions import Relaxation, ShardingPlan, SolverReport
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout
 
-# Rounds of the solver, instead of a clock, by which plans would depend on what else the machine does. Of whole steps on
-# one mesh, 8 to 128 rounds prove the same optima (`benchmarks/solver_rounds.py`); of layers and stages, more than 16
-# find nothing better for GPT-3 on 28 meshes. Meshes of three axes that no number proves end four times sooner than
-# under 64.
+# Rounds of the solver: a time limit would make plans depend on the load of the machine. For whole steps on one mesh, 8
+# to 128 rounds prove the same optima (`benchmarks/solver_rounds.py`); for layers and stages, more than 16 rounds find
+# nothing better for GPT-3 on 28 meshes. On meshes of three axes, where no number of rounds gives a proof, 16 rounds
+# take a quarter of the time of 64.
 ROUNDS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveWeights:
-    """What is decided under: the price of a byte of state, and what counts of a send that computing can hide. What is
-    saved for the backward passes of micro-batches `in_flight` has the price too.
+    """The weights of an objective: the price of a byte of state, and the charged fraction of communication that
+    computation can hide. The price also applies to the values saved for the backward passes of `in_flight`
+    micro-batches.
     """
 
     s_per_byte: float
@@ -55,9 +56,9 @@ class ObjectiveWeights:
 class GivenLayouts:
     """Layouts that the program does not choose.
 
-    `fixed` gives arguments the one layout they may have, `transfers` SEND operations that of their operand, `arrivals`
-    what comes from other stages the one in which it comes; `pins` say how values lie. Arguments `in_host` come from the
-    memory of the host.
+    `fixed`: the one layout of an argument; `transfers`: the layout of the operand of a SEND operation; `arrivals`: the
+    layout of a value from another stage; `pins`: requirements on the layouts of values. Arguments `in_host` are read
+    from the memory of the host.
     """
 
     fixed: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
@@ -68,10 +69,10 @@ class GivenLayouts:
 
 
 class IntraOp:
-    """The integer program of one graph and mesh: built once, solved under many prices and relaxed where it has to be.
+    """The integer program of one graph and mesh: built once, solved under many prices, and relaxed where it has to be.
 
-    The steps are functions from program to program (`autopar.intra_op.formulation`); what an instance keeps beside
-    their results is the relaxation that a solution needed, for all later ones.
+    The steps are functions from program to program (`autopar.intra_op.formulation`). An instance also keeps the
+    relaxation that a solution needed, for all later solutions.
     """
 
     def __init__(
@@ -81,13 +82,12 @@ class IntraOp:
         given: GivenLayouts | None = None,
         *,
         constraints: Constraints | None = None,
-        alike: Sequence[tuple[Op, Op]] = (),
+        paired_ops: Sequence[tuple[Op, Op]] = (),
     ) -> None:
-        """`constraints` bind everything that is not `given`. Pairs of operations that are `alike` get the same
-        decisions.
+        """`constraints` bind everything that is not `given`. Each pair of `paired_ops` shares its decisions.
 
-        Raises: InvalidArgumentError for a pin that a value cannot have, UnsupportedError where the constraints ask for
-        what the graph's attention cannot do.
+        Raises: InvalidArgumentError for a pin that a value cannot have, UnsupportedError where the constraints require
+        a split that the graph's attention cannot have.
         """
         given = given or GivenLayouts()
         self.graph, self.model, self.given = graph, model, given
@@ -107,7 +107,7 @@ class IntraOp:
         self._free = charge_microbatching(ilp, graph, model)
         bound = constrain(self._free, self._pinned, self.masks)
         self.base = to_solver(bound)
-        self.classes = classes_of(bound, alike)
+        self.classes = classes_of(bound, paired_ops)
 
     @property
     def problem(self) -> solver.Problem:
@@ -119,7 +119,7 @@ class IntraOp:
         return slacks_s(self.graph, self.choices, self._least_s)
 
     def _relax(self, time_limit_s: float, rounds: int) -> None:
-        """Gives up as little of the constraints as makes the problem solvable, where they contradict themselves."""
+        """Drops as few of the contradicting constraints as make the problem solvable."""
         assert self.masks is not None
         priced = price_constraints(self._free, self._pinned, self.masks, largest_cost_s(self.problem))
         tied, undo = solver.tie(to_solver(priced).problem, self.classes)
@@ -136,17 +136,18 @@ class IntraOp:
         exposed_fraction: float = 1.0,
         rounds: int = ROUNDS,
     ) -> solver.Solution:
-        """Solves the folded problem; the solution's choice is that of the unfolded one. Constraints that contradict
-        themselves are relaxed, for this solution and all later ones.
+        """Solves the folded problem; the choice of the solution is that of the unfolded problem. Contradicting
+        constraints are relaxed, for this solution and all later ones.
 
-        With prices, the objective holds the priced memory too. Of what is sent between operations `exposed_fraction`
-        counts for as long as there is computing to hide it (`slack`), but for what one node makes and reads. `rounds`
-        end the search, as in `solver.solve`, for an answer that does not depend on how fast the machine is.
+        With prices, the objective includes the priced memory. `exposed_fraction` is charged of the communication
+        between operations for as long as there is computation to hide it (`slack`); communication within one node is
+        charged fully. `rounds` end the search, as in `solver.solve`, so that the answer does not depend on the speed of
+        the machine.
         """
-        given = self.base if prices is None else price_memory(self.base, self.graph, prices)
+        solver_input = self.base if prices is None else price_memory(self.base, self.graph, prices)
         if exposed_fraction != 1.0:
-            given = discount_overlap(given, self._slacks_s, exposed_fraction)
-        tied, undo = solver.tie(given.problem, self.classes)
+            solver_input = discount_overlap(solver_input, self._slacks_s, exposed_fraction)
+        tied, undo = solver.tie(solver_input.problem, self.classes)
         solution = solver.solve(tied, time_limit_s=time_limit_s, rounds=rounds)
         if solution.status is solver.Status.INFEASIBLE and self.masks is not None and self.relaxation is None:
             self._relax(time_limit_s, rounds)
@@ -157,7 +158,7 @@ class IntraOp:
         return dataclasses.replace(solution, choice=undo(solution.choice) if solution.choice else ())
 
     def _least_s(self, op: Op) -> float:
-        """Seconds of an operation at its fastest, its blocks apart."""
+        """Seconds of an operation under its fastest strategy, without its blocks."""
         if op.blocks:
             return 0.0
         if op.id not in self.choices.of_op:
@@ -173,7 +174,7 @@ class IntraOp:
         return priced_bytes(self.base, self.graph, prices, tuple(choice))
 
     def decode(self, solution: solver.Solution) -> ShardingPlan:
-        """The decisions that a choice of strategies stands for."""
+        """The decisions of a solution."""
         choice, choices = solution.choice, self.choices
         at = lambda site: site.layouts[choice[site.node]]  # noqa: E731
         report = SolverReport(
@@ -199,7 +200,7 @@ class IntraOp:
 
 
 def pinned_nodes(graph: OpGraph, choices: ChoiceGraph, pins: Mapping[int, PinnedLayout]) -> dict[int, np.ndarray]:
-    """For each node that pins speak of, which of its strategies they leave."""
+    """For each pinned node, the strategies that its pins allow."""
     allowed: dict[int, np.ndarray] = {}
     for value, pin in pins.items():
         site = choices.reduced.get(value)
@@ -209,8 +210,8 @@ def pinned_nodes(graph: OpGraph, choices: ChoiceGraph, pins: Mapping[int, Pinned
             continue
         good = pin.allowed(site.layouts)
         if not good.any():
-            raise pin.impossible("no way to compute it leaves it so")
+            raise pin.impossible("no strategy of its operation leaves it so")
         allowed[site.node] = allowed[site.node] & good if site.node in allowed else good
         if not allowed[site.node].any():
-            raise pin.impossible("another pin speaks of what is computed together with it")
+            raise pin.impossible("another pin constrains an operation that is decided together with it")
     return allowed

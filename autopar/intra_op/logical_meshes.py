@@ -15,8 +15,8 @@ def logical_meshes(context: PlanningContext) -> list[tuple[LogicalMesh, PinsOnMe
     """
     request, cluster, graph = context.request, context.cluster, context.graph
     if request.pins is not None:
-        found = request.pins.found(context.traced, graph)
-        return [(at.mesh, at) for at in on_meshes(found, cluster, request.max_mesh_axes, request.binding, graph)]
+        resolved = request.pins.found(context.traced, graph)
+        return [(at.mesh, at) for at in on_meshes(resolved, cluster, request.max_mesh_axes, request.binding, graph)]
     if request.binding is not None:
         return [(request.binding.on(cluster.num_devices)[0], None)]
     if request.axis_sizes is not None:
@@ -26,9 +26,9 @@ def logical_meshes(context: PlanningContext) -> list[tuple[LogicalMesh, PinsOnMe
 
 def distinct_meshes(cluster: Cluster, max_axes: int) -> tuple[LogicalMesh, ...]:
     """The factorisations of the device count; of axes on different links every order."""
-    found: dict[LogicalMesh, None] = {}
+    meshes: dict[LogicalMesh, None] = {}
     for mesh in factorisations(cluster.num_devices, max_axes):
         for ordered in orderings(mesh):
             if len(set(cluster.axis_links(ordered.axis_sizes))) > 1 or ordered == mesh:
-                found[ordered] = None
-    return tuple(found)
+                meshes[ordered] = None
+    return tuple(meshes)

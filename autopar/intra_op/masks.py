@@ -1,9 +1,10 @@
 """Constraints as masks over the choices of an ILP, and their relaxation where they contradict each other.
 
-Constraints allow some strategies of each node and some paths of each edge, and require values to be split over mesh
-axes. A requirement holds where the node has a strategy that meets it. Where all requirements contradict each other (a
-matrix must be split by columns, and a reader of the result separates the columns), as few as possible are given up, and
-their values stay whole. Before that, paths of edges that are not allowed otherwise are permitted if that helps.
+Constraints allow some strategies of each node and some reshardings of each edge, and require values to be split over
+mesh axes. A requirement applies where the node has a strategy that meets it. Requirements can contradict each other: a
+matrix must be split by columns, and a reader of the result separates the columns. Then the relaxation drops as few
+requirements as possible, and their values stay whole. Before that, it permits reshardings that are forbidden otherwise,
+if that helps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ COMPUTED_WHOLE, KEPT_WHOLE, GATHERED, SECONDS, OPENED = 1.0, 0.5, 10.0, 1e-2, 1e
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """That a value be split over a mesh axis, where a node computes or keeps it: the strategies that grant it."""
+    """The requirement that a value be split over a mesh axis, where a node computes or keeps it; and the strategies
+    that meet it.
+    """
 
     value: int
     axis: int
@@ -38,7 +41,7 @@ class Wish:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMask:
-    """Which strategies of a node are allowed, and its wishes, which some allowed strategy grants all."""
+    """The allowed strategies of a node, and its requirements, all of which some allowed strategy meets."""
 
     allowed: np.ndarray
     wishes: tuple[Wish, ...]
@@ -60,13 +63,15 @@ class Masks:
         self.nodes = self._nodes()
 
     def _nodes(self) -> dict[int, NodeMask]:
-        """The mask of each node that is bound. What must be split is, where the operations of a node can have it so."""
+        """The mask of each constrained node. A required split applies where the operations of the node have a strategy
+        for it.
+        """
         bound, choices = self.constraints, self.choices
         allowed_at: dict[int, np.ndarray] = {}
         wished_at: dict[int, list[list[Wish]]] = {}
 
         def bind(node: int, allowed: np.ndarray, wishes: list[Wish]) -> None:
-            if choices.nodes[node].kind != "wire":
+            if choices.nodes[node].kind != "transfer":
                 allowed_at[node] = allowed_at[node] & allowed if node in allowed_at else allowed
                 wished_at.setdefault(node, []).append(wishes)
 
@@ -76,8 +81,8 @@ class Masks:
                 bind(home.node, self._good(value, home.layouts), wishes)
         for (value, readers), home in choices.copies.items():
             # A copy for readers of all roles is kept between the passes, like the value itself.
-            kept = readers == ALL
-            wishes = self._wished(value, home.layouts, bound.must_be_copied_split, is_kept=True) if kept else []
+            is_kept = readers == ALL
+            wishes = self._wished(value, home.layouts, bound.must_be_copied_split, is_kept=True) if is_kept else []
             bind(home.node, self._good(value, home.layouts), wishes)
         updating = Role.UPDATE if self.graph.forward_role is Role.FORWARD else None
         for op in self.graph.ops():
@@ -100,15 +105,15 @@ class Masks:
                 allowed = allowed & self._good(atom, layouts)
                 wishes += self._wished(atom, layouts, bound.must_lie_split, is_kept=False)
             bind(node, allowed, wishes)
-        found: dict[int, NodeMask] = {}
+        masks: dict[int, NodeMask] = {}
         for node, allowed in allowed_at.items():
-            good, held = allowed, list[Wish]()
+            good, granted = allowed, list[Wish]()
             for wishes in wished_at[node]:
-                both = np.logical_and.reduce([good, *(wish.granted for wish in wishes)])
-                if wishes and both.any():
-                    good, held = both, [*held, *wishes]
-            found[node] = NodeMask(allowed=allowed, wishes=tuple(held))
-        return found
+                combined = np.logical_and.reduce([good, *(wish.granted for wish in wishes)])
+                if wishes and combined.any():
+                    good, granted = combined, [*granted, *wishes]
+            masks[node] = NodeMask(allowed=allowed, wishes=tuple(granted))
+        return masks
 
     def _good(
         self, value: int, layouts: tuple[Layout, ...], allows: Callable[..., np.ndarray] | None = None
@@ -121,26 +126,26 @@ class Masks:
         return self._allowed[key]
 
     def _wished(
-        self, value: int, layouts: tuple[Layout, ...], wanted: Callable[[Value], Sequence[bool]], is_kept: bool
+        self, value: int, layouts: tuple[Layout, ...], required: Callable[[Value], Sequence[bool]], is_kept: bool
     ) -> list[Wish]:
         v = self.graph.values[value]
-        key = (id(layouts), v.dimensions, v.sides, v.purpose, wanted.__name__)
+        key = (id(layouts), v.dimensions, v.sides, v.purpose, required.__name__)
         if key not in self._wishes:
-            self._wishes[key] = self.constraints.split(v, layouts, wanted(v))
+            self._wishes[key] = self.constraints.split(v, layouts, required(v))
         return [Wish(value=value, axis=a, granted=g, is_kept=is_kept) for a, g in self._wishes[key]]
 
     def pairs(self, reshard: Reshard) -> np.ndarray | None:
-        """Which ways of an edge are allowed, a row for each strategy of its source; None for all of them."""
+        """The allowed reshardings of an edge, a row for each strategy of its source; None: all are allowed."""
         # New state is laid as the old one, whatever it was before: a statistic of the batch comes as an activation.
-        if self.choices.nodes[reshard.target.node].kind in ("wire", "argument"):
+        if self.choices.nodes[reshard.target.node].kind in ("transfer", "argument"):
             return None
         return self._pairs_of(reshard, self.constraints.may_become)
 
     def _pairs_of(self, reshard: Reshard, may: Callable[[Value, Layout, Layout], bool]) -> np.ndarray:
         v, sources = self.graph.values[reshard.value], reshard.source.layouts
-        is_wire = self.choices.nodes[reshard.source.node].kind == "wire"
-        key = (is_wire or id(sources), id(reshard.target.layouts), v.dimensions, v.purpose, may.__name__)
-        if is_wire:  # how a value crosses between stages binds nobody: it is as good as whole
+        is_transfer = self.choices.nodes[reshard.source.node].kind == "transfer"
+        key = (is_transfer or id(sources), id(reshard.target.layouts), v.dimensions, v.purpose, may.__name__)
+        if is_transfer:  # how a value crosses between stages binds nobody: it is as good as whole
             sources = (replicated(len(v.shape)),)
         if key not in self._pairs:
             self._pairs[key] = np.array([[may(v, a, b) for b in reshard.target.layouts] for a in sources])
@@ -149,23 +154,23 @@ class Masks:
     # Giving up
 
     def price_of_node(self, node: int) -> np.ndarray | None:
-        """What each strategy of a node gives up; inf where it is not allowed, None where nothing is bound."""
+        """The penalty of each strategy of a node; inf where it is forbidden, None where the node is not constrained."""
         mask = self.nodes.get(node)
         if mask is None:
             return None
         price = np.where(mask.allowed, 0.0, np.inf)
         for wish in mask.wishes:
-            each = (KEPT_WHOLE if wish.is_kept else COMPUTED_WHOLE) + self._part(wish.value)
-            price = price + np.where(wish.granted, 0.0, each)
+            penalty = (KEPT_WHOLE if wish.is_kept else COMPUTED_WHOLE) + self._part(wish.value)
+            price = price + np.where(wish.granted, 0.0, penalty)
         return price
 
     def price_of_edge(self, reshard: Reshard) -> np.ndarray | None:
-        """What each way of an edge gives up; None where all of them are allowed."""
+        """The penalty of each resharding of an edge; None where all are allowed."""
         allowed = self.pairs(reshard)
         if allowed is None:
             return None
         price = np.where(allowed, 0.0, OPENED)
-        if self.choices.nodes[reshard.source.node].kind != "wire":
+        if self.choices.nodes[reshard.source.node].kind != "transfer":
             price = price + np.where(self._pairs_of(reshard, self.constraints.gathers_weights), GATHERED, 0.0)
         return price
 
@@ -173,16 +178,18 @@ class Masks:
         return self.graph.values[value].nbytes / self._total_bytes
 
     def relaxation(self, choice: Sequence[int]) -> Relaxation:
-        """What a choice gives up: values whose wishes it does not grant stay whole, ways that it takes are open."""
+        """The constraints that a choice drops: values whose requirements it does not meet stay whole, and the
+        reshardings that it takes are permitted.
+        """
         nodes: dict[int, np.ndarray] = {}
-        whole: dict[tuple[int, int], None] = {}
+        left_whole: dict[tuple[int, int], None] = {}
         for node, mask in self.nodes.items():
             given_up = [wish for wish in mask.wishes if not wish.granted[choice[node]]]
             if not given_up:
                 continue
-            held = [wish.granted for wish in mask.wishes if wish.granted[choice[node]]]
-            nodes[node] = np.logical_and.reduce([mask.allowed, *held, *(~wish.granted for wish in given_up)])
-            whole.update(dict.fromkeys((wish.value, wish.axis) for wish in given_up if not wish.is_kept))
+            granted = [wish.granted for wish in mask.wishes if wish.granted[choice[node]]]
+            nodes[node] = np.logical_and.reduce([mask.allowed, *granted, *(~wish.granted for wish in given_up)])
+            left_whole.update(dict.fromkeys((wish.value, wish.axis) for wish in given_up if not wish.is_kept))
         edges: list[int] = []
         for number, reshard in enumerate(self.choices.reshards):
             allowed = self.pairs(reshard)
@@ -190,5 +197,5 @@ class Masks:
                 source = choice[reshard.source.node] if len(allowed) > 1 else 0
                 if not allowed[source, choice[reshard.target.node]]:
                     edges.append(number)
-        cut = dict.fromkeys(self.choices.reshards[number].value for number in edges)
-        return Relaxation(nodes=nodes, edges=frozenset(edges), whole=tuple(whole), cut=tuple(cut))
+        resharded = dict.fromkeys(self.choices.reshards[number].value for number in edges)
+        return Relaxation(nodes=nodes, edges=frozenset(edges), whole=tuple(left_whole), cut=tuple(resharded))

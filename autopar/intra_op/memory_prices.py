@@ -1,9 +1,11 @@
-"""Memory in the integer program: the values that can fill it, and a price on each of their bytes."""
+"""Memory in the integer program: the values that can fill the memory, a price on their bytes, and the search for the
+price.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,9 +18,9 @@ from autopar.ir.value_state import ALL, REDUCED, UNREDUCED
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPrices:
-    """What a byte on one device costs, in seconds, for the values (with their states) that crowd the memory.
+    """The price of a byte on one device, in seconds, and the values (with their states) that it applies to.
 
-    `copies` of a value count where it stands for the same value of several layers.
+    `copies`: the number of layers for which a value stands.
     """
 
     s_per_byte: float
@@ -27,33 +29,37 @@ class MemoryPrices:
 
 
 def held_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
-    """What lies in memory through the whole step in any case: state and sums over micro-batches, at home."""
+    """The values that occupy memory through the whole step in any plan: state and sums over
+    micro-batches, unreduced.
+    """
     arguments = {v for i, v in enumerate(graph.block.inputs) if i not in graph.batch | graph.repeating}
     sums = {v for op in graph.block.ops if op.kind is OpKind.ACCUMULATE for v in op.outputs}
     return frozenset((v, UNREDUCED) for v in arguments | sums)
 
 
 def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
-    """What may lie in memory through the whole step: state, sums over micro-batches, copies for all readers."""
-    before = (op for op in graph.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
-    values = {v for v, _ in held_values(graph)}.union(*(op.outputs for op in before))
+    """Values that may occupy memory through the whole step: state, sums over micro-batches, copies for all readers."""
+    hoisted = (op for op in graph.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
+    values = {v for v, _ in held_values(graph)}.union(*(op.outputs for op in hoisted))
     return frozenset((v, state) for v in values for state in (UNREDUCED, ALL))
 
 
 def saved_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
-    """What lies in memory from the forward pass of a micro-batch to its backward pass."""
-    made = {v for op in graph.block.ops if op.section is Section.FORWARD for v in op.outputs}
-    behind = (op for op in graph.block.ops if op.section.is_backward)
-    return frozenset((v, state) for op in behind for v in read_by(op) if v in made for state in (REDUCED, ALL))
+    """The values that occupy memory from the forward pass of a micro-batch to its backward pass."""
+    forward_values = {v for op in graph.block.ops if op.section is Section.FORWARD for v in op.outputs}
+    backward_ops = (op for op in graph.block.ops if op.section.is_backward)
+    return frozenset(
+        (v, state) for op in backward_ops for v in read_by(op) if v in forward_values for state in (REDUCED, ALL)
+    )
 
 
-def price_memory(given: SolverInput, graph: OpGraph, prices: MemoryPrices) -> SolverInput:
+def price_memory(solver_input: SolverInput, graph: OpGraph, prices: MemoryPrices) -> SolverInput:
     """The problem with the bytes of `prices.values` added to its costs.
 
     A value at its site costs its bytes under each strategy of the node; a copy costs only where it differs from its
     source, so its price goes to an edge between the two, behind all other edges.
     """
-    choices, problem = given.choices, given.problem
+    choices, problem = solver_input.choices, solver_input.problem
     site_bytes: dict[LayoutSite, float] = {}
     copy_bytes: dict[int, float] = {}
     for value, state in sorted(prices.values):  # sums of floats, in an order that no hash seed changes
@@ -69,31 +75,59 @@ def price_memory(given: SolverInput, graph: OpGraph, prices: MemoryPrices) -> So
     for site, nbytes in site_bytes.items():
         node_cost[site.node] = node_cost[site.node] + prices.s_per_byte * nbytes / shards(site.layouts, choices.mesh)
     edges = list(problem.edges)
-    for edge, number in zip(problem.edges, given.reshard_of_edge, strict=True):
+    for edge, number in zip(problem.edges, solver_input.reshard_of_edge, strict=True):
         reshard = choices.reshards[number]
         nbytes = copy_bytes.get(reshard.target.node, 0)
         if nbytes and choices.nodes[reshard.target.node].kind == "copy":
             matrix = prices.s_per_byte * nbytes * _copied_share(choices, reshard)
             edges.append(dataclasses.replace(edge, cost=matrix))
     priced = dataclasses.replace(problem, node_cost=tuple(node_cost), edges=tuple(edges))
-    return dataclasses.replace(given, problem=priced)
+    return dataclasses.replace(solver_input, problem=priced)
 
 
-def priced_bytes(given: SolverInput, graph: OpGraph, prices: MemoryPrices, choice: tuple[int, ...]) -> float:
+def priced_bytes(solver_input: SolverInput, graph: OpGraph, prices: MemoryPrices, choice: tuple[int, ...]) -> float:
     """Bytes on one device that have a price, under a choice."""
-    priced = price_memory(given, graph, prices).problem
-    return (solver.evaluate(priced, choice)[0] - solver.evaluate(given.problem, choice)[0]) / prices.s_per_byte
+    priced = price_memory(solver_input, graph, prices).problem
+    return (solver.evaluate(priced, choice)[0] - solver.evaluate(solver_input.problem, choice)[0]) / prices.s_per_byte
+
+
+def search_price(
+    attempt: Callable[[float], bool | None], rising: Sequence[float], *, halve_by: float | None = None
+) -> None:
+    """Searches for a price of a byte under which the memory suffices (the Lagrangian relaxation of formula (4)).
+
+    Args:
+        attempt: Plans under a price, and returns whether the plan fits; None ends the search.
+        rising: The prices until a plan fits. The search makes at most as many attempts.
+        halve_by: The ratio of neighbouring prices, for a search that goes on when a plan fits: the interval between the
+            highest price that was too low and the lowest that fits is halved on a logarithmic scale. None ends the
+            search at the first plan that fits.
+    """
+    too_low, fits_at = 0.0, None
+    for next_rise in rising:
+        s_per_byte = next_rise
+        if fits_at is not None and halve_by is not None:
+            s_per_byte = (fits_at * max(too_low, fits_at / halve_by)) ** 0.5
+            if s_per_byte > 0.8 * fits_at:
+                return
+        fits = attempt(s_per_byte)
+        if fits is None or (fits and halve_by is None):
+            return
+        if fits:
+            fits_at = s_per_byte
+        else:
+            too_low = s_per_byte
 
 
 def _copied_share(choices: ChoiceGraph, reshard: Reshard) -> np.ndarray:
-    """Which part of a value a copy holds on each device: nothing where it is its source under another name."""
+    """The share of a value that a copy holds on each device: zero where the copy is the source itself."""
     source, target = reshard.source.layouts, reshard.target.layouts
     differs = np.array([[a != b for b in target] for a in source], np.float64)
     return differs / shards(target, choices.mesh)[None, :]
 
 
 def _site(choices: ChoiceGraph, value: int, state: str) -> LayoutSite | None:
-    """The site that decides the size of a value in a state; None where nothing is to be decided."""
+    """The site that decides the size of a value in a state; None where there is no decision."""
     if state == UNREDUCED:
         return choices.unreduced.get(value)
     if state == REDUCED:

@@ -15,14 +15,14 @@ from autopar.plan.context import PlanningContext
 
 
 def state_bytes(context: PlanningContext) -> int:
-    """The least that the arguments take on each device, in stages too."""
+    """The least bytes of the arguments on each device, for one program and for stages."""
     graph = context.graph
     return -(-sum(graph.values[v].nbytes for v in graph.block.inputs) // context.cluster.num_devices)
 
 
 def check_state_fits(context: PlanningContext) -> None:
-    """Raises: MemoryLimitError for a step whose arguments are more than the memory of all devices: then nothing fits,
-    stages neither.
+    """Raises: MemoryLimitError for a step whose arguments exceed the memory of all devices: then neither a program nor
+    stages fit.
     """
     graph, cluster, needed_bytes = context.graph, context.cluster, state_bytes(context)
     if needed_bytes <= context.limit_bytes:
@@ -51,23 +51,23 @@ def cannot_fit(context: PlanningContext) -> MemoryLimitError | None:
 
 
 def no_program_fits(context: PlanningContext, candidates: Sequence[SpmdCandidate]) -> MemoryLimitError:
-    """The error that says by how much the smallest plan is over, and what holds the memory."""
+    """The error for the smallest plan: the bytes over the limit, and the values that hold the memory."""
     least = min(candidates, key=lambda c: c.peak_bytes)
     where = f"{context.traced.name} on mesh {least.sharding.mesh}"
     return _out_of_memory(where, context.graph, least, context.limit_bytes)
 
 
 def _out_of_memory(
-    where: str, graph: OpGraph, found: SpmdCandidate, limit_bytes: int, shared_by: int = 1
+    where: str, graph: OpGraph, candidate: SpmdCandidate, limit_bytes: int, shared_by: int = 1
 ) -> MemoryLimitError:
-    """The error of a plan that does not fit, of whose bytes each device has so small a share."""
+    """The error of a plan that does not fit, whose bytes are shared by `shared_by` devices."""
     made_by = {v: f"{op.module}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
-    names = place_names(graph, found.stands_for, made_by, found.sharding.mesh)
+    names = place_names(graph, candidate.stands_for, made_by, candidate.sharding.mesh)
     return MemoryLimitError(
         where=where,
         limit_bytes=limit_bytes,
-        needed_bytes=-(-found.peak_bytes // shared_by),
-        largest=[(names.get(v, "a temporary value"), n // shared_by) for v, n in found.estimate.at_peak[:5]],
+        needed_bytes=-(-candidate.peak_bytes // shared_by),
+        largest=[(names.get(v, "a temporary value"), n // shared_by) for v, n in candidate.estimate.at_peak[:5]],
         hint="use more devices, a smaller batch or gradient accumulation, jax.checkpoint around the layers whose "
         "activations are named here, or a smaller optimiser state (Adafactor, bfloat16 moments)",
     )

@@ -24,13 +24,14 @@ NO_VALUES: frozenset[int] = frozenset()
 
 
 def slacks_s(graph: OpGraph, choices: ChoiceGraph, compute_s: Callable[[Op], float]) -> tuple[float, ...]:
-    """Of each resharding, seconds of computing between the operation that makes its value and the first that waits for
-    it, all runs of a step together.
+    """For each resharding, the seconds of computation between the operation that makes its value and the first
+    operation that waits for it, over all runs in a step.
 
-    `compute_s` of an operation, without its blocks. Operations that take next to no time wait without holding up
-    others: what counts is who waits for them. Arguments have all the time there is: they can be sent ahead. In a step
-    that is cut into micro-batches nothing is sent beside what another section computes, what arrives from another stage
-    is there when the section begins, and what is gathered once for all micro-batches comes before any computing.
+    `compute_s` gives the seconds of an operation without its blocks. An operation that takes next to no time does not
+    delay its readers: the slack ends at the first operation that waits for the result. Arguments have unlimited slack,
+    since they can be sent ahead. In a step of micro-batches, nothing is sent beside the computation of another section;
+    a value from another stage is there when the section begins; a value gathered once for all micro-batches is gathered
+    before any computation.
     """
     return _Slacks(graph, choices, compute_s).run()
 
@@ -57,7 +58,7 @@ class _Slacks:
         return tuple(self.slack_s(reshard, once, end_s) for reshard in self.choices.reshards)
 
     def block(self, block: Block) -> float:
-        """Places what is in a block in time; returns how long it takes."""
+        """Places the operations of a block in time; returns the duration of the block."""
         now_s = 0.0
         ends_s: dict[Section, float] = {}
         begins_s: list[float] = []
@@ -81,10 +82,10 @@ class _Slacks:
         return now_s
 
     def awaited_s(self, op: Op, section_end_s: float) -> float:
-        """When somebody in its section waits for one of the results of an operation."""
+        """The time at which the first reader in its section waits for a result of an operation."""
         readers = (reader for v in op.outputs for reader in self.readers.get(v, ()))
-        here = (self.waited_for_s[reader.id] for reader in readers if reader.section is op.section)
-        return min(here, default=section_end_s)
+        reads_s = (self.waited_for_s[reader.id] for reader in readers if reader.section is op.section)
+        return min(reads_s, default=section_end_s)
 
     def slack_s(self, reshard: Reshard, once: frozenset[int], end_s: float) -> float:
         value, target = reshard.value, self.choices.nodes[reshard.target.node]
@@ -96,8 +97,8 @@ class _Slacks:
             readers = self.readers.get(value, [])
             members = {op.id for op, _ in target.members}
             role = self.of_copy.get(reshard.target.node)
-            its = [op for op in readers if op.id in members or op.role.value == role]
-            readers = its or readers
+            own_readers = [op for op in readers if op.id in members or op.role.value == role]
+            readers = own_readers or readers
         first = min(readers, key=lambda op: self.waited_for_s[op.id], default=None)
         read_s = self.waited_for_s[first.id] if first is not None else self.left_s.get(value, end_s)
         made_s = self.made_s.get(value, -math.inf)
@@ -111,21 +112,21 @@ def _is_light(op: Op) -> bool:
     return op.kind in (OpKind.ACCUMULATE, OpKind.BARRIER) or (op.kind is OpKind.EQUATION and is_fusible(op.primitive))
 
 
-def discount_overlap(given: SolverInput, slack_s: Sequence[float], exposed_fraction: float) -> SolverInput:
-    """The problem with `exposed_fraction` charged of what can hide behind computing: of each resharding as many seconds
-    as it has slack. Edges of prices stay.
+def discount_overlap(solver_input: SolverInput, slack_s: Sequence[float], exposed_fraction: float) -> SolverInput:
+    """The problem in which `exposed_fraction` is charged of the seconds of each resharding that its slack can hide.
+    Edges of prices are unchanged.
     """
-    edges, num_sends = given.problem.edges, len(given.reshard_of_edge)
+    edges, num_sends = solver_input.problem.edges, len(solver_input.reshard_of_edge)
     discounted: list[solver.Edge] = []
-    known: dict[tuple[int, float], np.ndarray] = {}  # one matrix for equal ones, as `solver.tie` wants them
-    for edge, number in zip(edges[:num_sends], given.reshard_of_edge, strict=True):
+    discounted_cost: dict[tuple[int, float], np.ndarray] = {}  # one matrix for equal ones, as `solver.tie` wants them
+    for edge, number in zip(edges[:num_sends], solver_input.reshard_of_edge, strict=True):
         cost, slack = edge.cost, slack_s[number]
         if not slack:
             discounted.append(edge)
             continue
-        if (id(cost), slack) not in known:
+        if (id(cost), slack) not in discounted_cost:
             hidden = np.minimum(cost, slack, where=np.isfinite(cost), out=np.zeros_like(cost))
-            known[id(cost), slack] = cost - (1 - exposed_fraction) * hidden
-        discounted.append(solver.Edge(source=edge.source, target=edge.target, cost=known[id(cost), slack]))
-    problem = dataclasses.replace(given.problem, edges=(*discounted, *edges[num_sends:]))
-    return dataclasses.replace(given, problem=problem)
+            discounted_cost[id(cost), slack] = cost - (1 - exposed_fraction) * hidden
+        discounted.append(solver.Edge(source=edge.source, target=edge.target, cost=discounted_cost[id(cost), slack]))
+    problem = dataclasses.replace(solver_input.problem, edges=(*discounted, *edges[num_sends:]))
+    return dataclasses.replace(solver_input, problem=problem)

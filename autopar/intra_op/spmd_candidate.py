@@ -22,10 +22,10 @@ from autopar.sharding.pins import PinsOnMesh
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpmdCandidate:
-    """Decisions on one mesh, lowered, with their memory and time.
+    """The decisions of one program on one mesh, lowered, with exact memory and time.
 
-    `shared_out_s` is what the step would take if nothing were sent and every operation split over all devices; `sends`
-    whether anything is. `name` says what the decisions were held to, of a baseline.
+    `shared_out_s` is the step time without communication if every operation were split over all devices; `sends` tells
+    whether there is communication. `name` names the constraints of a baseline.
     """
 
     model: CostModel
@@ -62,7 +62,7 @@ class SpmdCandidate:
 
 
 def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> SpmdCandidate:
-    """Lowers decisions and reads off what they will do."""
+    """Lowers decisions, and computes their exact memory and time."""
     lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, model.links.mesh)
     program, stands_for = memory_program(graph, lowered, model)
     estimate = peak_memory.estimate(program, model.compiler)
@@ -94,13 +94,13 @@ def over_limit_values(candidate: SpmdCandidate, limit_bytes: int) -> frozenset[t
         change[r.stop] = change.get(r.stop, 0) - size
     positions = sorted(change)
     over, live = [], 0
-    for position, after in zip(positions, [*positions[1:], positions[-1] + 1], strict=True):
+    for position, next_position in zip(positions, [*positions[1:], positions[-1] + 1], strict=True):
         live += change[position]
         if live > limit_bytes:
-            over.append((position, after))
-    found = set()
+            over.append((position, next_position))
+    values = set()
     for r in ranges:
         if r.value in candidate.stands_for and any(r.start < stop and start < r.stop for start, stop in over):
             value, (_, state) = candidate.stands_for[r.value]
-            found.add((value, state))
-    return frozenset(found)
+            values.add((value, state))
+    return frozenset(values)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 import time
 from collections.abc import Iterator, Sequence
 
 from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, cost_model
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.logical_meshes import logical_meshes
-from autopar.intra_op.memory_prices import MemoryPrices
+from autopar.intra_op.memory_prices import MemoryPrices, search_price
 from autopar.intra_op.memory_refusals import cannot_fit
 from autopar.intra_op.spmd_candidate import SpmdCandidate, evaluated, over_limit_values
 from autopar.ir.mesh import LogicalMesh
@@ -30,9 +32,9 @@ EXPOSED_FRACTIONS = (EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION)
 
 
 def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
-    """The best plan on each logical mesh, or why there is none.
+    """The best plan on each logical mesh, or the reason for which there is none.
 
-    A rejection with a MemoryLimitError ends it: nothing can fit, whatever the mesh.
+    A rejection with a MemoryLimitError ends the search: no mesh can have a plan that fits.
     """
     deadline = context.deadline
     may_fit = not context.request.leaves_layouts_free or context.cluster.num_devices == 1
@@ -41,9 +43,9 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
         candidates = [c for c in context.candidates if isinstance(c, SpmdCandidate)]
         fits = any(c.peak_bytes <= context.limit_bytes for c in candidates)
         if deadline.passed and fits:
-            found: SpmdCandidate | Rejection = not_tried(mesh, deadline.text)
+            outcome: SpmdCandidate | Rejection = not_tried(mesh, deadline.text)
         elif not worth_trying(mesh, candidates, context.limit_bytes):
-            found = not_tried(mesh, f"the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}")
+            outcome = not_tried(mesh, f"the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}")
         else:
             # Where nothing can fit, a search for what does takes minutes: it is asked first whether anything can, for a
             # long step at once, for others when nothing fits on the first mesh.
@@ -57,9 +59,9 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
                 may_fit = True
             with context.progress.pass_(f"mesh {mesh}"):
                 model, time_s = cost_model(context.cluster, mesh), deadline.solve_s(len(meshes) - number)
-                found = search_mesh(context, model, pins, time_limit_s=time_s)
-        yield found
-        context = context.after([found])
+                outcome = search_mesh(context, model, pins, time_limit_s=time_s)
+        yield outcome
+        context = context.after([outcome])
 
 
 def not_tried(mesh: LogicalMesh, why: str) -> Rejection:
@@ -69,7 +71,7 @@ def not_tried(mesh: LogicalMesh, why: str) -> Rejection:
 def worth_trying(mesh: LogicalMesh, candidates: Sequence[SpmdCandidate], limit_bytes: int) -> bool:
     """Whether a mesh of three axes may pay: where two axes gained next to nothing over one, a third is not tried.
 
-    The search on it costs more than all others together. Where no plan fits yet, everything is tried.
+    The search on three axes costs more than all others together. Where no plan fits yet, every mesh is tried.
     """
     num_axes = len(mesh.axis_sizes)
     if num_axes < 3:
@@ -79,20 +81,23 @@ def worth_trying(mesh: LogicalMesh, candidates: Sequence[SpmdCandidate], limit_b
         fitting = [c for c in candidates if c.peak_bytes <= limit_bytes]
         return min((c.step_time_s for c in fitting if len(c.model.links.mesh.axis_sizes) == axes), default=math.inf)
 
-    before, last = fastest_s(num_axes - 2), fastest_s(num_axes - 1)
-    return math.isinf(before) or math.isinf(last) or last < before * (1 - GAIN_OF_AN_AXIS)
+    one_axis_less_s, most_axes_s = fastest_s(num_axes - 2), fastest_s(num_axes - 1)
+    return (
+        math.isinf(one_axis_less_s) or math.isinf(most_axes_s) or most_axes_s < one_axis_less_s * (1 - GAIN_OF_AN_AXIS)
+    )
 
 
 def search_mesh(
     context: PlanningContext, model: CostModel, pins: PinsOnMesh | None = None, *, time_limit_s: float
 ) -> SpmdCandidate | Rejection:
-    """The fastest plan on one mesh, within the memory limit where that can be had, else the smallest found.
+    """The fastest plan on one mesh that fits into the memory, else the smallest plan that was found.
 
-    The ILP is solved without memory first. Its objective adds up what is computed and sent, an upper bound of the time
-    with overlap that plans are compared by; on platforms with overlap, and without a recipe, it is solved again with a
-    part of what computing can hide (`slack`, `EXPOSED_FRACTIONS`), and the search goes on from the fastest plan. Where
-    the exact estimate of that one is over the limit, bytes get a price (`_MeshSearch.leaner`), unless another mesh has
-    a plan that fits and is as fast. The whole search takes `time_limit_s` at most, but for its last solution.
+    The ILP is solved without memory first. Its objective adds up computation and communication, an upper bound of the
+    time with overlap by which plans are compared. On platforms with overlap, and without a recipe, the ILP is re-solved
+    with a part of the communication that computation can hide (`slack`, `EXPOSED_FRACTIONS`), and the search continues
+    from the fastest plan. Where the exact peak of that plan is over the limit, bytes get a price
+    (`_MeshSearch.leaner`), unless a plan on another mesh fits and is as fast. The whole search takes at most
+    `time_limit_s`, except for its last solution.
 
     Returns a rejection when the time limit passed without any plan.
     """
@@ -133,7 +138,7 @@ def search_mesh(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _MeshSearch:
-    """The integer program of one mesh, with its solution for the least time, and when the search on it ends."""
+    """The integer program of one mesh, its solution for the least time, and the deadline of the search on it."""
 
     context: PlanningContext
     intra_op: IntraOp
@@ -146,13 +151,13 @@ class _MeshSearch:
         return max(self.until_s - time.perf_counter(), 1.0)
 
     def candidate(self, solution: Solution) -> SpmdCandidate:
-        """A solution, worked out."""
-        made = evaluated(self.context.graph, self.intra_op.model, self.intra_op.decode(solution))
-        return dataclasses.replace(made, pins=self.pins)
+        """A solution, lowered and evaluated."""
+        candidate = evaluated(self.context.graph, self.intra_op.model, self.intra_op.decode(solution))
+        return dataclasses.replace(candidate, pins=self.pins)
 
     def at_full_cost(self, solution: Solution) -> Solution:
-        """A solution under another objective, with the cost that it has under the search's own, and the bound of that.
-        On one device nothing is chosen and the cost is zero.
+        """A solution under another objective, with its cost under the objective of the search, and the bound of that
+        objective. On one device there is no choice, and the cost is zero.
         """
         cost, bound = self.intra_op.cost(solution.choice), self.free.bound
         gap = (cost - bound) / cost if cost else 0.0
@@ -161,37 +166,35 @@ class _MeshSearch:
     def leaner(self, best: SpmdCandidate, exposed_fraction: float) -> SpmdCandidate:
         """The fastest plan that fits, else the smallest that was found, where the fastest of all is over the limit.
 
-        Bytes get a price: those of the values that are alive where memory is short in any plan seen. The price rises
-        until a plan fits, and is then halved towards the cheapest plan that fits (the Lagrangian relaxation of formula
-        (4)).
+        The price applies to the values that are alive where the memory is over the limit in any plan seen so far.
         """
         limit_bytes = self.context.limit_bytes
-        priced = over_limit_values(best, limit_bytes)
-        s_per_byte, too_low, fits_at = best.step_time_s / best.peak_bytes * FIRST_PRICE, 0.0, None
-        for _ in range(MEMORY_ROUNDS):
+        smallest, smallest_fits, priced = best, False, over_limit_values(best, limit_bytes)
+
+        def attempt(s_per_byte: float) -> bool | None:
+            nonlocal smallest, smallest_fits, priced
             if time.perf_counter() > self.until_s:
-                break
+                return None
             prices = MemoryPrices(s_per_byte=s_per_byte, values=priced)
             solution = self.intra_op.solve(time_limit_s=self.left_s, prices=prices, exposed_fraction=exposed_fraction)
             if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
-                break
+                return None
             candidate = self.candidate(self.at_full_cost(solution))
             fits = candidate.peak_bytes <= limit_bytes
-            if (not fits, _rank(candidate, fits)) < (fits_at is None, _rank(best, fits_at is not None)):
-                best = candidate
+            if (not fits, _rank(candidate, fits)) < (not smallest_fits, _rank(smallest, smallest_fits)):
+                smallest = candidate
             if fits:
-                fits_at = s_per_byte
+                smallest_fits = True
             else:
-                too_low = s_per_byte
                 priced |= over_limit_values(candidate, limit_bytes)
-            s_per_byte = (
-                s_per_byte * PRICE_RISE if fits_at is None else (fits_at * max(too_low, fits_at / PRICE_RISE)) ** 0.5
-            )
-            if fits_at is not None and s_per_byte > 0.8 * fits_at:
-                break
-        return best
+            return fits
+
+        first_s = best.step_time_s / best.peak_bytes * FIRST_PRICE
+        rising = list(itertools.accumulate([first_s, *[PRICE_RISE] * (MEMORY_ROUNDS - 1)], operator.mul))
+        search_price(attempt, rising, halve_by=PRICE_RISE)
+        return smallest
 
 
 def _rank(candidate: SpmdCandidate, fits: bool) -> float:
-    """What is better when smaller: time among plans that fit, memory among those that do not."""
+    """The key by which candidates are compared, smaller is better: time among plans that fit, memory among others."""
     return candidate.step_time_s if fits else float(candidate.peak_bytes)

@@ -44,35 +44,35 @@ def fold(choices: ChoiceGraph, kinds: Sequence[int], edge_kinds: Sequence[int]) 
     return tuple(colours)
 
 
-def joined(choices: ChoiceGraph, classes: Sequence[int], alike: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:
-    """The classes, with those of operations that are to be decided alike, of what they make and of the arguments that
-    they read, made one, wherever they choose among the same.
+def joined(choices: ChoiceGraph, classes: Sequence[int], paired_ops: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:
+    """The classes, with the classes of paired operations merged: of the operations, their results and their outside
+    arguments, wherever both choose among the same strategies or layouts.
     """
     merged = DisjointSet(classes)
     label = {c: c for c in classes}  # of the set that a root leads; the order of the labels is that of the ILP's nodes
 
-    def merge(kept: int, other: int) -> None:
-        root = merged[kept]
-        merged.merge(kept, other)
-        label[merged[kept]] = label[root]
+    def merge(class_a: int, class_b: int) -> None:
+        root = merged[class_a]
+        merged.merge(class_a, class_b)
+        label[merged[class_a]] = label[root]
 
-    def join(one: LayoutSite | None, other: LayoutSite | None) -> None:
-        if one is not None and other is not None and one.layouts == other.layouts:
-            nodes = choices.nodes[one.node], choices.nodes[other.node]
+    def join(first: LayoutSite | None, second: LayoutSite | None) -> None:
+        if first is not None and second is not None and first.layouts == second.layouts:
+            nodes = choices.nodes[first.node], choices.nodes[second.node]
             if nodes[0].layouts and nodes[0].layouts == nodes[1].layouts:
-                merge(classes[one.node], classes[other.node])
+                merge(classes[first.node], classes[second.node])
 
-    made = {v for pair in alike for op in pair for v in op.outputs}
+    produced = {v for pair in paired_ops for op in pair for v in op.outputs}
     readers: dict[int, list[str]] = {}
     for v, reader in choices.copies:
         readers.setdefault(v, []).append(reader)
-    for a, b in alike:
+    for a, b in paired_ops:
         if a.id in choices.of_op and b.id in choices.of_op:
-            (one, strategies), (other, others) = choices.of_op[a.id], choices.of_op[b.id]
-            if strategies == others:
-                merge(classes[one], classes[other])
+            (first, strategies), (second, other_strategies) = choices.of_op[a.id], choices.of_op[b.id]
+            if strategies == other_strategies:
+                merge(classes[first], classes[second])
         inputs = [(x, y) for x, y in zip(a.inputs, b.inputs, strict=True) if isinstance(x, int) and isinstance(y, int)]
-        outside = [(x, y) for x, y in inputs if x not in made and y not in made]
+        outside = [(x, y) for x, y in inputs if x not in produced and y not in produced]
         for x, y in (*zip(a.outputs, b.outputs, strict=True), *outside):
             join(choices.unreduced.get(x), choices.unreduced.get(y))
             join(choices.reduced.get(x), choices.reduced.get(y))

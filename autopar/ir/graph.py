@@ -244,17 +244,17 @@ class OpGraph:
 
     def once(self) -> frozenset[int]:
         """The values of the top block that are the same for every micro-batch and known before the first one."""
-        found = {v for i, v in enumerate(self.block.inputs) if i not in self.repeating}
-        before = (op for op in self.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
-        return frozenset(found | {v for op in before for v in op.outputs})
+        values = {v for i, v in enumerate(self.block.inputs) if i not in self.repeating}
+        hoisted = (op for op in self.block.ops if op.section is Section.BEFORE and op.kind is not OpKind.SPLIT)
+        return frozenset(values | {v for op in hoisted for v in op.outputs})
 
     def result_counts(self) -> tuple[float, ...]:
         """How often a step makes each of its results, all micro-batches together: once, but in a graph in which one
         operation stands for several.
         """
         m = self.num_microbatches
-        made = {v: op.count / (m if op.section.repeats else 1) for op in self.block.ops for v in op.outputs}
-        return tuple(made.get(atom, 1.0) if isinstance(atom, int) else 1.0 for atom in self.block.outputs)
+        count_of = {v: op.count / (m if op.section.repeats else 1) for op in self.block.ops for v in op.outputs}
+        return tuple(count_of.get(atom, 1.0) if isinstance(atom, int) else 1.0 for atom in self.block.outputs)
 
     def ops(self) -> Iterator[Op]:
         """Every operation, bodies of loops after their loop."""
@@ -270,17 +270,17 @@ def walk(block: Block) -> Iterator[Op]:
 
 def free_values(block: Block) -> set[int]:
     """Values that a block reads from around it."""
-    made = {*block.inputs, *(o for op in walk(block) for o in op.outputs)}
-    made |= {i for op in walk(block) for inner in op.blocks for i in inner.inputs}
+    bound = {*block.inputs, *(o for op in walk(block) for o in op.outputs)}
+    bound |= {i for op in walk(block) for inner in op.blocks for i in inner.inputs}
     read = [a for op in walk(block) for a in op.inputs] + list(block.outputs)
     read += [a for op in walk(block) for inner in op.blocks for a in inner.outputs]
-    return {a for a in read if isinstance(a, int)} - made
+    return {a for a in read if isinstance(a, int)} - bound
 
 
 def read_by(op: Op) -> tuple[int, ...]:
     """The values that an operation reads: its operands, then what its blocks read from around them."""
-    own = [a for a in op.inputs if isinstance(a, int)]
-    return tuple(dict.fromkeys([*own, *(v for block in op.blocks for v in sorted(free_values(block)))]))
+    direct = [a for a in op.inputs if isinstance(a, int)]
+    return tuple(dict.fromkeys([*direct, *(v for block in op.blocks for v in sorted(free_values(block)))]))
 
 
 def has_effects(op: Op) -> bool:

@@ -78,26 +78,24 @@ def abstract_joint_mesh(mesh: LogicalMesh, num_stages: int) -> AbstractMesh:
 
 def stacked_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
     """The `PartitionSpec` on a joint mesh of an array whose equal parts along dimension 0 lie on the stages."""
-    first, *rest = (tuple(axis_names[a] for a in axes) for axes in layout.dims)
-    names = [found if len(found) > 1 else found[0] if found else None for found in rest]
-    while names and names[-1] is None:
-        names.pop()
-    return PartitionSpec((STAGE_AXIS, *first) if first else STAGE_AXIS, *names)
+    first, *rest = _named(layout.dims, axis_names)
+    return _spec([(STAGE_AXIS, *first), *rest])
 
 
 def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
     """The `PartitionSpec` of a layout; a partial one has its leading dimension of summands in front."""
+    return _spec(_named((layout.partial, *layout.dims) if layout.partial else layout.dims, axis_names))
 
-    def names(axes: Sequence[int]) -> Any:
-        found = tuple(axis_names[a] for a in axes)
-        return found if len(found) > 1 else found[0] if found else None
 
-    dims = [names(axes) for axes in layout.dims]
-    if layout.partial:
-        dims = [names(layout.partial), *dims]
-    while dims and dims[-1] is None:
-        dims.pop()
-    return PartitionSpec(*dims)
+def _named(dims: Sequence[Sequence[int]], axis_names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [tuple(axis_names[a] for a in axes) for axes in dims]
+
+
+def _spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    entries = [names if len(names) > 1 else names[0] if names else None for names in dims]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def named_sharding(layout: Layout, mesh: Mesh, *, in_host: bool = False) -> NamedSharding:

@@ -95,7 +95,7 @@ def _enumerate(
     shape: tuple[int, ...], mesh: LogicalMesh, choices: tuple[int | None, ...], order: tuple[int, ...]
 ) -> tuple[Layout, ...]:
     axes = [a for a in order or range(len(mesh.axis_sizes)) if mesh.axis_sizes[a] > 1]
-    found = []
+    layouts = []
     for places in itertools.product(choices, repeat=len(axes)):
         on = [
             tuple(a for a, place in zip(axes, places, strict=True) if place == d)
@@ -103,8 +103,8 @@ def _enumerate(
         ]
         layout = Layout(tuple(on[:-1]), tuple(sorted(on[-1])))
         if layout.fits(shape, mesh):
-            found.append(layout)
-    return tuple(found)
+            layouts.append(layout)
+    return tuple(layouts)
 
 
 def local_bytes(shape: tuple[int, ...], itemsize: int, layout: Layout, mesh: LogicalMesh) -> int:
@@ -116,5 +116,5 @@ def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
     """Splits the largest dimension that divides by the whole (one-axis) mesh."""
     n = mesh.num_devices
     dividing = [d for d, size in enumerate(shape) if size % n == 0 and size >= n > 1]
-    chosen = max(dividing, key=lambda d: shape[d], default=None)
-    return Layout(tuple((0,) if d == chosen else () for d in range(len(shape))))
+    split_dim = max(dividing, key=lambda d: shape[d], default=None)
+    return Layout(tuple((0,) if d == split_dim else () for d in range(len(shape))))

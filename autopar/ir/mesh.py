@@ -48,11 +48,11 @@ def factorisations(num_devices: int, max_axes: int = 3) -> tuple[LogicalMesh, ..
     """
     if num_devices == 1:
         return (LogicalMesh(axis_sizes=(1,)),)
-    found: list[tuple[int, ...]] = []
+    all_sizes: list[tuple[int, ...]] = []
 
     def extend(rest: int, smallest: int, sizes: tuple[int, ...]) -> None:
         if rest == 1:
-            found.append(sizes)
+            all_sizes.append(sizes)
             return
         if len(sizes) == max_axes:
             return
@@ -61,7 +61,7 @@ def factorisations(num_devices: int, max_axes: int = 3) -> tuple[LogicalMesh, ..
                 extend(rest // size, size, (*sizes, size))
 
     extend(num_devices, 2, ())
-    return tuple(LogicalMesh(axis_sizes=sizes) for sizes in sorted(found, key=lambda s: (len(s), s)))
+    return tuple(LogicalMesh(axis_sizes=sizes) for sizes in sorted(all_sizes, key=lambda s: (len(s), s)))
 
 
 def orderings(mesh: LogicalMesh) -> tuple[LogicalMesh, ...]:

@@ -78,8 +78,8 @@ def _keeps_every_digit(source: Any, target: Any) -> bool:
     """Whether a type has all numbers of another. Narrowing before a sum would round each summand."""
     if not (is_inexact(source) and is_inexact(target)):
         return False
-    one, other = jax.numpy.finfo(source), jax.numpy.finfo(target)
-    return bool(one.nmant <= other.nmant and one.maxexp <= other.maxexp)
+    source_info, target_info = jax.numpy.finfo(source), jax.numpy.finfo(target)
+    return bool(source_info.nmant <= target_info.nmant and source_info.maxexp <= target_info.maxexp)
 
 
 def _fills_linearly(eqn: Any) -> bool:
@@ -110,15 +110,15 @@ def multiplications(eqn: Any) -> float | None:
     """
     if eqn.primitive.name == "dot_general":
         (summed, _), _ = eqn.params["dimension_numbers"]
-        left = eqn.invars[0].aval.shape
-        return float(eqn.outvars[0].aval.size) * math.prod(left[d] for d in summed)
+        left_shape = eqn.invars[0].aval.shape
+        return float(eqn.outvars[0].aval.size) * math.prod(left_shape[d] for d in summed)
     if eqn.primitive.name == "ragged_dot_general":
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (summed, _), _ = numbers.dot_dimension_numbers
-        left, groups = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape[-1]
+        left_shape, groups = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape[-1]
         # Where the groups are parts of the summed dimension, the result has one matrix for each of them.
         parts = groups if set(numbers.lhs_ragged_dimensions) <= set(summed) else 1
-        return float(eqn.outvars[0].aval.size) * math.prod(left[d] for d in summed) / parts
+        return float(eqn.outvars[0].aval.size) * math.prod(left_shape[d] for d in summed) / parts
     if eqn.primitive.name == "conv_general_dilated":
         kernel = eqn.invars[1].aval
         features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]

@@ -33,7 +33,7 @@ class Fresh:
 def remove_dead(block: Block) -> Block:
     """The block without operations of which no result is used and that have no effect. Loops keep all they carry."""
     live = {a for a in block.outputs if isinstance(a, int)}
-    kept: list[Op] = []
+    live_ops: list[Op] = []
     for op in reversed(block.ops):
         if live.isdisjoint(op.outputs) and not has_effects(op):
             continue
@@ -41,8 +41,8 @@ def remove_dead(block: Block) -> Block:
             op = dataclasses.replace(op, blocks=tuple(remove_dead(b) for b in op.blocks))
             live |= {i for inner in op.blocks for i in free_values(inner)}
         live |= {a for a in op.inputs if isinstance(a, int)}
-        kept.append(op)
-    return dataclasses.replace(block, ops=tuple(reversed(kept)))
+        live_ops.append(op)
+    return dataclasses.replace(block, ops=tuple(reversed(live_ops)))
 
 
 def reading(op: Op, names: Mapping[int, int]) -> Op:
@@ -75,8 +75,8 @@ def renumbered(graph: OpGraph) -> OpGraph:
         nonlocal number
         ops = []
         for op in block.ops:
-            here, number = number, number + 1
-            ops.append(dataclasses.replace(op, id=here, blocks=tuple(block_of(b) for b in op.blocks)))
+            new_id, number = number, number + 1
+            ops.append(dataclasses.replace(op, id=new_id, blocks=tuple(block_of(b) for b in op.blocks)))
         return dataclasses.replace(block, ops=tuple(ops))
 
     return dataclasses.replace(graph, block=block_of(graph.block))

@@ -11,7 +11,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """What was taken out: its name in the user's code, and the line of it."""
+    """A removed placement: its name in the user's code, and its line."""
 
     name: str
     line: str
@@ -48,7 +48,7 @@ class TracedStep:
     changed_in_place: tuple[str, ...] = ()
 
 
-def is_same_step(one: TracedStep, other: TracedStep) -> bool:
-    """Whether two traces are the same computation of the same trees: what is decided for one holds for the other."""
+def is_same_step(first: TracedStep, second: TracedStep) -> bool:
+    """Whether two traces have the same computation and the same trees, so that a plan of one holds for the other."""
     parts = ("fingerprint", "in_tree", "out_tree", "tied", "donated", "batch")
-    return all(getattr(one, part) == getattr(other, part) for part in parts)
+    return all(getattr(first, part) == getattr(second, part) for part in parts)

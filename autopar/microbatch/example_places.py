@@ -17,7 +17,7 @@ UNKNOWN = "it is not known to keep examples apart"
 
 
 class MixesExamples(Exception):
-    """An equation does not keep examples apart; its text says why. Stays inside."""
+    """An equation does not keep examples independent; its text is the reason. Internal."""
 
 
 def shape_of(variable: Any) -> tuple[int, ...]:
@@ -29,7 +29,7 @@ def rank_of(variable: Any) -> int:
 
 
 def common_place(eqn: Any, places: Places) -> int:
-    """The dimension that holds the examples in every operand but numbers."""
+    """The dimension that holds the examples in every operand except scalars."""
     dims = {place for v, place in zip(eqn.invars, places, strict=True) if shape_of(v)}
     if None in dims:
         raise MixesExamples(AGAINST_OTHERS)
@@ -49,13 +49,13 @@ def only_place(eqn: Any, places: Places, operand: int) -> int:
 
 
 def named_dims(eqn: Any, name: str, rank: int) -> set[int]:
-    """The dimensions that a parameter names, one or several, from the front."""
+    """The dimensions that a parameter names, counted from the front."""
     value = eqn.params[name]
     return {int(a) % rank for a in (value if isinstance(value, (tuple, list)) else (value,))}
 
 
 def elementwise(eqn: Any, places: Places) -> list[int]:
-    """Element by element; numbers, and dimensions of size one, are held against all examples."""
+    """Element by element; scalars, and dimensions of size one, are combined with all examples."""
     dims = {place for place in places if place is not None}
     if len(dims) != 1:
         raise MixesExamples(SEVERAL)
@@ -67,7 +67,7 @@ def elementwise(eqn: Any, places: Places) -> list[int]:
 
 
 def along(name: str) -> Rule:
-    """Works along the dimensions of a parameter, which may not hold the examples."""
+    """Works along the dimensions of a parameter, which must not hold the examples."""
 
     def rule(eqn: Any, places: Places) -> list[int]:
         dim = common_place(eqn, places)
@@ -92,7 +92,9 @@ def reducing(name: str) -> Rule:
 
 
 def matrices(*ranks: int) -> Rule:
-    """Linear algebra on the last dimensions of each operand: so many of the first operand, the second, ..."""
+    """Linear algebra on the last dimensions of each operand: `ranks` are their numbers for the first operand, the
+    second, ...
+    """
 
     def rule(eqn: Any, places: Places) -> list[int]:
         dim = common_place(eqn, places)
@@ -104,7 +106,7 @@ def matrices(*ranks: int) -> Rule:
 
 
 def windowed(eqn: Any, places: Places) -> list[int]:
-    """A window that slides: along the examples it covers one at a time."""
+    """A sliding window: along the examples it must cover one at a time."""
     dim, p = common_place(eqn, places), eqn.params
     is_single = p["window_dimensions"][dim] == 1 and tuple(p["padding"][dim]) == (0, 0)
     for name in ("window_strides", "base_dilation", "window_dilation"):

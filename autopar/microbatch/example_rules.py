@@ -62,18 +62,21 @@ def sums_over_examples(eqn: Any, places: Places) -> bool:
     return rule is not None and rule(eqn, places)
 
 
-def reshaped(old: Sequence[int], new: Sequence[int], dim: int, outer: int, parts: int) -> tuple[int, int] | None:
+def reshaped(
+    operand_shape: Sequence[int], result_shape: Sequence[int], dim: int, outer: int, parts: int
+) -> tuple[int, int] | None:
     """(dimension, outer blocks) of the examples after a reshape; None where no dimension holds them.
 
-    Examples lie in dimension `dim` of `old`, which is `outer` blocks of all examples each, cut into `parts` each.
+    The examples are in dimension `dim` of the operand, which has `outer` blocks of all examples; each block is split
+    into `parts`.
     """
-    blocks = math.prod(old[:dim]) * outer  # each is cut into `parts`, in the order of the elements
-    before = 1
-    for d, size in enumerate(new):
-        if blocks % before == 0 and blocks < before * size:
-            inner = blocks // before
+    blocks = math.prod(operand_shape[:dim]) * outer  # each is cut into `parts`, in the order of the elements
+    preceding = 1
+    for d, size in enumerate(result_shape):
+        if blocks % preceding == 0 and blocks < preceding * size:
+            inner = blocks // preceding
             return (d, inner) if size % (inner * parts) == 0 else None
-        before *= size
+        preceding *= size
     return None
 
 

@@ -1,8 +1,8 @@
 """The program of a step for one example, extrapolated from those for two and three examples.
 
-Traced on one example, many functions become another program: broadcasts over the examples disappear. The operations for
-two and for three examples are equal, on shapes that grow by the same amount from example to example. The program for
-one example is extrapolated from them.
+A trace on one example is another program for many functions: broadcasts over the examples disappear. The operations for
+two and for three examples are equal, on shapes that grow by the same amount from example to example, and determine the
+program for one example.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class _Extrapolation(PairRewriter):
             members = [self.parameter(a, b, where) for a, b in zip(base, other, strict=True)]
             return base._make(members) if hasattr(base, "_make") else type(base)(members)
         if isinstance(base, (int, np.integer)) and isinstance(other, (int, np.integer)) and not isinstance(base, bool):
-            one = 2 * int(base) - int(other)
-            if one < 0 <= base:  # the third example, or the rest behind the second
+            of_one = 2 * int(base) - int(other)
+            if of_one < 0 <= base:  # the third example, or the rest behind the second
                 raise self.difference(where, str(base), str(other))
-            return type(base)(one)  # numpy's numbers stay such
+            return type(base)(of_one)  # numpy's numbers stay such
         # Functions made by tracing are equal to nothing, and hold no sizes of their own.
         if callable(base) or hasattr(base, "call_wrapped"):
             return base
         try:
-            same = bool(base == other) or repr(base) == repr(other)  # nan is not equal to itself
+            is_equal = bool(base == other) or repr(base) == repr(other)  # nan is not equal to itself
         except (TypeError, ValueError):  # arrays among them
-            same = False
-        if not same:
+            is_equal = False
+        if not is_equal:
             raise self.difference(where, repr(base)[:60], repr(other)[:60])
         return base
 

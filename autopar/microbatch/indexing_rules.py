@@ -19,8 +19,8 @@ from autopar.microbatch.example_places import (
 
 def static_slice(eqn: Any, places: Places) -> list[int]:
     dim, p = common_place(eqn, places), eqn.params
-    whole = p["start_indices"][dim] == 0 and p["limit_indices"][dim] == shape_of(eqn.invars[0])[dim]
-    if not whole or (p["strides"] or {dim: 1})[dim] != 1:
+    is_full = p["start_indices"][dim] == 0 and p["limit_indices"][dim] == shape_of(eqn.invars[0])[dim]
+    if not is_full or (p["strides"] or {dim: 1})[dim] != 1:
         raise MixesExamples(BY_POSITION)
     return [dim]
 
@@ -94,8 +94,8 @@ def scatter(eqn: Any, places: Places) -> list[int]:
     if indices is not None:
         raise MixesExamples(SEVERAL)
     window = [d for d in range(rank_of(eqn.invars[0])) if d not in numbers.inserted_window_dims and d not in batching]
-    whole = shape_of(eqn.invars[2])[updates] == shape_of(eqn.invars[0])[operand]
-    if numbers.update_window_dims[window.index(operand)] != updates or not whole:
+    is_full = shape_of(eqn.invars[2])[updates] == shape_of(eqn.invars[0])[operand]
+    if numbers.update_window_dims[window.index(operand)] != updates or not is_full:
         raise MixesExamples(BY_POSITION)
     return [operand]
 

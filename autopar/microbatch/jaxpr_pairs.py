@@ -16,48 +16,50 @@ from autopar.errors import UnsupportedError
 
 
 class PairRewriter(abc.ABC):
-    """Rewrites a base jaxpr with the help of another one; jaxprs inside of equations follow."""
+    """Rewrites a base jaxpr along another one, with the jaxprs inside of equations."""
 
     @abc.abstractmethod
     def variable(self, base: Any, other: Any, where: str) -> Any:
-        """The variable for one of the base's and its counterpart."""
+        """The variable for a variable of the base and its counterpart."""
 
     @abc.abstractmethod
     def literal(self, base: Any, other: Any) -> Any:
-        """The literal for two of equal shape and type."""
+        """The literal for two literals of equal shape and type."""
 
     @abc.abstractmethod
     def parameter(self, base: Any, other: Any, where: str) -> Any:
-        """The parameter of an equation for two that hold no jaxprs."""
+        """The parameter of an equation for two parameters without jaxprs."""
 
     @abc.abstractmethod
     def result(self, base: Any, other: Any, inner: Any, where: str) -> Any:
-        """The jaxpr, open or closed as the base is, of the open one that was written."""
+        """The rewritten jaxpr, open or closed as the base."""
 
     @abc.abstractmethod
     def difference(self, where: str, base: str, other: str) -> UnsupportedError:
         """The error for two jaxprs that differ."""
 
     def rewrite(self, base: Any, other: Any, where: str) -> Any:
-        """The jaxpr for two, open or closed. Raises: UnsupportedError where they differ in more than sizes."""
+        """The rewritten jaxpr of a pair, open or closed. Raises: UnsupportedError where they differ
+        in more than sizes.
+        """
         a, b = jax_compat.open_jaxpr(base), jax_compat.open_jaxpr(other)
         counts = [(len(j.constvars), len(j.invars), len(j.outvars), len(j.eqns)) for j in (a, b)]
         if counts[0] != counts[1]:
             raise self.difference(_first_difference(a, b, where), f"{len(a.eqns)} operations", f"{len(b.eqns)}")
-        new: dict[Any, Any] = {}  # by variable of the base
+        rewritten: dict[Any, Any] = {}  # by variable of the base
         counterpart: dict[Any, Any] = {}
 
         def bind(xs: Sequence[Any], ys: Sequence[Any], at: str) -> list[Any]:
             for x, y in zip(xs, ys, strict=True):
-                new[x], counterpart[x] = self.variable(x, y, at), y
-            return [new[x] for x in xs]
+                rewritten[x], counterpart[x] = self.variable(x, y, at), y
+            return [rewritten[x] for x in xs]
 
         def atom(x: Any, y: Any, at: str) -> Any:
             if isinstance(x, jax_compat.Literal) and isinstance(y, jax_compat.Literal):
                 if x.aval.str_short() == y.aval.str_short():
                     return self.literal(x, y)
             elif not isinstance(x, jax_compat.Literal) and counterpart.get(x) is y:
-                return new[x]
+                return rewritten[x]
             raise self.difference(at, f"operand {x}", f"{y}")
 
         constvars, invars = bind(a.constvars, b.constvars, where), bind(a.invars, b.invars, where)
@@ -76,21 +78,17 @@ class PairRewriter(abc.ABC):
         return self.result(base, other, inner, where)
 
     def _parameter(self, base: Any, other: Any, where: str, at: str) -> Any:
-        if _is_jaxpr(base):
+        if jax_compat.is_jaxpr(base):
             return self.rewrite(base, other, where)
-        if isinstance(base, (tuple, list)) and any(map(_is_jaxpr, base)):
+        if isinstance(base, (tuple, list)) and any(map(jax_compat.is_jaxpr, base)):
             members = [self._parameter(x, y, where, at) for x, y in zip(base, other, strict=True)]
             return base._make(members) if hasattr(base, "_make") else type(base)(members)
         return self.parameter(base, other, at)
 
 
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(jax_compat.open_jaxpr(value), "eqns")
-
-
-def _first_difference(one: Any, other: Any, where: str) -> str:
-    """Where two jaxprs begin to differ: `where` with the line of the user's code that the longer one has there."""
-    longer, shorter = (one, other) if len(one.eqns) >= len(other.eqns) else (other, one)
+def _first_difference(first: Any, second: Any, where: str) -> str:
+    """The place at which two jaxprs begin to differ: `where` with the line of the user's code in the longer one."""
+    longer, shorter = (first, second) if len(first.eqns) >= len(second.eqns) else (second, first)
     for a, b in itertools.zip_longest(longer.eqns, shorter.eqns):
         if b is None or a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars):
             line = jax_compat.source_line(a)

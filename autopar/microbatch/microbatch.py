@@ -28,11 +28,12 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     """The graph of a step whose batch is split into `num_microbatches`.
 
     `whole` is the graph of the whole batch, if it is built already. Inputs and outputs are those of the whole step.
-    SPLIT, ACCUMULATE and STACK operations mark the values that enter and leave the loop; operations stand in the order
-    of their sections.
+    SPLIT, ACCUMULATE and STACK operations mark the values that enter and leave the loop; operations are in the order of
+    their sections.
+
     Raises: InvalidArgumentError for a number below one; BatchMismatchError when it does not divide the batch;
-    MixedExamplesError when what is computed of an example depends on the others; UnsupportedError when the two traces
-    differ in more than shapes.
+    MixedExamplesError when the result of one example depends on the others; UnsupportedError when the two traces differ
+    in more than shapes.
     """
     if num_microbatches < 1:
         raise InvalidArgumentError(
@@ -75,17 +76,17 @@ def _cut(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: in
     return renumbered(micro_batched_graph)
 
 
-def _check_same_operations(step_name: str, one: Block, other: Block) -> None:
+def _check_same_operations(step_name: str, block: Block, part: Block) -> None:
     """Raises: UnsupportedError."""
-    same = (one.inputs, _numbers(one.outputs), len(one.ops)) == (
-        other.inputs, _numbers(other.outputs), len(other.ops)
+    is_same = (block.inputs, _numbers(block.outputs), len(block.ops)) == (
+        part.inputs, _numbers(part.outputs), len(part.ops)
     )  # fmt: skip
-    for a, b in zip(one.ops, other.ops, strict=False):
-        same = same and (a.kind, a.primitive, a.outputs) == (b.kind, b.primitive, b.outputs)
-        same = same and _numbers(a.inputs) == _numbers(b.inputs)
+    for a, b in zip(block.ops, part.ops, strict=False):
+        is_same = is_same and (a.kind, a.primitive, a.outputs) == (b.kind, b.primitive, b.outputs)
+        is_same = is_same and _numbers(a.inputs) == _numbers(b.inputs)
         for x, y in zip(a.blocks, b.blocks, strict=False):
             _check_same_operations(step_name, x, y)
-    if not same:
+    if not is_same:
         raise UnsupportedError(
             where=step_name,
             expected="the same operations for a micro-batch as for the whole batch",
@@ -97,8 +98,8 @@ def _check_same_operations(step_name: str, one: Block, other: Block) -> None:
 class _LoopWriter:
     """Writes the operations section by section.
 
-    A value has a whole, under its number in `whole`, and one for each micro-batch, under a new number (`micro`) unless
-    it is the same.
+    A value of the whole batch keeps its number in `whole`; its counterpart in each micro-batch has a new number
+    (`micro`) unless it is the same value.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class _LoopWriter:
         return tuple(op for section in Section for op in by_section[section])
 
     def through(self, atom: Atom) -> Atom:
-        """The whole of a value: barriers are in the loop only."""
+        """The value of the whole batch behind barriers, which exist only in the loop."""
         while isinstance(atom, int) and atom in self.states.passes:
             atom = self.states.passes[atom]
         return atom
@@ -194,7 +195,9 @@ class _LoopWriter:
         )
 
     def _repeated_block(self, block: Block) -> Block:
-        """A block with values of its own, so that the whole batch's operation may stand beside the micro-batches'."""
+        """A block with new values, so that the operation of the whole batch may exist beside that
+        of the micro-batches.
+        """
         inputs = tuple(self._new(v) for v in block.inputs)
         ops, times = [], self.follower.num_microbatches
         for op in block.ops:

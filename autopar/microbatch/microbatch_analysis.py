@@ -23,7 +23,7 @@ from autopar.microbatch.example_rules import places_of_results, reshaped, sums_o
 
 
 class CombinesExamples(Exception):
-    """An operation brings examples together; raised where that makes it impossible to follow them. Stays inside."""
+    """An operation combines examples; raised where its results have no form. Internal."""
 
     def __init__(self, op: Op, why: str) -> None:
         super().__init__(why)
@@ -41,11 +41,11 @@ class Form(enum.Enum):
 class State:
     """The relation of a value of one micro-batch to that of the whole batch.
 
-    Of a SPLIT, dimension `dim` holds `outer` blocks, and each of them the examples in order: with `outer` 1,
-    micro-batch i has the i-th of equal slices. `zero`: it holds zeros only. `early`: the whole can be computed before
-    the first micro-batch. `streams`: it is computed for each micro-batch; what does not stream is known before or after
-    the loop. `cut`: a SPLIT that is cut from the whole rather than computed. `cause` is what brought examples together
-    (PARTIAL_SUM and UNAVAILABLE).
+    `dim`, `outer`: dimension `dim` of a SPLIT holds `outer` blocks, each with the examples in order; for `outer` 1,
+    micro-batch i has the i-th of equal slices. `zero`: all elements are zero. `early`: the whole value can be computed
+    before the first micro-batch. `streams`: the value is computed for each micro-batch; other values are known before
+    or after the loop. `cut`: the SPLIT is a slice of the whole value, and is not computed. `cause`: the operation that
+    combined examples (PARTIAL_SUM and UNAVAILABLE).
     """
 
     form: Form
@@ -74,9 +74,9 @@ _MAX_ROUNDS = 8  # of following a loop's carried values; each round settles at l
 class Follower:
     """Follows examples through the operations of the graphs of a whole batch and of one of its micro-batches.
 
-    Both graphs have the same operations on values of the same numbers. `runs` is the number of equal runs that the
-    examples of a micro-batch can be cut into, in each of the parts that were found: where a dimension counts pairs of
-    neighbouring examples, half as many as it has examples.
+    Both graphs have the same operations on values of the same numbers. `runs` is the number of equal runs into which
+    the examples of a micro-batch can be split in all dimensions found so far: a dimension of pairs of neighbouring
+    examples has half as many runs as examples.
     """
 
     whole: OpGraph
@@ -96,17 +96,17 @@ class Follower:
         return tuple(expected) == self.part.values[value].shape
 
     def by_shape(self, value: int) -> State:
-        """The state, by its shapes, of a value that is known before the first micro-batch."""
-        known = State(form=Form.INVARIANT, early=True, streams=False)
+        """The state of a value that is known before the first micro-batch, by its shapes."""
+        invariant = State(form=Form.INVARIANT, early=True, streams=False)
         if self.same_shape(value):
-            return known
+            return invariant
         for dim in range(len(self.whole.values[value].shape)):
             if self.is_part(value, dim):
-                return dataclasses.replace(known, form=Form.SPLIT, dim=dim, cut=True)
-        return dataclasses.replace(known, form=Form.UNAVAILABLE)
+                return dataclasses.replace(invariant, form=Form.SPLIT, dim=dim, cut=True)
+        return dataclasses.replace(invariant, form=Form.UNAVAILABLE)
 
     def cuts(self, value: int, state: State) -> None:
-        """Notes a value of which each micro-batch has a part."""
+        """Records a value of which each micro-batch has a part."""
         self.runs = math.gcd(
             self.runs, self.whole.values[value].shape[state.dim] // (state.outer * self.num_microbatches)
         )
@@ -116,8 +116,8 @@ class Follower:
     def follow(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         """The states of an operation's results when it runs once for each micro-batch.
 
-        `part` is the micro-batch's operation; `around` the states of values that its blocks read from outside.
-        Raises: Mixes when the results are none of those that can be followed.
+        `part` is the operation of the micro-batch; `around` are the states of values that its blocks read from outside.
+        Raises: CombinesExamples when the results have no form.
         """
         if any(s.form is Form.UNAVAILABLE for s in states):
             raise CombinesExamples(op, "it reads a result of all examples")
@@ -165,7 +165,7 @@ class Follower:
         return results
 
     def _summed(self, op: Op, states: Sequence[State]) -> list[State]:
-        """A sum over examples; one that is added to something is, if that is a sum over examples too."""
+        """A sum over examples; where it is added to another value, that must be a sum over examples too."""
         added = op.primitive in ("scatter-add", "scatter-sub")
         if added and not (states[0].form is Form.PARTIAL_SUM or states[0].zero):
             raise CombinesExamples(op, "it adds sums over examples to something else")
@@ -199,10 +199,10 @@ class Follower:
     def _check_parameters(self, op: Op, part: Op, places: Sequence[int | None]) -> None:
         """Raises: CombinesExamples where parameters differ in more than sizes of dimensions with examples."""
         for name, value in op.eqn.params.items():
-            other = part.eqn.params[name]
-            if name in _SIZES or (name in _SIZES_OF_OPERAND and _differ_at(value, other) <= {places[0]}):
+            part_value = part.eqn.params[name]
+            if name in _SIZES or (name in _SIZES_OF_OPERAND and _differ_at(value, part_value) <= {places[0]}):
                 continue
-            if not _same_parameter(value, other):
+            if not _same_parameter(value, part_value):
                 raise CombinesExamples(op, f"its {name} depends on the number of examples")
 
     def _linear(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
@@ -223,9 +223,9 @@ class Follower:
             (value,) = op.outputs
             source = op.inputs[0]
             shape = self.whole.values[source].shape if isinstance(source, int) else source.shape
-            kept = {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
+            broadcast_dims = {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
             for dim in range(len(self.whole.values[value].shape)):
-                if dim not in kept and self.is_part(value, dim):
+                if dim not in broadcast_dims and self.is_part(value, dim):
                     self.cuts(value, state := State(form=Form.SPLIT, dim=dim))
                     return [state]
         raise CombinesExamples(op, "it counts the examples")
@@ -234,16 +234,16 @@ class Follower:
 
     def _block(self, block: Block, part: Block, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         """The states of a block's outputs from those of its inputs."""
-        known = {**around, **dict(zip(block.inputs, states, strict=True))}
-        for op, other in zip(block.ops, part.ops, strict=True):
-            results = self.follow(op, other, [state_of(a, known) for a in op.inputs], known)
-            known.update(zip(op.outputs, results, strict=True))
-        return [state_of(a, known) for a in block.outputs]
+        state_of_value = {**around, **dict(zip(block.inputs, states, strict=True))}
+        for op, part_op in zip(block.ops, part.ops, strict=True):
+            results = self.follow(op, part_op, [state_of(a, state_of_value) for a in op.inputs], state_of_value)
+            state_of_value.update(zip(op.outputs, results, strict=True))
+        return [state_of(a, state_of_value) for a in block.outputs]
 
     def _scan(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         if op.trips != part.trips:
             raise CombinesExamples(op, "it goes over the examples one by one")
-        (body,), (other,) = op.blocks, part.blocks
+        (body,), (part_body,) = op.blocks, part.blocks
         consts = [_inside(s) for s in states[: op.num_consts]]
         carry = [_inside(s) for s in states[op.num_consts : op.num_consts + op.num_carry]]
         xs = []
@@ -253,7 +253,7 @@ class Follower:
             xs.append(dataclasses.replace(_inside(s), dim=s.dim - 1) if s.form is Form.SPLIT else _inside(s))
 
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
-            outputs = self._block(body, other, [*consts, *carry, *xs], around)
+            outputs = self._block(body, part_body, [*consts, *carry, *xs], around)
             return outputs[: op.num_carry], outputs[op.num_carry :]
 
         carry, ys = self._settled(op, carry, round_)
@@ -275,8 +275,8 @@ class Follower:
     def _settled(self, op: Op, carry: list[State], round_: Any) -> tuple[list[State], list[State]]:
         """The states of the carried values at their fixed point, and those of the stacked results."""
         for _ in range(_MAX_ROUNDS + len(carry)):
-            after, stacked = round_(carry)
-            joined = [_join(op, a, b) for a, b in zip(carry, after, strict=True)]
+            carry_out, stacked = round_(carry)
+            joined = [_join(op, a, b) for a, b in zip(carry, carry_out, strict=True)]
             if joined == carry:
                 return carry, stacked
             carry = joined
@@ -287,17 +287,17 @@ class Follower:
             raise CombinesExamples(op, "which branch it takes depends on the examples")
         inside = [_inside(s) for s in states[1:]]
         results: list[State] | None = None
-        for block, other in zip(op.blocks, part.blocks, strict=True):
-            branch = self._block(block, other, inside, around)
+        for block, part_block in zip(op.blocks, part.blocks, strict=True):
+            branch = self._block(block, part_block, inside, around)
             results = branch if results is None else [_join(op, a, b) for a, b in zip(results, branch, strict=True)]
         assert results is not None, "a cond has branches"
         return results
 
 
-def state_of(atom: Atom, known: Mapping[int, State]) -> State:
+def state_of(atom: Atom, states: Mapping[int, State]) -> State:
     if isinstance(atom, Constant):
         return State(form=Form.INVARIANT, early=True, streams=False, zero=_is_zero(atom))
-    return known[atom]
+    return states[atom]
 
 
 def _is_zero(constant: Constant) -> bool:
@@ -311,15 +311,17 @@ def _inside(state: State) -> State:
     return State(form=state.form, dim=state.dim, outer=state.outer, zero=state.zero, cause=state.cause)
 
 
-def _join(op: Op, one: State, other: State) -> State:
-    """The state of a value that is either of two."""
-    zero = one.zero and other.zero
-    for a, b in ((one, other), (other, one)):
+def _join(op: Op, first: State, second: State) -> State:
+    """The state of a value that is one of two."""
+    zero = first.zero and second.zero
+    for a, b in ((first, second), (second, first)):
         if a.form is Form.PARTIAL_SUM and (b.form is Form.PARTIAL_SUM or b.zero):
             return dataclasses.replace(a, zero=zero)
-    if one.form is not other.form or (one.form is Form.SPLIT and (one.dim, one.outer) != (other.dim, other.outer)):
+    if first.form is not second.form or (
+        first.form is Form.SPLIT and (first.dim, first.outer) != (second.dim, second.outer)
+    ):
         raise CombinesExamples(op, "what it carries depends on the examples in more ways than one")
-    return dataclasses.replace(one, zero=zero)
+    return dataclasses.replace(first, zero=zero)
 
 
 def _summands_of(op: Op, states: Sequence[State]) -> Sequence[State]:
@@ -333,21 +335,19 @@ def _summands_of(op: Op, states: Sequence[State]) -> Sequence[State]:
 
 def _is_same(op: Op, part: Op) -> bool:
     """Whether the equations of a micro-batch and of the whole batch compute the same from the same operands."""
-    params, others = op.eqn.params, part.eqn.params
-    return op.key == part.key and all(_same_parameter(v, others[k]) for k, v in params.items() if _is_jaxpr(v))
+    params, part_params = op.eqn.params, part.eqn.params
+    return op.key == part.key and all(
+        _same_parameter(v, part_params[k]) for k, v in params.items() if jax_compat.is_jaxpr(v)
+    )
 
 
-def _same_parameter(one: Any, other: Any) -> bool:
+def _same_parameter(value: Any, part_value: Any) -> bool:
     # Functions that come with an equation differ from trace to trace; what they compute, its jaxprs say too.
-    return (callable(one) and not _is_jaxpr(one)) or repr(one) == repr(other)
+    return (callable(value) and not jax_compat.is_jaxpr(value)) or repr(value) == repr(part_value)
 
 
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(jax_compat.open_jaxpr(value), "eqns")
-
-
-def _differ_at(one: Sequence[int], other: Sequence[int]) -> set[int | None]:
-    return {d for d, (a, b) in enumerate(zip(one, other, strict=True)) if a != b}
+def _differ_at(sizes: Sequence[int], part_sizes: Sequence[int]) -> set[int | None]:
+    return {d for d, (a, b) in enumerate(zip(sizes, part_sizes, strict=True)) if a != b}
 
 
 def _can_be_summed(op: Op) -> bool:

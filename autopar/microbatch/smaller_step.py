@@ -15,7 +15,7 @@ from autopar.microbatch.extrapolation import extrapolated
 
 
 def num_examples(traced: TracedStep) -> int:
-    """The leading size that most leaves of the batch share (of several, the first)."""
+    """The leading size that most leaves of the batch share (the first size in a tie)."""
     sizes = collections.Counter(traced.in_avals[i].shape[0] for i in sorted(traced.batch) if traced.in_avals[i].shape)
     if not sizes:
         raise BatchMismatchError(
@@ -42,7 +42,7 @@ def example_leaves(traced: TracedStep) -> frozenset[int]:
 
 
 def smaller_step(traced: TracedStep, examples: int) -> TracedStep:
-    """The step traced on fewer examples. The program of one follows from those of two and of three.
+    """The step traced on fewer examples. The program of one example follows from those of two and of three.
 
     Raises: UnsupportedError.
     """
@@ -55,7 +55,7 @@ def smaller_step(traced: TracedStep, examples: int) -> TracedStep:
 
 
 def smaller_avals(traced: TracedStep, examples: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The shapes of the arguments with so many examples in place of the batch."""
+    """The shapes of the arguments with this number of examples."""
     leaves = example_leaves(traced)
     return tuple(
         jax.ShapeDtypeStruct((examples, *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in leaves else a
@@ -66,7 +66,7 @@ def smaller_avals(traced: TracedStep, examples: int) -> tuple[jax.ShapeDtypeStru
 def traced_at(traced: TracedStep, in_avals: Sequence[jax.ShapeDtypeStruct]) -> TracedStep:
     """The step traced on other shapes.
 
-    Raises: UnsupportedError when it cannot be.
+    Raises: UnsupportedError when the trace fails.
     """
     try:
         closed = traced.retrace(in_avals)

@@ -1,7 +1,7 @@
-"""The state of each value of a step cut into micro-batches, found operation by operation.
+"""The state of each value of a step in micro-batches, determined operation by operation.
 
-Operations that depend on no examples are known before the loop; those that keep examples apart or are linear in sums
-run in it; what combines examples otherwise runs after it, or the step is refused.
+Operations that depend on no examples run before the loop. Operations that keep examples independent, or are linear in
+sums, run in the loop. Operations that combine examples otherwise run after the loop, or the step is refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "
 class ValueStates:
     """`of[v]` is the state of a value of the whole batch's graph.
 
-    `passes[v]` is the value in front of the barrier that v stands behind; `whole_operands[op]` are the positions of
-    the operands that an operation in the loop reads of the whole batch.
+    `passes[v]` is the value in front of the barrier behind which v is; `whole_operands[op]` are the positions of the
+    operands that an operation in the loop reads of the whole batch.
     """
 
     of: Mapping[int, State]
@@ -36,7 +36,7 @@ def find_states(
 ) -> ValueStates:
     """The states of all values. `inputs_with_examples` are positions of inputs whose dimension 0 counts examples.
 
-    Raises: MixedExamplesError when what is computed of an example depends on the others.
+    Raises: MixedExamplesError when the result of one example depends on the others.
     """
     return _StateFinder(whole, part, follower).run(inputs_with_examples)
 
@@ -121,7 +121,9 @@ class _StateFinder:
         return self._mixed(op, states, mixes)
 
     def _followed(self, op: Op, part: Op, states: list[State], early: bool, promote: bool) -> list[State]:
-        """Runs in the loop. `promote`: sums that are known before it are read as such."""
+        """The results of an operation in the loop. `promote`: sums that are known before the loop are read as invariant
+        values.
+        """
         read_whole = frozenset(
             i
             for i, (a, s) in enumerate(zip(op.inputs, states, strict=True))

@@ -1,7 +1,7 @@
 """Validity of a plan record, whatever its step: ranges of numbers, meshes, layouts, table indices.
 
-`first_fault` says where a plan breaks one of these; what can be seen beside the traced step only is checked where the
-plan is made into a function (`autopar.compiler.check_decisions`).
+`first_fault` returns the first violation. Checks that need the traced step run where the plan is made into a function
+(`autopar.compiler.check_decisions`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COLLECTIVES = tuple(kind.value for kind in PLANNED_KINDS)
 
 
 def first_fault(record: PlanRecord) -> Fault | None:
-    """The first thing for which a record is no plan, with its place in the file; None where it is one."""
+    """The first fault of a record, with its place in the file; None for a valid record."""
     checks = (_numbers, _meshes, _values, _all_decisions, _predicted, _axis_names, _pipeline, _timelines)
     return next((fault for check in checks for fault in check(record)), None)
 
@@ -52,7 +52,7 @@ def _range(n: int) -> str:
 
 
 def _outside(place: str, indices: Iterable[int], n: int) -> Iterator[Fault]:
-    """Indices into a table of n rows."""
+    """The faults of indices into a table of n rows."""
     for i, index in enumerate(indices):
         if not 0 <= index < n:
             yield Fault(place=f"{place}[{i}]", expected=_range(n), got=str(index))
@@ -213,11 +213,11 @@ def _all_decisions(record: PlanRecord) -> Iterator[Fault]:
         yield from _decisions(place, stage.decisions, _mesh_of(record, number))
 
 
-def _decisions(place: str, made: Decisions, mesh: LogicalMesh) -> Iterator[Fault]:
-    num_layouts, num_axes = len(made.layouts), len(mesh.axis_sizes)
-    for i, layout in enumerate(made.layouts):
+def _decisions(place: str, decisions: Decisions, mesh: LogicalMesh) -> Iterator[Fault]:
+    num_layouts, num_axes = len(decisions.layouts), len(mesh.axis_sizes)
+    for i, layout in enumerate(decisions.layouts):
         yield from _layout(f"{place}.layouts[{i}]", layout, mesh)
-    for i, s in enumerate(made.strategies):
+    for i, s in enumerate(decisions.strategies):
         row = f"{place}.strategies[{i}]"
         yield from _outside(f"{row}.operands", s.operands, num_layouts)
         yield from _outside(f"{row}.results", s.results, num_layouts)
@@ -227,18 +227,18 @@ def _decisions(place: str, made: Decisions, mesh: LogicalMesh) -> Iterator[Fault
             expected = f"a number of parts that divides the {mesh.num_devices} devices"
             yield Fault(place=f"{row}.split", expected=expected, got=str(s.split))
     tables = (
-        ("of_op", made.of_op, len(made.strategies)), ("raw", made.raw, num_layouts),
-        ("placed", made.placed, num_layouts), ("wires", made.wires, num_layouts),
+        ("of_op", decisions.of_op, len(decisions.strategies)), ("raw", decisions.raw, num_layouts),
+        ("placed", decisions.placed, num_layouts), ("wires", decisions.wires, num_layouts),
     )  # fmt: skip
     for name, numbered, n in tables:
         for key, index in numbered.items():
             if not 0 <= index < n:
                 yield Fault(place=f"{place}.{name}.{key}", expected=_range(n), got=str(index))
-    digits = SIGNATURE_DIGITS * len({*made.of_op, *made.wires})
-    if not re.fullmatch(f"[0-9a-f]{{{digits}}}", made.operations):
-        got = f"{len(made.operations)} characters"
+    digits = SIGNATURE_DIGITS * len({*decisions.of_op, *decisions.wires})
+    if not re.fullmatch(f"[0-9a-f]{{{digits}}}", decisions.operations):
+        got = f"{len(decisions.operations)} characters"
         yield Fault(place=f"{place}.operations", expected=f"{digits} digits of 0 to 9 and a to f", got=got)
-    for i, (_, readers, index) in enumerate(made.copies):
+    for i, (_, readers, index) in enumerate(decisions.copies):
         if readers not in READERS:
             yield Fault(place=f"{place}.copies[{i}][1]", expected=" or ".join(READERS), got=repr(readers))
         if not 0 <= index < num_layouts:
@@ -304,9 +304,9 @@ def _pipeline(record: PlanRecord) -> Iterator[Fault]:
     yield from _layers(pipeline)
 
 
-def _layers(made: PipelineRecord) -> Iterator[Fault]:
+def _layers(pipeline: PipelineRecord) -> Iterator[Fault]:
     first = 0
-    for number, stage in enumerate(made.stages):
+    for number, stage in enumerate(pipeline.stages):
         place = f"$.plan.pipeline.stages[{number}]"
         if stage.first_layer != first:
             got = str(stage.first_layer)
@@ -314,9 +314,9 @@ def _layers(made: PipelineRecord) -> Iterator[Fault]:
         if not stage.layers:
             yield Fault(place=f"{place}.layers", expected="one layer or more", got="none")
         first += len(stage.layers)
-    if len(made.recomputed) != first:
+    if len(pipeline.recomputed) != first:
         expected = f"one entry for each of {first} layers"
-        yield Fault(place="$.plan.pipeline.recomputed", expected=expected, got=str(len(made.recomputed)))
+        yield Fault(place="$.plan.pipeline.recomputed", expected=expected, got=str(len(pipeline.recomputed)))
 
 
 def _timelines(record: PlanRecord) -> Iterator[Fault]:

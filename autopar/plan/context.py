@@ -21,7 +21,7 @@ from autopar.sharding.rules import RuleBook
 
 
 class Candidate(Protocol):
-    """One way to run the step, worked out to its last instruction. `peak_bytes` on the device that needs most."""
+    """One way to run the step, lowered to instructions. `peak_bytes`: on the device with the highest peak."""
 
     @property
     def source(self) -> str: ...
@@ -38,15 +38,15 @@ class Candidate(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A way to run the step that is not taken, and why.
+    """A way to run the step that lost, with the reason.
 
     Attributes:
         source: The source of candidates that has it.
         text: The way in short; empty where the whole source has nothing.
         why: The reason, in numbers where there are any.
-        axis_sizes: Its logical mesh, of a step in one program.
-        is_note: Whether the plan's notes tell it too.
-        error: What the source raised, or what is to be raised where nothing else is found.
+        axis_sizes: Its logical mesh, for a step in one program.
+        is_note: Whether the plan's notes include it.
+        error: The error of the source, which is raised where nothing else is found.
     """
 
     source: str
@@ -60,7 +60,7 @@ class Rejection:
 
     @property
     def record(self) -> RejectionRecord:
-        """What a plan keeps of it."""
+        """The rejection as a plan records it."""
         return RejectionRecord(
             source=self.source, text=self.text, why=self.why, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes
         )
@@ -68,14 +68,14 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningContext:
-    """What a search reads: the step, the hardware, the request, and what was found before.
+    """The input of a search: the step, the hardware, the request, and the results of earlier sources.
 
     Attributes:
         limit_bytes: Memory of one device that a plan may use.
-        deadline: When `request.time_limit_s` is over.
-        keep_tolerance: Candidates that take at most so many times as long as the best are wanted too; 1: none.
-        to_beat_s: Step time of the best plan so far; slower candidates need not be worked out.
-        found: What earlier sources yielded.
+        deadline: The end of `request.time_limit_s`.
+        keep_tolerance: Candidates that take at most this many times as long as the best are wanted too; 1: none.
+        to_beat_s: Step time of the best plan so far; slower candidates need no evaluation.
+        results: The candidates and rejections of earlier sources.
     """
 
     traced: TracedStep
@@ -88,27 +88,27 @@ class PlanningContext:
     deadline: Deadline = dataclasses.field(default_factory=Deadline)
     keep_tolerance: float = 1.0
     to_beat_s: float = math.inf
-    found: tuple[Candidate | Rejection, ...] = ()
+    results: tuple[Candidate | Rejection, ...] = ()
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        return tuple(found for found in self.found if not isinstance(found, Rejection))
+        return tuple(result for result in self.results if not isinstance(result, Rejection))
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
-        return tuple(found for found in self.found if isinstance(found, Rejection))
+        return tuple(result for result in self.results if isinstance(result, Rejection))
 
     @property
     def fastest_s(self) -> float:
         """Step time of the fastest candidate so far that fits; inf: there is none."""
         return min((c.step_time_s for c in self.candidates if c.peak_bytes <= self.limit_bytes), default=math.inf)
 
-    def after(self, found: Iterable[Candidate | Rejection]) -> PlanningContext:
-        """The context of the sources behind one that yielded this."""
-        return dataclasses.replace(self, found=(*self.found, *found))
+    def after(self, results: Iterable[Candidate | Rejection]) -> PlanningContext:
+        """The context for the next source, with these results added."""
+        return dataclasses.replace(self, results=(*self.results, *results))
 
     def silent(self) -> PlanningContext:
-        """The context of a search beside the plan's own, without lines of progress."""
+        """The context of an auxiliary search, without progress lines."""
         return dataclasses.replace(self, progress=Progress("", show=False))
 
 

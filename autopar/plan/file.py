@@ -1,4 +1,4 @@
-"""Plans as files: versioned JSON with a checksum, so that a damaged plan is never run as another one."""
+"""Plan files: JSON with a version and a checksum, so that a damaged plan never runs as another one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def encode(record: PlanRecord, key: str = "") -> bytes:
 def decode(data: bytes, where: str, key: str | None = None) -> PlanRecord:
     """The plan of a file, which is named by `where`; with a key, only a plan that was saved under it.
 
-    Raises: PlanFormatError for another format version, and for a file that was changed, with the place in it (such as
-    `$.plan.pipeline.stages[1].axis_sizes[0]`) where the plan can no longer be one.
+    Raises: PlanFormatError for another format version, and for a changed file; the error names the place (such as
+    `$.plan.pipeline.stages[1].axis_sizes[0]`) where the plan is no longer valid.
     """
     try:
         file = decoded(data, _File, "a plan saved by autopar")
@@ -70,7 +70,7 @@ def decode(data: bytes, where: str, key: str | None = None) -> PlanRecord:
 
 
 def _record(body: bytes) -> PlanRecord | Fault:
-    """The plan, or the first thing for which it is none."""
+    """The plan, or its first fault."""
     try:
         record = decoded(body, PlanRecord, "a plan", "$.plan")
     except JsonFaultError as error:

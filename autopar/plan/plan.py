@@ -45,9 +45,9 @@ class Trees:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan for one step. `record` is what is saved; `trees` is known when the plan comes from a step.
+    """A plan for one step. `record` is the saved part; `trees` is known when the plan comes from a step.
 
-    A plan that was loaded from a file has no trees until a step takes it: then shardings are dictionaries by path.
+    A plan that was loaded from a file has no trees until it is given to a step: its shardings are dictionaries by path.
     """
 
     record: PlanRecord
@@ -79,11 +79,11 @@ class Plan:
         return dataclasses.replace(self, record=dataclasses.replace(self.record, notes=tuple(notes)))
 
     def groups(self) -> dict[str, list[list[int]]]:
-        """Which devices, by number, work together along each mesh axis, and along the stages of a pipeline.
+        """The devices, by number, that work together along each mesh axis, and along the stages of a pipeline.
 
-        An axis has the name that a recipe or pins gave it, else that of what it does: `data`, `sharded data` (with
-        state in parts over it too), `tensor`, `sequence`, `expert`; axes that do the same are one, and one that does
-        nothing has its own name (x). Only stages on equal meshes have pipeline groups.
+        An axis has the name that a recipe or pins gave it, else that of its role: `data`, `sharded data` (state is
+        sharded over it too), `tensor`, `sequence`, `expert`. Axes with one role are one group, and an axis without a
+        role has its own name (x). Only stages on equal meshes have pipeline groups.
         """
         stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
         places = {self.stage_mesh(stage): stage for stage in reversed(stages)}
@@ -94,7 +94,7 @@ class Plan:
             roles = self.record.axis_roles[stage] if self.record.axis_roles else mesh.axis_names
             names = self.record.axis_names or roles
             for name in dict.fromkeys(names):
-                axes = [axis for axis, other in enumerate(names) if other == name]
+                axes = [axis for axis, axis_name in enumerate(names) if axis_name == name]
                 rows = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, mesh.size(axes))
                 groups.setdefault(name, []).extend(rows.tolist())
         if len(places) > 1 and len({mesh for mesh, _ in places}) == 1:
@@ -125,8 +125,8 @@ class Plan:
         return concrete_mesh(self.mesh)
 
     def check_devices(self) -> None:
-        """Raises: NotEnoughDevicesError where this program has fewer devices than the plan is for, UnsupportedError
-        where they cannot keep arrays in the memory of the host and the plan does.
+        """Raises: NotEnoughDevicesError where this program has fewer devices than the plan, UnsupportedError where the
+        plan keeps arrays in the memory of the host and the devices cannot.
         """
         stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
         largest = max((self.stage_mesh(s) for s in stages), key=lambda at: at[1] + at[0].num_devices)
@@ -154,39 +154,43 @@ class Plan:
 
     @property
     def state_shardings(self) -> Any:
-        """Shardings of the donated argument, in its structure (a tuple of them where several are donated).
+        """Shardings of the donated argument, in its structure (a tuple for several donated arguments).
 
-        Raises: UnsupportedError where a class in it takes arrays only; `sharding(path)` gives them one by one.
+        Raises: UnsupportedError where a class in it accepts only arrays; `sharding(path)` gives them one by one.
         """
         return self._argument_shardings("state", self.trees.donated if self.trees else frozenset())
 
     @property
     def batch_shardings(self) -> Any:
-        """Shardings of the batch argument, in its structure (a tuple of them where there are several).
+        """Shardings of the batch argument, in its structure (a tuple for several batch arguments).
 
-        Raises: UnsupportedError where a class in it takes arrays only; `sharding(path)` gives them one by one.
+        Raises: UnsupportedError where a class in it accepts only arrays; `sharding(path)` gives them one by one.
         """
         return self._argument_shardings("batch", self.trees.batch if self.trees else frozenset())
 
-    def argument_leaves(self, which: frozenset[int]) -> list[PlannedValue]:
+    def argument_leaves(self, arguments: frozenset[int]) -> list[PlannedValue]:
         """The leaves of some of the dynamic arguments, by their numbers."""
         assert self.trees is not None, "only a plan bound to a step knows its arguments"
         leaves = iter([v for v in self.record.arguments if v.kind != "constant"])
-        taken = [(i, next(leaves)) for i, tree in enumerate(self.trees.arguments) for _ in range(tree.num_leaves)]
-        return [leaf for i, leaf in taken if i in which]
+        leaf_of_argument = [
+            (i, next(leaves)) for i, tree in enumerate(self.trees.arguments) for _ in range(tree.num_leaves)
+        ]
+        return [leaf for i, leaf in leaf_of_argument if i in arguments]
 
-    def _argument_shardings(self, kind: str, which: frozenset[int]) -> Any:
+    def _argument_shardings(self, kind: str, arguments: frozenset[int]) -> Any:
         if self.trees is None:
             return {v.path: self.sharding_of(v) for v in self.record.arguments if v.kind == kind}
-        chosen = []
-        for i in sorted(which):
+        trees = []
+        for i in sorted(arguments):
             shardings = [self.sharding_of(v) for v in self.argument_leaves(frozenset({i}))]
             where = f"plan.{kind}_shardings of {self.record.step}, argument {self.trees.names[i]!r}"
-            chosen.append(shardings_in(self.trees.arguments[i], shardings, where))
-        return chosen[0] if len(chosen) == 1 else tuple(chosen)
+            trees.append(shardings_in(self.trees.arguments[i], shardings, where))
+        return trees[0] if len(trees) == 1 else tuple(trees)
 
     def sharding_of(self, value: PlannedValue) -> NamedSharding:
-        """The sharding of an argument or result on its stage's devices, or in slices on those of several stages."""
+        """The sharding of an argument or result on its stage's devices; for a value in slices, on those of several
+        stages.
+        """
         mesh = self.stage_mesh(value.stage)[0]
         if value.stages:
             joint = self._joint_mesh(value.stages)
@@ -210,18 +214,19 @@ class Plan:
         return cls(decode(Path(path).read_bytes(), str(path)))
 
     def trace(self, path: str | Path) -> None:
-        """Writes the predicted step as a timeline, to be opened at https://ui.perfetto.dev.
+        """Writes the predicted step as a timeline, for https://ui.perfetto.dev.
 
-        Of a pipeline each group of devices has a row, and each link between them; of a plan without stages one row
-        shows what every device computes and one what it sends meanwhile. The last event ends at the predicted time.
+        A pipeline has a row for each group of devices, and for each link between them. A plan without stages has one
+        row for the computation of every device, and one for its communication. The last event ends at the predicted
+        step time.
         """
         write_trace(path, timeline_of(self.record))
 
     def explain(self, what: str) -> str:
-        """Why a module or an argument is split as it is: its layouts, collectives and their cost, as text.
+        """The layouts, collectives and costs of a module or an argument, as text.
 
         `what` is a path that the plan shows, a part of it, or a pattern as `autopar.constrain` takes. Raises:
-        InvalidArgumentError where it names nothing.
+        InvalidArgumentError where it matches nothing.
         """
         return render.explain(self.record, what)
 

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def table(record: PlanRecord) -> str:
-    """The whole plan: stages or mesh, state and batch, modules with what they send and why, memory, time."""
+    """The whole plan: stages or mesh, state and batch, modules with their communication, memory, time."""
     out = _Text()
     predicted = record.predicted
     if record.pipeline is None:
@@ -77,7 +77,7 @@ def table(record: PlanRecord) -> str:
 
 
 def _pins_lines(out: _Text, record: PlanRecord, pinned: PinsRecord) -> None:
-    """The pins, which mesh axis each of their axes is, and what they cost."""
+    """The pins, the mesh axes of their axes, and their cost."""
     mesh = mesh_of(record, 0)
     named = zip(record.axis_names, mesh.axis_sizes, mesh.axis_names, strict=True)
     axes = ", ".join(f"{own}={n} ({name})" for own, n, name in named)
@@ -102,29 +102,29 @@ def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:
 
 
 def _stages_table(pipeline: PipelineRecord) -> Table:
-    shown = Table(
+    rows = Table(
         "stage", "layers", "devices", "mesh", "recompute", "forward", "backward", "once a step", "in flight", "peak"
     )
     for number, stage in enumerate(pipeline.stages):
         mesh = LogicalMesh(axis_sizes=stage.axis_sizes)
         names = [stage.layers[0], stage.layers[-1]] if len(stage.layers) > 1 else list(stage.layers)
         last = stage.first_device + mesh.num_devices - 1
-        kept = dict.fromkeys(pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)])
+        recomputed = dict.fromkeys(pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)])
         backward = text_of_s(stage.backward_s) + (f" + {text_of_s(stage.weight_s)}" if stage.weight_s else "")
         cells = (
             str(number),
             f"{len(stage.layers)}: {' .. '.join(names)}",
             f"{stage.first_device}-{last}" if last > stage.first_device else str(last),
             str(mesh),
-            ", ".join(kept),
+            ", ".join(recomputed),
             text_of_s(stage.forward_s),
             backward,
             text_of_s(stage.once_s),
             str(stage.in_flight),
             text_of_bytes(stage.peak_bytes),
         )
-        shown.add_row(*map(escape, cells))
-    return shown
+        rows.add_row(*map(escape, cells))
+    return rows
 
 
 def explain(record: PlanRecord, what: str) -> str:
@@ -197,8 +197,8 @@ def diff(one: PlanRecord, other: PlanRecord) -> str:
     b_values = {v.path: v for v in (*other.arguments, *other.results)}
     for v in (*one.arguments, *one.results):
         w = b_values.get(v.path)
-        theirs = _place(other, w) if w is not None else "absent"
-        rows.append((v.path, _place(one, v), theirs))
+        other_place = _place(other, w) if w is not None else "absent"
+        rows.append((v.path, _place(one, v), other_place))
     differing = [row for row in rows if row[1] != row[2]]
     if not differing:
         return "the plans are the same"
@@ -273,12 +273,12 @@ def _pattern(path: str) -> str:
 
 
 def _is_called(what: str, path: str) -> bool:
-    """Whether a path contains a name that is written with its numbers, or without, or is what a pattern names."""
+    """Whether a path contains a name, with its numbers or without, or matches it as a pattern."""
     return what in path or what in _pattern(path) or matches(what, "/".join(parts_of(path)) or path)
 
 
 def _values_table(record: PlanRecord) -> Table:
-    shown = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
+    rows = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
     groups: dict[tuple, list[PlannedValue]] = {}
     for v in record.arguments:
         groups.setdefault((_pattern(v.path), v.kind, v.shape, v.layout, v.stage, v.stages, v.in_host), []).append(v)
@@ -289,12 +289,12 @@ def _values_table(record: PlanRecord) -> Table:
         shape_text = "x".join(map(str, shape)) or "scalar"
         lies = _place(record, values[0])
         row = (name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", lies, text_of_bytes(local))
-        shown.add_row(*map(escape, row))
-    return shown
+        rows.add_row(*map(escape, row))
+    return rows
 
 
 def _modules_table(record: PlanRecord) -> Table:
-    shown = Table(
+    rows_shown = Table(
         "module", "matrix products: operands -> result", "sends (per device and step)", "compute", "send", "keeps"
     )
     groups: dict[tuple, list[ModuleRow]] = {}
@@ -317,43 +317,43 @@ def _modules_table(record: PlanRecord) -> Table:
             text_of_s(sum(c.time_s for row in rows for c in row.collectives)),
             text_of_bytes(sum(row.saved_bytes for row in rows)),
         )
-        shown.add_row(*map(escape, cells))
-    return shown
+        rows_shown.add_row(*map(escape, cells))
+    return rows_shown
 
 
 def _collectives_table(record: PlanRecord) -> Table:
-    shown = Table("collective", "over", "per step", "sent per device", "time")
+    rows = Table("collective", "over", "per step", "sent per device", "time")
     totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     for c in record.predicted.collectives:
         total = totals.setdefault((c.kind, c.axes), [0.0, 0.0, 0.0])
         for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
             total[i] += x
     for (kind, axes), (count, sent, seconds) in totals.items():
-        shown.add_row(kind, "*".join(axes), f"{count:g}", text_of_bytes(sent), text_of_s(seconds))
-    return shown
+        rows.add_row(kind, "*".join(axes), f"{count:g}", text_of_bytes(sent), text_of_s(seconds))
+    return rows
 
 
 def _memory_table(record: PlanRecord) -> Table:
     """The memory of each group of devices at its peak; kinds that no group holds have no column."""
     uses = record.predicted.memory
     kinds = [kind for kind in MemoryKind if any(kind in use.at_peak for use in uses)]
-    shown = Table("a device of", *(kind.value for kind in kinds), "peak")
+    rows = Table("a device of", *(kind.value for kind in kinds), "peak")
     for use, peak_bytes, name in zip(uses, record.predicted.peak_bytes, _group_names(record), strict=True):
-        shown.add_row(name, *(text_of_bytes(use.at_peak.get(kind, 0)) for kind in kinds), text_of_bytes(peak_bytes))
-    return shown
+        rows.add_row(name, *(text_of_bytes(use.at_peak.get(kind, 0)) for kind in kinds), text_of_bytes(peak_bytes))
+    return rows
 
 
 def _largest_table(record: PlanRecord) -> Table:
     """The largest holders at the highest peak."""
     at = max(range(len(record.predicted.memory)), key=lambda group: record.predicted.peak_bytes[group])
-    shown = Table(f"largest at the peak of {_group_names(record)[at]}", "kind", "n", "bytes")
+    rows = Table(f"largest at the peak of {_group_names(record)[at]}", "kind", "n", "bytes")
     for holder in record.predicted.memory[at].largest[:LARGEST_SHOWN]:
-        shown.add_row(escape(holder.name), holder.kind.value, str(holder.count), text_of_bytes(holder.nbytes))
-    return shown
+        rows.add_row(escape(holder.name), holder.kind.value, str(holder.count), text_of_bytes(holder.nbytes))
+    return rows
 
 
 def _group_names(record: PlanRecord) -> list[str]:
-    """Of each group of devices the stages that it runs."""
+    """The stages of each group of devices."""
     if record.pipeline is None:
         return ["the mesh"]
     groups = len(record.predicted.peak_bytes)
@@ -365,7 +365,7 @@ def _group_names(record: PlanRecord) -> list[str]:
 
 
 def in_short(record: PlanRecord) -> str:
-    """A plan in a few words, those that its search had for it."""
+    """A plan in a few words: those of its candidate."""
     step_s = record.predicted.step_time_s
     if record.pipeline is not None:
         texts = [trial.text for trial in record.weighed if trial.step_time_s == step_s]

@@ -20,9 +20,9 @@ NO_TIMELINE = Timeline(rows=(), links=(), events=())
 class PlannedValue:
     """An argument or a result of the step. `kind` is state, batch, constant, other or result.
 
-    `stage` is the one whose mesh the layout is on; the first one for what several stages read. Where `stages` are
-    given, each of them holds an equal part along dimension 0, in this order, and the layout is that of a part. What is
-    `in_host` lies in the memory of the host before and after the step.
+    `layout` is on the mesh of `stage`, the first stage of a value that several stages read. With `stages`, each of them
+    holds an equal slice along dimension 0, in this order, and the layout is that of a slice. `in_host`: the value is in
+    the memory of the host before and after the step.
     """
 
     path: str
@@ -51,9 +51,9 @@ class PlannedStrategy:
 class Decisions:
     """Every choice, by the numbers of operations and values in the graph, which `operations` binds to its structure.
 
-    Layouts and strategies are tables; `of_op` maps an operation to its strategy; `raw`, `placed` map a value to its
-    layout, `copies` holds (value, readers, layout), `wires` the layout in which an operation sends its operand to
-    another stage; `in_host` are the arguments that lie in the memory of the host between steps. `operations` has
+    Layouts and strategies are tables. `of_op` maps an operation to its strategy; `raw` and `placed` map a value to its
+    unreduced and its reduced layout; `copies` holds (value, readers, layout); `wires` maps a SEND operation to the
+    layout of its operand; `in_host` are the arguments in the memory of the host between steps. `operations` has
     `SIGNATURE_DIGITS` digits for each operation of `of_op` and `wires`, in the order of their numbers
     (`autopar.plan.signatures`).
     """
@@ -97,7 +97,7 @@ class MemoryKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryHolder:
-    """Arrays on one device that are alike, `count` of them and `nbytes` together."""
+    """Equal arrays on one device, `count` of them and `nbytes` in total."""
 
     name: str
     kind: MemoryKind
@@ -110,8 +110,8 @@ class MemoryUse:
     """Bytes on one device of a stage by purpose.
 
     Attributes:
-        throughout: Of what is there from the start to the end of a step: state, the batch, sums over micro-batches.
-        at_peak: Of everything, when most is held.
+        throughout: Memory held from the start to the end of a step: state, the batch, sums over micro-batches.
+        at_peak: All memory at the peak.
         largest: The largest holders at the peak, largest first.
     """
 
@@ -130,14 +130,13 @@ class MemoryUse:
 class Predicted:
     """The predicted times and memory of a step.
 
-    `peak_bytes` per device, one number for each group of devices (of a pipeline; else one), and `memory` what they are
-    held for; `flops` of all devices; `allocation_time_s` what it waits for memory; `hidden_time_s` for how long
-    something is computed while something else is sent within the mesh. A step in one program takes compute +
-    collectives - hidden + allocation + host.
+    `peak_bytes`: per device, one number for each group of devices of a pipeline, else one; `memory`: its purposes;
+    `flops`: of all devices; `allocation_time_s`: waiting for memory; `hidden_time_s`: computation that overlaps with
+    communication within the mesh. A step in one program takes compute + collectives - hidden + allocation + host.
 
-    Of state in the memory of the host, `host_bytes` are what a device keeps there (one number for each group of
-    devices, none where there is no such state), `host_copied_bytes` what it copies from there and back in a step, and
-    `host_time_s` how long it does so; of a pipeline means over the devices.
+    For state in the memory of the host: `host_bytes` kept by a device (one number for each group of devices, none
+    without such state), `host_copied_bytes` copied from and to the host in a step, and `host_time_s` of these copies;
+    for a pipeline means over the devices.
     """
 
     step_time_s: float
@@ -171,9 +170,8 @@ class Predicted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeshTrial:
-    """One logical mesh that was tried. Without a plan, the time is None and `status` says why.
-
-    `name` says what the plan was held to, where it was.
+    """One logical mesh that was tried. Without a plan, the time is None and `status` is the reason. `name` names the
+    constraints of the plan, if it had any.
     """
 
     axis_sizes: tuple[int, ...]
@@ -187,8 +185,8 @@ class MeshTrial:
 class ModuleRow:
     """A module under the plan.
 
-    `splits`: how the results of its matrix products (or its largest results) lie. Times per step on one device.
-    `saved_bytes`: what its backward pass reads of the forward pass, of one micro-batch on one device.
+    `splits`: the layouts of the results of its matrix products (or of its largest results). Times per step on one
+    device. `saved_bytes`: the forward values that its backward pass reads, of one micro-batch on one device.
     """
 
     module: str
@@ -203,10 +201,9 @@ class ModuleRow:
 class StageRecord:
     """One stage of a pipeline.
 
-    `layers` are the names of the layers it holds, the first of them number `first_layer`; its devices are neighbours
-    from `first_device` on, used as a mesh of `axis_sizes`. Times are of one micro-batch, but for `once_s`: what runs
-    before the first and after the last one. `peak_bytes` on one of its devices, with all that other stages on the same
-    devices hold.
+    `layers` are the names of its layers, the first of which has number `first_layer`. Its devices are neighbours from
+    `first_device` on, as a mesh of `axis_sizes`. Times are those of one micro-batch, except `once_s`: operations before
+    the first and after the last one. `peak_bytes` on one of its devices includes the other stages on the same devices.
     """
 
     first_layer: int
@@ -225,9 +222,10 @@ class StageRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRecord:
-    """How a step is cut into micro-batches and stages. `recomputed[l]`: what layer l keeps for its backward pass;
-    `scan_parts`: into how many its scan over layers is cut; `keeps_copies`: what is cheap to make of the state, such as
-    parameters in half precision, is made once for all micro-batches."""
+    """The micro-batches and stages of a step. `recomputed[l]`: the recomputation policy of layer l; `scan_parts`: the
+    number of parts of its scan over layers; `keeps_copies`: cheap copies of the state, such as parameters in half
+    precision, are made once for all micro-batches.
+    """
 
     schedule: str
     num_microbatches: int
@@ -241,7 +239,7 @@ class PipelineRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTrial:
-    """One way to cut the step that was weighed: its stages in short, and the time it would take."""
+    """One pipeline that was compared: its stages in short, its step time and its peak."""
 
     text: str
     step_time_s: float
@@ -250,8 +248,8 @@ class PipelineTrial:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RejectionRecord:
-    """A way to run the step that was not taken: the source of candidates that had it, the way in short (empty: the
-    whole source), the reason, and what it would take where that is known.
+    """A way to run the step that lost: its source of candidates, the way in short (empty: the whole source), the
+    reason, and its predicted time and peak where they are known.
     """
 
     source: str
@@ -263,9 +261,9 @@ class RejectionRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PinRecord:
-    """One pin: its pattern, its spec as Python writes it, and how many leaves or modules it names.
+    """One pin: its pattern, its spec as Python writes it, and the number of leaves or modules that it matches.
 
-    `alone_s` is what the step would take on the same mesh with this pin alone, where that was worked out.
+    `alone_s`: the step time on the same mesh with this pin alone, where it was computed.
     """
 
     pattern: str
@@ -277,10 +275,9 @@ class PinRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PinsRecord:
-    """What a plan was made to hold to, and what that costs.
+    """The pins of a plan, and their cost.
 
-    `free_step_time_s` is what the step is predicted to take without pins, on the mesh that is best then; None where no
-    such plan was found.
+    `free_step_time_s`: the predicted step time without pins, on the best mesh; None where no such plan was found.
     """
 
     pins: tuple[PinRecord, ...]
@@ -295,13 +292,13 @@ class PinsRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """Everything of a plan that is saved.
+    """The saved part of a plan.
 
-    Of a plan with a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names` says what
-    the axes are for (data, tensor), in a plan that was made by a recipe, or what pins call them; `axis_roles`, of each
-    stage, what they turned out to do (`autopar.compiler.axis_roles`). `timeline` is that of
-    a step in one program; a pipeline has its own. The graph of a step with `blockwise_attention` is another one, and
-    decisions are by its numbers. `rejected` are the ways to run the step that lost against this plan.
+    With a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names`: the names that a
+    recipe or pins gave the axes (data, tensor); `axis_roles`: for each stage, the roles that follow from its decisions
+    (`autopar.compiler.axis_roles`). `timeline`: that of a step in one program; a pipeline has its own.
+    `blockwise_attention`: the graph has attention as single operations, and decisions are by the numbers of that graph.
+    `rejected`: the ways to run the step that lost against this plan.
     """
 
     format_version: int

@@ -1,7 +1,7 @@
-"""Shardings in the structure of a user's tree, for the public API only: inside, everything is lists of leaves.
+"""Shardings in the structure of a user's tree, for the public API only: internally, all values are lists of leaves.
 
-The constructor of a user's node runs whenever a tree is put together. One that computes on what it holds, or checks it,
-takes arrays and tracers but no shardings.
+The constructor of a user's node runs whenever a tree is rebuilt. A constructor that checks its leaves, or computes with
+them, accepts arrays and tracers but no shardings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.errors import UnsupportedError
 def shardings_in(tree: Any, shardings: Sequence[Any], where: str) -> Any:
     """The shardings of a tree's leaves in the structure of the tree.
 
-    Raises: UnsupportedError that names the class whose constructor does not take them as they are.
+    Raises: UnsupportedError that names the class whose constructor does not accept them.
     """
     holds, trees = _put_in(tree, shardings)
     if holds:
@@ -48,7 +48,7 @@ def _put_in(tree: Any, shardings: Sequence[Any]) -> tuple[bool, Any]:
     """(whether a tree holds shardings as they are, the tree with them)."""
     try:
         filled = jax.tree.unflatten(tree, shardings)
-        kept = jax.tree.leaves(filled)
+        leaves = jax.tree.leaves(filled)
     except Exception:  # whatever a user's constructor raises
         return False, None
-    return len(kept) == len(shardings) and all(a is b for a, b in zip(kept, shardings, strict=True)), filled
+    return len(leaves) == len(shardings) and all(a is b for a, b in zip(leaves, shardings, strict=True)), filled

@@ -1,8 +1,8 @@
 """Signatures of operations: the structure of the graph to which the decisions of a plan are bound.
 
-Decisions name operations and values by number. A graph that is built by another version of autopar or JAX may give the
-numbers to other operations, under which the decisions would be wrong without an error. So a plan keeps a signature of
-each operation that it decides: of its number, of what it computes, and of the values that it reads and makes.
+Decisions name operations and values by number. Another version of autopar or JAX may number the operations of a graph
+differently, and the decisions would apply to wrong operations without an error. Therefore a plan keeps a signature of
+each decided operation: of its number, its computation, and the values that it reads and makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from autopar.plan.schema import SIGNATURE_DIGITS, Decisions
 
 
 def signature(op: Op) -> str:
-    """Digits that tell an operation from the others of a graph, and from the one with its number in another graph."""
+    """Digits that distinguish an operation from the others of a graph, and from the one with its number in another
+    graph.
+    """
     inputs = ",".join(str(a) if isinstance(a, int) else "literal" for a in op.inputs)
     text = f"{op.id} {op.kind.value} {op.primitive} {op.key} {inputs} {op.outputs} {op.trips}"
     return f"{zlib.crc32(text.encode()):08x}"[-SIGNATURE_DIGITS:]
@@ -28,7 +30,7 @@ def signatures(graph: OpGraph, decided: set[int]) -> str:
 
 
 def differing(decisions: Decisions, graph: OpGraph) -> Iterator[tuple[int, Op | None]]:
-    """The numbers of decided operations that are others in the graph now, and those operations."""
+    """The numbers of decided operations that differ in the present graph, with the operations there."""
     ops = {op.id: op for op in graph.ops()}
     for i, number in enumerate(sorted({*decisions.of_op, *decisions.wires})):
         op = ops.get(number)

@@ -10,7 +10,7 @@ from jax.experimental import checkify
 
 import autopar
 from autopar.common import jax_compat
-from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint
+from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint, module_fingerprint
 from tests.small_steps import mlp_batch, mlp_loss, new_mlp_state, python, slow_cluster
 
 
@@ -77,6 +77,25 @@ def test_two_computations_have_two(one, other):
     x = jnp.zeros(3000, jnp.int32)
     a, b = jax.make_jaxpr(one)(x), jax.make_jaxpr(other)(x)
     assert jaxpr_fingerprint(a) != jaxpr_fingerprint(b)
+
+
+def test_modules_have_a_fingerprint_of_their_own():
+    def of(outer, inner):
+        def called(x):
+            with jax.named_scope(inner):
+                return jnp.sin(x)
+
+        def step(x):
+            with jax.named_scope(outer):
+                return jax.jit(called)(x) + 1
+
+        jaxpr = jax.make_jaxpr(step)(1.0)
+        return jaxpr_fingerprint(jaxpr), module_fingerprint(jaxpr)
+
+    first = of("encoder", "dense")
+    assert of("encoder", "dense") == first
+    for changed in (of("decoder", "dense"), of("encoder", "embedding")):
+        assert (changed[0] == first[0], changed[1] == first[1]) == (True, False)
 
 
 def test_the_first_equation_that_differs_is_named_with_its_line():
