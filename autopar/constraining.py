@@ -21,23 +21,21 @@ def constrain(
 ) -> Recipe:
     """A recipe that pins the layouts of arguments (by path) or of the results of modules; the search chooses the rest.
 
-    ```python
-    plan = autopar.constrain({"layers/*/attn/kernel": P(None, "model"), "batch/tokens": P("data")})
-    step = autopar.parallelize(train_step, plan=plan)
-    ```
+    ```python plan = autopar.constrain({"layers/*/attn/kernel": P(None, "model"), "batch/tokens": P("data")}) step =
+    autopar.parallelize(train_step, plan=plan) ```
 
-    The plan says what the pins cost: its predicted step time beside that of the plan without them
+    The plan records the cost of the pins: its predicted step time and that of the plan without them
     (`plan.record.pinned`).
 
     Args:
-        pins: For each pattern the layout of what it matches. A pattern is matched against the end of paths such as
-            `state/params/layers/0/attn/kernel`, so that it names the optimiser's moments of a parameter too: `*` stands
-            for characters of one part, `**` for any number of parts. Where no argument matches, the results of the
-            modules that do are meant. Axes have any names; `PartitionSpec.UNCONSTRAINED` leaves a dimension to the
-            search.
-        axis_sizes: How many devices lie along an axis. Sizes that are not given are searched for.
-        recipe: What else the plan must hold to. Axes have the recipe's names then (data, tensor), or, of a recipe that
-            names none (`recipes.pipeline`), any.
+        pins: For each pattern the layout of the values that it matches. A pattern is matched against the end of paths
+            such as `state/params/layers/0/attn/kernel`, so that it also matches the optimiser's moments of a parameter.
+            `*` matches characters of one part, `**` any number of parts. A pattern that matches no argument applies to
+            the results of the modules that it matches. Axes have any names; `PartitionSpec.UNCONSTRAINED` leaves a
+            dimension to the search.
+        axis_sizes: The number of devices along an axis. Other sizes are searched for.
+        recipe: Further constraints on the plan. Axes then have the recipe's names (data, tensor); with a recipe without
+            names (`recipes.pipeline`), any.
 
     Raises: InvalidArgumentError.
     """

@@ -24,14 +24,14 @@ def initialize(
     initialization_timeout: int = INITIALIZATION_TIMEOUT_S,
     **options: Any,
 ) -> None:
-    """Joins the processes of a program: `jax.distributed.initialize`, which takes the same arguments.
+    """Joins the processes of a program: `jax.distributed.initialize`, with the same arguments.
 
-    All processes call it. When one of them is killed or stopped afterwards, process 0 too, each of the others ends
-    within a minute with an error that names it. With jax's own function they do so from the first step on only, and jax
-    adds a C++ stack where it is process 0. Processes that do not come are waited for as long as
-    `initialization_timeout` says, in seconds.
+    All processes call it. When one of them is killed or stopped afterwards, process 0 included, each of the others ends
+    within a minute with an error that names it. With JAX's own function, they end only from the first step on, and JAX
+    adds a C++ stack where the lost process is process 0. `initialization_timeout` is the waiting time for missing
+    processes, in seconds.
 
-    Raises: ProcessLostError where processes do not come, or go while they join; what jax raises.
+    Raises: ProcessLostError where processes do not join, or are lost while they join; the errors of JAX.
     """
     joining = _Joining(float(initialization_timeout), bool(options.get("mtls_cert_file")))
     options["initialization_timeout"] = max(initialization_timeout, INITIALIZATION_TIMEOUT_S)  # the roll call is first
@@ -50,7 +50,7 @@ def initialize(
 
 
 class _Joining:
-    """What goes on while jax joins the processes."""
+    """The failure detection while JAX joins the processes."""
 
     def __init__(self, timeout_s: float, has_certificates: bool) -> None:
         self._timeout_s, self._has_certificates = timeout_s, has_certificates
@@ -59,7 +59,7 @@ class _Joining:
         self.link: CoordinatorLink | None = None
 
     def before_the_service(self, bind_address: str, num_processes: int) -> None:
-        """Process 0 meets the others where the service will be. Raises: ProcessLostError."""
+        """Process 0 meets the other processes at the address of the later service. Raises: ProcessLostError."""
         self._meet(0, num_processes, bind_address)
 
     def address_for_client(self, address: str, process: int, num_processes: int) -> str:
@@ -86,7 +86,7 @@ class _Joining:
         call.when_lost(lambda: self._end_unless_joined(process, lambda: call.lost or (0, "")))
 
     def _end_unless_joined(self, process: int, lost: Callable[[], tuple[int, str]]) -> None:
-        """Ends this process where another goes before all have joined: jax waits for it in C++."""
+        """Ends this process if another one is lost before all have joined: JAX waits for it in C++."""
         if not self._joined.is_set():
             where = wait_until_stuck(self._joined.is_set)
             if where is not None:

@@ -1,6 +1,6 @@
 """The exceptions of autopar, as one tree. Every message has the place, the expected and the actual value, and a hint.
 
-A violated invariant of autopar itself is an `assert` instead: a bug to report, which no user can mend.
+A violated invariant of autopar itself is an `assert` instead: a bug to report, which users cannot fix.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from autopar.common.units import text_of_bytes
 
 
 class AutoparError(Exception):
-    """What all errors of autopar have in common; `except autopar.errors.AutoparError` catches them all.
+    """The base class of all errors of autopar; `except autopar.errors.AutoparError` catches them all.
 
     Attributes:
-        where: The argument, module path, stage, file or source line that the error is about.
-        expected: What would have been right.
-        got: What was there instead.
-        hint: What to do about it.
+        where: The argument, module path, stage, file or source line of the error.
+        expected: The expected value.
+        got: The actual value.
+        hint: The remedy.
     """
 
     def __init__(self, *, where: str, expected: str, got: str, hint: str) -> None:
@@ -41,15 +41,15 @@ def _restore(kind: type[AutoparError], message: str, fields: dict[str, Any]) -> 
 
 
 class InvalidArgumentError(AutoparError, ValueError):
-    """An argument or an option that autopar cannot make sense of."""
+    """An invalid argument or option."""
 
 
 class BatchMismatchError(AutoparError, ValueError):
-    """The leaves of a batch disagree about the number of examples, or it does not divide as the plan needs."""
+    """The leaves of a batch disagree about the number of examples, or the plan cannot divide that number."""
 
 
 class MissingCompilerError(AutoparError, ImportError):
-    """The compiler for hardware that is not here is not installed."""
+    """The compiler for absent hardware is not installed."""
 
 
 class NotEnoughDevicesError(AutoparError):
@@ -61,7 +61,7 @@ class PlanFormatError(AutoparError, ValueError):
 
 
 class PlanMismatchError(AutoparError):
-    """A plan was made for another step, other shapes or another mesh than those it is used with."""
+    """A plan was made for another step, other shapes or another mesh."""
 
 
 class DonatedStateError(AutoparError):
@@ -69,7 +69,7 @@ class DonatedStateError(AutoparError):
 
 
 class NonFiniteError(AutoparError, FloatingPointError):
-    """A step made numbers that are not finite, where `jax_debug_nans` or `jax_debug_infs` looks for them."""
+    """A step made numbers that are not finite, with `jax_debug_nans` or `jax_debug_infs` set."""
 
 
 class UnsupportedError(AutoparError):
@@ -77,11 +77,11 @@ class UnsupportedError(AutoparError):
 
 
 class MixedExamplesError(UnsupportedError):
-    """A step that cannot be cut into micro-batches: what it computes of an example depends on the others."""
+    """A step that cannot be split into micro-batches: the result of one example depends on the others."""
 
 
 class ScheduleError(AutoparError):
-    """The order of a pipeline breaks a promise: something is missing, comes too early, waits for ever or is kept."""
+    """An invalid pipeline order: an instruction is missing, too early or waits forever, or a buffer is never freed."""
 
 
 class SolverError(AutoparError):
@@ -89,11 +89,11 @@ class SolverError(AutoparError):
 
 
 class ProcessMismatchError(AutoparError):
-    """The processes of one program do not call the same step in the same order, or pass what does not fit together."""
+    """The processes of one program do not call the same step in the same order, or pass arguments that do not match."""
 
 
 class ProcessLostError(AutoparError):
-    """Another process of this program died, ended early or does not answer, so that a step can not be finished."""
+    """Another process of this program died, ended early or does not answer, so that a step cannot finish."""
 
 
 class MemoryLimitError(AutoparError):
@@ -101,8 +101,8 @@ class MemoryLimitError(AutoparError):
 
     Attributes:
         limit_bytes: Memory of one device that the plan may use.
-        needed_bytes: What the plan nearest to fitting needs on one device: that of a recipe with stages or of a plan
-            that was given, else the least of all plans of one program that were found; what stages need, the hint says.
+        needed_bytes: Bytes on one device of the plan nearest to fitting: of a given plan, of a recipe with stages, else
+            of the smallest plan of one program; the hint gives the bytes of stages.
         largest: (name, bytes on one device) of the largest tensors that are alive at the peak, largest first.
     """
 
@@ -123,7 +123,7 @@ class MemoryLimitError(AutoparError):
         )
 
     def beside(self, attempts: Sequence[str]) -> MemoryLimitError:
-        """This error with what else was tried."""
+        """This error with the other attempts in its hint."""
         hint = "; ".join([self.hint, *attempts])
         return type(self)(
             where=self.where,

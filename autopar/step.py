@@ -1,4 +1,4 @@
-"""`Step`, a function that runs on every device. The life of a call: trace, plan, compile, place the arguments, run."""
+"""`Step`, a function that runs on every device. A call is: trace, plan, compile, place the arguments, run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Step:
 
     @property
     def last_progress(self) -> Progress | None:
-        """What the latest plan took, by pass; None before there is one."""
+        """The progress of the latest planning, with its seconds by pass; None before there is a plan."""
         return self._plans.last_progress
 
     # Calls
@@ -70,8 +70,8 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; plans and compiles on the first call, and again for new shapes.
 
-        NNX objects among the arguments are changed in place, as under `nnx.jit`.
-        Raises: DonatedStateError when a state is used that an earlier step took over, and what `plan` raises.
+        NNX objects among the arguments are changed in place, as under `nnx.jit`. Raises: DonatedStateError for a state
+        that was donated to an earlier step; the errors of `plan`.
         """
         if kwargs:
             args = self._signature.places(args, kwargs)
@@ -111,23 +111,25 @@ class Step:
             self._takes_objects = True
             return self(*args)
         with turn:
-            dynamic = self._arguments.dynamic(args)
-            self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
-            compiled, leaves = self._compile(args), jax.tree.leaves(tuple(dynamic))
+            compiled, leaves = self._compiled_for(args)
             self._fast = fast = FastPath(compiled, leaves)
             constants = compiled.constants if isinstance(compiled, Compiled) else [c for _, c in compiled.fixed]
             results = fast.run(without_shared_memory(put_leaves(leaves, compiled), compiled.donated, constants))
         return jax.tree.unflatten(compiled.traced.out_tree, results)
 
+    def _compiled_for(self, args: tuple[Any, ...]) -> tuple[CompiledStep, list[Any]]:
+        """The compiled step, and the leaves of the dynamic arguments. Raises: DonatedStateError, UnsupportedError."""
+        dynamic = self._arguments.dynamic(args)
+        self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
+        return self._compile(args), jax.tree.leaves(tuple(dynamic))
+
     def _run_checked(self, args: tuple[Any, ...]) -> Any:
-        """Runs the step and looks at its results. Raises: NonFiniteError."""
+        """Runs the step and checks that its results are finite. Raises: NonFiniteError."""
         if not self._takes_objects and any(map(nnx_objects.holds_objects, args)):
             self._takes_objects = True
             return self(*args)
         with turn:
-            dynamic = self._arguments.dynamic(args)
-            self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
-            compiled, leaves = self._compile(args), jax.tree.leaves(tuple(dynamic))
+            compiled, leaves = self._compiled_for(args)
             with nan_check.switched_off():
                 in_one_process = compiled.across is None
                 results = compiled.run(put_copies(leaves, compiled) if in_one_process else put_leaves(leaves, compiled))
@@ -135,7 +137,7 @@ class Step:
         return jax.tree.unflatten(compiled.traced.out_tree, results)
 
     def _needs_other_program(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
-        """Whether arguments are not what an executable was compiled for: shapes, layouts, or deleted arrays."""
+        """Whether arguments differ from those of the executable: in shapes, in layouts, or as deleted arrays."""
         if self._compiled.get(self._arguments.key(args)) is not compiled:
             return True
         return not all(map(has_sharding, leaves, compiled.leaf_shardings))
@@ -177,27 +179,26 @@ class Step:
     def init(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs `function(*args)`, which makes the state, so that each device makes only its own part of it.
 
-        Before the step has a plan the state is laid out by itself: every leaf split as evenly as it can be. The first
-        call of the step then moves it to where its plan wants it.
+        Before the step has a plan, every leaf is split as evenly as possible. The first call of the step then moves the
+        state to the layouts of its plan.
         """
         return init_state(function, args, lambda leaves: state_shardings(leaves, self._plans, self._options))
 
     def put_batch(self, data: Any, /, *, batch: str | None = None) -> Any:
-        """Puts host data where the plan wants it. Before there is a plan the first call will do it.
+        """Places host data in the layouts of the plan. Without a plan, the first call places them.
 
-        In a program of several processes the data are this process's rows of the batch or, the same in all, the whole
-        of it; the first batch tells, or `batch`, as in `parallelize`.
+        In a program of several processes the data are either this process's rows of the batch, or the whole batch in
+        each process; the first batch determines this, or `batch`, as in `parallelize`.
 
         Raises: BatchMismatchError for a batch of another structure than the plan's; ProcessMismatchError where the
-        processes' data do not fit together.
+        processes' data do not match.
         """
         return self._batches.put(data, batch)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function as it was written under plain `jax.jit`, on one device; donates nothing.
+        """Runs the original function under plain `jax.jit`, on one device; donates nothing.
 
-        State that lies on the stages of a pipeline, or in the memory of the host, is brought together first. NNX
-        objects stay as they are.
+        State on the stages of a pipeline, or in the memory of the host, is gathered first. NNX objects are not changed.
         """
         args = self._signature.places(args, kwargs)
         if any(map(nnx_objects.holds_objects, args)):
@@ -210,7 +211,7 @@ class Step:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The step of an instance, where the function is a method: `self` is bound, static, and not counted by argnums.
 
-        An NNX object is its method's first argument instead, as under `nnx.jit`.
+        An NNX object is the method's first argument instead, as under `nnx.jit`.
         """
         if instance is None:
             return self
@@ -249,7 +250,7 @@ class Step:
 
 
 class BoundStep(Step):
-    """The step of an instance, with a reference to it. All bound steps of an instance share one step's plans."""
+    """The step of an instance, with a reference to it. All bound steps of an instance share the plans of one step."""
 
     __slots__ = ("_instance",)
 
@@ -259,7 +260,7 @@ class BoundStep(Step):
 
 
 def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
-    """Compiles a step for the devices of a mesh that need not be here; what comes back cannot be run."""
+    """Compiles a step for the devices of a mesh, which may be absent; then the result cannot run."""
     traced, plan = step._planned(args)
     if plan.record.pipeline is not None:
         raise UnsupportedError(
@@ -297,7 +298,7 @@ def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:
 
 
 def check_is_step(where: str, step: object) -> None:
-    """Raises: InvalidArgumentError for what `parallelize` did not make."""
+    """Raises: InvalidArgumentError for a value that `parallelize` did not return."""
     if not isinstance(step, Step):
         name = where.rpartition(".")[2]
         raise InvalidArgumentError(
@@ -309,12 +310,12 @@ def check_is_step(where: str, step: object) -> None:
 
 
 def save_rules(step: Step) -> None:
-    """Keeps the sharding rules of a step's operations on disk."""
+    """Saves the sharding rules of a step's operations to disk."""
     step._sources.save_rules()
 
 
 def followed(step: Step) -> FollowedStep:
-    """A step as another one follows it."""
+    """The view of a step for steps that follow it."""
     return FollowedStep(step.__name__, step._plans.latest)
 
 

@@ -1,4 +1,4 @@
-"""`autopar.tune`: measures the plans with the shortest predicted times, since close predictions decide nothing."""
+"""`autopar.tune`: measures the plans with the shortest predicted times, since predictions cannot rank close plans."""
 
 from __future__ import annotations
 
@@ -47,10 +47,9 @@ _METADATA = re.compile(r", metadata=\{[^}]*\}")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """One plan: seconds of a step as predicted and, the median, as measured, with the quartiles around it; `why` it was
-    not timed, where it was not.
+    """One plan: predicted seconds of a step, the measured median with its quartiles, and `why` it was not timed, if so.
 
-    Without a plan (a recipe that the step or the devices do not admit) nothing is predicted.
+    Without a plan (a recipe that the step or the devices do not admit) there is no prediction.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Measured plans of a step: those that were timed, the fastest first, then the others as predicted."""
+    """Measured plans of a step: the timed plans, fastest first, then the others by predicted time."""
 
     target: str
     rows: tuple[Timed, ...]
@@ -206,7 +205,7 @@ def _row(name: str, plan: Plan | None, why: str = "") -> Timed:
 
 
 def _memory_excess(plan: Plan) -> str:
-    """The excess over the memory limit as text, if any: stages of a recipe are built all the same."""
+    """The excess over the memory limit as text, if any: a recipe with stages is built even if it exceeds the limit."""
     peak_bytes, limit_bytes = max(plan.predicted.peak_bytes), plan.record.memory_limit_bytes
     if limit_bytes is None or peak_bytes <= limit_bytes:
         return ""
@@ -271,8 +270,8 @@ def _planned(
 def _compiled(
     problem: PlanningProblem, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
 ) -> tuple[list[_CompiledPlan], list[_FailedPlan], list[Timed]]:
-    """(those to be timed, those that are not compiled, those that need not be) of plans, of which the first is timed
-    in any case, and which come fastest first then.
+    """(plans to time, plans that do not compile, plans that need no timing). The first of `plans` is always timed; the
+    others come fastest first.
     """
     running: dict[str, _CompiledPlan] = {}  # by program
     failed: list[_FailedPlan] = []
@@ -326,7 +325,7 @@ def program_of(compiled: CompiledStep) -> str:
 
 
 def _turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
-    """A few steps of a plan, each on the state that the one before returned; nothing stays on the devices."""
+    """A few steps of a plan, each on the state of the previous one; afterwards the devices hold nothing of them."""
     tied, leaves = compiled.traced.tied, jax.tree.leaves(tuple(arguments))
 
     def turn() -> list[float]:

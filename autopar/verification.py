@@ -43,13 +43,13 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """A plan beside its compiled program.
+    """The comparison of a plan with its compiled program.
 
-    `collectives`: bytes that each device sends in a step, by kind, and their sum (`total`); `counts` how many run. Of a
-    pipeline both are sums over its stages of what a device of each sends within its stage.
-    `peak`: bytes of one device, of a pipeline one of the stage that needs most. `difference`: the largest difference of
-    a result leaf from plain `jax.jit`, divided by that leaf's largest value, with the leaf's path; None where the
-    numbers could not be compared (shapes only, or compiled for other hardware).
+    `collectives`: bytes that each device sends in a step, by kind, and their sum (`total`); `counts`: their numbers.
+    For a pipeline both are sums over its stages, of one device of each, within the stage. `peak`: bytes of one device;
+    for a pipeline, of the stage with the largest peak. `difference`: the largest difference of a result leaf from plain
+    `jax.jit`, divided by that leaf's largest value, with the leaf's path; None where the numbers could not be compared
+    (shapes only, or compiled for other hardware).
     """
 
     target: str

@@ -139,7 +139,7 @@ def _solve_free(run: _Run) -> Answer | None:
     """
     reduced = reduce_all(replace(run.problem, uses=(), limit_bytes=None))
     limited = run.problem.limit_bytes is not None and len(can_bind(flatten(run.problem))) > 0
-    if limited and _entries(reduced.problem) > EXACT_ENTRIES:
+    if limited and reduced.problem.num_pairs > EXACT_ENTRIES:
         return None
     answer = _solve_reduced(run, reduced)
     if answer.choice is None:
@@ -155,7 +155,7 @@ def _solve_limited(run: _Run) -> Answer:
     """
     reduced = reduce_all(run.problem)
     run.log(
-        f"{run.seconds():.1f} s: reduced to {len(reduced.problem.node_cost)} nodes, {_entries(reduced.problem)} pairs"
+        f"{run.seconds():.1f} s: reduced to {len(reduced.problem.node_cost)} nodes, {reduced.problem.num_pairs} pairs"
     )
     try:
         why = cannot_fit(reduced.problem)
@@ -169,20 +169,20 @@ def _solve_limited(run: _Run) -> Answer:
 
 def _solve_reduced(run: _Run, reduced: Reduction) -> Answer:
     """Each component of a reduced problem; components joined by a memory row are one."""
-    whole = reduced.problem
-    flat = flatten(whole)
+    problem = reduced.problem
+    flat = flatten(problem)
     if len(can_bind(flat)):
-        answer = _solve_part(run, whole, flat, reduced.offset)
+        answer = _solve_part(run, problem, flat, reduced.offset)
     else:
-        full = [0] * len(whole.node_cost)
-        bound, found, proven = 0.0, True, True
-        for part, members in components(replace(whole, uses=(), limit_bytes=None)):
+        full = [0] * len(problem.node_cost)
+        bound, all_solved, proven = 0.0, True, True
+        for part, members in components(replace(problem, uses=(), limit_bytes=None)):
             piece = _solve_part(run, part, flatten(part), None)
             bound, proven = bound + piece.bound, proven and piece.proven
-            found = found and piece.choice is not None
+            all_solved = all_solved and piece.choice is not None
             for node, strategy in zip(members, piece.choice or (), strict=piece.choice is not None):
                 full[node] = strategy
-        answer = Answer(choice=tuple(full) if found else None, bound=bound, proven=proven)
+        answer = Answer(choice=tuple(full) if all_solved else None, bound=bound, proven=proven)
     return Answer(
         choice=reduced.undo(answer.choice) if answer.choice is not None else None,
         bound=answer.bound + reduced.offset,
@@ -204,14 +204,14 @@ def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None) -> A
     start = least_memory(flat)
     if not _fits(part, start):
         now = time.perf_counter()
-        found = fit(part, flat, replace(run.settings, deadline=now + FIT_PART * (run.settings.deadline - now)))
-        if isinstance(found, Infeasibility):
-            raise ConflictError(found)
-        start = np.array(found, dtype=np.int64) if found is not None else start
+        fitting = fit(part, flat, replace(run.settings, deadline=now + FIT_PART * (run.settings.deadline - now)))
+        if isinstance(fitting, Infeasibility):
+            raise ConflictError(fitting)
+        start = np.array(fitting, dtype=np.int64) if fitting is not None else start
     if offset is not None and _fits(part, start):
         run.offer(brute_force.evaluate(part, start.tolist())[0] + offset)
     bound = -math.inf
-    if _entries(part) <= EXACT_ENTRIES and (limited or run.rounds is None):
+    if part.num_pairs <= EXACT_ENTRIES and (limited or run.rounds is None):
         now = time.perf_counter()
         settings = replace(run.settings, deadline=now + EXACT_PART * (run.settings.deadline - now))
         answer = solve_lazily(part, flat, settings)
@@ -255,7 +255,3 @@ def _solve_anytime(
     )
     choice = tuple(best.choice.tolist()) if best.choice is not None else None
     return Answer(choice=choice, bound=max(best.bound, bound, min(finish.bound, best.cost)), proven=False)
-
-
-def _entries(problem: Problem) -> int:
-    return sum(edge.cost.size for edge in problem.edges)

@@ -55,7 +55,7 @@ def keep_instance_alive(function: Callable[..., Any], instance: Any) -> Callable
     """The same function, with a reference to an instance."""
 
     @functools.wraps(function)
-    def kept(*args: Any, _instance: Any = instance, **kwargs: Any) -> Any:
+    def keeping(*args: Any, _instance: Any = instance, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return kept
+    return keeping

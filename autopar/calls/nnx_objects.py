@@ -77,10 +77,7 @@ def _unflatten_returned(names: tuple[str, ...], children: Iterable[Any]) -> Retu
 
 jax.tree_util.register_pytree_with_keys(ObjectState, _flatten_state_with_paths, _unflatten_state, _flatten_state)
 jax.tree_util.register_pytree_with_keys(
-    Returned,
-    _flatten_returned_with_paths,
-    _unflatten_returned,
-    lambda node: ((*node.states, node.result), node.names),
+    Returned, _flatten_returned_with_paths, _unflatten_returned, lambda node: ((*node.states, node.result), node.names)
 )
 
 
@@ -143,10 +140,10 @@ def _merge(trees: Sequence[Any], tag: Any = None, inner: bool | None = None) -> 
         def merge(x: Any) -> Any:
             return context.merge(x.graph, x.state) if isinstance(x, ObjectState) else x
 
-        def whole(tree: Any) -> Any:
+        def merge_tree(tree: Any) -> Any:
             return jax.tree.map(merge, tree, is_leaf=lambda x: isinstance(x, ObjectState))
 
-        return [whole(t) if is_split(t) else t for t in trees]
+        return [merge_tree(t) if is_split(t) else t for t in trees]
 
 
 def split(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -171,9 +168,7 @@ def run_and_write_back(run: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def pure(function: Callable[..., Any], args: Sequence[Any], names: Sequence[str]) -> Any:
-    """`function` on arguments with split objects, as a pure function to `Returned`; without split objects, its own
-    result.
-    """
+    """`function` on arguments with split objects, as a pure function to `Returned`; on others its own result."""
     positions = [i for i, arg in enumerate(args) if is_split(arg)]
     if not positions:
         return function(*args)

@@ -45,7 +45,7 @@ class PlanSources:
         Raises: the errors of the search; ProcessMismatchError where the processes have different steps;
         ProcessLostError.
         """
-        given_plan = self._given(traced, trees)
+        given_plan = self._given_plan(traced, trees)
         if jax.process_count() == 1:
             return given_plan or self._searched(traced, trees, progress)
         portable_options = dataclasses.replace(
@@ -76,7 +76,7 @@ class PlanSources:
             return cluster, options.request
         return cluster, with_followed_layouts(options.request, options.follow, traced, self._name)
 
-    def _given(self, traced: TracedStep, trees: Trees) -> Plan | None:
+    def _given_plan(self, traced: TracedStep, trees: Trees) -> Plan | None:
         plan = self._options.plan
         if plan is None:
             return None

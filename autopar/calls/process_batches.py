@@ -118,7 +118,7 @@ class ProcessBatches:
         """The leaves, with `ProcessRows` for those that are rows of this process."""
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return leaves  # shapes are those of the whole
-        key = (entry, requested, tree, tuple((_where(x), *_shape_and_type(x, "batch")) for x in leaves))
+        key = (entry, requested, tree, tuple((_placement(x), *_shape_and_type(x, "batch")) for x in leaves))
         decision, calls = self._decisions.get(key, (None, 0))
         calls += is_run
         if decision is None or (is_run and decision.mode == GLOBAL and calls > 1 and calls & (calls - 1) == 0):
@@ -170,13 +170,13 @@ def _paths(args: Sequence[Any], names: Sequence[str]) -> list[tuple[str, Any]]:
 
 def _passed(requested: str, batch: Sequence[tuple[str, Any]], others: Sequence[tuple[str, Any]]) -> PassedBatch:
     leaves = tuple(
-        Leaf(path, not is_whole(x), *_shape_and_type(x, path), _where(x) or _hash(x, path)) for path, x in batch
+        Leaf(path, not is_whole(x), *_shape_and_type(x, path), _placement(x) or _hash(x, path)) for path, x in batch
     )
     values = [(path, x) for path, x in others if is_whole(x) and not isinstance(x, jax.ShapeDtypeStruct)]
     return PassedBatch(requested, leaves, tuple((path, _hash(x, path)) for path, x in values))
 
 
-def _where(leaf: Any) -> str:
+def _placement(leaf: Any) -> str:
     """The sharding and devices of a global array; an empty string for arrays of one process."""
     if is_whole(leaf):
         return ""

@@ -45,9 +45,7 @@ def check_operations(decisions: Decisions, graph: OpGraph, place: str, step: str
 
 
 def check_values(planned: Sequence[PlannedValue], actual: Sequence[PlannedValue], place: str, step: str) -> None:
-    """Compares the recorded arguments, or results, with those that follow from the decisions. Raises:
-    PlanMismatchError.
-    """
+    """Compares recorded arguments, or results, with those that the decisions imply. Raises: PlanMismatchError."""
     if len(planned) != len(actual):
         raise mismatch(step, Fault(place=place, expected=f"{len(actual)} of them", got=str(len(planned))))
     for i, (recorded, value) in enumerate(zip(planned, actual, strict=True)):
@@ -60,9 +58,7 @@ def check_values(planned: Sequence[PlannedValue], actual: Sequence[PlannedValue]
 
 
 def check_layers(pipeline: PipelineRecord, names: Sequence[str], step: str) -> None:
-    """Compares the layers of a plan's stages, and their recomputation policies, with the layers of the step. Raises:
-    PlanMismatchError.
-    """
+    """Compares the layers and recomputation policies of a plan with those of the step. Raises: PlanMismatchError."""
     recorded = [(f"$.plan.pipeline.stages[{q}].layers", stage.layers) for q, stage in enumerate(pipeline.stages)]
     for place, layers in recorded:
         first, names = names[: len(layers)], names[len(layers) :]
@@ -93,9 +89,7 @@ def check_groups(pipeline: PipelineRecord, group_of_stage: Sequence[int], step: 
 def check_transfers(
     plans: Sequence[ShardingPlan], stages: Sequence[StageGraph], group_of_stage: Sequence[int], step: str
 ) -> None:
-    """Checks that a value has one layout on both sides of a transfer within a group of devices. Raises:
-    PlanMismatchError.
-    """
+    """Checks that a value has one layout on both sides within a group of devices. Raises: PlanMismatchError."""
     for q, (plan, stage) in enumerate(zip(plans, stages, strict=True)):
         for op in stage.graph.block.ops:
             target = stage.sends.get(op.id)
@@ -265,8 +259,8 @@ def values_of(block: Block) -> Iterator[int]:
 
 
 def signature_of(op: Op, graph: OpGraph, plan: ShardingPlan) -> Signature:
-    """The signature of an operation's strategies, as in `build_choice_graph`, except for the operands that can be
-    partial.
+    """The signature of an operation's strategies as in `build_choice_graph`, but with all operands
+    that may be partial.
     """
     assert op.rule is not None, "equations have rules"
     members = plan.partials.unreduced_operands(op)

@@ -45,9 +45,7 @@ def near(chosen: Candidate, candidates: Iterable[Candidate], limit_bytes: int, t
 
 
 def rejections(context: PlanningContext, chosen: Candidate) -> list[Rejection]:
-    """Every way to run the step that is not the plan, with the reason: candidates that lost, then
-    those not worked out.
-    """
+    """Every way to run the step that is not the plan, with the reason: first candidates, then those not worked out."""
     lost = [c for c in context.candidates if c is not chosen]
     ways = [(c.source, c.text, c.step_time_s, c.peak_bytes) for c in lost]
     # Pipelines that were worked out and are no candidates, as another of the same search is better.

@@ -24,13 +24,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.callbacks import any_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
-from autopar.inter_op.staged import (
-    StagedStep,
-    Submesh,
-    model_of,
-    planned_stage,
-    stage_program,
-)
+from autopar.inter_op.staged import StagedStep, Submesh, model_of, planned_stage, stage_program
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep

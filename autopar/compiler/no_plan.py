@@ -19,9 +19,7 @@ from autopar.sharding.constraints import NO_SOLUTION, TOO_TIGHT
 
 
 def refuse_large_state(context: PlanningContext) -> None:
-    """Raises: MemoryLimitError where no program fits, and the arguments alone exceed the memory, so
-    that no stages fit.
-    """
+    """Raises: MemoryLimitError where neither a program nor the arguments alone, split over all devices, fit."""
     refused = _program_error(context)
     if isinstance(refused, MemoryLimitError) and state_bytes(context) > context.limit_bytes:
         text = text_of_bytes(state_bytes(context))
@@ -45,9 +43,7 @@ def no_plan_error(context: PlanningContext, trees: Trees) -> AutoparError:
 
 
 def _program_error(context: PlanningContext) -> AutoparError | None:
-    """The reason for which the step has no plan as one program; None where it has one, and where
-    none was searched for.
-    """
+    """The reason for which the step has no plan as one program; None where it has one, or none was searched for."""
     if best_program(context) is not None:
         return None
     ended = [r.error for r in context.rejections if isinstance(r.error, MemoryLimitError)]

@@ -21,9 +21,7 @@ PRICED_ALONE = 4
 
 
 def price_of_pins(context: PlanningContext, chosen: SpmdCandidate | PipelineCandidate) -> PinsRecord:
-    """Searches again without pins, over all meshes; for one program also with each pin alone, on
-    the mesh of the plan.
-    """
+    """Searches again without pins, over all meshes; for one program also with each pin alone, on the plan's mesh."""
     pins = chosen.pins
     assert pins is not None, "a plan with pins knows their axes"
     fresh = dataclasses.replace(context, results=(), to_beat_s=float("inf"))
@@ -51,9 +49,7 @@ def _alone_s(context: PlanningContext, chosen: SpmdCandidate, pins: PinsOnMesh) 
 
 
 def _free_stages_s(context: PlanningContext) -> float | None:
-    """The step time of the same stages without pins. None where they do not fit, and where the step has a plan only
-    under the pins.
-    """
+    """The step time of the same stages without pins; None where they do not fit, or have no plan."""
     try:
         (free,) = requested_pipelines(context)
     except SolverError:

@@ -118,9 +118,7 @@ def _with_pins(plan: Plan, context: PlanningContext, chosen: SpmdCandidate | Pip
 
 
 def check_request(request: PlanRequest, cluster: Cluster) -> None:
-    """Raises: InvalidArgumentError for options that exclude each other, and for state in the memory of a host whose
-    link is unknown.
-    """
+    """Raises: InvalidArgumentError for options that exclude each other, and for offloading over an unknown link."""
     named_without_stages = request.num_stages is None and (request.schedule is not None or request.chunks is not None)
     if request.pins is not None and named_without_stages:
         raise InvalidArgumentError(

@@ -22,14 +22,7 @@ from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.lowering.decisions import SolverReport
 from autopar.lowering.instructions import Compute, Loop, LoweredBlock
 from autopar.plan.codec import decisions_of
-from autopar.plan.schema import (
-    MemoryUse,
-    ModuleRow,
-    PipelineRecord,
-    Predicted,
-    PredictedCollective,
-    StageRecord,
-)
+from autopar.plan.schema import MemoryUse, ModuleRow, PipelineRecord, Predicted, PredictedCollective, StageRecord
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.runtime.simulation.simulated_timeline import timeline_of as pipeline_timeline
 
@@ -121,12 +114,7 @@ def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
 
 
 def predicted(
-    graph: OpGraph,
-    lowered: LoweredBlock,
-    model: CostModel,
-    estimate: MemoryEstimate,
-    use: MemoryUse,
-    flops: float,
+    graph: OpGraph, lowered: LoweredBlock, model: CostModel, estimate: MemoryEstimate, use: MemoryUse, flops: float
 ) -> tuple[Predicted, Timeline]:
     """The prediction of a lowered step, and its timeline, from one simulation of its instructions."""
     uses = predicted_collectives(graph, lowered, model)
@@ -189,9 +177,7 @@ def grouped(uses: tuple[CollectiveUse, ...], mesh: LogicalMesh) -> tuple[Predict
 def module_rows(
     graph: OpGraph, lowered: LoweredBlock, model: CostModel, collectives: Sequence[PredictedCollective]
 ) -> tuple[ModuleRow, ...]:
-    """One row for each module: the layouts of its matrix products, its seconds, its communication
-    and its saved bytes.
-    """
+    """One row for each module: layouts of its matrix products, seconds, communication, saved bytes."""
     seconds = compute_times_s(graph, lowered, model)
     saved = saved_bytes(graph, lowered, model.links.mesh)
     splits: dict[str, dict[str, None]] = {}

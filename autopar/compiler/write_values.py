@@ -13,9 +13,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.instructions import LoweredBlock, Place
 from autopar.passes.split_scan import LeafSlice
-from autopar.plan.schema import (
-    PlannedValue,
-)
+from autopar.plan.schema import PlannedValue
 
 
 def planned_values(
@@ -52,42 +50,32 @@ _Placed = tuple[int, Place]  # stage and place; None for what is the same everyw
 
 
 def _arguments(graph: OpGraph, num_constants: int, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
-    values = []
+    rows = []
     for position, (v, stage_and_place) in enumerate(zip(graph.block.inputs, placed, strict=True)):
-        value = graph.values[v]
-        stage, (layout, state) = stage_and_place or (0, (replicated(len(value.shape)), UNREDUCED))
-        values.append(
-            PlannedValue(
-                path=value.name,
-                shape=value.shape,
-                dtype=value.dtype,
-                nbytes=value.nbytes,
-                kind=kind_of_argument(graph, position, num_constants),
-                layout=layout,
-                stage=stage,
-                in_host=state == HOST,
-            )
-        )
-    return values
+        value, kind = graph.values[v], kind_of_argument(graph, position, num_constants)
+        rows.append(_planned(value.name, value.shape, value.dtype, value.nbytes, kind, stage_and_place))
+    return rows
 
 
 def _results(traced: TracedStep, placed: Sequence[_Placed | None]) -> list[PlannedValue]:
-    values = []
-    for path, aval, stage_and_place in zip(traced.out_paths, traced.out_avals, placed, strict=True):
-        stage, (layout, state) = stage_and_place or (0, (replicated(len(aval.shape)), UNREDUCED))
-        values.append(
-            PlannedValue(
-                path=path,
-                shape=tuple(aval.shape),
-                dtype=str(aval.dtype),
-                nbytes=0,
-                kind="result",
-                layout=layout,
-                stage=stage,
-                in_host=state == HOST,
-            )
-        )
-    return values
+    rows = zip(traced.out_paths, traced.out_avals, placed, strict=True)
+    return [_planned(path, tuple(aval.shape), str(aval.dtype), 0, "result", at) for path, aval, at in rows]
+
+
+def _planned(
+    path: str, shape: tuple[int, ...], dtype: str, nbytes: int, kind: str, placed: _Placed | None
+) -> PlannedValue:
+    stage, (layout, state) = placed or (0, (replicated(len(shape)), UNREDUCED))
+    return PlannedValue(
+        path=path,
+        shape=shape,
+        dtype=dtype,
+        nbytes=nbytes,
+        kind=kind,
+        layout=layout,
+        stage=stage,
+        in_host=state == HOST,
+    )
 
 
 def leaves_of_pieces(

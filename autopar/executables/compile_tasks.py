@@ -69,9 +69,7 @@ def compile_task(
 
 
 def task_function(task: StageTask, stage: LoweredStage, mesh: Mesh, groups: int) -> Callable[..., tuple[Any, ...]]:
-    """The function of a task, from flat arrays to flat arrays; a value of all micro-batches is one array for each of
-    them.
-    """
+    """The function of a task on flat arrays; a value of all micro-batches is one array for each of them."""
     graph = stage.stage.graph
     emitter = Emitter(graph, mesh, groups)
     stacked = {(i.op.inputs[0], i.read) for i in task.instructions if isinstance(i, Stack) and i.read is not None}

@@ -109,12 +109,14 @@ def make_state(
             continue
         placed_args = jax.tree.map(lambda x, s=everywhere: from_whole(x, aval_of(x), s), list(args))
 
-        def chosen(*values: Any, positions: Sequence[int] = positions) -> list[Any]:
+        def leaves_on_mesh(*values: Any, positions: Sequence[int] = positions) -> list[Any]:
             out = function(*values)
             return [out[i] for i in positions]
 
         for i, array in zip(
-            positions, jax.jit(chosen, out_shardings=[shardings[i] for i in positions])(*placed_args), strict=True
+            positions,
+            jax.jit(leaves_on_mesh, out_shardings=[shardings[i] for i in positions])(*placed_args),
+            strict=True,
         ):
             state[i] = array
     return state

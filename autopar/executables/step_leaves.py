@@ -27,9 +27,7 @@ def leaves_of(traced: TracedStep, args: tuple[Any, ...]) -> list[Any]:
 
 
 class LeafwiseStep:
-    """The public calls of a compiled step. Internally all values are leaves: the constructors of user trees may compute
-    on what they hold.
-    """
+    """A compiled step, called with trees and run on leaves: constructors of user trees may compute on their content."""
 
     __slots__ = ()
     plan: Plan

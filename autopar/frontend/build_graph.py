@@ -1,6 +1,4 @@
-"""Builds the graph of operations from a traced step: calls are inlined, loops and branches nested,
-dead work removed.
-"""
+"""Builds the graph of operations from a traced step: calls inlined, loops and branches nested, dead work removed."""
 
 from __future__ import annotations
 
@@ -116,21 +114,14 @@ class _Builder:
         return outputs
 
     def _op(
-        self,
-        kind: OpKind,
-        eqn: Any,
-        ins: Iterable[Atom],
-        outs: Iterable[int],
-        stack: str,
-        count: float,
-        **attributes: Any,
+        self, kind: OpKind, eqn: Any, ins: Iterable[Atom], outs: Iterable[int], stack: str, count: float, **rest: Any
     ) -> Op:
         self._num_ops += 1
         if self._calls and not jax_compat.source_line(eqn):  # inside of one of jax's own functions
             eqn = jax_compat.at_line_of(self._calls[-1], eqn)
         return Op(
             id=self._num_ops - 1, kind=kind, primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(ins),
-            outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count, **attributes,
+            outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count, **rest,
         )  # fmt: skip
 
     def _call(self, eqn: Any, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
@@ -165,24 +156,24 @@ class _Builder:
 
     def _loop(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> tuple[int, ...]:
         kind, params = _LOOPS[eqn.primitive.name], eqn.params
-        attributes: dict[str, Any]
+        counts: dict[str, Any]
         blocks: tuple[Block, ...]
         if kind is OpKind.SCAN:
             num_consts, num_carry = jax_compat.scan_counts(params)
             trips = int(params["length"])
             blocks = (self._block(params["jaxpr"], stack, count * trips),)
-            attributes = dict(num_consts=num_consts, num_carry=num_carry, trips=trips)
+            counts = dict(num_consts=num_consts, num_carry=num_carry, trips=trips)
         elif kind is OpKind.WHILE:
             # The trip count of a while loop is not known: costs inside count once.
             blocks = tuple(self._block(params[p], stack, count) for p in ("cond_jaxpr", "body_jaxpr"))
             num_consts = params["cond_nconsts"] + params["body_nconsts"]
             num_carry = len(ins) - num_consts
-            attributes = dict(num_consts=num_consts, num_carry=num_carry, num_condition_consts=params["cond_nconsts"])
+            counts = dict(num_consts=num_consts, num_carry=num_carry, num_condition_consts=params["cond_nconsts"])
         else:
             blocks = tuple(self._block(b, stack, count) for b in params["branches"])
-            attributes = {}
+            counts = {}
         outputs = tuple(self.value(v) for v in eqn.outvars)
-        ops.append(self._op(kind, eqn, ins, outputs, stack, count, blocks=blocks, **attributes))
+        ops.append(self._op(kind, eqn, ins, outputs, stack, count, blocks=blocks, **counts))
         return outputs
 
 

@@ -133,9 +133,7 @@ def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> OpGra
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageGraphs:
-    """A step in stages before their decisions: the graph of the whole step, its schedule, and the
-    graph of each stage.
-    """
+    """A step in stages before their decisions: the graph of the whole step, its schedule, the graph of each stage."""
 
     graph: OpGraph
     schedule: PipelineSchedule

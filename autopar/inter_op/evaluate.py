@@ -126,9 +126,7 @@ class PipelineEvaluator:
         return first_answers
 
     def kind(self, m: int, plan: StagePlan) -> tuple[int, int]:
-        """The group within which answers are ranked: micro-batches, and the number of stages of
-        equal parts of a scan.
-        """
+        """The group in which answers are ranked: micro-batches, and the number of equal parts of a scan."""
         return m, len(plan.stages) if self.cuts[m].step.parts > 1 else 0
 
     def run(
@@ -244,9 +242,7 @@ class PipelineEvaluator:
         self.keep(candidate)
 
     def keep(self, candidate: PipelineCandidate) -> None:
-        """Keeps a candidate while it is within the tolerance. Without a tolerance nothing is kept, since plans take
-        much memory.
-        """
+        """Keeps a candidate while it is within the tolerance; without a tolerance, nothing: plans take much memory."""
         if self.keep_tolerance > 1:
             longest_s = self.longest_s
             self.kept.append(candidate)
@@ -295,9 +291,7 @@ class PipelineEvaluator:
             self.keep(candidate)
 
     def results(self) -> tuple[PipelineCandidate | Rejection, ...]:
-        """The best, the candidates within the tolerance, fastest first, and the rejections; nothing where none was
-        built.
-        """
+        """The best, the others within the tolerance, fastest first, the rejections; nothing where none was built."""
         if self.best is None:
             return ()
         others = sorted((kept for kept in self.kept if kept is not self.best), key=lambda kept: kept.step_time_s)

@@ -1,6 +1,4 @@
-"""Isomorphic graphs, equal except for the numbers of operations and values: decisions carry over
-from one to the other.
-"""
+"""Isomorphic graphs, equal except for the numbers of operations and values, share their decisions."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from autopar.sharding.partial_sums import find_partials
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CanonicalGraph:
-    """The structure of a graph without its numbers. The `ops` and `values` of graphs with equal `key`s correspond in
-    order.
-    """
+    """A graph's structure without numbers. The `ops` and `values` of graphs with equal `key`s correspond in order."""
 
     key: tuple
     ops: tuple[int, ...]

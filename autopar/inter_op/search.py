@@ -95,7 +95,7 @@ class _Search:
         builder = PipelineEvaluator(
             self.context,
             cuts,
-            lambda microbatched, num_stages: self.cut(
+            lambda microbatched, num_stages: self.microbatched(
                 split_scans(traced, num_stages, rules), microbatched.graph.num_microbatches
             ),
         )
@@ -120,7 +120,7 @@ class _Search:
         nothing = Rejection(source=SOURCE, why=f"no pipeline: {why_no_pipeline(answers)}", is_note=True)
         return builder.results() or (nothing,), copies
 
-    def cut(self, step: SplitStep, m: int, whole: OpGraph | None = None) -> MicrobatchedStep:
+    def microbatched(self, step: SplitStep, m: int, whole: OpGraph | None = None) -> MicrobatchedStep:
         return cut_layers(step, m, self.context.rules, whole, hoist_casts=self.hoist_casts)
 
     def cuts(self, step: SplitStep) -> dict[int, MicrobatchedStep]:
@@ -135,7 +135,7 @@ class _Search:
                 break
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
-                    cuts[m] = self.cut(step, m, self.context.graph)
+                    cuts[m] = self.microbatched(step, m, self.context.graph)
             except (UnsupportedError, BatchMismatchError) as error:
                 error_of_last = error  # other numbers may be traceable
         if error_of_last is not None and not cuts:
@@ -190,7 +190,7 @@ class _Search:
         if m not in cuts:
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
-                    cuts[m] = self.cut(step, m, self.context.graph)
+                    cuts[m] = self.microbatched(step, m, self.context.graph)
             except (UnsupportedError, BatchMismatchError):
                 return math.inf  # as in `cuts`
         with self.context.progress.pass_("layer costs"):
@@ -205,9 +205,7 @@ class _Search:
     def problems(
         self, step: SplitStep, cuts: dict[int, MicrobatchedStep], decided: dict[DecidedFor, Decisions]
     ) -> list[_Posed]:
-        """The problems of the dynamic programme, for each number of micro-batches, each schedule and, for scans, each
-        number of stages.
-        """
+        """The problems for each number of micro-batches, each schedule and, for scans, each number of stages."""
         posed: list[_Posed] = []
         long = is_long(self.context.traced)
         equal = stage_numbers(step, self.context.cluster) if step.parts > 1 else ()
@@ -319,9 +317,7 @@ def tables(
 
 
 def wiring_of(graph: OpGraph) -> tuple:
-    """The operations and values of a graph by number, without sizes: equal where decisions for one graph apply to
-    another.
-    """
+    """The operations and values of a graph by number, without sizes: the key of decisions that apply to it."""
     return tuple(
         (op.id, op.kind, op.section, op.primitive, tuple(a for a in op.inputs if isinstance(a, int)), op.outputs)
         for op in graph.ops()

@@ -229,9 +229,7 @@ class _Pricing:
         return self.rows
 
     def read_by_other_layers(self) -> frozenset[int]:
-        """Backward values that the backward pass of another layer waits for, and all values that they are computed
-        from.
-        """
+        """Backward values that the backward pass of another layer waits for, with all values that lead to them."""
         awaited: set[int] = set()
         layer_of = self.folded.layer_of
         made_in = {v: layer_of[op.id] for op in self.graph.block.ops for v in op.outputs}

@@ -47,9 +47,7 @@ class Submesh:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """A stage with its decisions. Stages with equal `like` have the same decisions, on operations
-    with other numbers.
-    """
+    """A stage with its decisions. Stages of equal `like` have the same decisions on differently numbered operations."""
 
     like: int
     first_layer: int

@@ -111,9 +111,7 @@ _FIRST: _Group = (TaskKind.BEFORE, 0)  # the task that allocates the accumulator
 
 
 def _instruction_groups(stage: LoweredStage) -> dict[_Group, list[Instruction]]:
-    """The instructions of each task. A stage that neither sends nor receives runs its forward and backward sections as
-    one task.
-    """
+    """The instructions of each task. A stage without transfers runs its forward and backward sections as one task."""
     groups: dict[_Group, list[Instruction]] = {}
     is_alone = not stage.stage.sends and not stage.stage.received
     for section in Section:
@@ -269,9 +267,7 @@ class _Linker:
         return self.number[stage, key]
 
     def join_neighbours(self, repeating: Sequence[frozenset[int]]) -> set[int]:
-        """The buffers that hand values from a stage to another stage on the same devices: both
-        stages use one buffer.
-        """
+        """The buffers between stages on the same devices, of which both stages use the same one."""
         shared = set()
         for source, leaves, target, arrives in self.crossings():
             if self.stages[source].mesh_index == self.stages[target].mesh_index:
@@ -314,9 +310,7 @@ class _Linker:
         return positions, buffers
 
     def tasks(self, tasks: Sequence[StageTask], sent: Collection[int], outputs: Sequence[int]) -> list[Task]:
-        """The tasks with buffers in place of places; `sent` are buffers that another stage reads or
-        receives a copy of.
-        """
+        """The tasks with buffers in place of places; `sent` are buffers that another stage reads or copies."""
         last_reader = {
             self.number[t.stage, key]: i for i, t in enumerate(tasks) for key in t.inputs if not t.kind.repeats
         }

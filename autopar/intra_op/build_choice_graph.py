@@ -85,17 +85,17 @@ class _Builder:
 
     # Lists of layouts
 
-    def one(self, layouts: Layouts) -> Layouts:
-        return self.lists.one(layouts)
+    def shared(self, layouts: Layouts) -> Layouts:
+        return self.lists.shared(layouts)
 
     def every_layout(self, value: int) -> Layouts:
         v = self.graph.values[value]
-        return self.one(enumerate_layouts(v.shape, self.mesh, self.order_of(v)))
+        return self.shared(enumerate_layouts(v.shape, self.mesh, self.order_of(v)))
 
     def every_partial_layout(self, value: int) -> Layouts:
         """All layouts of a value, partial ones included."""
         v = self.graph.values[value]
-        return self.one(enumerate_with_partial(v.shape, self.mesh, self.order_of(v)))
+        return self.shared(enumerate_with_partial(v.shape, self.mesh, self.order_of(v)))
 
     def strategies(self, op: Op, signature: Signature) -> tuple[Strategy, ...]:
         # The order of what it reads and makes, where that is one: then nothing need be laid anew.
@@ -148,7 +148,7 @@ class _Builder:
             elif op.kind is OpKind.STACK:
                 self.alias(op.inputs[0], op.outputs[0])
             else:
-                layouts = self.one((self.transfer_layouts[op.id],))
+                layouts = self.shared((self.transfer_layouts[op.id],))
                 self.read(op.inputs[0], self.node(1, "transfer", "sent", layouts), layouts, op.role, op.count)
 
     def accumulate(self, op: Op) -> None:
@@ -200,7 +200,7 @@ class _Builder:
 
     def arrive(self, value: int) -> None:
         """A value arrives in one layout, and is then resharded once for all its readers."""
-        layouts = self.one((self.arrivals[value],))
+        layouts = self.shared((self.arrivals[value],))
         self.unreduced[value] = LayoutSite(self.node(1, "transfer", "received", layouts), layouts)
         self.order[value] = len(self.order)
         self.place(value, "received, placed", float(self.graph.num_microbatches))
@@ -262,7 +262,7 @@ class _Builder:
         node = self.layout_node(inner, "boundary", name)
         layouts: Layouts = ()
         if node is not None:
-            layouts = self.one(tuple(Layout(((),) * dropped + at.dims) for at in self.reduced[inner].layouts))
+            layouts = self.shared(tuple(Layout(((),) * dropped + at.dims) for at in self.reduced[inner].layouts))
         self.read(outer, node, layouts, role, count)
 
     def scan(self, op: Op) -> None:
@@ -300,18 +300,16 @@ class _Builder:
                     self.place(result, f"{self.nodes[home.node].name} result", op.count)
 
     def stacked(self, inner: Atom, outer: int, name: str, role: Role, count: float, outer_count: float) -> None:
-        """An output of a scan: the slice of each iteration has the layout of the stacked array, partial where that is
-        possible.
-        """
+        """An output of a scan: the slice of each iteration has the layout of the stacked array, maybe partial."""
         partial_too = outer in self.partials.kept
         candidates = self.every_partial_layout(outer) if partial_too else self.every_layout(outer)
-        layouts = self.one(tuple(layout for layout in candidates if not layout.dims[0]))
+        layouts = self.shared(tuple(layout for layout in candidates if not layout.dims[0]))
         node = None
         if len(layouts) > 1:
             node = self.node(len(layouts), "boundary", name, layouts)
             self.unreduced[outer] = self.reduced[outer] = LayoutSite(node, layouts)
             self.order[outer] = len(self.order)
-        slices = self.one(tuple(Layout(layout.dims[1:], layout.partial) for layout in layouts))
+        slices = self.shared(tuple(Layout(layout.dims[1:], layout.partial) for layout in layouts))
         self.read(inner, node, slices, role, count, unreduced=partial_too)
         if any_partial(layouts):
             self.place(outer, f"{name}, placed", outer_count)
@@ -360,7 +358,7 @@ class _Builder:
         if node is None:
             if self.whole is None:
                 self.whole = self.node(1, "whole", "replicated")
-            node, layouts = self.whole, self.one((replicated(len(self.graph.values[atom].shape)),))
+            node, layouts = self.whole, self.shared((replicated(len(self.graph.values[atom].shape)),))
         source = self.unreduced[atom] if unreduced else self.reduced[atom]
         if not unreduced:
             self.followed.add(atom)

@@ -47,9 +47,7 @@ class LayoutSite:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reshard:
-    """An edge: the resharding of a value from its site to the layouts in which the strategies of the target node read
-    it.
-    """
+    """An edge: the resharding of a value from its site to the layouts that the target node's strategies read."""
 
     value: int
     source: LayoutSite
@@ -106,19 +104,19 @@ class LayoutLists:
         self._lists: dict[Layouts, Layouts] = {}
         self._of: dict[tuple[int, str, int], Layouts] = {}
 
-    def one(self, layouts: Layouts) -> Layouts:
+    def shared(self, layouts: Layouts) -> Layouts:
         return self._lists.setdefault(layouts, layouts)
 
     def of_operand(self, strategies: tuple[Strategy, ...], i: int) -> Layouts:
         key = (id(strategies), "operand", i)
         if key not in self._of:
-            self._of[key] = self.one(tuple(s.operands[i] for s in strategies))
+            self._of[key] = self.shared(tuple(s.operands[i] for s in strategies))
         return self._of[key]
 
     def of_result(self, strategies: tuple[Strategy, ...], i: int) -> Layouts:
         key = (id(strategies), "result", i)
         if key not in self._of:
-            self._of[key] = self.one(tuple(s.results[i] for s in strategies))
+            self._of[key] = self.shared(tuple(s.results[i] for s in strategies))
         return self._of[key]
 
 

@@ -190,9 +190,7 @@ def _allow_nodes(ilp: Ilp, allowed: Mapping[int, np.ndarray]) -> Ilp:
 
 
 def to_solver(ilp: Ilp) -> SolverInput:
-    """Step (6): an edge for each resharding between two nodes; a resharding within a node is a cost
-    of its strategies.
-    """
+    """Step (6): an edge for each resharding between two nodes; one within a node is a cost of its strategies."""
     node_cost = list(ilp.node_cost)
     edges: list[solver.Edge] = []
     reshard_of_edge: list[int] = []

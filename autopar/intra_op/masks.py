@@ -29,8 +29,8 @@ COMPUTED_WHOLE, KEPT_WHOLE, GATHERED, SECONDS, OPENED = 1.0, 0.5, 10.0, 1e-2, 1e
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The requirement that a value be split over a mesh axis, where a node computes or keeps it; and the strategies
-    that meet it.
+    """The requirement to split a value over a mesh axis where a node computes or keeps it, and the
+    strategies for it.
     """
 
     value: int
@@ -63,8 +63,8 @@ class Masks:
         self.nodes = self._nodes()
 
     def _nodes(self) -> dict[int, NodeMask]:
-        """The mask of each constrained node. A required split applies where the operations of the node have a strategy
-        for it.
+        """The mask of each constrained node. A required split applies where the node's operations have a strategy for
+        it.
         """
         bound, choices = self.constraints, self.choices
         allowed_at: dict[int, np.ndarray] = {}

@@ -1,6 +1,4 @@
-"""Memory in the integer program: the values that can fill the memory, a price on their bytes, and the search for the
-price.
-"""
+"""Memory in the integer program: the values that can fill it, a price on their bytes, the search for the price."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ class MemoryPrices:
 
 
 def held_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
-    """The values that occupy memory through the whole step in any plan: state and sums over
-    micro-batches, unreduced.
-    """
+    """The values in memory through the whole step in any plan: state, and sums over micro-batches, unreduced."""
     arguments = {v for i, v in enumerate(graph.block.inputs) if i not in graph.batch | graph.repeating}
     sums = {v for op in graph.block.ops if op.kind is OpKind.ACCUMULATE for v in op.outputs}
     return frozenset((v, UNREDUCED) for v in arguments | sums)

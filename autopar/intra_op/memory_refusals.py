@@ -21,9 +21,7 @@ def state_bytes(context: PlanningContext) -> int:
 
 
 def check_state_fits(context: PlanningContext) -> None:
-    """Raises: MemoryLimitError for a step whose arguments exceed the memory of all devices: then neither a program nor
-    stages fit.
-    """
+    """Raises: MemoryLimitError for a step whose arguments exceed the memory of all devices, in stages too."""
     graph, cluster, needed_bytes = context.graph, context.cluster, state_bytes(context)
     if needed_bytes <= context.limit_bytes:
         return

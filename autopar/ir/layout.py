@@ -44,9 +44,6 @@ class Layout:
                 shards *= sizes[a]
         return shards
 
-    def local_shape(self, shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[int, ...]:
-        return tuple(n // mesh.size(axes) for n, axes in zip(shape, self.dims, strict=True))
-
     def fits(self, shape: tuple[int, ...], mesh: LogicalMesh) -> bool:
         """Whether every dimension divides evenly."""
         # Asked for every step of every resharding: loops cost a third of what generators do.

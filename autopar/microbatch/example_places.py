@@ -92,9 +92,7 @@ def reducing(name: str) -> Rule:
 
 
 def matrices(*ranks: int) -> Rule:
-    """Linear algebra on the last dimensions of each operand: `ranks` are their numbers for the first operand, the
-    second, ...
-    """
+    """Linear algebra on the last dimensions of each operand: `ranks` are their numbers for each operand in order."""
 
     def rule(eqn: Any, places: Places) -> list[int]:
         dim = common_place(eqn, places)

@@ -39,9 +39,7 @@ class PairRewriter(abc.ABC):
         """The error for two jaxprs that differ."""
 
     def rewrite(self, base: Any, other: Any, where: str) -> Any:
-        """The rewritten jaxpr of a pair, open or closed. Raises: UnsupportedError where they differ
-        in more than sizes.
-        """
+        """The rewritten jaxpr of a pair, open or closed. Raises: UnsupportedError for differences beyond sizes."""
         a, b = jax_compat.open_jaxpr(base), jax_compat.open_jaxpr(other)
         counts = [(len(j.constvars), len(j.invars), len(j.outvars), len(j.eqns)) for j in (a, b)]
         if counts[0] != counts[1]:

@@ -49,15 +49,15 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
         )
     whole = whole or build_graph(traced, rules)
     if num_microbatches == 1:
-        return _cut(traced, whole, whole, 1)
+        return _over_micro_batches(traced, whole, whole, 1)
     smaller = smaller_step(traced, examples // num_microbatches)
     jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
     constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
     part = build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)
-    return _cut(traced, whole, part, num_microbatches)
+    return _over_micro_batches(traced, whole, part, num_microbatches)
 
 
-def _cut(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int) -> OpGraph:
+def _over_micro_batches(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int) -> OpGraph:
     """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch."""
     _check_same_operations(traced.name, whole.block, part.block)
     follower = Follower(whole, part, num_microbatches)
@@ -151,7 +151,7 @@ class _LoopWriter:
         assert self.states.of[atom].form is Form.INVARIANT, f"value {atom} is not there for a micro-batch"
         return atom
 
-    def _new(self, v: int) -> int:
+    def _counterpart(self, v: int) -> int:
         """A new number for the micro-batch's counterpart of a value."""
         self.values.append(dataclasses.replace(self.part.values[v], id=len(self.values), name=""))
         self.micro[v] = len(self.values) - 1
@@ -160,8 +160,8 @@ class _LoopWriter:
     def _split(self, v: int) -> Op:
         self.follower.cuts(v, self.states.of[v])
         return Op(
-            id=0, kind=OpKind.SPLIT, primitive="split_batch", eqn=None, inputs=(v,), outputs=(self._new(v),), rule=None,
-            role=Role.FORWARD, module="", count=1.0, section=Section.BEFORE, dim=self.states.of[v].dim,
+            id=0, kind=OpKind.SPLIT, primitive="split_batch", eqn=None, inputs=(v,), outputs=(self._counterpart(v),),
+            rule=None, role=Role.FORWARD, module="", count=1.0, section=Section.BEFORE, dim=self.states.of[v].dim,
         )  # fmt: skip
 
     def _leave(self, v: int, maker: Op) -> Op:
@@ -188,22 +188,20 @@ class _LoopWriter:
         return dataclasses.replace(
             part,
             inputs=inputs,
-            outputs=tuple(self._new(v) for v in part.outputs),
+            outputs=tuple(self._counterpart(v) for v in part.outputs),
             blocks=tuple(self._repeated_block(b) for b in part.blocks),
             count=op.count * self.follower.num_microbatches,
             section=Section.BACKWARD if late or op.role is Role.BACKWARD else Section.FORWARD,
         )
 
     def _repeated_block(self, block: Block) -> Block:
-        """A block with new values, so that the operation of the whole batch may exist beside that
-        of the micro-batches.
-        """
-        inputs = tuple(self._new(v) for v in block.inputs)
+        """A block with new values, so that the whole batch's operation may exist beside the micro-batch's."""
+        inputs = tuple(self._counterpart(v) for v in block.inputs)
         ops, times = [], self.follower.num_microbatches
         for op in block.ops:
             blocks = tuple(self._repeated_block(b) for b in op.blocks)
             ins = tuple(self._in_loop(a) for a in op.inputs)
-            outs = tuple(self._new(v) for v in op.outputs)
+            outs = tuple(self._counterpart(v) for v in op.outputs)
             ops.append(dataclasses.replace(op, inputs=ins, outputs=outs, blocks=blocks, count=op.count * times))
         return Block(inputs=inputs, outputs=tuple(self._in_loop(a) for a in block.outputs), ops=tuple(ops))
 

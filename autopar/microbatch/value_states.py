@@ -121,9 +121,7 @@ class _StateFinder:
         return self._mixed(op, states, mixes)
 
     def _followed(self, op: Op, part: Op, states: list[State], early: bool, promote: bool) -> list[State]:
-        """The results of an operation in the loop. `promote`: sums that are known before the loop are read as invariant
-        values.
-        """
+        """The results of an operation in the loop. `promote`: sums known before the loop are read as invariant."""
         read_whole = frozenset(
             i
             for i, (a, s) in enumerate(zip(op.inputs, states, strict=True))

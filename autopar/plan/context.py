@@ -1,12 +1,10 @@
-"""`PlanningContext`, which all sources of candidates read, and their results: candidates, and rejections with
-reasons.
-"""
+"""`PlanningContext`, the input of all sources of candidates, and their results: candidates and rejections."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from autopar.common.deadline import Deadline
@@ -110,6 +108,3 @@ class PlanningContext:
     def silent(self) -> PlanningContext:
         """The context of an auxiliary search, without progress lines."""
         return dataclasses.replace(self, progress=Progress("", show=False))
-
-
-Source = Callable[[PlanningContext], Iterable[Candidate | Rejection]]

@@ -188,9 +188,7 @@ class Plan:
         return trees[0] if len(trees) == 1 else tuple(trees)
 
     def sharding_of(self, value: PlannedValue) -> NamedSharding:
-        """The sharding of an argument or result on its stage's devices; for a value in slices, on those of several
-        stages.
-        """
+        """The sharding of an argument or result on its stage's devices; of slices, on those of several stages."""
         mesh = self.stage_mesh(value.stage)[0]
         if value.stages:
             joint = self._joint_mesh(value.stages)

@@ -15,9 +15,7 @@ from autopar.plan.schema import SIGNATURE_DIGITS, Decisions
 
 
 def signature(op: Op) -> str:
-    """Digits that distinguish an operation from the others of a graph, and from the one with its number in another
-    graph.
-    """
+    """Digits that differ between the operations of a graph, and from the one with that number in another graph."""
     inputs = ",".join(str(a) if isinstance(a, int) else "literal" for a in op.inputs)
     text = f"{op.id} {op.kind.value} {op.primitive} {op.key} {inputs} {op.outputs} {op.trips}"
     return f"{zlib.crc32(text.encode()):08x}"[-SIGNATURE_DIGITS:]

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation for absent hardware: `compile_for="tpu:v5e:2x4"`, `compile_for="gpu:h100:2x8"`.
 
-A program lowered for a mesh of `target_mesh` compiles to the HLO, collectives and memory that the hardware itself
-would get; it cannot be run. What each kind of hardware needs for that is in `aot_tpu` and `aot_gpu`.
+A program lowered for a mesh of `target_mesh` compiles to the HLO, collectives and memory of the hardware itself; it
+cannot run. The requirements of each kind of hardware are in `aot_tpu` and `aot_gpu`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def parse(spec: str) -> TpuSlice | GpuHosts:
     Raises:
         InvalidArgumentError: The text is not of these forms, or names a card that is not in `aot_gpu.CARDS`.
     """
-    found = aot_tpu.parse(spec) or aot_gpu.parse(spec)
-    if found is None:
+    devices = aot_tpu.parse(spec) or aot_gpu.parse(spec)
+    if devices is None:
         raise InvalidArgumentError(
             where="compile_for",
             expected="tpu:GENERATION:CHIPS, tpu:GENERATION:CHIPS:SLICES, gpu:CARD:CARDS or gpu:CARD:HOSTSxCARDS, CARD "
@@ -38,11 +38,11 @@ def parse(spec: str) -> TpuSlice | GpuHosts:
             hint="name slices as 'tpu:v5e:2x4', or 'tpu:v5p:2x2x2:4' for four of them; GPUs as 'gpu:h100:8', or "
             "'gpu:h100:2x8' for two hosts of eight",
         )
-    return found
+    return devices
 
 
 def spec_of(cluster: Cluster) -> str | None:
-    """The devices of a cluster in the words of `parse`; None where there is no compiler for them elsewhere."""
+    """The devices of a cluster as a text for `parse`; None where no compiler for them is available."""
     if cluster.torus:
         generation = cluster.device.name.removeprefix("TPU ")
         return str(TpuSlice(generation=generation, chips=cluster.torus, num_slices=cluster.num_hosts))
@@ -53,7 +53,7 @@ def spec_of(cluster: Cluster) -> str | None:
 
 
 def target_devices(spec: str | TpuSlice | GpuHosts) -> tuple[Any, ...]:
-    """The `jax.Device`s of hardware that is not there. They can be compiled for, and hold no data.
+    """The `jax.Device`s of absent hardware. Programs can be compiled for them; they hold no data.
 
     Raises:
         InvalidArgumentError: A malformed spec, or one that the compiler does not know.
@@ -63,9 +63,9 @@ def target_devices(spec: str | TpuSlice | GpuHosts) -> tuple[Any, ...]:
 
 
 def target_mesh(spec: str | TpuSlice | GpuHosts, axis_sizes: Sequence[int], axis_names: Sequence[str]) -> Mesh:
-    """A mesh over the devices of hardware that is not there, its axes laid out along the links.
+    """A mesh over the devices of absent hardware, its axes laid out along the links.
 
-    Of several slices or hosts the first axis crosses them, so it must be a multiple of their number.
+    For several slices or hosts the first axis crosses them, so it must be a multiple of their number.
 
     Args:
         spec: As for `parse`.

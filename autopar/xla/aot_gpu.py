@@ -1,11 +1,11 @@
 """Ahead-of-time compilation for NVIDIA GPUs: the names of hosts, and the description of a card that XLA needs.
 
-The CUDA plugin of jax holds XLA's GPU compiler. It comes with `pip install "autopar[gpu]"`, on any Linux machine,
-together with NVIDIA's assembler, which XLA calls. Libraries for matrix products and the like are not needed.
+JAX's CUDA plugin contains XLA's GPU compiler. It comes with `pip install "autopar[gpu]"`, on any Linux machine,
+together with NVIDIA's assembler, which XLA calls. Libraries for matrix products are not needed.
 
-What cannot be had without a card is its measurements: on the card XLA tries several kernels for each matrix product,
-here it takes its first choice, which may cut the contraction into parts and add them up in a second kernel. Cards of
-compute capability 7.0 (V100) and below cannot be compiled for: CUDA 13 has dropped them.
+Measurements need a card: on the card XLA tries several kernels for each matrix product. Here it takes its first choice,
+which may split the contraction and add the parts in a second kernel. Cards of compute capability 7.0 (V100) and below
+are not supported by CUDA 13.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ _COMMON = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What XLA's compiler asks of a card.
+    """The description of a card for XLA's compiler.
 
     Attributes:
-        name: As the driver, and so jax, calls it.
-        kind: The same card as plans know it.
+        name: The name of the card in the driver, and in JAX.
+        kind: The same card as a `DeviceKind`.
         compute_capability: (major, minor).
         cores: Streaming multiprocessors.
         lanes_per_core: float32 units of each.
         clock_ghz: The highest.
         l2_bytes: Second-level cache.
         shared_bytes_per_core: Shared memory of a multiprocessor.
-        shared_bytes_per_block: The most of it that one block may ask for.
-        memory_bytes: Memory as the driver tells it: not quite what the name says.
+        shared_bytes_per_block: The largest part of it for one block.
+        memory_bytes: Memory as the driver reports it, a little less than the nominal size.
     """
 
     name: str
@@ -188,7 +188,7 @@ class GpuHosts:
         return tuple(description.devices)
 
     def grid(self, devices: Sequence[Any], axis_sizes: Sequence[int]) -> np.ndarray:
-        """The devices of one host as an array of these sizes: between any two of them the link is the same."""
+        """The devices of one host as an array of these sizes: all pairs of them have equal links."""
         return np.array(devices).reshape(axis_sizes)
 
 

@@ -1,18 +1,17 @@
 """Ahead-of-time compilation for TPU slices: their names, and libtpu's description of them.
 
-libtpu holds the TPU compiler and describes slices without having one, on any Linux machine. It comes with
-`pip install "autopar[tpu]"`.
+libtpu contains the TPU compiler and describes slices without having one, on any Linux machine. It comes with `pip
+install "autopar[tpu]"`.
 
-When libtpu starts it asks the cloud which slice it is part of. The variables of `NO_SLICE` answer for it. They must
-be in the environment before libtpu is loaded, which jax does when it is first asked for a TPU topology, or for its
-devices with `JAX_PLATFORMS` unset: importing this module early is not needed.
+At its start libtpu requests the description of its slice from the cloud. The variables of `NO_SLICE` replace this
+request. They must be in the environment before JAX loads libtpu, which happens at the first request for a TPU topology,
+or for devices with `JAX_PLATFORMS` unset: importing this module early is not needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import os
 import pathlib
 import re
@@ -38,12 +37,12 @@ NO_SLICE = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TpuSlice:
-    """Slices of TPU chips of one generation, all alike and joined by the data-centre network.
+    """Equal slices of TPU chips of one generation, joined by the data-centre network.
 
     Attributes:
-        generation: As libtpu calls it: `v4`, `v5e`, `v5p`, `v6e`, `tpu7x`.
+        generation: The name in libtpu: `v4`, `v5e`, `v5p`, `v6e`, `tpu7x`.
         chips: The grid of chips of one slice, `(2, 4)`.
-        num_slices: How many slices.
+        num_slices: The number of slices.
     """
 
     generation: str
@@ -53,10 +52,6 @@ class TpuSlice:
     @property
     def topology_name(self) -> str:
         return f"{self.generation}:{'x'.join(map(str, self.chips))}"
-
-    @property
-    def num_chips(self) -> int:
-        return math.prod(self.chips) * self.num_slices
 
     @property
     def num_groups(self) -> int:
@@ -114,6 +109,6 @@ def parse(spec: str) -> TpuSlice | None:
 
 
 def _has_tpu() -> bool:
-    """Whether this machine has TPU chips of its own, whose settings must be left alone."""
+    """Whether this machine has TPU chips, whose settings must not be changed."""
     dev = pathlib.Path("/dev")
     return any(dev.glob("accel[0-9]*")) or any(dev.glob("vfio/[0-9]*"))

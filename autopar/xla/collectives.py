@@ -1,8 +1,7 @@
-"""The collectives of a compiled XLA program: how often each runs, and its bytes.
+"""The collectives of a compiled XLA program: the runs and the bytes of each.
 
-The bytes are those of ring algorithms (`autopar.hardware.collective_cost.sent_bytes`).
-
-Not read: `send` and `recv` (point-to-point transfers that a program spells out itself).
+The bytes are those of ring algorithms (`autopar.hardware.collective_cost.sent_bytes`). `send` and `recv`
+(point-to-point transfers that a program writes itself) are not read.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ class Collective:
     """One collective instruction of the program, at one place from which it is reached.
 
     Attributes:
-        groups: Devices that take part together; for a collective-permute its (source, target) pairs; None where the
-            text says neither. Numbers are positions in the order of the mesh's devices.
-        result_bytes: What one device holds afterwards, for one run of the instruction.
-        sent_bytes_per_device: What one device sends, for one run of the instruction.
+        groups: Devices that communicate with each other; for a collective-permute its (source, target) pairs; None
+            where the text has neither. Numbers are positions in the order of the mesh's devices.
+        result_bytes: Bytes of the result on one device, for one run of the instruction.
+        sent_bytes_per_device: Bytes that one device sends, for one run of the instruction.
         count: Runs of the instruction in one run of the program.
-        count_is_exact: False in a loop whose number of turns the text does not tell; it is counted as one turn.
-        dtype: Element type as XLA names it; the one with most bytes where several arrays go together.
-        op_name: The path JAX gave to the operation that needs it, `jit(step)/transpose(jvp(M))/dense/dot_general`.
+        count_is_exact: False in a loop whose trip count is not in the text; it is counted as one trip.
+        dtype: Element type in XLA's spelling; that with most bytes for several arrays.
+        op_name: JAX's path of the operation that needs it, `jit(step)/transpose(jvp(M))/dense/dot_general`.
     """
 
     kind: CollectiveKind
@@ -81,33 +80,14 @@ def collectives(text: str, *, as_written: bool = False) -> tuple[Collective, ...
     return reader.computation(reader.module.entry)
 
 
-def traffic(found: tuple[Collective, ...]) -> Traffic:
+def traffic(collectives: tuple[Collective, ...]) -> Traffic:
     """Sums by kind."""
     count: dict[CollectiveKind, int] = {}
     sent: dict[CollectiveKind, float] = {}
-    for c in found:
+    for c in collectives:
         count[c.kind] = count.get(c.kind, 0) + c.count
         sent[c.kind] = sent.get(c.kind, 0.0) + c.total_bytes
-    return Traffic(count=count, bytes=sent, count_is_exact=all(c.count_is_exact for c in found))
-
-
-def spanned_axes(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ.
-
-    Args:
-        axis_sizes: The mesh's axes in their order; its devices are numbered row by row, as XLA numbers partitions.
-    """
-    if collective.groups is None:
-        return tuple(axis_sizes)
-    varies = dict.fromkeys(axis_sizes, False)
-    for group in collective.groups:
-        for device in group[1:]:
-            a, b = group[0], device
-            for name, size in reversed(tuple(axis_sizes.items())):
-                a, i = divmod(a, size)
-                b, j = divmod(b, size)
-                varies[name] |= i != j
-    return tuple(name for name, differs in varies.items() if differs)
+    return Traffic(count=count, bytes=sent, count_is_exact=all(c.count_is_exact for c in collectives))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,16 +101,16 @@ class _Reader:
         if name not in self.known:
             body = self.module.computations[name]
             started, done = _async_markers(body)
-            found: list[Collective] = []
+            collectives: list[Collective] = []
             for instruction in body.instructions.values():
                 kind = _PLAIN.get(instruction.opcode) or _STARTS.get(instruction.opcode)
                 if kind is None:
-                    found += self._called(instruction)
+                    collectives += self._called(instruction)
                 elif done or ("chain_id=" in instruction.rest and not started):
                     continue  # TPU: the same collective, waited for or carried on by a later fusion
                 else:
-                    found.append(self._collective(instruction, kind, body))
-            self.known[name] = tuple(found)
+                    collectives.append(self._collective(instruction, kind, body))
+            self.known[name] = tuple(collectives)
         return self.known[name]
 
     def _called(self, instruction: parse.Instruction) -> tuple[Collective, ...]:
@@ -151,7 +131,7 @@ class _Reader:
                     *instruction.called("false_computation"),
                 )
                 branches = (self.computation(name) for name in names)
-                return max(branches, key=lambda found: sum(c.total_bytes for c in found))
+                return max(branches, key=lambda branch: sum(c.total_bytes for c in branch))
             case "fusion" | "async-start":
                 names = instruction.called("calls")
             case "call":
@@ -190,7 +170,7 @@ class _Reader:
 
 
 def _result_text(instruction: parse.Instruction, kind: CollectiveKind) -> str:
-    """The shape of what arrives. An asynchronous start gives (operands, results, ...); all-reduce only results."""
+    """The shape of the result. An asynchronous start has (operands, results, ...); all-reduce only results."""
     elements = instruction.tuple_elements
     if instruction.opcode == str(kind) or len(elements) < 2:
         return instruction.shape_text
@@ -200,7 +180,7 @@ def _result_text(instruction: parse.Instruction, kind: CollectiveKind) -> str:
 
 
 def _async_markers(body: parse.Computation) -> tuple[bool, bool]:
-    """Whether this is TPU's fusion that starts an asynchronous collective, or the one that waits for it."""
+    """Whether this is TPU's fusion that starts an asynchronous collective, or the fusion that waits for it."""
     targets = [i.rest for i in body.instructions.values() if i.opcode == "custom-call"]
     return (
         any('custom_call_target="AsyncCollectiveStart"' in rest for rest in targets),

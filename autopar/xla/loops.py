@@ -1,8 +1,8 @@
 """Trip counts of the `while` loops of a compiled XLA program.
 
-XLA notes the number in the instruction's backend configuration where it knows it. Elsewhere (TPU) it is worked out
-from the text: a carried integer starts at a constant, is compared with a constant in the condition, and has a constant
-added to it in the body.
+XLA writes a known number into the instruction's backend configuration. Elsewhere (TPU) the count follows from the text:
+a carried integer starts at a constant, is compared with a constant in the condition, and a constant is added to it in
+the body.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Value = int | _Carried | _Compare | _Loop | None
 
 
 def trip_count(module: parse.Module, loop: parse.Instruction) -> int | None:
-    """Turns of a `while` instruction, or None where the text does not tell."""
+    """The trip count of a `while` instruction, or None where the text does not determine it."""
     if m := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
         return int(m.group(1))
     (condition,), (body,) = loop.called("condition"), loop.called("body")
@@ -101,15 +101,15 @@ def _value(
     computation: parse.Computation,
     name: str,
     arguments: dict[int, _Value],
-    known: dict[str, _Value],
+    values: dict[str, _Value],
 ) -> _Value:
-    """`known` holds what was found in this computation for these arguments."""
-    if name not in known:
+    """A value of a computation for these arguments; `values` holds those that are already known."""
+    if name not in values:
         instruction = computation.instructions.get(name)
-        known[name] = None
+        values[name] = None
         if instruction is not None and (instruction.opcode == "parameter" or _SCALAR.match(instruction.shape_text)):
-            known[name] = _scalar(module, computation, instruction, arguments, known)
-    return known[name]
+            values[name] = _scalar(module, computation, instruction, arguments, values)
+    return values[name]
 
 
 def _scalar(
@@ -117,10 +117,10 @@ def _scalar(
     computation: parse.Computation,
     instruction: parse.Instruction,
     arguments: dict[int, _Value],
-    known: dict[str, _Value],
+    values: dict[str, _Value],
 ) -> _Value:
     def operand(i: int) -> _Value:
-        return _value(module, computation, instruction.operands[i], arguments, known)
+        return _value(module, computation, instruction.operands[i], arguments, values)
 
     match instruction.opcode:
         case "constant":

@@ -1,7 +1,7 @@
 """A parser for the text of an optimised XLA program: computations, instructions, shapes and replica groups.
 
-Reads what `compiled.as_text()` writes on CPU, GPU and TPU. Only what is asked of an instruction is parsed: a line is
-split into name, shape, operation and rest, and the rest when it is looked at.
+Reads the output of `compiled.as_text()` on CPU, GPU and TPU. Parsing is lazy: a line is split into name, shape,
+operation and rest, and the rest is parsed on access.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def parse(text: str) -> Module:
         elif line.startswith("}"):
             current = None
         elif m := _LINE.match(line):
-            root, name, shape_text, opcode, rest = m.groups()
+            root, name, shape_text, opcode, tail = m.groups()
             current.instructions[name] = Instruction(
-                name=name, opcode=opcode, shape_text=shape_text, rest=rest, is_root=root is not None
+                name=name, opcode=opcode, shape_text=shape_text, rest=tail, is_root=root is not None
             )
     if not entry:
         raise InvalidArgumentError(
@@ -210,12 +210,12 @@ def _mesh_groups(text: str) -> tuple[tuple[int, ...], ...]:
         pieces[name].append((int(before or 1), int(size or sizes[name]), rank))
     spanned: dict[int, int] = {}
     for name, axis_size in sizes.items():
-        done = 1
+        parsed_size = 1
         for before, size, rank in sorted(pieces[name]):
-            dims += [before // done, size]
+            dims += [before // parsed_size, size]
             spanned[rank] = len(dims) - 1
-            done = before * size
-        dims.append(axis_size // done)
+            parsed_size = before * size
+        dims.append(axis_size // parsed_size)
     inside = [spanned[rank] for rank in sorted(spanned)]
     outside = [d for d in range(len(dims)) if d not in inside]
     group_size = math.prod(dims[d] for d in inside)

@@ -1,11 +1,11 @@
-"""Resharding between two meshes in pieces: how shards are cut, where pieces are sent, how they are joined.
+"""Resharding between two meshes in pieces: the cuts of shards, the transfers of pieces, and the joins.
 
-Two layouts cut a value into two grids of pieces. Both are cut further to the coarsest common grid: a device of the
-source holds the same number of fine pieces as every other, a device of the target wants the same number as every other.
-Each fine piece that a device wants is sent to it once. Example: 2 devices that hold a half each send to 4 that want a
-quarter each; every half is cut in two, and the quarters cross in two rounds, in each of which a device sends one.
+Two layouts cut a value into two grids of pieces. Both are cut further, to the coarsest common grid: each device of the
+source holds the same number of fine pieces, and each device of the target needs the same number. Each fine piece that a
+device needs is sent to it once. Example: 2 devices that hold a half each send to 4 that need a quarter each; every half
+is cut in two, and the quarters cross in two rounds, in each of which a device sends one.
 
-Nothing here knows jax.
+This module does not use JAX.
 """
 
 from __future__ import annotations
@@ -35,22 +35,17 @@ class Hop:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Regridding:
-    """How a value crosses.
+    """The pieces and rounds of a transfer.
 
     Attributes:
-        cuts: Into how many parts each dimension of a source's piece is cut.
-        joins: From how many parts each dimension of a target's piece is joined.
-        rounds: The hops. In a round a device sends one part at most and receives one part at most.
+        cuts: The number of parts of a source's piece along each dimension.
+        joins: The number of parts of a target's piece along each dimension.
+        rounds: The hops. In a round a device sends at most one part and receives at most one part.
     """
 
     cuts: tuple[int, ...]
     joins: tuple[int, ...]
     rounds: tuple[tuple[Hop, ...], ...]
-
-    @property
-    def num_hops(self) -> int:
-        """How many fine pieces cross: as many as there are, where each crosses once."""
-        return sum(map(len, self.rounds))
 
 
 def regrid(
@@ -62,7 +57,7 @@ def regrid(
 ) -> Regridding:
     """The hops between two layouts of one value, spread evenly over the devices that hold copies of a piece.
 
-    `near(sender, receiver)`: devices that should rather send to each other than to others.
+    `near(sender, receiver)`: pairs of devices that are preferred.
     """
     have, want = grid_of(source, source_mesh), grid_of(target, target_mesh)
     fine = common_grid(have, want)
@@ -81,8 +76,8 @@ def regrid(
 
 
 def _places(layout: Layout, mesh: LogicalMesh) -> list[tuple[int, ...]]:
-    """For each device, its piece by its position along each dimension."""
-    found = []
+    """For each device, the position of its piece along each dimension."""
+    places = []
     for device in itertools.product(*map(range, mesh.axis_sizes)):
         place = []
         for axes in layout.dims:
@@ -90,8 +85,8 @@ def _places(layout: Layout, mesh: LogicalMesh) -> list[tuple[int, ...]]:
             for a in axes:
                 at = at * mesh.axis_sizes[a] + device[a]
             place.append(at)
-        found.append(tuple(place))
-    return found
+        places.append(tuple(place))
+    return places
 
 
 def _fine_pieces(layout: Layout, mesh: LogicalMesh, cuts: tuple[int, ...]) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -104,10 +99,11 @@ def _fine_pieces(layout: Layout, mesh: LogicalMesh, cuts: tuple[int, ...]) -> li
 
 
 def _rounds(hops: list[Hop]) -> tuple[tuple[Hop, ...], ...]:
-    """As few rounds as can be: colours the edges of a bipartite graph (König: as many colours as the largest degree).
+    """The fewest possible rounds: an edge colouring of a bipartite graph (König: the number of colours is the largest
+    degree).
 
-    A hop takes the lowest round free at both of its ends. Where there is none, two rounds are swapped along the
-    alternating path from its receiver, which frees the sender's there.
+    A hop takes the lowest round that is free at both of its ends. Where there is none, two rounds are swapped along the
+    alternating path from its receiver, which frees the sender's round there.
     """
     sent: dict[int, int] = {}
     received: dict[int, int] = {}

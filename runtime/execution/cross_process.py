@@ -1,10 +1,10 @@
 """Moves arrays between meshes whose devices belong to several processes.
 
-`jax.device_put` carries shards from one process to another where every process issues every such put, in one order for
-all, and both ends hold as many shards under equal shardings. So a transfer is cut into legs: a leg is one put, from
-devices of one process to devices of one process. A process takes part in the legs between two processes even where it
-holds neither end; legs within a process are its own affair. Never delete or donate what was sent: its receiver may
-still be reading it.
+`jax.device_put` transfers shards between processes if every process issues every such put in the same order, and if
+both ends hold the same number of shards under equal shardings. Therefore a transfer is split into legs: a leg is one
+put, from devices of one process to devices of one process. A process takes part in the legs between two processes even
+where it holds neither end; legs within a process concern only that process. Never delete or donate a sent array: its
+receiver may still be reading it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ class Leg:
     """One put: shards of one process to as many devices of one process.
 
     Attributes:
-        senders: What is sent of what this process holds of the source: (part, shard by its number); empty where others
-            send.
-        absent: What stands for the sent array in a process that holds nothing of it.
-        shape: Of the shards one after the other, the name under which they travel.
-        named: The sharding of that on the sending devices.
-        put_to: And on the receiving ones.
+        senders: (part, number of the shard) of each sent shard of this process; empty where another process sends.
+        absent: The placeholder for the sent array in a process that holds no part of it.
+        shape: The shape of the concatenated shards.
+        named: Their sharding on the sending devices.
+        put_to: Their sharding on the receiving devices.
         devices: The numbers of all of them.
     """
 
@@ -47,17 +46,18 @@ class Leg:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """How one value crosses, as far as this process has to do with it: made once, used in every step.
+    """The transfer of one value, as far as it concerns this process: created once, used in every step.
 
     Attributes:
-        shape: Of the whole value.
-        dtype: Its type; random keys travel as the numbers they are made of.
-        legs: Those that this process takes part in, in the order that all processes keep.
-        target: The sharding of what arrives.
+        shape: The shape of the whole value.
+        dtype: Its type; random keys are transferred as their raw numbers.
+        legs: The legs of this process, in the order that all processes keep.
+        target: The sharding of the result.
         joined: For each part that arrives, for each device of the target in this process (number of the leg, shard in
             it); None: there is no such device.
-        cut: What is done on the source before, None: nothing. `is_sent`: whether this process has a device of it.
-        join: What is done on the target at last, None: nothing.
+        cut: The operation on the source before the transfer, None: nothing. `is_sent`: whether this process has a
+            device of the source.
+        join: The operation on the target after the transfer, None: nothing.
     """
 
     shape: tuple[int, ...]
@@ -75,9 +75,9 @@ class Crossing:
 
 
 def crossing(shape: Sequence[int], dtype: Any, source: End, target: End) -> Crossing:
-    """The way of a value between any two layouts of it.
+    """The transfer of a value between any two layouts of it.
 
-    Where the source holds several copies of a piece, a device takes the one in its own process, or else the copies
+    Where the source holds several copies of a piece, a device takes the copy in its own process, or else the copies
     serve in turn.
     """
     source_devices, target_devices = list(source.mesh.devices.flat), list(target.mesh.devices.flat)
@@ -118,7 +118,7 @@ def _crossing(
     num_parts: int,
 ) -> Crossing:
     """`shape` and `target` are those of the `num_parts` arrays that arrive, `fine_shape` that of each shard sent."""
-    here = jax.process_index()
+    process = jax.process_index()
     groups: dict[tuple[int, int, int], list[Hop]] = {}
     for hop in hops:
         between = source_devices[hop.sender].process_index, target_devices[hop.receiver].process_index
@@ -128,36 +128,36 @@ def _crossing(
         groups.setdefault((*between, round_), []).append(hop)
     raw_dtype, trailing = jax_compat.raw_key(dtype) if jax_compat.is_key_dtype(dtype) else (dtype, ())
     shard_shape = (*fine_shape, *trailing)
-    held = [i for i, d in enumerate(source_devices) if d.process_index == here]
+    local_sources = [i for i, d in enumerate(source_devices) if d.process_index == process]
     legs: list[Leg] = []
     arrives: dict[tuple[int, int], tuple[int, int]] = {}
     for (sends, receives, _), members in sorted(groups.items(), key=lambda group: group[0]):
-        if sends == receives != here:
+        if sends == receives != process:
             continue
-        if receives == here:
+        if receives == process:
             arrives |= {(h.taken, h.receiver): (len(legs), n) for n, h in enumerate(members)}
         named = row(np.array([source_devices[h.sender] for h in members]), shard_shape)
         put_to = row(np.array([target_devices[h.receiver] for h in members]), shard_shape)
         stacked = (len(members) * shard_shape[0], *shard_shape[1:]) if shard_shape else ()
-        mine = sends == here
+        is_sender = sends == process
         legs.append(
             Leg(
-                senders=tuple((h.sent, held.index(h.sender)) for h in members) if mine else (),
-                absent=None if mine else absent(stacked, raw_dtype, named),
+                senders=tuple((h.sent, local_sources.index(h.sender)) for h in members) if is_sender else (),
+                absent=None if is_sender else absent(stacked, raw_dtype, named),
                 shape=stacked,
                 named=named,
                 put_to=put_to,
                 devices=tuple(d.id for s in (named, put_to) for d in s.mesh.devices.flat),
             )
         )
-    local = [i for i, d in enumerate(target_devices) if d.process_index == here]
+    local = [i for i, d in enumerate(target_devices) if d.process_index == process]
     return Crossing(
         shape=tuple(shape),
         dtype=dtype,
         legs=tuple(legs),
         target=target,
         joined=tuple(tuple(arrives[k, i] for i in local) for k in range(num_parts)) if local else None,
-        is_sent=bool(held),
+        is_sent=bool(local_sources),
     )
 
 
@@ -169,26 +169,26 @@ def cross(crossings: Sequence[Crossing], arrays: Sequence[Any]) -> list[Any]:
 def crosser(
     crossings: Sequence[Crossing], has_arrived: Callable[[list[Any]], None] | None = None
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function from arrays to the same on their targets; None where this process has no device of the target.
+    """A function from arrays to the same arrays on their targets; None where this process has no device of the target.
 
-    `has_arrived` is called with what was put before it is joined.
+    `has_arrived` is called with the transferred arrays before they are joined.
 
-    One call of jax for each pair of groups of devices: what one call puts between several, jax sends in an order that
-    differs from process to process. `arrays[i]` is not looked at where this process has no device of its mesh.
+    There is one call of JAX for each pair of groups of devices: within one call over several groups, JAX sends in an
+    order that differs between processes. `arrays[i]` is not read where this process has no device of its mesh.
     """
     calls: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for i, c in enumerate(crossings):
         for n, leg in enumerate(c.legs):
             calls.setdefault(leg.devices, []).append((i, n))
-    cut = cutter(tuple(c.cut if c.is_sent else None for c in crossings))
+    cut_shards = cutter(tuple(c.cut if c.is_sent else None for c in crossings))
     join = joiner(tuple(c.join if c.joined is not None else None for c in crossings))
 
     def cross_all(arrays: Sequence[Any]) -> list[Any]:
-        parts = cut(arrays)
+        parts = cut_shards(arrays)
         arrived: dict[tuple[int, int], Any] = {}
         for places in calls.values():
             legs = [(crossings[i], crossings[i].legs[n], parts[i]) for i, n in places]
-            sources = [leg.absent if leg.absent is not None else _named(c, leg, found) for c, leg, found in legs]
+            sources = [leg.absent if leg.absent is not None else _named(c, leg, cut) for c, leg, cut in legs]
             arrived |= zip(places, jax.device_put(sources, [leg.put_to for _, leg, _ in legs]), strict=True)
         if has_arrived is not None:
             has_arrived(list(arrived.values()))
@@ -205,22 +205,22 @@ def _named(c: Crossing, leg: Leg, parts: Sequence[Any]) -> Any:
 
 
 def _parts(c: Crossing, number: int, arrived: dict[tuple[int, int], Any]) -> list[Any]:
-    """What the legs brought, as arrays over the target's mesh; None where this process has no device of it."""
-    found: list[Any] = []
+    """The arrays over the target's mesh, from the legs; None where this process has no device of it."""
+    parts: list[Any] = []
     for places in c.joined or ():
         shards = [shard_of(arrived[number, leg], n) for leg, n in places]
         if jax_compat.is_key_dtype(c.dtype):
             shards = [jax_compat.key_of(shard, c.dtype) for shard in shards]
-        found.append(jax.make_array_from_single_device_arrays(c.shape, c.target, shards))
-    return found or [None]
+        parts.append(jax.make_array_from_single_device_arrays(c.shape, c.target, shards))
+    return parts or [None]
 
 
 def absent(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> Any:
-    """What stands in this process for an array of which it holds nothing."""
+    """The placeholder in this process for an array of which it holds no part."""
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
 def is_here(sharding: NamedSharding) -> bool:
-    """Whether this process holds something of an array with this sharding."""
-    here = jax.process_index()
-    return any(d.process_index == here for d in sharding.mesh.devices.flat)
+    """Whether this process holds a part of an array with this sharding."""
+    process = jax.process_index()
+    return any(d.process_index == process for d in sharding.mesh.devices.flat)

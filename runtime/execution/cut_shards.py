@@ -73,11 +73,11 @@ class Recut:
         )
 
     def _concatenated(self, *parts: Any) -> tuple[Any, ...]:
-        found = list(parts)
+        joined = list(parts)
         for dim in reversed(range(len(self.counts))):
             n = self.counts[dim]
-            found = [jnp.concatenate(found[i : i + n], dim) if n > 1 else found[i] for i in range(0, len(found), n)]
-        return tuple(found)
+            joined = [jnp.concatenate(joined[i : i + n], dim) if n > 1 else joined[i] for i in range(0, len(joined), n)]
+        return tuple(joined)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +138,14 @@ def shard_of(array: Any, number: int) -> Any:
 def cutter(recuts: tuple[Recut | None, ...]) -> Callable[[Sequence[Any]], list[Sequence[Any]]]:
     """Cuts the arrays that are to be cut, all in one program."""
     at = [i for i, r in enumerate(recuts) if r is not None]
-    chosen = [r for r in recuts if r is not None]
-    if not chosen:
+    present = [r for r in recuts if r is not None]
+    if not present:
         return lambda arrays: [[a] for a in arrays]
 
     def cut(*arrays: Any) -> list[list[Any]]:
-        return [r.cut(a) for r, a in zip(chosen, arrays, strict=True)]
+        return [r.cut(a) for r, a in zip(present, arrays, strict=True)]
 
-    jitted = jax.jit(cut, in_shardings=tuple(r.sharding for r in chosen))
+    jitted = jax.jit(cut, in_shardings=tuple(r.sharding for r in present))
 
     def run(arrays: Sequence[Any]) -> list[Sequence[Any]]:
         found: list[Sequence[Any]] = [[a] for a in arrays]
@@ -160,19 +160,19 @@ def cutter(recuts: tuple[Recut | None, ...]) -> Callable[[Sequence[Any]], list[S
 def joiner(recuts: tuple[Recut | None, ...]) -> Callable[[Sequence[Sequence[Any]]], list[Any]]:
     """Joins the arrays that come in parts, all in one program."""
     at = [i for i, r in enumerate(recuts) if r is not None]
-    chosen = [r for r in recuts if r is not None]
-    if not chosen:
+    present = [r for r in recuts if r is not None]
+    if not present:
         return lambda parts: [p for (p,) in parts]
 
     def join(*parts: Sequence[Any]) -> list[Any]:
-        return [r.join(p) for r, p in zip(chosen, parts, strict=True)]
+        return [r.join(p) for r, p in zip(present, parts, strict=True)]
 
-    jitted = jax.jit(join, out_shardings=[r.sharding for r in chosen])
+    jitted = jax.jit(join, out_shardings=[r.sharding for r in present])
 
     def run(parts: Sequence[Sequence[Any]]) -> list[Any]:
-        found = [p[0] for p in parts]
+        joined = [p[0] for p in parts]
         for i, array in zip(at, jitted(*[parts[i] for i in at]), strict=True):
-            found[i] = array
-        return found
+            joined[i] = array
+        return joined
 
     return run

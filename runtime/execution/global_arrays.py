@@ -70,31 +70,31 @@ def move(array: Any, sharding: NamedSharding) -> Any:
 
     Within the array's own devices it is resharded. To other devices it is sent whole, one copy to each.
     """
-    held, wanted = list(array.sharding.mesh.devices.flat), list(sharding.mesh.devices.flat)
-    if set(wanted) <= set(held):
-        return _narrow(array, sharding, held, wanted)
+    source_devices, target_devices = list(array.sharding.mesh.devices.flat), list(sharding.mesh.devices.flat)
+    if set(target_devices) <= set(source_devices):
+        return _narrow(array, sharding, source_devices, target_devices)
     everywhere = _replicated(array.sharding.mesh)
-    whole = _relaid(array, everywhere)
-    (arrived,) = _sender(array.shape, array.dtype, everywhere, _replicated(sharding.mesh))([whole])
+    replicated = _relaid(array, everywhere)
+    (arrived,) = _sender(array.shape, array.dtype, everywhere, _replicated(sharding.mesh))([replicated])
     if arrived is None:
         return absent(array.shape, array.dtype, sharding)
     return _relaid(arrived, sharding)
 
 
-def _narrow(array: Any, sharding: NamedSharding, held: Sequence[Any], wanted: Sequence[Any]) -> Any:
+def _narrow(array: Any, sharding: NamedSharding, source_devices: Sequence[Any], target_devices: Sequence[Any]) -> Any:
     """To some or all of the devices that hold the array: resharded over all of them, so that these get their parts."""
-    rest = [d for d in held if d not in set(wanted)]
-    if len(rest) % len(wanted):  # the others can be given no part each: then all have the whole
+    dropped_devices = [d for d in source_devices if d not in set(target_devices)]
+    if len(dropped_devices) % len(target_devices):  # the others can be given no part each: then all have the whole
         full = _relaid(array, _replicated(array.sharding.mesh))
         at = {s.device: s.data for s in full.addressable_shards}
         index = sharding.addressable_devices_indices_map(array.shape)
         shards = [at[d][i] if array.ndim else at[d] for d, i in index.items()]
     else:
-        grid = np.array([*wanted, *rest]).reshape((-1, *sharding.mesh.axis_sizes))
+        grid = np.array([*target_devices, *dropped_devices]).reshape((-1, *sharding.mesh.axis_sizes))
         mesh = Mesh(grid, ("copy", *sharding.mesh.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
         full = _relaid(array, NamedSharding(mesh, sharding.spec))
         at = {s.device: s.data for s in full.addressable_shards}
-        shards = [at[d] for d in wanted if d in at]
+        shards = [at[d] for d in target_devices if d in at]
     if not shards:
         return absent(array.shape, array.dtype, sharding)
     on_devices = NamedSharding(sharding.mesh, sharding.spec)
@@ -113,10 +113,10 @@ def _relaid(array: Any, sharding: NamedSharding) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _identity(sharding: NamedSharding) -> Any:
-    return jax.jit(_same, out_shardings=sharding)
+    return jax.jit(_unchanged, out_shardings=sharding)
 
 
-def _same(x: Any) -> Any:
+def _unchanged(x: Any) -> Any:
     return x
 
 

@@ -77,45 +77,45 @@ def route(shape: Sequence[int], source: End, target: End) -> Route:
 
 
 def sender(routes: Sequence[Route]) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function that sends arrays on their routes, all put in one call. It returns at once."""
+    """A function that sends arrays on their routes, all in one put. It returns at once."""
     if all(r.direct is not None for r in routes):
         return jax_compat.shard_putter([r.direct for r in routes])
-    cut = cutter(tuple(r.passage.cut if r.passage else None for r in routes))
+    cut_shards = cutter(tuple(r.passage.cut if r.passage else None for r in routes))
     join = joiner(tuple(r.passage.joined if r.passage else None for r in routes))
-    put = jax_compat.shard_putter(
+    put_shards = jax_compat.shard_putter(
         [s for r in routes for s in ([x.put_to for x in r.rounds] if r.passage else [r.direct])]
     )
 
     def send_all(arrays: Sequence[Any]) -> list[Any]:
         named: list[Any] = []
-        for r, parts in zip(routes, cut(arrays), strict=True):
+        for r, parts in zip(routes, cut_shards(arrays), strict=True):
             named += _named(r, parts) if r.passage else parts
-        arrived = iter(put(named))
+        arrived = iter(put_shards(named))
         return join([_parts(r, r.passage, arrived) if r.passage else [next(arrived)] for r in routes])
 
     return send_all
 
 
 def _named(r: Route, parts: Sequence[Any]) -> list[Any]:
-    """What each round sends, as an array of its own."""
-    found = []
+    """The array that each round sends."""
+    arrays = []
     for x in r.rounds:
         shards = [shard_of(parts[part], device) for part, device in x.senders]
-        found.append(jax.make_array_from_single_device_arrays(x.shape, x.named, shards))
-    return found
+        arrays.append(jax.make_array_from_single_device_arrays(x.shape, x.named, shards))
+    return arrays
 
 
 def _parts(r: Route, way: Passage, arrived: Iterator[Any]) -> list[Any]:
-    """What the rounds brought, as arrays over the target's mesh."""
+    """The arrays over the target's mesh, from the rounds."""
     rounds = [next(arrived) for _ in r.rounds]
-    found = []
+    parts = []
     for places in r.arrived:
         shards = [shard_of(rounds[number], i) for number, i in places]
-        found.append(jax.make_array_from_single_device_arrays(way.part_shape, way.part_sharding, shards))
-    return found
+        parts.append(jax.make_array_from_single_device_arrays(way.part_shape, way.part_sharding, shards))
+    return parts
 
 
 def row(devices: np.ndarray, shard_shape: Sequence[int]) -> NamedSharding:
-    """Shards one after the other along the first dimension; scalars are equal on all."""
+    """Concatenated shards along the first dimension; scalars are equal on all."""
     mesh = Mesh(devices, ("shard",), axis_types=(AxisType.Auto,))
     return NamedSharding(mesh, PartitionSpec("shard") if shard_shape else PartitionSpec())

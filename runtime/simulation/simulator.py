@@ -159,8 +159,8 @@ class _Clock:
                 self.held[slot].used_s = max(self.held[slot].used_s, end)
         for b, slot in zip(self.expanded(task.outputs, step), step.outputs, strict=True):
             self.take(slot, b, start, end)
-        beside, own = self.task_bytes[step.task], -1 - step.task
-        self.memory[task.mesh] += [(start, 1, beside, own), (end, 0, beside, own)]
+        extra_bytes, holder = self.task_bytes[step.task], -1 - step.task
+        self.memory[task.mesh] += [(start, 1, extra_bytes, holder), (end, 0, extra_bytes, holder)]
 
     def expanded(self, buffers: Sequence[int], step: Run) -> list[int]:
         """The buffer of each slot of a run."""
@@ -219,18 +219,18 @@ class _Clock:
 
     def held_at_peak(self, mesh: int, steps: Steps) -> tuple[tuple[int, int], ...]:
         peak_s = max(steps, key=lambda step: step[1], default=(0.0, 0))[0]
-        held: dict[int, int] = collections.defaultdict(int)
-        for when, took, nbytes, what in self.memory[mesh]:
+        bytes_of: dict[int, int] = collections.defaultdict(int)
+        for when, took, nbytes, holder in self.memory[mesh]:
             if when <= peak_s:
-                held[what] += nbytes if took else -nbytes
-        return tuple((what, nbytes) for what, nbytes in held.items() if nbytes)
+                bytes_of[holder] += nbytes if took else -nbytes
+        return tuple((holder, nbytes) for holder, nbytes in bytes_of.items() if nbytes)
 
     def in_flight(self) -> list[Steps]:
         changes: list[list[tuple[float, int, int]]] = [[] for _ in range(self.num_meshes)]
         for at, (mesh, change) in in_flight_changes(self.program).items():
             when = self.starts_s[at] if change > 0 else self.ends_s[at]
             changes[mesh].append((when, change, change > 0))
-        return [_running(each) for each in changes]
+        return [_running(changes_of_mesh) for changes_of_mesh in changes]
 
 
 def _running(changes: Iterable[tuple[float, int, int]]) -> Steps:

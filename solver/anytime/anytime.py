@@ -78,9 +78,9 @@ class Core:
         self.done = 0
         self.settled = False
 
-    def offer(self, choice: np.ndarray, left: np.ndarray) -> None:
+    def offer(self, choice: np.ndarray, free_bytes: np.ndarray) -> None:
         """Take a choice for the best one if it fits and costs less. left: (R,) bytes free."""
-        if len(left) and left.min() < 0:
+        if len(free_bytes) and free_bytes.min() < 0:
             return
         cost = self.loops.cost(choice)
         if cost < self.cost:
@@ -93,11 +93,11 @@ class Core:
 
     def warm_up(self, deadline: float) -> None:
         """Tree moves from the start, and messages without prices until they settle."""
-        left = self.loops.left(self.candidate)
-        self.offer(self.candidate, left)
+        free_bytes = self.loops.left(self.candidate)
+        self.offer(self.candidate, free_bytes)
         for step in range(3):
-            self.loops.search(self.candidate, left, self.price, seed=self.seed + step, moves=self.moves, pull=0.0)
-            self.offer(self.candidate, left)
+            self.loops.search(self.candidate, free_bytes, self.price, seed=self.seed + step, moves=self.moves, pull=0.0)
+            self.offer(self.candidate, free_bytes)
             if time.perf_counter() >= deadline:
                 return
         if np.isfinite(self.loops.cost(self.candidate)):
@@ -105,8 +105,8 @@ class Core:
         self.loops.set_price(self.price)
         for _ in range(WARM_SWEEPS // 10):
             self.loops.sweep(self.messages, 10)
-            before, self.bound = self.bound, self.loops.bound(self.messages, self.price)
-            if time.perf_counter() >= deadline or self.bound - before <= 1e-4 * abs(self.bound):
+            last_bound, self.bound = self.bound, self.loops.bound(self.messages, self.price)
+            if time.perf_counter() >= deadline or self.bound - last_bound <= 1e-4 * abs(self.bound):
                 break
         self.best_bound, self.best_messages = self.bound, self.messages.copy()
 
@@ -129,12 +129,12 @@ class Core:
             pool.submit(self._relax, choice, base + 4 + 2 * k)
             for k, choice in enumerate((decoded, self.candidate.copy()))
         ]
-        found = sorted((task.result() for task in relaxing), key=lambda entry: entry[0])
-        for _, cost, used, choice in found:
+        relaxed = sorted((task.result() for task in relaxing), key=lambda entry: entry[0])
+        for _, cost, used, choice in relaxed:
             if np.isfinite(cost):
                 self.columns.add(cost, used)
                 self.offer(choice, self.flat.room - np.rint(used).astype(np.int64))
-        reach, _, used, self.candidate = found[0]
+        reach, _, used, self.candidate = relaxed[0]
         self._remember(self.candidate)
         line = self._next_prices(reach, used)
         if not len(self.flat.room) and self.choice is not None:
@@ -152,10 +152,10 @@ class Core:
     def _polish(self, choice: np.ndarray, price: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Make a choice fit by moves that pay the prices, then improve it by moves that do not."""
         choice = choice.copy()
-        left = self.loops.left(choice)
-        self.loops.search(choice, left, price, seed=seed, moves=self.moves, pull=1.0)
-        self.loops.search(choice, left, price, seed=seed + 1, moves=self.moves, pull=0.0)
-        return choice, left
+        free_bytes = self.loops.left(choice)
+        self.loops.search(choice, free_bytes, price, seed=seed, moves=self.moves, pull=1.0)
+        self.loops.search(choice, free_bytes, price, seed=seed + 1, moves=self.moves, pull=0.0)
+        return choice, free_bytes
 
     def _relax(self, choice: np.ndarray, seed: int) -> tuple[float, float, np.ndarray, np.ndarray]:
         """Improve a choice that pays the prices and has no limit: cost and price, cost, bytes, choice."""
@@ -169,8 +169,8 @@ class Core:
         master, value = self.columns.prices()
         if self.columns.value(self.price) >= self.columns.value(self.centre):
             self.centre, self.centre_used = self.price, used
-        known = reach - float(self.price @ self.flat.room)
-        self.settled = value - known <= 1e-4 * abs(value) and fresh == 0
+        reached = reach - float(self.price @ self.flat.room)
+        self.settled = value - reached <= 1e-4 * abs(value) and fresh == 0
         self.pairs = min(self.pairs * 2, MANY_SWEEPS) if self.settled else FEW_SWEEPS
         self.weight = self.weight / 2 if self.settled else MIX
         self.price = self.weight * self.centre + (1 - self.weight) * master

@@ -53,9 +53,9 @@ class Finish:
         if smaller is None:
             self.bound = best.cost
             return Settled(choice=None, finished=True)
-        left = _entries(smaller.problem)
-        self.log(f"fixing leaves {len(smaller.problem.node_cost)} nodes, {left} pairs")
-        if left > PROOF_ENTRIES:
+        entries = smaller.problem.num_pairs
+        self.log(f"fixing leaves {len(smaller.problem.node_cost)} nodes, {entries} pairs")
+        if entries > PROOF_ENTRIES:
             return None
         now = time.perf_counter()
         deadline = now + PROOF_PART * (self.settings.deadline - now)
@@ -68,9 +68,9 @@ class Finish:
         recent = list({choice.tobytes(): choice for choice in best.recent}.values())
         while True:
             smaller = combine(self.problem, (best.choice, *recent))
-            left = _entries(smaller.problem)
-            self.log(f"{len(recent)} recent choices leave {len(smaller.problem.node_cost)} nodes, {left} pairs")
-            if left <= COMBINE_ENTRIES:
+            entries = smaller.problem.num_pairs
+            self.log(f"{len(recent)} recent choices leave {len(smaller.problem.node_cost)} nodes, {entries} pairs")
+            if entries <= COMBINE_ENTRIES:
                 break
             recent = recent[len(recent) // 2 + 1 :]
         now = time.perf_counter()
@@ -88,7 +88,3 @@ class Finish:
         if answer.choice is None:
             return answer, None
         return answer, np.array(smaller.undo(answer.choice), dtype=np.int64)
-
-
-def _entries(problem: Problem) -> int:
-    return sum(edge.cost.size for edge in problem.edges)

@@ -27,10 +27,10 @@ def drop_costly(problem: Problem, flat: Flat, best: Best) -> Reduction | None:
     messages = best.messages.copy()
     rise = loops.extra(messages)
     room = best.cost - best.bound + SAFETY * abs(best.cost)
-    kept = [np.flatnonzero(rise[a:b] <= room) for a, b in zip(flat.first[:-1], flat.first[1:], strict=True)]
-    if any(len(keep) == 0 for keep in kept):
+    strategies = [np.flatnonzero(rise[a:b] <= room) for a, b in zip(flat.first[:-1], flat.first[1:], strict=True)]
+    if any(len(keep) == 0 for keep in strategies):
         return None
-    smaller = keep_strategies(problem, kept)
+    smaller = keep_strategies(problem, strategies)
     return chain(smaller, reduce_all(smaller.problem))
 
 
@@ -40,7 +40,7 @@ def combine(problem: Problem, choices: Sequence[np.ndarray]) -> Reduction:
     After relaxation induced neighbourhoods (Danna, Rothberg and Le Pape, Mathematical Programming 2005), with the
     Lagrangian's minimisers in place of the linear program's.
     """
-    taken = np.array(choices)
-    kept = [np.unique(taken[:, node]) for node in range(taken.shape[1])]
-    smaller = keep_strategies(problem, kept)
+    strategies_of = np.array(choices)
+    strategies = [np.unique(strategies_of[:, node]) for node in range(strategies_of.shape[1])]
+    smaller = keep_strategies(problem, strategies)
     return chain(smaller, reduce_all(smaller.problem))

@@ -56,18 +56,18 @@ def solve_lazily(problem: Problem, flat: Flat, settings: Settings, *, rows: Sequ
     fewer.
     """
     binding = can_bind(flat)
-    taken = set(binding.tolist()) if len(binding) <= WHOLE else set(rows)
-    relaxed = len(binding) > WHOLE and not taken
+    included = set(binding.tolist()) if len(binding) <= WHOLE else set(rows)
+    relaxed = len(binding) > WHOLE and not included
     bound = -math.inf
     while True:
-        program = build(problem, [row_at(flat, row) for row in sorted(taken)])
+        program = build(problem, [row_at(flat, row) for row in sorted(included)])
         values, answer = run(program, settings, integers=not relaxed)
         bound = max(bound, answer.bound)
         if values is None:
             return Answer(choice=None, bound=bound, proven=answer.proven)
         share = values[: program.strategies] if relaxed else shares(flat, answer.choice or ())
         over = used(flat, share) - flat.room
-        over[sorted(taken)] = 0.0  # within the solver's tolerance, or exactly checked by the caller
+        over[sorted(included)] = 0.0  # within the solver's tolerance, or exactly checked by the caller
         fresh = worst_rows(np.where(over > 1e-6 * np.maximum(flat.room, 1), over, 0.0), most=ROWS_AT_ONCE)
         if not fresh and not relaxed:
             fits = not len(flat.room) or bool((used(flat, share) <= flat.room).all())
@@ -75,7 +75,7 @@ def solve_lazily(problem: Problem, flat: Flat, settings: Settings, *, rows: Sequ
         if time.perf_counter() > settings.deadline:
             return Answer(choice=None, bound=bound, proven=False)
         relaxed = relaxed and bool(fresh)
-        taken.update(fresh)
+        included.update(fresh)
 
 
 def run(program: IntegerProgram, settings: Settings, *, integers: bool = True) -> tuple[np.ndarray | None, Answer]:
@@ -131,6 +131,8 @@ def run(program: IntegerProgram, settings: Settings, *, integers: bool = True) -
     proven = reason is mathopt.TerminationReason.OPTIMAL
     if not integers:
         return values, Answer(choice=None, bound=bound if proven else -math.inf, proven=proven)
-    taken = values[: program.strategies]
-    choice = tuple(int(np.argmax(taken[a:b])) for a, b in zip(program.first[:-1], program.first[1:], strict=True))
+    shares_of_choice = values[: program.strategies]
+    choice = tuple(
+        int(np.argmax(shares_of_choice[a:b])) for a, b in zip(program.first[:-1], program.first[1:], strict=True)
+    )
     return values, Answer(choice=choice, bound=bound, proven=proven)

@@ -84,7 +84,11 @@ def kept_times(problem: Problem) -> np.ndarray:
     stops = {use.stop for use in problem.uses if use.start < use.stop}
     events = sorted(starts | stops)
     return np.array(
-        [now for now, after in zip(events, [*events[1:], None], strict=True) if now in starts and after in stops],
+        [
+            time
+            for time, next_time in zip(events, [*events[1:], None], strict=True)
+            if time in starts and next_time in stops
+        ],
         dtype=np.int64,
     )
 
@@ -105,13 +109,13 @@ def _memory(problem: Problem) -> dict[str, np.ndarray]:
     parts: list[np.ndarray] = []
     counts = np.zeros(len(of_node) + 1, dtype=np.int64)
     widths: list[np.ndarray] = []
-    for node, held in enumerate(of_node):
-        if not held:
+    for node, spans in enumerate(of_node):
+        if not spans:
             continue
-        begin = np.array([h[0] for h in held])
-        end = np.array([h[1] for h in held])
-        size = np.array([h[2] for h in held])
-        if len(held) > 1:
+        begin = np.array([h[0] for h in spans])
+        end = np.array([h[1] for h in spans])
+        size = np.array([h[2] for h in spans])
+        if len(spans) > 1:
             cuts = np.unique(np.concatenate([begin, end]))
             change = np.zeros((len(cuts), size.shape[1]), dtype=np.int64)
             np.add.at(change, np.searchsorted(cuts, begin), size)

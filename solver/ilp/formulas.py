@@ -99,14 +99,14 @@ def edge_variables(rows: _Rows, problem: Problem, first: np.ndarray) -> list[np.
         costs.append(edge.cost[s, t])
         pairs = np.arange(column, column + len(s))
         column += len(s)
-        for node, own, count in ((edge.source, s, edge.cost.shape[0]), (edge.target, t, edge.cost.shape[1])):
+        for node, rows_of_pair, count in ((edge.source, s, edge.cost.shape[0]), (edge.target, t, edge.cost.shape[1])):
             zero = np.zeros(count)
-            mine = np.arange(count)
+            strategies = np.arange(count)
             rows.add(
                 zero,
                 zero,
-                np.concatenate([own, mine]),
-                np.concatenate([pairs, first[node] + mine]),
+                np.concatenate([rows_of_pair, strategies]),
+                np.concatenate([pairs, first[node] + strategies]),
                 np.concatenate([np.ones(len(s)), np.full(count, -1.0)]),
             )
     return costs
@@ -118,7 +118,7 @@ def memory_limit(rows: _Rows, memory: Sequence[Row], first: np.ndarray, spare: i
     for row in memory:
         scale = float(max(1, abs(row.room) if spare is None else largest))  # bytes reach 1e11, tolerances are absolute
         begins = first[np.asarray(row.nodes, dtype=np.int64)]
-        spans = [at + np.arange(len(held)) for at, held in zip(begins, row.bytes, strict=True)]
+        spans = [at + np.arange(len(nbytes)) for at, nbytes in zip(begins, row.bytes, strict=True)]
         columns = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
         sizes = np.concatenate([np.zeros(0), *row.bytes]) / scale
         used = sizes > 0

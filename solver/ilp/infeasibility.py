@@ -30,9 +30,9 @@ def fit(problem: Problem, flat: Flat, settings: Settings) -> tuple[int, ...] | I
         ),
     )
     binding = can_bind(flat)
-    taken = set(binding.tolist()) if len(binding) <= WHOLE else set()
+    included = set(binding.tolist()) if len(binding) <= WHOLE else set()
     while True:
-        program = build(free, [row_at(flat, row) for row in sorted(taken)], spare=True)
+        program = build(free, [row_at(flat, row) for row in sorted(included)], spare=True)
         values, answer = run(program, settings)
         if values is None or answer.choice is None:
             reason = "the strategies left exclude each other"
@@ -40,7 +40,7 @@ def fit(problem: Problem, flat: Flat, settings: Settings) -> tuple[int, ...] | I
         over = np.rint(used(flat, shares(flat, answer.choice)) - flat.room).astype(np.int64)
         if not len(over) or over.max() <= 0:
             return answer.choice
-        least = int(over[sorted(taken)].max()) if taken else 0
+        least = int(over[sorted(included)].max()) if included else 0
         fresh = worst_rows(np.where(over > max(least, 0), over, 0).astype(np.float64), most=ROWS_AT_ONCE)
         if not fresh and answer.proven:
             times = tuple(int(flat.times[row]) for row in np.flatnonzero(over == least))
@@ -52,4 +52,4 @@ def fit(problem: Problem, flat: Flat, settings: Settings) -> tuple[int, ...] | I
             )
         if time.perf_counter() > settings.deadline:
             return None
-        taken.update(fresh)
+        included.update(fresh)

@@ -42,18 +42,23 @@ def used(flat: Flat, share: np.ndarray) -> np.ndarray:
     """Bytes beyond the least in every row, (R,), for shares of strategies (strategies,)."""
     if not len(flat.low):
         return np.zeros(len(flat.room))
-    owners = np.repeat(np.arange(flat.nodes), np.diff(flat.span_first))
-    width = np.diff(flat.first)[owners]
-    begin = np.concatenate([[0], np.cumsum(width)[:-1]])
-    entry = np.arange(int(width.sum())) - np.repeat(begin, width)
-    held = np.add.reduceat(
+    owners, width, begin, entry = _entries(flat)
+    nbytes = np.add.reduceat(
         flat.bytes[np.repeat(flat.span_bytes, width) + entry] * share[np.repeat(flat.first[owners], width) + entry],
         begin,
     )
     change = np.zeros(len(flat.room) + 1)
-    np.add.at(change, flat.low, held)
-    np.add.at(change, flat.high, -held)
+    np.add.at(change, flat.low, nbytes)
+    np.add.at(change, flat.high, -nbytes)
     return np.cumsum(change)[:-1]
+
+
+def _entries(flat: Flat) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(node and number of strategies of each span; first entry of each span; strategy of each entry)"""
+    owners = np.repeat(np.arange(flat.nodes), np.diff(flat.span_first))
+    width = np.diff(flat.first)[owners]
+    begin = np.concatenate([[0], np.cumsum(width)[:-1]])
+    return owners, width, begin, np.arange(int(width.sum())) - np.repeat(begin, width)
 
 
 def shares(flat: Flat, choice: Sequence[int]) -> np.ndarray:
@@ -67,14 +72,12 @@ def can_bind(flat: Flat) -> np.ndarray:
     """The rows that the largest choices would break, as numbers."""
     if not len(flat.room):
         return np.zeros(0, dtype=np.int64)
-    width = np.diff(flat.first)[np.repeat(np.arange(flat.nodes), np.diff(flat.span_first))]
     change = np.zeros(len(flat.room) + 1, dtype=np.int64)
     if len(flat.low):
-        begin = np.concatenate([[0], np.cumsum(width)[:-1]])
-        entry = np.arange(int(width.sum())) - np.repeat(begin, width)
-        most = np.maximum.reduceat(flat.bytes[np.repeat(flat.span_bytes, width) + entry], begin)
-        np.add.at(change, flat.low, most)
-        np.add.at(change, flat.high, -most)
+        _, width, begin, entry = _entries(flat)
+        largest = np.maximum.reduceat(flat.bytes[np.repeat(flat.span_bytes, width) + entry], begin)
+        np.add.at(change, flat.low, largest)
+        np.add.at(change, flat.high, -largest)
     return np.flatnonzero(change.cumsum()[:-1] > flat.room)
 
 
@@ -82,14 +85,14 @@ def worst_rows(over: np.ndarray, *, most: int) -> list[int]:
     """The rows most over, at most one of each stretch of time; over: (R,) positive = over."""
     over = over.copy()
     width = max(1, len(over) // 400)
-    found: list[int] = []
-    while len(found) < most and len(over):
+    worst: list[int] = []
+    while len(worst) < most and len(over):
         row = int(np.argmax(over))
         if over[row] <= 0:
             break
-        found.append(row)
+        worst.append(row)
         over[max(0, row - width) : row + width + 1] = 0
-    return found
+    return worst
 
 
 def least_memory(flat: Flat) -> np.ndarray:
@@ -99,11 +102,11 @@ def least_memory(flat: Flat) -> np.ndarray:
         costs = flat.cost[flat.first[node] : flat.first[node + 1]]
         if len(costs) == 1:
             continue
-        held = np.zeros(len(costs))
+        nbytes = np.zeros(len(costs))
         for span in range(flat.span_first[node], flat.span_first[node + 1]):
             at = flat.span_bytes[span]
-            held += flat.bytes[at : at + len(costs)] * float(flat.high[span] - flat.low[span])
-        choice[node] = np.lexsort((costs, held))[0]
+            nbytes += flat.bytes[at : at + len(costs)] * float(flat.high[span] - flat.low[span])
+        choice[node] = np.lexsort((costs, nbytes))[0]
     return choice
 
 

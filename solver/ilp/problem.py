@@ -61,6 +61,11 @@ class Problem:
     limit_bytes: int | None = None
     node_names: tuple[str, ...] | None = None
 
+    @property
+    def num_pairs(self) -> int:
+        """The pairs of strategies over all edges: the edge variables of the integer program, before presolve."""
+        return sum(edge.cost.size for edge in self.edges)
+
     def save(self, path: str | Path) -> None:
         """Write the problem to an .npz file that `load` reads; a matrix shared by edges is written once."""
         pool: dict[int, int] = {}

@@ -34,25 +34,25 @@ def solve_by_tables(problem: Problem) -> tuple[int, ...] | None:
         factors[edge.target].append(pair)
     lone: list[np.ndarray] = [np.asarray(cost, dtype=np.float64) for cost in problem.node_cost]
     for node in order:
-        around = tuple(sorted({other for scope, _ in factors[node] for other in scope if other != node}))
+        around = tuple(sorted({neighbour for scope, _ in factors[node] for neighbour in scope if neighbour != node}))
         scope = (node, *around)  # the node first: the least over it is then taken along whole rows at a time
         table = lone[node].reshape(-1, *(1 for _ in around))
-        for held, cost in factors[node]:
-            table = table + _spread(cost, held, scope)
+        for nodes, cost in factors[node]:
+            table = table + _broadcast(cost, nodes, scope)
         value = table.min(axis=0)
-        for other in around:
-            factors[other] = [factor for factor in factors[other] if node not in factor[0]]
+        for neighbour in around:
+            factors[neighbour] = [factor for factor in factors[neighbour] if node not in factor[0]]
         if len(around) == 1:
             lone[around[0]] = lone[around[0]] + value
         elif around:
-            for other in around:
-                factors[other].append((around, value))
+            for neighbour in around:
+                factors[neighbour].append((around, value))
     # The table of a node is worked out again for the one choice of its neighbours that counts.
     choice = [0] * len(sizes)
     for node in reversed(order):
         at = lone[node]
-        for held, cost in factors[node]:
-            at = at + cost[tuple(slice(None) if other == node else choice[other] for other in held)]
+        for nodes, cost in factors[node]:
+            at = at + cost[tuple(slice(None) if neighbour == node else choice[neighbour] for neighbour in nodes)]
         choice[node] = int(np.argmin(at))
     return tuple(choice)
 
@@ -65,7 +65,7 @@ def _order(problem: Problem, sizes: list[int]) -> list[int] | None:
         near[edge.target].add(edge.source)
 
     def table(node: int) -> int:
-        return sizes[node] * math.prod(sizes[other] for other in near[node])
+        return sizes[node] * math.prod(sizes[neighbour] for neighbour in near[node])
 
     weight = {node: table(node) for node in range(len(sizes))}
     order: list[int] = []
@@ -77,17 +77,17 @@ def _order(problem: Problem, sizes: list[int]) -> list[int] | None:
             return None
         order.append(node)
         del weight[node]
-        for other in near[node]:
-            near[other] |= near[node] - {other}
-            near[other].discard(node)
-        for other in near[node]:
-            weight[other] = table(other)
+        for neighbour in near[node]:
+            near[neighbour] |= near[node] - {neighbour}
+            near[neighbour].discard(node)
+        for neighbour in near[node]:
+            weight[neighbour] = table(neighbour)
     return order
 
 
-def _spread(cost: np.ndarray, held: tuple[int, ...], scope: tuple[int, ...]) -> np.ndarray:
+def _broadcast(cost: np.ndarray, nodes: tuple[int, ...], scope: tuple[int, ...]) -> np.ndarray:
     """A table over some nodes with an axis for each node of the scope."""
-    axes = sorted(range(len(held)), key=lambda axis: scope.index(held[axis]))
+    axes = sorted(range(len(nodes)), key=lambda axis: scope.index(nodes[axis]))
     turned = cost.transpose(axes)
-    present = {held[axis]: size for axis, size in zip(axes, turned.shape, strict=True)}
+    present = {nodes[axis]: size for axis, size in zip(axes, turned.shape, strict=True)}
     return turned.reshape([present.get(node, 1) for node in scope])

@@ -45,13 +45,13 @@ class _Leads:
         top, root = self.lead[leader], self.lead[node]
         if top == root:
             return False
-        own = self.follow[node]
-        if root != node and len(np.unique(own)) != len(self.problem.node_cost[root]):
+        strategies = self.follow[node]
+        if root != node and len(np.unique(strategies)) != len(self.problem.node_cost[root]):
             return False  # the node follows its root many to one: it does not settle the root
         inverse = np.empty(len(self.problem.node_cost[node]), dtype=np.int64)
-        inverse[own] = np.arange(len(own))
+        inverse[strategies] = np.arange(len(strategies))
         needed = rule[self.follow[leader]]
-        if root != node and not np.isin(needed, own).all():
+        if root != node and not np.isin(needed, strategies).all():
             return False
         self.lead[root] = top
         self.follow[root] = inverse[needed]
@@ -90,7 +90,7 @@ def _merged(problem: Problem, lead: Sequence[int], follow: Sequence[np.ndarray])
     """The problem without the nodes that follow others; every lead leads itself."""
     count = len(problem.node_cost)
     stays = [node for node in range(count) if lead[node] == node]
-    number = {node: new for new, node in enumerate(stays)}
+    number = {node: position for position, node in enumerate(stays)}
     node_cost = [problem.node_cost[node] for node in stays]
     for node in range(count):
         if lead[node] != node:
@@ -98,13 +98,13 @@ def _merged(problem: Problem, lead: Sequence[int], follow: Sequence[np.ndarray])
     edges: list[Edge] = []
     for edge in problem.edges:
         a, b = lead[edge.source], lead[edge.target]
-        left, right = follow[edge.source], follow[edge.target]
+        rows, columns = follow[edge.source], follow[edge.target]
         if a == b:
-            node_cost[number[a]] = node_cost[number[a]] + edge.cost[left, right]
+            node_cost[number[a]] = node_cost[number[a]] + edge.cost[rows, columns]
         elif a == edge.source and b == edge.target:
             edges.append(replace(edge, source=number[a], target=number[b]))
         else:
-            edges.append(Edge(source=number[a], target=number[b], cost=edge.cost[left[:, None], right[None, :]]))
+            edges.append(Edge(source=number[a], target=number[b], cost=edge.cost[rows[:, None], columns[None, :]]))
     uses = tuple(
         Use(node=number[lead[u.node]], start=u.start, stop=u.stop, bytes=u.bytes[follow[u.node]]) for u in problem.uses
     )

@@ -38,7 +38,7 @@ def reduce_all(problem: Problem) -> Reduction:
     """
     total = Reduction(problem=problem, undo=tuple)
     while True:
-        before = size(total.problem)
+        size_before = size(total.problem)
         # Merging followers can close a circle of rules that excludes strategies, or all of them: what is forbidden is
         # dropped again before elimination, which takes for granted that every strategy left is allowed.
         merging = (merge_followers, merge_parallel, drop_forbidden)
@@ -47,8 +47,8 @@ def reduce_all(problem: Problem) -> Reduction:
                 total = chain(total, step(total.problem))
             except ConflictError as conflict:
                 raise _translated(conflict, total) from None
-        after = size(total.problem)
-        if after[:2] == before[:2] and after[2] > SETTLED * before[2] - 1:
+        size_after = size(total.problem)
+        if size_after[:2] == size_before[:2] and size_after[2] > SETTLED * size_before[2] - 1:
             return total
 
 
@@ -70,8 +70,8 @@ def merge_parallel(problem: Problem) -> Reduction:
             continue
         if a > b:
             a, b, cost = b, a, cost.T
-        held = merged.get((a, b))
-        merged[a, b] = cost if held is None else held + cost
+        sum_so_far = merged.get((a, b))
+        merged[a, b] = cost if sum_so_far is None else sum_so_far + cost
     # Counting is several times as fast as `any` on matrices this small.
     edges = tuple(Edge(source=a, target=b, cost=cost) for (a, b), cost in merged.items() if np.count_nonzero(cost))
     return Reduction(problem=replace(problem, node_cost=tuple(node_cost), edges=edges), undo=tuple)
@@ -90,13 +90,13 @@ def drop_forbidden(problem: Problem) -> Reduction:
         if not all_finite:
             pairs = np.isfinite(matrices[key])
             complete[key] = bool(pairs.any(axis=1).all() and pairs.any(axis=0).all())
-    whole = _all_finite(problem.node_cost)
+    all_finite_costs = _all_finite(problem.node_cost)
     pending = [
         number
         for number, edge in enumerate(problem.edges)
-        if not (complete[id(edge.cost)] and whole[edge.source] and whole[edge.target])
+        if not (complete[id(edge.cost)] and all_finite_costs[edge.source] and all_finite_costs[edge.target])
     ]
-    if not pending and all(whole):
+    if not pending and all(all_finite_costs):
         return Reduction(problem=problem, undo=tuple)
     near = _neighbours(problem)
     waiting = set(pending)
@@ -109,12 +109,12 @@ def drop_forbidden(problem: Problem) -> Reduction:
         for node, partner in ((a, pairs.any(axis=1)), (b, pairs.any(axis=0))):
             if not partner[allowed[node]].all():
                 allowed[node] = allowed[node] & partner
-                for other in near[node]:
-                    if other not in waiting:
-                        waiting.add(other)
-                        pending.append(other)
-    for node, left in enumerate(allowed):
-        if not left.any():
+                for edge_number in near[node]:
+                    if edge_number not in waiting:
+                        waiting.add(edge_number)
+                        pending.append(edge_number)
+    for node, keep in enumerate(allowed):
+        if not keep.any():
             around = {
                 end for number in near[node] for end in (problem.edges[number].source, problem.edges[number].target)
             }
@@ -125,7 +125,7 @@ def drop_forbidden(problem: Problem) -> Reduction:
             )
             nodes = (node, *sorted(around - {node}))
             raise ConflictError(Infeasibility(times=(), nodes=nodes, bytes_over=0, reason=reason))
-    return keep_strategies(problem, [np.flatnonzero(left) for left in allowed])
+    return keep_strategies(problem, [np.flatnonzero(keep) for keep in allowed])
 
 
 def _all_finite(arrays: Sequence[np.ndarray]) -> list[bool]:
@@ -137,25 +137,27 @@ def _all_finite(arrays: Sequence[np.ndarray]) -> list[bool]:
     return np.logical_and.reduceat(finite, np.concatenate(([0], ends[:-1]))).tolist()
 
 
-def keep_strategies(problem: Problem, kept: Sequence[np.ndarray]) -> Reduction:
+def keep_strategies(problem: Problem, strategies: Sequence[np.ndarray]) -> Reduction:
     """Restrict every node to some of its strategies, given by their numbers."""
-    if all(len(keep) == len(cost) for keep, cost in zip(kept, problem.node_cost, strict=True)):
+    if all(len(keep) == len(cost) for keep, cost in zip(strategies, problem.node_cost, strict=True)):
         return Reduction(problem=problem, undo=tuple)
-    same = [len(keep) == len(cost) for keep, cost in zip(kept, problem.node_cost, strict=True)]
+    unchanged = [len(keep) == len(cost) for keep, cost in zip(strategies, problem.node_cost, strict=True)]
     smaller = replace(
         problem,
-        node_cost=tuple(cost[keep] for cost, keep in zip(problem.node_cost, kept, strict=True)),
+        node_cost=tuple(cost[keep] for cost, keep in zip(problem.node_cost, strategies, strict=True)),
         edges=tuple(
             e
-            if same[e.source] and same[e.target]
-            else Edge(source=e.source, target=e.target, cost=e.cost[kept[e.source][:, None], kept[e.target]])
+            if unchanged[e.source] and unchanged[e.target]
+            else Edge(
+                source=e.source, target=e.target, cost=e.cost[strategies[e.source][:, None], strategies[e.target]]
+            )
             for e in problem.edges
         ),
-        uses=tuple(replace(u, bytes=u.bytes[kept[u.node]]) for u in problem.uses),
+        uses=tuple(replace(u, bytes=u.bytes[strategies[u.node]]) for u in problem.uses),
     )
 
     def undo(choice: Sequence[int]) -> Choice:
-        return tuple(int(keep[strategy]) for keep, strategy in zip(kept, choice, strict=True))
+        return tuple(int(keep[strategy]) for keep, strategy in zip(strategies, choice, strict=True))
 
     return Reduction(problem=smaller, undo=undo)
 
@@ -168,17 +170,17 @@ def drop_dominated(problem: Problem) -> Reduction:
     DOMINANCE_WORK.
     """
     near = _neighbours(problem)
-    kept = [np.arange(len(cost)) for cost in problem.node_cost]
+    strategies = [np.arange(len(cost)) for cost in problem.node_cost]
     uses: dict[int, list[np.ndarray]] = defaultdict(list)
     for use in problem.uses:
         if use.start < use.stop:
             uses[use.node].append(use.bytes)
     work = 0
-    for node in sorted(range(len(kept)), key=lambda node: len(kept[node])):
-        count = len(kept[node])
+    for node in sorted(range(len(strategies)), key=lambda node: len(strategies[node])):
+        count = len(strategies[node])
         if count == 1:
             continue
-        sides = [_side(problem.edges[number], node, kept) for number in near[node]]
+        sides = [_side(problem.edges[number], node, strategies) for number in near[node]]
         work += count * count * (1 + sum(side.shape[1] for side in sides))
         if work > DOMINANCE_WORK:
             break
@@ -192,21 +194,21 @@ def drop_dominated(problem: Problem) -> Reduction:
                     np.copyto(over, -np.inf, where=forbidden[None, :, :])
                 worst = worst + over.max(axis=2)
         beats = worst <= 0
-        for held in uses[node]:
-            beats &= held[:, None] <= held[None, :]
+        for nbytes in uses[node]:
+            beats &= nbytes[:, None] <= nbytes[None, :]
         np.fill_diagonal(beats, False)
         if not np.count_nonzero(beats):
             continue
         alive = np.ones(count, dtype=bool)
         for s in range(count):
             alive[s] = not (beats[:, s] & alive).any()
-        kept[node] = np.flatnonzero(alive)
-    return keep_strategies(problem, kept)
+        strategies[node] = np.flatnonzero(alive)
+    return keep_strategies(problem, strategies)
 
 
-def _side(edge: Edge, node: int, kept: Sequence[np.ndarray]) -> np.ndarray:
+def _side(edge: Edge, node: int, strategies: Sequence[np.ndarray]) -> np.ndarray:
     """The edge's costs with this node's strategies first and only the kept ones of the other node."""
-    return edge.cost[:, kept[edge.target]] if edge.source == node else edge.cost[kept[edge.source], :].T
+    return edge.cost[:, strategies[edge.target]] if edge.source == node else edge.cost[strategies[edge.source], :].T
 
 
 def fold_forced(problem: Problem) -> Reduction:
@@ -242,20 +244,23 @@ def eliminate(problem: Problem) -> Reduction:
         table[edge.target][edge.source] = edge.cost.T
     cost = list(merged.node_cost)
     rules: list[tuple[int, tuple[int, ...], np.ndarray]] = []  # node, its neighbours, its best strategy for theirs
-    gone: set[int] = set()
+    removed: set[int] = set()
     offset = 0.0
     queue = [node for node in range(len(cost)) if len(table[node]) <= 2]
     while queue:
         node = queue.pop()
         around = tuple(table[node])
         settled = len(cost[node]) == 1 and node in resident and not around
-        if node in gone or node in bound or len(around) > 2 or settled:
+        if node in removed or node in bound or len(around) > 2 or settled:
             continue
-        if len(cost[node]) * int(np.prod([table[node][other].shape[1] for other in around], initial=1)) > TABLE_ENTRIES:
+        if (
+            len(cost[node]) * int(np.prod([table[node][neighbour].shape[1] for neighbour in around], initial=1))
+            > TABLE_ENTRIES
+        ):
             continue
         reach = cost[node]
-        for axis, other in enumerate(around):
-            side = table[node][other]
+        for axis, neighbour in enumerate(around):
+            side = table[node][neighbour]
             reach = reach[..., None] + side.reshape(side.shape[:1] + (1,) * axis + side.shape[1:])
         best, value = reach.argmin(axis=0), reach.min(axis=0)
         rules.append((node, around, best))
@@ -263,9 +268,9 @@ def eliminate(problem: Problem) -> Reduction:
             cost[node] = np.zeros(1)
             bound.add(node)
         else:
-            gone.add(node)
-        for other in around:
-            del table[other][node]
+            removed.add(node)
+        for neighbour in around:
+            del table[neighbour][node]
         table[node] = {}
         if not around:
             offset += float(value)
@@ -273,15 +278,17 @@ def eliminate(problem: Problem) -> Reduction:
             cost[around[0]] = cost[around[0]] + value
         else:
             a, b = around
-            held = table[a].get(b)
-            table[a][b] = value if held is None else held + value
+            sum_so_far = table[a].get(b)
+            table[a][b] = value if sum_so_far is None else sum_so_far + value
             table[b][a] = table[a][b].T
-        queue.extend(other for other in around if len(table[other]) <= 2)
+        queue.extend(neighbour for neighbour in around if len(table[neighbour]) <= 2)
     if not rules:
         return Reduction(problem=problem, undo=tuple)
 
-    shrunk = {node for node, _, _ in rules} - gone
-    return _without(problem, _Eliminated(cost=cost, table=table, rules=rules, gone=gone, shrunk=shrunk, offset=offset))
+    shrunk = {node for node, _, _ in rules} - removed
+    return _without(
+        problem, _Eliminated(cost=cost, table=table, rules=rules, gone=removed, shrunk=shrunk, offset=offset)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,11 +305,11 @@ class _Eliminated:
     offset: float
 
 
-def _without(problem: Problem, left: _Eliminated) -> Reduction:
+def _without(problem: Problem, eliminated: _Eliminated) -> Reduction:
     """The problem without the nodes that are gone, and the way back."""
-    cost, table, gone, shrunk = left.cost, left.table, left.gone, left.shrunk
-    stays = [node for node in range(len(cost)) if node not in gone]
-    number = {node: new for new, node in enumerate(stays)}
+    cost, table, removed, shrunk = eliminated.cost, eliminated.table, eliminated.gone, eliminated.shrunk
+    stays = [node for node in range(len(cost)) if node not in removed]
+    number = {node: position for position, node in enumerate(stays)}
     names = problem.node_names
     smaller = Problem(
         node_cost=tuple(cost[node] for node in stays),
@@ -312,7 +319,7 @@ def _without(problem: Problem, left: _Eliminated) -> Reduction:
         uses=tuple(
             Use(node=number[u.node], start=u.start, stop=u.stop, bytes=u.bytes[:1] if u.node in shrunk else u.bytes)
             for u in problem.uses
-            if u.node not in gone
+            if u.node not in removed
         ),
         limit_bytes=problem.limit_bytes,
         node_names=tuple(names[node] for node in stays) if names is not None else None,
@@ -322,11 +329,11 @@ def _without(problem: Problem, left: _Eliminated) -> Reduction:
         full = [0] * len(cost)
         for node, strategy in zip(stays, choice, strict=True):
             full[node] = strategy
-        for node, around, best in reversed(left.rules):
-            full[node] = int(best[tuple(full[other] for other in around)])
+        for node, around, best in reversed(eliminated.rules):
+            full[node] = int(best[tuple(full[neighbour] for neighbour in around)])
         return tuple(full)
 
-    return Reduction(problem=smaller, undo=undo, offset=left.offset, origin=tuple(stays))
+    return Reduction(problem=smaller, undo=undo, offset=eliminated.offset, origin=tuple(stays))
 
 
 def components(problem: Problem, *, joined: Sequence[Sequence[int]] = ()) -> Iterator[tuple[Problem, list[int]]]:

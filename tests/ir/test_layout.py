@@ -26,10 +26,9 @@ def test_an_axis_stands_in_one_place_only():
         Layout(((0,), ()), (0,))
 
 
-def test_local_shape_and_bytes_of_split_and_partial_values():
-    assert Layout(((0,), (1,))).local_shape((8, 8), MESH) == (4, 2)
-    assert Layout(((0, 1), ())).local_shape((8, 8), MESH) == (1, 8)
+def test_bytes_on_a_device_of_split_and_partial_values():
     assert local_bytes((8, 8), 4, Layout(((0,), (1,))), MESH) == 32
+    assert local_bytes((8, 8), 4, Layout(((0, 1), ())), MESH) == 32
     assert local_bytes((8, 8), 4, Layout(((0,), ()), (1,)), MESH) == 128  # a summand is as large as the sum
     assert local_bytes((8, 8), 4, replicated(2), MESH) == 256
 

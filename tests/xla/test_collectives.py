@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.xla import collectives, parse
+from tests.xla.spanned_axes import spanned_axes
 
 
 def program(body: str, *, computations: str = "", header: str = "num_partitions=8") -> str:
@@ -225,15 +226,13 @@ def test_axes_that_a_group_spans():
     sizes = {"data": 2, "model": 4}
 
     def axes(spelling: str) -> tuple[str, ...]:
-        return collectives.spanned_axes(
-            only(program(f"  %x = f32[8] all-gather(%p), replica_groups={spelling}")), sizes
-        )
+        return spanned_axes(only(program(f"  %x = f32[8] all-gather(%p), replica_groups={spelling}")), sizes)
 
     assert axes("[2,4]<=[8]") == ("model",)
     assert axes("[4,2]<=[2,4]T(1,0)") == ("data",)
     assert axes("{}") == ("data", "model")
     permute = only(program("  %x = f32[8] collective-permute(%p), source_target_pairs={{0,4},{4,0},{1,5},{5,1}}"))
-    assert collectives.spanned_axes(permute, sizes) == ("data",)
+    assert spanned_axes(permute, sizes) == ("data",)
 
 
 def test_what_is_no_program_is_refused():
@@ -288,16 +287,14 @@ def test_every_kind_as_xla_writes_it(mesh):
 
     text = step.lower(jax.ShapeDtypeStruct((64, 256), jnp.float32)).compile().as_text()
     found = collectives.collectives(text)
-    axes = {c.kind: (collectives.spanned_axes(c, mesh.shape), c.sent_bytes_per_device) for c in found}
+    axes = {c.kind: (spanned_axes(c, mesh.shape), c.sent_bytes_per_device) for c in found}
     local = 32 * 64 * 4
     assert axes[CollectiveKind.REDUCE_SCATTER] == (("data",), local / 2)
     assert axes[CollectiveKind.ALL_GATHER] == (("data",), local / 2)
     assert axes[CollectiveKind.ALL_TO_ALL] == (("model",), local * 3 / 4)
     assert axes[CollectiveKind.COLLECTIVE_PERMUTE] == (("model",), local)
     reduces = {
-        collectives.spanned_axes(c, mesh.shape): c.sent_bytes_per_device
-        for c in found
-        if c.kind is CollectiveKind.ALL_REDUCE
+        spanned_axes(c, mesh.shape): c.sent_bytes_per_device for c in found if c.kind is CollectiveKind.ALL_REDUCE
     }
     assert reduces == {("model",): local * 1.5, ("data", "model"): local * 2 * 7 / 8}
     assert collectives.traffic(found).bytes == line_by_line(text)
@@ -316,7 +313,7 @@ def test_the_collectives_of_a_scan_count_once_a_turn(mesh):
     found = collectives.collectives(step.lower(*args).compile().as_text())
     largest = max(found, key=lambda c: c.total_bytes)
     assert (largest.kind, largest.count, largest.result_bytes) == (CollectiveKind.ALL_REDUCE, 5, 32 * 256 * 4)
-    assert collectives.spanned_axes(largest, mesh.shape) == ("model",)
+    assert spanned_axes(largest, mesh.shape) == ("model",)
     assert "while/body" in largest.op_name
 
 
