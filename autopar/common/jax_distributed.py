@@ -1,12 +1,16 @@
-"""The unstable parts of `jax.distributed` that autopar uses: its coordination service and its key-value store."""
+"""The unstable parts of `jax.distributed` that autopar uses: its coordination service, its key-value store, and the end
+of XLA's clients.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
 
 
 class SharedStore:
@@ -80,3 +84,24 @@ def shared_store() -> SharedStore | None:
     """What the processes of this program share; None where `jax.distributed` is not in use."""
     client = distributed.global_state.client
     return None if client is None else SharedStore(client)
+
+
+def await_arrays() -> None:
+    """Returns when all arrays of this process are there, also those that another process sends; or have failed."""
+    for client in _clients():
+        for array in client.live_arrays():
+            with contextlib.suppress(RuntimeError):  # it was donated, or what it was computed from has failed
+                array.block_until_ready()
+
+
+def never_destroy_clients() -> None:
+    """Keeps XLA's clients until the process ends, beyond Python's own end.
+
+    Their destructors run after everything of Python's, where nothing can end them or say what they wait for.
+    """
+    for client in _clients():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
+def _clients() -> list[Any]:
+    return list(xla_bridge.backends().values()) if xla_bridge.backends_are_initialized() else []

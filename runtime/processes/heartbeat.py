@@ -13,15 +13,14 @@ process, and lets Python say so:
     where no exception reaches it, is ended after `GRACE_S`, with the error and where it stood; so is, after `MOST_S`,
     one that computes on.
 (4) A process that ends on an exception tells the others, and does not stay in jax's own barrier for them. One that ends
-    as it should is watched, and watches, until it has left that barrier. After it a process ends within
-    `LOST_AFTER_S`, with exit code 1 where C++ still waits for another.
+    as it should waits for what is sent to it, then in that barrier, and is watched, and watches, until it has left it.
+    From then on nobody needs anything of another, and XLA's clients are not destroyed: a client's destructor waits for
+    the processes at the other ends of its connections, for ever where one of them is stopped.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import faulthandler
 import functools
 import logging
 import os
@@ -233,6 +232,8 @@ class Watch:
         error = getattr(sys, "last_value", None)  # what Python has just printed on its way out
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._await_verdict()
+        if error is None and self.lost is None and not self._is_over():
+            jax_distributed.await_arrays()  # before the others may end
         self._state = _FAILED if error is not None else _ENDED
         if self.lost is not None:
             error, self._is_told = None if self._is_told else self.lost, True
@@ -243,9 +244,7 @@ class Watch:
         if not self._say_so(linger=error is not None):
             leave()  # jax would wait minutes for the others, and then for the one that is lost
         jax.distributed.shutdown()  # here, while the others are watched
-        with contextlib.suppress(OSError, ValueError):  # stderr may be no file of the system's
-            # XLA's destructors, which run when Python is gone, wait for ever for a process that is stopped just now.
-            faulthandler.dump_traceback_later(self._lost_after_s, exit=True, file=sys.__stderr__ or 2)
+        jax_distributed.never_destroy_clients()
         # Python aborts threads that are in C++ when it ends.
         self._stop.set()
         for thread in self._threads:
