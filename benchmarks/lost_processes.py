@@ -2,9 +2,11 @@
 
     python -m benchmarks.lost_processes                  # 50 programs, about 40 minutes on two cores
     python -m benchmarks.lost_processes --programs 5 --seed 7 --keep
+    python -m benchmarks.lost_processes --again ends     # the rows of this phase in the kept table, at other moments
 
 Each program trains a tiny model on CPU devices, after `autopar.distributed.initialize`. A moment is a phase of the
-process, from its start to its end, and a time into it. `--keep` writes benchmarks/results/lost_processes.md.
+process, from its start to its end, and a time into it. `--keep` and `--again` write
+benchmarks/results/lost_processes.md.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,6 +34,7 @@ LIMIT_S = 60.0  # in which all others are to end
 WAIT_S = 150.0  # then they are ended
 START_UP_S = 30  # jax waits so long for processes that do not come (300 s if it is not told)
 STEPS = 15
+UNNAMED = "NOTHING"  # where an error should name the process
 # Phases as a process says them, and for how long one may look at each before the process is killed.
 PHASES = {
     "starts": 2.0,  # Python and imports: it never joins
@@ -153,21 +156,64 @@ def error_in(log: str, victim: int, code: int) -> str:
     return "done" if "phase: ends\n" in log and code == 0 else ""
 
 
-def table(cases: Sequence[tuple[Case, str, list[Ended]]]) -> str:
-    """Rows of Markdown, one for each program."""
-    lines = [
+def row_of(case: Case, phase: str, others: Sequence[Ended]) -> str:
+    """A row of Markdown: a program."""
+    seconds = ", ".join(f"{e.seconds:.0f}" for e in others)
+    codes = ", ".join(str(e.code) for e in others)
+    said = "; ".join(dict.fromkeys(e.error if e.is_right else UNNAMED for e in others))
+    return (
+        f"| {case.processes} | {case.stages} | {case.victim} | {case.signal} | {phase} "
+        f"| {seconds} | {codes} | {said[:160]} |"
+    )
+
+
+def keep(rows: Sequence[str]) -> str:
+    """Writes the table, and gives its summary."""
+    seconds = [float(s) for row in rows for s in row.split(" | ")[5].split(", ")]
+    unnamed = sum(UNNAMED in row for row in rows)
+    text = (
+        f"{len(rows)} programs, a process of each lost; {len(seconds)} others. In {unnamed} programs one did "
+        f"not end within {LIMIT_S:.0f} s with an error that names it; the last ended after {max(seconds):.0f} s."
+    )
+    how = "`python -m benchmarks.lost_processes --keep`; `done`: it had run all its steps, and ended as it should."
+    head = [
         "| processes | stages | lost | by | in phase | others ended after, s | exit codes | saying of it |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for case, phase, others in cases:
-        seconds = ", ".join(f"{e.seconds:.0f}" for e in others)
-        codes = ", ".join(str(e.code) for e in others)
-        said = "; ".join(dict.fromkeys(e.error or "NOTHING" for e in others))
-        lines.append(
-            f"| {case.processes} | {case.stages} | {case.victim} | {case.signal} | {phase} "
-            f"| {seconds} | {codes} | {said[:160]} |"
-        )
-    return "\n".join(lines)
+    RESULTS.write_text("\n".join(["# Processes that are lost", "", how, "", text, "", *head, *rows]) + "\n")
+    return text
+
+
+def kept_rows() -> list[str]:
+    return [row for row in RESULTS.read_text().splitlines() if re.match(r"\| \d", row)]
+
+
+def like(row: str, random_: random.Random) -> Case:
+    """The case of a row, at another moment of its phase."""
+    processes, stages, victim, name, phase = row.strip("| ").split(" | ")[:5]
+    return Case(
+        processes=int(processes),
+        stages=int(stages),
+        victim=int(victim),
+        signal=name,
+        phase=phase,
+        after_s=random_.random() * PHASES[phase],
+    )
+
+
+def make_row(draw: Callable[[], Case]) -> str:
+    """Runs a case, or the next where its process had ended before its moment."""
+    while True:
+        case = draw()
+        with tempfile.TemporaryDirectory() as folder:
+            ended = run(case, Path(folder))
+            if ended is None:
+                continue
+            row = row_of(case, *ended)
+            print(row, flush=True)
+            if UNNAMED in row:
+                print("\n".join(log.read_text()[-2500:] for log in sorted(Path(folder).iterdir())), flush=True)
+            return row
 
 
 def child(task: dict) -> None:
@@ -210,36 +256,23 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--again", choices=list(PHASES), metavar="PHASE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
         child(json.loads(options.child))
         return
-    random_, found = random.Random(options.seed), []
-    while len(found) < options.programs:
-        case = random_case(random_)
-        with tempfile.TemporaryDirectory() as folder:
-            ended = run(case, Path(folder))
-            if ended is None:
-                continue
-            phase, others = ended
-            found.append((case, phase, others))
-            print(table(found[-1:]).splitlines()[-1], flush=True)
-            for i, e in enumerate(others):
-                if not e.is_right:
-                    print(f"--- not right ({i}):")
-                    print("\n".join(log.read_text()[-2500:] for log in sorted(Path(folder).iterdir())), flush=True)
-    wrong = sum(not e.is_right for *_, others in found for e in others)
-    last = max(e.seconds for *_, others in found for e in others)
-    text = (
-        f"{len(found)} programs, a process of each lost; {sum(len(others) for *_, others in found)} others, of which "
-        f"{wrong} did not end within {LIMIT_S:.0f} s with an error that names it; the last after {last:.0f} s.\n"
-    )
-    print(text)
+    random_ = random.Random(options.seed)
+    if options.again:
+        rows = [
+            make_row(lambda row=row: like(row, random_)) if row.split(" | ")[4] == options.again else row
+            for row in kept_rows()
+        ]
+        print(keep(rows))
+        return
+    rows = [make_row(lambda: random_case(random_)) for _ in range(options.programs)]
     if options.keep:
-        how = "`python -m benchmarks.lost_processes --keep`; `done`: it had run all its steps, and ended as it should."
-        head = f"# Processes that are lost\n\n{how}\n\n"
-        RESULTS.write_text(f"{head}{text}\n{table(found)}\n")
+        print(keep(rows))
 
 
 if __name__ == "__main__":

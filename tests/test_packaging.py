@@ -66,7 +66,10 @@ def test_what_the_package_imports_is_a_dependency():
 
 @pytest.mark.parametrize(
     ("folders", "extras"),
-    [(["examples"], ["examples"]), (["benchmarks", "tests"], ["dev", "plots", "published", "tpu", "tunix"])],
+    [
+        (["examples"], ["examples"]),
+        (["benchmarks", "tests"], ["dev", "plots", "published", "tpu", "tunix", "levanter", "torchax"]),
+    ],
 )
 def test_what_the_rest_imports_is_in_the_extras(folders, extras):
     project = PROJECT["project"]

@@ -67,7 +67,8 @@ def _invalid(error: msgspec.ValidationError, root: str) -> Fault:
 
 
 def _lowered(text: str) -> str:
-    return text[:1].lower() + text[1:]
+    """A sentence to stand behind others: not of JSON, which is capital throughout."""
+    return text if text[:2].isupper() else text[:1].lower() + text[1:]
 
 
 def first_layout_twice(tree: Any, place: str) -> Fault | None:

@@ -75,6 +75,7 @@ def deep(data: bytes) -> bytes:
 DAMAGES = {
     "empty": (lambda data: b"", "got an empty file"),
     "cut": (lambda data: data[:500], r"got no JSON \(input data was truncated\)"),
+    "zeros": (lambda data: bytes(len(data)), r"got no JSON \(JSON is malformed: .*byte 0"),
     "another format": (lambda data: re.sub(rb'"format_version":\d+', b'"format_version":1', data, count=1), "format"),
     "a changed number": (lambda data: data.replace(b'"split":2', b'"split":1', 1), "checksum"),
     "a byte that is no text": (lambda data: data.replace(b"mlp_step", b"\xedlp_step", 1), "not UTF-8"),

@@ -13,10 +13,12 @@ from benchmarks.zoo.published import (
     jmp_nets,
     jraph_nets,
     keras_models,
+    levanter_models,
     numpyro_svi,
     optimistix_layers,
     ott_losses,
     penzai_models,
+    torchax_models,
     tunix_models,
 )
 
@@ -37,6 +39,8 @@ PUBLISHED: dict[str, dict[str, Callable[..., Case]]] = {
         "distrax": distrax_flows,
         "e3nn_jax": e3nn_nets,
         "penzai": penzai_models,
+        "levanter": levanter_models,
+        "torchax": torchax_models,
         "tunix": tunix_models,
     }.items()
 }
