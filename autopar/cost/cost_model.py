@@ -69,6 +69,7 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
             links=cluster.axis_links(mesh.axis_sizes),
             scatters_by_all_reduce=platform is Platform.TPU,
             transposing_s_per_byte=cluster.device.transposing_s(1.0, _ROW_BYTES),
+            joint=cluster.joint_links(mesh.axis_sizes),
         ),
         compiler=compiler_for(platform, jax_version()),
         overlap=overlap_of(platform),

@@ -12,8 +12,8 @@ import msgspec
 
 from autopar.common.json_files import JsonFaultError, decoded
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import discovery, presets, torus, tpu_slices
-from autopar.hardware.collective_cost import PLANNED_KINDS, Fabric, Link
+from autopar.hardware import discovery, host_groups, presets, torus, tpu_slices
+from autopar.hardware.collective_cost import Fabric, Link
 from autopar.hardware.kinds import DeviceKind
 from autopar.hardware.measurement import FitQuality, Measurement
 
@@ -71,9 +71,8 @@ class Cluster:
     def axis_links(self, axis_sizes: Sequence[int]) -> tuple[Link, ...]:
         """The link that each axis of a logical mesh runs on, the mesh laid row-major over hosts, then devices.
 
-        An axis inside a host has the inner link. An axis that joins h hosts with c devices in each shares each host's
-        network with the other groups of the host: c network cards stand open to each group, so that it runs at c times
-        a device's rate, and at most at the rate inside; of its n-1 steps h-1 go over the network.
+        An axis inside a host has the inner link. One that joins devices of several hosts shares each host's network
+        with the other groups of the host (`autopar.hardware.host_groups`).
 
         Raises:
             InvalidArgumentError: The mesh has more devices than the cluster, or does not fill whole hosts.
@@ -82,33 +81,25 @@ class Cluster:
         self._check_mesh(sizes)
         if self.axis_override:
             return self.axis_override * len(sizes) if len(self.axis_override) == 1 else self.axis_override
-        strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-        inside = (self.inside_host,) * len(sizes)
-        if self.torus:
-            inside = torus.axis_links(self.torus, sizes, self.inside_host)
-        return tuple(self._axis_link(n, stride, link) for n, stride, link in zip(sizes, strides, inside, strict=True))
+        return tuple(self._group_link(sizes, (axis,)) for axis in range(len(sizes)))
 
-    def _axis_link(self, n: int, stride: int, inside: Link) -> Link:
-        if n == 1 or n * stride <= self.devices_per_host:
+    def joint_links(self, axis_sizes: Sequence[int]) -> tuple[tuple[tuple[int, ...], Link], ...]:
+        """(axes, link) of collectives over two axes or more at once; empty where the slowest of their links stands for
+        them: where links are given for each axis, and inside a host with a switch.
+        """
+        sizes = tuple(axis_sizes)
+        if self.axis_override or not (self.torus or math.prod(sizes) > self.devices_per_host):
+            return ()
+        return tuple((axes, self._group_link(sizes, axes)) for axes in host_groups.joint_axes(sizes))
+
+    def _group_link(self, sizes: tuple[int, ...], axes: tuple[int, ...]) -> Link:
+        inside = self.inside_host
+        if self.torus:
+            inside = torus.group_link(self.torus, sizes, axes, self.inside_host)
+        lies = host_groups.spread(sizes, axes, self.devices_per_host)
+        if lies.hosts == 1:
             return inside
-        together = max(1, self.devices_per_host // stride)
-        hosts = n // together
-        outside = self.between_hosts
-        if together == 1:
-            return outside
-        apart = dict(inside.kind_bytes_per_s + outside.kind_bytes_per_s)
-        return Link(
-            latency_s=((hosts - 1) * outside.latency_s + (n - hosts) * inside.latency_s) / (n - 1),
-            bytes_per_s=min(inside.bytes_per_s, together * outside.bytes_per_s),
-            overhead_s=max(inside.overhead_s, outside.overhead_s),
-            fabric=outside.fabric,
-            source=f"{together} devices a host on {hosts} hosts; inside: {inside.source}; between: {outside.source}",
-            kind_bytes_per_s=tuple(
-                (kind, min(inside.rate_of(kind), together * outside.rate_of(kind)))
-                for kind in PLANNED_KINDS
-                if kind in apart and outside.fabric is Fabric.SHARED_MEMORY
-            ),
-        )
+        return host_groups.link_over_hosts(lies, inside, self.between_hosts, is_ring=len(axes) == 1)
 
     def _check_mesh(self, sizes: tuple[int, ...]) -> None:
         total = math.prod(sizes)

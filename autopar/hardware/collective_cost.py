@@ -102,7 +102,10 @@ class Link:
         fabric: What kind of network it is.
         rings: On a torus, the number of physical axes that the mesh axis spans; else 1.
         detail: On a switched fabric, what more is known of it.
-        kind_bytes_per_s: In shared memory, (kind, rate) where a kind's was measured apart, instead of `bytes_per_s`.
+        kind_bytes_per_s: (kind, rate) where a kind has another rate than `bytes_per_s`: in shared memory where that was
+            measured apart, and of devices on several hosts, where an all-to-all sends more between hosts than a ring.
+        devices_per_card: Between hosts, how many devices share a network card: one device alone sends at so many times
+            `bytes_per_s`.
     """
 
     latency_s: float
@@ -113,14 +116,15 @@ class Link:
     rings: int = 1
     detail: SwitchDetail | None = None
     kind_bytes_per_s: tuple[tuple[CollectiveKind, float], ...] = ()
+    devices_per_card: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind_bytes_per_s and self.fabric is not Fabric.SHARED_MEMORY:
+        if self.kind_bytes_per_s and self.fabric is Fabric.TORUS:
             raise InvalidArgumentError(
                 where=f"Link(source={self.source!r}).kind_bytes_per_s",
-                expected="rates of single kinds in shared memory only",
+                expected="rates of single kinds in shared memory, or on a switched fabric",
                 got=f"{len(self.kind_bytes_per_s)} on {self.fabric.value}",
-                hint="leave kind_bytes_per_s out: the bytes that a kind sends over wires are known",
+                hint="leave kind_bytes_per_s out: the wires that each kind's bytes cross on a torus are known",
             )
         if self.detail is not None and self.fabric is not Fabric.SWITCHED:
             raise InvalidArgumentError(
@@ -130,14 +134,14 @@ class Link:
                 hint="leave detail out: nothing would read it",
             )
         rates = (self.bytes_per_s, *(rate for _, rate in self.kind_bytes_per_s))
-        if min(rates) > 0 and min(self.latency_s, self.overhead_s) >= 0 and self.rings >= 1:
+        if min(rates) > 0 and min(self.latency_s, self.overhead_s) >= 0 and min(self.rings, self.devices_per_card) >= 1:
             return
         raise InvalidArgumentError(
             where=f"Link(source={self.source!r})",
-            expected="bytes_per_s above zero, of each kind too, latency_s and overhead_s of zero or more, rings of one "
-            "or more",
+            expected="bytes_per_s above zero, of each kind too, latency_s and overhead_s of zero or more, rings "
+            "and devices_per_card of one or more",
             got=f"bytes_per_s={min(rates)}, latency_s={self.latency_s}, overhead_s={self.overhead_s}, "
-            f"rings={self.rings}",
+            f"rings={self.rings}, devices_per_card={self.devices_per_card}",
             hint="give seconds and bytes per second, not microseconds or gigabytes",
         )
 

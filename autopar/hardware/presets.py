@@ -196,6 +196,7 @@ def _link(
     source: str,
     fabric: Fabric = Fabric.SWITCHED,
     detail: SwitchDetail | None = None,
+    devices_per_card: int = 1,
 ) -> Link:
     return Link(
         overhead_s=overhead_us * _MICRO,
@@ -204,6 +205,7 @@ def _link(
         source=source,
         fabric=fabric,
         detail=detail,
+        devices_per_card=devices_per_card,
     )
 
 
@@ -243,7 +245,9 @@ NVLINK3 = _link(8.4, 3.4, 200.0, f"{_NCCL}; rate: bus bandwidth of 8 A100, NVIDI
 NVLINK2 = _link(8.4, 3.4, 110.0, f"{_NCCL}; rate: openxla's model, 6 lanes x 20 GB/s x 0.92")
 NDR400 = _link(8.4, 14.0, 47.0, f"{_NCCL}; rate: 46-48 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 290")
 HDR200 = _link(8.4, 14.0, 24.0, f"{_NCCL}; rate: 96 % of 25 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 119")
-ETHERNET_25G = _link(8.4, 14.0, 3.1 / 8, f"{_NCCL}; rate: 25 Gbit/s a host for 8 GPUs (Alpa, OSDI 2022, section 8)")
+ETHERNET_25G = _link(
+    8.4, 14.0, 3.1 / 8, f"{_NCCL}; rate: 25 Gbit/s a host for 8 GPUs (Alpa, OSDI 2022, section 8)", devices_per_card=8
+)
 # One wire, one way; `autopar.hardware.torus` knows how many of them an axis has. Latency of one hop: scaling-book,
 # sharding.md.
 TPU_ICI = {
@@ -254,7 +258,9 @@ TPU_ICI = {
 }
 # Between slices: 25 GB/s a host of 4 chips (scaling-book tpus.md). Latency of a step: the network hop of NCCL's table,
 # for want of a published figure.
-TPU_DCN = _link(0.0, 14.0, 25.0 / 4, "rate: 25 GB/s a host of 4 chips, scaling-book tpus.md; latency: as NCCL's")
+TPU_DCN = _link(
+    0.0, 14.0, 25.0 / 4, "rate: 25 GB/s a host of 4 chips, scaling-book tpus.md; latency: as NCCL's", devices_per_card=4
+)
 
 # GPU -> (link inside a host, link between hosts) of the machine that it usually comes in.
 GPU_LINKS: dict[str, tuple[Link, Link]] = {

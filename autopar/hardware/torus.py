@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from autopar.hardware.collective_cost import Fabric, Link
 
 
-def axis_links(shape: Sequence[int], axis_sizes: Sequence[int], wire: Link) -> tuple[Link, ...]:
-    """The link of each axis of a logical mesh laid row-major over a torus of `shape`.
+def group_link(shape: Sequence[int], axis_sizes: Sequence[int], axes: Sequence[int], wire: Link) -> Link:
+    """The link of a collective over some axes of a logical mesh laid row-major over a torus of `shape`.
 
     `wire` is one wire, one way. A whole physical axis whose ends are joined gives a ring, with both ways at once: twice
-    the wire's rate. A line, or a part of a ring, has one way towards its ends. An axis made of several physical axes
+    the wire's rate. A line, or a part of a ring, has one way towards its ends. A collective over several physical axes
     uses all of them at once. Where other axes of the mesh lie in between on the same physical axis, their groups share
     its wires. Source: scaling-book, tpus.md and sharding.md.
 
     What is left of a mesh after the torus is full (several slices) is given the wire itself; `Cluster` knows better.
     """
-    return tuple(_link(pieces, wire) for pieces in _decompose(tuple(shape), tuple(axis_sizes)))
+    pieces = _decompose(tuple(shape), tuple(axis_sizes))
+    return _link([piece for axis in axes for piece in pieces[axis]], wire)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

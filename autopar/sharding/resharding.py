@@ -58,15 +58,20 @@ class MeshLinks:
     `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter over all
     devices, as XLA does for TPU (seen in programs compiled for v5p slices; over a part of them it stays what it is).
     `transposing_s_per_byte`: what a copy with another dimension last costs, where it costs more than others, as on CPU.
+    `joint`: (axes in ascending order, link) of collectives over several axes at once (`Cluster.joint_links`).
     """
 
     mesh: LogicalMesh
     links: tuple[Link, ...]
     scatters_by_all_reduce: bool = False
     transposing_s_per_byte: float = 0.0
+    joint: tuple[tuple[tuple[int, ...], Link], ...] = ()
 
     def link(self, axes: tuple[int, ...]) -> Link:
-        """The link of a collective over several axes at once: the slowest of theirs."""
+        """The link of a collective over several axes at once; where none is given, the slowest of theirs."""
+        over = tuple(a for a in sorted(axes) if self.mesh.axis_sizes[a] > 1)
+        if len(over) > 1 and self.joint:
+            return dict(self.joint)[over]
         return max((self.links[a] for a in axes), key=lambda link: 1.0 / link.bytes_per_s)
 
     def time_s(self, kind: CollectiveKind, result_bytes: float, axes: tuple[int, ...]) -> float:

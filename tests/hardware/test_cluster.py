@@ -6,10 +6,12 @@ import types
 import jax
 import pytest
 
+from autopar.cost.cost_model import cost_model
 from autopar.errors import InvalidArgumentError, NotEnoughDevicesError
 from autopar.hardware import discovery, host_cpu, presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.hardware.collective_cost import CollectiveKind, Fabric, time_s
+from autopar.ir.mesh import LogicalMesh
 
 GPU_PRESETS = ["p3.16xlarge", "dgx-a100-40g", "dgx-a100-80g", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72"]
 
@@ -123,6 +125,66 @@ def test_an_axis_over_hosts_and_devices_uses_all_cards_of_a_host():
     assert rates(Cluster.preset("dgx-h100", hosts=2), 16) == pytest.approx([350.0])  # 8 x 47 is more than NVLink gives
 
 
+# Seconds of 16 MB on p3.16xlarge (110 GB/s inside, eight devices share 3.1 GB/s to other hosts), by hand.
+SHARED_GB = 3.1e9 / 8
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sizes", "axes", "kind", "expected_s"),
+    [
+        # Each of 16 devices sends 8 of its 16 parts of 1 MB to the other host, over an eighth of its card.
+        (2, (16,), (0,), CollectiveKind.ALL_TO_ALL, 8e6 / SHARED_GB),
+        # Of a ring of 16 only the edges cross, with the card to themselves.
+        (2, (16,), (0,), CollectiveKind.ALL_GATHER, 15e6 / 3.1e9),
+        (2, (16,), (0,), CollectiveKind.ALL_REDUCE, 30e6 / 3.1e9),
+        (2, (16,), (0,), CollectiveKind.COLLECTIVE_PERMUTE, 16e6 / 3.1e9),
+        # Four groups, whose edges share the card; to reorder axes all eight devices send.
+        (2, (4, 4), (0,), CollectiveKind.COLLECTIVE_PERMUTE, 16e6 / (3.1e9 / 4)),
+        (2, (4, 4), (0, 1), CollectiveKind.COLLECTIVE_PERMUTE, 16e6 / SHARED_GB),
+        # 32 devices on 4 hosts: 24 of 32 parts of 0.5 MB leave.
+        (4, (32,), (0,), CollectiveKind.ALL_TO_ALL, 12e6 / SHARED_GB),
+        # Two groups of 8, four of each in a host: 4 of 8 parts of 2 MB leave; each ring has half of the card.
+        (2, (8, 2), (0,), CollectiveKind.ALL_TO_ALL, 8e6 / SHARED_GB),
+        (2, (8, 2), (0,), CollectiveKind.ALL_GATHER, 14e6 / (3.1e9 / 2)),
+        # Eight groups of one device a host: all that is sent leaves, over an eighth of the card.
+        (2, (2, 8), (0,), CollectiveKind.ALL_TO_ALL, 8e6 / SHARED_GB),
+        (2, (2, 8), (0,), CollectiveKind.ALL_GATHER, 8e6 / SHARED_GB),
+        # Over both axes of a mesh as over one of 16.
+        (2, (2, 8), (0, 1), CollectiveKind.ALL_GATHER, 15e6 / 3.1e9),
+        (2, (2, 8), (0, 1), CollectiveKind.ALL_TO_ALL, 8e6 / SHARED_GB),
+        (2, (2, 4, 2), (0, 2), CollectiveKind.ALL_GATHER, 12e6 / (3.1e9 / 4)),
+        (2, (2, 4, 2), (1, 2), CollectiveKind.ALL_GATHER, 14e6 / 110e9),
+        # Groups of 12 on three hosts: 8 and 4, 4 and 8 devices. Four send 8 of 12 parts; four shares are the least.
+        (3, (2, 12), (1,), CollectiveKind.ALL_TO_ALL, 16e6 * 8 / 12 / SHARED_GB),
+        (3, (2, 12), (1,), CollectiveKind.ALL_GATHER, 16e6 * 11 / 12 / (4 * SHARED_GB)),
+    ],
+)
+def test_collectives_over_hosts_by_hand(hosts, sizes, axes, kind, expected_s):
+    cluster = Cluster.preset("p3.16xlarge", hosts=hosts)
+    model = cost_model(cluster, LogicalMesh(axis_sizes=sizes))
+    assert model.links.time_s(kind, 16e6, axes) - model.links.time_s(kind, 0.0, axes) == pytest.approx(expected_s)
+
+
+def test_a_device_with_a_card_of_its_own_sends_over_that_one():
+    (link,) = Cluster.preset("dgx-h100", hosts=2).axis_links((16,))
+    assert link.rate_of(CollectiveKind.COLLECTIVE_PERMUTE) == 47e9
+    assert link.rate_of(CollectiveKind.ALL_TO_ALL) == pytest.approx(15 / 8 * 47e9)  # 8 of 15 parts leave
+
+
+def test_an_all_reduce_over_hosts_goes_up_and_down_trees_inside_and_between():
+    (link,) = Cluster.preset("dgx-h100", hosts=16).axis_links((128,))
+    # 3 of 7 levels inside at 4.5 us, 4 between hosts at 14 us, up and down; NVLink's 19.4 us to begin
+    seconds = time_s(CollectiveKind.ALL_REDUCE, 0.0, 128, link)
+    assert seconds == pytest.approx(19.4e-6 + 2 * (3 * 4.5e-6 + 4 * 14e-6))
+
+
+def test_a_collective_over_both_axes_of_a_torus_uses_the_wires_of_both():
+    cluster = Cluster.preset("tpu-v5e", topology="16x16")
+    ((axes, link),) = cluster.joint_links((16, 16))
+    assert (axes, link.bytes_per_s, link.rings) == ((0, 1), pytest.approx(180e9), 2)
+    assert link == cluster.axis_links((256,))[0]
+
+
 def test_latency_over_hosts_counts_each_step_where_it_runs():
     cluster = Cluster.preset("dgx-a100-80g", hosts=2)
     (link,) = cluster.axis_links((16,))
@@ -139,8 +201,8 @@ def test_rates_of_single_kinds_over_processes_are_those_of_the_slower_link():
         name="two", device=device, num_hosts=2, devices_per_host=4, inside_host=inside, between_hosts=between
     )
     (link,) = cluster.axis_links((8,))
-    # Four devices of a host send at once: 2e9 together, of all-reduces 0.8e9; an all-to-all is as slow inside.
-    assert [link.rate_of(kind) for kind in (reduce, gather, exchange)] == [0.8e9, 2e9, 1e9]
+    # Four devices of a host send at once: 2e9 together, of all-reduces 0.8e9; of 7 parts in an all-to-all 4 leave.
+    assert [link.rate_of(kind) for kind in (reduce, gather, exchange)] == [0.8e9, 2e9, 7 / 4 * 0.5e9]
     assert cluster.axis_links((2, 4)) == (between, inside)
 
 
