@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.attention import ring
 from autopar.common.jax_compat import jax_version
+from autopar.cost.product_rate import ProductRate, product_rate
 from autopar.cost.roofline import Work, copies_are_fused, flops_of, is_fusible, time_s, transposed, transposing_s
 from autopar.cost.stream_simulator import Overlap, overlap_of
 from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
@@ -22,6 +23,7 @@ from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes, replicated
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.sharding.resharding import MeshLinks, StepKind
 from autopar.sharding.strategies import Strategy
 
@@ -135,9 +137,12 @@ class NodeCosts:
         return self._works[key]
 
     def _new_work(self, op: Op) -> Work:
+        rate = ProductRate(self.graph.values[op.outputs[0]].dtype if op.outputs else "float32")
+        if op.primitive in MATRIX_PRODUCTS:
+            rate = product_rate(op.eqn, self.model.device.platform)
         return Work(
-            flops=flops_of(op),
-            dtype=self.graph.values[op.outputs[0]].dtype if op.outputs else "float32",
+            flops=flops_of(op) * rate.passes,
+            dtype=rate.dtype,
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
             result_bytes=tuple(self._nbytes(v) for v in op.outputs),
             fusible=is_fusible(op.primitive),

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 from autopar.errors import InvalidArgumentError
 
+# In `DeviceKind.peak_flops`, products of float32 that round nothing, where "float32" is the rate of TF32.
+FULL_FLOAT32 = "float32 without rounding"
 CPU_NAME = "CPU"  # of every `DeviceKind` that is a virtual device of a host's processors
 
 
@@ -43,7 +45,8 @@ class DeviceKind:
 
     Attributes:
         name: As people write it, `H100-SXM5`.
-        peak_flops: (dtype, peak arithmetic operations per second of matrix units). Must name float32.
+        peak_flops: (dtype, peak arithmetic operations per second of matrix units) of products with such operands. Must
+            name float32; all float8 are one.
         memory_bytes: Memory of one device.
         peak_memory_bytes_per_s: Peak rate of that memory.
         launch_overhead_s: Time of a kernel beyond its arithmetic and memory traffic.
@@ -152,14 +155,16 @@ class DeviceKind:
         return moved_bytes / ((_interpolated(self.memory_shares, array_bytes) or 1.0) * self.memory_bytes_per_s)
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Peak rate for a dtype by its numpy name; all float8 are one, and what is not listed goes as float32."""
+        """Peak rate for a dtype by its numpy name; float8 that is not listed goes as float16, all else as float32."""
         rates = dict(self.peak_flops)
-        family = "float8" if dtype.startswith("float8") else dtype
-        return rates.get(family, rates["float32"])
+        if dtype.startswith("float8"):
+            return rates.get("float8", rates.get("float16", rates["float32"]))
+        return rates.get(dtype, rates["float32"])
 
     def flops_per_s(self, dtype: str) -> float:
         """Rate that large matrix products reach."""
-        return self.peak_flops_per_s(dtype) * dict(self.dtype_efficiency).get(dtype, self.flops_efficiency)
+        family = "float8" if dtype.startswith("float8") else dtype
+        return self.peak_flops_per_s(dtype) * dict(self.dtype_efficiency).get(family, self.flops_efficiency)
 
     def packing_s(self, operand_bytes: float) -> float:
         """Time of laying the operands of a matrix product out anew."""

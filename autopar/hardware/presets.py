@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.hardware.collective_cost import Fabric, Link, SwitchDetail
-from autopar.hardware.kinds import DeviceKind
+from autopar.hardware.kinds import FULL_FLOAT32, DeviceKind
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 
@@ -51,17 +51,21 @@ class _Products:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Peaks:
-    """Tflop/s by type. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it."""
+    """Tflop/s by type. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it, where
+    `full` is the rate without rounding.
+    """
 
     half: float
     single: float
     double: float
+    full: float | None = None
     eight_bit: float | None = None
     bfloat16: bool = True
 
     def by_dtype(self) -> tuple[tuple[str, float], ...]:
         rates = [("float16", self.half), ("float32", self.single), ("float64", self.double)]
         rates += [("bfloat16", self.half)] if self.bfloat16 else []
+        rates += [(FULL_FLOAT32, self.full)] if self.full else []
         rates += [("float8", self.eight_bit), ("int8", self.eight_bit)] if self.eight_bit else []
         return tuple((dtype, tera * _TERA) for dtype, tera in rates)
 
@@ -128,13 +132,13 @@ _AMPERE_MEMORY_EFFICIENCY = 0.78
 
 
 def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
-    peaks = _Peaks(half=312.0, single=156.0, double=19.5)
+    peaks = _Peaks(half=312.0, single=156.0, double=19.5, full=19.5)
     memory = _Memory(gb=memory_gb, gb_per_s=memory_gb_per_s, efficiency=_AMPERE_MEMORY_EFFICIENCY)
     return _gpu(name, peaks, memory, _AMPERE, _PCIE4, source)
 
 
 def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
-    peaks = _Peaks(half=989.0, single=494.5, double=67.0, eight_bit=1979.0)
+    peaks = _Peaks(half=989.0, single=494.5, double=67.0, full=67.0, eight_bit=1979.0)
     return _gpu(name, peaks, _Memory(gb=memory_gb, gb_per_s=memory_gb_per_s), _H100_PRODUCTS, _PCIE5, source)
 
 
@@ -156,7 +160,7 @@ H100 = _hopper("H100-SXM5-80GB", memory_gb=80, memory_gb_per_s=3352.0, source="s
 H200 = _hopper("H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet; openxla h200")
 B200 = _gpu(
     "B200",
-    _Peaks(half=2250.0, single=1125.0, double=37.0, eight_bit=4500.0),
+    _Peaks(half=2250.0, single=1125.0, double=37.0, full=75.0, eight_bit=4500.0),
     _Memory(gb=180, gb_per_s=7672.0),
     _B200_PRODUCTS,
     _PCIE5,
