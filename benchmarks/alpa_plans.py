@@ -113,7 +113,7 @@ def alpas_plan(
             num_microbatches=m,
             schedule=solver.Schedule.ONE_F_ONE_B,
             limit_bytes=limit_bytes,
-            host_devices=cluster.devices_per_host,
+            host_devices=cluster.domain_devices,
         )
         firsts = balanced(cut.layers, len(model.stages))
         lasts = [*firsts[1:], len(cut.layers)]

@@ -77,7 +77,7 @@ class Grid:
 def grids(cluster: autopar.Cluster) -> Iterator[Grid]:
     sizes = [2**i for i in range(cluster.num_devices.bit_length())]
     for tp, pp, m, zero, recompute in itertools.product(sizes, sizes, NUM_MICROBATCHES, ZERO, RECOMPUTE):
-        if cluster.num_devices % (tp * pp) or tp > cluster.devices_per_host or (pp > 1 and m == 1):
+        if cluster.num_devices % (tp * pp) or tp > cluster.domain_devices or (pp > 1 and m == 1):
             continue
         dp = cluster.num_devices // tp // pp
         if dp > 1 or zero == 0:

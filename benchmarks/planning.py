@@ -58,7 +58,7 @@ def make_cluster(name: str, devices: int):
 
     if name == "flat":
         return Cluster.flat(devices)
-    host = Cluster.preset(name).devices_per_host
+    host = Cluster.preset(name).domain_devices
     if devices % host:
         raise SystemExit(f"{name} has {host} devices a host: {devices} are no whole hosts")
     return Cluster.preset(name, hosts=devices // host)

@@ -99,7 +99,7 @@ def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
     if best.step_time_s <= LEAST_PIPELINE_S:
         return False
     lost = 1 - best.shared_out_s / best.step_time_s
-    return lost > (LOST_BETWEEN_HOSTS if cluster.num_hosts > 1 else LOST_INSIDE_HOST)
+    return lost > (LOST_BETWEEN_HOSTS if cluster.num_domains > 1 else LOST_INSIDE_HOST)
 
 
 def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None) -> list[Candidate | Rejection]:

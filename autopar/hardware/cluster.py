@@ -12,7 +12,7 @@ import msgspec
 
 from autopar.common.json_files import JsonFaultError, decoded
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import discovery, host_groups, presets, torus, tpu_slices
+from autopar.hardware import discovery, host_groups, machines, presets, torus
 from autopar.hardware.collective_cost import Fabric, Link
 from autopar.hardware.kinds import DeviceKind
 from autopar.hardware.measurement import FitQuality, Measurement
@@ -24,16 +24,20 @@ _FORMAT_VERSION = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Hosts of equal devices. A host here is what the inner link joins: a DGX box, an NVL72 rack, a TPU slice.
+    """Hosts of equal devices. The inner link joins the devices of a domain: one host (a DGX box), or several (an NVL72
+    rack has 18 hosts of 4). Of TPUs a host here is a slice.
 
     Attributes:
         name: As in `Cluster.preset`, or free.
         device: What each device is.
         num_hosts: Number of hosts.
         devices_per_host: Devices of each.
-        inside_host: Link between devices of one host. On a torus: one wire, one way.
-        between_hosts: Link between hosts, per device: the host's rate divided by its devices.
+        hosts_per_domain: Hosts of each domain; neighbours in the order of hosts.
+        inside_host: Link between devices of one domain. On a torus: one wire, one way.
+        between_hosts: Link between domains, per device: the rate of a host's network cards divided by its devices.
         torus: Physical shape of a host's devices where the link inside is a torus (TPU), else empty.
+        inside_chip: On a torus of chips that are several devices each, the link between these: they are the last axis
+            of the torus, and share the chip's wires to others.
         axis_override: One link for each mesh axis, or one for all, instead of what follows from the above.
         fits: Of measured constants, how well they give back what was timed; empty where they come from tables.
     """
@@ -47,6 +51,8 @@ class Cluster:
     torus: tuple[int, ...] = ()
     axis_override: tuple[Link, ...] = ()
     fits: tuple[FitQuality, ...] = ()
+    hosts_per_domain: int = 1
+    inside_chip: Link | None = None
 
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.devices_per_host < 1:
@@ -56,7 +62,14 @@ class Cluster:
                 got=f"{self.num_hosts} hosts of {self.devices_per_host} devices",
                 hint="count the devices that the program will run on",
             )
-        if self.torus and (min(self.torus) < 1 or math.prod(self.torus) != self.devices_per_host):
+        if self.hosts_per_domain < 1 or self.num_hosts % self.hosts_per_domain:
+            raise InvalidArgumentError(
+                where=f"Cluster({self.name!r}).hosts_per_domain",
+                expected=f"a number that divides {self.num_hosts} hosts",
+                got=str(self.hosts_per_domain),
+                hint="give the hosts that one fast link joins (18 of an NVL72 rack), or 1",
+            )
+        if self.torus and (min(self.torus) < 1 or math.prod(self.torus) != self.domain_devices):
             raise InvalidArgumentError(
                 where=f"Cluster({self.name!r}).torus",
                 expected=f"a shape of {self.devices_per_host} devices",
@@ -68,14 +81,24 @@ class Cluster:
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
 
-    def axis_links(self, axis_sizes: Sequence[int]) -> tuple[Link, ...]:
-        """The link that each axis of a logical mesh runs on, the mesh laid row-major over hosts, then devices.
+    @property
+    def num_domains(self) -> int:
+        """How many parts the cluster has that only the network between hosts joins."""
+        return self.num_hosts // self.hosts_per_domain
 
-        An axis inside a host has the inner link. One that joins devices of several hosts shares each host's network
-        with the other groups of the host (`autopar.hardware.host_groups`).
+    @property
+    def domain_devices(self) -> int:
+        """Devices that the inner link joins."""
+        return self.hosts_per_domain * self.devices_per_host
+
+    def axis_links(self, axis_sizes: Sequence[int]) -> tuple[Link, ...]:
+        """The link that each axis of a logical mesh runs on, the mesh laid row-major over domains, then devices.
+
+        An axis inside a domain has the inner link. One that joins devices of several shares each one's network with the
+        other groups there (`autopar.hardware.host_groups`).
 
         Raises:
-            InvalidArgumentError: The mesh has more devices than the cluster, or does not fill whole hosts.
+            InvalidArgumentError: The mesh has more devices than the cluster, or does not fill whole domains.
         """
         sizes = tuple(axis_sizes)
         self._check_mesh(sizes)
@@ -85,44 +108,48 @@ class Cluster:
 
     def joint_links(self, axis_sizes: Sequence[int]) -> tuple[tuple[tuple[int, ...], Link], ...]:
         """(axes, link) of collectives over two axes or more at once; empty where the slowest of their links stands for
-        them: where links are given for each axis, and inside a host with a switch.
+        them: where links are given for each axis, and inside a domain with a switch.
         """
         sizes = tuple(axis_sizes)
-        if self.axis_override or not (self.torus or math.prod(sizes) > self.devices_per_host):
+        if self.axis_override or not (self.torus or math.prod(sizes) > self.domain_devices):
             return ()
         return tuple((axes, self._group_link(sizes, axes)) for axes in host_groups.joint_axes(sizes))
 
     def _group_link(self, sizes: tuple[int, ...], axes: tuple[int, ...]) -> Link:
         inside = self.inside_host
         if self.torus:
-            inside = torus.group_link(self.torus, sizes, axes, self.inside_host)
-        lies = host_groups.spread(sizes, axes, self.devices_per_host)
+            inside = torus.group_link(self.torus, sizes, axes, self.inside_host, self.inside_chip)
+        lies = host_groups.spread(sizes, axes, self.domain_devices)
         if lies.hosts == 1:
             return inside
         return host_groups.link_over_hosts(lies, inside, self.between_hosts, is_ring=len(axes) == 1)
 
     def _check_mesh(self, sizes: tuple[int, ...]) -> None:
         total = math.prod(sizes)
-        whole_hosts = total % self.devices_per_host == 0 or self.devices_per_host % total == 0
+        whole_hosts = total % self.domain_devices == 0 or self.domain_devices % total == 0
         links_given = len(self.axis_override) in (0, 1, len(sizes))
         if total <= self.num_devices and whole_hosts and links_given:
             return
+        domains = "hosts" if self.hosts_per_domain == 1 else "domains"
         raise InvalidArgumentError(
             where=f"mesh {'x'.join(map(str, sizes))} on cluster {self.name!r}",
-            expected=f"whole hosts, or a part of one ({self.num_hosts} hosts of {self.devices_per_host} devices)"
-            + ("" if links_given else f", and {len(self.axis_override)} axes, one for each link given"),
+            expected=f"whole {domains}, or a part of one ({self.num_domains} {domains} of {self.domain_devices} "
+            "devices)" + ("" if links_given else f", and {len(self.axis_override)} axes, one for each link given"),
             got=f"{total} devices on {len(sizes)} axes",
             hint="choose axis sizes whose product is the number of devices",
         )
 
-    def submesh(self, num_hosts: int, devices_per_host: int) -> Cluster:
+    def submesh(self, num_domains: int, domain_devices: int) -> Cluster:
         """A part of this cluster, for a pipeline stage. Part of a torus counts as a line of its devices."""
-        whole = devices_per_host == self.devices_per_host
+        whole = domain_devices == self.domain_devices
+        of_host = math.gcd(domain_devices, self.devices_per_host)
+        hosts_per_domain = domain_devices // of_host
         return dataclasses.replace(
             self,
-            num_hosts=num_hosts,
-            devices_per_host=devices_per_host,
-            torus=self.torus if whole else (devices_per_host,) * bool(self.torus),
+            num_hosts=num_domains * hosts_per_domain,
+            devices_per_host=of_host,
+            hosts_per_domain=hosts_per_domain,
+            torus=self.torus if whole else torus.part(self.torus, domain_devices, self.inside_chip),
         )
 
     @classmethod
@@ -182,34 +209,47 @@ class Cluster:
 
     @classmethod
     def _of(cls, found: discovery.LocalDevices) -> Cluster:
-        return cls(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
+        return cls(
+            name=found.name,
+            device=found.device,
+            num_hosts=found.num_hosts * found.processes_per_host,
+            devices_per_host=found.devices_per_host // found.processes_per_host,
+            inside_host=found.inside_host,
+            between_hosts=found.between_hosts,
+            torus=found.torus,
+            inside_chip=found.inside_chip,
+            fits=found.fits,
+            hosts_per_domain=found.processes_per_host,
+        )
 
     @classmethod
     def preset(cls, name: str, *, hosts: int = 1, topology: str | None = None) -> Cluster:
         """A published machine: `Cluster.preset("dgx-h100", hosts=16)`, `Cluster.preset("tpu-v5e", topology="2x4")`.
 
-        On TPU `hosts` counts slices, each of the topology.
+        On TPU `hosts` counts slices, each of the topology; of NVL72, where one NVLink domain joins 18 hosts, racks.
 
         Raises:
             InvalidArgumentError: A name that is not known, or a topology missing or where it means nothing.
         """
-        if name in _TPUS:
+        if name in machines.TPUS:
             return _tpu_slices(name, hosts, topology)
-        if name not in _GPU_HOSTS or topology is not None:
+        if name not in machines.GPU_HOSTS or topology is not None:
             raise InvalidArgumentError(
                 where=f"Cluster.preset({name!r}, topology={topology!r})",
-                expected=f"one of {', '.join((*_GPU_HOSTS, *_TPUS))}" + (" (topology on TPU only)" if topology else ""),
+                expected=f"one of {', '.join((*machines.GPU_HOSTS, *machines.TPUS))}"
+                + (" (topology on TPU only)" if topology else ""),
                 got=repr(name) + (f" with topology {topology!r}" if topology else ""),
                 hint="for other hardware make a Cluster(...) with its constants",
             )
-        device, devices_per_host, inside, between = _GPU_HOSTS[name]
+        machine = machines.GPU_HOSTS[name]
         return cls(
             name=name,
-            device=device,
-            num_hosts=hosts,
-            devices_per_host=devices_per_host,
-            inside_host=inside,
-            between_hosts=between,
+            device=machine.device,
+            num_hosts=hosts * machine.hosts_per_domain,
+            devices_per_host=machine.devices_per_host,
+            inside_host=machine.inside,
+            between_hosts=machine.between,
+            hosts_per_domain=machine.hosts_per_domain,
         )
 
     @classmethod
@@ -226,14 +266,14 @@ class Cluster:
             return cls.load(text)
         if m := re.fullmatch(r"local(?::(\d+))?", text):
             return cls.local(int(m[1]) if m[1] else None)
-        if m := re.fullmatch(r"(tpu-\w+):(\d+(?:x\d+)*)(?::(\d+))?", text):
+        if m := re.fullmatch(r"(tpu-?\w+):(\d+(?:x\d+)*)(?::(\d+))?", text):
             return cls.preset(m[1], topology=m[2], hosts=int(m[3] or 1))
-        for name in _GPU_HOSTS:
+        for name in machines.GPU_HOSTS:
             if m := re.fullmatch(rf"{re.escape(name)}(?:x(\d+))?", text):
                 return cls.preset(name, hosts=int(m[1] or 1))
         raise InvalidArgumentError(
             where="cluster",
-            expected=f"local, a .json file, {', '.join(_GPU_HOSTS)} (x16), {', '.join(_TPUS)} (:4x4)",
+            expected=f"local, a .json file, {', '.join(machines.GPU_HOSTS)} (x16), {', '.join(machines.TPUS)} (:4x4)",
             got=repr(text),
             hint="the number behind x counts hosts, the shape behind : is the TPU slice's",
         )
@@ -306,43 +346,9 @@ def _unreadable(path: str | Path, got: str) -> InvalidArgumentError:
     )
 
 
-# Name -> device, devices that the inner link joins, link inside, link between.
-_GPU_HOSTS: dict[str, tuple[DeviceKind, int, Link, Link]] = {
-    "p3.16xlarge": (presets.V100, 8, presets.NVLINK2, presets.ETHERNET_25G),
-    "dgx-a100-40g": (presets.A100_40GB, 8, presets.NVLINK3, presets.HDR200),
-    "dgx-a100-80g": (presets.A100_80GB, 8, presets.NVLINK3, presets.HDR200),
-    "dgx-h100": (presets.H100, 8, presets.NVLINK4, presets.NDR400),
-    "dgx-h200": (presets.H200, 8, presets.NVLINK4, presets.NDR400),
-    "dgx-b200": (presets.B200, 8, presets.NVLINK5, presets.NDR400),
-    "gb200-nvl72": (presets.GB200, 72, presets.NVLINK5_NVL72, presets.NDR400),
-}
-# Name -> device, axes of the torus.
-_TPUS: dict[str, tuple[DeviceKind, int]] = {
-    "tpu-v4": (presets.TPU_V4, 3),
-    "tpu-v5e": (presets.TPU_V5E, 2),
-    "tpu-v5p": (presets.TPU_V5P, 3),
-    "tpu-v6e": (presets.TPU_V6E, 2),
-}
-
-
 def _tpu_slices(name: str, slices: int, topology: str | None) -> Cluster:
-    device, rank = _TPUS[name]
-    if topology is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", topology) or topology.count("x") != rank - 1:
-        raise InvalidArgumentError(
-            where=f"Cluster.preset({name!r})",
-            expected=f"a topology of {rank} axes, such as topology={'x'.join(['4'] * rank)!r}",
-            got=f"topology={topology!r}",
-            hint="give the shape of the slice, as Google Cloud names it",
-        )
-    shape = tuple(map(int, topology.split("x")))
-    if not tpu_slices.is_offered(shape):
-        raise InvalidArgumentError(
-            where=f"Cluster.preset({name!r}, topology={topology!r})",
-            expected=f"a topology that there is; nearest: {', '.join(tpu_slices.nearest(shape))}",
-            got=topology,
-            hint="axes stand in ascending order, as Google Cloud names slices, and beyond 4x4x4 are multiples of 4; "
-            "for other hardware make a Cluster(...) with its constants",
-        )
+    shape = machines.tpu_shape(name, topology)
+    device = machines.TPUS[name].device
     return Cluster(
         name=f"{name}:{topology}",
         device=device,
@@ -351,4 +357,5 @@ def _tpu_slices(name: str, slices: int, topology: str | None) -> Cluster:
         inside_host=presets.TPU_ICI[device.name],
         between_hosts=presets.TPU_DCN,
         torus=shape,
+        inside_chip=machines.TPUS[name].inside_chip,
     )

@@ -45,12 +45,14 @@ PLANNED_KINDS = (
 class Fabric(enum.StrEnum):
     """What joins the devices, as far as the number of steps and the way of a byte depend on it.
 
-    SWITCHED: a way of its own between any two devices (NVSwitch, InfiniBand, Ethernet). TORUS: wires between
-    neighbours only (TPU interconnect), so that bytes for a device k hops away load k wires. SHARED_MEMORY: threads of
-    one process that wait for one another and copy (virtual CPU devices).
+    SWITCHED: a way between any two devices with all of their rate (NVSwitch, InfiniBand, Ethernet). DIRECT: a wire of
+    its own between any two devices, so that n devices have n-1 wires each (Infinity Fabric of a host). TORUS: wires
+    between neighbours only (TPU interconnect), so that bytes for a device k hops away load k wires. SHARED_MEMORY:
+    threads of one process that wait for one another and copy (virtual CPU devices).
     """
 
     SWITCHED = "switched"
+    DIRECT = "direct"
     TORUS = "torus"
     SHARED_MEMORY = "shared memory"
 
@@ -96,7 +98,8 @@ class Link:
 
     Attributes:
         latency_s: Alpha, seconds for one step of a collective.
-        bytes_per_s: Beta, bytes that one device sends in a second while all devices send.
+        bytes_per_s: Beta, bytes that one device sends in a second while all devices send; of one wire, where all are
+            joined directly.
         source: Where the constants come from.
         overhead_s: Seconds that a collective takes before its first step (kernel launch).
         fabric: What kind of network it is.
@@ -172,9 +175,9 @@ def sent_bytes(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike) -> N
 def steps(kind: CollectiveKind, n: ArrayLike, fabric: Fabric) -> NDArray[np.float64]:
     """Latencies that follow one another in a collective of `PLANNED_KINDS` over `n` devices.
 
-    SWITCHED: all-gather and reduce-scatter go round a ring, n-1 steps; an all-to-all sends to each of n-1 peers in
-    turn; an all-reduce goes up and down a tree, 2 log2(n) steps (NCCL takes trees for what is bound by latency;
-    measured on GB200, 64 devices: all-gather 91 us, all-reduce 50 us; 16 devices: 29 us and 50 us).
+    SWITCHED, DIRECT: all-gather and reduce-scatter go round a ring, n-1 steps; an all-to-all sends to each of n-1
+    peers in turn; an all-reduce goes up and down a tree, 2 log2(n) steps (NCCL takes trees for what is bound by
+    latency; measured on GB200, 64 devices: all-gather 91 us, all-reduce 50 us; 16 devices: 29 us and 50 us).
     TORUS: n-1 hops to the far end of a line, twice for the all-reduce (scaling-book, "Sharded matrices").
     SHARED_MEMORY: every thread waits for all n-1 others, whatever the collective (measured: 2, 4 and 8 virtual CPU
     devices take 17, 41 and 116 us for a permute as for an all-reduce of 1 kB).
@@ -186,7 +189,7 @@ def steps(kind: CollectiveKind, n: ArrayLike, fabric: Fabric) -> NDArray[np.floa
             return others
         case _, CollectiveKind.COLLECTIVE_PERMUTE:
             return np.where(count > 1.0, 1.0, 0.0)
-        case Fabric.SWITCHED, CollectiveKind.ALL_REDUCE:
+        case Fabric.SWITCHED | Fabric.DIRECT, CollectiveKind.ALL_REDUCE:
             return 2.0 * np.log2(count)
         case Fabric.TORUS, CollectiveKind.ALL_REDUCE:
             return 2.0 * others
@@ -248,9 +251,11 @@ def wire_bytes(
 ) -> NDArray[np.float64]:
     """Bytes that pass a device's wires: those it sends, each as often as the fabric passes it on."""
     sent = sent_bytes(kind, result_bytes, n)
+    _, count = _size_and_count(0.0, n)
+    if fabric is Fabric.DIRECT and kind is not CollectiveKind.COLLECTIVE_PERMUTE:
+        return sent / np.maximum(count - 1.0, 1.0)  # over all wires at once
     if fabric is not Fabric.TORUS:
         return sent
-    _, count = _size_and_count(0.0, n)
     return sent * _hops(kind, count, rings)
 
 

@@ -17,7 +17,9 @@ from autopar.hardware.measurement import FitQuality, MeasuredOn, Measurement, sa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDevices:
-    """What `autopar.Cluster.local` is made of; fields as there."""
+    """What `autopar.Cluster.local` is made of; fields as there, but that a host is here what the inner link joins. That
+    may be `processes_per_host` processes on hosts of their own.
+    """
 
     name: str
     device: DeviceKind
@@ -27,6 +29,8 @@ class LocalDevices:
     between_hosts: Link
     torus: tuple[int, ...] = ()
     fits: tuple[FitQuality, ...] = ()
+    processes_per_host: int = 1
+    inside_chip: Link | None = None
 
 
 def find(num_devices: int | None = None, *, measured: bool = True) -> LocalDevices:
@@ -125,7 +129,19 @@ def describe(devices: Sequence[Any]) -> LocalDevices:
         inside_host=inside,
         between_hosts=between,
         torus=_torus(devices[:devices_per_host]) if wire else (),
+        inside_chip=presets.TPU7X_CHIP if kind.name == presets.TPU7X.name else None,
+        processes_per_host=1 if wire else _processes(devices[:devices_per_host]),
     )
+
+
+def _processes(devices: Sequence[Any]) -> int:
+    """How many processes hold the devices that fast links join, each several of its own: hosts of an NVLink domain.
+
+    Processes with one device each may share a host; jax does not say.
+    """
+    counts = set(Counter(d.process_index for d in devices).values())
+    of_each = counts.pop()
+    return 1 if counts or of_each == 1 else len(devices) // of_each
 
 
 def _hosts(devices: Sequence[Any]) -> tuple[int, int]:
@@ -165,7 +181,8 @@ def _memory_bytes(device: Any, kind: DeviceKind) -> int:
 def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
     """Extents of the devices' coordinates, without the axes of size one; a line of them if they fill no box."""
     extents = [max(axis) - min(axis) + 1 for axis in zip(*(d.coords for d in devices), strict=True)]
-    shape = tuple(n for n in extents if n > 1) or (1,)
+    cores = len({d.core_on_chip for d in devices}) if hasattr(devices[0], "core_on_chip") else 1
+    shape = (*(tuple(n for n in extents if n > 1) or (1,)), *((cores,) if cores > 1 else ()))
     filled = 1
     for n in shape:
         filled *= n

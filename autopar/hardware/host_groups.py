@@ -62,6 +62,9 @@ def link_over_hosts(lies: Spread, inside: Link, outside: Link, *, is_ring: bool)
     n, together = lies.size, lies.inside
     if together == 1:
         return outside
+    if inside.fabric is Fabric.DIRECT:
+        wires = together - 1
+        inside = dataclasses.replace(inside, bytes_per_s=wires * inside.bytes_per_s, fabric=Fabric.SWITCHED)
     steps_outside = lies.hosts - 1
     latency_s = (steps_outside * outside.latency_s + (n - lies.hosts) * inside.latency_s) / (n - 1)
     return Link(

@@ -60,13 +60,14 @@ class _Peaks:
     double: float
     full: float | None = None
     eight_bit: float | None = None
+    int8: float | None = None  # where it is not that of float8
     bfloat16: bool = True
 
     def by_dtype(self) -> tuple[tuple[str, float], ...]:
         rates = [("float16", self.half), ("float32", self.single), ("float64", self.double)]
         rates += [("bfloat16", self.half)] if self.bfloat16 else []
         rates += [(FULL_FLOAT32, self.full)] if self.full else []
-        rates += [("float8", self.eight_bit), ("int8", self.eight_bit)] if self.eight_bit else []
+        rates += [("float8", self.eight_bit), ("int8", self.int8 or self.eight_bit)] if self.eight_bit else []
         return tuple((dtype, tera * _TERA) for dtype, tera in rates)
 
 
@@ -95,11 +96,18 @@ def _gpu(name: str, peaks: _Peaks, memory: _Memory, products: _Products, host: _
     return host.of(device)
 
 
-def _tpu(name: str, *, half: float, int8: float, memory_gb: float, memory_gb_per_s: float) -> DeviceKind:
+def _tpu(
+    name: str, *, half: float, memory_gb: float, memory_gb_per_s: float, int8: float | None = None,
+    float8: float | None = None, host: _HostLink | None = None,
+) -> DeviceKind:  # fmt: skip
     """Rates in Tflop/s. float32 products run as bfloat16 ones: JAX's default precision on TPU is one bfloat16 pass."""
     device = DeviceKind(
         name=name,
-        peak_flops=(("bfloat16", half * _TERA), ("float32", half * _TERA), ("int8", int8 * _TERA)),
+        peak_flops=tuple(
+            (dtype, tera * _TERA)
+            for dtype, tera in (("bfloat16", half), ("float32", half), ("int8", int8), ("float8", float8))
+            if tera is not None
+        ),
         memory_bytes=int(memory_gb * _GIGA),
         peak_memory_bytes_per_s=memory_gb_per_s * _GIGA,
         launch_overhead_s=_TPU_LAUNCH_US * _MICRO,
@@ -107,7 +115,7 @@ def _tpu(name: str, *, half: float, int8: float, memory_gb: float, memory_gb_per
         memory_efficiency=_TPU_MEMORY_EFFICIENCY,
         source="jax-ml/scaling-book tpus.md and Google Cloud TPU documentation (rates, memory)",
     )
-    return _TPU_HOST.of(device)
+    return device if host is None else host.of(device)
 
 
 # Share of the peak and time of the smallest kernel where no measurement of a GPU was found, and share of its memory's
@@ -166,12 +174,52 @@ B200 = _gpu(
     _PCIE5,
     source="scaling-book gpus.md; openxla b200",
 )
+# NVIDIA's data sheets of HGX B300 (36 Pflop/s of 16 bits for eight cards with sparsity) and GB300 NVL72 (360 for 72);
+# int8 and float64 run at a thirtieth of B200's. Products are taken to reach B200's shares.
+B300 = _gpu(
+    "B300",
+    _Peaks(half=2250.0, single=1125.0, double=1.25, full=75.0, eight_bit=4500.0, int8=150.0),
+    _Memory(gb=270, gb_per_s=8000.0),
+    _B200_PRODUCTS,
+    _PCIE5,
+    source="NVIDIA HGX B300 data sheet; 270 of 288 GB to be used: verda.com, GB300 NVL72 architecture",
+)
+_GB300 = _gpu(
+    "GB300",
+    _Peaks(half=2500.0, single=1250.0, double=1.3, full=80.0, eight_bit=5000.0, int8=165.0),
+    _Memory(gb=279, gb_per_s=8000.0),
+    _B200_PRODUCTS,
+    _C2C_GB200,
+    source="NVIDIA GB300 NVL72 data sheet; 279 of 288 GB to be used: verda.com, GB300 NVL72 architecture",
+)
 # The same beside a Grace processor.
-GH200, GB200 = _C2C_GH200.of(H200), _C2C_GB200.of(B200)
-TPU_V4 = _tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0)
-TPU_V5E = _tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0)
-TPU_V5P = _tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0)
-TPU_V6E = _tpu("TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0)
+GH200, GB200, GB300 = _C2C_GH200.of(H200), _C2C_GB200.of(B200), _GB300
+# Share of the peak in bfloat16: 708 of 1307 Tflop/s, AMD's "Measuring Max-Achievable FLOPs", part 2, for MI300X; taken
+# for MI355X and other types too.
+_CDNA_PRODUCTS = _Products(launch_us=7.0, half=0.54, single=0.54)
+MI300X = _gpu(
+    "MI300X",
+    _Peaks(half=1307.4, single=163.4, double=163.4, eight_bit=2614.9),
+    _Memory(gb=192, gb_per_s=5300.0),
+    _CDNA_PRODUCTS,
+    _PCIE5,
+    source="AMD Instinct MI300X data sheet",
+)
+MI355X = _gpu(
+    "MI355X",
+    _Peaks(half=2516.6, single=157.3, double=78.6, eight_bit=5033.2),
+    _Memory(gb=288, gb_per_s=8000.0),
+    _CDNA_PRODUCTS,
+    _PCIE5,
+    source="AMD Instinct MI355X data sheet",
+)
+TPU_V4 = _tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0, host=_TPU_HOST)
+TPU_V5E = _tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0, host=_TPU_HOST)
+TPU_V5P = _tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0, host=_TPU_HOST)
+TPU_V6E = _tpu("TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0, host=_TPU_HOST)
+# jax makes two devices of a chip, its two chiplets: each half of the chip's 2307 and 4614 Tflop/s, 192 GiB and 7380
+# GB/s (Google Cloud's page on TPU7x). It lists no rate of int8, and no link to the host.
+TPU7X = _tpu("TPU7x", half=2307.0 / 2, float8=4614.0 / 2, memory_gb=103.0, memory_gb_per_s=7380.0 / 2)
 
 # Prefix of what jax calls a device (`Device.device_kind`) -> kind; the first that matches counts.
 BY_JAX_NAME: tuple[tuple[str, DeviceKind], ...] = (
@@ -183,14 +231,19 @@ BY_JAX_NAME: tuple[tuple[str, DeviceKind], ...] = (
     ("NVIDIA H100", H100),
     ("NVIDIA B200", B200),
     ("NVIDIA GB200", GB200),
+    ("NVIDIA B300", B300),
+    ("NVIDIA GB300", GB300),
     ("TPU v4", TPU_V4),
     ("TPU v5 lite", TPU_V5E),
     ("TPU v5e", TPU_V5E),
     ("TPU v5", TPU_V5P),
     ("TPU v6", TPU_V6E),
+    ("TPU7x", TPU7X),
+    ("AMD Instinct MI300X", MI300X),
+    ("AMD Instinct MI355X", MI355X),
 )
 # The data-centre card of each compute capability, for NVIDIA cards of a name that is not in the table.
-BY_COMPUTE_CAPABILITY: dict[str, DeviceKind] = {"7.0": V100, "8.0": A100_40GB, "9.0": H100, "10.0": B200}
+BY_COMPUTE_CAPABILITY: dict[str, DeviceKind] = {"7.0": V100, "8.0": A100_40GB, "9.0": H100, "10.0": B200, "10.3": B300}
 
 
 def _link(
@@ -248,10 +301,15 @@ _NCCL = "latency: NCCL's tuning table"
 NVLINK3 = _link(8.4, 3.4, 200.0, f"{_NCCL}; rate: bus bandwidth of 8 A100, NVIDIA/nccl-tests 149")
 NVLINK2 = _link(8.4, 3.4, 110.0, f"{_NCCL}; rate: openxla's model, 6 lanes x 20 GB/s x 0.92")
 NDR400 = _link(8.4, 14.0, 47.0, f"{_NCCL}; rate: 46-48 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 290")
+XDR800 = _link(8.4, 14.0, 94.0, f"{_NCCL}; rate: the share of 100 GB/s a NIC (ConnectX-8) that NDR reaches of its 50")
 HDR200 = _link(8.4, 14.0, 24.0, f"{_NCCL}; rate: 96 % of 25 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 119")
 ETHERNET_25G = _link(
     8.4, 14.0, 3.1 / 8, f"{_NCCL}; rate: 25 Gbit/s a host for 8 GPUs (Alpa, OSDI 2022, section 8)", devices_per_card=8
 )
+# One wire, one way, of those that join each card with each other of its host (Infinity Fabric, seven of 64 GB/s on
+# MI300X and of 76.8 on MI355X, AMD's data sheets); the share of that which NVLink4's fit reaches (350 of 450).
+XGMI4 = _link(8.4, 3.4, 50.0, f"{_NCCL}; rate: 78 % of 64 GB/s a wire (AMD MI300X data sheet)", Fabric.DIRECT)
+XGMI5 = _link(8.4, 3.4, 60.0, f"{_NCCL}; rate: 78 % of 76.8 GB/s a wire (AMD MI355X data sheet)", Fabric.DIRECT)
 # One wire, one way; `autopar.hardware.torus` knows how many of them an axis has. Latency of one hop: scaling-book,
 # sharding.md.
 TPU_ICI = {
@@ -259,7 +317,10 @@ TPU_ICI = {
     TPU_V5E.name: _link(0.0, 1.0, 45.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
     TPU_V5P.name: _link(0.0, 1.0, 90.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
     TPU_V6E.name: _link(0.0, 1.0, 90.0, "scaling-book tpus.md, sharding.md", Fabric.TORUS),
+    # Of a chip, whose two devices share it: 1200 GB/s a chip both ways, as v5p has (Google Cloud's pages on both).
+    TPU7X.name: _link(0.0, 1.0, 90.0, "as v5p's, of the same nominal rate (Google Cloud)", Fabric.TORUS),
 }
+TPU7X_CHIP = _link(0.0, 1.0, 6 * 90.0, "six times a wire's rate (Google Cloud, TPU7x, dual-chiplet architecture)")
 # Between slices: 25 GB/s a host of 4 chips (scaling-book tpus.md). Latency of a step: the network hop of NCCL's table,
 # for want of a published figure.
 TPU_DCN = _link(
@@ -274,4 +335,8 @@ GPU_LINKS: dict[str, tuple[Link, Link]] = {
     H100.name: (NVLINK4, NDR400),
     H200.name: (NVLINK4, NDR400),
     B200.name: (NVLINK5, NDR400),
+    B300.name: (NVLINK5, XDR800),
+    GB300.name: (NVLINK5_NVL72, XDR800),
+    MI300X.name: (XGMI4, NDR400),
+    MI355X.name: (XGMI5, NDR400),
 }

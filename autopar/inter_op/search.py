@@ -266,7 +266,7 @@ class _Search:
                 num_microbatches=microbatched.graph.num_microbatches,
                 schedule=SearchedSchedule(name),
                 limit_bytes=self.context.limit_bytes,
-                host_devices=cluster.devices_per_host,
+                host_devices=cluster.domain_devices,
                 chunks=chunks,
                 fixed_num_stages=num_stages,
             )
@@ -302,7 +302,7 @@ def tables(
     models = [cost_model(part, mesh) for part in (part_of(cluster, n) for n in sizes) for mesh in meshes_inside(part)]
     examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
     # Some boundary lies between hosts, and the slowest stage sets the pace.
-    link = cluster.between_hosts if cluster.num_hosts > 1 else cluster.inside_host
+    link = cluster.between_hosts if cluster.num_domains > 1 else cluster.inside_host
     for model in models:
         mesh = model.links.mesh
         stages = cluster.num_devices / mesh.num_devices

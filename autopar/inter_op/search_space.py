@@ -73,7 +73,7 @@ def finest(trips: int) -> int:
 
 def stage_numbers(step: SplitStep, cluster: Cluster) -> list[int]:
     """The numbers of stages that divide a scan over layers, and the devices, into equal parts."""
-    n, total = cluster.devices_per_host, cluster.num_devices
+    n, total = cluster.domain_devices, cluster.num_devices
     sizes = {s: total // s for s in divisors(step.trips) if total % s == 0 and s <= step.parts}
     return [s for s, size in sizes.items() if size % n == 0 or n % size == 0]
 
@@ -116,7 +116,7 @@ def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> li
     stages than there are layers are left out, except where devices would be left over. If this would cut many hosts
     into small parts, each size divides the next larger one instead.
     """
-    n, total = cluster.devices_per_host, cluster.num_devices
+    n, total = cluster.domain_devices, cluster.num_devices
     if request.num_stages is not None:
         if total % request.num_stages:
             raise InvalidArgumentError(
@@ -127,7 +127,7 @@ def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> li
             )
         return [total // request.num_stages]
     inside = [size for size in (2**i for i in range(n.bit_length())) if n % size == 0]
-    hosts = [n * 2**i for i in range(cluster.num_hosts.bit_length()) if 2**i <= cluster.num_hosts]
+    hosts = [n * 2**i for i in range(cluster.num_domains.bit_length()) if 2**i <= cluster.num_domains]
     sizes = sorted({*inside, *hosts, total})
     enough = [size for size in sizes if size * num_layers >= total]
     # Where the devices are no multiple of the smallest of these, smaller stages make up the rest.
@@ -137,7 +137,7 @@ def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> li
         enough.insert(0, size)
     if total // enough[0] <= MOST_PARTS:
         return enough
-    chain = [*inside, *(n * of_hosts for of_hosts in _divisor_chain(cluster.num_hosts))]
+    chain = [*inside, *(n * of_hosts for of_hosts in _divisor_chain(cluster.num_domains))]
     return sorted({size for size in chain if size * num_layers >= total})
 
 
@@ -162,4 +162,4 @@ def _divisor_chain(n: int) -> list[int]:
 def meshes_inside(part: Cluster) -> list[LogicalMesh]:
     """The logical meshes of a stage, of at most two axes, the inner of which stays inside a host."""
     meshes = distinct_meshes(part, 2)
-    return [m for m in meshes if len(m.axis_sizes) == 1 or m.axis_sizes[-1] <= part.devices_per_host]
+    return [m for m in meshes if len(m.axis_sizes) == 1 or m.axis_sizes[-1] <= part.domain_devices]

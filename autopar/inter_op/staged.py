@@ -324,7 +324,7 @@ def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Sub
 
 def link_between(source: Submesh, target: Submesh, cluster: Cluster) -> Link:
     """The link between neighbouring submeshes: that inside a host where one host has both."""
-    n = cluster.devices_per_host
+    n = cluster.domain_devices
     hosts = {
         device // n for s in (source, target) for device in (s.first_device, s.first_device + s.mesh.num_devices - 1)
     }
@@ -341,7 +341,7 @@ def part_of(cluster: Cluster, num_devices: int) -> Cluster:
 
     Raises: InvalidArgumentError for a number that is neither.
     """
-    n = cluster.devices_per_host
+    n = cluster.domain_devices
     if num_devices % n and n % num_devices:
         raise InvalidArgumentError(
             where=f"a stage on cluster {cluster.name}",

@@ -44,11 +44,12 @@ def parse(spec: str) -> TpuSlice | GpuHosts:
 def spec_of(cluster: Cluster) -> str | None:
     """The devices of a cluster as a text for `parse`; None where no compiler for them is available."""
     if cluster.torus:
-        generation = cluster.device.name.removeprefix("TPU ")
-        return str(TpuSlice(generation=generation, chips=cluster.torus, num_slices=cluster.num_hosts))
+        generation = cluster.device.name.removeprefix("TPU ").lower()
+        chips = cluster.torus if cluster.inside_chip is None else cluster.torus[:-1]
+        return str(TpuSlice(generation=generation, chips=chips, num_slices=cluster.num_hosts))
     for name, card in aot_gpu.CARDS.items():
         if card.kind.name == cluster.device.name:
-            return str(GpuHosts(card=name, cards_per_host=cluster.devices_per_host, num_hosts=cluster.num_hosts))
+            return str(GpuHosts(card=name, cards_per_host=cluster.domain_devices, num_hosts=cluster.num_domains))
     return None
 
 

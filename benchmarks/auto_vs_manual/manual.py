@@ -203,7 +203,7 @@ def data_parallel(problem: Problem, zero: int = 0, offload: str = "nothing") -> 
 
 def tensor_parallel(problem: Problem) -> Walk:
     """All devices of a host share each matrix, hosts are copies."""
-    tp = min(problem.cluster.devices_per_host, problem.cluster.num_devices)
+    tp = min(problem.cluster.domain_devices, problem.cluster.num_devices)
     return walk(
         problem,
         first_points(problem, tp=tp),
@@ -216,7 +216,7 @@ def megatron(problem: Problem, most_tp: int | None = None) -> Walk:
 
     Those with most tensor parallelism come first: they are the likeliest to fit, where a walk is ended early.
     """
-    n, inside = problem.cluster.num_devices, problem.cluster.devices_per_host
+    n, inside = problem.cluster.num_devices, problem.cluster.domain_devices
     starts = [
         point
         for tp in reversed(powers(most_tp or inside))
@@ -252,7 +252,7 @@ def expert_and_data(problem: Problem) -> Walk:
 
 def sequence(problem: Problem, kind: str) -> Walk:
     """The devices of a host share each sequence, hosts are copies."""
-    sp = min(problem.cluster.devices_per_host, problem.cluster.num_devices)
+    sp = min(problem.cluster.domain_devices, problem.cluster.num_devices)
     return walk(
         problem,
         first_points(problem, tp=sp),

@@ -1,6 +1,7 @@
 """Clusters: presets, names, files, and the link of each mesh axis."""
 
 import dataclasses
+import json
 import types
 
 import jax
@@ -13,7 +14,10 @@ from autopar.hardware.cluster import Cluster, Link
 from autopar.hardware.collective_cost import CollectiveKind, Fabric, time_s
 from autopar.ir.mesh import LogicalMesh
 
-GPU_PRESETS = ["p3.16xlarge", "dgx-a100-40g", "dgx-a100-80g", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72"]
+GPU_PRESETS = [
+    "p3.16xlarge", "dgx-a100-40g", "dgx-a100-80g", "dgx-h100", "dgx-h200", "dgx-b200", "dgx-b300", "gb200-nvl72",
+    "gb300-nvl72", "mi300x", "mi355x",
+]  # fmt: skip
 
 
 def rates(cluster: Cluster, *axis_sizes: int) -> list[float]:
@@ -23,7 +27,7 @@ def rates(cluster: Cluster, *axis_sizes: int) -> list[float]:
 @pytest.mark.parametrize("name", GPU_PRESETS)
 def test_gpu_presets(name):
     cluster = Cluster.preset(name, hosts=4)
-    assert cluster.num_devices == 4 * (72 if name == "gb200-nvl72" else 8)
+    assert cluster.num_devices == 4 * (72 if name.endswith("-nvl72") else 8)
     assert cluster.between_hosts.bytes_per_s < cluster.inside_host.bytes_per_s
 
 
@@ -185,6 +189,78 @@ def test_a_collective_over_both_axes_of_a_torus_uses_the_wires_of_both():
     assert link == cluster.axis_links((256,))[0]
 
 
+def test_an_nvlink_domain_may_span_hosts():
+    cluster = Cluster.preset("gb200-nvl72", hosts=2)
+    assert (cluster.num_hosts, cluster.devices_per_host) == (36, 4)
+    assert (cluster.num_domains, cluster.domain_devices, cluster.num_devices) == (2, 72, 144)
+    # 72 neighbours are joined by NVLink, whatever host they are of; 144 by the 72 cards of each rack, one a device.
+    assert cluster.axis_links((2, 72)) == (presets.NDR400, presets.NVLINK5_NVL72)
+    assert cluster.axis_links((2, 2, 36))[1:] == (presets.NVLINK5_NVL72, presets.NVLINK5_NVL72)
+    assert rates(cluster, 144) == pytest.approx([671.0])
+    with pytest.raises(InvalidArgumentError, match="whole domains, or a part of one \\(2 domains of 72 devices\\)"):
+        cluster.axis_links((100,))
+
+
+@pytest.mark.parametrize(
+    ("domains", "devices", "hosts", "of_host"),
+    [(1, 72, 18, 4), (2, 72, 36, 4), (1, 4, 1, 4), (1, 2, 1, 2), (1, 36, 9, 4), (1, 18, 9, 2)],
+)
+def test_parts_of_a_domain_keep_its_hosts(domains, devices, hosts, of_host):
+    part = Cluster.preset("gb200-nvl72", hosts=2).submesh(domains, devices)
+    assert (part.num_devices, part.num_domains, part.domain_devices) == (domains * devices, domains, devices)
+    assert (part.num_hosts, part.devices_per_host) == (hosts, of_host)
+
+
+def test_files_from_before_domains_are_read(tmp_path):
+    path = tmp_path / "cluster.json"
+    cluster = dataclasses.replace(Cluster.preset("gb200-nvl72"), num_hosts=1, devices_per_host=72, hosts_per_domain=1)
+    cluster.save(path)
+    kept = json.loads(path.read_text())
+    for field in ("hosts_per_domain", "inside_chip"):
+        del kept["cluster"][field]
+    for link in ("inside_host", "between_hosts"):
+        del kept["cluster"][link]["devices_per_card"]
+    path.write_text(json.dumps(kept))
+    assert Cluster.load(path) == cluster
+
+
+def test_domains_are_whole_hosts():
+    with pytest.raises(InvalidArgumentError, match="a number that divides 2 hosts"):
+        dataclasses.replace(Cluster.preset("dgx-h100", hosts=2), hosts_per_domain=3)
+
+
+def test_processes_that_nvlink_joins_are_hosts_of_a_domain():
+    devices = [device("NVIDIA GB200", process_index=i // 4, slice_index=0) for i in range(72)]
+    cluster = Cluster._of(discovery.describe(devices))
+    assert (cluster.num_hosts, cluster.devices_per_host, cluster.hosts_per_domain) == (18, 4, 18)
+
+
+def test_two_devices_of_a_tpu7x_chip_share_its_wires():
+    cluster = Cluster.preset("tpu7x", topology="4x4x4")
+    assert (cluster.num_devices, cluster.torus) == (128, (4, 4, 4, 2))
+    # Wires of 90 GB/s: a ring has both ways; a device alone has half of the chip's.
+    assert rates(cluster, 64, 2) == pytest.approx([3 * 2 * 90.0 / 2, 6 * 90.0])
+    assert rates(cluster, 16, 8) == pytest.approx([2 * 2 * 90.0 / 2, 2 * 90.0])
+    assert Cluster.parse("tpu7x:4x4x4") == cluster
+    assert (cluster.submesh(1, 8).torus, cluster.submesh(1, 1).torus) == ((4, 2), (1, 1))
+
+
+def test_cards_that_wires_join_have_one_to_each_other_card():
+    cluster = Cluster.preset("mi300x", hosts=2)
+    one = cluster.axis_links((2, 8))[1]
+    gather = CollectiveKind.ALL_GATHER
+
+    def moved_s(kind, n):
+        return float(time_s(kind, 8e9, n, one) - time_s(kind, 0.0, n, one))
+
+    # 7/8 of 8 GB over seven wires of 50 GB/s; half of it over one; a permute has one wire.
+    assert moved_s(gather, 8) == pytest.approx(7e9 / 350e9)
+    assert moved_s(gather, 2) == pytest.approx(4e9 / 50e9)
+    assert moved_s(CollectiveKind.ALL_TO_ALL, 8) == pytest.approx(7e9 / 350e9)
+    assert moved_s(CollectiveKind.COLLECTIVE_PERMUTE, 8) == pytest.approx(8e9 / 50e9)
+    assert rates(cluster, 16) == pytest.approx([350.0])  # eight cards of 47 are more
+
+
 def test_latency_over_hosts_counts_each_step_where_it_runs():
     cluster = Cluster.preset("dgx-a100-80g", hosts=2)
     (link,) = cluster.axis_links((16,))
@@ -301,6 +377,10 @@ def device(kind: str, **fields: object) -> types.SimpleNamespace:
         ("NVIDIA A100-SXM4-40GB", presets.A100_40GB),
         ("NVIDIA A100-SXM4-80GB", presets.A100_80GB),
         ("Tesla V100-SXM2-16GB", presets.V100),
+        ("NVIDIA B300 SXM6 AC", presets.B300),
+        ("NVIDIA GB300", presets.GB300),
+        ("AMD Instinct MI300X", presets.MI300X),
+        ("AMD Instinct MI355X", presets.MI355X),
     ],
 )
 def test_gpus_are_known_by_name(name, kind):

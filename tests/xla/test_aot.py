@@ -51,6 +51,7 @@ def test_other_texts_are_refused_with_an_example(spec):
     [
         ("tpu-v5e:2x4", "tpu:v5e:2x4"),
         ("tpu-v5p:2x2x2:4", "tpu:v5p:2x2x2:4"),
+        ("tpu7x:2x2x1", "tpu:tpu7x:2x2x1"),
         ("dgx-a100-40g", "gpu:a100-40g:8"),
         ("dgx-a100-80gx4", "gpu:a100-80g:4x8"),
         ("dgx-h100x2", "gpu:h100:2x8"),

@@ -1,0 +1,88 @@
+"""The published machines that `Cluster.preset` knows by name, of devices and links in `autopar.hardware.presets`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from autopar.errors import InvalidArgumentError
+from autopar.hardware import presets, tpu_slices
+from autopar.hardware.collective_cost import Link
+from autopar.hardware.kinds import DeviceKind
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GpuHost:
+    """As in `autopar.hardware.cluster.Cluster`."""
+
+    device: DeviceKind
+    inside: Link
+    between: Link
+    devices_per_host: int = 8
+    hosts_per_domain: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tpu:
+    """`axes`: of the torus of chips. `chip_devices`: how many devices jax has of a chip, joined by `inside_chip`."""
+
+    device: DeviceKind
+    axes: int
+    chip_devices: int = 1
+    inside_chip: Link | None = None
+
+
+# Of an NVL72 rack (GB200, GB300) 18 hosts of four cards, which one NVLink domain joins: NVIDIA's data sheets.
+_NVL72_HOSTS, _NVL72_HOST_CARDS = 18, 4
+
+GPU_HOSTS: dict[str, GpuHost] = {
+    "p3.16xlarge": GpuHost(device=presets.V100, inside=presets.NVLINK2, between=presets.ETHERNET_25G),
+    "dgx-a100-40g": GpuHost(device=presets.A100_40GB, inside=presets.NVLINK3, between=presets.HDR200),
+    "dgx-a100-80g": GpuHost(device=presets.A100_80GB, inside=presets.NVLINK3, between=presets.HDR200),
+    "dgx-h100": GpuHost(device=presets.H100, inside=presets.NVLINK4, between=presets.NDR400),
+    "dgx-h200": GpuHost(device=presets.H200, inside=presets.NVLINK4, between=presets.NDR400),
+    "dgx-b200": GpuHost(device=presets.B200, inside=presets.NVLINK5, between=presets.NDR400),
+    "dgx-b300": GpuHost(device=presets.B300, inside=presets.NVLINK5, between=presets.XDR800),
+    "gb200-nvl72": GpuHost(
+        device=presets.GB200, inside=presets.NVLINK5_NVL72, between=presets.NDR400, devices_per_host=_NVL72_HOST_CARDS,
+        hosts_per_domain=_NVL72_HOSTS,
+    ),
+    "gb300-nvl72": GpuHost(
+        device=presets.GB300, inside=presets.NVLINK5_NVL72, between=presets.XDR800, devices_per_host=_NVL72_HOST_CARDS,
+        hosts_per_domain=_NVL72_HOSTS,
+    ),
+    "mi300x": GpuHost(device=presets.MI300X, inside=presets.XGMI4, between=presets.NDR400),
+    "mi355x": GpuHost(device=presets.MI355X, inside=presets.XGMI5, between=presets.NDR400),
+}  # fmt: skip
+TPUS: dict[str, Tpu] = {
+    "tpu-v4": Tpu(device=presets.TPU_V4, axes=3),
+    "tpu-v5e": Tpu(device=presets.TPU_V5E, axes=2),
+    "tpu-v5p": Tpu(device=presets.TPU_V5P, axes=3),
+    "tpu-v6e": Tpu(device=presets.TPU_V6E, axes=2),
+    "tpu7x": Tpu(device=presets.TPU7X, axes=3, chip_devices=2, inside_chip=presets.TPU7X_CHIP),
+}
+
+
+def tpu_shape(name: str, topology: str | None) -> tuple[int, ...]:
+    """The torus of a slice: its chips, and as a last axis the devices of a chip where these are several.
+
+    Raises: InvalidArgumentError for a topology that is none, or that there is not.
+    """
+    tpu = TPUS[name]
+    if topology is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", topology) or topology.count("x") != tpu.axes - 1:
+        raise InvalidArgumentError(
+            where=f"Cluster.preset({name!r})",
+            expected=f"a topology of {tpu.axes} axes, such as topology={'x'.join(['4'] * tpu.axes)!r}",
+            got=f"topology={topology!r}",
+            hint="give the shape of the slice, as Google Cloud names it",
+        )
+    chips = tuple(map(int, topology.split("x")))
+    if not tpu_slices.is_offered(chips):
+        raise InvalidArgumentError(
+            where=f"Cluster.preset({name!r}, topology={topology!r})",
+            expected=f"a topology that there is; nearest: {', '.join(tpu_slices.nearest(chips))}",
+            got=topology,
+            hint="axes stand in ascending order, as Google Cloud names slices, and beyond 4x4x4 are multiples of 4; "
+            "for other hardware make a Cluster(...) with its constants",
+        )
+    return chips if tpu.chip_devices == 1 else (*chips, tpu.chip_devices)
