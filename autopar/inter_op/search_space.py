@@ -16,7 +16,7 @@ from autopar.passes.split_scan import SplitStep, divisors
 from autopar.plan.options import PlanRequest
 from autopar.solver import Schedule as SearchedSchedule
 
-SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "interleaved")
+SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "zb-2p", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 SHARING = 32  # devices of a stage that may share an example: for more, micro-batches have more examples

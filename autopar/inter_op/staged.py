@@ -13,6 +13,7 @@ from autopar.errors import InvalidArgumentError, SolverError
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import Link
+from autopar.inter_op.fit_schedule import fitted_schedule
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
 from autopar.intra_op.ilp import ROUNDS, GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, saved_values, state_values
@@ -232,8 +233,12 @@ def stage_program(
     transfer_s = tuple(transfer_seconds(staged, i, submeshes, cluster) for i in range(len(staged.pipeline.transfers)))
     # Equal buffers are one on the virtual clock, so that long pipelines of many micro-batches are simulated quickly.
     smaller, sent_s = merged(staged.pipeline, transfer_s)
-    program = emit(smaller, schedule)
-    simulation = simulate(program, task_s, sent_s, task_bytes)
+    fitted = fitted_schedule(schedule, staged, task_s, transfer_s)
+    ran = []
+    for each in (schedule, fitted)[: 1 + (fitted.lists != schedule.lists)]:
+        program = emit(smaller, each)
+        ran.append((each, program, simulate(program, task_s, sent_s, task_bytes)))
+    schedule, program, simulation = min(ran, key=lambda made: made[2].step_time_s)
     waiting_s = pipeline_page_fault_s(simulation, program, planned)
     simulation = dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s, waiting_s=waiting_s)
     return StagedStep(

@@ -48,6 +48,47 @@ class Times:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """`Times` of stages that differ, by stage, and what their weight gradients hold.
+
+    Attributes:
+        send_s: Of one micro-batch from each stage but the last to the next one; nothing inside of a group.
+        send_back_s: The same of gradients, from the next stage to each.
+        deferred: Of what a stage holds of a micro-batch once its forward pass has run, the part that it still holds
+            once its backward pass has: what its weight gradient reads.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    send_s: tuple[float, ...]
+    send_back_s: tuple[float, ...]
+    deferred: tuple[float, ...]
+
+    @classmethod
+    def alike(cls, times: Times, num_stages: int, deferred: float = 1.0) -> StageCosts:
+        sends = (times.transfer_s,) * (num_stages - 1)
+        return cls(
+            forward_s=(times.forward_s,) * num_stages,
+            backward_s=(times.backward_s,) * num_stages,
+            weight_s=(times.weight_s,) * num_stages,
+            send_s=sends,
+            send_back_s=sends,
+            deferred=(deferred,) * num_stages,
+        )
+
+    def seconds(self, slot: Slot, merged: bool = False) -> float:
+        """How long a task takes; a backward pass with the weight gradient in it if they are `merged`."""
+        match slot.kind:
+            case TaskKind.FORWARD:
+                return self.forward_s[slot.stage]
+            case TaskKind.BACKWARD:
+                return self.backward_s[slot.stage] + (self.weight_s[slot.stage] if merged else 0.0)
+            case _:
+                return self.weight_s[slot.stage]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSchedule:
     """The order of the tasks on each device group.
 
@@ -127,15 +168,16 @@ class Placement:
         return (self.span_s - max(self.busy_s)) / self.span_s
 
 
-def place(schedule: PipelineSchedule, times: Times | None = None) -> Placement:
+def place(schedule: PipelineSchedule, times: Times | StageCosts | None = None) -> Placement:
     """When each entry runs.
 
     Raises:
         ScheduleError: The lists wait for each other in a circle, or for something that no list has.
     """
-    times = times or Times()
-    merged_s = 0.0 if schedule.splits_backward else times.weight_s
-    ends_of = _SlotEnds(schedule, times.transfer_s)
+    if not isinstance(times, StageCosts):
+        times = StageCosts.alike(times or Times(), schedule.num_stages)
+    merged = not schedule.splits_backward
+    ends_of = SlotEnds(schedule.mesh_of_stage, times)
     clock_s = [0.0] * schedule.num_groups
     starts: list[list[float]] = [[] for _ in clock_s]
     ends: list[list[float]] = [[] for _ in clock_s]
@@ -145,10 +187,10 @@ def place(schedule: PipelineSchedule, times: Times | None = None) -> Placement:
         group = waiting.popleft()
         todo = schedule.lists[group]
         position = begun = len(starts[group])
-        while position < len(todo) and (ready := ends_of.ready_s(todo[position], group)) is not None:
+        while position < len(todo) and (ready := ends_of.ready_s(todo[position])) is not None:
             slot = todo[position]
             starts[group].append(max(clock_s[group], ready))
-            clock_s[group] = _end_s(slot, starts[group][-1], times, merged_s)
+            clock_s[group] = starts[group][-1] + times.seconds(slot, merged)
             ends_of.ran(slot, clock_s[group])
             ends[group].append(clock_s[group])
             position += 1
@@ -166,15 +208,15 @@ def place(schedule: PipelineSchedule, times: Times | None = None) -> Placement:
     return Placement(
         starts_s=tuple(map(tuple, starts)),
         ends_s=tuple(map(tuple, ends)),
-        busy_s=tuple(_busy_s(todo, times, merged_s) for todo in schedule.lists),
+        busy_s=tuple(sum(times.seconds(slot, merged) for slot in todo) for todo in schedule.lists),
     )
 
 
-class _SlotEnds:
+class SlotEnds:
     """When the slots of a schedule have ended, by stage and micro-batch, and from when on others can begin."""
 
-    def __init__(self, schedule: PipelineSchedule, transfer_s: float) -> None:
-        self.last, self.mesh_of_stage, self.transfer_s = schedule.num_stages - 1, schedule.mesh_of_stage, transfer_s
+    def __init__(self, mesh_of_stage: Sequence[int], costs: StageCosts) -> None:
+        self.last, self.mesh_of_stage, self.costs = len(mesh_of_stage) - 1, mesh_of_stage, costs
         self.forward: dict[tuple[int, int], float] = {}
         self.backward: dict[tuple[int, int], float] = {}
 
@@ -185,8 +227,8 @@ class _SlotEnds:
         elif kind is TaskKind.BACKWARD:
             self.backward[stage, micro_batch] = end_s
 
-    def ready_s(self, slot: Slot, group: int) -> float | None:
-        """From when on a slot of a group can run; None as long as something that it waits for has not run."""
+    def ready_s(self, slot: Slot) -> float | None:
+        """From when on a slot can run; None as long as something that it waits for has not run."""
         kind, stage, micro_batch = slot
         if kind is TaskKind.WEIGHT:
             return self.backward.get((stage, micro_batch))
@@ -194,34 +236,16 @@ class _SlotEnds:
             if stage == 0:
                 return 0.0
             neighbour, end_s = stage - 1, self.forward.get((stage - 1, micro_batch))
+            transfer_s = self.costs.send_s[neighbour]
         else:
             own_s = self.forward.get((stage, micro_batch))
             if own_s is None or stage == self.last:
                 return own_s
             neighbour, end_s = stage + 1, self.backward.get((stage + 1, micro_batch))
+            transfer_s = self.costs.send_back_s[stage]
         if end_s is None:
             return None
-        return end_s if self.mesh_of_stage[neighbour] == group else end_s + self.transfer_s
-
-
-def _end_s(slot: Slot, start_s: float, times: Times, merged_s: float) -> float:
-    """When a slot ends; `merged_s` is the part of a backward slot that computes gradients of weights."""
-    match slot.kind:
-        case TaskKind.FORWARD:
-            return start_s + times.forward_s
-        case TaskKind.BACKWARD:
-            return start_s + times.backward_s + merged_s
-        case _:
-            return start_s + times.weight_s
-
-
-def _busy_s(todo: Sequence[Slot], times: Times, merged_s: float) -> float:
-    cost = {
-        TaskKind.FORWARD: times.forward_s,
-        TaskKind.BACKWARD: times.backward_s + merged_s,
-        TaskKind.WEIGHT: times.weight_s,
-    }
-    return sum(cost[slot.kind] for slot in todo)
+        return end_s if self.mesh_of_stage[neighbour] == self.mesh_of_stage[stage] else end_s + transfer_s
 
 
 def peak_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:

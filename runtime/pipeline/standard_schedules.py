@@ -12,8 +12,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from autopar.errors import InvalidArgumentError
+from autopar.runtime.pipeline.automatic_schedules import zb_1p, zb_2p
 from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.pipeline.schedule import PipelineSchedule, Placement, Slot, Times, peak_in_flight, place
+from autopar.runtime.pipeline.schedule import (
+    PipelineSchedule,
+    Placement,
+    Slot,
+    StageCosts,
+    Times,
+    peak_in_flight,
+    place,
+)
 from autopar.runtime.pipeline.zero_bubble_schedules import zb_h1, zb_h2, zb_v
 
 __all__ = [
@@ -21,6 +30,7 @@ __all__ = [
     "PipelineSchedule",
     "Placement",
     "Slot",
+    "StageCosts",
     "Times",
     "eager_one_f_one_b",
     "gpipe",
@@ -30,6 +40,8 @@ __all__ = [
     "one_f_one_b",
     "peak_in_flight",
     "place",
+    "zb_1p",
+    "zb_2p",
     "zb_h1",
     "zb_h2",
     "zb_v",
@@ -159,21 +171,25 @@ def _in_turns(kind: TaskKind, group: int, num_groups: int, num_microbatches: int
     ]
 
 
-# Each takes (num_groups, num_microbatches, chunks, times).
-_Maker = Callable[[int, int, int, Times | None], PipelineSchedule]
-
-SCHEDULES: Mapping[str, _Maker] = MappingProxyType(
+_Maker = Callable[[int, int, int], PipelineSchedule]
+# Those whose lists are the same whatever tasks take, from (num_groups, num_microbatches, chunks).
+_DRAWN: Mapping[str, _Maker] = MappingProxyType(
     {
-        "gpipe": lambda p, m, v, times: gpipe(p, m),
-        "1f1b": lambda p, m, v, times: one_f_one_b(p, m),
-        "eager-1f1b": lambda p, m, v, times: eager_one_f_one_b(p, m),
-        "interleaved": lambda p, m, v, times: interleaved(p, m, v),
-        "zb-h1": lambda p, m, v, times: zb_h1(p, m, times),
-        "zb-h2": lambda p, m, v, times: zb_h2(p, m, times),
-        "zb-v": lambda p, m, v, times: zb_v(p, m, times),
-        "inference": lambda p, m, v, times: inference(p, m, v),
+        "gpipe": lambda p, m, v: gpipe(p, m),
+        "1f1b": lambda p, m, v: one_f_one_b(p, m),
+        "eager-1f1b": lambda p, m, v: eager_one_f_one_b(p, m),
+        "interleaved": interleaved,
+        "inference": inference,
     }
 )
+
+# Those that are fitted to what tasks take, where that is given.
+_Fit = Callable[[int, int, StageCosts | None, bool], PipelineSchedule]
+_FITTED: Mapping[str, _Fit] = MappingProxyType(
+    {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "zb-1p": zb_1p, "zb-2p": zb_2p}
+)
+
+SCHEDULES = (*_DRAWN, *_FITTED)
 
 # Stages on a group, where that is not 1.
 _CHUNKS: Mapping[str, Callable[[int], bool]] = MappingProxyType(
@@ -182,14 +198,23 @@ _CHUNKS: Mapping[str, Callable[[int], bool]] = MappingProxyType(
 
 
 def make_schedule(
-    name: str, num_groups: int, num_microbatches: int, chunks: int = 1, times: Times | None = None
+    name: str,
+    num_groups: int,
+    num_microbatches: int,
+    chunks: int = 1,
+    times: Times | StageCosts | None = None,
+    *,
+    whole_step: bool = False,
 ) -> PipelineSchedule:
-    """The schedule of a name, a key of `SCHEDULES`.
+    """The schedule of a name in `SCHEDULES`.
 
     Args:
         num_groups: Device groups of the pipeline.
         chunks: Stages on each group: any number for "interleaved" and "inference", 2 for "zb-v", 1 for the others.
-        times: Of one stage, where the zero-bubble schedules are to be fitted to them; the others do not ask.
+        times: Of one stage, or of each stage, where the zero-bubble schedules are to be fitted to them; the others do
+            not ask.
+        whole_step: They are fitted to end early, not to let the next step begin while groups still end this one: the
+            least `Placement.makespan_s`, not `Placement.span_s`.
 
     Raises:
         InvalidArgumentError: An unknown name, or numbers that the schedule has no lists for.
@@ -211,11 +236,36 @@ def make_schedule(
             got=str(chunks),
             hint="interleaved takes any number of stages on a group",
         )
-    if times is not None and (min(dataclasses.astuple(times)) < 0 or not times.micro_batch_s > 0):
+    costs = _stage_costs(name, num_groups * chunks, times)
+    if name in _DRAWN:
+        return _DRAWN[name](num_groups, num_microbatches, chunks)
+    return _FITTED[name](num_groups, num_microbatches, costs, whole_step)
+
+
+def is_fitted(name: str) -> bool:
+    """Whether a schedule has other lists for other times of its tasks."""
+    return name in _FITTED
+
+
+def _stage_costs(name: str, num_stages: int, times: Times | StageCosts | None) -> StageCosts | None:
+    """Raises: InvalidArgumentError for costs of another number of stages, or none that can be."""
+    if times is None:
+        return None
+    costs = times if isinstance(times, StageCosts) else StageCosts.alike(times, num_stages)
+    each = dataclasses.astuple(costs)
+    if (sizes := tuple(map(len, each))) != (num_stages,) * 3 + (num_stages - 1,) * 2 + (num_stages,):
+        raise InvalidArgumentError(
+            where=f"times of schedule {name}",
+            expected=f"those of {num_stages} stages and of the transfers between them",
+            got=f"{sizes[0]} stages, {sizes[3]} and {sizes[4]} transfers",
+            hint="several stages on a group have times of their own",
+        )
+    passes_s = costs.forward_s + costs.backward_s + costs.weight_s
+    if min(number for numbers in each for number in numbers) < 0 or not sum(passes_s) > 0:
         raise InvalidArgumentError(
             where=f"times of schedule {name}",
             expected="seconds, none below 0",
             got=str(times),
             hint="leave times out for the lists drawn for equal times",
         )
-    return SCHEDULES[name](num_groups, num_microbatches, chunks, times)
+    return costs

@@ -2,19 +2,19 @@
 
 Zero Bubble Pipeline Parallelism, arXiv:2401.10241 (ZB-H1, ZB-H2); Pipeline Parallelism with Controllable Memory,
 arXiv:2405.15362 (ZB-V). The lists are those drawn by hand for F = B = W. Where the times of the tasks are given, the
-weight gradients are also placed by a greedy rule in the spirit of the papers' heuristic (section 3.1), and what takes
-least time is kept. The papers' integer program is not here, nor their check of the optimiser after the fact: a
-program whose optimiser waits for all groups pays the stagger of ZB-H2 and ZB-V, see `Placement.span_s`.
+weight gradients are also placed greedily between the passes in their order, and what takes least time is kept;
+`automatic_schedules` also chooses the order of the passes. The papers' check of the optimiser after the fact is not
+here: a program whose optimiser waits for all groups pays the stagger of ZB-H2 and ZB-V, see `Placement.span_s`.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import heapq
 
 from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.pipeline.schedule import PipelineSchedule, Slot, Times, place
+from autopar.runtime.pipeline.schedule import PipelineSchedule, Slot, SlotEnds, StageCosts, place
 
 F, B, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
 
@@ -22,7 +22,9 @@ F, B, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
 _GAPS = (0.0, 0.5, 1.0)
 
 
-def zb_h1(num_groups: int, num_microbatches: int, times: Times | None = None) -> PipelineSchedule:
+def zb_h1(
+    num_groups: int, num_microbatches: int, costs: StageCosts | None = None, whole_step: bool = False
+) -> PipelineSchedule:
     """1F1B with the weight gradients of stage s put off by s micro-batches; memory as 1F1B's worst stage everywhere.
 
     Bubble (p-1)(F+B-W) for F >= W, B >= W and m >= p: every published rate of the paper to four decimals. With
@@ -31,10 +33,12 @@ def zb_h1(num_groups: int, num_microbatches: int, times: Times | None = None) ->
     """
     p, m = num_groups, num_microbatches
     lists = tuple(_delayed(s, m, warm_up=p - s, delay=s) for s in range(p))
-    return _best(_chain("zb-h1", lists, m, in_flight=min(p, m)), times)
+    return _best(_chain("zb-h1", lists, m, in_flight=min(p, m)), costs, whole_step)
 
 
-def zb_h2(num_groups: int, num_microbatches: int, times: Times | None = None) -> PipelineSchedule:
+def zb_h2(
+    num_groups: int, num_microbatches: int, costs: StageCosts | None = None, whole_step: bool = False
+) -> PipelineSchedule:
     """More micro-batches in flight, so that the last stage never waits, and twice the delay of ZB-H1.
 
     Bubble (p-1)(F+B-2W), 0 for F = B = W, from m = 2p-1 on (F >= W, B >= W); below that each micro-batch less costs
@@ -43,10 +47,12 @@ def zb_h2(num_groups: int, num_microbatches: int, times: Times | None = None) ->
     """
     p, m = num_groups, num_microbatches
     lists = tuple(_delayed(s, m, warm_up=2 * (p - s) - 1, delay=2 * s) for s in range(p))
-    return _best(_chain("zb-h2", lists, m, in_flight=min(2 * p - 1, m)), times)
+    return _best(_chain("zb-h2", lists, m, in_flight=min(2 * p - 1, m)), costs, whole_step)
 
 
-def zb_v(num_groups: int, num_microbatches: int, times: Times | None = None) -> PipelineSchedule:
+def zb_v(
+    num_groups: int, num_microbatches: int, costs: StageCosts | None = None, whole_step: bool = False
+) -> PipelineSchedule:
     """Two stages a group, s and 2p-1-s, so that the pipeline turns round where it began: a V.
 
     Bubble 0 for F = B = W from m = 2p on, and no formula for other times: give them. In flight at most 2p pairs, each
@@ -65,7 +71,7 @@ def zb_v(num_groups: int, num_microbatches: int, times: Times | None = None) -> 
         splits_backward=True,
         in_flight=(2 * min(p, m),) * p,
     )
-    return _best(schedule, times)
+    return _best(schedule, costs, whole_step)
 
 
 def _chain(name: str, lists: tuple[tuple[Slot, ...], ...], num_microbatches: int, in_flight: int) -> PipelineSchedule:
@@ -121,17 +127,24 @@ def _v_list(group: int, num_groups: int, num_microbatches: int) -> list[Slot]:
     return todo
 
 
-def _best(by_hand: PipelineSchedule, times: Times | None) -> PipelineSchedule:
-    """The list by hand, or one of those filled greedily if it takes less time."""
-    if times is None:
+def _best(by_hand: PipelineSchedule, costs: StageCosts | None, whole_step: bool) -> PipelineSchedule:
+    """The list by hand, or one of those filled greedily if it takes less time: the group that takes longest, or until
+    the last one ends.
+    """
+    if costs is None:
         return by_hand
     found = [by_hand]
     for gap in _GAPS:
-        found.append(dataclasses.replace(by_hand, lists=_filled(by_hand, times, gap)))
-    return min(found, key=lambda schedule: place(schedule, times).span_s)
+        found.append(dataclasses.replace(by_hand, lists=_filled(by_hand, costs, gap)))
+
+    def seconds(schedule: PipelineSchedule) -> float:
+        placement = place(schedule, costs)
+        return placement.makespan_s if whole_step else placement.span_s
+
+    return min(found, key=seconds)
 
 
-def _filled(schedule: PipelineSchedule, times: Times, gap: float) -> tuple[tuple[Slot, ...], ...]:
+def _filled(schedule: PipelineSchedule, costs: StageCosts, gap: float) -> tuple[tuple[Slot, ...], ...]:
     """The forward and backward passes in their order, the weight gradients where a group idles or is full.
 
     A weight gradient, oldest first, runs when a forward pass would bring the group above its promise, when nothing
@@ -139,21 +152,12 @@ def _filled(schedule: PipelineSchedule, times: Times, gap: float) -> tuple[tuple
     """
     skeleton = [[x for x in todo if x.kind is not W] for todo in schedule.lists]
     groups = range(schedule.num_groups)
-    end_s: dict[Slot, float] = {}
+    ends_of = SlotEnds(schedule.mesh_of_stage, costs)
     clock = [0.0] * schedule.num_groups
     position = [0] * schedule.num_groups
     held = [0] * schedule.num_groups
     pending: list[collections.deque[Slot]] = [collections.deque() for _ in groups]
     lists: list[list[Slot]] = [[] for _ in groups]
-
-    def ready_s(slot: Slot, group: int) -> float | None:
-        latest = clock[group]
-        for need in _needs(slot, schedule.num_stages - 1):
-            if need not in end_s:
-                return None
-            far = schedule.mesh_of_stage[need.stage] != group
-            latest = max(latest, end_s[need] + (times.transfer_s if far else 0.0))
-        return latest
 
     def choice(group: int) -> tuple[float, float, Slot] | None:
         """(when it is sure that this is next, start, what)"""
@@ -163,22 +167,27 @@ def _filled(schedule: PipelineSchedule, times: Times, gap: float) -> tuple[tuple
         slot = skeleton[group][position[group]]
         if slot.kind is F and held[group] >= schedule.in_flight[group]:
             return None if oldest is None else (now, now, oldest)
-        ready = ready_s(slot, group)
-        enough = now + gap * times.weight_s
-        if oldest is not None and ready is None:
-            # Others may still turn out to make it ready before that.
-            return enough, now, oldest
-        if oldest is not None and ready is not None and ready > now and ready >= enough:
-            return now, now, oldest
-        return None if ready is None else (ready, ready, slot)
+        arrives = ends_of.ready_s(slot)
+        if oldest is not None:
+            enough = now + gap * costs.seconds(oldest)
+            if arrives is None:
+                # Others may still turn out to make it ready before that.
+                return enough, now, oldest
+            if arrives > now and arrives >= enough:
+                return now, now, oldest
+        return None if arrives is None else (max(now, arrives), max(now, arrives), slot)
 
-    cost_s = {F: times.forward_s, B: times.backward_s, W: times.weight_s}
-    while True:
-        found = [(known, group, start, slot) for group in groups if (c := choice(group)) for known, start, slot in [c]]
-        if not found:
-            break
-        _, group, start, slot = min(found, key=lambda item: item[:2])
-        clock[group] = end_s[slot] = start + cost_s[slot.kind]
+    choices = [choice(group) for group in groups]
+    queue = [(chosen[0], group) for group, chosen in enumerate(choices) if chosen is not None]
+    heapq.heapify(queue)
+    while queue:
+        known, group = heapq.heappop(queue)
+        chosen = choices[group]
+        if chosen is None or chosen[0] != known:
+            continue  # has changed since
+        _, start, slot = chosen
+        clock[group] = start + costs.seconds(slot)
+        ends_of.ran(slot, clock[group])
         lists[group].append(slot)
         if slot.kind is W:
             pending[group].popleft()
@@ -188,13 +197,15 @@ def _filled(schedule: PipelineSchedule, times: Times, gap: float) -> tuple[tuple
             held[group] += slot.kind is F
             if slot.kind is B:
                 pending[group].append(Slot(W, slot.stage, slot.micro_batch))
+        for changed in _touched(schedule, slot):
+            choices[changed] = chosen = choice(changed)
+            if chosen is not None:
+                heapq.heappush(queue, (chosen[0], changed))
     assert sum(map(len, lists)) == sum(map(len, schedule.lists)), "a group is full and has nothing to release"
     return tuple(map(tuple, lists))
 
 
-def _needs(slot: Slot, last: int) -> Sequence[Slot]:
-    kind, stage, micro_batch = slot
-    if kind is F:
-        return (Slot(F, stage - 1, micro_batch),) if stage else ()
-    own = Slot(F, stage, micro_batch)
-    return (own,) if stage == last else (own, Slot(B, stage + 1, micro_batch))
+def _touched(schedule: PipelineSchedule, slot: Slot) -> set[int]:
+    """The groups for which a slot that has run changes what they can run: its own and its neighbours."""
+    stages = range(max(0, slot.stage - 1), min(slot.stage + 2, schedule.num_stages))
+    return {schedule.mesh_of_stage[stage] for stage in stages}

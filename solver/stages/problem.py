@@ -17,13 +17,15 @@ and e = max(f + b, (f + b) / 2 + c):
 | gpipe | f + c | b + c | (m - 1) (max(f, c) + max(b, c)) | m | |
 | zb-h1 | f + c | max(b - 2w, 0) + c | m (f + b + 2c) - fill - drain | S | m >= S |
 | zb-h2 | max(f - w, 0) + c | max(b - 2w, 0) + c | f + b + 2c + (m - 1) e - fill - drain | 2S - 1 | m >= 2S - 1 |
+| zb-1p | as zb-h1 | | | S | m >= S |
+| zb-2p | f + c | 0 | f + b + 2c + (m - 1) e - fill | 2S | m >= 2S - 1 |
 | interleaved | (f + c) / v | (b + c) / v | (m v - 1) (f + b + 2c) | see `peak_bytes` | S divides m |
 | inference | f + c | 0 | (m - 1) max(f, c) | 0 | |
 
 Sources: 1F1B and its interleaving, Narayanan et al., "Efficient large-scale language model training on GPU clusters",
 SC 2021, section 2.2; eager 1F1B, Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023,
-section 4; zb-h1 and zb-h2, Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, sections 2 and 3; the sum with
-its slowest stage, Zheng et al., "Alpa", OSDI 2022, formula (2).
+section 4; zb-*, Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, sections 2 and 3; the sum with its slowest
+stage, Zheng et al., "Alpa", OSDI 2022, formula (2).
 """
 
 from __future__ import annotations
@@ -46,10 +48,12 @@ class Schedule(enum.StrEnum):
     INTERLEAVED = "interleaved"
     ZB_H1 = "zb-h1"
     ZB_H2 = "zb-h2"
+    ZB_1P = "zb-1p"
+    ZB_2P = "zb-2p"
     INFERENCE = "inference"
 
 
-PUTS_OFF_WEIGHT_GRADIENTS = (Schedule.ZB_H1, Schedule.ZB_H2)
+PUTS_OFF_WEIGHT_GRADIENTS = (Schedule.ZB_H1, Schedule.ZB_H2, Schedule.ZB_1P, Schedule.ZB_2P)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -162,12 +166,15 @@ def terms(
             steady = (m - 1) * overlapped
         case Schedule.GPIPE:
             steady = (m - 1) * (np.maximum(f, c) + np.maximum(b, c))
-        case Schedule.ZB_H1:
+        case Schedule.ZB_H1 | Schedule.ZB_1P:
             drain = np.maximum(b - 2 * w, 0) + c
             steady = m * (alone + 2 * c) - fill - drain
         case Schedule.ZB_H2:
             fill, drain = np.maximum(f - w, 0) + c, np.maximum(b - 2 * w, 0) + c
             steady = alone + 2 * c + (m - 1) * overlapped - fill - drain
+        case Schedule.ZB_2P:  # weight gradients of all stages fill what is left of the way back
+            drain = 0 * f
+            steady = alone + 2 * c + (m - 1) * overlapped - fill
         case Schedule.INTERLEAVED:
             # A group is counted as if all of its chunks were like its heaviest.
             fill, drain, once_s = fill / v, drain / v, once_s * v
@@ -238,10 +245,14 @@ def in_flight(problem: StageProblem, stage: int, num_stages: int) -> int:
             return min(m, left)
         case Schedule.EAGER_ONE_F_ONE_B:
             return min(m, 2 * left - 1)
-        case Schedule.ZB_H1:  # later stages have fewer micro-batches ahead, and as many more weight gradients waiting
+        case (
+            Schedule.ZB_H1 | Schedule.ZB_1P
+        ):  # later stages have fewer micro-batches ahead, and as many more weight gradients waiting
             return min(m, num_stages)
         case Schedule.ZB_H2:
             return min(m, 2 * num_stages - 1)
+        case Schedule.ZB_2P:
+            return min(m, 2 * num_stages)
         case Schedule.GPIPE:
             return m
         case Schedule.INTERLEAVED:
@@ -269,9 +280,9 @@ def peak_bytes(problem: StageProblem, stages: Sequence[Stage]) -> tuple[int, ...
 def most_stages(problem: StageProblem) -> int:
     """Stages that the schedule's formulas hold for; interleaved: groups."""
     match problem.schedule:
-        case Schedule.ZB_H1:
+        case Schedule.ZB_H1 | Schedule.ZB_1P:
             return min(problem.num_layers, problem.num_microbatches)
-        case Schedule.ZB_H2:
+        case Schedule.ZB_H2 | Schedule.ZB_2P:
             return min(problem.num_layers, (problem.num_microbatches + 1) // 2)
         case Schedule.INTERLEAVED:
             return problem.num_layers // problem.chunks

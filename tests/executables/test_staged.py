@@ -88,6 +88,7 @@ def halved_step(state, batch):
         (4, "1f1b", 8),
         (2, "interleaved", 4),
         (2, "zb-v", 4),
+        (2, "zb-2p", 8),
         pytest.param(2, "1f1b", 1, marks=pytest.mark.slow),
         pytest.param(2, "gpipe", 2, marks=pytest.mark.slow),
         pytest.param(2, "eager-1f1b", 4, marks=pytest.mark.slow),

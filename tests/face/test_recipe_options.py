@@ -22,7 +22,7 @@ RECIPES = {
     "zero 3": {"zero": 3},
     "tensor": {"tp": 4},
 }
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "zb-1p", "zb-2p")
 GPT = CASES["gpt"](layers=1, batch=16)
 BFLOAT16 = CASES["gpt_bf16"](layers=1, batch=16)
 DEEP = {"gpt": CASES["gpt"](layers=4, batch=16), "moe": CASES["moe"](layers=4, batch=16)}

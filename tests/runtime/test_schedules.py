@@ -7,10 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InvalidArgumentError, ScheduleError
+from autopar.runtime.pipeline.automatic_schedules import most_held
 from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.pipeline.standard_schedules import SCHEDULES, Slot, Times, make_schedule, peak_in_flight, place
+from autopar.runtime.pipeline.standard_schedules import (
+    SCHEDULES,
+    Slot,
+    StageCosts,
+    Times,
+    make_schedule,
+    peak_in_flight,
+    place,
+)
 from autopar.runtime.pipeline.verify import verify_schedule
-from benchmarks.schedules import ZERO_BUBBLE_ROWS, Expected, expectations, zero_bubble_rate
+from benchmarks.schedules import ZERO_BUBBLE_ROWS, Expected, expectations, rate_as_counted, zero_bubble_rate
 
 STAGE_COUNTS = range(2, 17)
 
@@ -122,10 +131,15 @@ def test_what_transfers_cost(p, times):
     assert place(make_schedule("1f1b", p, 4 * p), times).bubble_s > eager + c
 
 
-@pytest.mark.parametrize("row", [r for r in ZERO_BUBBLE_ROWS if r.p < 32], ids=str)
+@pytest.mark.parametrize("row", [r for r in ZERO_BUBBLE_ROWS if r.p < 24 and r.m < 128], ids=str)
 def test_published_bubble_rates(row):
-    assert zero_bubble_rate("1f1b", row) == pytest.approx(row.rate_1f1b, abs=0.00006)
-    assert zero_bubble_rate("zb-h1", row) == pytest.approx(row.rate_zb_h1, abs=0.00006)
+    """To the digits that are printed; ZB-V by other rules than the authors', and their 1F1B-I counts p transfers
+    less.
+    """
+    for name, published in row.rates.items():
+        tolerance = 0.0016 if name == "ZB-V" else 0.00006
+        assert rate_as_counted(name, row) == pytest.approx(published, abs=tolerance), name
+    assert rate_as_counted("1F1B-I", row) < zero_bubble_rate("1F1B-I", row)
 
 
 seconds = st.floats(0.1, 10.0)
@@ -147,6 +161,57 @@ def test_every_schedule_keeps_its_promises(name, p, m, v, times):
     verify_schedule(fitted)
     assert place(fitted, times).span_s <= place(schedule, times).span_s
     assert max(peak_in_flight(schedule)) <= max(schedule.in_flight) <= m * v
+
+
+stage_seconds = st.lists(seconds, min_size=5, max_size=5).map(tuple)
+sends = st.lists(st.floats(0.0, 3.0), min_size=4, max_size=4).map(tuple)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["zb-1p", "zb-2p", "zb-h1", "zb-h2", "zb-v"]),
+    st.integers(1, 5),
+    st.integers(1, 14),
+    st.builds(
+        StageCosts,
+        forward_s=stage_seconds,
+        backward_s=stage_seconds,
+        weight_s=stage_seconds,
+        send_s=sends,
+        send_back_s=sends,
+        deferred=st.lists(st.floats(0.0, 1.0), min_size=5, max_size=5).map(tuple),
+    ),
+    st.booleans(),
+)
+def test_schedules_for_stages_that_differ(name, p, m, costs, whole_step):
+    """Complete and in an order that can run, within their memory, never slower than the lists by hand."""
+    chunks = 2 if name == "zb-v" else 1
+    p = min(p, 5 // chunks)
+    cut = {f.name: getattr(costs, f.name)[: p * chunks - f.name.startswith("send")] for f in dataclasses.fields(costs)}
+    costs = StageCosts(**cut)
+    schedule = make_schedule(name, p, m, chunks, costs, whole_step=whole_step)
+    verify_schedule(schedule)
+    for todo in schedule.lists:
+        at = {slot: i for i, slot in enumerate(todo)}
+        for kind, stage, i in todo:
+            if kind is TaskKind.WEIGHT:
+                assert at[TaskKind.FORWARD, stage, i] < at[TaskKind.BACKWARD, stage, i] < at[kind, stage, i]
+    assert most_held(schedule, costs) <= {"zb-1p": p, "zb-h1": p, "zb-2p": 2 * p}.get(name, 2 * p * chunks)
+    made, drawn = place(schedule, costs), place(make_schedule(name, p, m, chunks), costs)
+    if whole_step:
+        assert made.makespan_s <= drawn.makespan_s
+    else:
+        assert made.span_s <= drawn.span_s
+
+
+def test_what_waits_for_its_weight_gradient_holds_less():
+    """The last stage puts its weight gradients off as long as memory allows, and the first one waits less for it."""
+    times = Times(forward_s=2.0, backward_s=2.0, weight_s=1.0)
+    whole, little = (StageCosts.alike(times, 4, deferred) for deferred in (1.0, 0.25))
+    held = [max(make_schedule("zb-2p", 4, 16, 1, costs).in_flight) for costs in (whole, little)]
+    rates = [place(make_schedule("zb-2p", 4, 16, 1, costs), costs).bubble_rate for costs in (whole, little)]
+    assert held == [8, 16]
+    assert rates == pytest.approx([5 / 85, 0.0])
 
 
 def test_times_change_where_weight_gradients_stand():
@@ -172,6 +237,10 @@ def test_a_last_group_that_waits_at_the_end_does_not_lengthen_the_span():
         (("zb-v", 2, 3), "chunks of schedule zb-v: expected 2 stages on each group, got 1"),
         (("interleaved", 2, 3, 0), "chunks of schedule interleaved: expected 1 or more, got 0"),
         (("zb-h1", 2, 3, 1, Times(weight_s=-1.0)), "times of schedule zb-h1: expected seconds, none below 0"),
+        (
+            ("zb-2p", 2, 3, 1, StageCosts.alike(Times(), 3)),
+            "times of schedule zb-2p: expected those of 2 stages and of the transfers between them, got 3 stages",
+        ),
     ],
 )
 def test_wrong_arguments(arguments, message):
