@@ -14,6 +14,7 @@ from autopar.calls.step_options import StepOptions
 from autopar.common.units import bytes_of_text
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
+from autopar.plan.options import Attention
 from autopar.plan.plan import Plan
 from autopar.recipes import Recipe, plan_request
 from autopar.step import Step, followed, function_of
@@ -26,6 +27,7 @@ def parallelize(
     cluster: Cluster | str | None = None,
     num_microbatches: int | str = "auto",
     schedule: str = "auto",
+    attention: str = Attention.AS_WRITTEN,
     memory_limit_bytes: int | str | None = None,
     batch_argnums: int | Sequence[int] = (1,),
     donate_argnums: int | Sequence[int] = (0,),
@@ -51,6 +53,9 @@ def parallelize(
         num_microbatches: The number of equal parts of the batch; "auto" leaves it to the search.
         schedule: The order in which the stages of a pipeline run micro-batches: one of
             `autopar.runtime.pipeline.standard_schedules.SCHEDULES`, or "auto".
+        attention: "as written", or "blockwise": attention that is found in the step, however it is spelled, becomes one
+            operation a pass that keeps no scores: cuDNN's kernel on a GPU, the flash attention kernel of jax on a TPU,
+            where they have its form and type, else blocks of queries. The plan's notes name attention that stays.
         memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); None: 90 %
             of the device's memory.
         batch_argnums: The arguments whose leaves hold examples. Where argument 1 is or holds an NNX object, the
@@ -97,6 +102,11 @@ def parallelize(
                 got=f"{type(value).__name__} ({value!r:.40})",
                 hint=hint,
             )
+    if attention not in tuple(Attention):
+        raise InvalidArgumentError(
+            where="parallelize(attention=...)", expected=" or ".join(repr(str(a)) for a in Attention),
+            got=repr(attention), hint="leave it out to run attention as it is written",
+        )  # fmt: skip
     if memory_limit_bytes is not None and memory_limit_bytes <= 0:
         raise InvalidArgumentError(
             where="parallelize(memory_limit_bytes=...)", expected="a positive number of bytes for one device",
@@ -115,7 +125,7 @@ def parallelize(
             hint="leave out plan, or the wishes",
         )
     recipe = plan if isinstance(plan, Recipe) else Recipe()
-    request = plan_request(recipe, num_microbatches, schedule)
+    request = dataclasses.replace(plan_request(recipe, num_microbatches, schedule), attention=Attention(attention))
     options = StepOptions(
         plan=plan if isinstance(plan, Plan) else None,
         request=dataclasses.replace(request, memory_limit_bytes=memory_limit_bytes, time_limit_s=time_limit_s),

@@ -44,6 +44,7 @@ INNER_PACKAGES = {
 UNSTABLE_JAX = ("jax._src", "jax.core", "jax.experimental", "jax.extend", "jax.interpreters", "jaxlib")
 JAX_COMPAT = ("autopar/common/jax_compat.py", "autopar/common/jax_distributed.py")
 ALSO_ALLOWED = {
+    "autopar/common/attention_kernels.py": ("jax._src.cudnn", "jax.experimental.pallas"),
     "autopar/xla/aot_gpu.py": ("jax.experimental.topologies",),
     "autopar/xla/aot_tpu.py": ("jax.experimental.topologies", "jax.experimental.mesh_utils"),
 }

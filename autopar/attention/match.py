@@ -6,7 +6,8 @@ and D the sum of P G over a row, the matrix that multiplies the values must be P
 keys must be s (P G - D P), s being the derivative of the scores by the product. The sum of P over a row is 1: no
 gradient passes through the maximum.
 
-Attention of other forms stays as it is: dropout on the weights, weights that are returned, a gradient of a bias.
+Attention of other forms stays as it is, and a ring refuses it: dropout on the weights, weights that are returned, a
+gradient of a bias.
 """
 
 from __future__ import annotations
@@ -20,23 +21,33 @@ from autopar.attention.score_uses import Around
 from autopar.attention.symbolic import Reader
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, read_by
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, read_by, walk
 from autopar.ir.rewrite import Fresh, reading, renumbered
 from autopar.sharding.semantics import annotate_semantics
 
 
 def blockwise(graph: OpGraph) -> OpGraph:
-    """The graph with an operation for each pass of each attention.
+    """The graph with an operation for each pass of each attention that is found. Other attention stays as it is.
 
-    Raises: UnsupportedError where scores are left.
+    Attention of which anything would be left (weights that something else reads, say) stays whole: replacing a part of
+    it would compute scores twice.
     """
     named = annotate_semantics(graph)
     wanted = {op.id for op in score_products(named)}
-    fresh = Fresh(graph)
-    block = _rewritten(graph.block, named, wanted, fresh, Around({}, {}))
-    values = tuple(dataclasses.replace(v, dimensions=(), purpose=None) for v in fresh.values)
-    rewritten = renumbered(dataclasses.replace(graph, values=values, block=block))
-    for op in score_products(annotate_semantics(rewritten)):
+    while wanted:
+        fresh = Fresh(graph)
+        block = _rewritten(graph.block, named, wanted, fresh, Around({}, {}))
+        left = wanted & {op.id for op in walk(block)}
+        if not left:
+            values = tuple(dataclasses.replace(v, dimensions=(), purpose=None) for v in fresh.values)
+            return renumbered(dataclasses.replace(graph, values=values, block=block))
+        wanted -= left
+    return graph
+
+
+def check_blockwise(graph: OpGraph) -> None:
+    """Raises: UnsupportedError where a graph of `blockwise` has scores left, which no ring can have."""
+    for op in score_products(annotate_semantics(graph)):
         raise UnsupportedError(
             where=f"{op.module or 'the step'} at {jax_compat.source_line(op.eqn)}",
             expected="attention as softmax(scale * q k^T + mask) v with weights that nothing else reads, and as many "
@@ -45,7 +56,6 @@ def blockwise(graph: OpGraph) -> OpGraph:
             hint="leave dropout out of the attention weights, put jax.checkpoint round the attention, or take "
             "recipes.sequence_parallel('ulysses')",
         )
-    return rewritten
 
 
 def _rewritten(block: Block, named: OpGraph, wanted: set[int], fresh: Fresh, around: Around) -> Block:

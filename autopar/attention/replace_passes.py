@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from autopar.attention import ring
+from autopar.attention.form import KEY, NONE, AttentionForm, Expression, Gradients
 from autopar.attention.polynomial import Sum, add, equal, multiply, term_of
-from autopar.attention.ring import KEY, NONE, AttentionForm, Expression, Gradients
 from autopar.attention.score_uses import Label, Labels, Product, Use
 from autopar.attention.symbolic import Reader, nodes_of
 from autopar.common import jax_compat

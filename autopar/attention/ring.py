@@ -4,7 +4,8 @@ Keys and values come in blocks. Of each row of scores a running maximum and a ru
 of the weighed sum are brought to one scale (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 Where positions are split, each device holds the queries of its positions, and the keys and values of all of them come
 round in p-1 permutes; in the backward pass the sums of their gradients go with them and arrive where they belong
-(Li et al., "Sequence Parallelism", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023).
+(Li et al., "Sequence Parallelism", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023). The queries
+of a device are taken block by block, so that it holds scores of one block only; one device is a ring of one.
 
 What it does not do: leave out blocks that a mask hides wholly (so causal attention costs as much as any), dropout.
 """
@@ -13,61 +14,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopar.attention.form import (
+    ELEMENTWISE,
+    KEY,
+    NONE,
+    AttentionForm,
+    Expression,
+    Gradients,
+    exact_type,
+    has_score,
+    letters,
+    sizes_of,
+)
+from autopar.attention.query_blocks import QueryBlocks
 from autopar.common import jax_compat
 from autopar.ir.graph import Factor, FactorKind, Rule
-
-# The label of the positions of keys; those of queries have another one.
-KEY = "k"
-# A dimension of size one that counts nothing.
-NONE = "_"
-
-# What is computed of a score, element by element: ("score",), ("iota", label, type), ("array", number of the operand),
-# ("const", number, type), else (primitive, parameters, operands...).
-Expression = tuple[Any, ...]
-
-# Primitives that may stand in an expression.
-ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "abs": jnp.abs, "add": jnp.add, "add_any": jnp.add, "and": jnp.bitwise_and, "div": jnp.divide, "eq": jnp.equal,
-    "ge": jnp.greater_equal, "gt": jnp.greater, "le": jnp.less_equal, "lt": jnp.less, "max": jnp.maximum,
-    "min": jnp.minimum, "mul": jnp.multiply, "ne": jnp.not_equal, "neg": jnp.negative, "not": jnp.logical_not,
-    "or": jnp.bitwise_or, "sub": jnp.subtract,
-    "select_n": lambda which, no, yes: jnp.where(which, yes, no),
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionForm:
-    """What an attention computes: softmax over the keys of an expression of query times key, times value.
-
-    Each string names the dimensions of an array, one letter each. `position` is the letter of the queries' positions;
-    `rows` those of a row of scores, which its maximum and sum have. `arrays` are those that `score` reads (masks).
-    """
-
-    query: str
-    key: str
-    value: str
-    out: str
-    rows: str
-    position: str
-    score: Expression
-    arrays: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gradients:
-    """The dimensions of the gradients of an attention's result, queries, keys and values."""
-
-    out: str
-    query: str
-    key: str
-    value: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +60,6 @@ class Places:
 HERE = Places(axes={}, sizes={})
 
 
-def letters(form: AttentionForm, gradients: Gradients | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The dimensions of (operands, results): of the forward pass, or with gradients of the backward pass."""
-    if gradients is None:
-        return (form.query, form.key, form.value, *form.arrays), (form.out, form.rows, form.rows)
-    operands = (form.query, form.key, form.value, form.out, form.rows, form.rows, gradients.out, *form.arrays)
-    return operands, (gradients.query, gradients.key, gradients.value)
-
-
 # The passes on one device's part
 
 
@@ -107,15 +67,20 @@ def forward(
     form: AttentionForm, places: Places, query: Any, key: Any, value: Any, *arrays: Any
 ) -> tuple[Any, Any, Any]:
     """(result, largest score of each row, sum of each row's exponentials over that of the largest)."""
-    exact = _exact(query)
+    exact = exact_type(query)
     here, count = places.index(form.position), places.size(form.position)
+    blocks = QueryBlocks(form.position, query.shape[form.query.index(form.position)])
 
     def block(key: Any, value: Any, source: Any) -> tuple[Any, Any, Any]:
-        scores = _scores(form, places, source, query, key, arrays)
-        largest = jnp.max(scores, axis=-1)
-        weights = jnp.exp(scores - _finite(largest)[..., None])
-        summed = _einsum(f"{form.rows}{KEY},{form.value}->{_weighed(form)}", weights.astype(value.dtype), value, exact)
-        return summed, largest, jnp.sum(weights, axis=-1)
+        def of_queries(start: Any, query: Any) -> tuple[Any, Any, Any]:
+            scores = _score(form, places, At(source, start, blocks.positions), _product(form, query, key), arrays)
+            largest = jnp.max(scores, axis=-1)
+            weights = jnp.exp(scores - _finite(largest)[..., None])
+            spec = f"{form.rows}{KEY},{form.value}->{_weighed(form)}"
+            return _einsum(spec, weights.astype(value.dtype), value, exact), largest, jnp.sum(weights, axis=-1)
+
+        names = (_weighed(form), form.rows, form.rows)
+        return blocks.joined(of_queries, ((query, form.query),), names)
 
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
         moving, done = carry
@@ -144,24 +109,31 @@ def backward(
     `saved` of the forward pass are the result, the largest score of each row, and the sum of its exponentials.
     """
     (query, key, value), (out, largest, total) = operands, saved
-    exact = _exact(query)
+    exact = exact_type(query)
     here, count = places.index(form.position), places.size(form.position)
+    blocks = QueryBlocks(form.position, query.shape[form.query.index(form.position)])
     # What came round in the forward pass comes round again, the other way, rather than being kept until now.
     key, value, change = lax.optimization_barrier((key, value, change))
     along = _einsum(f"{form.out},{gradients.out}->{form.rows}", out.astype(exact), change.astype(exact), exact)
     scored = form.rows + KEY
+    rows = ((query, form.query), (change, gradients.out), (largest, form.rows), (total, form.rows), (along, form.rows))
 
     def block(key: Any, value: Any, source: Any) -> tuple[Any, Any, Any]:
-        product = _product(form, query, key)
-        scores, pull = jax.vjp(lambda s: _score(form, places, source, s, arrays), product)
-        weights = jnp.exp(scores - _finite(largest)[..., None]) / total[..., None]
-        of_value = _einsum(f"{scored},{gradients.out}->{gradients.value}", weights.astype(change.dtype), change, exact)
-        of_weights = _einsum(f"{gradients.out},{form.value}->{scored}", change, value, exact)
-        (of_product,) = pull(weights * (of_weights - along[..., None]))
-        of_product = of_product.astype(key.dtype)
-        of_query = _einsum(f"{scored},{form.key}->{gradients.query}", of_product, key, exact)
-        of_key = _einsum(f"{scored},{form.query}->{gradients.key}", of_product, query, exact)
-        return of_query, of_key, of_value
+        def of_queries(start: Any, *parts: Any) -> tuple[Any, Any, Any]:
+            query, change, largest, total, along = parts
+            at = At(source, start, blocks.positions)
+            scores, pull = jax.vjp(lambda s: _score(form, places, at, s, arrays), _product(form, query, key))
+            weights = jnp.exp(scores - _finite(largest)[..., None]) / total[..., None]
+            spec = f"{scored},{gradients.out}->{gradients.value}"
+            of_value = _einsum(spec, weights.astype(change.dtype), change, exact)
+            of_weights = _einsum(f"{gradients.out},{form.value}->{scored}", change, value, exact)
+            (of_product,) = pull(weights * (of_weights - along[..., None]))
+            of_product = of_product.astype(key.dtype)
+            of_query = _einsum(f"{scored},{form.key}->{gradients.query}", of_product, key, exact)
+            of_key = _einsum(f"{scored},{form.query}->{gradients.key}", of_product, query, exact)
+            return of_query, of_key, of_value
+
+        return blocks.joined(of_queries, rows, (gradients.query, gradients.key, gradients.value))
 
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
         moving, of_query, sums = carry
@@ -180,11 +152,6 @@ def backward(
     return of_query.astype(query.dtype), own_key.astype(key.dtype), own_value.astype(value.dtype)
 
 
-def _exact(query: Any) -> Any:
-    """The type of scores and sums: 32 bits at least."""
-    return jnp.promote_types(query.dtype, jnp.float32)
-
-
 def _einsum(spec: str, one: Any, other: Any, exact: Any) -> Any:
     """A product of two arrays, summed in `exact`."""
 
@@ -198,22 +165,30 @@ def _einsum(spec: str, one: Any, other: Any, exact: Any) -> Any:
 
 
 def _product(form: AttentionForm, query: Any, key: Any) -> Any:
-    return _einsum(f"{form.query},{form.key}->{form.rows}{KEY}", query, key, _exact(query))
+    return _einsum(f"{form.query},{form.key}->{form.rows}{KEY}", query, key, exact_type(query))
 
 
-def _scores(form: AttentionForm, places: Places, source: Any, query: Any, key: Any, arrays: Sequence[Any]) -> Any:
-    return _score(form, places, source, _product(form, query, key), arrays)
+@dataclasses.dataclass(frozen=True, slots=True)
+class At:
+    """Where a block of scores lies: the number of the device whose keys they are of, the first of its queries, and the
+    positions that each device has.
+    """
+
+    source: Any
+    start: Any
+    positions: int
 
 
-def _score(form: AttentionForm, places: Places, source: Any, product: Any, arrays: Sequence[Any]) -> Any:
-    """The expression of products of this device's queries with the keys of device `source`."""
+def _score(form: AttentionForm, places: Places, at: At, product: Any, arrays: Sequence[Any]) -> Any:
+    """The expression of products of a block of this device's queries with the keys of another."""
     dims = form.rows + KEY
     size = dict(zip(dims, product.shape, strict=True))
 
     def shaped(array: Any, letters: str) -> Any:
         """An array with the dimensions of the product, of size one where it has none of them."""
-        if KEY in letters and array.shape[letters.index(KEY)] != size[KEY]:
-            array = lax.dynamic_slice_in_dim(array, source * size[KEY], size[KEY], letters.index(KEY))
+        for letter, start in ((KEY, at.source * size[KEY]), (form.position, at.start)):
+            if letter in letters and array.shape[letters.index(letter)] != size[letter]:
+                array = lax.dynamic_slice_in_dim(array, start, size[letter], letters.index(letter))
         array = array.reshape([n for n, letter in zip(array.shape, letters, strict=True) if letter != NONE])
         has = letters.replace(NONE, "")
         if not has:
@@ -227,8 +202,9 @@ def _score(form: AttentionForm, places: Places, source: Any, product: Any, array
             case ("score",):
                 return product
             case ("iota", letter, dtype):
-                part = source if letter == KEY else places.index(letter)
-                return shaped(part * size[letter] + jnp.arange(size[letter]), letter).astype(dtype)
+                part = at.source if letter == KEY else places.index(letter)
+                first = part * at.positions + at.start if letter == form.position else part * size[letter]
+                return shaped(first + jnp.arange(size[letter]), letter).astype(dtype)
             case ("array", int(number)):
                 return shaped(arrays[number], form.arrays[number])
             case ("const", number, dtype):
@@ -244,18 +220,6 @@ def _score(form: AttentionForm, places: Places, source: Any, product: Any, array
         raise AssertionError(f"no expression: {node}")
 
     return jnp.broadcast_to(value(form.score), product.shape)
-
-
-def has_score(node: Expression) -> bool:
-    """Whether an expression reads the score."""
-    return node[0] == "score" or any(isinstance(part, tuple) and has_score(part) for part in node if part != ())
-
-
-def counted(node: Expression) -> set[str]:
-    """The letters of the dimensions along which an expression counts."""
-    if node[0] == "iota":
-        return {node[1]}
-    return set().union(*(counted(part) for part in node if isinstance(part, tuple) and part))
 
 
 def _finite(largest: Any) -> Any:
@@ -316,47 +280,6 @@ def equation(form: AttentionForm, gradients: Gradients | None, avals: tuple[jax.
     closed = jax.make_jaxpr(lambda *args: primitive.bind(*args, form=form, gradients=gradients))(*avals)
     (eqn,) = jax_compat.open_jaxpr(closed).eqns
     return eqn
-
-
-def sizes_of(eqn: Any) -> dict[str, int]:
-    """How large each lettered dimension of an equation is."""
-    operands, results = letters(eqn.params["form"], eqn.params["gradients"])
-    return {
-        letter: n
-        for names, var in zip((*operands, *results), (*eqn.invars, *eqn.outvars), strict=True)
-        for letter, n in zip(names, var.aval.shape, strict=True)
-    }
-
-
-def flops(eqn: Any) -> float:
-    """Two matrix products forward, five backward (scores are computed again)."""
-    form, sizes = eqn.params["form"], sizes_of(eqn)
-    products = 1.0
-    for letter in (*form.rows, KEY):
-        products *= sizes[letter]
-    inner, outer = (
-        functools.reduce(lambda n, letter: n * sizes[letter], letters, 1.0)
-        for letters in (set(form.query) - set(form.rows), set(form.out) - set(form.rows))
-    )
-    if eqn.params["gradients"] is None:
-        return 2.0 * products * (inner + outer)
-    return 2.0 * products * (3.0 * inner + 2.0 * outer)
-
-
-def block_bytes(eqn: Any) -> int:
-    """Bytes of all scores, as they are computed."""
-    form, sizes = eqn.params["form"], sizes_of(eqn)
-    itemsize = jnp.dtype(_exact(eqn.invars[0].aval)).itemsize
-    return functools.reduce(lambda n, letter: n * sizes[letter], (*form.rows, KEY), itemsize)
-
-
-def travelling(eqn: Any) -> tuple[tuple[int, int], ...]:
-    """(number of the operand of whose shape it is, bytes of an element) of each array that goes round the ring."""
-    blocks = tuple((i, jax_compat.itemsize(eqn.invars[i].aval)) for i in (1, 2))
-    if eqn.params["gradients"] is None:
-        return blocks
-    exact = jnp.dtype(jnp.promote_types(eqn.invars[0].aval.dtype, jnp.float32)).itemsize
-    return (*blocks, *((i, exact) for i in (1, 2)))
 
 
 def rule_of(eqn: Any) -> Rule:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autopar.attention.form import Expression
 from autopar.attention.polynomial import Sum
-from autopar.attention.ring import Expression
 from autopar.ir.graph import Block, Op, OpKind
 
 # A label stands for what a dimension counts; those that meet in one operation are joined. None: of size one.

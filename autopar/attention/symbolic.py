@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
-from autopar.attention import ring
+from autopar.attention.form import ELEMENTWISE, Expression, has_score
 from autopar.attention.polynomial import ONE, Sum, add, multiply, power, scale, term_of
-from autopar.attention.ring import Expression
 from autopar.attention.score_uses import Around, Label, Labels, Product, Read, Use
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKind
@@ -157,7 +156,7 @@ class Reader:
             others = [a for a, r in zip(op.inputs, reads, strict=True) if r is not row]
             if row is not None and all(self.number(a) == -math.inf for a in others):
                 return row
-        if name not in ring.ELEMENTWISE and name != "integer_pow":
+        if name not in ELEMENTWISE and name != "integer_pow":
             return None
         sums = [r.sum if r is not None else self.sum_of(a, labels) for a, r in zip(op.inputs, reads, strict=True)]
         trees = [r.tree if r is not None else self.tree_of(a, labels) for a, r in zip(op.inputs, reads, strict=True)]
@@ -222,7 +221,7 @@ class Reader:
         if not axes:
             return dataclasses.replace(read, labels=left)
         if op.primitive == "reduce_max":
-            if read.tree is None or len(axes) != 1 or not ring.has_score(read.tree):
+            if read.tree is None or len(axes) != 1 or not has_score(read.tree):
                 return None
             labels, key = self.weights.setdefault(self.settled(read.tree), (read.labels, read.labels[axes[0]]))
             if self.all(labels) != self.all(read.labels) or self.of(key) != self.of(read.labels[axes[0]]):
@@ -313,7 +312,7 @@ class Reader:
             (source,) = op.inputs[:1]
             before = self.moved_back(op, labels)
             return self.tree_of(source, before) if before is not None else None
-        simple = name in ring.ELEMENTWISE or name in ("convert_element_type", "integer_pow")
+        simple = name in ELEMENTWISE or name in ("convert_element_type", "integer_pow")
         if name == "div" and np.dtype(op.eqn.outvars[0].aval.dtype).kind not in "fV":
             simple = False
         if not simple or any(len(self.shape(a)) not in (0, len(labels)) for a in op.inputs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopar.attention.match import check_blockwise
 from autopar.common import jax_compat
 from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
@@ -19,7 +20,7 @@ from autopar.inter_op.evaluate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.context import Candidate, PlanningContext
-from autopar.plan.options import PlanRequest
+from autopar.plan.options import Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.sharding.rules import RuleBook
 
@@ -76,11 +77,13 @@ def planning_context(
     keep_tolerance: float = 1.0,
 ) -> PlanningContext:
     """The input of the sources of candidates: the step's graph, and the request in numbers."""
-    if request.binding is not None:
-        traced = dataclasses.replace(traced, blockwise_attention=request.binding.blockwise_attention)
+    rings = request.binding is not None and request.binding.blockwise_attention
+    traced = dataclasses.replace(traced, blockwise_attention=rings or request.attention is Attention.BLOCKWISE)
     deadline = Deadline.after(request.time_limit_s)
     with progress.pass_("graph"):
         graph = build_graph(traced, rules)
+    if rings:
+        check_blockwise(graph)
     return PlanningContext(
         traced=traced,
         graph=graph,

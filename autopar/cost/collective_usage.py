@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.attention import ring
+from autopar.attention.work import travelling
 from autopar.cost.cost_model import CostModel, ring_bytes
 from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
@@ -106,7 +106,7 @@ def uses_of_ring(compute: Compute, model: CostModel) -> list[CollectiveUse]:
         return []
     turns = model.links.mesh.size(strategy.ring) - 1
     kind, out = CollectiveKind.COLLECTIVE_PERMUTE, []
-    for nbytes, (i, _) in zip(ring_bytes(op, strategy, model), ring.travelling(op.eqn), strict=True):
+    for nbytes, (i, _) in zip(ring_bytes(op, strategy, model), travelling(op.eqn), strict=True):
         aval = op.eqn.invars[i].aval
         out.append(
             CollectiveUse(

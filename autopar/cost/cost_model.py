@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.attention import ring
+from autopar.attention.work import travelling
 from autopar.common.jax_compat import jax_version
+from autopar.cost.attention_cost import attention_s, kernel_under
 from autopar.cost.product_rate import ProductRate, product_rate
 from autopar.cost.roofline import Work, copies_are_fused, flops_of, is_fusible, time_s, transposed, transposing_s
 from autopar.cost.stream_simulator import Overlap, overlap_of
@@ -21,11 +23,11 @@ from autopar.hardware.cluster import Cluster, DeviceKind
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind
-from autopar.ir.layout import Layout, local_bytes, replicated
+from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.sharding.resharding import MeshLinks, StepKind
-from autopar.sharding.strategies import Strategy
+from autopar.sharding.strategies import Strategy, replicated_strategy
 
 # What counts of a send, for as long as there is computing to hide it: all that is sent shares the links. For the layers
 # of GPT 15B on four and eight V100 0.2 to 0.4 give the best decisions; where state is split to save memory, its gathers
@@ -118,12 +120,9 @@ class NodeCosts:
         """Seconds of an operation in a step, without the collectives it makes; None: every device does all of it."""
         key = (op.key, self._copied(op), op.count, id(strategy))
         if strategy is None or key not in self._seconds:
-            strategy = strategy or Strategy(
-                tuple(replicated(len(self._shape(a))) for a in op.inputs),
-                tuple(replicated(len(self._shape(v))) for v in op.outputs),
-                split=1,
-            )
-            seconds = self._strategy_s(op, self._work(op), dataclasses.replace(strategy, combined=(), ring=()))
+            strategy = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
+            alone = dataclasses.replace(strategy, combined=(), ring=())
+            seconds = self._strategy_s(op, self._work(op), alone, in_ring=bool(strategy.ring))
             self._seconds[key] = op.count * seconds
         return self._seconds[key]
 
@@ -194,11 +193,16 @@ class NodeCosts:
     def _row_bytes(self, atom: Atom) -> int:
         return self._nbytes(atom) * self._shape(atom)[-1] // max(1, math.prod(self._shape(atom)))
 
-    def _strategy_s(self, op: Op, work: Work, strategy: Strategy) -> float:
+    def _strategy_s(self, op: Op, work: Work, strategy: Strategy, in_ring: bool = False) -> float:
         mesh = self.model.links.mesh
         parts = tuple(layout.shards(mesh) for layout in strategy.operands)
         result_parts = tuple(layout.shards(mesh) for layout in strategy.results)
-        seconds = time_s(work, strategy, (parts, result_parts), self.model.device)
+        if op.primitive in ring.PRIMITIVES:
+            kernel = kernel_under(op, self.model.device, in_ring or bool(strategy.ring))
+            moved = zip((*work.operand_bytes, *work.result_bytes), (*parts, *result_parts), strict=True)
+            seconds = attention_s(op, strategy, sum(n / shards for n, shards in moved), self.model.device, kernel)
+        else:
+            seconds = time_s(work, strategy, (parts, result_parts), self.model.device)
         if work.transposed and self.model.device.transposing:
             row_parts = tuple(mesh.size(layout.dims[-1]) if layout.dims else 1 for layout in strategy.operands)
             seconds += transposing_s(work, parts, row_parts, self.model.device)
@@ -217,7 +221,7 @@ class NodeCosts:
 def ring_bytes(op: Op, strategy: Strategy, model: CostModel) -> list[float]:
     """Bytes of each array that a device hands on, as often as there are other devices in the ring."""
     found = []
-    for i, itemsize in ring.travelling(op.eqn):
+    for i, itemsize in travelling(op.eqn):
         aval = op.eqn.invars[i].aval
         nbytes = local_bytes(aval.shape, itemsize, strategy.operands[i], model.links.mesh)
         # Sums go round in 32 bits whatever the type of the operand is.

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.attention import ring
+from autopar.attention.work import block_bytes, row_bytes, travelling
 from autopar.cost import peak_memory
+from autopar.cost.attention_cost import kernel_under
 from autopar.cost.cost_model import CostModel
 from autopar.cost.roofline import is_fusible
 from autopar.cost.xla_program import MemoryStep as MemoryStep
@@ -131,7 +133,7 @@ def reduces_last(op: Op) -> bool:
 
 class _MemoryWriter:
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
-        self.graph, self.mesh = graph, model.links.mesh
+        self.graph, self.mesh, self.device = graph, model.links.mesh, model.device
         self.nbytes: dict[int, int] = {}
         self.stands_for: dict[int, tuple[int, Place]] = {}
 
@@ -202,12 +204,14 @@ class _MemoryWriter:
             self.crossing(instruction, env, steps)
 
     def attention(self, compute: Compute, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
-        """A block of scores and one of weights, in 32 bits, beside the keys and values that have come round."""
+        """A block of scores and one of weights, in 32 bits, beside the keys and values that have come round; of a
+        kernel that keeps none, what it makes of each row.
+        """
         op, inputs = compute.op, self.read(compute.op, compute.reads, env)
         outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, compute.places, strict=True))
         buffers: list[int] = []
         if compute.strategy is not None and compute.strategy.ring:
-            for i, itemsize in ring.travelling(op.eqn):
+            for i, itemsize in travelling(op.eqn):
                 shape = op.eqn.invars[i].aval.shape
                 buffers.append(self.new(local_bytes(shape, itemsize, compute.strategy.operands[i], self.mesh)))
             steps.append(
@@ -215,11 +219,18 @@ class _MemoryWriter:
                     inputs=inputs, outputs=tuple(buffers), kind="collective_permute", fusible=False, key=("ring", op.id)
                 )
             )
-        nbytes = ring.block_bytes(op.eqn)
+        split, ring_size = 1, 1
         if compute.strategy is not None:
-            nbytes //= compute.strategy.split * self.mesh.size(compute.strategy.ring)
-        scores, weights = self.new(nbytes), self.new(nbytes)
+            split, ring_size = compute.strategy.split, self.mesh.size(compute.strategy.ring)
         at = (*inputs, *buffers)
+        kernel = kernel_under(op, self.device, ring_size > 1)
+        if not kernel.writes_scores:
+            rows = self.new(row_bytes(op.eqn, kernel) // split)
+            for made, read in (((rows,), at), (outputs, (*at, rows))):
+                steps.append(MemoryStep(inputs=read, outputs=made, kind=op.primitive, fusible=False, key=(op.id, made)))
+            return
+        nbytes = block_bytes(op.eqn, split, ring_size)
+        scores, weights = self.new(nbytes), self.new(nbytes)
         for made, read in (((scores,), at), ((weights,), (*at, scores)), (outputs, (*at, weights))):
             steps.append(MemoryStep(inputs=read, outputs=made, kind=op.primitive, fusible=False, key=(op.id, made)))
 

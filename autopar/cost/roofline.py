@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any
 
 from autopar.attention import ring
+from autopar.attention.work import flops as attention_flops
 from autopar.hardware.cluster import DeviceKind
 from autopar.ir.graph import FactorKind, Op
 from autopar.ir.primitives import MATRIX_PRODUCTS, multiplications
@@ -59,7 +60,7 @@ def flops_of(op: Op) -> float:
     """Arithmetic operations of one run. A matmul counts 2 m n k; elementwise operations one for each element."""
     assert op.rule is not None, "only equations have a rule"
     if op.primitive in ring.PRIMITIVES:
-        return ring.flops(op.eqn)
+        return attention_flops(op.eqn)
     if (multiplied := multiplications(op.eqn)) is not None:
         return 2.0 * multiplied
     sizes = [v.aval.size for v in op.eqn.outvars]

@@ -24,8 +24,7 @@ _LOOPS = {"scan": OpKind.SCAN, "while": OpKind.WHILE, "cond": OpKind.COND}
 def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     """The graph of a traced step, with the sharding rule of every operation.
 
-    Raises: UnsupportedError for equations with a mesh of their own (`shard_map`), and for attention that a recipe
-    requires in blocks where the step does not permit it.
+    Raises: UnsupportedError for equations with a mesh of their own (`shard_map`).
     """
     builder = _Builder()
     inputs = [builder.value(v, f"constant {i}") for i, v in enumerate(traced.jaxpr.constvars)]

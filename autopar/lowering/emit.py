@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from autopar.attention import ring
+from autopar.attention import execute, ring
+from autopar.attention.form import letters
+from autopar.attention.kernels import library_on
 from autopar.common import jax_compat
 from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import Constant, OpGraph, OpKind
@@ -39,6 +41,7 @@ from autopar.lowering.instructions import (
 )
 from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
 from autopar.sharding.resharding import ReshardStep, StepKind
+from autopar.sharding.strategies import replicated_strategy
 
 Environment = dict[tuple[int, Place], Any]
 
@@ -227,17 +230,19 @@ class Emitter:
 
     def attention(self, instruction: Compute, operands: list[Any]) -> list[Any]:
         """Runs attention on each device's part; where positions are split, keys and values go round."""
-        op, strategy = instruction.op, instruction.strategy
-        if strategy is None:
-            return jax_compat.bind(op.eqn, operands)
+        op = instruction.op
+        strategy = instruction.strategy or replicated_strategy(
+            *(([v.aval.shape for v in of]) for of in (op.eqn.invars, op.eqn.outvars))
+        )
         form, gradients = op.eqn.params["form"], op.eqn.params["gradients"]
-        names, axes = ring.letters(form, gradients)[0], {}
-        for letters, layout in zip(names[:3], strategy.operands, strict=False):
-            for letter, on in zip(letters, layout.dims, strict=True):
+        names, axes = letters(form, gradients)[0], {}
+        for dims, layout in zip(names[:3], strategy.operands, strict=False):
+            for letter, on in zip(dims, layout.dims, strict=True):
                 axes[letter] = tuple(self.mesh.axis_names[a] for a in on)
         places = ring.Places(axes=axes, sizes=dict(self.mesh.shape))
+        library = library_on(self.mesh.devices.flat[0])
         run = jax.shard_map(
-            lambda *parts: ring.run(form, gradients, places, parts),
+            lambda *parts: execute.run(form, gradients, places, parts, library),
             mesh=self.mesh,
             in_specs=tuple(partition_spec(layout, self.mesh.axis_names) for layout in strategy.operands),
             out_specs=tuple(partition_spec(layout, self.mesh.axis_names) for layout in strategy.results),

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.attention import ring
+from autopar.attention.form import counted, letters
 from autopar.microbatch import indexing_rules
 from autopar.microbatch.example_places import (
     AGAINST_OTHERS,
@@ -160,13 +161,13 @@ def _convolution(eqn: Any, places: Places) -> list[int]:
 
 def _attention(eqn: Any, places: Places) -> list[int]:
     form, gradients = eqn.params["form"], eqn.params["gradients"]
-    operands, results = ring.letters(form, gradients)
-    letters = {names[p] for names, p in zip(operands, places, strict=True) if p is not None}
-    if len(letters) != 1:
+    operands, results = letters(form, gradients)
+    example_letters = {names[p] for names, p in zip(operands, places, strict=True) if p is not None}
+    if len(example_letters) != 1:
         raise MixesExamples(SEVERAL)
-    (letter,) = letters
+    (letter,) = example_letters
     apart = set(form.query) & set(form.key) & set(form.value) & set(form.out)
-    if letter not in apart or any(letter not in names for names in results) or letter in ring.counted(form.score):
+    if letter not in apart or any(letter not in names for names in results) or letter in counted(form.score):
         raise MixesExamples(COMBINES)
     if any((letter in names) != (p is not None) for names, p in zip(operands, places, strict=True)):
         raise MixesExamples(AGAINST_OTHERS)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 from autopar.ir.layout import Layout
 from autopar.sharding.constraints import Binding
 from autopar.sharding.pins import Pins
+
+
+class Attention(enum.StrEnum):
+    """How attention that is found in a step is run."""
+
+    AS_WRITTEN = "as written"
+    BLOCKWISE = "blockwise"  # one operation a pass, which keeps no scores (`autopar.attention.ring`)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +35,7 @@ class PlanRequest:
         recompute: The recomputation policy of each layer of a pipeline (`Recompute`).
         binding: The one mesh, with the uses of its axes.
         pins: Required layouts of some arguments and values.
+        attention: How attention is run; under a recipe with a ring always in blocks.
     """
 
     memory_limit_bytes: int | None = None
@@ -42,6 +51,7 @@ class PlanRequest:
     recompute: str = "nothing"
     binding: Binding | None = None
     pins: Pins | None = None
+    attention: Attention = Attention.AS_WRITTEN
 
     @property
     def names_pipeline(self) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autopar.ir.graph import FactorKind, Rule
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -33,6 +33,11 @@ class Strategy:
     split: int
     combined: tuple[int, ...] = ()
     ring: tuple[int, ...] = ()
+
+
+def replicated_strategy(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...]]) -> Strategy:
+    """Every device does all of it: operands and results of these shapes are whole on each."""
+    return Strategy(tuple(replicated(len(s)) for s in operands), tuple(replicated(len(s)) for s in results), split=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

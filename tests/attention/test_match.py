@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from autopar.attention.match import check_blockwise
 from autopar.errors import UnsupportedError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
@@ -217,5 +218,7 @@ def not_softmax(q, k, v, batch):
 
 @pytest.mark.parametrize("attention", [dropped, handed_out, longer, not_softmax])
 def test_what_is_no_plain_attention_is_named(attention):
+    graph = graph_of(attention)
+    assert operations(graph) == []
     with pytest.raises(UnsupportedError, match=rf"attention/test_match.py:\d+.*{attention.__name__}"):
-        graph_of(attention)
+        check_blockwise(graph)

@@ -1,0 +1,197 @@
+"""The kernels that run a pass of attention: which of them takes it, and the call of each.
+
+On NVIDIA's GPUs cuDNN's fused attention, on TPUs the flash attention of jax's Pallas kernels, where they have the form
+and the type; on other devices, and for other forms, XLA in blocks of queries (`autopar.attention.ring`). None of the
+kernels writes scores to memory. A ring takes blocks: it needs each block's own sums.
+
+Sources: Dao, "FlashAttention-2", 2023; `jax.nn.dot_product_attention`; `jax.experimental.pallas.ops.tpu`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar.attention.form import KEY, NONE, AttentionForm, Gradients
+from autopar.attention.masks import DistanceMask, distance_mask
+from autopar.common import attention_kernels
+from autopar.hardware.kinds import DeviceKind, Platform
+
+
+class Kernel(enum.Enum):
+    """What runs a pass of attention on one device."""
+
+    BLOCKS = "XLA, in blocks of queries"
+    CUDNN = "cuDNN's fused attention"
+    TPU_FLASH = "Pallas flash attention"
+
+    @property
+    def skips(self) -> bool:
+        """Whether blocks that a mask hides wholly are left out."""
+        return self is not Kernel.BLOCKS
+
+    @property
+    def writes_scores(self) -> bool:
+        """Whether blocks of scores go to memory."""
+        return self is Kernel.BLOCKS
+
+
+# Side of the blocks of scores that kernels compute or leave out.
+_BLOCK = 128
+LANES = 128  # of a TPU's registers
+_CUDNN_WIDTH, _CUDNN_WIDTH_MULTIPLE = 128, 8  # of a head: the most on every card, and the multiple
+
+
+def library_of(device: DeviceKind) -> Kernel:
+    """The kernels that a device kind has. cuDNN's need compute capability 8.0, as products of bfloat16 do."""
+    if device.platform is Platform.TPU:
+        return Kernel.TPU_FLASH
+    is_nvidia = device.platform is Platform.GPU and not device.name.startswith("MI")
+    return Kernel.CUDNN if is_nvidia and "bfloat16" in dict(device.peak_flops) else Kernel.BLOCKS
+
+
+def library_on(device: Any) -> Kernel:
+    """The kernels that a device of jax has, by the same rule."""
+    if device.platform == "tpu":
+        return Kernel.TPU_FLASH
+    capability = str(getattr(device, "compute_capability", ""))
+    major = capability.split(".")[0]
+    return Kernel.CUDNN if "." in capability and major.isdigit() and int(major) >= 8 else Kernel.BLOCKS
+
+
+def kernel_of(
+    form: AttentionForm, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any], library: Kernel, in_ring: bool
+) -> Kernel:
+    """The kernel for queries, keys and values of these shapes and types: one of the library, or blocks."""
+    if in_ring or library is Kernel.BLOCKS or _dims(form) is None or len(set(dtypes)) > 1:
+        return Kernel.BLOCKS
+    positions, width = shapes[0][form.query.index(form.position)], shapes[0][_inner(form)]
+    if distance_mask(form, positions) is None or width != shapes[2][_outer(form)]:
+        return Kernel.BLOCKS
+    dtype = jnp.dtype(dtypes[0])
+    if library is Kernel.CUDNN:
+        fits = width <= _CUDNN_WIDTH and width % _CUDNN_WIDTH_MULTIPLE == 0
+        return Kernel.CUDNN if fits and dtype in (jnp.bfloat16, jnp.float16) else Kernel.BLOCKS
+    fits = positions % _BLOCK == 0
+    return Kernel.TPU_FLASH if fits and dtype in (jnp.bfloat16, jnp.float32) else Kernel.BLOCKS
+
+
+def kernel_for(eqn: Any, library: Kernel, in_ring: bool) -> Kernel:
+    """The kernel for an equation of a pass."""
+    avals = [v.aval for v in eqn.invars[:3]]
+    return kernel_of(eqn.params["form"], [a.shape for a in avals], [a.dtype for a in avals], library, in_ring)
+
+
+def visible_share(form: AttentionForm, positions: int) -> float:
+    """The part of the blocks of scores in which a mask leaves something."""
+    mask = distance_mask(form, positions)
+    if mask is None or not mask.causal or positions <= _BLOCK:
+        return 1.0
+    return (1.0 + _BLOCK / positions) / 2.0
+
+
+# Dimensions: those that keep everything apart, the groups of queries that share keys, and the width
+
+
+def _dims(form: AttentionForm) -> tuple[str, str] | None:
+    """(letters that queries, keys and values have in common, letters of queries alone); None for other forms."""
+    apart = [x for x in form.rows if x in form.key]
+    groups = [x for x in form.rows if x not in form.key and x != form.position]
+    names = (form.query, form.key, form.value, form.out)
+    if any(NONE in name for name in names) or set(apart) - set(form.value):
+        return None
+    wide = [set(form.query) - set(form.rows), set(form.value) - {KEY, *apart}]
+    is_plain = all(len(letters) == 1 for letters in wide)
+    return ("".join(apart), "".join(groups)) if is_plain and set(form.rows) <= set(form.query) else None
+
+
+def _inner(form: AttentionForm) -> int:
+    return next(d for d, x in enumerate(form.query) if x not in form.rows)
+
+
+def _outer(form: AttentionForm) -> int:
+    return next(d for d, x in enumerate(form.value) if x not in form.rows and x != KEY)
+
+
+class _Shape:
+    """Arrays of a pass to and from (examples, heads, positions, width), heads of groups side by side."""
+
+    def __init__(self, form: AttentionForm, query: Any) -> None:
+        dims = _dims(form)
+        assert dims is not None, "the kernel was chosen for its form"
+        self.apart, self.groups = dims
+        self.size = dict(zip(form.query, query.shape, strict=True))
+
+    def into(self, array: Any, names: str, position: str) -> Any:
+        """(examples, heads, positions, width) of an array, or without width where it has none."""
+        grouped = [x for x in self.groups if x in names]
+        width = [x for x in names if x not in (*self.apart, *grouped, position)]
+        order = [*self.apart, *grouped, position, *width]
+        array = jnp.transpose(array, [names.index(x) for x in order])
+        heads = self.of([*self.apart[-1:], *grouped])
+        return array.reshape((self.of(self.apart[:-1]), heads, *array.shape[len(self.apart) + len(grouped) :]))
+
+    def of(self, letters: Sequence[str]) -> int:
+        n = 1
+        for letter in letters:
+            n *= self.size[letter]
+        return n
+
+    def back(self, array: Any, names: str, position: str) -> Any:
+        """An array with the dimensions of `names`."""
+        grouped = [x for x in self.groups if x in names]
+        width = [x for x in names if x not in (*self.apart, *grouped, position)]
+        sizes = [self.size[x] for x in (*self.apart, *grouped)]
+        order = [*self.apart, *grouped, position, *width]
+        array = array.reshape((*sizes, *array.shape[2:]))
+        return jnp.transpose(array, [order.index(x) for x in names])
+
+
+def forward(form: AttentionForm, kernel: Kernel, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """As `ring.forward`, on one device that has all positions."""
+    shape, mask = _Shape(form, query), _mask(form, query)
+    q, k, v = _operands(form, shape, query, key, value)
+    run = attention_kernels.cudnn_forward if kernel is Kernel.CUDNN else attention_kernels.tpu_forward
+    out, largest, total = run(q, k, v, scale=mask.scale, causal=mask.causal)
+    rows = [shape.back(a, form.rows, form.position) for a in (largest, total)]
+    return shape.back(out, form.out, form.position), rows[0], rows[1]
+
+
+def backward(
+    form: AttentionForm,
+    gradients: Gradients,
+    kernel: Kernel,
+    operands: tuple[Any, Any, Any],
+    saved: tuple[Any, Any, Any],
+    change: Any,
+) -> tuple[Any, Any, Any]:
+    """As `ring.backward`, on one device that has all positions."""
+    shape, mask = _Shape(form, operands[0]), _mask(form, operands[0])
+    q, k, v = _operands(form, shape, *operands)
+    out = shape.into(saved[0], form.out, form.position)
+    largest, total = (shape.into(a, form.rows, form.position) for a in saved[1:])
+    change = shape.into(change, gradients.out, form.position)
+    run = attention_kernels.cudnn_backward if kernel is Kernel.CUDNN else attention_kernels.tpu_backward
+    made = run(q, k, v, (out, largest, total), change, scale=mask.scale, causal=mask.causal)
+    return (
+        shape.back(made[0], gradients.query, form.position),
+        shape.back(made[1], gradients.key, KEY),
+        shape.back(made[2], gradients.value, KEY),
+    )
+
+
+def _operands(form: AttentionForm, shape: _Shape, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    return (
+        shape.into(query, form.query, form.position),
+        shape.into(key, form.key, KEY),
+        shape.into(value, form.value, KEY),
+    )
+
+
+def _mask(form: AttentionForm, query: Any) -> DistanceMask:
+    mask = distance_mask(form, query.shape[form.query.index(form.position)])
+    assert mask is not None, "the kernel was chosen for its mask"
+    return mask
