@@ -27,9 +27,9 @@ def initialize(
     """Joins the processes of a program: `jax.distributed.initialize`, with the same arguments.
 
     All processes call it. When one of them is killed or stopped afterwards, process 0 included, each of the others ends
-    within a minute with an error that names it. With JAX's own function, they end only from the first step on, and JAX
-    adds a C++ stack where the lost process is process 0. `initialization_timeout` is the waiting time for missing
-    processes, in seconds.
+    within a minute with an error that names it, or normally where all have finished their work. With JAX's own
+    function, they end so only from the first step on, and JAX adds a C++ stack where the lost process is process 0.
+    `initialization_timeout` is the waiting time for missing processes, in seconds.
 
     Raises: ProcessLostError where processes do not join, or are lost while they join; the errors of JAX.
     """
