@@ -167,7 +167,7 @@ def row_of(case: Case, phase: str, others: Sequence[Ended]) -> str:
     )
 
 
-def keep(rows: Sequence[str]) -> str:
+def keep(rows: Sequence[str], again: str | None = None) -> str:
     """Writes the table, and gives its summary."""
     seconds = [float(s) for row in rows for s in row.split(" | ")[5].split(", ")]
     unnamed = sum(UNNAMED in row for row in rows)
@@ -176,6 +176,8 @@ def keep(rows: Sequence[str]) -> str:
         f"not end within {LIMIT_S:.0f} s with an error that names it; the last ended after {max(seconds):.0f} s."
     )
     how = "`python -m benchmarks.lost_processes --keep`; `done`: it had run all its steps, and ended as it should."
+    if again is not None:
+        how += f" The rows of the phase {again!r} were made later, with `--again`."
     head = [
         "| processes | stages | lost | by | in phase | others ended after, s | exit codes | saying of it |",
         "|---|---|---|---|---|---|---|---|",
@@ -268,7 +270,7 @@ def main() -> None:
             make_row(lambda row=row: like(row, random_)) if row.split(" | ")[4] == options.again else row
             for row in kept_rows()
         ]
-        print(keep(rows))
+        print(keep(rows, options.again))
         return
     rows = [make_row(lambda: random_case(random_)) for _ in range(options.programs)]
     if options.keep:
