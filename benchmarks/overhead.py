@@ -22,8 +22,6 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.compiler.materialize import make_function
 from autopar.hardware import presets
-from autopar.sharding.rules import RuleBook
-from autopar.xla import collectives
 from benchmarks.machine import description, markdown
+from benchmarks.rival_steps import alternately, call_us, rivals
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "overhead.md"
@@ -75,90 +71,10 @@ def mlp(width: int, layers: int, examples: int) -> tuple[Any, Any]:
     return state, {name: random.normal(size=(examples, width)).astype(np.float32) for name in "xy"}
 
 
-def leaf_step(state: Any, batch: Any) -> Any:
-    return [x + batch for x in state], batch
-
-
-class Runner:
-    """Calls a step again and again, each time with the state that it returned."""
-
-    def __init__(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
-        self.step, self.batch = step, batch
-        self.state = state
-
-    def whole_s(self) -> float:
-        """Time of a step until its results are there."""
-        begun = time.perf_counter()
-        self.state, metrics = self.step(self.state, self.batch)
-        jax.block_until_ready((self.state, metrics))
-        return time.perf_counter() - begun
-
-    def call_s(self) -> float:
-        """Processor time of the calling thread until a call returns: other work on the machine does not lengthen it."""
-        begun = time.thread_time()
-        self.state, metrics = self.step(self.state, self.batch)
-        spent = time.thread_time() - begun
-        jax.block_until_ready((self.state, metrics))
-        return spent
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rivals:
-    """The same step three times: autopar's, jit around what autopar emits, jit around the original function."""
-
-    autopar: Runner
-    emitted: Runner
-    original: Runner
-    executable: Any
-    sent_bytes: tuple[float, float]  # by a device in a step: autopar's program, the original's
-
-
-def rivals(function: Callable[..., Any], state: Any, batch: Any) -> Rivals:
-    step = autopar.parallelize(function, cluster=slow_cluster(), cache_dir=None)
-    executable = step.compile(state, batch)
-    plan, traced = executable.plan, executable.traced
-    shardings = (plan.state_shardings, plan.batch_shardings)
-    made = make_function(traced, plan, plan.concrete_mesh(), RuleBook())
-    assert not executable.constants, "the function below takes none"
-
-    def emitted(state: Any, batch: Any) -> Any:
-        return jax.tree.unflatten(traced.out_tree, made.function(*jax.tree.leaves((state, batch))))
-
-    by_hand = [
-        jax.jit(f, in_shardings=shardings, out_shardings=(shardings[0], None), donate_argnums=0)
-        for f in (emitted, function)
-    ]
-    own, of_emitted, of_original = (
-        collectives.traffic(collectives.collectives(text))
-        for text in (executable.as_text(), *(f.lower(state, batch).compile().as_text() for f in by_hand))
-    )
-    assert own == of_emitted, "the function that autopar emits became another program under jit"
-    runners = [Runner(f, *jax.device_put((state, batch), shardings)) for f in (step, *by_hand)]
-    return Rivals(
-        autopar=runners[0],
-        emitted=runners[1],
-        original=runners[2],
-        executable=executable,
-        sent_bytes=(own.total_bytes, of_original.total_bytes),
-    )
-
-
-def alternately(measures: Sequence[Callable[[], float]], repeats: int, warm_up: int = 10) -> list[list[float]]:
-    """Measures in turn, the order turned round each time, so that what else the machine does falls on all of them."""
-    times: list[list[float]] = [[] for _ in measures]
-    for i in range(warm_up + repeats):
-        order = list(enumerate(measures))
-        for which, measure in order if i % 2 else reversed(order):
-            spent = measure()
-            if i >= warm_up:
-                times[which].append(spent)
-    return times
-
-
 def compare_steps(repeats: int) -> list[list[str]]:
     rows = []
     for width, layers, examples in ((256, 4, 512), (512, 4, 512), (512, 8, 1024)):
-        run = rivals(mlp_step, *mlp(width, layers, examples))
+        run = rivals(mlp_step, *mlp(width, layers, examples), slow_cluster())
         times = alternately((run.autopar.whole_s, run.emitted.whole_s, run.original.whole_s), repeats)
         ours, emitted, original = map(statistics.median, times)
         quick = [statistics.quantiles(t, n=10)[0] for t in times]
@@ -181,12 +97,7 @@ def compare_steps(repeats: int) -> list[list[str]]:
 def compare_calls(repeats: int) -> list[list[str]]:
     rows = []
     for leaves in LEAVES:
-        state = [np.zeros(8, np.float32) for _ in range(leaves)]
-        run = rivals(leaf_step, state, np.ones((), np.float32))
-        ours, emitted = run.autopar, run.emitted
-        compiled = Runner(run.executable, *jax.device_put((state, ours.batch), run.executable.shardings))
-        times = alternately((ours.call_s, compiled.call_s, emitted.call_s), repeats)
-        us = [statistics.median(t) * 1e6 for t in times]
+        us = call_us(leaves, repeats, slow_cluster())
         rows.append([str(leaves), *(f"{x:.0f}" for x in us), f"{us[0] - us[1]:+.1f}", f"{us[0] - us[2]:+.1f}"])
         print(" | ".join(rows[-1]), flush=True)
     return rows

@@ -72,13 +72,15 @@ def llama(
     length: int = 16,
     batch: int = 8,
     block: int = 8,
+    scan: bool = False,
     dtype: DTypeLike = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
     tolerance: float = 1e-5,
 ) -> Case:
     """`llama(layers=32, width=4096, heads=32, kv_heads=8, feed_forward=14_336, vocabulary=128_256)` is Llama 3 8B.
 
-    `block` divides the length, or is as long; parameters are float32 whatever `dtype` is.
+    `block` divides the length, or is as long; parameters are float32 whatever `dtype` is. With `scan` the layers are
+    stacked and a scan runs over them, each recomputed in the backward pass, as MaxText has it.
     """
     head = width // heads
 
@@ -103,7 +105,7 @@ def llama(
         embedding_key, head_key, *layer_keys = jax.random.split(key, layers + 2)
         return {
             "embedding": normal(embedding_key, vocabulary, width),
-            "layers": [init_layer(k) for k in layer_keys],
+            "layers": jax.vmap(init_layer)(jnp.stack(layer_keys)) if scan else [init_layer(k) for k in layer_keys],
             "final_scale": jnp.ones(width),
             "head": normal(head_key, width, vocabulary),
         }
@@ -111,8 +113,12 @@ def llama(
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         x = params["embedding"][batch["tokens"]]
-        for layer_params in params["layers"]:
-            x = layer(x, layer_params, block)
+        if scan:
+            recomputed = jax.checkpoint(lambda x, layer_params: (layer(x, layer_params, block), None))
+            x, _ = jax.lax.scan(recomputed, x, params["layers"])
+        else:
+            for layer_params in params["layers"]:
+                x = layer(x, layer_params, block)
         return cross_entropy(rms_norm(x, params["final_scale"]) @ params["head"], batch["targets"])
 
     return training_case(

@@ -1,0 +1,349 @@
+"""One accelerator put to the test: results, times, memory and constants, measured on the card beside what is predicted.
+
+    python -m benchmarks.accelerator                        all rows, on the first device that jax finds
+    python -m benchmarks.accelerator gpt 'gpt blockwise'    some of them
+    python -m benchmarks.accelerator --small                sizes for a CPU: whether it works, no figures to quote
+    python -m benchmarks.accelerator --results DIR          keeps the tables there, and not in benchmarks/results
+    python -m benchmarks.accelerator --again                also rows that are kept already
+
+Rows: `constants`, those that are measured beside those of the preset; `calls`, what a call costs beyond `jax.jit`; six
+models, those with attention as they are written and with blockwise attention: results against plain `jax.jit`, time
+and memory of a step, predicted and measured; `offload`, the optimiser's state in the memory of the host; `tune`.
+
+Every row runs in a process of its own, one after the other, so that one process at a time holds the device and a row
+that dies takes no other with it. It is kept at once, in accelerator.json, and the tables in accelerator.md beside it: a
+run that is cut off goes on where it was. No row is begun once the run has taken `--budget` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import autopar
+from autopar.cost.peak_memory import allocated_bytes
+from autopar.hardware import calibrate
+from autopar.hardware.kinds import DeviceKind
+from benchmarks import row_processes
+from benchmarks.machine import description, markdown
+from benchmarks.zoo import CASES
+from benchmarks.zoo.case import Case
+from benchmarks.zoo.comparison import worst_difference
+
+RESULTS = Path(__file__).parent / "results"
+# Memory is taken as it is needed, so that what a row measures is what its step needs.
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+TIMEOUT_S, SMALL_TIMEOUT_S = 180.0, 900.0  # of one row: on a card, on a CPU that others use too
+BUDGET_S = 570.0  # a command on a lent card may take ten minutes
+ROUNDS, CALLS, LEAVES = 10, 200, (10, 100, 400)
+TUNE_S = 10.0
+NOT_YET = "parallelize has no argument `attention` yet"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A case of the zoo, at a size whose step takes 5 to 50 ms on an H100, and at one for a CPU."""
+
+    case: str
+    large: dict[str, Any]
+    small: dict[str, Any]
+    has_attention: bool = False
+
+    def make(self, small: bool) -> Case:
+        return CASES[self.case](**(self.small if small else self.large))
+
+
+_SMALL = dict(layers=2, width=64, heads=4, vocabulary=256, length=64, batch=4)
+_ADAMW = optax.adamw(1e-4)
+MODELS = {
+    # GPT-3's second smallest (arXiv 2005.14165, table 2.1).
+    "gpt": Model(
+        case="gpt_bf16",
+        large=dict(layers=12, width=768, heads=12, vocabulary=50_304, length=1024, batch=8, optimizer=_ADAMW),
+        small=_SMALL,
+        has_attention=True,
+    ),
+    # Llama 3 in small: layers under one scan, each recomputed, four queries to a key; scores of the whole sequence.
+    "llama": Model(
+        case="llama",
+        large=dict(
+            layers=8, width=1024, heads=16, kv_heads=4, feed_forward=3584, vocabulary=32_768, length=2048, batch=4,
+            block=2048, scan=True, dtype=jnp.bfloat16, optimizer=_ADAMW, tolerance=5e-2,
+        ),
+        small=dict(
+            layers=2, width=64, heads=4, kv_heads=2, feed_forward=192, vocabulary=256, length=64, batch=4, block=64,
+            scan=True,
+        ),
+        has_attention=True,
+    ),
+    "moe": Model(
+        case="moe",
+        large=dict(layers=2, width=1024, heads=16, experts=8, vocabulary=16_384, length=512, batch=8),
+        small=_SMALL | dict(experts=4),
+        has_attention=True,
+    ),
+    "bert": Model(
+        case="bert",
+        large=dict(layers=6, width=1024, heads=16, vocabulary=30_522, length=512, batch=8),
+        small=_SMALL,
+        has_attention=True,
+    ),
+    "resnet": Model(
+        case="resnet",
+        large=dict(widths=(64, 128, 256, 512), blocks=2, image=64, batch=256),
+        small=dict(widths=(8, 16), blocks=1, image=16, batch=8),
+    ),
+    "lstm": Model(
+        case="lstm",
+        large=dict(width=1024, features=256, length=128, batch=256),
+        small=dict(width=32, features=8, length=16, batch=8),
+    ),
+}  # fmt: skip
+BLOCKWISE = " blockwise"
+ROWS = (
+    "constants",
+    "calls",
+    *(row for name, model in MODELS.items() for row in (name, *([name + BLOCKWISE] * model.has_attention))),
+    "offload",
+    "tune",
+)
+
+
+def preset() -> autopar.Cluster:
+    return autopar.Cluster.local(1, measured=False)
+
+
+def constants(measured_to: Path) -> dict[str, Any]:
+    """Measures now; the cluster with what was measured goes to a file, by which the rows of models predict too."""
+    measurement = calibrate.measure(1, show_progress=False)
+    autopar.Cluster.of_measurement(measurement, 1).save(measured_to)
+    now, before = (constants_of(device) for device in (measurement.device, preset().device))
+    return {"constants": {name: [before.get(name), value] for name, value in now.items()}, "report": str(measurement)}
+
+
+def constants_of(device: DeviceKind) -> dict[str, float]:
+    found = {f"{dtype} products, TFLOP/s": device.flops_per_s(dtype) / 1e12 for dtype, _ in device.peak_flops}
+    found["memory, GB/s"] = device.memory_bytes_per_s / 1e9
+    found["launch, us"] = device.launch_overhead_s * 1e6
+    found["filling the matrix units in float32, us"] = device.float32_fill_s * 1e6
+    found["convolutions, part of products' rate"] = device.convolution_share
+    if device.host_link_bytes_per_s is not None:
+        found["link to the host, GB/s"] = device.host_link_bytes_per_s / 1e9
+    return found
+
+
+def calls(small: bool) -> dict[str, Any]:
+    from benchmarks.rival_steps import call_us
+
+    return {"calls_us": {str(n): call_us(n, CALLS // 10 if small else CALLS, preset()) for n in LEAVES}}
+
+
+def model_row(name: str, small: bool, measured: Path) -> dict[str, Any]:
+    model = MODELS[name.removesuffix(BLOCKWISE)]
+    options: dict[str, Any] = {}
+    if name.endswith(BLOCKWISE):
+        if "attention" not in inspect.signature(autopar.parallelize).parameters:
+            return {"skipped": NOT_YET}
+        options["attention"] = "blockwise"
+    return compared(model.make(small), options, measured)
+
+
+def offload(small: bool, measured: Path) -> dict[str, Any]:
+    return compared(MODELS["gpt"].make(small), {"plan": autopar.recipes.combine(offload="optimizer")}, measured)
+
+
+def compared(case: Case, options: dict[str, Any], measured: Path) -> dict[str, Any]:
+    """A case under a plan beside plain `jax.jit`: results after two steps, memory, and time in turns."""
+    from benchmarks.predicted_time import Running, take_turns
+
+    parallelize = functools.partial(autopar.parallelize, case.step, cache_dir=None, show_progress=False, **options)
+    shapes, key = jax.eval_shape(case.init, jax.random.key(0)), jax.random.key(0)
+    step = parallelize(cluster=preset())
+    plan = step.plan(shapes, case.batch(0))
+    compiled = step.compile(shapes, case.batch(0))
+    state = step.init(case.init, key)
+    for seed in range(2):
+        state, metrics = step(state, step.put_batch(case.batch(seed)))
+    jax.block_until_ready((state, metrics))
+    device_peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # before anything else runs
+    results = jax.tree.map(jnp.copy, (state, metrics))
+    own = Running(step, state, step.put_batch(case.batch(0)))
+
+    plain = jax.jit(case.step, donate_argnums=0)
+    state = jax.jit(case.init)(key)
+    for seed in range(2):
+        state, metrics = plain(state, jax.device_put(case.batch(seed)))
+    worst = max((worst_difference(case, a, b) for a, b in zip((state, metrics), results, strict=True)), key=_relative)
+    by_hand = Running(plain, state, jax.device_put(case.batch(0)))
+    del results, state, metrics
+    take_turns([own, by_hand], ROUNDS)
+    predicted_s = {"preset": plan.predicted.step_time_s}
+    if measured.exists():
+        anew = parallelize(cluster=autopar.Cluster.load(measured)).plan(shapes, case.batch(0))
+        predicted_s["measured"] = anew.predicted.step_time_s
+    return {
+        "difference": worst.relative,
+        "leaf": worst.path,
+        "tolerance": case.tolerance,
+        "predicted_s": predicted_s,
+        "measured_s": statistics.median(own.wall_s),
+        "jit_s": statistics.median(by_hand.wall_s),
+        "predicted_bytes": max(plan.predicted.peak_bytes),
+        "compiled_bytes": allocated_bytes(compiled.memory_analysis()),
+        "device_bytes": device_peak,
+        "host_bytes": sum(plan.predicted.host_bytes),
+    }
+
+
+def _relative(difference: Any) -> float:
+    return difference.relative
+
+
+def tune(small: bool) -> dict[str, Any]:
+    case = MODELS["gpt"].make(small)
+    step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None, show_progress=False)
+    state = jax.jit(case.init)(jax.random.key(0))
+    begun = time.perf_counter()
+    tuning = autopar.tune(step, state, case.batch(0), most=4, seconds=1.0 if small else TUNE_S)
+    return {"tuning": str(tuning), "took_s": time.perf_counter() - begun}
+
+
+def run_row(name: str, small: bool, measured: Path) -> dict[str, Any]:
+    match name:
+        case "constants":
+            return constants(measured)
+        case "calls":
+            return calls(small)
+        case "offload":
+            return offload(small, measured)
+        case "tune":
+            return tune(small)
+    return model_row(name, small, measured)
+
+
+def child(name: str, small: bool, measured: Path) -> dict[str, Any]:
+    device = jax.devices()[0]
+    begun = time.perf_counter()
+    found = run_row(name, small, measured)
+    return {
+        **found,
+        "device": f"{device.device_kind} ({device.platform})",
+        "on": description(),
+        "small": small,
+        "row_s": time.perf_counter() - begun,
+    }
+
+
+MODEL_COLUMNS = (
+    "model", "difference from jit", "predicted, ms: preset", "with measured constants", "measured, ms", "ratio",
+    "ratio with measured constants", "jax.jit, ms", "over jit", "peak, MB: predicted", "compiled", "device's",
+    "ratio", "in the host",
+)  # fmt: skip
+
+
+def model_cells(name: str, row: dict[str, Any]) -> list[str]:
+    if not_run := row.get("failure") or row.get("skipped"):
+        return [name, not_run]
+    measured_s, by_preset = row["measured_s"], row["predicted_s"]["preset"]
+    by_measured = row["predicted_s"].get("measured")
+    peak = row["device_bytes"] or row["compiled_bytes"]
+    within = "within" if row["difference"] <= row["tolerance"] else "NOT within"
+    return [
+        name,
+        f"{row['difference']:.1e} ({within} {row['tolerance']:.0e})",
+        f"{by_preset * 1e3:.2f}",
+        f"{by_measured * 1e3:.2f}" if by_measured else "-",
+        f"{measured_s * 1e3:.2f}",
+        f"{by_preset / measured_s:.2f}",
+        f"{by_measured / measured_s:.2f}" if by_measured else "-",
+        f"{row['jit_s'] * 1e3:.2f}",
+        f"{measured_s / row['jit_s'] - 1:+.1%}",
+        f"{row['predicted_bytes'] / 1e6:,.1f}",
+        f"{row['compiled_bytes'] / 1e6:,.1f}",
+        f"{row['device_bytes'] / 1e6:,.1f}" if row["device_bytes"] else "not told",
+        f"{row['predicted_bytes'] / peak:.2f}",
+        f"{row['host_bytes'] / 1e6:,.1f}",
+    ]
+
+
+def report(rows: row_processes.Rows) -> str:
+    """The tables of what was kept."""
+    devices = dict.fromkeys(f"{row['device']}: {row['on']}" for row in rows.values() if "device" in row)
+    sizes = "sizes for a CPU, no figures to quote" if any(row.get("small") for row in rows.values()) else "full sizes"
+    parts = [
+        "# One accelerator",
+        f"`python -m benchmarks.accelerator`, {sizes}. A row's process ran on:",
+        "\n".join(f"- {device}" for device in devices),
+        "Time of a step, median of turns; ratios are predicted over measured. The device's peak is its own counter; "
+        "where it keeps none, the ratio is to what the compiler allocates.",
+        markdown(MODEL_COLUMNS, [model_cells(n, rows[n]) for n in ROWS if n in rows and n not in _OTHER]),
+    ]
+    for name in (name for name in _OTHER if name in rows):
+        parts += [f"## {name}", _text(name, rows[name])]
+    return "\n\n".join(parts) + "\n"
+
+
+_OTHER = ("constants", "calls", "tune")
+
+
+def _text(name: str, row: dict[str, Any]) -> str:
+    if row.get("failure"):
+        return row["failure"]
+    if name == "constants":
+        cells = [[what, "-" if a is None else f"{a:.4g}", f"{b:.4g}"] for what, (a, b) in row["constants"].items()]
+        return markdown(("constant", "preset", "measured"), cells) + f"\n\n```text\n{row['report']}\n```"
+    if name == "calls":
+        cells = [[leaves, *(f"{us:.0f}" for us in times)] for leaves, times in row["calls_us"].items()]
+        return markdown(("leaves", "autopar, us", "compiled step, us", "jit by hand, us"), cells)
+    return f"```text\n{row['tuning']}\n```\n\n{row['took_s']:.0f} s in all."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--again", action="store_true", help="also rows that are kept already")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.rows if name not in ROWS]:
+        parser.error(f"no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    # Measured constants are of one device and one version of jax: kept beside the rows that used them, for this run.
+    measured = arguments.results / "accelerator_cluster.json"
+    if arguments.child:
+        print(json.dumps(child(arguments.child, arguments.small, measured)))
+        return 0
+    path, begun = arguments.results / "accelerator.json", time.perf_counter()
+    rows = row_processes.load(path)
+    for name in arguments.rows or ROWS:
+        if row_processes.is_done(rows.get(name)) and rows[name]["small"] == arguments.small and not arguments.again:
+            continue
+        left_s = arguments.budget - (time.perf_counter() - begun)
+        if left_s <= 0:
+            print(f"{arguments.budget:.0f} s have passed: {name} and what follows is left for another run")
+            break
+        given = ["--child", name, "--results", str(arguments.results), *(["--small"] * arguments.small)]
+        timeout_s = min(SMALL_TIMEOUT_S if arguments.small else TIMEOUT_S, left_s)
+        rows[name] = row_processes.in_fresh_process("benchmarks.accelerator", given, timeout_s, ENVIRONMENT)
+        row_processes.keep(path, rows)
+        path.with_suffix(".md").write_text(report(rows))
+        print(f"{name}: {rows[name].get('failure') or rows[name].get('skipped') or 'done'}", flush=True)
+    print(report(rows))
+    return int(any(row.get("failure") for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
