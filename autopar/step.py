@@ -29,7 +29,7 @@ from autopar.calls.warn_once import WarnOnce
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.executables.compiled_spmd import Compiled, build_whole, lower_whole
+from autopar.executables.compiled_spmd import Compiled, LoweredWhole, lower_whole
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
 from autopar.frontend.tracing import name_of
@@ -259,8 +259,8 @@ class BoundStep(Step):
         self._instance = instance
 
 
-def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
-    """Compiles a step for the devices of a mesh, which may be absent; then the result cannot run."""
+def lower_on(step: Step, mesh: Mesh, *args: Any) -> LoweredWhole:
+    """Lowers a step for the devices of a mesh, which may be absent; then the compiled result cannot run."""
     traced, plan = step._planned(args)
     if plan.record.pipeline is not None:
         raise UnsupportedError(
@@ -269,7 +269,7 @@ def compile_on(step: Step, mesh: Mesh, *args: Any) -> Compiled:
             got=f"{len(plan.record.pipeline.stages)} stages",
             hint="compile for other hardware under a plan of one stage and one micro-batch",
         )
-    return build_whole(traced, plan, mesh, step._sources.rules())
+    return lower_whole(traced, plan, mesh, step._sources.rules())
 
 
 def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:

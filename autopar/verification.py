@@ -17,11 +17,11 @@ from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
-from autopar.executables.compiled_spmd import Compiled
+from autopar.executables.compiled_spmd import Compiled, LoweredWhole
 from autopar.executables.compiled_step import CompiledStep
 from autopar.plan.schema import Predicted
 from autopar.runtime.simulation.simulator import simulate
-from autopar.step import Step, check_is_step, compile_on
+from autopar.step import Step, check_is_step, lower_on
 from autopar.xla import aot, collectives
 
 
@@ -123,11 +123,19 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
 def compile_for_target(step: Step, target: str, *args: Any) -> Compiled:
     """A step compiled under its plan for hardware that need not be here: its text and memory, nothing to run.
 
+    Raises: as `lower_for_target`.
+    """
+    return lower_for_target(step, target, *args).compile()
+
+
+def lower_for_target(step: Step, target: str, *args: Any) -> LoweredWhole:
+    """A step lowered under its plan for hardware that need not be here.
+
     Raises: what `autopar.xla.aot.target_mesh` raises, and what planning raises.
     """
     aot.target_devices(target)  # a compiler that is missing is said before a plan is searched for
     plan = step.plan(*args)
-    return compile_on(step, aot.target_mesh(target, plan.mesh.axis_sizes, plan.mesh.axis_names), *args)
+    return lower_on(step, aot.target_mesh(target, plan.mesh.axis_sizes, plan.mesh.axis_names), *args)
 
 
 def traffic_of(compiled: CompiledStep) -> collectives.Traffic:

@@ -1,23 +1,29 @@
 """Our predictions beside the programs that XLA's GPU and TPU compilers make, for hardware that is not here.
 
-    python -m benchmarks.compiled_elsewhere                             every case, a process each; no GPU, no TPU
+    python -m benchmarks.compiled_elsewhere                             the 20 rows that judge; no GPU, no TPU needed
     python -m benchmarks.compiled_elsewhere gpu:h100:8 'gpt 4x2048'     only some targets, only some models
-    python -m benchmarks.compiled_elsewhere --keep                      also keeps results/compiled_elsewhere.md
+    python -m benchmarks.compiled_elsewhere --again                     predicts anew what is kept already
+    python -m benchmarks.compiled_elsewhere --show                      the table as it stands
 
 Needs `autopar[gpu]` and `autopar[tpu]`; a row without its compiler says so. What is compared: the bytes that a device
-sends in a step, how many collectives send them, and the memory of a device.
+sends in a step, how many collectives send them, the memory of a device, and XLA's own cost analysis (arithmetic and
+bytes read and written) with ours.
+
+Rows run in processes of their own and are kept at once in results/compiled_elsewhere.json, and the table beside it, so
+that a run which is cut off goes on. With `--again` a program that has not changed is not compiled again: its figures
+are kept by its text.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,22 +33,24 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import row_processes
 from benchmarks.machine import description, markdown
 
-ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results" / "compiled_elsewhere.md"
-TIMEOUT_S = 900.0
+RESULTS = Path(__file__).parent / "results" / "compiled_elsewhere.json"
+TIMEOUT_S = 1200.0
+SENT_TOLERANCE, PEAK_TOLERANCE = 0.05, 0.10
 
 # Target -> the cluster to plan for, as the command line names it.
 TARGETS = {
     "gpu:h100:8": "dgx-h100",
-    "gpu:h100:2x8": "dgx-h100x2",
-    "gpu:a100-40g:8": "dgx-a100-40g",
     "gpu:b200:8": "dgx-b200",
     "tpu:v5e:2x4": "tpu-v5e:2x4",
     "tpu:v5p:2x2x2": "tpu-v5p:2x2x2",
     "tpu:v6e:2x4": "tpu-v6e:2x4",
+    "gpu:h100:2x8": "dgx-h100x2",
+    "gpu:a100-40g:8": "dgx-a100-40g",
 }
+JUDGED_TARGETS = tuple(TARGETS)[:5]
 
 
 def plain(name: str) -> tuple[Callable, tuple, dict[str, Any]]:
@@ -53,163 +61,225 @@ def plain(name: str) -> tuple[Callable, tuple, dict[str, Any]]:
 
 
 def zoo(name: str, **sizes: Any) -> tuple[Callable, tuple, dict[str, Any]]:
+    import jax.numpy as jnp
+
     from benchmarks.memory_study import zoo
 
+    if "dtype" in sizes:
+        sizes["dtype"] = jnp.dtype(sizes["dtype"])
     return *zoo(name, **sizes), {}
 
 
 _SMALL = {"layers": 4, "width": 256, "heads": 4, "vocabulary": 1024, "length": 256, "batch": 16}
 _LARGE = {"layers": 4, "width": 2048, "heads": 16, "vocabulary": 32_768, "length": 1024, "batch": 32}
+_LONG = {
+    "layers": 2, "width": 1024, "heads": 8, "kv_heads": 2, "feed_forward": 3584, "vocabulary": 32_768,
+    "length": 8192, "batch": 8, "block": 1024, "dtype": "bfloat16",
+}  # fmt: skip
 MODELS: dict[str, Callable[[], tuple[Callable, tuple, dict[str, Any]]]] = {
+    "one-layer gpt": lambda: plain("one_layer_gpt"),
+    "gpt 4x2048 bf16": lambda: zoo("gpt_bf16", **_LARGE),
+    "one-layer moe": lambda: plain("one_layer_moe"),
+    "llama 8k": lambda: zoo("llama", **_LONG),
     "mlp 4x4096": lambda: plain("mlp"),
     "mlp 4x1024": lambda: zoo("mlp", layers=4, width=1024, features=512, classes=128, batch=4096),
-    "one-layer gpt": lambda: plain("one_layer_gpt"),
-    "one-layer moe": lambda: plain("one_layer_moe"),
     "gpt 4x256": lambda: zoo("gpt", **_SMALL),
     "gpt 4x2048": lambda: zoo("gpt", **_LARGE),
-    "gpt 4x2048 bf16": lambda: zoo("gpt_bf16", **_LARGE),
 }
-
-# All models on one target of each kind, these on the others.
-FULL, ELSEWHERE = ("gpu:h100:8", "tpu:v5e:2x4"), ("mlp 4x4096", "one-layer gpt", "gpt 4x2048")
+# Dense in 32 and in 16 bits, a mixture of experts, a long context.
+JUDGED_MODELS = tuple(MODELS)[:4]
 
 COLUMNS = (
     "target", "model", "mesh", "sent, MB: predicted", "compiled", "ratio", "collectives: predicted -> compiled",
-    "peak, MB: predicted", "compiled", "ratio", "plan, s", "compile, s",
+    "peak, MB: predicted", "compiled", "ratio", "GFLOP: ours", "XLA's", "GB read and written: ours", "XLA's",
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One model on one target; `failure` in place of all figures. Of each pair the first is predicted."""
+class Compiled:
+    """What a compiler made of a program for one device. `cost`: its own analysis, where loops count as one turn."""
 
-    target: str
-    model: str
+    sent_bytes: dict[str, float]
+    counts: dict[str, int]
+    argument_bytes: int
+    peak_bytes: int
+    cost: dict[str, float]
+    compile_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One model on one target; `failure` in place of all figures. `cost` is ours, of the same names as XLA's."""
+
     mesh: str = ""
-    sent_bytes: tuple[float, float] = (0.0, 0.0)
-    counts: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    peak_bytes: tuple[float, float] = (0.0, 0.0)
+    sent_bytes: dict[str, float] = dataclasses.field(default_factory=dict)
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+    peak_bytes: int = 0
+    cost: dict[str, float] = dataclasses.field(default_factory=dict)
     plan_s: float = 0.0
-    compile_s: float = 0.0
+    program: str = ""
+    compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
     failure: str = ""
 
 
-def compare(target: str, model: str) -> Row:
-    """Plans and compiles in this process."""
+def compare(target: str, model: str, known: Mapping[str, Any]) -> Row:
+    """Plans and compiles in this process. `known`: a row made before, whose program need not be compiled again."""
     import autopar
     from autopar.errors import MissingCompilerError
-    from autopar.verification import compare_traffic, compile_for_target, peak_bytes
-    from autopar.xla import collectives
+    from autopar.verification import lower_for_target
 
     step, args, options = MODELS[model]()
     parallel = autopar.parallelize(step, cluster=autopar.Cluster.parse(TARGETS[target]), cache_dir=None, **options)
     begun = time.perf_counter()
     plan = parallel.plan(*args)
-    planned = time.perf_counter()
+    plan_s = time.perf_counter() - begun
     try:
-        compiled = compile_for_target(parallel, target, *args)
+        whole = lower_for_target(parallel, target, *args)
     except MissingCompilerError as error:
-        return Row(target=target, model=model, failure=error.hint.split(",")[0])
-    compiled_at = time.perf_counter()
-    sent, counts = compare_traffic(plan.predicted, collectives.traffic(collectives.collectives(compiled.as_text())))
+        return Row(failure=error.hint.split(",")[0])
+    compilers = ", ".join(f"{name} {version}" for name, version in versions())
+    program = hashlib.sha256(f"{target} {compilers} {whole.lowered.as_text()}".encode()).hexdigest()[:16]
+    compiled = known["compiled"] if known.get("program") == program else dataclasses.asdict(compiled_by_xla(whole))
+    sent = plan.predicted.by_kind()
     return Row(
-        target=target,
-        model=model,
         mesh="x".join(map(str, plan.mesh.axis_sizes)),
-        sent_bytes=(sent[-1].predicted, sent[-1].compiled),
-        counts={c.name: (c.predicted, c.compiled) for c in counts},
-        peak_bytes=(float(max(plan.predicted.peak_bytes)), float(peak_bytes(compiled))),
-        plan_s=planned - begun,
-        compile_s=compiled_at - planned,
+        sent_bytes={kind: sent_bytes for kind, (_, sent_bytes) in sent.items()},
+        counts={kind: count for kind, (count, _) in sent.items()},
+        peak_bytes=max(plan.predicted.peak_bytes),
+        cost=own_cost(whole),
+        plan_s=plan_s,
+        program=program,
+        compiled=compiled,
     )
 
 
-def in_fresh_process(target: str, model: str) -> Row:
-    command = [sys.executable, "-m", "benchmarks.compiled_elsewhere", "--child", target, model]
-    empty = Row(target=target, model=model)
-    try:
-        child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return dataclasses.replace(empty, failure=f"more than {TIMEOUT_S:.0f} s")
-    if child.returncode:
-        said = [line for line in child.stderr.splitlines() if line and not line.startswith(" ")]
-        return dataclasses.replace(empty, failure=(said or ["died"])[-1][:160])
-    return Row(**json.loads(child.stdout.splitlines()[-1]))
+def compiled_by_xla(whole: Any) -> Compiled:
+    from autopar.common import jax_compat
+    from autopar.cost.peak_memory import allocated_bytes
+    from autopar.xla import collectives
+
+    begun = time.perf_counter()
+    compiled = whole.compile()
+    compile_s = time.perf_counter() - begun
+    traffic = collectives.traffic(collectives.collectives(compiled.as_text()))
+    stats = compiled.memory_analysis()
+    # The GPU compiler gives no analysis for cards that are not there.
+    cost = compiled.executable.cost_analysis() or jax_compat.shared_cost_analysis(compiled.executable)
+    return Compiled(
+        sent_bytes={kind.value: sent for kind, sent in traffic.bytes.items()},
+        counts={kind.value: count for kind, count in traffic.count.items()},
+        argument_bytes=stats.argument_size_in_bytes,
+        peak_bytes=allocated_bytes(stats),
+        cost={name: float(cost[name]) for name in ("flops", "bytes accessed") if name in cost},
+        compile_s=compile_s,
+    )
 
 
-def installed(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def own_cost(whole: Any) -> dict[str, float]:
+    """Arithmetic of one device, and what its kernels read and write, counted as XLA's cost analysis counts: the body of
+    a loop once.
+    """
+    from autopar.compiler.materialize import make_function
+    from autopar.cost import peak_memory
+    from autopar.cost.cost_model import cost_model
+    from autopar.cost.memory_program import memory_program
+    from autopar.cost.roofline import flops_of
+    from autopar.lowering.instructions import Compute, Loop
+    from autopar.sharding.rules import RuleBook
+
+    made = make_function(whole.traced, whole.plan, whole.mesh, RuleBook())
+    model = cost_model(whole.plan.cluster, whole.plan.mesh)
+    flops, blocks = 0.0, [made.lowered]
+    while blocks:
+        for instruction in blocks.pop().instructions:
+            if isinstance(instruction, Compute):
+                split = instruction.strategy.split if instruction.strategy is not None else 1
+                flops += flops_of(instruction.op) / split
+            elif isinstance(instruction, Loop):
+                blocks += instruction.blocks
+    program, _ = memory_program(made.graph, made.lowered, model)
+    return {"flops": flops, "bytes accessed": float(peak_memory.accessed_bytes(program, model.compiler))}
 
 
-def cells(row: Row) -> list[str]:
+def versions() -> list[tuple[str, str]]:
+    """The compilers' packages, those that are installed."""
+    found = []
+    for name in ("jax-cuda13-pjrt", "libtpu"):
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            found.append((name, "not installed"))
+    return found
+
+
+def cells(target: str, model: str, row: Row) -> list[str]:
     if row.failure:
-        return [row.target, row.model, row.failure]
+        return [target, model, row.failure]
+    found = Compiled(**row.compiled)
+    kinds = dict.fromkeys((*row.counts, *found.counts))
     return [
-        row.target, row.model, row.mesh,
-        *_pair(row.sent_bytes),
-        ", ".join(f"{kind} {predicted:g} -> {compiled:g}" for kind, (predicted, compiled) in row.counts.items()),
-        *_pair(row.peak_bytes),
-        f"{row.plan_s:.1f}", f"{row.compile_s:.1f}",
+        target, model, row.mesh,
+        *_pair(sum(row.sent_bytes.values()), sum(found.sent_bytes.values()), SENT_TOLERANCE),
+        ", ".join(f"{kind} {row.counts.get(kind, 0):g} -> {found.counts.get(kind, 0):g}" for kind in kinds),
+        *_pair(row.peak_bytes, found.peak_bytes, PEAK_TOLERANCE),
+        *(f"{n / 1e9:,.1f}" for name in ("flops", "bytes accessed") for n in (row.cost[name], found.cost.get(name, 0))),
     ]  # fmt: skip
 
 
-def _pair(values: tuple[float, float]) -> tuple[str, str, str]:
-    predicted, compiled = values
-    ratio = f"{predicted / compiled:.3f}" if compiled else "1" if not predicted else "-"
-    return f"{predicted / 1e6:,.1f}", f"{compiled / 1e6:,.1f}", ratio
+def _pair(predicted: float, compiled: float, tolerance: float) -> tuple[str, str, str]:
+    ratio = predicted / compiled if compiled else 1.0 if not predicted else float("inf")
+    missed = "" if abs(ratio - 1) <= tolerance else " (missed)"
+    return f"{predicted / 1e6:,.1f}", f"{compiled / 1e6:,.1f}", f"{ratio:.3f}{missed}"
+
+
+def table(rows: row_processes.Rows) -> list[list[str]]:
+    return [cells(*name.split(" | "), Row(**row)) for name, row in rows.items()]
+
+
+def keep(rows: row_processes.Rows) -> None:
+    order = [f"{t} | {m}" for t in TARGETS for m in MODELS]
+    rows = {name: rows[name] for name in order if name in rows}
+    row_processes.keep(RESULTS, rows)
+    compilers = " Compilers: " + ", ".join(f"{name} {version}" for name, version in versions()) + "."
+    RESULTS.with_suffix(".md").write_text(
+        "# Predictions beside programs compiled for hardware that is not here\n\n"
+        f"`python -m benchmarks.compiled_elsewhere`. {_NOTES}\n\n"
+        f"{description()}{compilers}\n\n{markdown(COLUMNS, table(rows))}\n"
+    )
+
+
+_NOTES = """Sent: by one device in a step. Peak: arguments, results and temporaries of one device. A row's two
+collectives of a kind are predicted and compiled; XLA combines several into one, which changes no byte."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help=f"targets ({', '.join(TARGETS)}) or models ({', '.join(MODELS)})")
-    parser.add_argument("--keep", action="store_true", help=f"keep the table in {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--again", action="store_true", help="also rows that are kept already")
+    parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("--child", nargs=2, metavar=("TARGET", "MODEL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    rows = row_processes.load(RESULTS)
     if arguments.child:
-        print(json.dumps(dataclasses.asdict(compare(*arguments.child))))
+        known = rows.get(" | ".join(arguments.child), {})
+        print(json.dumps(dataclasses.asdict(compare(*arguments.child, known))))
         return 0
     if unknown := [name for name in arguments.only if name not in TARGETS and name not in MODELS]:
         parser.error(f"no target or model {unknown[0]!r}")
-    targets = [t for t in TARGETS if t in arguments.only] or list(TARGETS)
-    models = [m for m in MODELS if m in arguments.only]
-    rows = []
-    for target in targets:
-        for model in models or (MODELS if target in FULL else ELSEWHERE):
-            rows.append(in_fresh_process(target, model))
-            print(" | ".join(cells(rows[-1])), flush=True)
-            if arguments.keep:
-                keep(rows)  # row by row: all of them take long
+    targets = [t for t in TARGETS if t in arguments.only] or JUDGED_TARGETS
+    models = [m for m in MODELS if m in arguments.only] or JUDGED_MODELS
+    for target, model in () if arguments.show else ((t, m) for t in targets for m in models):
+        name = f"{target} | {model}"
+        if arguments.again or not row_processes.is_done(rows.get(name)):
+            row = row_processes.in_fresh_process("benchmarks.compiled_elsewhere", ["--child", target, model], TIMEOUT_S)
+            rows = row_processes.load(RESULTS) | {name: row}
+            keep(rows)  # row by row: all of them take long
+            print(" | ".join(cells(target, model, Row(**row))), flush=True)
     shown = Table(*COLUMNS)
-    for row in rows:
-        shown.add_row(*cells(row))
+    for line in table(rows):
+        shown.add_row(*line)
     Console(width=200).print(shown)
-    return int(any(row.failure for row in rows))
-
-
-def keep(rows: list[Row]) -> None:
-    found = ((name, installed(name)) for name in ("jax-cuda13-pjrt", "libtpu"))
-    versions = " Compilers: " + ", ".join(f"{name} {version}" for name, version in found) + "."
-    RESULTS.write_text(
-        "# Predictions beside programs compiled for hardware that is not here\n\n"
-        f"`python -m benchmarks.compiled_elsewhere --keep`. {_NOTES}\n\n"
-        f"{description()}{versions}\n\n{markdown(COLUMNS, [cells(row) for row in rows])}\n"
-    )
-
-
-_NOTES = """Sent: by one device in a step. Peak: arguments, results and temporaries of one device. A row's two
-collectives of a kind are predicted and compiled; XLA combines several into one, which changes no byte.
-
-Two things that a GPU's peak has and that are not predicted were found in the program of `mlp 4x1024`. Reductions that
-XLA combines are copied into one buffer of up to 30 MiB: all that go into it wait for the last, and what comes out is
-copied once more. And without a card to measure on, XLA often cuts the contraction of a small matrix product into 4 to
-16 parts, whose results are there at once before they are added up (`XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`
-keeps it from that). The peaks of the larger MLPs, which are 9 to 15 % above the prediction, have not been looked into.
-
-On TPU, XLA gathers some operands of matrix products after it has rounded them to bfloat16, which sends fewer bytes,
-and fuses more than is modelled, which needs less memory."""
+    return int(any(row.get("failure") for row in rows.values()))
 
 
 if __name__ == "__main__":

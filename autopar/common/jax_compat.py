@@ -14,7 +14,7 @@ import jax
 import jax.experimental
 from jax._src import array as jax_array
 from jax._src import config, debugging, sharding_impls
-from jax._src.lib import xla_client
+from jax._src.lib import _jax, xla_client
 from jax._src.source_info_util import is_user_filename
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jax_core
@@ -392,3 +392,10 @@ def looks_for_nans_and_infs() -> tuple[bool, bool]:
 
 def jit_is_disabled() -> bool:
     return bool(config.disable_jit.value)
+
+
+def shared_cost_analysis(compiled: jax.stages.Compiled) -> dict[str, float]:
+    """The analysis that all XLA's backends share, of a compiled program: calls of libraries count no arithmetic."""
+    executable: Any = compiled.runtime_executable()
+    (module,) = executable.hlo_modules()
+    return dict(_jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module))

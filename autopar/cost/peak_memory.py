@@ -146,10 +146,7 @@ def live_ranges(program: MemoryProgram, compiler: Compiler = GPU) -> tuple[LiveR
     result that takes over the memory of a donated argument is listed only for as long as both are needed. A value can
     be listed more than once: a broadcast that is written has the size of a value that is computed from it.
     """
-    steps = xla_program.without_recomputation(program.steps, program.results, compiler)
-    steps, like = xla_program.with_broadcasts(steps, program.nbytes)
-    nbytes = {**program.nbytes, **{v: program.nbytes[other] for v, other in like.items()}}
-    kernels = xla_fusion.kernels(steps, program.arguments, program.results, nbytes, compiler)
+    kernels, nbytes, like = _kernels(program, compiler)
     flat = _flatten(kernels, nbytes, compiler, frozenset(program.arguments) | frozenset(program.results))
     end = len(flat) + 1
     start, stop = _first_and_last(flat)
@@ -172,6 +169,28 @@ def live_ranges(program: MemoryProgram, compiler: Compiler = GPU) -> tuple[LiveR
             share = 2.0 if v in twice else 0.5 if v in halves else 1.0
             ranges.append(LiveRange(value=like.get(v, v), start=first, stop=last, share=share))
     return tuple(ranges)
+
+
+def accessed_bytes(program: MemoryProgram, compiler: Compiler = GPU) -> int:
+    """Bytes that the kernels of a program read and write, the body of a loop run once."""
+    kernels, nbytes, _ = _kernels(program, compiler)
+    total, blocks = 0, [kernels]
+    while blocks:
+        for kernel in blocks.pop():
+            blocks += kernel.blocks
+            if not kernel.blocks:
+                total += sum(nbytes[v] for v in (*kernel.inputs, *kernel.outputs))
+    return total
+
+
+def _kernels(
+    program: MemoryProgram, compiler: Compiler
+) -> tuple[tuple[Kernel, ...], Mapping[int, int], Mapping[int, int]]:
+    """The kernels, the bytes of their values, and for each value that is no value of the program one of its size."""
+    steps = xla_program.without_recomputation(program.steps, program.results, compiler)
+    steps, like = xla_program.with_broadcasts(steps, program.nbytes)
+    nbytes = {**program.nbytes, **{v: program.nbytes[other] for v, other in like.items()}}
+    return xla_fusion.kernels(steps, program.arguments, program.results, nbytes, compiler), nbytes, like
 
 
 _Flat = list[tuple[Kernel, bool]]  # kernels in order, and whether the kernel begins there: a loop ends elsewhere
