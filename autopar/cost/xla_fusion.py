@@ -207,7 +207,7 @@ def _written(
 ) -> set[int]:
     """Values that go to memory, found from the last step to the first."""
     written = set(results)
-    absorbing = ABSORBING | MATRIX_PRODUCTS if compiler.products_absorb else ABSORBING
+    absorbing = _absorbing(compiler)
     reader: dict[int, int] = {}  # the kernel that a value is read by, as the index of its last step, or SEVERAL
     by_reduction: set[int] = set()  # read by a kernel that is a reduction
     unfused: set[int] = set()  # read by a kernel that cannot compute it on the way in
@@ -261,6 +261,12 @@ def _written(
             if not absorbs:
                 unfused.add(v)
     return written
+
+
+def _absorbing(compiler: Compiler) -> frozenset[str]:
+    """Kernels that are not elementwise and compute what they read on the way in."""
+    products = MATRIX_PRODUCTS if compiler.products_absorb else frozenset()
+    return ABSORBING | products | ({"gather"} if compiler.gathers_absorb else frozenset())
 
 
 def _row_broadcasts(steps: tuple[MemoryStep, ...], nbytes: Mapping[int, int]) -> set[int]:

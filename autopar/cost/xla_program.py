@@ -59,6 +59,7 @@ class Compiler:
             it in one kernel of a library, for which broadcasts, and values that others read too, are written first.
         repeats_expensive: Computes what is expensive again in each kernel that reads it; else keeps it.
         products_absorb: Computes what a matrix product reads on the way in.
+        gathers_absorb: Computes what a gather reads on the way in: of log-probabilities those of the targets only.
         products_round: Keeps what only matrix products read, and made, in the 16 bits that their precision looks at.
         widens_half_precision: Keeps the 16-bit operands and results of matrix products in 32 bits.
     """
@@ -68,6 +69,7 @@ class Compiler:
     writes_row_operands: bool
     repeats_expensive: bool
     products_absorb: bool
+    gathers_absorb: bool
     products_round: bool
     widens_half_precision: bool
 
@@ -78,6 +80,7 @@ CPU = Compiler(
     writes_row_operands=True,
     repeats_expensive=False,
     products_absorb=False,
+    gathers_absorb=False,
     products_round=False,
     widens_half_precision=True,
 )
@@ -87,6 +90,7 @@ GPU = Compiler(
     writes_row_operands=False,
     repeats_expensive=True,
     products_absorb=False,
+    gathers_absorb=True,
     products_round=False,
     widens_half_precision=False,
 )

@@ -81,6 +81,17 @@ def test_the_expensive_is_kept_where_it_is_not_computed_again_as_the_cheap_is():
     assert saved("exp", GPU) == saved("add", GPU) == saved("add", keeping) == BIG + 2 * SMALL
 
 
+def test_a_gather_computes_what_it_reads_where_the_compiler_fuses_it():
+    op = Builder()
+    x, w = op.value(BIG), op.value(SMALL)
+    z = op("dot_general", x, w)
+    found = op("gather", op("log", z), nbytes=SMALL)
+    program = op.program([x, w], [op("dot_general", z, found, nbytes=SMALL)])
+    assert peak(program, GPU) == BIG + 2 * SMALL
+    apart = dataclasses.replace(GPU, gathers_absorb=False)
+    assert peak(program, apart) == 2 * BIG + SMALL  # the logarithm of everything is written first
+
+
 def test_reshapes_are_names():
     op = Builder()
     x, w = op.value(BIG), op.value(SMALL)
