@@ -24,8 +24,7 @@ def constrain(
     ```python plan = autopar.constrain({"layers/*/attn/kernel": P(None, "model"), "batch/tokens": P("data")}) step =
     autopar.parallelize(train_step, plan=plan) ```
 
-    The plan records the cost of the pins: its predicted step time and that of the plan without them
-    (`plan.record.pinned`).
+    The plan records the cost of the pins: the predicted step time with and without them (`plan.record.pinned`).
 
     Args:
         pins: For each pattern the layout of the values that it matches. A pattern is matched against the end of paths

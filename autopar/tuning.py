@@ -330,14 +330,14 @@ def _turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
 
     def turn() -> list[float]:
         program = compiled.ready()
-        given = jax.block_until_ready(put_copies(leaves, program))
+        state = jax.block_until_ready(put_copies(leaves, program))
         took = []
         for _ in range(1 + STEPS_IN_A_ROW):
             begun = time.perf_counter()
-            results = jax.block_until_ready(program.run(given))
+            results = jax.block_until_ready(program.run(state))
             took.append(time.perf_counter() - begun)
             # What a step takes over comes back.
-            given = [results[tied[i]] if i in tied else leaf for i, leaf in enumerate(given)]
+            state = [results[tied[i]] if i in tied else leaf for i, leaf in enumerate(state)]
             del results
         drain()
         return took[1:]

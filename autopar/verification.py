@@ -66,14 +66,14 @@ class Verification:
     def __str__(self) -> str:
         buffer = io.StringIO()
         console = Console(file=buffer, width=100, no_color=True, highlight=False)
-        shown = Table(f"verified on {self.target}", "predicted", "compiled", "ratio")
+        rows = Table(f"verified on {self.target}", "predicted", "compiled", "ratio")
         for row in self.collectives:
-            shown.add_row(f"{row.name}, bytes", f"{row.predicted:,.0f}", f"{row.compiled:,.0f}", f"{row.ratio:.4f}")
+            rows.add_row(f"{row.name}, bytes", f"{row.predicted:,.0f}", f"{row.compiled:,.0f}", f"{row.ratio:.4f}")
         for row in self.counts:
-            shown.add_row(f"{row.name}, count", f"{row.predicted:g}", f"{row.compiled:g}", f"{row.ratio:.3f}")
+            rows.add_row(f"{row.name}, count", f"{row.predicted:g}", f"{row.compiled:g}", f"{row.ratio:.3f}")
         peak = self.peak
-        shown.add_row("peak memory, bytes", f"{peak.predicted:,.0f}", f"{peak.compiled:,.0f}", f"{peak.ratio:.3f}")
-        console.print(shown)
+        rows.add_row("peak memory, bytes", f"{peak.predicted:,.0f}", f"{peak.compiled:,.0f}", f"{peak.ratio:.3f}")
+        console.print(rows)
         if self.difference is not None:
             console.print(
                 f"numbers: at most {self.difference:.2e} of a leaf's largest value from plain jax.jit "
@@ -166,15 +166,15 @@ def host_state_bytes(compiled: CompiledStep) -> int:
 
 
 def compare_traffic(
-    predicted: Predicted, found: collectives.Traffic
+    predicted: Predicted, compiled: collectives.Traffic
 ) -> tuple[tuple[Compared, ...], tuple[Compared, ...]]:
     """(bytes by kind and in all, counts by kind): predicted beside compiled."""
     expected = predicted.by_kind()
-    kinds = dict.fromkeys((*expected, *(k.value for k in found.count)))
-    sent = {k.value: b for k, b in found.bytes.items()}
-    count = {k.value: n for k, n in found.count.items()}
+    kinds = dict.fromkeys((*expected, *(k.value for k in compiled.count)))
+    sent = {k.value: b for k, b in compiled.bytes.items()}
+    count = {k.value: n for k, n in compiled.count.items()}
     collectives = [Compared(name=k, predicted=expected.get(k, (0.0, 0.0))[1], compiled=sent.get(k, 0.0)) for k in kinds]
-    collectives.append(Compared(name="total", predicted=predicted.sent_bytes, compiled=found.total_bytes))
+    collectives.append(Compared(name="total", predicted=predicted.sent_bytes, compiled=compiled.total_bytes))
     counts = [Compared(name=k, predicted=expected.get(k, (0.0, 0.0))[0], compiled=count.get(k, 0)) for k in kinds]
     return tuple(collectives), tuple(counts)
 

@@ -149,10 +149,7 @@ def _solve_free(run: _Run) -> Answer | None:
 
 
 def _solve_limited(run: _Run) -> Answer:
-    """The answer under the limit.
-
-    Raises: ConflictError with the reason when nothing fits.
-    """
+    """The answer under the limit. Raises: ConflictError with the reason when nothing fits."""
     reduced = reduce_all(run.problem)
     run.log(
         f"{run.seconds():.1f} s: reduced to {len(reduced.problem.node_cost)} nodes, {reduced.problem.num_pairs} pairs"

@@ -34,7 +34,7 @@ def without_shared_memory(leaves: Sequence[Any], donated: Iterable[int], constan
     return out
 
 
-def share_memory(donated: Sequence[Any], others: Sequence[Any]) -> bool:
+def share_memory(donated: Sequence[Any], other_arrays: Sequence[Any]) -> bool:
     """Whether donated arrays share memory with others or with each other."""
     addresses_held: set[int] = set()
     for array in donated:
@@ -42,4 +42,4 @@ def share_memory(donated: Sequence[Any], others: Sequence[Any]) -> bool:
         if not addresses_held.isdisjoint(addresses):
             return True
         addresses_held.update(addresses)
-    return any(not addresses_held.isdisjoint(buffer_addresses(array)) for array in others)
+    return any(not addresses_held.isdisjoint(buffer_addresses(array)) for array in other_arrays)

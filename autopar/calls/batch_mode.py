@@ -4,8 +4,8 @@
     and the batch consists of the rows of all processes in order. Where the step has a plan, its batch must agree.
 (2) Leaves without rows (numbers, keys, arguments other than the batch) must be equal in all processes.
 
-Rows are counted in dimension 0; their number is the leading size that most leaves of the batch have. A batch of global
-arrays is used as it is.
+Rows are counted in dimension 0; their number is the leading size that most leaves of the batch have. Global arrays are
+used as they are.
 """
 
 from __future__ import annotations

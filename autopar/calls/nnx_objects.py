@@ -175,22 +175,15 @@ def pure(function: Callable[..., Any], args: Sequence[Any], names: Sequence[str]
     nnx, tag = sys.modules["flax.nnx"], object()
     with nnx.update_context(tag):
         objects = _merge([args[i] for i in positions], tag, inner=True)
-        states_before = [
-            jax.tree.flatten(x) for x in _split(objects, tag)
-        ]  # at once: the variables in there are the objects'
+        before = [jax.tree.flatten(x) for x in _split(objects, tag)]  # at once: the variables in there are the objects'
         of = dict(zip(positions, objects, strict=True))
         result = function(*(of.get(i, arg) for i, arg in enumerate(args)))
-        *states_after, result = _split([*objects, result], tag)
-    changed = [
-        _changed(state_before, state_after)
-        for state_before, state_after in zip(states_before, states_after, strict=True)
-    ]
-    coming = [state_after for state_after, is_changed in zip(states_after, changed, strict=True) if is_changed]
+        *after, result = _split([*objects, result], tag)
+    changed = [_changed(a, b) for a, b in zip(before, after, strict=True)]
+    coming = [b for b, is_changed in zip(after, changed, strict=True) if is_changed]
     if is_split(result) or any(map(_refers_outside, coming)):
-        changed = [True] * len(states_after)  # what is referred to must come back too
-    states = tuple(
-        state_after if is_changed else None for state_after, is_changed in zip(states_after, changed, strict=True)
-    )
+        changed = [True] * len(after)  # what is referred to must come back too
+    states = tuple(b if is_changed else None for b, is_changed in zip(after, changed, strict=True))
     return Returned(tuple(names[i] for i in positions), states, result)
 
 
@@ -236,11 +229,11 @@ def tie_objects(traced: TracedStep, args: Sequence[Any], donate: Sequence[int]) 
     objects = {i for i, arg in enumerate(args) if is_split(arg)}
     tied: dict[int, int] = {}
     for i, (path, owner) in enumerate(zip(traced.in_paths, traced.argument_of, strict=True)):
-        new = position.get(f"result.{path}") if owner in objects and owner in donate else None
-        if new is not None:
-            a, b = traced.in_avals[i], traced.out_avals[new]
+        replaced_by = position.get(f"result.{path}") if owner in objects and owner in donate else None
+        if replaced_by is not None:
+            a, b = traced.in_avals[i], traced.out_avals[replaced_by]
             if (a.shape, a.dtype) == (b.shape, b.dtype):
-                tied[i] = new
+                tied[i] = replaced_by
     result = traced.out_tree.children()[-1]
     first = traced.out_tree.num_leaves - result.num_leaves
     plain_arguments = [i for i in donate if i not in objects]

@@ -42,30 +42,22 @@ class PlanSources:
     def plan(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
         """The plan for a traced step; in a program of several processes that of process 0.
 
-        Raises: the errors of the search; ProcessMismatchError where the processes have different steps;
-        ProcessLostError.
+        Raises: the errors of the search; ProcessMismatchError for different steps; ProcessLostError.
         """
-        given_plan = self._given_plan(traced, trees)
+        given = self._given_plan(traced, trees)
         if jax.process_count() == 1:
-            return given_plan or self._searched(traced, trees, progress)
-        portable_options = dataclasses.replace(
-            self._options, plan=None, follow=None, cache_dir=None, show_progress=False
-        )
+            return given or self._searched(traced, trees, progress)
+        options = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
         computation = traced.fingerprint, jax_compat.lowering_flags()
-        parts = (
-            *computation,
-            leaves,
-            repr(portable_options),
-            encode(given_plan.record) if given_plan is not None else None,
-        )
+        parts = (*computation, leaves, repr(options), encode(given.record) if given is not None else None)
         with progress.pass_("plan of process 0"):
             data = agree(
                 self._name,
                 plan_key(parts),
-                lambda: encode((given_plan or self._searched(traced, trees, progress)).record),
+                lambda: encode((given or self._searched(traced, trees, progress)).record),
             )
-        return given_plan or Plan(decode(data, "the plan of process 0"), trees)
+        return given or Plan(decode(data, "the plan of process 0"), trees)
 
     def request(self, traced: TracedStep) -> tuple[Cluster, PlanRequest]:
         """The cluster to plan for, and what is requested of the search."""

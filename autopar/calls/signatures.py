@@ -60,9 +60,9 @@ class Signature:
         """The arguments of a call in their places. Raises: TypeError as the function would, InvalidArgumentError."""
         if not kwargs:
             return tuple(args)
-        given = dict(self._signature.bind(*args, **kwargs).arguments)
+        by_name = dict(self._signature.bind(*args, **kwargs).arguments)
         if self._any_number:
-            if any(name in self._keyword_only or name == self._rest for name in given):
+            if any(name in self._keyword_only or name == self._rest for name in by_name):
                 raise InvalidArgumentError(
                     where=self._name,
                     expected="arguments by position, where a function takes any number of them",
@@ -71,7 +71,7 @@ class Signature:
                 )
             bound = self._signature.bind(*args, **kwargs)
             return bound.args
-        placed = [given.get(name, OMITTED) for name in self.names]
+        placed = [by_name.get(name, OMITTED) for name in self.names]
         while placed and placed[-1] is OMITTED:
             placed.pop()
         return tuple(placed)
@@ -99,13 +99,13 @@ class Signature:
     def numbers(self, option: str, names: str | Sequence[str]) -> tuple[int, ...]:
         """The places of arguments, by name. Raises: InvalidArgumentError for a name that there is not."""
         names = (names,) if isinstance(names, str) else tuple(names)
-        known = self._positional if self._any_number else self.names
+        allowed_names = self._positional if self._any_number else self.names
         for name in names:
-            if name not in known:
+            if name not in allowed_names:
                 raise InvalidArgumentError(
                     where=f"parallelize({self._name}, {option}=...)",
-                    expected=f"names of its arguments: {', '.join(known)}",
+                    expected=f"names of its arguments: {', '.join(allowed_names)}",
                     got=repr(name),
                     hint="name them as in the function's signature",
                 )
-        return tuple(known.index(name) for name in names)
+        return tuple(allowed_names.index(name) for name in names)

@@ -38,9 +38,9 @@ class StepOptions:
         """The options with argument numbers in place of names. Raises: InvalidArgumentError for an unknown name."""
         numbers: dict[str, Any] = {}
         for kind in ("batch", "donate", "static"):
-            names, given = getattr(self, f"{kind}_argnames"), getattr(self, f"{kind}_argnums")
+            names, argnums = getattr(self, f"{kind}_argnames"), getattr(self, f"{kind}_argnums")
             if names:
-                explicit = () if given == DEFAULT_ARGNUMS[f"{kind}_argnums"] else given
+                explicit = () if argnums == DEFAULT_ARGNUMS[f"{kind}_argnums"] else argnums
                 named = signature.numbers(f"{kind}_argnames", names)
                 numbers |= {f"{kind}_argnums": tuple(dict.fromkeys((*explicit, *named))), f"{kind}_argnames": ()}
         return dataclasses.replace(self, **numbers)

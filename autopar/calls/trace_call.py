@@ -27,8 +27,8 @@ def trace_call(
 
     def bound(*values: Any) -> Any:
         remaining = iter(values)
-        given = [static[i] if i in static else next(remaining) for i in range(len(args))]
-        return nnx_objects.pure(function, given, arguments.names(len(args)))
+        all_arguments = [static[i] if i in static else next(remaining) for i in range(len(args))]
+        return nnx_objects.pure(function, all_arguments, arguments.names(len(args)))
 
     bound.__name__ = arguments.step_name
     donate, batch = arguments.donated_numbers(args), arguments.batch_numbers(args)

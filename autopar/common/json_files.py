@@ -32,8 +32,8 @@ class JsonFaultError(Exception):
         super().__init__(f"{fault.place}: expected {fault.expected}, got {fault.got}")
 
 
-def decoded(data: bytes, kind: type[_T], what: str, root: str = "$") -> _T:
-    """JSON as a value of a type; `what` it should be, in words; `root` is the place of the data in its file.
+def decoded(data: bytes, kind: type[_T], expected_kind: str, root: str = "$") -> _T:
+    """JSON as a value of a type; `expected_kind` names the type in errors; `root` is the place of the data in its file.
 
     Raises: JsonFaultError.
     """
@@ -43,12 +43,14 @@ def decoded(data: bytes, kind: type[_T], what: str, root: str = "$") -> _T:
         raise JsonFaultError(_invalid(error, root)) from error
     except msgspec.DecodeError as error:
         got = f"no JSON ({_lowered(str(error))})" if data else "an empty file"
-        raise JsonFaultError(Fault(place=root, expected=what, got=got)) from error
+        raise JsonFaultError(Fault(place=root, expected=expected_kind, got=got)) from error
     except UnicodeDecodeError as error:
         got = f"no JSON (byte {error.start} is not UTF-8)"
-        raise JsonFaultError(Fault(place=root, expected=what, got=got)) from error
+        raise JsonFaultError(Fault(place=root, expected=expected_kind, got=got)) from error
     except RecursionError as error:
-        raise JsonFaultError(Fault(place=root, expected=what, got="lists in lists, too deep to be read")) from error
+        raise JsonFaultError(
+            Fault(place=root, expected=expected_kind, got="lists in lists, too deep to be read")
+        ) from error
 
 
 def _invalid(error: msgspec.ValidationError, root: str) -> Fault:

@@ -259,9 +259,7 @@ def values_of(block: Block) -> Iterator[int]:
 
 
 def signature_of(op: Op, graph: OpGraph, plan: ShardingPlan) -> Signature:
-    """The signature of an operation's strategies as in `build_choice_graph`, but with all operands
-    that may be partial.
-    """
+    """The signature of an operation's strategies, as in `build_choice_graph`, with all operands that can be partial."""
     assert op.rule is not None, "equations have rules"
     members = plan.partials.unreduced_operands(op)
     sums = any(f.kind is FactorKind.SUM for f in op.rule.factors)

@@ -170,10 +170,8 @@ def _temporaries(
 def _use(throughout: Sequence[MemoryHolder], at_peak: Sequence[MemoryHolder]) -> MemoryUse:
     merged: dict[tuple[str, MemoryKind], MemoryHolder] = {}
     for h in at_peak:
-        previous = merged.get((h.name, h.kind), MemoryHolder(name=h.name, kind=h.kind, nbytes=0, count=0))
-        merged[h.name, h.kind] = dataclasses.replace(
-            h, nbytes=previous.nbytes + h.nbytes, count=previous.count + h.count
-        )
+        total = merged.get((h.name, h.kind), MemoryHolder(name=h.name, kind=h.kind, nbytes=0, count=0))
+        merged[h.name, h.kind] = dataclasses.replace(h, nbytes=total.nbytes + h.nbytes, count=total.count + h.count)
     largest = sorted((h for h in merged.values() if h.nbytes), key=lambda h: -h.nbytes)[:LARGEST]
     return MemoryUse(throughout=_by_kind(throughout), at_peak=_by_kind(at_peak), largest=tuple(largest))
 

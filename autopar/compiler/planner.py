@@ -53,8 +53,8 @@ def make_plans(
     none for 1, a recipe, pins, or a requested number of stages. For them, pipelines are searched for even if they are
     unlikely to pay; this does not change the best plan.
 
-    Raises: MemoryLimitError when nothing fits; UnsupportedError; SolverError; errors of the split into requested
-    micro-batches and stages.
+    Raises: MemoryLimitError when nothing fits; UnsupportedError; SolverError; errors of requested micro-batches and
+    stages.
     """
     check_request(request, cluster)
     context = ask_sources(planning_context(traced, cluster, request, rules, progress, keep_tolerance))

@@ -98,7 +98,7 @@ def _whole_arguments(bound: Bound) -> Iterator[_Note]:
 
 
 def _reason(bound: Bound, value: Value, layout: Layout, axis: int) -> tuple[str, str] | None:
-    """The reason for which an argument is not split over an axis, and its dimensions; None: the
+    """The reason for an argument's not being split over an axis, and its dimensions; None: the
     recipe does not apply.
     """
     use, mesh = bound.constraints.axes[axis], bound.sharding.mesh

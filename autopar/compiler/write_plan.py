@@ -123,11 +123,8 @@ def _trials(context: PlanningContext) -> tuple[MeshTrial, ...]:
             trials.append(outcome.trial)
         elif isinstance(outcome, Rejection) and outcome.axis_sizes:
             name = outcome.text if outcome.source == baselines.SOURCE else ""
-            trials.append(
-                MeshTrial(
-                    axis_sizes=outcome.axis_sizes, step_time_s=None, peak_bytes=None, status=outcome.why, name=name
-                )
-            )
+            sizes, why = outcome.axis_sizes, outcome.why
+            trials.append(MeshTrial(axis_sizes=sizes, step_time_s=None, peak_bytes=None, status=why, name=name))
     return tuple(trials)
 
 

@@ -184,10 +184,7 @@ def _across(traced: TracedStep, staged: StagedStep, plan: Plan, input_shardings:
 
 
 def stage_meshes(staged: StagedStep) -> list[Mesh]:
-    """The mesh of each stage, of this program's devices.
-
-    Raises: NotEnoughDevicesError.
-    """
+    """The mesh of each stage, of this program's devices. Raises: NotEnoughDevicesError."""
     return [submesh(s.mesh, s.first_device) for s in staged.submeshes]
 
 

@@ -71,8 +71,7 @@ class Compiled(LeafwiseStep):
 def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
     """Compiles a step as one program for the devices of a mesh.
 
-    Raises: PlanMismatchError; UnsupportedError where the plan keeps state in the memory of the host and these devices
-    cannot.
+    Raises: PlanMismatchError; UnsupportedError where the devices cannot keep state in the memory of the host.
     """
     return lower_whole(traced, plan, mesh, rules).compile()
 

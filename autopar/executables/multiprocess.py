@@ -27,7 +27,7 @@ class GlobalStep:
     """The placement around a compiled step: `arguments` before it, `results` after it.
 
     `reads` are (leaf of the arguments, sharding) of each of its inputs, with leaf -1 for constants; `result_shardings`
-    is None for literals.
+    has None for literals.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 The step traced on the short batch has the same operations on other sizes. The decision for an operation is kept where
 the sizes still divide; an operation does not use a mesh axis that no longer divides them. The number of micro-batches
-is the smallest for which none is larger than before. There is no search, and no padding: the results are those of the
-whole step on that batch.
+is the smallest for which none is larger than before. There is no search and no padding: the results are those of the
+step on that batch.
 
 Longer batches are planned anew, since they may not fit into memory.
 """

@@ -113,14 +113,14 @@ class _Builder:
         return outputs
 
     def _op(
-        self, kind: OpKind, eqn: Any, ins: Iterable[Atom], outs: Iterable[int], stack: str, count: float, **rest: Any
+        self, kind: OpKind, eqn: Any, ins: Iterable[Atom], outs: Iterable[int], stack: str, count: float, **details: Any
     ) -> Op:
         self._num_ops += 1
         if self._calls and not jax_compat.source_line(eqn):  # inside of one of jax's own functions
             eqn = jax_compat.at_line_of(self._calls[-1], eqn)
         return Op(
             id=self._num_ops - 1, kind=kind, primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(ins),
-            outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count, **rest,
+            outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count, **details,
         )  # fmt: skip
 
     def _call(self, eqn: Any, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:

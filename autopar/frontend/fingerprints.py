@@ -1,8 +1,8 @@
 """Fingerprints of traced functions: hashes of the computation, equal in every process and for every trace.
 
 Jaxprs are compared by structure. The printed form of their parameters may contain addresses (functions, objects without
-a text of their own), which differ each time. Weak types are excluded: they determine the traced operations, and have no
-effect beyond that.
+a text of their own), which differ each time. Weak types are excluded: they determine the traced operations, and nothing
+else.
 """
 
 from __future__ import annotations

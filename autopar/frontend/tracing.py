@@ -90,15 +90,13 @@ def _flat_function(
 
     def flat(*flat_args: Any) -> list[Any]:
         arguments = jax.tree.unflatten(in_tree, flat_args)
-        leaves_before = dict(zip(in_paths, jax.tree.leaves(arguments), strict=True))
+        before = dict(zip(in_paths, jax.tree.leaves(arguments), strict=True))
         out = function(*arguments)
         try:
-            leaves_after = dict(_leaves_with_paths(arguments, names))
+            after = dict(_leaves_with_paths(arguments, names))
         except (TypeError, ValueError):  # the function put into its own copy what is no tree for jax
-            leaves_after = {}
-        results.changed_in_place = tuple(
-            path for path, leaf in leaves_before.items() if leaves_after.get(path) is not leaf
-        )
+            after = {}
+        results.changed_in_place = tuple(path for path, leaf in before.items() if after.get(path) is not leaf)
         with_paths, tree = jax.tree_util.tree_flatten_with_path(out)
         if results.tree is None:
             results.tree = tree

@@ -64,8 +64,7 @@ class MicrobatchedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageChoice:
-    """Stages to build: the first layer of each, the mesh of each group of devices, the recomputation policy of each
-    layer.
+    """Stages to build: the first layer of each, the mesh of each group of devices, the policy of each layer.
 
     `terms`: the weights under which each stage is estimated to fit, where they are known. `over_limit`: whether its
     state alone would exceed the memory under the lowest price of a byte.
@@ -283,8 +282,8 @@ def build(
 ) -> StagedStep:
     """Builds a choice: recomputation, stages, decisions, instructions, tasks, the instruction list, its simulation.
 
-    Stages that exceed the memory are decided again under higher prices of a byte, a few times at most. Pins apply on
-    the mesh of every stage.
+    Stages that exceed the memory are decided again under higher prices of a byte, a few times at most. Pins apply to
+    every stage.
     """
     graphs = stage_graphs(microbatched, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
     graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
@@ -339,17 +338,15 @@ def _first_terms(
     ]
 
 
-def _leaner(
-    terms: ObjectiveWeights, known_s_per_byte: float, high_s_per_byte: float, in_flight: int
-) -> ObjectiveWeights:
+def _leaner(terms: ObjectiveWeights, sufficient_price: float, first_price: float, in_flight: int) -> ObjectiveWeights:
     """Weights under which a stage needs less memory: the price that is known to suffice, then that price also on the
     values saved for the micro-batches in flight, then higher prices.
     """
-    if terms.s_per_byte < known_s_per_byte:
-        return dataclasses.replace(terms, s_per_byte=known_s_per_byte)
+    if terms.s_per_byte < sufficient_price:
+        return dataclasses.replace(terms, s_per_byte=sufficient_price)
     if not terms.in_flight:
         return dataclasses.replace(terms, in_flight=_rounded_up(in_flight))
-    return dataclasses.replace(terms, s_per_byte=max(high_s_per_byte, terms.s_per_byte * PRICE_RISE))
+    return dataclasses.replace(terms, s_per_byte=max(first_price, terms.s_per_byte * PRICE_RISE))
 
 
 def _rounded_up(n: int) -> int:

@@ -70,8 +70,7 @@ class PipelineEvaluator:
     """Evaluates answers of the stage search exactly, and keeps the fastest that fits.
 
     `in_stages` splits a scan in small parts into as many parts as there are stages. Candidates that fit, and take at
-    most `context.keep_tolerance` times as long as the best candidate or as `context.to_beat_s`, are kept beside the
-    best; 1 keeps none.
+    most `context.keep_tolerance` times as long as the best candidate or as `context.to_beat_s`, are kept; 1 keeps none.
     """
 
     def __init__(
@@ -183,8 +182,7 @@ class PipelineEvaluator:
     def evaluate(
         self, m: int, choice: StageChoice, binding: Binding | None = None, name: str = ""
     ) -> PipelineCandidate:
-        """A choice lowered to instructions and simulated; under a binding, on the mesh of the binding and under its
-        constraints.
+        """A choice lowered to instructions and simulated; under a binding, on its mesh and under its constraints.
 
         Raises: SolverError where there is no solution in time.
         """
@@ -200,9 +198,8 @@ class PipelineEvaluator:
             if binding is not None:
                 microbatched = dataclasses.replace(microbatched, graph=annotate_semantics(microbatched.graph))
             staged = build(microbatched, choice, self.cluster, self.limit_bytes, self.deadline.solve_s(), constraints)
-        return PipelineCandidate(
-            staged=staged, choice=choice, weighed=(), hoist_casts=microbatched.hoist_casts, name=name
-        )
+        hoist_casts = microbatched.hoist_casts
+        return PipelineCandidate(staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, name=name)
 
     def refine_one_stage(self, counts: Iterable[float]) -> None:
         """Decides the best pipeline of one stage again where it is as fast as the best of all: with other fractions of
@@ -261,8 +258,7 @@ class PipelineEvaluator:
         answers: Sequence[StagePlan | NoStages],
     ) -> None:
         """With a tolerance, builds for each number of stages the answer that is fastest by the tables, if it may be
-        within the tolerance of the best, which stays the best. Does nothing where the best does not fit. `of_problem`
-        as in `search`.
+        within the tolerance of the best, which stays the best. Does nothing where the best does not fit.
         """
         if (
             self.deadline.passed
@@ -300,8 +296,8 @@ class PipelineEvaluator:
 
 
 def in_turn(plans: Iterable[tuple[Hashable, float, int]]) -> list[int]:
-    """The numbers of plans given as (kind, seconds, number): the fastest of each kind, fastest first, then the second
-    of each kind, and so on.
+    """The numbers of plans given as (kind, seconds, number): the fastest of each kind, fastest first, then each second,
+    and so on.
     """
     turn: dict[Hashable, int] = {}
     by_turn: list[tuple[int, int]] = []
@@ -313,22 +309,20 @@ def in_turn(plans: Iterable[tuple[Hashable, float, int]]) -> list[int]:
 
 def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[PricedOption]) -> StageChoice:
     """The stages, meshes and policies of an answer of the dynamic programme."""
-    chosen_options = [options[stage.option] for stage in answer.stages]
+    chosen = [options[stage.option] for stage in answer.stages]
     groups = len(answer.stages) // problem.chunks
     return StageChoice(
         schedule=problem.schedule.value,
         chunks=problem.chunks,
         first_layers=tuple(stage.first for stage in answer.stages),
-        group_meshes=tuple(o.mesh for o in chosen_options[:groups]),
+        group_meshes=tuple(o.mesh for o in chosen[:groups]),
         policies=tuple(
-            o.policy
-            for o, stage in zip(chosen_options, answer.stages, strict=True)
-            for _ in range(stage.first, stage.last)
+            o.policy for o, stage in zip(chosen, answer.stages, strict=True) for _ in range(stage.first, stage.last)
         ),
-        terms=tuple(o.terms for o in chosen_options),
+        terms=tuple(o.terms for o in chosen),
         over_limit=tuple(
             o.over_limit or _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
-            for o, stage in zip(chosen_options, answer.stages, strict=True)
+            for o, stage in zip(chosen, answer.stages, strict=True)
         ),
     )
 

@@ -48,7 +48,7 @@ def layer_decisions(
 
     `room_bytes` is the memory of all layers on this mesh if each stage holds its share of them: their state, with
     hoisted copies, and the values saved for `in_flight` micro-batches, as many as the first stage has (0: saved values
-    are not priced). Where all stages are `equal`, decisions whose state alone exceeds the room are dropped, except the
+    are not priced). Where all stages are `equal`, decisions whose state alone exceeds the room are dropped, but the
     smallest.
     """
     # The layers that stay of a run stand for equal ones: what is best for one of them is so for the other.

@@ -47,10 +47,8 @@ def one_stage_candidates(context: PlanningContext) -> Iterator[PipelineCandidate
     if is_long(context.traced):
         yield Rejection(source=source, why="not tried: the step is long")
         return
-    max_microbatches = max(microbatch_numbers(context.traced, context.cluster, context.request))
-    request = dataclasses.replace(
-        context.request, num_stages=1, num_microbatches=max_microbatches, schedule=None, chunks=None
-    )
+    largest = max(microbatch_numbers(context.traced, context.cluster, context.request))
+    request = dataclasses.replace(context.request, num_stages=1, num_microbatches=largest, schedule=None, chunks=None)
     try:
         yield from requested_pipelines(dataclasses.replace(context, request=request))
     except (UnsupportedError, BatchMismatchError) as error:

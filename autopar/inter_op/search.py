@@ -23,7 +23,7 @@ from autopar.inter_op.search_space import (
     sizes_for,
     stage_numbers,
 )
-from autopar.inter_op.stage_costs import PricedOption, recomputed_by_policy, stage_options, undominated
+from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
 from autopar.inter_op.staged import default_chunks, part_of
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
@@ -124,10 +124,7 @@ class _Search:
         return cut_layers(step, m, self.context.rules, whole, hoist_casts=self.hoist_casts)
 
     def cuts(self, step: SplitStep) -> dict[int, MicrobatchedStep]:
-        """The step in each number of micro-batches that it admits.
-
-        Raises: the reason, where it admits none.
-        """
+        """The step in each number of micro-batches that it admits. Raises: the reason, where it admits none."""
         cuts: dict[int, MicrobatchedStep] = {}
         error_of_last: AutoparError | None = None
         for m in microbatch_numbers(self.context.traced, self.context.cluster, self.context.request):
@@ -151,8 +148,7 @@ class _Search:
         estimated_s: dict[int, float],
     ) -> None:
         """One stage in half and twice the micro-batches while that is faster: where the memory admits fewer
-        micro-batches, parameters are gathered, and gradients added up, less often. Adds to `cuts`, `decided` and
-        `estimated_s`.
+        micro-batches, parameters are gathered, and gradients added up, less often. Adds to the dictionaries.
 
         Args:
             estimated_s: The estimated step time of one stage in each number of micro-batches in which it fits.
@@ -297,7 +293,7 @@ def tables(
     """
     assignment = assign_layers(microbatched.graph, microbatched.layers)
     folded = fold_layers(microbatched.graph, assignment, len(microbatched.layers))
-    wiring, recomputed_of = hash(wiring_of(folded.graph)), recomputed_by_policy(folded)
+    wiring, remat = hash(wiring_of(folded.graph)), remat_ops(folded)
     options: list[PricedOption] = []
     models = [cost_model(part, mesh) for part in (part_of(cluster, n) for n in sizes) for mesh in meshes_inside(part)]
     examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
@@ -312,7 +308,7 @@ def tables(
             # A stage on this mesh holds about its share of the layers.
             room_bytes, equal = limit_bytes * stages, microbatched.step.parts > 1
             decided[key] = layer_decisions(folded, model, room_bytes, in_flight, equal, time_limit_s)
-        options += stage_options(folded, recomputed_of, microbatched.layers, model, link, decided[key])
+        options += stage_options(folded, remat, microbatched.layers, model, link, decided[key])
     return tuple(options)
 
 

@@ -35,8 +35,7 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, request: PlanReques
 
     The largest number leaves a few examples for the devices of a stage, and makes bubbles small for any number of
     stages. The smaller numbers have larger micro-batches, which read parameters less often. Micro-batches of the
-    largest number split over powers of two of devices, as most stages have; the others also over an odd number of
-    hosts.
+    largest number split over powers of two of devices, as most stages have; others also over odd numbers of hosts.
     """
     if request.num_microbatches is not None:
         return [request.num_microbatches]

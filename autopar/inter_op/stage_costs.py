@@ -85,25 +85,20 @@ class PricedOption:
 
 
 # For each policy and each layer the forward operations that are computed again.
-RecomputedOps = Mapping[Recompute, Mapping[int, frozenset[int]]]
+RematOps = Mapping[Recompute, Mapping[int, frozenset[int]]]
 
 
-def recomputed_by_policy(folded: FoldedGraph) -> RecomputedOps:
+def remat_ops(folded: FoldedGraph) -> RematOps:
     """For each policy and layer, the forward operations that the backward pass recomputes."""
     return {policy: recomputed_ops(folded.graph, folded.layer_of, policy) for policy in Recompute}
 
 
 def stage_options(
-    folded: FoldedGraph,
-    recomputed_of: RecomputedOps,
-    layers: Layers,
-    model: CostModel,
-    link: Link,
-    decisions: Decisions,
+    folded: FoldedGraph, remat: RematOps, layers: Layers, model: CostModel, link: Link, decisions: Decisions
 ) -> tuple[PricedOption, ...]:
     """Options for stages on the model's mesh: each of the decisions under each recomputation policy.
 
-    `recomputed_of` is `recomputed_by_policy(folded)`; `link` joins a stage with the next one. A value that crosses a
+    `remat` is `remat_ops(folded)`; `link` joins a stage with the next one. A value that crosses a
     boundary is sent in parts, one from each device of the mesh.
     """
     devices = model.links.mesh.num_devices
@@ -111,7 +106,7 @@ def stage_options(
     options: list[PricedOption] = []
     costs = NodeCosts(folded.graph, model)
     for decided in decisions:
-        rows = _Pricing(folded, recomputed_of, model, decided.sharding, costs).run()
+        rows = _Pricing(folded, remat, model, decided.sharding, costs).run()
         table = [rows[folded.stands_for[layer]] for layer in range(len(layers))]
         options += [
             PricedOption(
@@ -128,9 +123,7 @@ def stage_options(
 
 
 def undominated(options: Sequence[PricedOption]) -> tuple[PricedOption, ...]:
-    """The options without dominated ones: an option is dominated where another one on as many devices is at least as
-    good for every layer.
-    """
+    """The options without dominated ones: for every layer, another one on as many devices is as good."""
     by_size: dict[int, list[tuple[np.ndarray, PricedOption]]] = {}
     for o in options:
         costs = np.stack([*(getattr(o.option, name) for name in _LESS_IS_BETTER), -weight_seconds(o.option)])
@@ -164,14 +157,9 @@ class _Pricing:
     """The costs of the layers of a folded graph under decisions."""
 
     def __init__(
-        self,
-        folded: FoldedGraph,
-        recomputed_of: RecomputedOps,
-        model: CostModel,
-        sharding: ShardingPlan,
-        costs: NodeCosts,
+        self, folded: FoldedGraph, remat: RematOps, model: CostModel, sharding: ShardingPlan, costs: NodeCosts
     ) -> None:
-        self.folded, self.graph, self.model, self.recomputed_of = folded, folded.graph, model, recomputed_of
+        self.folded, self.graph, self.model, self.remat = folded, folded.graph, model, remat
         self.lowered: LoweredBlock = lower(self.graph, sharding, model.links)
         self.rows = {layer: _Row() for layer in folded.weight}
         self.costs = costs
@@ -198,10 +186,8 @@ class _Pricing:
                 row.weight_s += sum(t for t, i in zip(seconds, instructions, strict=True) if self.can_wait(i))
             else:
                 row.once_s += sum(seconds)
-            reads, produced = self.ends(instructions)
-            row.working_bytes = max(
-                row.working_bytes, task_memory(self.graph, instructions, reads, produced, self.model)
-            )
+            reads, fills = self.ends(instructions)
+            row.working_bytes = max(row.working_bytes, task_memory(self.graph, instructions, reads, fills, self.model))
             for i in instructions:
                 if isinstance(i, Accumulate):
                     row.state_bytes += self.nbytes((i.op.outputs[0], i.sum_))
@@ -213,7 +199,7 @@ class _Pricing:
             for policy in Recompute:
                 backward = parts.get((layer, Section.BACKWARD), [])
                 runs_again, needed = self.recomputed(
-                    self.recomputed_of[policy].get(layer, frozenset()), forward.get(layer, []), backward
+                    self.remat[policy].get(layer, frozenset()), forward.get(layer, []), backward
                 )
                 row.recompute_s[policy] = sum(time_s for _, time_s in runs_again)
                 row.saved_bytes[policy] = sum(self.nbytes(key) for key in needed & made_forward)
@@ -281,10 +267,8 @@ class _Pricing:
         """
         exposed = {}
         for section in {section for _, section in parts}:
-            together = tuple(
-                i for (_, of_section), instructions in parts.items() if of_section is section for i in instructions
-            )
-            summed_s = sum(sum(of_part) for (_, of_section), of_part in seconds.items() if of_section is section)
+            together = tuple(i for (_, at), instructions in parts.items() if at is section for i in instructions)
+            summed_s = sum(sum(of_part) for (_, at), of_part in seconds.items() if at is section)
             block = dataclasses.replace(self.lowered, instructions=together)
             exposed[section] = timed(self.graph, block, self.model, self.costs).end_s / summed_s if summed_s else 1.0
         return exposed
@@ -331,8 +315,7 @@ class _Pricing:
         """(recomputed instructions with their seconds, places that these and the layer's backward pass read from
         outside), where `repeated_ops` are the recomputed operations of the layer.
 
-        A kept value is kept in the layout in which it is read, and is not sent again; an input of the layer is kept as
-        it arrives.
+        A kept value is kept in the layout in which it is read, and is not sent again; an input is kept as it arrives.
         """
         made_by = {v: i.op.id for i, _ in forward if not isinstance(i, (Move, HostCopy)) for v in i.op.outputs}
         kept_keys = {key for i in backward for key in i.keys_read}

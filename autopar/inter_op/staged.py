@@ -170,8 +170,8 @@ def stage_problem(
     `fixed`: the one layout of an argument (by value). Raises: InvalidArgumentError for a pin that a value cannot have.
     """
     received, sent = transfers
-    given = GivenLayouts(fixed=fixed or {}, transfers=sent, arrivals=received, pins=pins or {})
-    return IntraOp(stage.graph, model, given, constraints=constraints)
+    layouts = GivenLayouts(fixed=fixed or {}, transfers=sent, arrivals=received, pins=pins or {})
+    return IntraOp(stage.graph, model, layouts, constraints=constraints)
 
 
 def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) -> ShardingPlan:
@@ -277,8 +277,7 @@ def pipeline_page_fault_s(simulation: Simulation, program: Program, planned: Seq
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCost:
     """The cost of one run of a task on its mesh: seconds (computation, communication within the mesh, copies, page
-    faults, the call), `hidden_s` of communication that overlaps with computation, and bytes on one device beside its
-    buffers.
+    faults, the call), `hidden_s` of communication that overlaps with computation, and bytes beside its buffers.
     """
 
     seconds: float

@@ -355,8 +355,8 @@ class _Linker:
 
 
 def groups_of_examples(stages: Sequence[LoweredStage]) -> int:
-    """The number of runs of neighbouring examples into which the batch is split, before each micro-batch takes its
-    share of each run.
+    """The number of runs of neighbouring examples into which the batch is split, of which each micro-batch takes a
+    share.
 
     So each device holds its part of every micro-batch in its part of the batch, unless this would separate neighbouring
     examples that the step computes on together. The number is the same for all stages.

@@ -10,8 +10,8 @@ and layout operations follow one of their operands and share its node. Other kin
 - *transfer*: the one layout in which a value is sent to, or received from, another stage;
 - *whole*: replicated, for readers that need the whole value.
 
-Every value has a site: the node, and the layout of the value under each strategy of the node. Resharding between a site
-and a reader is an edge.
+Every value has a site: the node, and the layout of the value under each strategy of the node. A resharding to a reader
+is an edge.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ class ChoiceGraph:
 
     `unreduced[v]` is the site of a value as its operation leaves it (maybe partial); `reduced[v]` its site for readers
     that cannot read partial values; `copies[v, role.value]` the site of a copy that the readers of one role share, and
-    `copies[v, ALL]` of a copy that all roles share. Values that cannot be split (scalars, odd sizes) have no site: they
-    are replicated.
+    `copies[v, ALL]` of a copy that all roles share. Values that cannot be split (scalars, odd sizes) have no site.
     """
 
     mesh: LogicalMesh

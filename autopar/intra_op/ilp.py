@@ -43,8 +43,7 @@ ROUNDS = 16
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveWeights:
     """The weights of an objective: the price of a byte of state, and the charged fraction of communication that
-    computation can hide. The price also applies to the values saved for the backward passes of `in_flight`
-    micro-batches.
+    computation can hide. The price also applies to values saved by `in_flight` micro-batches.
     """
 
     s_per_byte: float
@@ -141,8 +140,7 @@ class IntraOp:
 
         With prices, the objective includes the priced memory. `exposed_fraction` is charged of the communication
         between operations for as long as there is computation to hide it (`slack`); communication within one node is
-        charged fully. `rounds` end the search, as in `solver.solve`, so that the answer does not depend on the speed of
-        the machine.
+        charged fully. `rounds` end the search, as in `solver.solve`, for equal answers on machines of any speed.
         """
         solver_input = self.base if prices is None else price_memory(self.base, self.graph, prices)
         if exposed_fraction != 1.0:

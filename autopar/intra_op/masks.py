@@ -3,8 +3,7 @@
 Constraints allow some strategies of each node and some reshardings of each edge, and require values to be split over
 mesh axes. A requirement applies where the node has a strategy that meets it. Requirements can contradict each other: a
 matrix must be split by columns, and a reader of the result separates the columns. Then the relaxation drops as few
-requirements as possible, and their values stay whole. Before that, it permits reshardings that are forbidden otherwise,
-if that helps.
+requirements as possible, and their values stay whole. Before that, it permits forbidden reshardings, if that helps.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ COMPUTED_WHOLE, KEPT_WHOLE, GATHERED, SECONDS, OPENED = 1.0, 0.5, 10.0, 1e-2, 1e
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The requirement to split a value over a mesh axis where a node computes or keeps it, and the
-    strategies for it.
-    """
+    """The requirement to split a value over a mesh axis where a node computes or keeps it; its strategies."""
 
     value: int
     axis: int
@@ -63,9 +60,7 @@ class Masks:
         self.nodes = self._nodes()
 
     def _nodes(self) -> dict[int, NodeMask]:
-        """The mask of each constrained node. A required split applies where the node's operations have a strategy for
-        it.
-        """
+        """The mask of each constrained node. A split is required where the node has a strategy for it."""
         bound, choices = self.constraints, self.choices
         allowed_at: dict[int, np.ndarray] = {}
         wished_at: dict[int, list[list[Wish]]] = {}

@@ -1,8 +1,8 @@
 """The slack of each resharding: the seconds of computation between the producer of its value and the first reader.
 
 Computation continues during a send whose value was produced long enough before its first reader: the update reads a
-gradient after the rest of the backward pass; a parameter is there before the step begins. The operand of the next
-product has no slack.
+gradient after the rest of the backward pass; a parameter is there before the step begins. An operand of the next
+product has none.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def slacks_s(graph: OpGraph, choices: ChoiceGraph, compute_s: Callable[[Op], flo
     `compute_s` gives the seconds of an operation without its blocks. An operation that takes next to no time does not
     delay its readers: the slack ends at the first operation that waits for the result. Arguments have unlimited slack,
     since they can be sent ahead. In a step of micro-batches, nothing is sent beside the computation of another section;
-    a value from another stage is there when the section begins; a value gathered once for all micro-batches is gathered
-    before any computation.
+    a value from another stage is there when the section begins; a value gathered once is gathered before any
+    computation.
     """
     return _Slacks(graph, choices, compute_s).run()
 

@@ -14,8 +14,7 @@ from autopar.ir.graph import Atom, Block, Op, OpGraph
 class CanonicalForm:
     """Keys of operations and blocks of a graph, given in order. `ops` and `values` are those seen so far, in order.
 
-    `attributes` are those of an operation that have to be equal too. Operations that no rule covers are known by their
-    primitives.
+    `attributes` are those of an operation that have to be equal too. Other operations are known by their primitives.
     """
 
     def __init__(self, graph: OpGraph, attributes: Callable[[Op], Hashable]) -> None:

@@ -23,18 +23,12 @@ def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:
 
 
 def concrete_mesh(mesh: LogicalMesh) -> Mesh:
-    """The mesh over this program's first devices.
-
-    Raises: NotEnoughDevicesError.
-    """
+    """The mesh over this program's first devices. Raises: NotEnoughDevicesError."""
     return submesh(mesh, 0)
 
 
 def submesh(mesh: LogicalMesh, first_device: int) -> Mesh:
-    """The mesh over this program's devices from `first_device` on.
-
-    Raises: NotEnoughDevicesError.
-    """
+    """The mesh over this program's devices from `first_device` on. Raises: NotEnoughDevicesError."""
     devices = jax.devices()
     needed = first_device + mesh.num_devices
     if len(devices) < needed:

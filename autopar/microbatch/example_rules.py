@@ -63,17 +63,15 @@ def sums_over_examples(eqn: Any, places: Places) -> bool:
     return rule is not None and rule(eqn, places)
 
 
-def reshaped(
-    operand_shape: Sequence[int], result_shape: Sequence[int], dim: int, outer: int, parts: int
-) -> tuple[int, int] | None:
+def reshaped(source: Sequence[int], target: Sequence[int], dim: int, outer: int, parts: int) -> tuple[int, int] | None:
     """(dimension, outer blocks) of the examples after a reshape; None where no dimension holds them.
 
-    The examples are in dimension `dim` of the operand, which has `outer` blocks of all examples; each block is split
-    into `parts`.
+    The examples are in dimension `dim` of the operand, which has `outer` blocks of all examples; each split into
+    `parts`.
     """
-    blocks = math.prod(operand_shape[:dim]) * outer  # each is cut into `parts`, in the order of the elements
+    blocks = math.prod(source[:dim]) * outer  # each is cut into `parts`, in the order of the elements
     preceding = 1
-    for d, size in enumerate(result_shape):
+    for d, size in enumerate(target):
         if blocks % preceding == 0 and blocks < preceding * size:
             inner = blocks // preceding
             return (d, inner) if size % (inner * parts) == 0 else None

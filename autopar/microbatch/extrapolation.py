@@ -1,8 +1,8 @@
 """The program of a step for one example, extrapolated from those for two and three examples.
 
 A trace on one example is another program for many functions: broadcasts over the examples disappear. The operations for
-two and for three examples are equal, on shapes that grow by the same amount from example to example, and determine the
-program for one example.
+two and for three examples are equal, on shapes that grow by the same amount from example to example, and give the
+program for one.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     """The graph of a step whose batch is split into `num_microbatches`.
 
     `whole` is the graph of the whole batch, if it is built already. Inputs and outputs are those of the whole step.
-    SPLIT, ACCUMULATE and STACK operations mark the values that enter and leave the loop; operations are in the order of
-    their sections.
+    SPLIT, ACCUMULATE and STACK operations mark the values that enter and leave the loop; operations are ordered by
+    section.
 
     Raises: InvalidArgumentError for a number below one; BatchMismatchError when it does not divide the batch;
-    MixedExamplesError when the result of one example depends on the others; UnsupportedError when the two traces differ
-    in more than shapes.
+    MixedExamplesError when the result of one example depends on the others; UnsupportedError for other differences of
+    the traces.
     """
     if num_microbatches < 1:
         raise InvalidArgumentError(

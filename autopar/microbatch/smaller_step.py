@@ -64,10 +64,7 @@ def smaller_avals(traced: TracedStep, examples: int) -> tuple[jax.ShapeDtypeStru
 
 
 def traced_at(traced: TracedStep, in_avals: Sequence[jax.ShapeDtypeStruct]) -> TracedStep:
-    """The step traced on other shapes.
-
-    Raises: UnsupportedError when the trace fails.
-    """
+    """The step traced on other shapes. Raises: UnsupportedError when the trace fails."""
     try:
         closed = traced.retrace(in_avals)
     except Exception as error:  # the user's function may raise anything

@@ -117,10 +117,7 @@ class Plan:
         return joint_mesh(mesh, firsts)
 
     def concrete_mesh(self) -> Mesh:
-        """The mesh over this program's devices.
-
-        Raises: NotEnoughDevicesError.
-        """
+        """The mesh over this program's devices. Raises: NotEnoughDevicesError."""
         self.check_devices()
         return concrete_mesh(self.mesh)
 
@@ -215,8 +212,7 @@ class Plan:
         """Writes the predicted step as a timeline, for https://ui.perfetto.dev.
 
         A pipeline has a row for each group of devices, and for each link between them. A plan without stages has one
-        row for the computation of every device, and one for its communication. The last event ends at the predicted
-        step time.
+        row for the computation of every device, and one for its communication. The last event ends at the step time.
         """
         write_trace(path, timeline_of(self.record))
 

@@ -202,10 +202,10 @@ def diff(one: PlanRecord, other: PlanRecord) -> str:
     differing = [row for row in rows if row[1] != row[2]]
     if not differing:
         return "the plans are the same"
-    shown = Table("what", "this plan", "other plan")
+    differences = Table("what", "this plan", "other plan")
     for row in differing:
-        shown.add_row(*map(escape, row))
-    out.table(shown)
+        differences.add_row(*map(escape, row))
+    out.table(differences)
     return out.text()
 
 
@@ -260,8 +260,8 @@ class _Text:
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def table(self, shown: Table) -> None:
-        self._console.print(shown)
+    def table(self, rows: Table) -> None:
+        self._console.print(rows)
 
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self._buffer.getvalue().splitlines())

@@ -100,13 +100,13 @@ class _Reader:
         """The collectives of one run of a computation and of all it calls."""
         if name not in self.known:
             body = self.module.computations[name]
-            started, done = _async_markers(body)
+            starts, waits = _async_markers(body)
             collectives: list[Collective] = []
             for instruction in body.instructions.values():
                 kind = _PLAIN.get(instruction.opcode) or _STARTS.get(instruction.opcode)
                 if kind is None:
                     collectives += self._called(instruction)
-                elif done or ("chain_id=" in instruction.rest and not started):
+                elif waits or ("chain_id=" in instruction.rest and not starts):
                     continue  # TPU: the same collective, waited for or carried on by a later fusion
                 else:
                     collectives.append(self._collective(instruction, kind, body))
@@ -183,8 +183,8 @@ def _async_markers(body: parse.Computation) -> tuple[bool, bool]:
     """Whether this is TPU's fusion that starts an asynchronous collective, or the fusion that waits for it."""
     targets = [i.rest for i in body.instructions.values() if i.opcode == "custom-call"]
     return (
-        any('custom_call_target="AsyncCollectiveStart"' in rest for rest in targets),
-        any('custom_call_target="AsyncCollectiveDone"' in rest for rest in targets),
+        any('custom_call_target="AsyncCollectiveStart"' in target for target in targets),
+        any('custom_call_target="AsyncCollectiveDone"' in target for target in targets),
     )
 
 

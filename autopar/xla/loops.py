@@ -1,7 +1,7 @@
 """Trip counts of the `while` loops of a compiled XLA program.
 
 XLA writes a known number into the instruction's backend configuration. Elsewhere (TPU) the count follows from the text:
-a carried integer starts at a constant, is compared with a constant in the condition, and a constant is added to it in
+a carried integer starts at a constant, is compared with a constant in the condition, and incremented by a constant in
 the body.
 """
 

@@ -99,7 +99,7 @@ def _fine_pieces(layout: Layout, mesh: LogicalMesh, cuts: tuple[int, ...]) -> li
 
 
 def _rounds(hops: list[Hop]) -> tuple[tuple[Hop, ...], ...]:
-    """The fewest possible rounds: an edge colouring of a bipartite graph (König: the number of colours is the largest
+    """The fewest possible rounds: an edge colouring of a bipartite graph (König: as many colours as the largest
     degree).
 
     A hop takes the lowest round that is free at both of its ends. Where there is none, two rounds are swapped along the
@@ -118,31 +118,31 @@ def _rounds(hops: list[Hop]) -> tuple[tuple[Hop, ...], ...]:
         return hops[number].sender, hops[number].receiver
 
     def free(side: int, device: int) -> int:
-        return next(r for r in range(num_rounds) if r not in at[side].get(device, {}))
+        return next(sender_round for sender_round in range(num_rounds) if sender_round not in at[side].get(device, {}))
 
-    def enter(number: int, r: int) -> None:
-        round_of[number] = r
+    def enter(number: int, sender_round: int) -> None:
+        round_of[number] = sender_round
         for side, device in enumerate(ends(number)):
-            at[side].setdefault(device, {})[r] = number
+            at[side].setdefault(device, {})[sender_round] = number
 
     for number in range(len(hops)):
         sender, receiver = ends(number)
-        r, other = free(0, sender), free(1, receiver)
+        sender_round, receiver_round = free(0, sender), free(1, receiver)
         path = []
-        side, device, want = 1, receiver, r
-        while r != other and want in at[side].get(device, {}):
+        side, device, want = 1, receiver, sender_round
+        while sender_round != receiver_round and want in at[side].get(device, {}):
             step = at[side][device][want]
             path.append(step)
-            side, want = 1 - side, other if want == r else r
+            side, want = 1 - side, receiver_round if want == sender_round else sender_round
             device = ends(step)[side]
         for step in path:
             for side, device in enumerate(ends(step)):
                 del at[side][device][round_of[step]]
         for step in path:
-            enter(step, other if round_of[step] == r else r)
-        enter(number, r)
+            enter(step, receiver_round if round_of[step] == sender_round else sender_round)
+        enter(number, sender_round)
     rounds: list[list[Hop]] = [[] for _ in range(num_rounds)]
-    for number, r in round_of.items():
-        rounds[r].append(hops[number])
+    for number, sender_round in round_of.items():
+        rounds[sender_round].append(hops[number])
     assert math.fsum(map(len, rounds)) == len(hops), "a hop is lost"
-    return tuple(tuple(sorted(found, key=lambda h: (h.receiver, h.taken))) for found in rounds)
+    return tuple(tuple(sorted(hops_of_round, key=lambda h: (h.receiver, h.taken))) for hops_of_round in rounds)

@@ -77,8 +77,8 @@ class Crossing:
 def crossing(shape: Sequence[int], dtype: Any, source: End, target: End) -> Crossing:
     """The transfer of a value between any two layouts of it.
 
-    Where the source holds several copies of a piece, a device takes the copy in its own process, or else the copies
-    serve in turn.
+    Where the source holds several copies of a piece, a device takes the copy in its own process, else the copies take
+    turns.
     """
     source_devices, target_devices = list(source.mesh.devices.flat), list(target.mesh.devices.flat)
 

@@ -114,18 +114,18 @@ def passage(
     shape = tuple(shape)
     leaves, arrives = refined(shape, (source.layout, source.logical), (target.layout, target.logical))
     grids = regrid(leaves, source.logical, arrives, target.logical, near)
-    sent, taken = named_sharding(leaves, source.mesh), named_sharding(arrives, target.mesh)
+    source_sharding, target_sharding = named_sharding(leaves, source.mesh), named_sharding(arrives, target.mesh)
     part_shape = tuple(n // k for n, k in zip(shape, grids.joins, strict=True))
     num_cut, num_joined = math.prod(grids.cuts), math.prod(grids.joins)
     is_cut, is_joined = num_cut > 1 or leaves != source.layout, num_joined > 1 or arrives != target.layout
     return Passage(
-        cut=Recut(sharding=source.sharding, parts=sent, counts=grids.cuts) if is_cut else None,
+        cut=Recut(sharding=source.sharding, parts=source_sharding, counts=grids.cuts) if is_cut else None,
         rounds=grids.rounds,
-        fine_shape=taken.shard_shape(part_shape),
+        fine_shape=target_sharding.shard_shape(part_shape),
         part_shape=part_shape,
-        part_sharding=taken if is_joined else target.sharding,
+        part_sharding=target_sharding if is_joined else target.sharding,
         num_parts=num_joined,
-        joined=Recut(sharding=target.sharding, parts=taken, counts=grids.joins) if is_joined else None,
+        joined=Recut(sharding=target.sharding, parts=target_sharding, counts=grids.joins) if is_joined else None,
     )
 
 
@@ -148,10 +148,10 @@ def cutter(recuts: tuple[Recut | None, ...]) -> Callable[[Sequence[Any]], list[S
     jitted = jax.jit(cut, in_shardings=tuple(r.sharding for r in present))
 
     def run(arrays: Sequence[Any]) -> list[Sequence[Any]]:
-        found: list[Sequence[Any]] = [[a] for a in arrays]
+        parts_of: list[Sequence[Any]] = [[a] for a in arrays]
         for i, parts in zip(at, jitted(*[arrays[i] for i in at]), strict=True):
-            found[i] = parts
-        return found
+            parts_of[i] = parts
+        return parts_of
 
     return run
 

@@ -37,12 +37,12 @@ class InFlight:
         self._made: collections.deque[jax.Array] = collections.deque()
         self._unknown = 0
 
-    def add(self, made: jax.Array) -> None:
+    def add(self, result: jax.Array) -> None:
         """Notes a result of a program that was just handed out, and waits for an older one where there are many.
 
         Until it is waited for, its memory is held.
         """
-        self._made.append(made)
+        self._made.append(result)
         if len(self._made) <= self.most:
             return
         oldest = self._made.popleft()
@@ -52,7 +52,7 @@ class InFlight:
         elif self._unknown < self.most:
             self._unknown += 1  # a later program took it over: when that one has ended, so has this one
         else:
-            made.block_until_ready()
+            result.block_until_ready()
             self._made.clear()
             self._unknown = 0
 

@@ -28,7 +28,7 @@ class Columns:
         self.cost.append(cost)
         self.used.append(used)
 
-    def watch(self, used: np.ndarray, *, most: int = 10) -> int:
+    def watch(self, used: np.ndarray) -> int:
         """Start to price the rows that a choice breaks the worst, one of each stretch of time; returns how many."""
         over = used / self.room - 1.0
         width = max(2, len(over) // 400)
@@ -36,7 +36,7 @@ class Columns:
             near = slice(max(0, row - width), row + width + 1)
             over[near] = np.where(over[near] < 0.05 + max(0.0, over[row]), -1.0, over[near])
         fresh = 0
-        while fresh < most and len(over):
+        while fresh < 10 and len(over):
             row = int(np.argmax(over))
             if over[row] <= 1e-9:
                 break

@@ -15,8 +15,7 @@ from autopar.solver.presolve.reduction import Reduction, chain
 
 
 def drop_costly(problem: Problem, flat: Flat, best: Best) -> Reduction | None:
-    """Keep the strategies with which the bound stays below the cost at hand, then reduce; None when some node keeps
-    none.
+    """Keep the strategies with which the bound stays below the cost at hand, then reduce; None when a node has none.
 
     None proves that no choice is cheaper. What is left has every choice that is cheaper, if there is any.
 

@@ -131,8 +131,6 @@ def run(program: IntegerProgram, settings: Settings, *, integers: bool = True) -
     proven = reason is mathopt.TerminationReason.OPTIMAL
     if not integers:
         return values, Answer(choice=None, bound=bound if proven else -math.inf, proven=proven)
-    shares_of_choice = values[: program.strategies]
-    choice = tuple(
-        int(np.argmax(shares_of_choice[a:b])) for a, b in zip(program.first[:-1], program.first[1:], strict=True)
-    )
+    share = values[: program.strategies]
+    choice = tuple(int(np.argmax(share[a:b])) for a, b in zip(program.first[:-1], program.first[1:], strict=True))
     return values, Answer(choice=choice, bound=bound, proven=proven)

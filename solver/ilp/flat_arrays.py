@@ -84,11 +84,7 @@ def kept_times(problem: Problem) -> np.ndarray:
     stops = {use.stop for use in problem.uses if use.start < use.stop}
     events = sorted(starts | stops)
     return np.array(
-        [
-            time
-            for time, next_time in zip(events, [*events[1:], None], strict=True)
-            if time in starts and next_time in stops
-        ],
+        [time for time, end in zip(events, [*events[1:], None], strict=True) if time in starts and end in stops],
         dtype=np.int64,
     )
 

@@ -85,9 +85,9 @@ def build(problem: Problem, memory: Sequence[Row], *, spare: bool = False) -> In
 
 def one_strategy_per_node(rows: _Rows, sizes: np.ndarray) -> None:
     """(1) sum over s of x[g, s] = 1."""
-    ones = np.ones(len(sizes))
+    sums = np.ones(len(sizes))
     total = int(sizes.sum())
-    rows.add(ones, ones, np.repeat(np.arange(len(sizes)), sizes), np.arange(total), np.ones(total))
+    rows.add(sums, sums, np.repeat(np.arange(len(sizes)), sizes), np.arange(total), np.ones(total))
 
 
 def edge_variables(rows: _Rows, problem: Problem, first: np.ndarray) -> list[np.ndarray]:

@@ -1,5 +1,4 @@
-"""Exact elimination of every node, by tables over its neighbours: for graphs of small width, however many nodes they
-have.
+"""Exact elimination of every node, by tables over its neighbours: for graphs of small width.
 
 Bucket elimination (Dechter, Artificial Intelligence 1999), the node of the smallest table first. The planner's graphs
 mostly are a residual path with short branches, and need tables over three to five nodes; integer programming takes

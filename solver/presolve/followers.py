@@ -1,8 +1,8 @@
 """Merging of followers: a node whose strategy a neighbour determines becomes part of that neighbour, with its memory.
 
 Elementwise and layout operations mostly allow one strategy for each of their operand's: every row of the edge's matrix
-has one finite entry. Merging them is exact with or without a memory limit, and leaves 4 of 5 nodes out of the
-contest's graphs.
+has one finite entry. Merging them is exact with or without a memory limit, and removes 4 of 5 nodes of the contest's
+graphs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Leads:
             lead[member] = lead[above]
 
     def join(self, leader: int, node: int, rule: np.ndarray) -> bool:
-        """Let a node, and what it follows, follow a leader; `rule` is its strategy for each of the leader's. Whether
-        that is possible.
+        """Let a node, and what it follows, follow a leader, if possible; `rule`: its strategy for
+        each of the leader's.
         """
         self.settle(leader)
         self.settle(node)

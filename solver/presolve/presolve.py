@@ -253,14 +253,11 @@ def eliminate(problem: Problem) -> Reduction:
         settled = len(cost[node]) == 1 and node in resident and not around
         if node in removed or node in bound or len(around) > 2 or settled:
             continue
-        if (
-            len(cost[node]) * int(np.prod([table[node][neighbour].shape[1] for neighbour in around], initial=1))
-            > TABLE_ENTRIES
-        ):
+        if len(cost[node]) * int(np.prod([table[node][peer].shape[1] for peer in around], initial=1)) > TABLE_ENTRIES:
             continue
         reach = cost[node]
-        for axis, neighbour in enumerate(around):
-            side = table[node][neighbour]
+        for axis, peer in enumerate(around):
+            side = table[node][peer]
             reach = reach[..., None] + side.reshape(side.shape[:1] + (1,) * axis + side.shape[1:])
         best, value = reach.argmin(axis=0), reach.min(axis=0)
         rules.append((node, around, best))
@@ -269,8 +266,8 @@ def eliminate(problem: Problem) -> Reduction:
             bound.add(node)
         else:
             removed.add(node)
-        for neighbour in around:
-            del table[neighbour][node]
+        for peer in around:
+            del table[peer][node]
         table[node] = {}
         if not around:
             offset += float(value)
@@ -281,7 +278,7 @@ def eliminate(problem: Problem) -> Reduction:
             sum_so_far = table[a].get(b)
             table[a][b] = value if sum_so_far is None else sum_so_far + value
             table[b][a] = table[a][b].T
-        queue.extend(neighbour for neighbour in around if len(table[neighbour]) <= 2)
+        queue.extend(peer for peer in around if len(table[peer]) <= 2)
     if not rules:
         return Reduction(problem=problem, undo=tuple)
 
@@ -330,38 +327,26 @@ def _without(problem: Problem, eliminated: _Eliminated) -> Reduction:
         for node, strategy in zip(stays, choice, strict=True):
             full[node] = strategy
         for node, around, best in reversed(eliminated.rules):
-            full[node] = int(best[tuple(full[neighbour] for neighbour in around)])
+            full[node] = int(best[tuple(full[peer] for peer in around)])
         return tuple(full)
 
     return Reduction(problem=smaller, undo=undo, offset=eliminated.offset, origin=tuple(stays))
 
 
-def components(problem: Problem, *, joined: Sequence[Sequence[int]] = ()) -> Iterator[tuple[Problem, list[int]]]:
-    """The parts of a problem that share no edge and none of the groups of nodes joined, with their nodes."""
+def components(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
+    """The parts of a problem without uses that share no edge, with their nodes."""
     part_of = DisjointSet(range(len(problem.node_cost)))
     for edge in problem.edges:
         part_of.merge(edge.source, edge.target)
-    for group in joined:
-        for node in group:
-            part_of.merge(group[0], node)
     members: dict[int, list[int]] = defaultdict(list)
     for node in part_of:
         members[part_of[node]].append(node)
     edges: dict[int, list[Edge]] = defaultdict(list)
-    uses: dict[int, list[Use]] = defaultdict(list)
     place = {node: at for group in members.values() for at, node in enumerate(group)}
     for edge in problem.edges:
         edges[part_of[edge.source]].append(replace(edge, source=place[edge.source], target=place[edge.target]))
-    for use in problem.uses:
-        uses[part_of[use.node]].append(replace(use, node=place[use.node]))
     for root, group in members.items():
-        part = Problem(
-            node_cost=tuple(problem.node_cost[node] for node in group),
-            edges=tuple(edges[root]),
-            uses=tuple(uses[root]),
-            limit_bytes=problem.limit_bytes,
-        )
-        yield part, group
+        yield Problem(node_cost=tuple(problem.node_cost[node] for node in group), edges=tuple(edges[root])), group
 
 
 def _neighbours(problem: Problem) -> list[list[int]]:

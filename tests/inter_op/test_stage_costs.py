@@ -15,7 +15,7 @@ from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op.build_stages import StageChoice, build, cut_layers
 from autopar.inter_op.layer_decisions import layer_decisions
 from autopar.inter_op.search import tables
-from autopar.inter_op.stage_costs import PricedOption, recomputed_by_policy, stage_options, undominated
+from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
 from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, price_memory, saved_values
 from autopar.ir.graph import OpKind, Section
@@ -232,7 +232,7 @@ def test_where_what_is_saved_crowds_the_memory_leaner_decisions_are_made(in_flig
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
     decisions = layer_decisions(contracted, model, 10**9, in_flight, equal=False, time_limit_s=5.0)
     assert [d.terms.in_flight for d in decisions] == decided_for
-    options = stage_options(contracted, recomputed_by_policy(contracted), step.layers, model, SLOW, decisions)
+    options = stage_options(contracted, remat_ops(contracted), step.layers, model, SLOW, decisions)
     saved = [o.option.saved_bytes.sum() for o in options if o.policy == "nothing"]
     assert all(leaner < first for first, leaner in itertools.pairwise(saved))
 
@@ -242,7 +242,7 @@ def test_sums_of_gradients_are_state_that_no_step_is_given():
     contracted = fold_layers(step.graph, assign_layers(step.graph, step.layers), LAYERS)
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(1,)))
     decisions = layer_decisions(contracted, model, 10**9, 0, equal=False, time_limit_s=5.0)
-    options = stage_options(contracted, recomputed_by_policy(contracted), step.layers, model, SLOW, decisions)
+    options = stage_options(contracted, remat_ops(contracted), step.layers, model, SLOW, decisions)
     for option in options:
         assert option.given_bytes.tolist() == [WIDTH**2 * 4] * LAYERS
         assert (option.option.state_bytes - option.given_bytes >= WIDTH**2 * 4).all()
@@ -256,7 +256,7 @@ def test_of_equal_stages_only_decisions_whose_state_fits_are_priced():
 
     def states(equal):
         decisions = layer_decisions(contracted, model, 1.5 * state_bytes, 0, equal=equal, time_limit_s=5.0)
-        options = stage_options(contracted, recomputed_by_policy(contracted), step.layers, model, SLOW, decisions)
+        options = stage_options(contracted, remat_ops(contracted), step.layers, model, SLOW, decisions)
         return [o.option.state_bytes.sum() for o in options if o.policy == "nothing"]
 
     assert max(states(equal=False)) > 1.5 * state_bytes
