@@ -73,6 +73,8 @@ class DeviceKind:
         host_link_bytes_per_s: Rate, one way, at which one device copies from pinned memory of its host, or to it; None
             where it is not known, so that nothing can be kept there.
         host_link_source: Where that rate comes from.
+        sustained_share: Part of the rate of matrix products that is left in runs of minutes, where power limits the
+            clock of a card; one where a device keeps the rate that single products show.
         shared_by: How many devices share the processors and memory that the rates are a part of, as virtual devices of
             a CPU do: the part of those that idle is there for the others. One where each has its own.
     """
@@ -97,6 +99,7 @@ class DeviceKind:
     host_link_bytes_per_s: float | None = None
     host_link_source: str = ""
     shared_by: int = 1
+    sustained_share: float = 1.0
 
     def __post_init__(self) -> None:
         if "float32" not in dict(self.peak_flops):
@@ -128,7 +131,7 @@ class DeviceKind:
         yield from ((name, "above zero") for name, of in rates.items() if not all(above(x) for _, x in of))
         needed = (
             "memory_bytes", "peak_memory_bytes_per_s", "flops_efficiency", "memory_efficiency", "convolution_share",
-            "shared_by",
+            "shared_by", "sustained_share",
         )  # fmt: skip
         yield from ((name, "above zero") for name in needed if not above(getattr(self, name)))
         known = ("fresh_bytes_per_s", "packing_bytes_per_s", "host_link_bytes_per_s")
@@ -162,9 +165,10 @@ class DeviceKind:
         return rates.get(dtype, rates["float32"])
 
     def flops_per_s(self, dtype: str) -> float:
-        """Rate that large matrix products reach."""
+        """Rate that large matrix products reach, in a long run."""
         family = "float8" if dtype.startswith("float8") else dtype
-        return self.peak_flops_per_s(dtype) * dict(self.dtype_efficiency).get(family, self.flops_efficiency)
+        share = dict(self.dtype_efficiency).get(family, self.flops_efficiency)
+        return self.peak_flops_per_s(dtype) * share * self.sustained_share
 
     def packing_s(self, operand_bytes: float) -> float:
         """Time of laying the operands of a matrix product out anew."""

@@ -7,6 +7,8 @@ computed for one block of queries at a time and again in the backward pass, so t
 sequence (as in Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,9 +16,11 @@ from jax.typing import DTypeLike
 
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.data import next_token_batch
+from benchmarks.zoo.float8 import float8_product
 from benchmarks.zoo.gpt_scan import rms_norm
 from benchmarks.zoo.training import cross_entropy, training_case
 
+Product = Callable[[jax.Array, jax.Array, int], jax.Array]  # as jnp.tensordot
 ROTARY_BASE = 500_000.0  # Llama 3's, for long contexts
 
 
@@ -31,11 +35,10 @@ def rotary(x: jax.Array) -> jax.Array:
     return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
 
 
-def attention(x: jax.Array, params: PyTree, block: int) -> jax.Array:
+def attention(x: jax.Array, params: PyTree, block: int, product: Product) -> jax.Array:
     """Causal self-attention, (batch, length, width) in and out; g counts the queries that share keys and values."""
-    query = rotary(jnp.einsum("blw,wkgh->blkgh", x, params["query"]))
-    key = rotary(jnp.einsum("blw,wkh->blkh", x, params["key"]))
-    value = jnp.einsum("blw,wkh->blkh", x, params["value"])
+    query, key = rotary(product(x, params["query"], 1)), rotary(product(x, params["key"], 1))
+    value = product(x, params["value"], 1)
     length = x.shape[1]
 
     @jax.checkpoint
@@ -52,13 +55,13 @@ def attention(x: jax.Array, params: PyTree, block: int) -> jax.Array:
         firsts = block * jnp.arange(length // block)
         _, mixed = jax.lax.scan(lambda _, at: (None, of_block(*at)), None, (blocks, firsts))
         mixed = jnp.moveaxis(mixed, 0, 1).reshape(query.shape)
-    return jnp.einsum("blkgh,kghw->blw", mixed, params["out"])
+    return product(mixed, params["out"], 3)
 
 
-def layer(x: jax.Array, params: PyTree, block: int) -> jax.Array:
-    x = x + attention(rms_norm(x, params["attention_scale"]), params, block)
+def layer(x: jax.Array, params: PyTree, block: int, product: Product) -> jax.Array:
+    x = x + attention(rms_norm(x, params["attention_scale"]), params, block, product)
     h = rms_norm(x, params["feed_forward_scale"])
-    return x + (jax.nn.silu(h @ params["gate"]) * (h @ params["up"])) @ params["down"]
+    return x + product(jax.nn.silu(product(h, params["gate"], 1)) * product(h, params["up"], 1), params["down"], 1)
 
 
 def llama(
@@ -67,12 +70,14 @@ def llama(
     width: int = 32,
     heads: int = 4,
     kv_heads: int = 2,
+    head: int | None = None,
     feed_forward: int = 96,
     vocabulary: int = 64,
     length: int = 16,
     batch: int = 8,
     block: int = 8,
     scan: bool = False,
+    float8: bool = False,
     dtype: DTypeLike = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
     tolerance: float = 1e-5,
@@ -80,9 +85,11 @@ def llama(
     """`llama(layers=32, width=4096, heads=32, kv_heads=8, feed_forward=14_336, vocabulary=128_256)` is Llama 3 8B.
 
     `block` divides the length, or is as long; parameters are float32 whatever `dtype` is. With `scan` the layers are
-    stacked and a scan runs over them, each recomputed in the backward pass, as MaxText has it.
+    stacked and a scan runs over them, each recomputed in the backward pass, as MaxText has it. `float8`: the products
+    of all layers (not the last one, and not those of attention) have operands of 8 bits.
     """
-    head = width // heads
+    head = head or width // heads
+    product = float8_product if float8 else jnp.tensordot
 
     def init_params(key: jax.Array) -> PyTree:
         def normal(key: jax.Array, *shape: int) -> jax.Array:
@@ -114,11 +121,11 @@ def llama(
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         x = params["embedding"][batch["tokens"]]
         if scan:
-            recomputed = jax.checkpoint(lambda x, layer_params: (layer(x, layer_params, block), None))
+            recomputed = jax.checkpoint(lambda x, layer_params: (layer(x, layer_params, block, product), None))
             x, _ = jax.lax.scan(recomputed, x, params["layers"])
         else:
             for layer_params in params["layers"]:
-                x = layer(x, layer_params, block)
+                x = layer(x, layer_params, block, product)
         return cross_entropy(rms_norm(x, params["final_scale"]) @ params["head"], batch["targets"])
 
     return training_case(

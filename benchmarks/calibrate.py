@@ -1,0 +1,277 @@
+"""Fits the few constants of a kind of device to published steps and to XLA's measured products; errors row by row.
+
+    python -m benchmarks.calibrate                              each kind, from the rows that were evaluated before
+    python -m benchmarks.calibrate H100 --evaluate --short      evaluates its rows (minutes each), then fits
+    python -m benchmarks.calibrate --products                   only matrix products, from benchmarks.hardware_model
+    python -m benchmarks.calibrate --products --matmuls M.csv   XLA's whole table, as benchmarks.hardware_model reads it
+    python -m benchmarks.calibrate ... --keep                   also keeps results/calibration.md
+
+A row is planned with the constants of `autopar.hardware.presets`, and once more with each constant a tenth higher. Near
+by, the logarithm of its time is linear in those of the constants: least squares of the logarithms of predicted over
+published times then give the constants, and once more without each row, which tells what that row would be predicted
+as by the others. There must be two rows for each constant. Evaluations are kept in results/calibration.json; what is
+fitted is not written anywhere else: put it into `autopar.hardware.presets`, with these rows as its source, and run
+benchmarks.published_steps again.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from scipy.optimize import least_squares, minimize
+
+from autopar.errors import AutoparError
+from autopar.hardware.kinds import DeviceKind
+from benchmarks import hardware_model
+from benchmarks.hardware_model import Product
+from benchmarks.machine import description, markdown
+from benchmarks.published_rows import CLUSTERS, ROWS, Row
+from benchmarks.published_steps import cluster_of, options_of, predicted, with_constants
+
+RESULTS = Path(__file__).parent / "results" / "calibration.md"
+EVALUATED = RESULTS.with_suffix(".json")
+STEP = 0.1  # by which each constant is raised
+ROWS_PER_CONSTANT = 2
+
+# Kind of device (as in `CLUSTERS`) -> the constants that are fitted, by their names in `DeviceKind`.
+CONSTANTS: dict[str, tuple[str, ...]] = {
+    "A100": ("dtype_efficiency.float16", "memory_efficiency"),
+    "H100": ("sustained_share", "dtype_efficiency.float8"),
+    "TPU": ("sustained_share",),
+}
+ROW_COLUMNS = ("row", "published", "predicted", "ratio", "fitted", "without it")
+FOLDS = 10
+PRODUCT_COLUMNS = ("architecture", "constants", "launch", "bfloat16", "float32", "fill", "median", "mean", "90 %")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A row's predicted seconds under constants, and the slope of their logarithm over that of each constant."""
+
+    constants: dict[str, float]
+    seconds: float
+    slopes: dict[str, float]
+    attention: str
+    is_short: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """Constants, and for each row predicted over published time: with these, and with those of all other rows."""
+
+    constants: dict[str, float]
+    ratios: tuple[float, ...]
+    left_out: tuple[float, ...]
+
+
+class TooFewRowsError(ValueError):
+    """More constants than rows can tell."""
+
+
+def rows_of(kind: str) -> list[Row]:
+    return [row for row in ROWS.values() if CLUSTERS[row.hardware][1] == kind and row.compiled]
+
+
+def constants_of(row: Row, names: Sequence[str]) -> dict[str, float]:
+    """The present values, of the row's device."""
+    device = cluster_of(row).device
+    values = {}
+    for name in names:
+        field, _, entry = name.partition(".")
+        value = getattr(device, field)
+        values[name] = dict(value).get(entry, device.flops_efficiency) if entry else value
+    return values
+
+
+def evaluated(row: Row, names: Sequence[str], *, short: bool) -> Evaluation:
+    base = constants_of(row, names)
+    before_s = predicted(row, short=short, constants=base).step_time_s
+    slopes = {}
+    for name, value in base.items():
+        if name == "dtype_efficiency.float8" and not row.float8:
+            slopes[name] = 0.0
+            continue
+        after_s = predicted(row, short=short, constants=base | {name: value * (1 + STEP)}).step_time_s
+        slopes[name] = math.log(after_s / before_s) / math.log(1 + STEP)
+    return Evaluation(
+        constants=base,
+        seconds=before_s,
+        slopes=slopes,
+        attention=options_of(row).get("attention", "as written"),
+        is_short=short,
+    )
+
+
+def fit(rows: Sequence[tuple[float, Evaluation]], names: Sequence[str]) -> Fitted:
+    """Of (published seconds, evaluation) of each row, all evaluated with the same constants.
+
+    Raises: TooFewRowsError.
+    """
+    if len(rows) < ROWS_PER_CONSTANT * len(names):
+        raise TooFewRowsError(
+            f"{len(names)} constants ({', '.join(names)}): expected {ROWS_PER_CONSTANT * len(names)} rows or more, "
+            f"got {len(rows)}; evaluate more of them, or fit fewer constants"
+        )
+    slopes = np.array([[found.slopes[name] for name in names] for _, found in rows])
+    off = np.array([math.log(found.seconds / published_s) for published_s, found in rows])
+
+    def change(used: np.ndarray) -> np.ndarray:
+        return np.linalg.lstsq(slopes[used], -off[used], rcond=None)[0]
+
+    everything = np.arange(len(rows))
+    whole = change(everything)
+    left_out = [off[i] + slopes[i] @ change(everything[everything != i]) for i in everything]
+    base = rows[0][1].constants
+    return Fitted(
+        constants={name: base[name] * math.exp(x) for name, x in zip(names, whole, strict=True)},
+        ratios=tuple(np.exp(off + slopes @ whole)),
+        left_out=tuple(np.exp(left_out)),
+    )
+
+
+def kind_report(kind: str, known: dict[str, Evaluation]) -> list[str]:
+    """Lines: the constants, and a table of rows."""
+    names = CONSTANTS[kind]
+    rows = [(row, known[row.key]) for row in rows_of(kind) if row.key in known]
+    lines = [f"## {kind}", ""]
+    try:
+        found = fit([(row.step_time_s, evaluation) for row, evaluation in rows], names)
+    except TooFewRowsError as refused:
+        return [*lines, f"Refused: {refused}.", ""]
+    for name, value in found.constants.items():
+        lines.append(f"- `{name}`: {rows[0][1].constants[name]:.3f} when evaluated, {value:.3f} fitted")
+    table = [
+        [
+            row.key + (" (short)" if evaluation.is_short else ""),
+            f"{row.step_time_s:.2f} s",
+            f"{evaluation.seconds:.2f} s",
+            f"{evaluation.seconds / row.step_time_s:.3f}",
+            f"{fitted:.3f}",
+            f"{left_out:.3f}",
+        ]
+        for (row, evaluation), fitted, left_out in zip(rows, found.ratios, found.left_out, strict=True)
+    ]
+    missing = [row.key for row in rows_of(kind) if row.key not in known]
+    lines += ["", markdown(ROW_COLUMNS, table), ""]
+    return [*lines, f"Not evaluated: {', '.join(missing)}.", ""] if missing else lines
+
+
+def product_ratios(products: Sequence[Product], device: DeviceKind) -> np.ndarray:
+    """Predicted over measured time of each, in runs as short as the table's."""
+    in_short_runs = dataclasses.replace(device, sustained_share=1.0)
+    return np.array([product.predicted_s(in_short_runs) / product.seconds for product in products])
+
+
+def fit_products(products: Sequence[Product], device: DeviceKind) -> DeviceKind:
+    """The device with the launch, shares of the peaks and fill that make the errors of its products small: their mean,
+    median and 90th percentile together, from the least squares of their logarithms on.
+
+    Raises: TooFewRowsError.
+    """
+    start = product_constants(device)
+    if len(products) < ROWS_PER_CONSTANT * len(start):
+        raise TooFewRowsError(f"{len(start)} constants of products: expected twice as many, got {len(products)}")
+
+    def of(logs: np.ndarray) -> DeviceKind:
+        return with_constants(device, dict(zip(start, np.exp(logs), strict=True)))
+
+    def error(logs: np.ndarray) -> float:
+        off = np.abs(product_ratios(products, of(logs)) - 1)
+        return float(off.mean() + np.median(off) + np.percentile(off, 90))
+
+    smooth = least_squares(lambda logs: np.log(product_ratios(products, of(logs))), np.log(list(start.values())))
+    return of(minimize(error, smooth.x, method="Nelder-Mead", options={"maxiter": 400}).x)
+
+
+def product_constants(device: DeviceKind) -> dict[str, float]:
+    return {
+        "launch_overhead_s": device.launch_overhead_s,
+        "dtype_efficiency.bfloat16": device.flops_per_s("bfloat16")
+        / device.sustained_share
+        / device.peak_flops_per_s("bfloat16"),
+        "flops_efficiency": device.flops_efficiency,
+        "float32_fill_s": max(device.float32_fill_s, 1e-7),
+    }
+
+
+def products_report(table: dict[str, list[Product]]) -> list[str]:
+    rows = []
+    for arch, products in table.items():
+        device = hardware_model.DEVICES[arch]
+        parts = [products[i::FOLDS] for i in range(FOLDS)]
+        left_out: list[float] = []
+        for i, part in enumerate(parts):
+            others = [product for j, other in enumerate(parts) if j != i for product in other]
+            left_out += list(product_ratios(part, fit_products(others, device)))
+        for what, kind, ratios in (
+            ("in the tables", device, None),
+            ("fitted", fit_products(products, device), None),
+            (f"each tenth by the others, {len(products)} rows", device, np.array(left_out)),
+        ):
+            constants = product_constants(kind).values() if ratios is None else ()
+            shown = [f"{1e6 * x:.1f} us" if x < 1e-3 else f"{x:.3f}" for x in constants] or [""] * 4
+            found = product_ratios(products, kind) if ratios is None else ratios
+            rows.append([arch, what, *shown, *hardware_model.errors(found)])
+    return ["## Matrix products", "", markdown(PRODUCT_COLUMNS, rows), ""]
+
+
+def load() -> dict[str, Evaluation]:
+    kept = json.loads(EVALUATED.read_text()) if EVALUATED.exists() else {}
+    return {key: Evaluation(**values) for key, values in kept.items() if key in ROWS}
+
+
+def evaluate(kinds: Sequence[str], parts: Sequence[str], *, short: bool) -> None:
+    """Evaluates rows that are not kept yet, or whose constants are others now, one after the other."""
+    for row in (row for kind in kinds for row in rows_of(kind)):
+        names, known = CONSTANTS[CLUSTERS[row.hardware][1]], load()
+        is_known = row.key in known and known[row.key].constants == constants_of(row, names)
+        if is_known or (parts and not any(part in row.key for part in parts)):
+            continue
+        try:
+            known[row.key] = evaluated(row, names, short=short)
+        except AutoparError as error:
+            print(f"{row.key}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        print(f"{row.key}: {known[row.key].seconds / row.step_time_s:.3f} {known[row.key].slopes}", flush=True)
+        values = {key: dataclasses.asdict(found) for key, found in sorted(known.items())}
+        EVALUATED.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", help=f"of {', '.join(CONSTANTS)}; all by default")
+    parser.add_argument("--evaluate", action="store_true", help="plan the rows that are not kept")
+    parser.add_argument("--rows", nargs="+", default=(), help="evaluate only those whose names contain one of these")
+    parser.add_argument("--short", action="store_true", help="as of benchmarks.published_steps")
+    parser.add_argument("--products", action="store_true", help="only matrix products")
+    parser.add_argument("--matmuls", type=Path, help="XLA's whole table of products")
+    parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.kinds) - set(CONSTANTS)):
+        parser.error(f"no kinds: {', '.join(unknown)}; there are {', '.join(CONSTANTS)}")
+    kinds = arguments.kinds or list(CONSTANTS)
+    lines = ["# Calibration", "", description(), ""]
+    if not arguments.products:
+        if arguments.evaluate:
+            evaluate(kinds, arguments.rows, short=arguments.short)
+        known = load()
+        lines += [line for kind in kinds for line in kind_report(kind, known)]
+    if arguments.products or not arguments.kinds:
+        read = hardware_model.read_products
+        table = read(arguments.matmuls) if arguments.matmuls else hardware_model.written_down()[1]
+        lines += products_report(table)
+    text = "\n".join(lines)
+    Console(width=170).print(text, markup=False)
+    if arguments.keep:
+        RESULTS.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Published step times of training runs: model, hardware, parallelism, and what was measured, as literal rows.
+
+Sources, by table:
+    megatron a100: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
+        2021, table 1 (full recomputation; micro-batches and interleaving from its scripts); Korthikanti et al.,
+        "Reducing activation recomputation in large transformer models", 2022, table 5. Iteration times of the first are
+        its sequences times the model's flops over its achieved rate. Vocabulary 51,200, 2,048 tokens.
+    megatron-core h100: NVIDIA/Megatron-LM, README, table of model sizes (bfloat16, 4,096 tokens, vocabulary 131,072);
+        the time is the model's flops by its own formula over the rate. Micro-batches of one sequence and, with stages,
+        two chunks each are taken, for the table gives none.
+    torchtitan: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md,
+        asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md; its H100s have 96 GB
+        of HBM2e at 2.4 TB/s and 500 W. float8 is tensorwise, of the layers' products. Its selective recomputation keeps
+        every other product; here all are kept.
+    llama 3: Grattafiori et al., "The Llama 3 herd of models", 2024, table 4; chunks are not given there.
+    maxtext: AI-Hypercomputer/maxtext, README (older revisions) and its scripts; the time is the flops of products and
+        of whole attention, as it counts them, over the rate.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import autopar
+from autopar.hardware import presets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """Sizes. `family`: a case of the zoo, "gpt" (feed-forward of four widths) or "llama" (gated)."""
+
+    family: str
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    length: int
+    kv_heads: int = 0
+    head: int = 0
+    feed_forward: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of a table. `batch` in sequences of all copies; `memory_gib` of the fullest device, where published.
+
+    `recompute`: "nothing", "input" (all), "matmuls" (all but products), or "attention" (scores). `flash`: attention
+    that keeps no scores. `compiled`: whether a compiler fused elementwise operations, as XLA does; eager rows are
+    shown, and no constant is fitted to them.
+    """
+
+    table: str
+    name: str
+    model: Model
+    hardware: str
+    gpus: int
+    batch: int
+    micro_batch: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    zero: int = 0
+    chunks: int = 1
+    recompute: str = "nothing"
+    sequence_parallel: bool = False
+    dtype: str = "bfloat16"
+    float8: bool = False
+    flash: bool = True
+    compiled: bool = True
+    step_time_s: float
+    memory_gib: float | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.table} {self.name}"
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // self.tp // self.pp // self.cp
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.batch // self.dp // self.micro_batch
+
+
+def _titan_h100(gpus: int) -> autopar.Cluster:
+    cluster = autopar.Cluster.preset("dgx-h100", hosts=gpus // 8)
+    device = dataclasses.replace(
+        presets.H100,
+        memory_bytes=96_000_000_000,
+        peak_memory_bytes_per_s=2.4e12,
+        source="torchtitan's H100s: 96 GB HBM2e at 2.4 TB/s",
+    )
+    return dataclasses.replace(cluster, device=device)
+
+
+def _gpus(name: str) -> Callable[[int], autopar.Cluster]:
+    return lambda gpus: autopar.Cluster.preset(name, hosts=gpus // 8)
+
+
+def _tpus(name: str, topologies: dict[int, str]) -> Callable[[int], autopar.Cluster]:
+    return lambda chips: autopar.Cluster.preset(name, topology=topologies[chips])
+
+
+# Hardware of rows -> the cluster of so many devices, and the kind whose constants it uses.
+CLUSTERS: dict[str, tuple[Callable[[int], autopar.Cluster], str]] = {
+    "A100": (_gpus("dgx-a100-80g"), "A100"),
+    "H100": (_gpus("dgx-h100"), "H100"),
+    "H100 96 GB": (_titan_h100, "H100"),
+    "H200": (_gpus("dgx-h200"), "H100"),
+    "TPU v5p": (_tpus("tpu-v5p", {64: "4x4x4", 128: "4x4x8"}), "TPU"),
+    "TPU v5e": (_tpus("tpu-v5e", {256: "16x16"}), "TPU"),
+    "TPU v6e": (_tpus("tpu-v6e", {256: "16x16"}), "TPU"),
+}
+
+
+def megatron_flops(model: Model, batch: int) -> float:
+    """Of a step without recomputation, as Megatron-LM counts (Narayanan et al., 2021, equation 3, three passes)."""
+    b, s, n, h = batch, model.length, model.layers, model.width
+    return 72.0 * b * s * n * h**2 * (1 + s / (6 * h) + model.vocabulary / (12 * n * h))
+
+
+def llama_flops(model: Model, batch: int) -> float:
+    """Six for each weight of a product and token, and 12 s h of whole attention in each layer and token: as MaxText's
+    older revisions count, and Chowdhery et al., "PaLM", 2022, appendix B.
+    """
+    head = model.head or model.width // model.heads
+    attention = 2 * model.width * head * (model.heads + model.kv_heads)
+    weights = model.layers * (attention + 3 * model.width * model.feed_forward) + model.vocabulary * model.width
+    return batch * model.length * (6.0 * weights + 12.0 * model.layers * model.length * model.heads * head)
+
+
+def _gpt(layers: int, width: int, heads: int, *, vocabulary: int = 51_200, length: int = 2048) -> Model:
+    return Model(family="gpt", layers=layers, width=width, heads=heads, vocabulary=vocabulary, length=length)
+
+
+def _megatron(name: str, model: Model, gpus: int, batch: int, micro_batch: int, seconds: float, **how) -> Row:
+    how = {"recompute": "input", "dtype": "float16", "flash": False, **how}
+    return Row(
+        table="megatron a100", name=name, model=model, hardware="A100", gpus=gpus, batch=batch,
+        micro_batch=micro_batch, step_time_s=seconds, **how,
+    )  # fmt: skip
+
+
+_SELECTIVE = {"recompute": "attention", "sequence_parallel": True}
+MEGATRON_A100 = (
+    _megatron("1.7B", _gpt(24, 2304, 24), 32, 512, 16, 3.528),
+    _megatron("7.5B", _gpt(36, 4096, 32), 128, 512, 16, 3.696, tp=4),
+    _megatron("39.1B", _gpt(48, 8192, 64), 512, 1536, 4, 14.453, tp=8, pp=2),
+    _megatron("145.6B", _gpt(80, 12_288, 96), 1536, 2304, 2, 24.817, tp=8, pp=8, chunks=2),
+    _megatron("529.6B", _gpt(105, 20_480, 128), 2520, 2520, 1, 54.085, tp=8, pp=35, chunks=3),
+    _megatron("22B", _gpt(48, 6144, 64), 8, 4, 4, 1.42, tp=8),
+    _megatron("22B selective", _gpt(48, 6144, 64), 8, 4, 4, 1.10, tp=8, **_SELECTIVE),
+    _megatron("530B", _gpt(105, 20_480, 128), 280, 280, 1, 49.05, tp=8, pp=35, chunks=3),
+    _megatron("530B selective", _gpt(105, 20_480, 128), 280, 280, 1, 37.83, tp=8, pp=35, chunks=3, **_SELECTIVE),
+)
+
+
+def _megatron_core(
+    name: str, sizes: tuple[int, int, int], parts: tuple[int, int], gpus: int, batch: int, tflops: float
+) -> Row:
+    model, (tp, pp) = _gpt(*sizes, vocabulary=131_072, length=4096), parts
+    return Row(
+        table="megatron-core h100", name=name, model=model, hardware="H100", gpus=gpus, batch=batch, micro_batch=1,
+        tp=tp, pp=pp, zero=1, chunks=1 if pp == 1 else 2, sequence_parallel=tp > 1,
+        step_time_s=megatron_flops(model, batch) / (tflops * 1e12 * gpus),
+    )  # fmt: skip
+
+
+MEGATRON_CORE_H100 = (
+    _megatron_core("1.7B", (24, 2048, 16), (1, 1), 48, 192, 408.8),
+    _megatron_core("16B", (32, 6144, 48), (4, 1), 192, 192, 489.1),
+    _megatron_core("70B", (84, 8192, 64), (8, 2), 768, 384, 419.7),
+    _megatron_core("177B", (96, 12_288, 96), (8, 6), 2304, 1152, 432.8),
+    _megatron_core("462B", (112, 18_432, 144), (8, 16), 6144, 3072, 459.9),
+)
+
+_LLAMA = {
+    "8B": (32, 4096, 32, 14_336),
+    "70B": (80, 8192, 64, 28_672),
+    "405B": (126, 16_384, 128, 53_248),
+}
+
+
+def _llama(size: str, length: int) -> Model:
+    layers, width, heads, feed_forward = _LLAMA[size]
+    return Model(
+        family="llama", layers=layers, width=width, heads=heads, kv_heads=8, feed_forward=feed_forward,
+        vocabulary=128_256, length=length,
+    )  # fmt: skip
+
+
+def _titan(
+    size: str, fsdp: int, local_batch: int, tokens_per_s: float, memory_gib: float | None = None, *, tp: int = 1,
+    pp: int = 1, cp: int = 1, length: int = 8192, full: bool = False, hardware: str = "H100 96 GB", **how,
+) -> Row:  # fmt: skip
+    """`tokens_per_s` of one device. Stages take micro-batches of one sequence."""
+    gpus, batch = fsdp * tp * pp * cp, fsdp * local_batch
+    parts = "".join(f" {what}{n}" for what, n in (("tp", tp), ("pp", pp), ("cp", cp)) if n > 1)
+    precision = " float8" if how.get("float8") else "" if how.get("compiled", True) else " eager"
+    context = f" {length // 1024}k" if length != 8192 else ""
+    return Row(
+        table="torchtitan", name=f"{size} on {gpus} {hardware[:4]}{parts}{context}{precision}",
+        model=_llama(size, length), hardware=hardware, gpus=gpus, batch=batch,
+        micro_batch=local_batch if pp == 1 else 1, tp=tp, pp=pp, cp=cp, zero=3 if pp == 1 else 1,
+        sequence_parallel=tp > 1, recompute="input" if full else "matmuls", memory_gib=memory_gib,
+        step_time_s=batch * length / (tokens_per_s * gpus), **how,
+    )  # fmt: skip
+
+
+TORCHTITAN = (
+    _titan("8B", 8, 2, 5762, 82.4, compiled=False),
+    _titan("8B", 8, 2, 8532, 76.8, float8=True),
+    _titan("8B", 4, 1, 2540, 84.2, cp=2, length=65_536, full=True, float8=True),
+    _titan("8B", 1, 1, 548, 84.5, cp=8, length=262_144, full=True, float8=True),
+    _titan("8B", 128, 2, 6514, 62.0, float8=True),
+    _titan("70B", 32, 16, 829, 71.9, tp=8, full=True, float8=True),
+    _titan("405B", 8, 32, 100, 82.5, tp=8, pp=8, full=True, float8=True),
+    _titan("405B", 8, 8, 76, 75.3, tp=8, pp=8, length=32_768, full=True, float8=True),
+    _titan("405B", 2, 8, 31, 77.1, tp=8, pp=8, cp=4, length=131_072, full=True, float8=True),
+    _titan("70B", 32, 16, 597.3, tp=8, full=True),
+    _titan("8B", 8, 12, 4378, tp=8),
+    _titan("8B", 8, 12, 5078.1, tp=8, float8=True),
+    _titan("8B", 32, 2, 10_938, 47.96, hardware="H200", float8=True),
+)
+LLAMA3 = (
+    Row(
+        table="llama 3", name="405B on 8192 H100", model=_llama("405B", 8192), hardware="H100", gpus=8192, batch=2048,
+        micro_batch=1, tp=8, pp=16, zero=1, chunks=2, sequence_parallel=True,
+        step_time_s=llama_flops(_llama("405B", 8192), 2048) / (430e12 * 8192),
+    ),
+)  # fmt: skip
+
+# layers, width, heads, feed-forward; heads have 128 numbers.
+_MAXTEXT = {
+    "16B": (32, 4096, 64, 28_672),
+    "32B": (32, 8192, 64, 28_672),
+    "64B": (64, 8192, 64, 28_672),
+    "128B": (64, 8192, 128, 57_344),
+}
+
+
+def _maxtext(size: str, kind: str, chips: int, of_chip: int, tflops: float, *, tp: int = 1, full: bool) -> Row:
+    layers, width, heads, feed_forward = _MAXTEXT[size]
+    model = Model(
+        family="llama", layers=layers, width=width, heads=heads, kv_heads=heads, head=128, feed_forward=feed_forward,
+        vocabulary=32_000, length=2048,
+    )  # fmt: skip
+    batch = of_chip * chips
+    return Row(
+        table="maxtext", name=f"{size} on {chips} {kind}", model=model, hardware=f"TPU {kind}", gpus=chips, batch=batch,
+        micro_batch=of_chip * tp, tp=tp, zero=3, recompute="input" if full else "matmuls",
+        step_time_s=llama_flops(model, batch) / (tflops * 1e12 * chips),
+    )  # fmt: skip
+
+
+MAXTEXT = (
+    _maxtext("32B", "v5p", 64, 6, 328.0, tp=4, full=False),
+    _maxtext("128B", "v5p", 128, 1, 315.0, tp=8, full=False),
+    _maxtext("16B", "v5e", 256, 6, 120.0, full=True),
+    _maxtext("64B", "v5e", 256, 2, 118.0, full=True),
+    Row(
+        table="maxtext", name="Llama 8B on 256 v6e", model=_llama("8B", 8192), hardware="TPU v6e", gpus=256, batch=768,
+        micro_batch=3, zero=3, recompute="input", step_time_s=768 * 8192 / (7207.0 * 256),
+    ),
+)  # fmt: skip
+
+ROWS = {row.key: row for row in (*MEGATRON_A100, *MEGATRON_CORE_H100, *TORCHTITAN, *LLAMA3, *MAXTEXT)}
