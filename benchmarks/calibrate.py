@@ -164,8 +164,7 @@ def kind_report(kind: str, known: dict[str, Evaluation]) -> list[str]:
 
 def product_ratios(products: Sequence[Product], device: DeviceKind) -> np.ndarray:
     """Predicted over measured time of each, in runs as short as the table's."""
-    in_short_runs = dataclasses.replace(device, sustained_share=1.0)
-    return np.array([product.predicted_s(in_short_runs) / product.seconds for product in products])
+    return np.array([product.predicted_s(device) / product.seconds for product in products])
 
 
 def fit_products(products: Sequence[Product], device: DeviceKind) -> DeviceKind:

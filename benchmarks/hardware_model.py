@@ -216,7 +216,7 @@ class Product:
         return 2.0 * b * m * n * k
 
     def predicted_s(self, device: DeviceKind) -> float:
-        """As `autopar.cost.roofline` has it, on one device."""
+        """As `autopar.cost.roofline` has it, on one device, in runs as short as those of the table."""
         b, m, n, k = self.sides
         width = 2 if self.dtype == "bfloat16" else 4
         work = Work(
@@ -227,7 +227,8 @@ class Product:
             fusible=False,
         )
         whole = Layout(((), (), ()))
-        return operation_s(work, Strategy((whole, whole), (whole,), 1), ((1, 1), (1,)), device)
+        in_short_runs = dataclasses.replace(device, sustained_share=1.0)
+        return operation_s(work, Strategy((whole, whole), (whole,), 1), ((1, 1), (1,)), in_short_runs)
 
 
 def written_down() -> tuple[dict[str, list[Timing]], dict[str, list[Product]]]:

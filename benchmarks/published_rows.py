@@ -13,6 +13,8 @@ Sources, by table:
         of HBM2e at 2.4 TB/s and 500 W. float8 is tensorwise, of the layers' products. Its selective recomputation keeps
         every other product; here all are kept.
     llama 3: Grattafiori et al., "The Llama 3 herd of models", 2024, table 4; chunks are not given there.
+    resnet-50: NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, README: float32 (on A100
+        TF32) compiled by XLA, images per second.
     maxtext: AI-Hypercomputer/maxtext, README (older revisions) and its scripts; the time is the flops of products and
         of whole attention, as it counts them, over the rate.
 """
@@ -26,7 +28,9 @@ from autopar.hardware import presets
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """Sizes. `family`: a case of the zoo, "gpt" (feed-forward of four widths) or "llama" (gated)."""
+    """Sizes. `family`: a case of the zoo, "gpt" (feed-forward of four widths), "llama" (gated), or "wide_resnet", whose
+    `width` is the base, `length` the side of an image, and `vocabulary` the classes.
+    """
 
     family: str
     layers: int
@@ -94,7 +98,14 @@ def _titan_h100(gpus: int) -> autopar.Cluster:
 
 
 def _gpus(name: str) -> Callable[[int], autopar.Cluster]:
-    return lambda gpus: autopar.Cluster.preset(name, hosts=gpus // 8)
+    def of(gpus: int) -> autopar.Cluster:
+        return (
+            autopar.Cluster.preset(name, hosts=gpus // 8)
+            if gpus >= 8
+            else autopar.Cluster.preset(name).submesh(1, gpus)
+        )
+
+    return of
 
 
 def _tpus(name: str, topologies: dict[int, str]) -> Callable[[int], autopar.Cluster]:
@@ -103,6 +114,8 @@ def _tpus(name: str, topologies: dict[int, str]) -> Callable[[int], autopar.Clus
 
 # Hardware of rows -> the cluster of so many devices, and the kind whose constants it uses.
 CLUSTERS: dict[str, tuple[Callable[[int], autopar.Cluster], str]] = {
+    "V100": (_gpus("p3.16xlarge"), "V100"),
+    "A100 40 GB": (_gpus("dgx-a100-40g"), "A100 in TF32"),
     "A100": (_gpus("dgx-a100-80g"), "A100"),
     "H100": (_gpus("dgx-h100"), "H100"),
     "H100 96 GB": (_titan_h100, "H100"),
@@ -264,4 +277,20 @@ MAXTEXT = (
     ),
 )  # fmt: skip
 
-ROWS = {row.key: row for row in (*MEGATRON_A100, *MEGATRON_CORE_H100, *TORCHTITAN, *LLAMA3, *MAXTEXT)}
+
+def _resnet(hardware: str, gpus: int, of_each: int, images_per_s: float) -> Row:
+    model = Model(family="wide_resnet", layers=50, width=64, heads=1, vocabulary=1000, length=224)
+    return Row(
+        table="resnet-50", name=f"{gpus} {hardware}", model=model, hardware=hardware, gpus=gpus, batch=of_each * gpus,
+        micro_batch=of_each, dtype="float32", flash=False, step_time_s=of_each * gpus / images_per_s,
+    )  # fmt: skip
+
+
+RESNET_50 = (
+    _resnet("V100", 1, 128, 412),
+    _resnet("V100", 8, 128, 3170),
+    _resnet("A100 40 GB", 1, 256, 909),
+    _resnet("A100 40 GB", 8, 256, 7000),
+)
+
+ROWS = {row.key: row for row in (*MEGATRON_A100, *MEGATRON_CORE_H100, *TORCHTITAN, *LLAMA3, *MAXTEXT, *RESNET_50)}

@@ -3,7 +3,7 @@
     python -m benchmarks.published_steps                        every row of benchmarks.published_rows
     python -m benchmarks.published_steps torchtitan --keep      those whose names contain it; writes results
     python -m benchmarks.published_steps "a100 1.7B" --search   beside each the search's own plan
-    python -m benchmarks.published_steps --short                rows of one stage from models of 4 and 8 layers: equal
+    python -m benchmarks.published_steps --short                rows of one stage from models of 2 and 4 layers: equal
                                                                 layers add equal times, so a line through both is taken
 
 One set of constants a kind of device, those of `autopar.hardware.presets`. Rows of runs with flash attention are
@@ -31,10 +31,11 @@ from autopar.plan.render import in_short
 from benchmarks.machine import description, kept_rows, markdown
 from benchmarks.published_rows import CLUSTERS, ROWS, Row
 from benchmarks.zoo import CASES
+from benchmarks.zoo.case import Case
 
 RESULTS = Path(__file__).parent / "results" / "published_steps.md"
 TARGET = 0.10
-SHORT = (4, 8)  # layers
+SHORT = (2, 4)  # layers
 GIBIBYTE = 1 << 30
 COLUMNS = (
     "row", "recomputes", "tp x cp x pp x dp", "micro-batches", "attention", "published", "predicted", "ratio",
@@ -46,6 +47,12 @@ SEARCHED = (*COLUMNS, "searched", "its plan")
 def step_of(row: Row) -> tuple:
     """(training step, its state's and its batch's shapes)."""
     model = row.model
+    if model.family == "wide_resnet":
+        case = CASES["wide_resnet"](
+            layers=model.layers, base=model.width, width_factor=1, image=model.length, classes=model.vocabulary,
+            batch=row.batch,
+        )  # fmt: skip
+        return _shapes(case)
     sizes: dict[str, Any] = {
         "layers": model.layers, "width": model.width, "heads": model.heads, "vocabulary": model.vocabulary,
         "length": model.length, "batch": row.batch, "dtype": jnp.dtype(row.dtype), "optimizer": optax.adamw(1e-4),
@@ -57,7 +64,10 @@ def step_of(row: Row) -> tuple:
         }  # fmt: skip
     else:
         sizes |= {"remat_attention": row.recompute == "attention"}
-    case = CASES[model.family](**sizes)
+    return _shapes(CASES[model.family](**sizes))
+
+
+def _shapes(case: Case) -> tuple:
     state = jax.eval_shape(case.init, jax.random.key(0))
     return case.step, state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0))
 
@@ -129,7 +139,7 @@ def predicted(row: Row, *, short: bool, constants: dict[str, float] | None = Non
         found = planned(dataclasses.replace(row, model=dataclasses.replace(row.model, layers=layers)), constants)
         return Prediction(step_time_s=found.predicted.step_time_s, peak_bytes=max(found.predicted.peak_bytes))
 
-    if not short or row.pp > 1 or row.model.layers <= SHORT[1]:
+    if not short or row.pp > 1 or row.model.family == "wide_resnet" or row.model.layers <= SHORT[1]:
         return at(row.model.layers)
     few, more = map(at, SHORT)
     times = (row.model.layers - SHORT[0]) / (SHORT[1] - SHORT[0])

@@ -194,14 +194,15 @@ _GB300 = _gpu(
 )
 # The same beside a Grace processor.
 GH200, GB200, GB300 = _C2C_GH200.of(H200), _C2C_GB200.of(B200), _GB300
-# Share of the peak in bfloat16: 708 of 1307 Tflop/s, AMD's "Measuring Max-Achievable FLOPs", part 2, for MI300X; taken
-# for MI355X and other types too.
-_CDNA_PRODUCTS = _Products(launch_us=7.0, half=0.54, single=0.54)
+# MI355X: XLA's measured table (gfx950): least time, and 1240 and 132 Tflop/s of products of 4096 a side in bfloat16 and
+# float32. MI300X in bfloat16: 708 of 1307 Tflop/s, AMD's "Measuring Max-Achievable FLOPs", part 2; float32 as MI355X's.
+_CDNA3_PRODUCTS = _Products(launch_us=7.0, half=0.54, single=0.84)
+_CDNA4_PRODUCTS = _Products(launch_us=5.0, half=0.49, single=0.84)
 MI300X = _gpu(
     "MI300X",
     _Peaks(half=1307.4, single=163.4, double=163.4, eight_bit=2614.9),
     _Memory(gb=192, gb_per_s=5300.0),
-    _CDNA_PRODUCTS,
+    _CDNA3_PRODUCTS,
     _PCIE5,
     source="AMD Instinct MI300X data sheet",
 )
@@ -209,7 +210,7 @@ MI355X = _gpu(
     "MI355X",
     _Peaks(half=2516.6, single=157.3, double=78.6, eight_bit=5033.2),
     _Memory(gb=288, gb_per_s=8000.0),
-    _CDNA_PRODUCTS,
+    _CDNA4_PRODUCTS,
     _PCIE5,
     source="AMD Instinct MI355X data sheet",
 )
