@@ -22,6 +22,7 @@ NONE = {
     "sharding.pins.CLOSEST_SHOWN": "rows that are shown",
     "attention.polynomial.RELATIVE_ERROR": "rounding",
     "attention.masks._HIDDEN": "of 32-bit numbers",
+    "attention.masks._ROUNDING": "rounding",
     "attention.kernels._BLOCK": "of kernels of other libraries",
     "attention.kernels.LANES": "of a TPU's registers",
     "attention.kernels._CUDNN_WIDTH": "what cuDNN takes",

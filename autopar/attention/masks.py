@@ -16,6 +16,7 @@ from autopar.attention.form import KEY, AttentionForm, Expression
 
 # A weight is zero where its score is so far below others: exp(-104) is the smallest 32-bit number.
 _HIDDEN = -1e4
+_ROUNDING = 1e-6
 _COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt"})
 _NUMPY: dict[str, Any] = {
     "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "div": np.divide, "eq": np.equal,
@@ -46,13 +47,13 @@ def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
     at = {form.position: query, KEY: query - distance}
     none, one, two = (_evaluated(form.score, at, x) for x in (0.0, 1.0, 2.0))
     hidden = two <= _HIDDEN
-    scales = (one - none)[~hidden]
-    if not scales.size or np.any(none[~hidden]) or not np.allclose(scales, scales[0], rtol=1e-6, atol=0.0):
+    none, one, two = (of[~hidden] for of in (none, one, two))
+    if not one.size or np.any(none) or not np.allclose(two, 2.0 * one[0], rtol=_ROUNDING, atol=0.0):
         return None
-    if not np.allclose((two - one)[~hidden], scales[0], rtol=1e-6, atol=0.0):
+    if not np.allclose(one, one[0], rtol=_ROUNDING, atol=0.0):
         return None
     causal = bool(np.array_equal(hidden, distance < 0))
-    return DistanceMask(scale=float(scales[0]), causal=causal) if causal or not hidden.any() else None
+    return DistanceMask(scale=float(one[0]), causal=causal) if causal or not hidden.any() else None
 
 
 def _evaluated(node: Expression, at: dict[str, np.ndarray], score: float) -> np.ndarray:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autopar.attention import ring
 from autopar.attention.checks import score_products
 from autopar.attention.replace_passes import PassWriter
 from autopar.attention.score_uses import Around
@@ -43,6 +44,17 @@ def blockwise(graph: OpGraph) -> OpGraph:
             return renumbered(dataclasses.replace(graph, values=values, block=block))
         wanted -= left
     return graph
+
+
+def attention_left(graph: OpGraph) -> tuple[str, ...]:
+    """What a plan's notes say of the attention that a graph of `blockwise` still has as it is written."""
+    if not any(op.primitive in ring.PRIMITIVES for op in graph.ops()):
+        return ("attention='blockwise': no attention was found that can be done in blocks",)
+    left = [op for op in score_products(annotate_semantics(graph)) if op.role is graph.forward_role]
+    if not left:
+        return ()
+    places = ", ".join(dict.fromkeys(op.module or jax_compat.source_line(op.eqn) or "the step" for op in left[:3]))
+    return (f"attention='blockwise': {len(left)} products of scores stay as they are written ({places})",)
 
 
 def check_blockwise(graph: OpGraph) -> None:
@@ -74,10 +86,12 @@ def _with_joined_scans(block: Block, named: OpGraph, wanted: set[int], fresh: Fr
     """The block with what scans over layers save of scores for the scans that go back over them taken out."""
     ops = list(block.ops)
     for behind, op in enumerate(ops):
+        if op.kind is not OpKind.SCAN:
+            continue
         made_by = {
             v: i for i, earlier in enumerate(ops[:behind]) if earlier.kind is OpKind.SCAN for v in earlier.outputs
         }
-        sources = [made_by[v] for v in op.inputs if v in made_by] if op.kind is OpKind.SCAN else []
+        sources = [made_by[v] for v in op.inputs if v in made_by]
         for first in dict.fromkeys(i for i in sources if ops[i].trips == op.trips):
             elsewhere = {v for i, other in enumerate(ops) if i != behind for v in read_by(other)}
             elsewhere |= {a for a in block.outputs if isinstance(a, int)}

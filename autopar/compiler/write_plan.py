@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from autopar.attention.match import attention_left
 from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
 from autopar.compiler.memory_breakdown import memory_of_program
 from autopar.compiler.recipe_notes import bound_stages, bound_step, recipe_notes
@@ -138,4 +139,4 @@ def _notes_of(traced: TracedStep, graph: OpGraph) -> tuple[str, ...]:
             f"{len(untied)} leaves of the donated arguments come back in no result with the same tree ({paths}, ...): "
             "their memory is not reused"
         )
-    return tuple(notes)
+    return (*notes, *(attention_left(graph) if traced.blockwise_attention else ()))

@@ -118,7 +118,7 @@ class NodeCosts:
 
     def compute_s(self, op: Op, strategy: Strategy | None) -> float:
         """Seconds of an operation in a step, without the collectives it makes; None: every device does all of it."""
-        key = (op.key, self._copied(op), op.count, id(strategy))
+        key = (op.key, self._copied(op), op.kernel_bytes, op.count, id(strategy))
         if strategy is None or key not in self._seconds:
             strategy = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
             alone = dataclasses.replace(strategy, combined=(), ring=())
@@ -130,7 +130,7 @@ class NodeCosts:
         return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
 
     def _work(self, op: Op) -> Work:
-        key = op.key, self._copied(op)
+        key = op.key, self._copied(op), op.kernel_bytes
         if key not in self._works:
             self._works[key] = self._new_work(op)
         return self._works[key]
@@ -147,6 +147,7 @@ class NodeCosts:
             fusible=is_fusible(op.primitive),
             is_product=op.primitive == "dot_general",
             is_convolution=op.primitive == "conv_general_dilated",
+            kernel_bytes=op.kernel_bytes,
             transposed=tuple((i, self._row_bytes(op.inputs[i]), times) for i, times in self._copied(op)),
         )
 

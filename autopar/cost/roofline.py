@@ -14,6 +14,7 @@ from typing import Any
 from autopar.attention import ring
 from autopar.attention.work import flops as attention_flops
 from autopar.hardware.cluster import DeviceKind
+from autopar.hardware.kinds import Platform
 from autopar.ir.graph import FactorKind, Op
 from autopar.ir.primitives import MATRIX_PRODUCTS, multiplications
 from autopar.sharding.strategies import Strategy
@@ -43,7 +44,8 @@ class Work:
     `is_product`: a matrix product, whose operands are packed where devices do that. `is_convolution`: a convolution,
     which reaches another rate than products. `transposed`: the operands that are copied with another dimension last,
     where that takes its time; for each the bytes of a row, and how many times its size the copy reads, for what is
-    computed on the way.
+    computed on the way. `kernel_bytes`: what the kernel moves that has this operation and others, where this one makes
+    the kernel's result, else zero; None of an operation that is priced by itself.
     """
 
     flops: float
@@ -54,6 +56,7 @@ class Work:
     is_product: bool = False
     is_convolution: bool = False
     transposed: tuple[tuple[int, int, float], ...] = ()
+    kernel_bytes: float | None = None
 
 
 def flops_of(op: Op) -> float:
@@ -77,6 +80,11 @@ def time_s(
     operands = [n / parts for n, parts in zip(work.operand_bytes, operand_parts, strict=True)]
     results = [n / parts for n, parts in zip(work.result_bytes, result_parts, strict=True)]
     read, written, largest = sum(operands), sum(results), max([*operands, *results], default=0.0)
+    if work.kernel_bytes is not None and device.platform is not Platform.CPU:
+        # A share of a kernel of several operations: its arithmetic, and what the kernel moves where this is its result.
+        moved = work.kernel_bytes / strategy.split
+        launch_s = device.launch_overhead_s if work.kernel_bytes else 0.0
+        return work.flops / strategy.split / device.flops_per_s("float32") + device.memory_s(moved, moved) + launch_s
     if work.fusible:
         return device.memory_s(FUSED_TRAFFIC_SHARE * written, largest)
     rate = device.flops_per_s(work.dtype) * (device.convolution_share if work.is_convolution else 1.0)

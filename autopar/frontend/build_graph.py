@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autopar.attention.match import blockwise
+from autopar.attention.score_kernels import mark_score_kernels
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
@@ -47,7 +48,7 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
         donated=frozenset(offset + i for i in traced.donated),
         batch=frozenset(offset + i for i in traced.batch),
     )
-    return blockwise(graph) if traced.blockwise_attention else graph
+    return blockwise(graph) if traced.blockwise_attention else mark_score_kernels(graph)
 
 
 class _Builder:

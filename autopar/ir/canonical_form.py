@@ -29,7 +29,7 @@ class CanonicalForm:
 
     def op_key(self, op: Op) -> tuple:
         self.ops.append(op.id)
-        counts = (op.num_consts, op.num_carry, op.num_condition_consts, op.trips, op.dim)
+        counts = (op.num_consts, op.num_carry, op.num_condition_consts, op.trips, op.dim, op.kernel_bytes)
         operands = tuple(map(self._atom, op.inputs))
         blocks = tuple(map(self.block_key, op.blocks))
         outputs = tuple(map(self._value, op.outputs))

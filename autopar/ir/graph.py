@@ -180,7 +180,9 @@ class Op:
     it, and micro-batches, multiplied). `dim` is where a SPLIT cuts and a STACK joins. For loops: `blocks` are (body,)
     of a scan, (condition, body) of a while, the branches of a cond; `num_consts` and `num_carry` divide a loop's
     inputs as jax does (for a while, `num_consts` counts both condition's and body's constants and
-    `num_condition_consts` the first of them).
+    `num_condition_consts` the first of them). `kernel_bytes`, of operations on scores of attention:
+    bytes that their kernel moves to memory and back, counted with one of its operations, zero with the others
+    (`autopar.attention.score_kernels`).
     """
 
     id: int
@@ -201,6 +203,7 @@ class Op:
     trips: int = 1
     section: Section = Section.WHOLE
     dim: int = 0
+    kernel_bytes: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

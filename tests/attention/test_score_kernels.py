@@ -1,0 +1,82 @@
+"""Attention as it is written: which operations are kernels, and what they move, as in XLA's compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.sharding.rules import RuleBook
+from tests.attention.test_match import (
+    BATCH,
+    B,
+    D,
+    H,
+    L,
+    by_hand,
+    causal,
+    dropped,
+    padded,
+    recomputed,
+    shapes,
+    stock,
+    trained,
+)
+
+SCORES = B * H * L * L
+
+
+def moved(function, args):
+    """Bytes that the kernels between products move, for each score, in the order of the step."""
+    traced = trace(function, args, names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = build_graph(traced, RuleBook())
+    return [(op.primitive, op.kernel_bytes / SCORES) for op in graph.ops() if op.kernel_bytes]
+
+
+FORWARD = [("reduce_max", 4.0), ("div", 8.0)]  # scores read; scores read and weights written
+
+
+@pytest.mark.parametrize("attention", [causal, padded, stock, by_hand, recomputed])
+def test_scores_go_through_two_kernels_forward_and_one_backward(attention):
+    found = moved(trained(attention), (shapes(), BATCH))
+    times = 2 if attention is recomputed else 1
+    assert [nbytes for _, nbytes in found[: 2 * times]] == [4.0, 8.0] * times
+    # Scores and gradients of weights read, gradients of scores written.
+    assert [nbytes for _, nbytes in found[2 * times :]] == [12.0]
+
+
+def test_dropout_on_the_weights_is_part_of_their_kernel():
+    found = moved(trained(dropped), (shapes(), BATCH))
+    assert found[0] == ("reduce_max", 4.0)
+    # What is dropped is drawn apart: 32 bits of each weight are read.
+    assert found[1][1] == 12.0
+
+
+def test_softmax_of_a_plain_product_is_no_attention():
+    """The cross-entropy of a vocabulary has no matrices side by side."""
+
+    def step(state, batch):
+        def loss(state):
+            return -jnp.mean(jax.nn.log_softmax(batch["x"] @ state["w"])[..., 0])
+
+        return jax.grad(loss)(state)
+
+    state = {"w": jax.ShapeDtypeStruct((H * D, 32), jnp.float32)}
+    assert moved(step, (state, BATCH)) == []
+
+
+def test_what_a_scan_over_layers_keeps_of_scores_is_written_and_read():
+    def step(state, batch):
+        def layer(x, weights):
+            q, k, v = (jnp.einsum("blw,whd->blhd", x, w) for w in weights)
+            return x + causal(q, k, v, batch).reshape(x.shape), None
+
+        def loss(state):
+            return jnp.sum(jnp.sin(jax.lax.scan(layer, batch["x"], state)[0]))
+
+        return jax.grad(loss)(state)
+
+    state = tuple(jax.ShapeDtypeStruct((2, H * D, H, D), jnp.float32) for _ in range(3))
+    found = moved(step, (state, BATCH))
+    assert found[0] == ("reduce_max", 4.0)
+    assert sum(nbytes for _, nbytes in found) > 4.0 + 8.0 + 12.0
