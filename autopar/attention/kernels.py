@@ -68,8 +68,8 @@ def kernel_of(
     """The kernel for queries, keys and values of these shapes and types: one of the library, or blocks."""
     if in_ring or library is Kernel.BLOCKS or _dims(form) is None or len(set(dtypes)) > 1:
         return Kernel.BLOCKS
-    positions, width = shapes[0][form.query.index(form.position)], shapes[0][_inner(form)]
-    if distance_mask(form, positions) is None or width != shapes[2][_outer(form)]:
+    positions, width = shapes[0][form.query.index(form.position)], shapes[0][inner_dim(form)]
+    if distance_mask(form, positions) is None or width != shapes[2][_outer_dim(form)]:
         return Kernel.BLOCKS
     dtype = jnp.dtype(dtypes[0])
     if library is Kernel.CUDNN:
@@ -108,11 +108,12 @@ def _dims(form: AttentionForm) -> tuple[str, str] | None:
     return ("".join(apart), "".join(groups)) if is_plain and set(form.rows) <= set(form.query) else None
 
 
-def _inner(form: AttentionForm) -> int:
+def inner_dim(form: AttentionForm) -> int:
+    """The dimension of queries that products of queries and keys sum over."""
     return next(d for d, x in enumerate(form.query) if x not in form.rows)
 
 
-def _outer(form: AttentionForm) -> int:
+def _outer_dim(form: AttentionForm) -> int:
     return next(d for d, x in enumerate(form.value) if x not in form.rows and x != KEY)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.attention.kernels import Kernel, kernel_for, library_of
+from autopar.attention.kernels import Kernel, inner_dim, kernel_for, library_of
 from autopar.attention.work import block_bytes, flops, row_bytes, score_traffic_bytes
+from autopar.hardware.attention_rates import attention_flops_per_s
 from autopar.hardware.kinds import DeviceKind
 from autopar.ir.graph import Op
 from autopar.sharding.strategies import Strategy
@@ -21,9 +22,13 @@ def attention_s(op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKi
     computes go to memory and back.
     """
     dtype = str(op.eqn.invars[0].aval.dtype)
+    rate = device.flops_per_s(dtype)
+    if kernel is not Kernel.BLOCKS:
+        width = op.eqn.invars[0].aval.shape[inner_dim(op.eqn.params["form"])]
+        rate = attention_flops_per_s(device, dtype, width, op.eqn.params["gradients"] is not None)
     traffic = moved_bytes + row_bytes(op.eqn, kernel) / strategy.split
     seconds = device.memory_s(traffic, traffic)
     if kernel.writes_scores:
         seconds += device.memory_s(score_traffic_bytes(op.eqn) / strategy.split, block_bytes(op.eqn, strategy.split))
-    arithmetic_s = flops(op.eqn, kernel) / strategy.split / device.flops_per_s(dtype) + device.fill_s(dtype)
+    arithmetic_s = flops(op.eqn, kernel) / strategy.split / rate + device.fill_s(dtype)
     return max(arithmetic_s, seconds) + device.launch_overhead_s

@@ -1,0 +1,121 @@
+"""The price of attention: by the kernel that runs it, causal blocks left out, and no scores in memory."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.attention.kernels import Kernel
+from autopar.attention.work import block_bytes, flops
+from autopar.cost.attention_cost import attention_s, kernel_under
+from autopar.cost.cost_model import NodeCosts, cost_model
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.hardware import presets
+from autopar.hardware.cluster import Cluster
+from autopar.ir.graph import OpKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.sharding.rules import RuleBook
+from autopar.sharding.strategies import replicated_strategy
+
+B, L, H, D, W = 2, 2048, 4, 128, 256
+SCORES = B * H * L * L
+ONE = LogicalMesh(axis_sizes=(1,))
+
+
+def graph_of(is_causal, blockwise, dtype=jnp.bfloat16):
+    def step(state, batch):
+        def loss(state):
+            q, k, v = (jnp.einsum("blw,whd->blhd", batch["x"], p) for p in state)
+            made = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+            return jnp.mean(jnp.sin(made.astype(jnp.float32)))
+
+        return jax.grad(loss)(state)
+
+    args = ([jax.ShapeDtypeStruct((W, H, D), dtype)] * 3, {"x": jax.ShapeDtypeStruct((B, L, W), dtype)})
+    traced = trace(step, args, names=("state", "batch"), donate=(0,), batch=(1,))
+    return build_graph(dataclasses.replace(traced, blockwise_attention=blockwise), RuleBook())
+
+
+def passes(graph):
+    return [op for op in graph.ops() if op.primitive in ("attention", "attention_backward")]
+
+
+def computing_s(graph, cluster="dgx-h100"):
+    costs = NodeCosts(graph, cost_model(Cluster.parse(cluster), ONE))
+    return sum(costs.compute_s(op, None) for op in graph.ops() if op.kind is OpKind.EQUATION)
+
+
+def test_a_kernel_takes_the_time_of_its_arithmetic_or_of_what_it_reads_and_writes():
+    forward, backward = passes(graph_of(is_causal=False, blockwise=True))
+    strategy = replicated_strategy([v.aval.shape for v in forward.eqn.invars], [(), (), ()])
+    moved = 4 * B * L * H * D * 2
+    got = attention_s(forward, strategy, moved, presets.H100, Kernel.CUDNN) - presets.H100.launch_overhead_s
+    # Two products at the rate that cuDNN's kernel reaches, which take longer than the memory.
+    arithmetic_s = 4 * SCORES * D / (0.607 * 989.4e12) + presets.H100.fill_s("bfloat16")
+    assert got == pytest.approx(arithmetic_s, rel=0.01)
+    assert presets.H100.memory_s(moved, moved) < arithmetic_s
+    assert flops(backward.eqn, Kernel.CUDNN) == 2.5 * flops(forward.eqn, Kernel.CUDNN)
+    # The TPU's computes scores, and gradients of weights, once for queries and once for keys and values.
+    assert flops(backward.eqn, Kernel.TPU_FLASH) == 3.5 * flops(forward.eqn, Kernel.TPU_FLASH)
+
+
+def test_causal_attention_costs_half_where_hidden_blocks_are_left_out():
+    (full, _), (causal, _) = (passes(graph_of(is_causal=c, blockwise=True)) for c in (False, True))
+    blocks = L // 128
+    assert flops(causal.eqn, Kernel.CUDNN) / flops(full.eqn, Kernel.CUDNN) == (blocks + 1) / (2 * blocks)
+    assert flops(causal.eqn, Kernel.BLOCKS) == flops(full.eqn, Kernel.BLOCKS)
+
+
+def test_scores_that_stay_in_a_kernel_cost_no_traffic():
+    as_written, blockwise = (computing_s(graph_of(is_causal=False, blockwise=b)) for b in (False, True))
+    device = presets.H100
+    # Scores are written in 32 bits, read for the softmax twice, weights written and read twice; gradients of weights
+    # written, read with scores, and gradients of scores written and read twice, in 32 bits but for the weights' side.
+    assert as_written - blockwise > SCORES * (4 + 8 + 2 + 4 + 2 + 6 + 2) / device.memory_bytes_per_s
+
+
+def test_blocks_that_xla_computes_do_cost_traffic():
+    """float32 has no kernel on a GPU."""
+    (forward, _) = passes(graph_of(is_causal=True, blockwise=True, dtype=jnp.float32))
+    assert kernel_under(forward, presets.H100, in_ring=False) is Kernel.BLOCKS
+    strategy = replicated_strategy([v.aval.shape for v in forward.eqn.invars], [(), (), ()])
+    least_s = SCORES * (3 * 4 + 2 * 4) / presets.H100.memory_bytes_per_s
+    assert attention_s(forward, strategy, 0.0, presets.H100, Kernel.BLOCKS) > least_s
+
+
+def test_blocks_hold_scores_of_512_queries():
+    (forward, _) = passes(graph_of(is_causal=True, blockwise=True, dtype=jnp.float32))
+    assert block_bytes(forward.eqn) == SCORES * 4 * 512 // L
+    assert block_bytes(forward.eqn, split=4) == SCORES * 512 // L
+    # Of four devices in a ring each holds a fourth of the queries, and a fourth of the keys at a time.
+    assert block_bytes(forward.eqn, split=4, ring=4) == SCORES * 4 // 16
+
+
+def test_plans_hold_no_scores_where_a_kernel_takes_them():
+    def step(state, batch):
+        def loss(state):
+            q, k, v = (jnp.einsum("blw,whd->blhd", batch["x"], p) for p in state)
+            made = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            return jnp.mean(jnp.sin(made.astype(jnp.float32)))
+
+        return jax.grad(loss)(state)
+
+    args = (
+        [jax.ShapeDtypeStruct((W, H, D), jnp.bfloat16)] * 3,
+        {"x": jax.ShapeDtypeStruct((8 * B, L, W), jnp.bfloat16)},
+    )
+    peaks, seconds = [], []
+    for attention in ("as written", "blockwise"):
+        plan = autopar.plan(
+            step, *args, cluster="dgx-h100", plan=recipes.data_parallel(), attention=attention, cache_dir=None,
+            show_progress=False,
+        )  # fmt: skip
+        peaks.append(max(plan.predicted.peak_bytes))
+        seconds.append(plan.predicted.step_time_s)
+    assert peaks[0] > SCORES * (4 + 2)  # scores in 32 bits, and weights
+    assert peaks[1] < SCORES * 2
+    assert seconds[1] < 0.5 * seconds[0]
