@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,8 +144,11 @@ def traffic_of(compiled: CompiledStep) -> collectives.Traffic:
     if isinstance(compiled, Compiled):
         return collectives.traffic(collectives.collectives(compiled.as_text()))
     sent: list[collectives.Collective] = []
-    for task, executable in zip(compiled.staged.staged.tasks, compiled.executables, strict=True):
-        runs = compiled.staged.schedule.num_microbatches if task.kind.repeats else 1
+    staged = compiled.staged
+    in_joined = Counter(number for joined in staged.joined for number, _ in joined.parts)
+    every = [staged.schedule.num_microbatches if task.kind.repeats else 1 for task in staged.staged.tasks]
+    times = [*(runs - in_joined[number] for number, runs in enumerate(every)), *(1 for _ in staged.joined)]
+    for runs, executable in zip(times, compiled.executables, strict=True):
         sent += [dataclasses.replace(c, count=c.count * runs) for c in collectives.collectives(executable.as_text())]
     return collectives.traffic(tuple(sent))
 
@@ -155,7 +159,8 @@ def peak_bytes(compiled: CompiledStep) -> int:
         return allocated_bytes(compiled.memory_analysis())
     staged = compiled.staged
     temporary = [e.memory_analysis().temp_size_in_bytes for e in compiled.executables]
-    return max(simulate(compiled.executor.program, staged.task_s, staged.transfer_s, temporary).peak_bytes)
+    task_s = (*staged.task_s, *(task.seconds for task in staged.joined))
+    return max(simulate(compiled.executor.program, task_s, staged.transfer_s, temporary).peak_bytes)
 
 
 def host_state_bytes(compiled: CompiledStep) -> int:

@@ -138,6 +138,14 @@ THRESHOLDS = [
         ("TIGHTENED", "searches with a lower limit where a built one does not fit", "planning time"),
     ),
     *_of(
+        "inter_op.joined_tasks",
+        (
+            "LEAST_GAIN",
+            "share of a step that the last micro-batch with the update as one program must save",
+            "one more program is compiled, which is as large as those of a micro-batch and of the update together",
+        ),
+    ),
+    *_of(
         "inter_op.layer_decisions",
         ("TIE_BREAKING_READS", "price of a byte among equally fast decisions", "decides between equals only"),
         ("LEANER", "decisions with a higher price on state", PRICES),

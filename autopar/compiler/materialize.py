@@ -24,6 +24,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.callbacks import any_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
+from autopar.inter_op.joined_tasks import joined_as_named
 from autopar.inter_op.staged import StagedStep, Submesh, model_of, planned_stage, stage_program
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
@@ -105,6 +106,7 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
         check_decisions(sharding, stage.graph, decided_at, name)
     check_transfers(shardings, graphs.stages, graphs.schedule.mesh_of_stage, name)
     staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
+    staged = joined_as_named(staged, record.joined, name)
     arguments, results = staged_values(traced, staged)
     check_values(plan.record.arguments, arguments, "$.plan.arguments", name)
     check_values(plan.record.results, results, "$.plan.results", name)

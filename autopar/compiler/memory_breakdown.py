@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.cost import peak_memory
 from autopar.cost.memory_program import task_program
+from autopar.inter_op.joined_tasks import joined_memory
 from autopar.inter_op.staged import StagedStep
 from autopar.ir.graph import OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.layout import local_bytes
@@ -123,7 +124,7 @@ def memory_of_stages(staged: StagedStep) -> tuple[MemoryUse, ...]:
         held = {(stage_of[b], key_of[b][0]) for b, _ in shares}
         at_peak = [holder(b, n, held) for b, n in shares]
         for task in (-1 - holder_number for holder_number, _ in parts if holder_number < 0):
-            stage = staged.staged.tasks[task].stage
+            stage = staged.staged.tasks[_first_task(staged, task)].stage
             at_peak += _of_task(staged, task, kinds[stage], names[stage])
         out.append(_use(throughout, at_peak))
     return tuple(out)
@@ -133,12 +134,21 @@ def _total(members: Iterable[int], buffers: Sequence) -> int:
     return max(1, sum(buffers[b].nbytes for b in members))
 
 
+def _first_task(staged: StagedStep, number: int) -> int:
+    """A task, or the first of those that are joined."""
+    joined = number - len(staged.staged.tasks)
+    return number if joined < 0 else staged.joined[joined].parts[0][0]
+
+
 def _of_task(staged: StagedStep, number: int, kinds: _Kinds, names: _Names) -> list[MemoryHolder]:
-    """The holders of a task beside its inputs and outputs."""
-    task = staged.staged.tasks[number]
+    """The holders of a task beside its inputs and outputs. Numbers beyond the tasks are those of joined tasks."""
+    task = staged.staged.tasks[_first_task(staged, number)]
     planned = staged.stages[task.stage]
     graph, model = planned.stage.graph, planned.model
-    program, stands_for = task_program(graph, task.instructions, task.inputs, task.outputs, model)
+    if number >= len(staged.staged.tasks):
+        program, stands_for = joined_memory(staged, staged.joined[number - len(staged.staged.tasks)].parts)
+    else:
+        program, stands_for = task_program(graph, task.instructions, task.inputs, task.outputs, model)
     return _temporaries(program, peak_memory.estimate(program, model.compiler), stands_for, kinds, names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
 from autopar.common.trace_events import Timeline
@@ -14,6 +15,7 @@ from autopar.cost.host_usage import host_use
 from autopar.cost.overlap import timed, timeline_of
 from autopar.cost.peak_memory import MemoryEstimate
 from autopar.hardware import host_cpu
+from autopar.inter_op.joined_tasks import chain_name
 from autopar.inter_op.staged import PlannedStage, StagedStep
 from autopar.ir.graph import Constant, Op, OpGraph
 from autopar.ir.layout import replicated
@@ -63,6 +65,7 @@ def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, 
         chunks=chunks,
         recomputed=tuple(recomputed),
         keeps_copies=hoist_casts,
+        joined=tuple(chain_name(staged, task.parts) for task in staged.joined),
         stages=tuple(stages),
         scan_parts=staged.step.parts,
         timeline=pipeline_timeline(simulation, staged.simulated),
@@ -86,8 +89,12 @@ def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
         kept_bytes[planned.lowered.mesh_index] += host.kept_bytes
         host_s += n * host.time_s
         copied_bytes += n * host.copied_bytes
-    for task, seconds, nbytes in zip(staged.staged.tasks, staged.hidden_s, staged.task_bytes, strict=True):
-        runs = staged.graph.num_microbatches if task.kind.repeats else 1
+    in_joined = collections.Counter(number for joined in staged.joined for number, _ in joined.parts)
+    for joined in staged.joined:
+        hidden_s += staged.submeshes[staged.staged.tasks[joined.parts[0][0]].stage].mesh.num_devices * joined.hidden_s
+    costs = zip(staged.staged.tasks, staged.hidden_s, staged.task_bytes, strict=True)
+    for number, (task, seconds, nbytes) in enumerate(costs):
+        runs = (staged.graph.num_microbatches if task.kind.repeats else 1) - in_joined[number]
         n, device = staged.submeshes[task.stage].mesh.num_devices, staged.stages[task.stage].model.device
         hidden_s += n * runs * seconds
         allocation += n * host_cpu.page_fault_s(device, nbytes, runs)

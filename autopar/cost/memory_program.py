@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +24,7 @@ from autopar.lowering.instructions import (
     Compute,
     HostCopy,
     Instruction,
+    Key,
     Leave,
     Loop,
     LoweredBlock,
@@ -63,9 +65,11 @@ def task_memory(
     inputs: Sequence[tuple[int, Place]],
     outputs: Sequence[tuple[int, Place]],
     model: CostModel,
+    zeros: Sequence[tuple[int, Place]] = (),
+    tied: Mapping[Key, Key] = MappingProxyType({}),
 ) -> int:
     """Bytes on one device that a part of a step, run as a program of its own, needs beside its inputs and outputs."""
-    program, _ = task_program(graph, instructions, inputs, outputs, model)
+    program, _ = task_program(graph, instructions, inputs, outputs, model, zeros, tied)
     return peak_memory.estimate(program, model.compiler).temporary_bytes
 
 
@@ -75,15 +79,21 @@ def task_program(
     inputs: Sequence[tuple[int, Place]],
     outputs: Sequence[tuple[int, Place]],
     model: CostModel,
+    zeros: Sequence[tuple[int, Place]] = (),
+    tied: Mapping[Key, Key] = MappingProxyType({}),
 ) -> tuple[peak_memory.MemoryProgram, dict[int, tuple[int, Place]]]:
     """A part of a step that runs as a program of its own, and which value in which place each number stands for.
 
-    An input that is an output too (an accumulator) is updated in place.
+    An input that is an output too (an accumulator) is updated in place. `zeros` are places that it fills with zeros
+    before its instructions; the results that `tied` names take over the memory of the inputs in front of them.
     """
     writer = _MemoryWriter(graph, model)
     steps: list[MemoryStep] = []
     env: dict[tuple[int, Place], int] = {}
     arguments = {(value, place): writer.define(value, place, env) for value, place in inputs}
+    for value, place in zeros:
+        number = writer.define(value, place, env)
+        steps.append(MemoryStep(inputs=(), outputs=(number,), kind="broadcast_in_dim", fusible=True))
     for instruction in instructions:
         writer.instruction(instruction, env, steps)
     results: list[int] = []
@@ -97,6 +107,8 @@ def task_program(
         taken.add(results[-1])
         if (value, place) in arguments:
             donated[arguments[value, place]] = results[-1]
+    made = dict(zip(outputs, results, strict=True))
+    donated |= {arguments[old]: made[new] for old, new in tied.items() if old in arguments and new in made}
     program = peak_memory.MemoryProgram(
         steps=tuple(steps),
         nbytes=writer.nbytes,

@@ -7,7 +7,8 @@ between host and device memory are taken to block computation, and each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.common.trace_events import TraceEvent as Shown
@@ -42,6 +43,42 @@ def timed(graph: OpGraph, lowered: LoweredBlock, model: CostModel, costs: NodeCo
     `costs` of the same graph and model, where there are some already, save working them out again.
     """
     return _Writer(graph, model, costs or NodeCosts(graph, model)).timed(lowered)
+
+
+def timed_together(
+    graph: OpGraph, parts: Sequence[tuple[Sequence[Instruction], int]], model: CostModel, costs: NodeCosts | None = None
+) -> Ran:
+    """Instructions of several parts of a step as one program, once each: with each part how often it runs in a step,
+    since that is what its operations count.
+    """
+    writer = _Writer(graph, model, costs or NodeCosts(graph, model))
+    made: dict[Key, int] = {}
+    works: list[StreamWork] = []
+    for instructions, runs in parts:
+        begun = len(works)
+        for instruction in instructions:
+            writer.instruction(instruction, made, works)
+        works[begun:] = [_scaled(work, 1 / runs) for work in works[begun:]]
+    return run(works, model.overlap.combined_bytes)
+
+
+def _scaled(work: StreamWork, share: float) -> StreamWork:
+    """A share of work's time and of what it sends."""
+    if share == 1:
+        return work
+    inside = tuple(
+        dataclasses.replace(
+            ran,
+            order=tuple(_scaled(each, share) for each in ran.order),
+            starts_s=tuple(start_s * share for start_s in ran.starts_s),
+            end_s=ran.end_s * share,
+            compute_s=ran.compute_s * share,
+            send_s=ran.send_s * share,
+        )
+        for ran in work.inside
+    )
+    seconds, sent_bytes = work.seconds * share, work.sent_bytes * share
+    return dataclasses.replace(work, seconds=seconds, sent_bytes=sent_bytes, inside=inside)
 
 
 def crossing_s(graph: OpGraph, instruction: Split | Accumulate | Stack, model: CostModel) -> float:

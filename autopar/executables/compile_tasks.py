@@ -15,6 +15,8 @@ from autopar.ir.jax_sharding import named_sharding
 from autopar.ir.value_state import HOST
 from autopar.lowering.emit import Emitter
 from autopar.lowering.instructions import Key, Stack
+from autopar.runtime.pipeline.dataflow import Dataflow, dataflow
+from autopar.runtime.pipeline.program import Joined, Program
 
 
 def compile_tasks(
@@ -66,6 +68,61 @@ def compile_task(
         donate_argnums=tuple(i for i, b in enumerate(positions) if b in donated),
     )
     return jitted.lower(*avals).compile()
+
+
+def compile_joined(
+    program: StagedProgram,
+    executed: Program,
+    stages: Sequence[LoweredStage],
+    meshes: Sequence[Mesh | None],
+    weak: Mapping[int, bool],
+) -> list[Any]:
+    """The executable of each chain of runs that is one program."""
+    groups, flow = groups_of_examples(stages), dataflow(program.pipeline, executed.num_microbatches)
+    out = []
+    for joined in executed.joined:
+        stage = program.tasks[joined.parts[0][0]].stage
+        mesh = meshes[stage]
+        out.append(None if mesh is None else _compile_chain(program, flow, joined, stages[stage], mesh, groups, weak))
+    return out
+
+
+@jax_compat.no_mesh_set()
+def _compile_chain(
+    program: StagedProgram,
+    flow: Dataflow,
+    joined: Joined,
+    stage: LoweredStage,
+    mesh: Mesh,
+    groups: int,
+    weak: Mapping[int, bool],
+) -> Any:
+    """Lowers and compiles one chain: the functions of its tasks, one after the other."""
+    linked = [program.pipeline.tasks[number] for number, _ in joined.parts]
+    tasks = [program.tasks[number] for number, _ in joined.parts]
+    functions = [task_function(task, stage, mesh, groups) for task in tasks]
+    key_of: dict[int, Key] = {}
+    for task, link in zip(tasks, linked, strict=True):
+        key_of |= zip((*link.inputs, *link.outputs), (*task.inputs, *task.outputs), strict=True)
+
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        held = dict(zip(joined.reads, arrays, strict=True))
+        for (_, micro_batch), link, function in zip(joined.parts, linked, functions, strict=True):
+            read, made = (
+                [x for b in buffers for x in flow.instances(b, link, micro_batch)]
+                for buffers in (link.inputs, link.outputs)
+            )
+            held.update(zip(made, function(*(held[x] for x in read)), strict=True))
+        return tuple(jax_compat.with_weak_type(held[x], weak[x[0]]) if x[0] in weak else held[x] for x in joined.makes)
+
+    run.__name__ = "_and_".join(function.__name__ for function in functions)
+    jitted = jax.jit(
+        run,
+        in_shardings=tuple(sharding_of(key_of[b], mesh) for b, _ in joined.reads),
+        out_shardings=tuple(sharding_of(key_of[b], mesh) for b, _ in joined.makes),
+        donate_argnums=joined.donated,
+    )
+    return jitted.lower(*(aval_of(stage, key_of[b]) for b, _ in joined.reads)).compile()
 
 
 def task_function(task: StageTask, stage: LoweredStage, mesh: Mesh, groups: int) -> Callable[..., tuple[Any, ...]]:

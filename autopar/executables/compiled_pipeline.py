@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.common import jax_compat
 from autopar.compiler.materialize import make_staged
 from autopar.errors import UnsupportedError
-from autopar.executables.compile_tasks import compile_tasks, sharding_of
+from autopar.executables.compile_tasks import compile_joined, compile_tasks, sharding_of
 from autopar.executables.multiprocess import GlobalStep
 from autopar.executables.stage_shards import StageShardedLeaves, stage_sharded_leaves
 from autopar.executables.step_leaves import LeafwiseStep, put, result_like
@@ -104,8 +104,12 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
     meshes = stage_meshes(staged)
     lowered = [p.lowered for p in staged.stages]
     local_meshes = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
-    executables = compile_tasks(staged.staged, lowered, local_meshes, weak_results(staged, traced))
-    in_flight = [in_flight_on(list(meshes[task.stage].devices.flat)) for task in staged.staged.tasks]
+    weak = weak_results(staged, traced)
+    executables = compile_tasks(staged.staged, lowered, local_meshes, weak)
+    executables += compile_joined(staged.staged, program, lowered, local_meshes, weak)
+    stages = [task.stage for task in staged.staged.tasks]
+    stages += [stages[joined.parts[0][0]] for joined in program.joined]
+    in_flight = [in_flight_on(list(meshes[stage].devices.flat)) for stage in stages]
     executor = Executor(program, executables, routes(staged, meshes), in_flight)
     num_constants = len(staged.graph.constants)
     shardings = _input_shardings(staged, plan)

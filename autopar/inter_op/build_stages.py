@@ -11,6 +11,7 @@ from autopar.cost.cost_model import CostModel
 from autopar.errors import UnsupportedError
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.isomorphism import canonical_graph, carried_over
+from autopar.inter_op.joined_tasks import join_where_it_pays
 from autopar.inter_op.layer_decisions import lowest_price
 from autopar.inter_op.staged import (
     PlannedStage,
@@ -317,7 +318,7 @@ def build(
             known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
             in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
             terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)
-    return staged
+    return join_where_it_pays(staged, limit_bytes)
 
 
 def _first_terms(

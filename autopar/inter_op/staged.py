@@ -28,6 +28,7 @@ from autopar.passes.assign_stages import assign
 from autopar.passes.layers import Layers, find_layers
 from autopar.passes.split_scan import SplitStep
 from autopar.passes.stage_graph import StageGraph, split_backward, split_stages
+from autopar.runtime.pipeline.dataflow import Node
 from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.merge_buffers import merged
 from autopar.runtime.pipeline.program import Program
@@ -59,6 +60,18 @@ class PlannedStage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedTask:
+    """Runs of one mesh that are one program, see `runtime.pipeline.program.Joined`, and what that costs, as `TaskCost`
+    has it.
+    """
+
+    parts: tuple[Node, ...]
+    seconds: float
+    hidden_s: float
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StagedStep:
     """A whole step in stages, ready to run or to simulate.
 
@@ -66,7 +79,8 @@ class StagedStep:
     list of `simulation`, in which equal buffers are merged; `program()` is the list to execute. `submeshes[q]`: the
     devices of stage q; stages of one group of devices have the same. `task_s[i]`, `task_bytes[i]`: seconds of one run
     of task i, and its bytes on one device beside its buffers; `hidden_s[i]`: seconds of its communication within the
-    mesh that overlap with computation.
+    mesh that overlap with computation. `joined`: runs that are one program, in the
+    order of the list.
     """
 
     step: SplitStep
@@ -82,10 +96,11 @@ class StagedStep:
     task_bytes: tuple[int, ...]
     transfer_s: tuple[float, ...]
     simulation: Simulation
+    joined: tuple[JoinedTask, ...] = ()
 
     def program(self) -> Program:
         """The instruction list with every buffer."""
-        return emit(self.staged.pipeline, self.schedule)
+        return emit(self.staged.pipeline, self.schedule, joined=[task.parts for task in self.joined])
 
 
 def default_chunks(name: str) -> int:

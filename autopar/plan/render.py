@@ -98,6 +98,7 @@ def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:
         f"{len(pipeline.stages)} stage(s){chunks}, schedule {pipeline.schedule}, "
         f"{pipeline.num_microbatches} micro-batch(es)"
         + ("" if pipeline.keeps_copies else ", copies of the state made in each anew")
+        + "".join(f"; one program: {' + '.join(names)}" for names in pipeline.joined)
     )
 
 

@@ -224,7 +224,8 @@ class StageRecord:
 class PipelineRecord:
     """The micro-batches and stages of a step. `recomputed[l]`: the recomputation policy of layer l; `scan_parts`: the
     number of parts of its scan over layers; `keeps_copies`: cheap copies of the state, such as parameters in half
-    precision, are made once for all micro-batches.
+    precision, are made once for all micro-batches; `joined`: the names of tasks that are one program with the first or
+    the last micro-batch of their stage.
     """
 
     schedule: str
@@ -234,6 +235,7 @@ class PipelineRecord:
     stages: tuple[StageRecord, ...]
     scan_parts: int = 1
     keeps_copies: bool = True
+    joined: tuple[tuple[str, ...], ...] = ()
     timeline: Timeline
 
 

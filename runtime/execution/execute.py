@@ -11,7 +11,7 @@ from typing import Any
 from autopar.runtime.execution.cross_process import Crossing, crosser
 from autopar.runtime.execution.dispatch import InFlight, smallest
 from autopar.runtime.execution.transfers import Route, sender
-from autopar.runtime.pipeline.program import Free, Instruction, Program, Run
+from autopar.runtime.pipeline.program import Free, Instruction, Joined, Program, Run
 
 Way = Route | Crossing
 Action = Callable[[list[Any]], None]
@@ -20,8 +20,9 @@ Action = Callable[[list[Any]], None]
 class Executor:
     """A program with what its tasks and transfers stand for. Calling it runs one step.
 
-    `executables[i]` runs task i on flat arrays, None where its devices are of other processes; `routes[i]` is the way
-    of transfer i, a `Crossing` where devices of other processes are at an end. `in_flight[i]` counts the programs on
+    `executables[i]` runs task i on flat arrays, None where its devices are of other processes; behind those of all
+    tasks stands one for each `Joined`. `routes[i]` is the way of transfer i, a `Crossing` where devices of other
+    processes are at an end. `in_flight[i]` counts the programs on
     the devices of task i, where they are limited.
     """
 
@@ -56,7 +57,7 @@ def action_of(
     in_flight: Sequence[InFlight | None] = (),
 ) -> Action | None:
     """One instruction as a function on the slots, everything looked up that can be; None: nothing to do here."""
-    if isinstance(instruction, Run):
+    if isinstance(instruction, Run | Joined):
         executable = executables[instruction.task]
         if executable is None:
             return None

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from autopar.runtime.pipeline.dataflow import Dataflow, Instance, Node, dataflow
-from autopar.runtime.pipeline.program import Free, Instruction, Pipeline, Program, Run, Send, TaskKind
+from autopar.runtime.pipeline.program import Free, Instruction, Joined, Pipeline, Program, Run, Send, TaskKind
 from autopar.runtime.pipeline.schedule import PipelineSchedule
 from autopar.runtime.pipeline.total_order import order_of_runs
 
@@ -26,6 +26,7 @@ def emit(
     schedule: PipelineSchedule,
     task_s: Sequence[float] | None = None,
     transfer_s: Sequence[float] | None = None,
+    joined: Sequence[tuple[Node, ...]] = (),
 ) -> Program:
     """The program of a pipeline on a schedule. What runs once, and what is sent once, has micro-batch 0.
 
@@ -34,21 +35,25 @@ def emit(
     Args:
         task_s: Seconds of each task, to merge the lists of the meshes by; all 1 if left out.
         transfer_s: Seconds of each transfer, for one micro-batch; 0 if left out.
+        joined: Chains of runs that are one program each, of those of `joining.joinable`.
 
     Raises:
         ScheduleError: The schedule lacks a task of the pipeline, or makes meshes wait for each other in a circle.
     """
     flow = dataflow(pipeline, schedule.num_microbatches)
     order = order_of_runs(flow, schedule, task_s, transfer_s)
-    writer = _Writer(flow, order)
+    writer = _Writer(flow, order, joined)
     return writer.program()
 
 
 class _Writer:
     """Walks the runs once, with the slots of what is there and the number of reads that each array still has."""
 
-    def __init__(self, flow: Dataflow, order: Sequence[Node]) -> None:
+    def __init__(self, flow: Dataflow, order: Sequence[Node], joined: Sequence[tuple[Node, ...]]) -> None:
         self.flow = flow
+        self.chains = {chain[0]: chain for chain in joined}
+        self.in_chains = {node for chain in joined for node in chain[1:]}
+        self.num_joined = 0
         self.order = order
         self.tasks = flow.pipeline.tasks
         self.buffers = flow.pipeline.buffers
@@ -69,10 +74,15 @@ class _Writer:
         self.drop([*dead, *((b, 0) for b in pipeline.inputs if not self.reads[b, 0])])
         phase_begun = False
         for node in self.order:
+            if node in self.in_chains:
+                continue
             if not phase_begun and self.tasks[node[0]].kind is TaskKind.AFTER:
                 phase_begun = True
                 self.drop(self.send(arguments, only=late))
-            self.run(node)
+            if node in self.chains:
+                self.join(self.chains[node])
+            else:
+                self.run(node)
         assert {b for b, _ in self.slots} == set(pipeline.outputs), "something is left beside the results"
         return Program(
             pipeline=pipeline,
@@ -140,6 +150,41 @@ class _Writer:
         final += [(b, 0) for b in self.completed.get(node, ())]
         dead += self.send(final)
         dead += [x for x in made if not self.reads[x]]
+        self.drop(dead)
+
+    def join(self, chain: tuple[Node, ...]) -> None:
+        """Several runs as one instruction, after which all is as if they had run one after the other."""
+        read: dict[Instance, None] = {}
+        made: dict[Instance, None] = {}
+        donated: set[Instance] = set()
+        kept: set[Instance] = set()  # accumulators that came in: updated in place, then given back or read on
+        for number, micro_batch in chain:
+            task = self.tasks[number]
+            reads = dict.fromkeys(x for b in task.inputs for x in self.flow.instances(b, task, micro_batch))
+            for x in reads:
+                self.reads[x] -= 1
+                if x not in made:
+                    read[x] = None
+                if number in self.flow.updaters.get(x[0], ()) and x not in made:
+                    kept.add(x)
+                if self.flow.donor.get(x[0]) == number:
+                    assert not self.reads[x], f"{task.name} takes over {self.buffers[x[0]].name}, which is read later"
+                    donated.add(x)
+            made |= dict.fromkeys(x for b in task.outputs for x in self.flow.instances(b, task, micro_batch))
+        inputs = tuple(self.slots[x] for x in read)
+        kept -= donated
+        dead = [x for x in read if not self.reads[x] and x not in donated | kept]
+        for x in donated & set(read):
+            self.release(x)
+        makes = [x for x in made if x in kept or (self.reads[x] and x not in donated)]
+        outputs = tuple(self.slots[x] if x in kept else self.take(x) for x in makes)
+        positions = tuple(i for i, x in enumerate(read) if x in donated or x in kept)
+        number = len(self.tasks) + self.num_joined
+        self.num_joined += 1
+        self.instructions.append(Joined(number, chain, tuple(read), inputs, tuple(makes), outputs, positions))
+        completed = {(b, 0) for node in chain for b in self.completed.get(node, ())}
+        dead += self.send([x for x in makes if x[0] not in self.flow.updaters or x in completed])
+        dead += [x for x in makes if not self.reads[x]]
         self.drop(dead)
 
     def send(

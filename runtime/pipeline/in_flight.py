@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 
-from autopar.runtime.pipeline.program import Program, Run, TaskKind
+from autopar.runtime.pipeline.program import Program, TaskKind, runs_of
 
 
 def release_kinds(program: Program) -> dict[int, TaskKind]:
@@ -41,13 +41,15 @@ def in_flight_changes(program: Program) -> dict[int, tuple[int, int]]:
     begun: dict[tuple[int, int], int] = {}
     ended: dict[tuple[int, int], int] = {}
     for at, step in enumerate(program.instructions):
-        if isinstance(step, Run) and tasks[step.task].stage in release:
-            task = tasks[step.task]
+        for number, micro_batch in runs_of(step):
+            task = tasks[number]
+            if task.stage not in release:
+                continue
             if task.kind is TaskKind.FORWARD:
-                begun.setdefault((task.stage, step.micro_batch), at)
+                begun.setdefault((task.stage, micro_batch), at)
             elif task.kind is release[task.stage]:
-                ended[task.stage, step.micro_batch] = at
-    meshes = {at: tasks[_run(program, at).task].mesh for at in (*begun.values(), *ended.values())}
+                ended[task.stage, micro_batch] = at
+    meshes = {at: tasks[runs_of(program.instructions[at])[0][0]].mesh for at in (*begun.values(), *ended.values())}
     gains = set(begun.values())
     return {at: (mesh, 1 if at in gains else -1) for at, mesh in sorted(meshes.items())}
 
@@ -55,9 +57,3 @@ def in_flight_changes(program: Program) -> dict[int, tuple[int, int]]:
 def num_meshes(program: Program) -> int:
     pipeline = program.pipeline
     return 1 + max((*(b.mesh for b in pipeline.buffers), *(t.mesh for t in pipeline.tasks)), default=-1)
-
-
-def _run(program: Program, at: int) -> Run:
-    step = program.instructions[at]
-    assert isinstance(step, Run), f"instruction {at} is no run"
-    return step

@@ -97,6 +97,24 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Joined:
+    """Runs of one mesh, one behind the other, as one program: the compiler orders all that they do.
+
+    `task` numbers it behind the pipeline's tasks, `parts` are its runs: (task, micro-batch). `reads` and `makes` are
+    the buffers and their micro-batches in the slots `inputs` and `outputs`; what the runs hand to each other, and
+    nobody else reads, has no slot. `donated` are positions in `inputs`.
+    """
+
+    task: int
+    parts: tuple[tuple[int, int], ...]
+    reads: tuple[tuple[int, int], ...]
+    inputs: tuple[int, ...]
+    makes: tuple[tuple[int, int], ...]
+    outputs: tuple[int, ...]
+    donated: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Send:
     """Copies arrays between two meshes, all in one call: `transfers[i]` from slot `sources[i]` to `targets[i]`.
 
@@ -116,7 +134,14 @@ class Free:
     slots: tuple[int, ...]
 
 
-Instruction = Run | Send | Free
+Instruction = Run | Joined | Send | Free
+
+
+def runs_of(instruction: Instruction) -> tuple[tuple[int, int], ...]:
+    """The runs of an instruction: (task, micro-batch)."""
+    if isinstance(instruction, Run):
+        return ((instruction.task, instruction.micro_batch),)
+    return instruction.parts if isinstance(instruction, Joined) else ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,3 +157,8 @@ class Program:
     num_slots: int
     input_slots: tuple[int, ...]
     output_slots: tuple[int, ...]
+
+    @property
+    def joined(self) -> tuple[Joined, ...]:
+        """Those of the list, by number."""
+        return tuple(i for i in self.instructions if isinstance(i, Joined))

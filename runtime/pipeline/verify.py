@@ -27,7 +27,7 @@ from typing import Any
 from autopar.errors import ScheduleError
 from autopar.runtime.pipeline.dataflow import Dataflow, Instance, Node, dataflow
 from autopar.runtime.pipeline.in_flight import num_meshes, program_peak_in_flight
-from autopar.runtime.pipeline.program import Free, Instruction, Program, Run, Send
+from autopar.runtime.pipeline.program import Free, Instruction, Joined, Program, Run, Send, runs_of
 from autopar.runtime.pipeline.schedule import PipelineSchedule, Slot, peak_in_flight, place
 from autopar.runtime.pipeline.total_order import runs_of_mesh
 
@@ -82,7 +82,7 @@ def verify_program(program: Program, schedule: PipelineSchedule) -> None:
 def _check_complete(program: Program, flow: Dataflow) -> None:
     """(4)"""
     pipeline, m = program.pipeline, program.num_microbatches
-    runs = [(step.task, step.micro_batch) for step in program.instructions if isinstance(step, Run)]
+    runs = [run for step in program.instructions for run in runs_of(step)]
     _check_exactly_once("runs of the program", {n for t in range(len(pipeline.tasks)) for n in flow.runs(t)}, runs)
     sends = [(t, step.micro_batch) for step in program.instructions if isinstance(step, Send) for t in step.transfers]
     wanted = {
@@ -113,6 +113,8 @@ def _check_arrays(program: Program, flow: Dataflow) -> None:
         checker = _Step(program, flow, at, step, held)
         if isinstance(step, Run):
             checker.run(step)
+        elif isinstance(step, Joined):
+            checker.joined(step)
         elif isinstance(step, Send):
             checker.send(step)
         else:
@@ -172,6 +174,30 @@ class _Step:
         for x, slot in zip(made, step.outputs, strict=True):
             self.write(slot, _Array(x, updates[x[0]] + 1 if x[0] in updated else 0))
 
+    def joined(self, step: Joined) -> None:
+        """Its runs, one after the other, on what its slots hold and on what they hand to each other."""
+        self.check_number("inputs", len(step.reads), len(step.inputs))
+        self.check_number("outputs", len(step.makes), len(step.outputs))
+        tasks, updaters = self.program.pipeline.tasks, self.flow.updaters
+        there: dict[Instance, int] = {}
+        for x, slot in zip(step.reads, step.inputs, strict=True):
+            held = self.held.get(slot)
+            if held is None or held.instance != x:
+                raise self.error(f"{self.name(x)} in slot {slot}", _held_text(self.program, held))
+            there[x] = held.updates
+        for number, micro_batch in step.parts:
+            task = tasks[number]
+            for x in (x for b in task.inputs for x in self.flow.instances(b, task, micro_batch)):
+                wanted = there.get(x, 0) if number in updaters.get(x[0], ()) else _final(self.flow, x).updates
+                if there.get(x) != wanted:
+                    raise self.error(f"{self.name(x)} for {task.name}, {wanted} updates in it", str(there.get(x)))
+            for x in (x for b in task.outputs for x in self.flow.instances(b, task, micro_batch)):
+                there[x] = there[x] + 1 if number in updaters.get(x[0], ()) else 0
+        for position in step.donated:
+            del self.held[step.inputs[position]]
+        for x, slot in zip(step.makes, step.outputs, strict=True):
+            self.write(slot, _Array(x, there[x]))
+
     def send(self, step: Send) -> None:
         transfers = [self.program.pipeline.transfers[t] for t in step.transfers]
         buffers = self.program.pipeline.buffers
@@ -225,8 +251,9 @@ def _check_order(program: Program, schedule: PipelineSchedule) -> None:
     tasks = program.pipeline.tasks
     there: list[list[Node]] = [[] for _ in range(max(num_meshes(program), schedule.num_groups))]
     for step in program.instructions:
-        if isinstance(step, Run) and tasks[step.task].kind.repeats:
-            there[tasks[step.task].mesh].append((step.task, step.micro_batch))
+        for task, micro_batch in runs_of(step):
+            if tasks[task].kind.repeats:
+                there[tasks[task].mesh].append((task, micro_batch))
     for mesh, wanted in enumerate(runs_of_mesh(program.pipeline, schedule)):
         for node, expected in zip(there[mesh], wanted, strict=True):
             if node != expected:
@@ -266,6 +293,8 @@ def _slot_meshes(program: Program) -> Iterator[tuple[int, int]]:
     for step in program.instructions:
         if isinstance(step, Run):
             yield from ((slot, pipeline.tasks[step.task].mesh) for slot in step.outputs)
+        elif isinstance(step, Joined):
+            yield from ((slot, pipeline.tasks[step.parts[0][0]].mesh) for slot in step.outputs)
         elif isinstance(step, Send):
             for t, slot in zip(step.transfers, step.targets, strict=True):
                 yield slot, pipeline.buffers[pipeline.transfers[t].target].mesh
@@ -274,7 +303,7 @@ def _slot_meshes(program: Program) -> Iterator[tuple[int, int]]:
 def _slots(program: Program) -> set[int]:
     found = {*program.input_slots, *program.output_slots}
     for step in program.instructions:
-        if isinstance(step, Run):
+        if isinstance(step, Run | Joined):
             found |= {*step.inputs, *step.outputs}
         elif isinstance(step, Send):
             found |= {*step.sources, *step.targets}

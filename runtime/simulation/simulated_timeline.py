@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.common.trace_events import DEVICES, LINKS, Timeline, TraceEvent
-from autopar.runtime.pipeline.program import Program, Run, Send
+from autopar.runtime.pipeline.program import Joined, Program, Run, Send, runs_of
 from autopar.runtime.simulation.simulator import Simulation
 
 
@@ -15,11 +15,11 @@ def timeline_of(simulation: Simulation, program: Program) -> Timeline:
     links: dict[tuple[int, int], int] = {}
     events: list[TraceEvent] = []
     for instruction, start_s, end_s in zip(program.instructions, simulation.starts_s, simulation.ends_s, strict=True):
-        if isinstance(instruction, Run):
-            task = pipeline.tasks[instruction.task]
-            kind = task.kind.value
-            name = f"{kind} {instruction.micro_batch}" if task.kind.repeats else task.name
-            events.append(TraceEvent(DEVICES, task.mesh, name, kind, start_s, end_s, task.stage))
+        if isinstance(instruction, Run | Joined):
+            runs = [(pipeline.tasks[number], i) for number, i in runs_of(instruction)]
+            name = " + ".join(f"{task.kind.value} {i}" if task.kind.repeats else task.name for task, i in runs)
+            task = next((task for task, _ in runs if task.kind.repeats), runs[0][0])
+            events.append(TraceEvent(DEVICES, task.mesh, name, task.kind.value, start_s, end_s, task.stage))
         elif isinstance(instruction, Send):
             transfers = [pipeline.transfers[t] for t in instruction.transfers]
             source, target = (pipeline.buffers[b] for b in (transfers[0].source, transfers[0].target))

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
 from autopar.runtime.pipeline.in_flight import in_flight_changes, num_meshes
-from autopar.runtime.pipeline.program import Free, Program, Run, Send
+from autopar.runtime.pipeline.program import Free, Joined, Program, Run, Send, runs_of
 
 Steps = tuple[tuple[float, int], ...]
 
@@ -76,20 +76,23 @@ def simulate(
     """When each instruction of a correct program runs, and the memory it takes.
 
     Args:
-        task_s: Seconds of one run of each task of the pipeline.
+        task_s: Seconds of one run of each task of the pipeline, then of each `Joined` of the program.
         transfer_s: Seconds of each of its transfers, for one micro-batch; those of one Send follow each other.
         task_bytes: Bytes on one device that a run needs beside its inputs and outputs; 0 if left out.
         kept_inputs: Buffers that the caller holds on to, so that freeing them gives nothing back.
     """
     pipeline = program.pipeline
-    assert len(task_s) == len(pipeline.tasks), f"{len(task_s)} times for {len(pipeline.tasks)} tasks"
+    num_tasks = len(pipeline.tasks) + len(program.joined)
+    assert len(task_s) == num_tasks, f"{len(task_s)} times for {num_tasks} tasks"
     assert len(transfer_s) == len(pipeline.transfers), (
         f"{len(transfer_s)} times for {len(pipeline.transfers)} transfers"
     )
-    clock = _Clock(program, task_s, transfer_s, task_bytes or [0] * len(pipeline.tasks), kept_inputs)
+    clock = _Clock(program, task_s, transfer_s, task_bytes or [0] * num_tasks, kept_inputs)
     for at, step in enumerate(program.instructions):
         if isinstance(step, Run):
             clock.run(at, step)
+        elif isinstance(step, Joined):
+            clock.joined(at, step)
         elif isinstance(step, Send):
             clock.send(at, step)
         else:
@@ -146,21 +149,40 @@ class _Clock:
 
     def run(self, at: int, step: Run) -> None:
         task = self.tasks[step.task]
-        start = max([self.mesh_s[task.mesh], *(self.held[slot].ready_s for slot in step.inputs)])
-        end = start + self.task_s[step.task]
+        reads = dict.fromkeys(zip(self.expanded(task.inputs, step), step.inputs, strict=True))
+        makes = zip(self.expanded(task.outputs, step), step.outputs, strict=True)
+        self.occupy(at, step.task, task.mesh, reads, {task.inputs[i] for i in task.donated}, makes)
+
+    def joined(self, at: int, step: Joined) -> None:
+        reads = [(b, slot) for (b, _), slot in zip(step.reads, step.inputs, strict=True)]
+        makes = [(b, slot) for (b, _), slot in zip(step.makes, step.outputs, strict=True)]
+        donated = {step.reads[position][0] for position in step.donated}
+        self.occupy(at, step.task, self.tasks[step.parts[0][0]].mesh, reads, donated, makes)
+
+    def occupy(
+        self,
+        at: int,
+        number: int,
+        mesh: int,
+        reads: Collection[tuple[int, int]],
+        donated: Collection[int],
+        makes: Iterable[tuple[int, int]],
+    ) -> None:
+        """A mesh runs a program, between (buffer, slot) that it reads and makes."""
+        start = max([self.mesh_s[mesh], *(self.held[slot].ready_s for _, slot in reads)])
+        end = start + self.task_s[number]
         self.starts_s[at], self.ends_s[at] = start, end
-        self.mesh_s[task.mesh] = end
-        donated = {task.inputs[i] for i in task.donated}
-        for b, slot in dict.fromkeys(zip(self.expanded(task.inputs, step), step.inputs, strict=True)):
+        self.mesh_s[mesh] = end
+        for b, slot in reads:
             if b in donated:
                 # A copy of it that is still under way holds it; the task then works on memory of its own.
                 self.give_back(slot, max(start, self.held[slot].used_s))
             else:
                 self.held[slot].used_s = max(self.held[slot].used_s, end)
-        for b, slot in zip(self.expanded(task.outputs, step), step.outputs, strict=True):
+        for b, slot in makes:
             self.take(slot, b, start, end)
-        extra_bytes, holder = self.task_bytes[step.task], -1 - step.task
-        self.memory[task.mesh] += [(start, 1, extra_bytes, holder), (end, 0, extra_bytes, holder)]
+        extra_bytes, holder = self.task_bytes[number], -1 - number
+        self.memory[mesh] += [(start, 1, extra_bytes, holder), (end, 0, extra_bytes, holder)]
 
     def expanded(self, buffers: Sequence[int], step: Run) -> list[int]:
         """The buffer of each slot of a run."""
@@ -191,13 +213,14 @@ class _Clock:
             if isinstance(step, Free):
                 continue
             step_time_s = max(step_time_s, self.ends_s[at])
-            if isinstance(step, Run):
-                task = self.tasks[step.task]
-                busy[task.mesh] += self.task_s[step.task]
-                if task.kind.repeats:
-                    repeating[task.mesh] += self.task_s[step.task]
-                    first, last = spans[task.mesh]
-                    spans[task.mesh] = (min(first, self.starts_s[at]), max(last, self.ends_s[at]))
+            if isinstance(step, Run | Joined):
+                tasks = [self.tasks[number] for number, _ in runs_of(step)]
+                mesh = tasks[0].mesh
+                busy[mesh] += self.task_s[step.task]
+                if any(task.kind.repeats for task in tasks):
+                    repeating[mesh] += self.task_s[step.task]
+                    first, last = spans[mesh]
+                    spans[mesh] = (min(first, self.starts_s[at]), max(last, self.ends_s[at]))
         # At one moment, what comes back is there to be taken.
         memory = [
             _running((when, n if took else -n, took) for when, took, n, _ in self.memory[mesh]) for mesh in meshes

@@ -1,0 +1,129 @@
+"""First and last micro-batches that run as one program with what stands before and behind the loop.
+
+Gradients are exchanged once a step, behind the last micro-batch: a program of its own can hide that behind nothing.
+Compiled together with the backward pass of that micro-batch, the exchange of each gradient runs beside the backward
+passes of the layers in front of it; parameters that are gathered once run beside the first forward pass. Each such
+program is compiled in addition to those of the other micro-batches, so it must save a part of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.cost import peak_memory
+from autopar.cost.memory_program import task_program
+from autopar.cost.overlap import timed_together
+from autopar.errors import PlanMismatchError
+from autopar.hardware import host_cpu
+from autopar.inter_op.staged import JoinedTask, StagedStep, pipeline_page_fault_s
+from autopar.lowering.instructions import Key
+from autopar.runtime.pipeline.dataflow import Node
+from autopar.runtime.pipeline.emit import emit
+from autopar.runtime.pipeline.joining import joinable
+from autopar.runtime.pipeline.merge_buffers import merged
+from autopar.runtime.simulation.simulator import simulate
+
+LEAST_GAIN = 0.01  # of a step
+
+
+def join_where_it_pays(staged: StagedStep, limit_bytes: int) -> StagedStep:
+    """A step with those chains of runs as one program each that hide what is sent within a mesh, and so take at least
+    `LEAST_GAIN` off the step, within the memory that there is or that the step needs anyway.
+    """
+    hides = any(p.model.overlap.kinds for p in staged.stages)
+    for chain in joinable(staged.simulated.pipeline, staged.schedule) if hides else ():
+        task = joined_task(staged, chain)
+        apart_s = sum(staged.task_s[number] for number, _ in chain)
+        least_s = LEAST_GAIN * staged.simulation.step_time_s
+        if task.hidden_s <= sum(staged.hidden_s[number] for number, _ in chain) or apart_s - task.seconds < least_s:
+            continue
+        made = with_joined(staged, (*staged.joined, task))
+        most_bytes = max(limit_bytes, *staged.simulation.peak_bytes)
+        if made.simulation.step_time_s + least_s <= staged.simulation.step_time_s and (
+            max(made.simulation.peak_bytes) <= most_bytes
+        ):
+            staged = made
+    return staged
+
+
+def joined_as_named(staged: StagedStep, names: Sequence[tuple[str, ...]], step_name: str) -> StagedStep:
+    """A step with the chains that a plan names.
+
+    Raises: PlanMismatchError for a chain that the step does not have.
+    """
+    if not names:
+        return staged
+    chains = {chain_name(staged, chain): chain for chain in joinable(staged.simulated.pipeline, staged.schedule)}
+    unknown = [name for name in names if tuple(name) not in chains]
+    if unknown:
+        raise PlanMismatchError(
+            where=f"$.plan.pipeline.joined of the plan of {step_name}",
+            expected=f"tasks that can be one program: {sorted(chains)}",
+            got=str(unknown[0]),
+            hint="plan again, or leave the field out: nothing is then run as one program",
+        )
+    return with_joined(staged, [joined_task(staged, chain) for name, chain in chains.items() if name in set(names)])
+
+
+def chain_name(staged: StagedStep, chain: Sequence[Node]) -> tuple[str, ...]:
+    return tuple(staged.staged.tasks[number].name for number, _ in chain)
+
+
+def joined_task(staged: StagedStep, chain: tuple[Node, ...]) -> JoinedTask:
+    """What a chain costs as one program."""
+    tasks = [staged.staged.tasks[number] for number, _ in chain]
+    planned = staged.stages[tasks[0].stage]
+    graph, model = planned.stage.graph, planned.model
+    parts = [(task.instructions, graph.num_microbatches if task.kind.repeats else 1) for task in tasks]
+    ran = timed_together(graph, parts, model)
+    nbytes = peak_memory.estimate(joined_memory(staged, chain)[0], model.compiler).temporary_bytes
+    seconds = ran.end_s + host_cpu.page_fault_s(model.device, nbytes, 1) + model.device.call_s
+    return JoinedTask(parts=chain, seconds=seconds, hidden_s=ran.hidden_s, nbytes=nbytes)
+
+
+def joined_memory(staged: StagedStep, chain: Sequence[Node]) -> tuple[peak_memory.MemoryProgram, dict[int, Key]]:
+    """A chain as the prediction of memory reads it, see `task_program`. New state lies where old state did."""
+    tasks = [staged.staged.tasks[number] for number, _ in chain]
+    planned = staged.stages[tasks[0].stage]
+    graph, block = planned.stage.graph, planned.lowered.lowered
+    inputs, outputs = _places(staged, chain)
+    arguments = list(zip(block.block.inputs, block.entries(), strict=True))
+    results = list(zip(block.block.outputs, block.outputs, strict=True))
+    pairs = ((arguments[old], *results[new]) for old, new in graph.tied)
+    return task_program(
+        graph,
+        [i for task in tasks for i in task.instructions],
+        inputs,
+        outputs,
+        planned.model,
+        zeros=[key for task in tasks for key in task.zeros],
+        tied={old: (v, place) for old, v, place in pairs if isinstance(v, int) and place is not None},
+    )
+
+
+def _places(staged: StagedStep, chain: Sequence[Node]) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+    """The places that a chain reads, and those that it fills and that are read afterwards."""
+    pipeline, inside = staged.staged.pipeline, {number for number, _ in chain}
+    wanted = {t.source for t in pipeline.transfers} | set(pipeline.outputs)
+    wanted |= {b for number, task in enumerate(pipeline.tasks) if number not in inside for b in task.inputs}
+    inputs: dict[Key, None] = {}
+    made: dict[Key, bool] = {}
+    for number, _ in chain:
+        task, linked = staged.staged.tasks[number], pipeline.tasks[number]
+        inputs |= dict.fromkeys(key for key in task.inputs if key not in made)
+        for key, b in zip(task.outputs, linked.outputs, strict=True):
+            made[key] = b in wanted or key in inputs
+    return tuple(inputs), tuple(key for key, is_kept in made.items() if is_kept)
+
+
+def with_joined(staged: StagedStep, joined: Sequence[JoinedTask]) -> StagedStep:
+    """A step with chains as one program each, simulated anew."""
+    smaller, sent_s = merged(staged.staged.pipeline, staged.transfer_s)
+    program = emit(smaller, staged.schedule, joined=[task.parts for task in joined])
+    task_s = (*staged.task_s, *(task.seconds for task in joined))
+    task_bytes = (*staged.task_bytes, *(task.nbytes for task in joined))
+    simulation = simulate(program, task_s, sent_s, task_bytes)
+    waiting_s = pipeline_page_fault_s(simulation, program, staged.stages)
+    simulation = dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s, waiting_s=waiting_s)
+    return dataclasses.replace(staged, joined=tuple(joined), simulated=program, simulation=simulation)
