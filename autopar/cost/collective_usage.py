@@ -6,12 +6,14 @@ import dataclasses
 
 from autopar.attention.work import travelling
 from autopar.cost.cost_model import CostModel, ring_bytes
+from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
 from autopar.ir.graph import OpGraph, OpKind, Value
 from autopar.ir.layout import local_bytes
 from autopar.lowering.instructions import (
     Compute,
+    Key,
     Loop,
     LoweredBlock,
     Move,
@@ -39,11 +41,12 @@ class CollectiveUse:
 def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> tuple[CollectiveUse, ...]:
     """Every collective of a lowered step, in program order. Of a branch, the alternative that sends most."""
     found: list[CollectiveUse] = []
+    rounded = rounded_copies(graph, lowered.instructions, results_of(lowered), model)
     for instruction in lowered.instructions:
         if isinstance(instruction, Move):
-            value = graph.values[instruction.value]
+            value, is_rounded = graph.values[instruction.value], (instruction.value, instruction.target) in rounded
             for step in instruction.steps:
-                use = use_of_step(value, step, instruction, model)
+                use = use_of_step(value, step, instruction, model, is_rounded=is_rounded)
                 if use is not None:
                     found.append(use)
         elif isinstance(instruction, Compute) and instruction.reduced:
@@ -59,10 +62,21 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
     return tuple(found)
 
 
-def use_of_step(value: Value, step: ReshardStep, move: Move, model: CostModel) -> CollectiveUse | None:
-    """The collective of one step of a resharding; None for a step that stays on the device."""
+def results_of(lowered: LoweredBlock) -> list[Key]:
+    """What a block hands on, and where it lies."""
+    outputs = zip(lowered.block.outputs, lowered.outputs, strict=True)
+    return [(atom, place) for atom, place in outputs if isinstance(atom, int) and place is not None]
+
+
+def use_of_step(
+    value: Value, step: ReshardStep, move: Move, model: CostModel, *, is_rounded: bool
+) -> CollectiveUse | None:
+    """The collective of one step of a resharding; None for a step that stays on the device.
+
+    `is_rounded`: what is sent goes in 16 bits (`rounded_copies`).
+    """
     links = model.links
-    nbytes = value.nbytes * model.widening(value.dtype)
+    nbytes = value.nbytes * model.widening(value.dtype) * (0.5 if is_rounded else 1.0)
     collective = links.as_compiled(step, nbytes)
     if collective is None:
         return None

@@ -21,7 +21,6 @@ from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster, DeviceKind
 from autopar.hardware.collective_cost import CollectiveKind
-from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
@@ -71,7 +70,7 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
         links=MeshLinks(
             mesh=mesh,
             links=cluster.axis_links(mesh.axis_sizes),
-            scatters_by_all_reduce=platform is Platform.TPU,
+            scatters_by_all_reduce=sum(n > 1 for n in cluster.torus) == 3,
             transposing_s_per_byte=cluster.device.transposing_s(1.0, _ROW_BYTES),
             joint=cluster.joint_links(mesh.axis_sizes),
         ),

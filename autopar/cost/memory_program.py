@@ -12,8 +12,10 @@ from autopar.attention import ring
 from autopar.attention.work import block_bytes, row_bytes, travelling
 from autopar.cost import peak_memory
 from autopar.cost.attention_cost import kernel_under
+from autopar.cost.collective_usage import results_of
 from autopar.cost.cost_model import CostModel
 from autopar.cost.roofline import is_fusible
+from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
@@ -91,6 +93,7 @@ def task_program(
     steps: list[MemoryStep] = []
     env: dict[tuple[int, Place], int] = {}
     arguments = {(value, place): writer.define(value, place, env) for value, place in inputs}
+    writer.rounded |= rounded_copies(graph, instructions, outputs, model)
     for value, place in zeros:
         number = writer.define(value, place, env)
         steps.append(MemoryStep(inputs=(), outputs=(number,), kind="broadcast_in_dim", fusible=True))
@@ -119,9 +122,13 @@ def task_program(
     return program, writer.stands_for
 
 
+# Over dimensions of size one they are reshapes.
+_RESHAPING = frozenset({"broadcast_in_dim", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
+
+
 def kind_of(op: Op) -> str:
-    """The primitive's name; a broadcast that only adds dimensions of size one is a reshape."""
-    if op.primitive == "broadcast_in_dim" and op.eqn.outvars[0].aval.size == op.eqn.invars[0].aval.size:
+    """The primitive's name; a broadcast or a reduction of dimensions of size one only is a reshape."""
+    if op.primitive in _RESHAPING and op.eqn.outvars[0].aval.size == op.eqn.invars[0].aval.size:
         return "reshape"
     return op.primitive
 
@@ -145,7 +152,8 @@ def reduces_last(op: Op) -> bool:
 
 class _MemoryWriter:
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
-        self.graph, self.mesh, self.device = graph, model.links.mesh, model.device
+        self.graph, self.model, self.mesh, self.device = graph, model, model.links.mesh, model.device
+        self.rounded: set[tuple[int, Place]] = set()
         self.nbytes: dict[int, int] = {}
         self.stands_for: dict[int, tuple[int, Place]] = {}
 
@@ -176,6 +184,7 @@ class _MemoryWriter:
         return copy
 
     def block(self, lowered: LoweredBlock, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
+        self.rounded |= rounded_copies(self.graph, lowered.instructions, results_of(lowered), self.model)
         for instruction in lowered.instructions:
             self.instruction(instruction, env, steps)
 
@@ -275,6 +284,8 @@ class _MemoryWriter:
         for step in move.steps:
             last = step is move.steps[-1]
             after = self.define(move.value, move.target, env) if last else self.new(self.local(move.value, step.after))
+            if (move.value, move.target) in self.rounded:
+                self.nbytes[after] //= 2
             local = step.kind in (StepKind.SLICE, StepKind.MASK)
             kind = "slice" if local else step.kind.name.lower()
             steps.append(

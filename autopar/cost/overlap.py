@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.common.trace_events import TraceEvent as Shown
-from autopar.cost.collective_usage import CollectiveUse, use_of_step, uses_of_reduction, uses_of_ring
+from autopar.cost.collective_usage import CollectiveUse, results_of, use_of_step, uses_of_reduction, uses_of_ring
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
 from autopar.cost.host_usage import host_copy_s
 from autopar.cost.roofline import is_fusible
+from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.stream_simulator import Ran, Stream, StreamEvent, StreamWork, run
 from autopar.hardware.collective_cost import Fabric
 from autopar.ir.graph import OpGraph, OpKind
@@ -115,10 +116,12 @@ class _Writer:
     def __init__(self, graph: OpGraph, model: CostModel, costs: NodeCosts) -> None:
         self.graph, self.model, self.costs = graph, model, costs
         self.num_values = 0
+        self.rounded: set[Key] = set()
 
     def timed(self, lowered: LoweredBlock) -> Ran:
         made: dict[Key, int] = {}
         works: list[StreamWork] = []
+        self.rounded |= rounded_copies(self.graph, lowered.instructions, results_of(lowered), self.model)
         for instruction in lowered.instructions:
             self.instruction(instruction, made, works)
         return run(works, self.model.overlap.combined_bytes)
@@ -213,7 +216,8 @@ class _Writer:
         at = reads
         for step in move.steps:
             after = (self.new(),)
-            use = use_of_step(value, step, move, self.model)
+            is_rounded = (move.value, move.target) in self.rounded
+            use = use_of_step(value, step, move, self.model, is_rounded=is_rounded)
             if use is None:
                 works.append(_renamed(at, after))
             else:

@@ -25,7 +25,7 @@ from typing import Any
 
 from autopar.cost import xla_fusion, xla_program, xla_schedule
 from autopar.cost.xla_fusion import Kernel
-from autopar.cost.xla_program import CPU, GPU, TPU, Compiler, MemoryStep, compiler_for
+from autopar.cost.xla_program import COLLECTIVES, CPU, GPU, TPU, Compiler, MemoryStep, compiler_for
 from autopar.ir.primitives import MATRIX_PRODUCTS
 
 __all__ = [
@@ -161,7 +161,9 @@ def live_ranges(program: MemoryProgram, compiler: Compiler = GPU) -> tuple[LiveR
     donor = {r: a for a, r in program.donated.items()}
     for v, first in start.items():
         last = stop[v]
-        if v in donor:
+        if v in donor and compiler.copies_gathered_state and flat[first][0].kind in COLLECTIVES:
+            ranges.append(LiveRange(value=donor[v], start=0, stop=last_read[donor[v]]))
+        elif v in donor:
             last = min(last, last_read[donor[v]])
             if last == first + 1 and flat[first][0].in_place:
                 continue  # an elementwise update of the argument's own memory
@@ -227,6 +229,7 @@ def _take_over(flat: _Flat, start: Mapping[int, int], stop: dict[int, int], size
         if not (begins and kernel.in_place):
             continue
         free = [v for v in kernel.inputs if stop.get(v) == position + 1 and (v in carried or v in start)]
+        free = [v for v in free if v not in kernel.read_by_rows]
         for out in kernel.outputs:
             for v in free:
                 if size[v] == size[out] and start.get(v, -1) < position:

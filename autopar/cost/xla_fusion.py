@@ -9,6 +9,7 @@ Reshapes are names for the same memory.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from autopar.cost.xla_program import (
@@ -36,6 +37,8 @@ class Kernel:
 
     Attributes:
         in_place: An output may take the memory of an input of the same size that dies here.
+        reduces_rows: A reduction over the last dimension.
+        read_by_rows: Inputs whose memory no output may take all the same.
         after: Outputs of other kernels that must be there first although they are not read (barriers).
         behind_others: Of kernels that become ready together this one runs last.
         twice: Inputs or outputs that take their memory twice over.
@@ -49,6 +52,8 @@ class Kernel:
     outputs: tuple[int, ...]
     kind: str
     in_place: bool
+    reduces_rows: bool = False
+    read_by_rows: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     behind_others: bool = False
     twice: tuple[int, ...] = ()
@@ -142,6 +147,7 @@ def _block(
                     outputs=step.outputs,
                     kind=step.kind,
                     in_place=step.fusible or bool(step.body) or step.kind in ABSORBING,
+                    reduces_rows=step.kind in REDUCTIONS and step.reduces_last,
                     after=tuple(after),
                     # XLA folds the transpose of a weight's gradient into its product, which is made anew by that.
                     behind_others=step.kind in MATRIX_PRODUCTS and step.outputs[0] in transposed,
@@ -152,7 +158,22 @@ def _block(
                     block_carried=block_carried,
                 )
             )
-    return tuple(found)
+    return _with_row_kernels(found) if compiler.row_kernels else tuple(found)
+
+
+def _with_row_kernels(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+    """Marks what is read by rows: by a reduction over the last dimension, and by the one kernel that its result is for.
+
+    The two are one kernel. (Where several read the result, as those of a loss, it is made once by a kernel of its own.)
+    """
+    readers = Counter(v for kernel in kernels for v in kernel.inputs)
+    rows = {k.outputs[0]: k.inputs for k in kernels if k.reduces_rows and readers[k.outputs[0]] == 1}
+    return tuple(
+        dataclasses.replace(kernel, read_by_rows=tuple(v for r in kernel.inputs for v in rows.get(r, ())))
+        if any(r in rows for r in kernel.inputs)
+        else kernel
+        for kernel in kernels
+    )
 
 
 def _halves(

@@ -29,6 +29,7 @@ REDUCTIONS = frozenset(
     }
 )
 RANDOM_BITS = frozenset({"random_bits", "threefry2x32"})
+COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter"})
 # New names for memory that is already there.
 ALIASES = frozenset({"reshape", "squeeze", "expand_dims", "copy", "bitcast_convert_type", "optimization_barrier"})
 BARRIER = "optimization_barrier"
@@ -62,6 +63,10 @@ class Compiler:
         gathers_absorb: Computes what a gather reads on the way in: of log-probabilities those of the targets only.
         products_round: Keeps what only matrix products read, and made, in the 16 bits that their precision looks at.
         widens_half_precision: Keeps the 16-bit operands and results of matrix products in 32 bits.
+        copies_gathered_state: Copies state at the start of the step, and back at its end, where its new value comes
+            out of a collective.
+        row_kernels: Runs a reduction over the last dimension and what is made of its result and its operand as one
+            kernel, a row at a time (a softmax, its gradient, a norm), which writes to no memory that it reads.
     """
 
     breadth_first: bool
@@ -72,6 +77,8 @@ class Compiler:
     gathers_absorb: bool
     products_round: bool
     widens_half_precision: bool
+    copies_gathered_state: bool
+    row_kernels: bool
 
 
 CPU = Compiler(
@@ -83,6 +90,8 @@ CPU = Compiler(
     gathers_absorb=False,
     products_round=False,
     widens_half_precision=True,
+    copies_gathered_state=False,
+    row_kernels=False,
 )
 GPU = Compiler(
     breadth_first=False,
@@ -93,8 +102,10 @@ GPU = Compiler(
     gathers_absorb=True,
     products_round=False,
     widens_half_precision=False,
+    copies_gathered_state=False,
+    row_kernels=True,
 )
-TPU = dataclasses.replace(GPU, products_absorb=True, products_round=True)
+TPU = dataclasses.replace(GPU, products_absorb=True, products_round=True, copies_gathered_state=True, row_kernels=False)
 
 
 def compiler_for(platform: Platform, jax_version: tuple[int, ...]) -> Compiler:

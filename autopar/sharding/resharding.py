@@ -56,7 +56,8 @@ class MeshLinks:
     """A logical mesh and the link that each of its axes runs on.
 
     `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter over all
-    devices, as XLA does for TPU (seen in programs compiled for v5p slices; over a part of them it stays what it is).
+    devices, as XLA does on a torus of three dimensions (seen in programs for v5p; over a part of the devices, and on
+    v5e's torus of two dimensions, it stays what it is).
     `transposing_s_per_byte`: what a copy with another dimension last costs, where it costs more than others, as on CPU.
     `joint`: (axes in ascending order, link) of collectives over several axes at once (`Cluster.joint_links`).
     """

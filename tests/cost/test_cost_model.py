@@ -82,3 +82,13 @@ def test_a_copy_reads_what_its_operand_is_computed_from(operand, product, times)
         (dot,) = (op for op in graph.ops() if op.primitive == "dot_general")
         seconds.append(NodeCosts(graph, model).compute_s(dot, None))
     assert seconds[1] - seconds[0] == pytest.approx(times * WRITTEN * S_PER_BYTE)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "by_all_reduce"),
+    [("tpu-v5p:2x2x2", True), ("tpu-v5p:2x2x1", False), ("tpu-v5e:2x4", False), ("dgx-h100", False)],
+)
+def test_only_on_a_torus_of_three_dimensions_a_scatter_over_all_devices_is_an_all_reduce(cluster, by_all_reduce):
+    cluster = Cluster.parse(cluster)
+    links = cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))).links
+    assert links.scatters_by_all_reduce is by_all_reduce

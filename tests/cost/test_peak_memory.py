@@ -92,6 +92,35 @@ def test_a_gather_computes_what_it_reads_where_the_compiler_fuses_it():
     assert peak(program, apart) == 2 * BIG + SMALL  # the logarithm of everything is written first
 
 
+def test_a_softmax_and_its_gradient_take_no_memory_that_they_read_by_rows():
+    def gradient(compiler: peak_memory.Compiler, several: bool) -> int:
+        op = Builder()
+        x, w = op.value(BIG), op.value(SMALL)
+        weights, d = op("dot_general", x, w), op("dot_general", x, w)
+        total = op("reduce_sum", op("mul", d, weights), nbytes=SMALL)
+        out = op("dot_general", weights, op("dot_general", op("sub", d, total), w, nbytes=SMALL), nbytes=SMALL)
+        if several:
+            out = op("add", out, total, nbytes=SMALL)
+        return peak(op.program([x, w], [out]), compiler)
+
+    in_place = dataclasses.replace(GPU, row_kernels=False)
+    assert gradient(GPU, several=False) == 3 * BIG + SMALL  # d and what is made of it, beside the weights
+    assert gradient(in_place, several=False) == 2 * BIG + SMALL
+    # A sum that others read too is made by a kernel of its own.
+    assert gradient(GPU, several=True) == gradient(in_place, several=True) < 3 * BIG
+
+
+def test_state_that_a_tpu_gathers_into_is_copied_at_the_start():
+    op = Builder()
+    weight, shard = op.value(BIG), op.value(SMALL)
+    h = op("dot_general", weight, shard, nbytes=SMALL)
+    new = op("all_gather", op("sub", shard, h, nbytes=SMALL))
+    late = op("dot_general", new, shard, nbytes=SMALL)
+    program = op.program([weight, shard], [new, late], {weight: new})
+    assert peak(program, GPU) == SMALL  # the new weight takes the memory of the old one
+    assert peak(program, TPU) == BIG + SMALL
+
+
 def test_reshapes_are_names():
     op = Builder()
     x, w = op.value(BIG), op.value(SMALL)
