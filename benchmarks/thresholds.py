@@ -64,10 +64,6 @@ THRESHOLDS = [
         ),
     ),
     *_of(
-        "compiler.comparison",
-        ("NEARLY_EQUAL", "difference below which the mesh with fewer axes is taken", "costs are not known better"),
-    ),
-    *_of(
         "compiler.sources",
         ("WHOLE_UP_TO", "devices up to which a program without stages is searched for", "planning time"),
         (
@@ -80,6 +76,7 @@ THRESHOLDS = [
     ),
     *_of(
         "intra_op.spmd_search",
+        ("NEARLY_EQUAL", "difference below which the mesh with fewer axes is taken", "costs are not known better"),
         ("GAIN_OF_AN_AXIS", "gain of a second mesh axis from which three are tried", "planning time"),
         ("MEMORY_ROUNDS", "prices of a byte that are tried until a plan fits", PRICES),
         ("FIRST_PRICE", "the first of these prices, as a part of step time / peak", PRICES),

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.inter_op.evaluate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
+from autopar.intra_op.spmd_search import NEARLY_EQUAL
 from autopar.plan.context import Candidate, PlanningContext, Rejection
-
-# Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
-NEARLY_EQUAL = 0.005
 
 
 def best_program(context: PlanningContext) -> SpmdCandidate | None:

@@ -13,12 +13,14 @@ from autopar.compiler.no_plan import no_plan_error
 from autopar.compiler.pin_costs import price_of_pins
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
 from autopar.compiler.write_plan import plan_of
+from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.build_graph import build_graph
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.evaluate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.traced_step import TracedStep
+from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
@@ -87,6 +89,7 @@ def planning_context(
     return PlanningContext(
         traced=traced,
         graph=graph,
+        views=GraphViews(graph, flops_of),
         cluster=cluster,
         request=request,
         limit_bytes=request.memory_limit_bytes or int((1 - MEMORY_MARGIN) * cluster.device.memory_bytes),

@@ -18,7 +18,6 @@ from autopar.intra_op.memory_refusals import check_state_fits
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import LONG_STEP, mesh_candidates
 from autopar.plan.context import Candidate, PlanningContext, Rejection
-from autopar.sharding.semantics import annotate_semantics
 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.
@@ -68,7 +67,7 @@ def _bound(context: PlanningContext) -> PlanningContext:
     binding = context.request.binding
     if binding is None:
         return context
-    graph = annotate_semantics(context.graph)
+    graph = context.views.annotated
     binding.check(graph, context.cluster.num_devices)
     if binding.shares_sequences:
         check_attention(graph)

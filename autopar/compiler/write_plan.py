@@ -109,7 +109,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         predicted=prediction,
         solver=best.sharding.report,
         modules=module_rows(graph, best.lowered, best.model, prediction.collectives),
-        axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(graph)),),
+        axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(context.views.annotated)),),
         tried=_trials(context),
         notes=(*_notes_of(traced, graph), *notes),
         timeline=timeline,

@@ -122,6 +122,13 @@ class Ran:
             return sum(ran.hidden_s for work in self.order for ran in work.inside)
         return max(0.0, self.compute_s + self.send_s - self.end_s)
 
+    @property
+    def busy_s(self) -> float:
+        """How long the busier of the two streams has work: the step takes no less, in whatever order things run."""
+        compute_s = sum(work.seconds for work in self.order if _computes(work))
+        send_s = sum(work.seconds for work in self.order if work.stream in (Stream.SEND, Stream.BOTH))
+        return max(compute_s, send_s)
+
     def events(self) -> Iterator[StreamEvent]:
         """What took time, in order. A loop stands for its blocks."""
         for work, start_s in zip(self.order, self.starts_s, strict=True):

@@ -14,7 +14,6 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.sharding.constraints import Binding
 from autopar.sharding.parallelisms import data_axis
-from autopar.sharding.semantics import annotate_semantics
 
 SOURCE = "baselines"
 # Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
@@ -39,17 +38,16 @@ def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Re
     if along_largest:
         request = dataclasses.replace(context.request, fixed=along_largest)
         asked.append((ALONG_LARGEST, dataclasses.replace(context, request=request)))
-    annotated = annotate_semantics(context.graph)
     for name, binding in baseline_bindings():
         request = dataclasses.replace(context.request, binding=binding)
-        asked.append((name, dataclasses.replace(context, request=request, graph=annotated)))
+        asked.append((name, dataclasses.replace(context, request=request)))
     for name, bound in asked:
         if context.deadline.passed and name != ALONG_LARGEST:
             why = f"not tried: {context.deadline.text}"
             yield Rejection(source=SOURCE, text=name, why=why)
             continue
         with context.progress.pass_("data parallelism"):
-            found = search_mesh(bound, model, time_limit_s=context.deadline.solve_s())
+            found = search_mesh(bound, model, folds=True, only_if_faster=True, time_limit_s=context.deadline.solve_s())
         if isinstance(found, Rejection):
             yield dataclasses.replace(found, source=SOURCE, text=name)
         else:

@@ -11,6 +11,7 @@ from autopar.ir.layout import Layout, enumerate_layouts, enumerate_with_partial,
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import is_summing_type, sums_locally
 from autopar.ir.value_state import ALL
+from autopar.passes.fold_step import ONE_EACH, Weights
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.strategies import Signature, Strategy, enumerate_strategies, following
 
@@ -21,6 +22,7 @@ def build_choice_graph(
     transfer_layouts: Mapping[int, Layout] | None = None,
     arrivals: Mapping[int, Layout] | None = None,
     order_of: Callable[[Value], tuple[int, ...]] | None = None,
+    weights: Weights = ONE_EACH,
 ) -> ChoiceGraph:
     """Nodes and edges of a graph. Their order follows the program, so that it is the same in every process.
 
@@ -28,8 +30,11 @@ def build_choice_graph(
         transfer_layouts: For each SEND operation (by id) the layout of its operand.
         arrivals: For each input from another stage the layout in which it arrives.
         order_of: The mesh axes of a value in the order in which they split one of its dimensions; ascending by default.
+        weights: Of a graph whose repeated layers are folded, how many of the whole graph each operation stands for.
     """
-    return _Builder(graph, mesh, transfer_layouts or {}, arrivals or {}, order_of or (lambda value: ())).run()
+    builder = _Builder(graph, mesh, transfer_layouts or {}, arrivals or {}, order_of or (lambda value: ()))
+    builder.weights = weights
+    return builder.run()
 
 
 class _Builder:
@@ -43,6 +48,7 @@ class _Builder:
     ) -> None:
         self.graph, self.mesh, self.transfer_layouts, self.arrivals = graph, mesh, transfer_layouts, arrivals
         self.order_of = order_of
+        self.weights, self.weight = ONE_EACH, 1.0  # `weight` of the operation that reads
         self.once = graph.once() if graph.is_cut else frozenset()
         self.nodes: list[Node] = []
         self.unreduced: dict[int, LayoutSite] = {}
@@ -77,7 +83,7 @@ class _Builder:
             if isinstance(atom, int):
                 self.followed.add(atom)  # a result of the step is whole, wherever it lies
         reshards = [r for value, r in self.placements.items() if value in self.followed]
-        reshards += shared_reads(self.reads, self.copy)
+        reshards += shared_reads(self.reads, self.copy, self.weights.of_value)
         return ChoiceGraph(
             mesh=self.mesh, nodes=tuple(self.nodes), reshards=tuple(reshards), unreduced=self.unreduced,
             reduced=self.reduced, copies=self.copies, of_op=self.of_op, partials=self.partials, lists=self.lists,
@@ -130,6 +136,7 @@ class _Builder:
 
     def block(self, block: Block) -> None:
         for op in block.ops:
+            self.weight = self.weights.of_op.get(op.id, 1.0)
             if op.kind is OpKind.EQUATION:
                 self.equation(op)
             elif op.kind is OpKind.BARRIER:
@@ -362,7 +369,8 @@ class _Builder:
         source = self.unreduced[atom] if unreduced else self.reduced[atom]
         if not unreduced:
             self.followed.add(atom)
-        self.reads.append(Read(value=atom, source=source, target=LayoutSite(node, layouts), role=role, count=count))
+        target = LayoutSite(node, layouts)
+        self.reads.append(Read(value=atom, source=source, target=target, role=role, count=count, weight=self.weight))
 
     def read_into(
         self, atom: Atom, home: LayoutSite | None, role: Role, count: float, *, unreduced: bool = False

@@ -30,6 +30,7 @@ from autopar.intra_op.slack import discount_overlap, slacks_s
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, replicated
 from autopar.lowering.decisions import Relaxation, ShardingPlan, SolverReport
+from autopar.passes.fold_step import ONE_EACH, Weights
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout
 
@@ -82,8 +83,10 @@ class IntraOp:
         *,
         constraints: Constraints | None = None,
         paired_ops: Sequence[tuple[Op, Op]] = (),
+        weights: Weights = ONE_EACH,
     ) -> None:
-        """`constraints` bind everything that is not `given`. Each pair of `paired_ops` shares its decisions.
+        """`constraints` bind everything that is not `given`. Each pair of `paired_ops` shares its decisions. `weights`:
+        of a graph whose repeated layers are folded.
 
         Raises: InvalidArgumentError for a pin that a value cannot have, UnsupportedError where the constraints require
         a split that the graph's attention cannot have.
@@ -95,7 +98,7 @@ class IntraOp:
             check_heads(graph, constraints.parts_of_heads(model.links.mesh))
             check_rings(graph, constraints.parts_of_rings(model.links.mesh))
         order_of = constraints.order_of if constraints is not None else None
-        self.choices = build_choice_graph(graph, model.links.mesh, given.transfers, given.arrivals, order_of)
+        self.choices = build_choice_graph(graph, model.links.mesh, given.transfers, given.arrivals, order_of, weights)
         self.masks = Masks(graph, self.choices, constraints) if constraints is not None else None
         self.relaxation: Relaxation | None = None
         self._costs = NodeCosts(graph, model)

@@ -7,7 +7,7 @@ roles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.intra_op.choice_graph import LayoutSite, Reshard, any_partial
 from autopar.ir.graph import Role
@@ -16,28 +16,40 @@ from autopar.ir.value_state import ALL
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """`target` reads a value that lies at `source`; counted `count` times a step."""
+    """`target` reads a value that lies at `source`; counted `count` times a step, for so many readers (`weight`)."""
 
     value: int
     source: LayoutSite
     target: LayoutSite
     role: Role
     count: float
+    weight: float = 1.0
 
 
-def shared_reads(reads: Sequence[Read], new_copy: Callable[[int, str, LayoutSite, float], Reshard]) -> list[Reshard]:
-    """The edges of the reads. `new_copy(value, readers, source, count)` makes a copy and the edge that fills it."""
+def shared_reads(
+    reads: Sequence[Read],
+    new_copy: Callable[[int, str, LayoutSite, float], Reshard],
+    copies: Mapping[int, float] | None = None,
+) -> list[Reshard]:
+    """The edges of the reads. `new_copy(value, readers, source, count)` makes a copy and the edge that fills it.
+
+    A value that stands for several (`copies`) is copied for each of them, however many readers stand for more.
+    """
     reshards: list[Reshard] = []
     groups: dict[tuple[int, LayoutSite], dict[Role, dict[LayoutSite, float]]] = {}
+    weight_at: dict[tuple[int, LayoutSite], float] = {}
     for read in reads:
         targets = groups.setdefault((read.value, read.source), {}).setdefault(read.role, {})
         targets[read.target] = max(targets.get(read.target, 0.0), read.count)
+        if read.weight != 1.0:
+            weight_at[read.value, read.target] = read.weight
 
     def copied(value: int, readers: str, source: LayoutSite, counts: dict[LayoutSite, float]) -> LayoutSite:
         """Where readers read a value: a copy if there are several, else its source."""
         if len(counts) < 2 or len(source.layouts) == 1 or any_partial(source.layouts):
             return source
-        reshards.append(new_copy(value, readers, source, max(counts.values())))
+        each = max(count / weight_at.get((value, target), 1.0) for target, count in counts.items())
+        reshards.append(new_copy(value, readers, source, each * (copies or {}).get(value, 1.0)))
         return reshards[-1].target
 
     for (value, source), by_role in groups.items():

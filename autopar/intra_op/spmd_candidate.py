@@ -7,9 +7,10 @@ from typing import Any
 
 from autopar.cost import peak_memory
 from autopar.cost.compute_times import compute_times_s
-from autopar.cost.cost_model import CostModel
+from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import timed
+from autopar.cost.stream_simulator import Ran
 from autopar.hardware import host_cpu
 from autopar.ir.graph import OpGraph
 from autopar.lowering.decisions import ShardingPlan
@@ -61,13 +62,36 @@ class SpmdCandidate:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TimedSharding:
+    """Decisions for a graph on one mesh, lowered and on the clock; `costs` are of the same graph and mesh."""
+
+    sharding: ShardingPlan
+    lowered: LoweredBlock
+    ran: Ran
+    costs: NodeCosts
+
+
+def timed_sharding(
+    graph: OpGraph, model: CostModel, sharding: ShardingPlan, costs: NodeCosts | None = None
+) -> TimedSharding:
+    """Lowers decisions and reads off how long they take."""
+    costs = costs or NodeCosts(graph, model)
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, model.links.mesh)
+    return TimedSharding(sharding=sharding, lowered=lowered, ran=timed(graph, lowered, model, costs), costs=costs)
+
+
 def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> SpmdCandidate:
     """Lowers decisions, and computes their exact memory and time."""
-    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, model.links.mesh)
+    return with_memory(graph, model, timed_sharding(graph, model, sharding))
+
+
+def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> SpmdCandidate:
+    """Decisions that are on the clock, with the memory that they take."""
+    sharding, lowered, ran = found.sharding, found.lowered, found.ran
     program, stands_for = memory_program(graph, lowered, model)
     estimate = peak_memory.estimate(program, model.compiler)
-    seconds = compute_times_s(graph, lowered, model)
-    ran = timed(graph, lowered, model)
+    seconds = compute_times_s(graph, lowered, model, found.costs)
     split = {op: s.split / model.links.mesh.num_devices for op, s in sharding.strategy.items()}
     least = 1 / model.links.mesh.num_devices
     return SpmdCandidate(

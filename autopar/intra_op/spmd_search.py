@@ -7,20 +7,34 @@ import itertools
 import math
 import operator
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, cost_model
+from autopar.common.units import text_of_s
+from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, NodeCosts, cost_model
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.logical_meshes import logical_meshes
 from autopar.intra_op.memory_prices import MemoryPrices, search_price
 from autopar.intra_op.memory_refusals import cannot_fit
-from autopar.intra_op.spmd_candidate import SpmdCandidate, evaluated, over_limit_values
+from autopar.intra_op.spmd_candidate import (
+    SpmdCandidate,
+    TimedSharding,
+    over_limit_values,
+    timed_sharding,
+    with_memory,
+)
+from autopar.intra_op.symmetry import SMALL, whole_nodes
+from autopar.intra_op.unfold import unfold
+from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
+from autopar.passes.fold_step import ONE_EACH, FoldedStep
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.sharding.pins import PinsOnMesh
 from autopar.solver import Solution, Status
 
 SOURCE = "logical meshes"
+# Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
+NEARLY_EQUAL = 0.005
 GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be tried
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
@@ -59,7 +73,8 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
                 may_fit = True
             with context.progress.pass_(f"mesh {mesh}"):
                 model, time_s = cost_model(context.cluster, mesh), deadline.solve_s(len(meshes) - number)
-                outcome = search_mesh(context, model, pins, time_limit_s=time_s)
+                folds = context.request.leaves_layouts_free
+                outcome = search_mesh(context, model, pins, folds=folds, time_limit_s=time_s)
         yield outcome
         context = context.after([outcome])
 
@@ -87,8 +102,19 @@ def worth_trying(mesh: LogicalMesh, candidates: Sequence[SpmdCandidate], limit_b
     )
 
 
+def longest_s(context: PlanningContext) -> float:
+    """Step time from which on a candidate is neither the plan nor wanted beside it, once there is one that fits."""
+    return context.fastest_s * max(1 + NEARLY_EQUAL, context.keep_tolerance)
+
+
 def search_mesh(
-    context: PlanningContext, model: CostModel, pins: PinsOnMesh | None = None, *, time_limit_s: float
+    context: PlanningContext,
+    model: CostModel,
+    pins: PinsOnMesh | None = None,
+    *,
+    folds: bool = False,
+    only_if_faster: bool = False,
+    time_limit_s: float,
 ) -> SpmdCandidate | Rejection:
     """The fastest plan on one mesh that fits into the memory, else the smallest plan that was found.
 
@@ -99,49 +125,110 @@ def search_mesh(
     (`_MeshSearch.leaner`), unless a plan on another mesh fits and is as fast. The whole search takes at most
     `time_limit_s`, except for its last solution.
 
-    Returns a rejection when the time limit passed without any plan.
+    With `folds`, of repeated layers three are searched for (`passes.fold_step`), and what is found is worked out on the
+    whole step.
+
+    Returns a rejection when the time limit passed without any plan, and with `only_if_faster` for what takes longer
+    than another candidate that fits.
     """
     until_s = time.perf_counter() + time_limit_s
-    request, graph, mesh = context.request, context.graph, model.links.mesh
-    arguments = graph.block.inputs[len(graph.constants) :]
-    intra_op = IntraOp(
-        graph,
-        model,
-        GivenLayouts(
-            fixed={arguments[i]: layout for i, layout in request.fixed},
-            pins=pins.layouts(graph) if pins is not None else {},
-            in_host=frozenset(arguments[i] for i in request.in_host),
-        ),
-        constraints=request.binding.on(mesh.num_devices)[1] if request.binding is not None else None,
-    )
+    request, mesh = context.request, model.links.mesh
+    intra_op, step = _problem(context, model, pins, folds=folds)
     free = intra_op.solve(time_limit_s=time_limit_s)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
         why = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
         if free.status is Status.INFEASIBLE:
             why = IMPOSSIBLE
         return Rejection(source=SOURCE, text=f"mesh {mesh}", why=why, axis_sizes=mesh.axis_sizes)
-    search = _MeshSearch(context=context, intra_op=intra_op, free=free, pins=pins, until_s=until_s)
-    best = search.candidate(free)
-    exposed_fraction = 1.0
+    search = _MeshSearch(
+        context=context,
+        intra_op=intra_op,
+        step=step,
+        costs=NodeCosts(context.graph, model),
+        free=free,
+        pins=pins,
+        until_s=until_s,
+    )
+    if (least_s := search.least_s(free)) > longest_s(context) and only_if_faster:
+        return _slower(context, model, least_s)
+    fastest, exposed_fraction = search.timed(free), 1.0
     # A recipe means the plan that its source describes, which does not count on what is hidden.
-    hides = model.overlap.kinds and request.binding is None and best.sends
+    hides = model.overlap.kinds and request.binding is None and fastest.ran.send_s
     for fraction in EXPOSED_FRACTIONS if hides else ():
         hidden = intra_op.solve(time_limit_s=search.left_s, exposed_fraction=fraction)
-        if hidden.status in (Status.OPTIMAL, Status.FEASIBLE):
-            candidate = search.candidate(search.at_full_cost(hidden))
-            if candidate.step_time_s < best.step_time_s:
-                best, exposed_fraction = candidate, fraction
+        if hidden.status in (Status.OPTIMAL, Status.FEASIBLE) and search.least_s(hidden) < fastest.ran.end_s:
+            other = search.timed(search.at_full_cost(hidden))
+            if other.ran.end_s < fastest.ran.end_s:
+                fastest, exposed_fraction = other, fraction
+    if fastest.ran.end_s > longest_s(context) and only_if_faster:
+        return _slower(context, model, fastest.ran.end_s, fastest.ran.end_s)
+    best = search.candidate(fastest)
     if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
         return best
     return search.leaner(best, exposed_fraction)
 
 
+def _slower(context: PlanningContext, model: CostModel, least_s: float, step_time_s: float | None = None) -> Rejection:
+    """Of what takes longer than a candidate that fits, before its memory is worked out, or its time (None)."""
+    slower = text_of_s(least_s - context.fastest_s)
+    return Rejection(
+        source=SOURCE,
+        text=f"mesh {model.links.mesh}",
+        why=f"slower by {slower}" if step_time_s is not None else f"not worked out: slower by {slower} or more",
+        axis_sizes=model.links.mesh.axis_sizes,
+        step_time_s=step_time_s,
+    )
+
+
+def _problem(
+    context: PlanningContext, model: CostModel, pins: PinsOnMesh | None, *, folds: bool
+) -> tuple[IntraOp, FoldedStep | None]:
+    """The integer program of one mesh, and the step with its layers folded where it is that one's.
+
+    Problems so small that they are solved whole (`symmetry.SMALL`) are left whole here too: equal layers may then be
+    decided differently.
+    """
+    request, views = context.request, context.views
+    annotates = request.binding is not None
+    step = (views.annotated_fold if annotates else views.folded) if folds else None
+    if step is not None:
+        intra_op = _intra_op(context, model, pins, step.graph, step)
+        if whole_nodes(intra_op.choices, step.weights.of_value) > SMALL:
+            return intra_op, step
+    return _intra_op(context, model, pins, views.annotated if annotates else context.graph, None), None
+
+
+def _intra_op(
+    context: PlanningContext, model: CostModel, pins: PinsOnMesh | None, graph: OpGraph, step: FoldedStep | None
+) -> IntraOp:
+    """The integer program of a graph, that of the step or its folded one."""
+    request, whole = context.request, context.graph
+    arguments, stays = whole.block.inputs[len(whole.constants) :], set(graph.block.inputs)
+    return IntraOp(
+        graph,
+        model,
+        GivenLayouts(
+            fixed={arguments[i]: layout for i, layout in request.fixed if arguments[i] in stays},
+            pins=pins.layouts(graph) if pins is not None else {},
+            in_host=frozenset(arguments[i] for i in request.in_host if arguments[i] in stays),
+        ),
+        constraints=request.binding.on(model.links.mesh.num_devices)[1] if request.binding is not None else None,
+        paired_ops=step.alike if step is not None else (),
+        weights=step.weights if step is not None else ONE_EACH,
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _MeshSearch:
-    """The integer program of one mesh, its solution for the least time, and the deadline of the search on it."""
+    """The integer program of one mesh, its solution for the least time, and the deadline of the search on it.
+
+    `step`: the folded step of the program, None where the program is of the whole graph.
+    """
 
     context: PlanningContext
     intra_op: IntraOp
+    step: FoldedStep | None
+    costs: NodeCosts
     free: Solution
     pins: PinsOnMesh | None
     until_s: float
@@ -150,10 +237,34 @@ class _MeshSearch:
     def left_s(self) -> float:
         return max(self.until_s - time.perf_counter(), 1.0)
 
-    def candidate(self, solution: Solution) -> SpmdCandidate:
-        """A solution, lowered and evaluated."""
-        candidate = evaluated(self.context.graph, self.intra_op.model, self.intra_op.decode(solution))
-        return dataclasses.replace(candidate, pins=self.pins)
+    def least_s(self, solution: Solution) -> float:
+        """Seconds that a solution takes at least: how long the busier stream of its folded program has work. Zero where
+        nothing is folded, and the time itself costs as little.
+        """
+        if self.step is None:
+            return 0.0
+        return timed_sharding(self.step.graph, self.intra_op.model, self.intra_op.decode(solution)).ran.busy_s
+
+    def timed(self, solution: Solution) -> TimedSharding:
+        """A solution on the clock, on the whole step."""
+        sharding = self.intra_op.decode(solution)
+        if self.step is not None:
+            sharding = unfold(sharding, self.context.views.partials, self.context.graph, self.step)
+        return timed_sharding(self.context.graph, self.intra_op.model, sharding, self.costs)
+
+    def candidate(self, found: TimedSharding) -> SpmdCandidate:
+        """What is on the clock, worked out."""
+        return dataclasses.replace(with_memory(self.context.graph, self.intra_op.model, found), pins=self.pins)
+
+    def prices(self, s_per_byte: float, values: frozenset[tuple[int, str]]) -> MemoryPrices:
+        """A price on the bytes of values of the whole step."""
+        if self.step is None:
+            return MemoryPrices(s_per_byte=s_per_byte, values=values)
+        like = Counter((self.step.value_of[v], state) for v, state in values)
+        copies: dict[int, float] = {}
+        for (v, _), times in like.items():
+            copies[v] = max(copies.get(v, 0.0), float(times))
+        return MemoryPrices(s_per_byte=s_per_byte, values=frozenset(like), copies=copies)
 
     def at_full_cost(self, solution: Solution) -> Solution:
         """A solution under another objective, with its cost under the objective of the search, and the bound of that
@@ -175,11 +286,11 @@ class _MeshSearch:
             nonlocal smallest, smallest_fits, priced
             if time.perf_counter() > self.until_s:
                 return None
-            prices = MemoryPrices(s_per_byte=s_per_byte, values=priced)
+            prices = self.prices(s_per_byte, priced)
             solution = self.intra_op.solve(time_limit_s=self.left_s, prices=prices, exposed_fraction=exposed_fraction)
             if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
                 return None
-            candidate = self.candidate(self.at_full_cost(solution))
+            candidate = self.candidate(self.timed(self.at_full_cost(solution)))
             fits = candidate.peak_bytes <= limit_bytes
             if (not fits, _rank(candidate, fits)) < (not smallest_fits, _rank(smallest, smallest_fits)):
                 smallest = candidate

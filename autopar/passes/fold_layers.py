@@ -1,7 +1,7 @@
-"""Folding of repeated layers: of each run of equal layers, the first and the last stay.
+"""Folding of repeated layers: of each run of equal layers, the first and the last stay, and one between if asked for.
 
-The decisions for one of forty equal layers serve all of them, so the search needs no others. The two layers that stay
-count for the whole run.
+The decisions for one of forty equal layers serve all of them, so the search needs no others. The layers that stay count
+for the whole run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class FoldedGraph:
 
     `layer_of[op.id]` of the operations that stay (None as in `LayerAssignment`, but only where several layers read what
     is made); `stands_for[l]` is the layer that layer l is like, itself where it stays; `weight[l]` how many layers one
-    that stays counts for; `home_of[i]` the layer of the i-th input; `alike` the operations of the first layer of each
-    run with those of its last.
+    that stays counts for; `home_of[i]` the layer of the i-th input; `alike` the operations of each layer of a run that
+    stays with those of the next one that does; `members[l]` the operations of layer l of the whole graph, in an order
+    in which those of equal layers correspond.
     """
 
     graph: OpGraph
@@ -32,6 +33,7 @@ class FoldedGraph:
     weight: dict[int, float]
     home_of: tuple[int, ...]
     alike: tuple[tuple[Op, Op], ...]
+    members: Mapping[int, Sequence[Op]] = dataclasses.field(repr=False, compare=False)
 
     def copies(self) -> dict[int, float]:
         """For each value of the smaller graph, for how many of the whole one it counts, where that is not one."""
@@ -43,8 +45,14 @@ class FoldedGraph:
         return {v: n for v, n in counts.items() if n != 1.0}
 
 
-def fold_layers(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> FoldedGraph:
+def fold_layers(
+    graph: OpGraph, assignment: LayerAssignment, num_layers: int, *, ends_apart: bool = False
+) -> FoldedGraph:
     """Drops the inner layers of every run of three or more equal ones.
+
+    The first and last layer of a run count for half of it each. With `ends_apart` they count for themselves, and the
+    second one stays for all between: then what is sent between neighbours counts as often as the whole graph sends it,
+    from the layer in front of the run to its first, within the run, and from its last to the layer behind.
 
     Readers of a dropped layer read its counterpart in a layer that stays: later operations that of the layer that ran
     first, so that every value is computed before it is read. A run without such counterparts (a layer reads a value of
@@ -52,19 +60,51 @@ def fold_layers(graph: OpGraph, assignment: LayerAssignment, num_layers: int) ->
     """
     members = members_of(graph, assignment)
     kinds = layer_kinds(graph, members, num_layers)
-    runs = [list(equal) for _, equal in itertools.groupby(range(num_layers), key=lambda layer: kinds[layer])]
+    equal = (list(run) for _, run in itertools.groupby(range(num_layers), key=lambda layer: kinds[layer]))
+    runs = [_Run(layers=tuple(run), ends_apart=ends_apart) for run in equal]
+    runs = [run for run in runs if len(run.staying) < len(run.layers)]
     layer_of = dict(zip((op.id for op in graph.block.ops), assignment.layer_of, strict=True))
     while True:
-        folded = _drop_inner_layers(
-            [run for run in runs if len(run) > 2], graph, assignment, layer_of, members, num_layers
-        )
+        folded = _drop_inner_layers(runs, graph, assignment, layer_of, members, num_layers)
         if isinstance(folded, FoldedGraph):
             return folded
-        runs = [run for run in runs if folded not in run]
+        runs = [run for run in runs if folded not in run.layers]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Neighbouring layers of equal structure. `ends_apart` as in `fold_layers`."""
+
+    layers: tuple[int, ...]
+    ends_apart: bool
+
+    @property
+    def staying(self) -> tuple[int, ...]:
+        """The layers that stay, in order."""
+        first, last = self.layers[0], self.layers[-1]
+        return tuple(sorted({first, first + 1, last} if self.ends_apart and last > first else {first, last}))
+
+    @property
+    def stand_ins(self) -> tuple[int, int]:
+        """The two layers that stand for those that are dropped: for readers behind them, and in front of them."""
+        return self.staying[-2], self.staying[-1]
+
+    def weights(self) -> dict[int, float]:
+        if self.ends_apart:
+            first, inner, last = self.staying
+            return {first: 1.0, inner: float(len(self.layers) - 2), last: 1.0}
+        return dict.fromkeys(self.staying, len(self.layers) / 2)
+
+    def stands_for(self) -> dict[int, int]:
+        if self.ends_apart:
+            return {layer: layer if layer in self.staying else self.stand_ins[0] for layer in self.layers}
+        first, last = self.staying
+        half = (first + last + 1) // 2
+        return {layer: first if layer < half else last for layer in self.layers}
 
 
 def _drop_inner_layers(
-    runs: Sequence[Sequence[int]],
+    runs: Sequence[_Run],
     graph: OpGraph,
     assignment: LayerAssignment,
     layer_of: dict[int, int | None],
@@ -72,7 +112,7 @@ def _drop_inner_layers(
     num_layers: int,
 ) -> FoldedGraph | int:
     """The graph without the inner layers of the runs, or a layer that cannot be dropped."""
-    dropped = {layer: (run[0], run[-1]) for run in runs for layer in run[1:-1]}
+    dropped = {layer: run.stand_ins for run in runs for layer in run.layers if layer not in run.staying}
     kept = _rewired(dropped, graph, layer_of, members)
     if isinstance(kept, int):
         return kept
@@ -81,9 +121,8 @@ def _drop_inner_layers(
     weight = {layer: 1.0 for layer in range(num_layers) if layer not in dropped}
     stands_for = {layer: layer for layer in range(num_layers)}
     for run in runs:
-        weight[run[0]] = weight[run[-1]] = len(run) / 2
-        half = (run[0] + run[-1] + 1) // 2
-        stands_for.update({layer: run[0] if layer < half else run[-1] for layer in run})
+        weight |= run.weights()
+        stands_for |= run.stands_for()
     counted = tuple(
         _with_count(op, weight[its]) if (its := layer_of[op.id]) is not None and weight[its] != 1.0 else op
         for op in kept
@@ -94,12 +133,16 @@ def _drop_inner_layers(
     return FoldedGraph(
         graph=_smaller(graph, counted, inputs),
         alike=tuple(
-            (stays[a.id], stays[b.id]) for run in runs for a, b in zip(members[run[0]], members[run[-1]], strict=True)
+            (stays[a.id], stays[b.id])
+            for run in runs
+            for one, other in itertools.pairwise(run.staying)
+            for a, b in zip(members[one], members[other], strict=True)
         ),
         layer_of={op.id: layer_of[op.id] for op in counted},
         stands_for=tuple(stands_for[layer] for layer in range(num_layers)),
         weight=weight,
         home_of=tuple(assignment.homes[i] for i in inputs),
+        members=members,
     )
 
 
@@ -109,12 +152,12 @@ def _rewired(
     layer_of: Mapping[int, int | None],
     members: Mapping[int, Sequence[Op]],
 ) -> list[Op] | int:
-    """The operations of the layers that stay; they read the first or last layer of a run in place of dropped ones.
+    """The operations of the layers that stay; they read those that stand for dropped layers in the place of these.
 
-    `dropped[l]` are these two layers. A layer that cannot be dropped instead, where an operation would read a value
-    before it is made.
+    `dropped[l]` are the two layers that stand for it. A layer that cannot be dropped instead, where an operation would
+    read a value before it is made.
     """
-    # Each value of a dropped layer -> its counterparts in the first and the last layer of the run.
+    # Each value of a dropped layer -> its counterparts in the two layers that stand for it.
     counterparts: dict[int, tuple[int, int]] = {}
     for layer, (first, last) in dropped.items():
         for op, a, b in zip(members[layer], members[first], members[last], strict=True):

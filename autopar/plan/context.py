@@ -13,6 +13,7 @@ from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph
 from autopar.ir.traced_step import TracedStep
+from autopar.passes.graph_views import GraphViews
 from autopar.plan.options import PlanRequest
 from autopar.plan.schema import RejectionRecord
 from autopar.sharding.rules import RuleBook
@@ -74,10 +75,12 @@ class PlanningContext:
         keep_tolerance: Candidates that take at most this many times as long as the best are wanted too; 1: none.
         to_beat_s: Step time of the best plan so far; slower candidates need no evaluation.
         results: The candidates and rejections of earlier sources.
+        views: The graph with its repeated layers folded, and annotated.
     """
 
     traced: TracedStep
     graph: OpGraph
+    views: GraphViews
     cluster: Cluster
     request: PlanRequest
     limit_bytes: int

@@ -9,6 +9,7 @@ partial layouts without a gain.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from autopar.ir.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind
 from autopar.ir.primitives import is_summing_type, linear_operands, sums_locally
@@ -56,6 +57,15 @@ def find_partials(graph: OpGraph) -> Partials:
             operands[op.id] = members
             wanted += [a for i in members if isinstance(a := op.inputs[i], int)]
     return Partials(frozenset(kept), operands)
+
+
+def same_partials(whole: Partials, folded: Partials, op_of: Mapping[int, int], value_of: Mapping[int, int]) -> bool:
+    """Whether sums may stay partial in a graph where those of a folded one that they are like may, and nowhere else.
+
+    `op_of` and `value_of` are what operations and values of the whole graph are like.
+    """
+    alike = all((v in whole.kept) == (like in folded.kept) for v, like in value_of.items())
+    return alike and all(whole.operands.get(op) == folded.operands.get(like) for op, like in op_of.items())
 
 
 def _forward(

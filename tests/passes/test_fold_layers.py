@@ -65,6 +65,17 @@ def test_a_chain_of_six_layers():
     assert_is_a_graph(smaller.graph)
 
 
+def test_a_chain_whose_ends_stand_apart():
+    """Layers 1 to 4 are equal: 1 and 4 stay for themselves, 2 for itself and 3, which 4 reads by way of 2."""
+    graph = chain(6)
+    layers = find_layers(graph, flops_of)
+    smaller = fold_layers(graph, assign_layers(graph, layers), len(layers), ends_apart=True)
+    assert smaller.stands_for == (0, 1, 2, 2, 4, 5)
+    assert smaller.weight == {0: 1.0, 1: 1.0, 2: 2.0, 4: 1.0, 5: 1.0}
+    assert flops(smaller.graph) == flops(graph)
+    assert_is_a_graph(smaller.graph)
+
+
 @pytest.mark.parametrize("num_layers", [2, 3, 4])
 def test_short_chains_stay_whole(num_layers):
     graph = chain(num_layers)

@@ -1,0 +1,171 @@
+"""Folding of the repeated layers of a step that is not cut, and what each operation and value of it is like.
+
+Decisions for the folded graph are decisions for the whole step: an operation that was dropped is decided like its
+counterpart in a layer that stays. A step of forty equal layers is searched for as one of three.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+
+from autopar.ir.graph import Op, OpGraph, Role, Section, walk
+from autopar.ir.rewrite import makers
+from autopar.passes.assign_layers import assign_layers
+from autopar.passes.fold_layers import fold_layers
+from autopar.passes.layers import find_layers
+
+_SECTION = {Role.FORWARD: Section.FORWARD, Role.BACKWARD: Section.BACKWARD, Role.UPDATE: Section.AFTER}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """For how many operations, and values, of a whole graph one of a folded graph stands, where not for one. Bodies of
+    loops too.
+    """
+
+    of_op: Mapping[int, float]
+    of_value: Mapping[int, float]
+
+
+ONE_EACH = Weights(of_op={}, of_value={})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedStep:
+    """A step with its repeated layers taken out.
+
+    `graph` has what stays, with the numbers of the whole graph; `alike` are operations that are to be decided alike
+    (`FoldedGraph`). `op_of[o]` and `value_of[v]` are the operation and value of it that o and v of the whole graph are
+    like, themselves where they stay.
+    """
+
+    graph: OpGraph
+    alike: tuple[tuple[Op, Op], ...]
+    op_of: Mapping[int, int]
+    value_of: Mapping[int, int]
+    weights: Weights
+
+
+def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None:
+    """The step with its repeated layers taken out; None where nothing is repeated, or where it is not known of all that
+    would be dropped what it is like. `flops(op)` is the arithmetic of one run of an equation.
+
+    Layers are found as for pipelines, by the passes in which operations stand.
+    """
+    sections = _SECTION if graph.forward_role is Role.FORWARD else dict.fromkeys(Role, Section.FORWARD)
+    cut = _with_sections(graph, lambda op: sections[op.role])
+    layers = find_layers(cut, flops)
+    folded = fold_layers(cut, assign_layers(cut, layers), len(layers), ends_apart=True)
+    if len(folded.graph.block.ops) == len(graph.block.ops):
+        return None
+    whole = _with_sections(folded.graph, lambda op: Section.WHOLE)
+    ops = {op.id: op for op in whole.block.ops}
+    likeness = _Likeness(graph, whole)
+    for layer, stand_in in enumerate(folded.stands_for):
+        if layer != stand_in:
+            for op, like in zip(folded.members[layer], folded.members[stand_in], strict=True):
+                likeness.ops(op, like)
+    likeness.operands()
+    likeness.results()
+    if not likeness.is_complete():
+        return None
+    weight_of = {
+        inner.id: folded.weight[home]
+        for op in whole.block.ops
+        if (home := folded.layer_of[op.id]) is not None and folded.weight[home] != 1.0
+        for inner in _with_inner(op)
+    }
+    return FoldedStep(
+        graph=whole,
+        alike=tuple((ops[a.id], ops[b.id]) for a, b in folded.alike),
+        op_of=likeness.op_of,
+        value_of=likeness.value_of,
+        weights=Weights(of_op=weight_of, of_value=folded.copies()),
+    )
+
+
+class _Likeness:
+    """What operations and values of a graph are like in the folded one, while it is found out."""
+
+    def __init__(self, graph: OpGraph, folded: OpGraph) -> None:
+        self.graph, self.folded = graph, folded
+        self.op_of: dict[int, int] = {op.id: op.id for op in folded.ops()}
+        stay = {*folded.block.inputs, *(v for op in folded.ops() for v in _made_by(op))}
+        self.value_of: dict[int, int] = {v: v for v in stay}
+        self.pairs: list[tuple[Op, Op]] = []
+
+    def ops(self, op: Op, like: Op) -> None:
+        """An operation that was dropped, and the one of equal structure that stays."""
+        self.pairs.append((op, like))
+        for a, b in zip(_with_inner(op), _with_inner(like), strict=True):
+            self.op_of[a.id] = b.id
+            self.value_of.update(zip(_made_by(a), _made_by(b), strict=True))
+
+    def operands(self) -> None:
+        """What dropped operations alone read (arguments, operations of no layer) is like what its counterparts read."""
+        maker = makers(self.graph.block.ops)
+        for op, like in self.pairs:  # grows with the operations of no layer
+            for x, y in zip(_read(op), _read(like), strict=True):
+                if x in self.value_of or y not in self.value_of or not self.same_type(x, y):
+                    continue
+                made, counterpart = maker.get(x), maker.get(y)
+                if made is None and counterpart is None:
+                    self.value_of[x] = self.value_of[y]
+                elif made is not None and counterpart is not None and self.may_be_like(made, counterpart):
+                    self.ops(made, counterpart)
+
+    def results(self) -> None:
+        """Arguments that nobody reads lie as the results that replace them."""
+        block = self.graph.block
+        like = {atom: block.inputs[i] for i, o in self.graph.tied if isinstance(atom := block.outputs[o], int)}
+        for i, o in self.graph.tied:
+            result, argument = block.outputs[o], block.inputs[i]
+            if argument not in self.value_of and isinstance(result, int) and result in self.value_of:
+                counterpart = like.get(self.value_of[result])
+                if counterpart in self.value_of and self.same_type(argument, counterpart):
+                    self.value_of[argument] = self.value_of[counterpart]
+
+    def may_be_like(self, op: Op, like: Op) -> bool:
+        """Whether an operation of no layer that was dropped is like one that stays."""
+        return op.id not in self.op_of and like.id in self.op_of and _same_kind(op, like)
+
+    def same_type(self, one: int, other: int) -> bool:
+        a, b = self.graph.values[one], self.graph.values[other]
+        return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+    def is_complete(self) -> bool:
+        """Whether it is known of everything what it is like, and all that is tied to one another is so there too."""
+        block = self.graph.block
+        tied = {(self.folded.block.inputs[i], self.folded.block.outputs[o]) for i, o in self.folded.tied}
+        values = {*block.inputs, *(v for op in self.graph.ops() for v in _made_by(op))}
+        if not values <= self.value_of.keys() or not {op.id for op in self.graph.ops()} <= self.op_of.keys():
+            return False
+        pairs = ((block.inputs[i], block.outputs[o]) for i, o in self.graph.tied)
+        return all((self.value_of[v], self.value_of[atom]) in tied for v, atom in pairs if isinstance(atom, int))
+
+
+def _with_sections(graph: OpGraph, section_of: Callable[[Op], Section]) -> OpGraph:
+    ops = tuple(dataclasses.replace(op, section=section_of(op)) for op in graph.block.ops)
+    return dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=ops))
+
+
+def _with_inner(op: Op) -> Iterable[Op]:
+    yield op
+    for block in op.blocks:
+        yield from walk(block)
+
+
+def _made_by(op: Op) -> tuple[int, ...]:
+    """The results of an operation, and what its blocks are given."""
+    return (*op.outputs, *(v for block in op.blocks for v in block.inputs))
+
+
+def _read(op: Op) -> list[int]:
+    return [a for inner in _with_inner(op) for a in inner.inputs if isinstance(a, int)]
+
+
+def _same_kind(one: Op, other: Op) -> bool:
+    return (one.kind, one.key or one.primitive, len(one.inputs)) == (
+        other.kind, other.key or other.primitive, len(other.inputs),
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""What several sources of candidates read of one graph, each worked out when it is first asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from autopar.common.cached_attribute import lazy
+from autopar.ir.graph import Op, OpGraph
+from autopar.passes.fold_step import FoldedStep, fold_step
+from autopar.sharding.partial_sums import Partials, find_partials, same_partials
+from autopar.sharding.semantics import annotate_semantics
+
+
+class GraphViews:
+    """The graph of a step with its repeated layers folded, and with what its values and their dimensions are for.
+
+    `flops(op)` is the arithmetic of one run of an equation.
+    """
+
+    def __init__(self, graph: OpGraph, flops: Callable[[Op], float]) -> None:
+        self.graph, self._flops = graph, flops
+
+    @lazy
+    def partials(self) -> Partials:
+        """Which values of the whole graph may stay partial sums."""
+        return find_partials(self.graph)
+
+    @lazy
+    def folded(self) -> FoldedStep | None:
+        """The step with its repeated layers taken out; None where there are none to take out, or where sums could stay
+        partial in one of both graphs only.
+        """
+        step = fold_step(self.graph, self._flops)
+        if step is None or not same_partials(self.partials, find_partials(step.graph), step.op_of, step.value_of):
+            return None
+        return step
+
+    @lazy
+    def annotated_fold(self) -> FoldedStep | None:
+        """`folded` with the semantics of its values."""
+        step = self.folded
+        return dataclasses.replace(step, graph=annotate_semantics(step.graph)) if step is not None else None
+
+    @lazy
+    def annotated(self) -> OpGraph:
+        """The graph with the semantics of its values: those of dropped layers mean what their counterparts do."""
+        step = self.annotated_fold
+        if step is None:
+            return annotate_semantics(self.graph)
+        known = step.graph.values
+        values = list(self.graph.values)
+        for v, like in step.value_of.items():
+            meant = known[like]
+            values[v] = dataclasses.replace(
+                values[v], dimensions=meant.dimensions, sides=meant.sides, purpose=meant.purpose
+            )
+        return dataclasses.replace(self.graph, values=tuple(values))

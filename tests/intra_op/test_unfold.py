@@ -1,0 +1,107 @@
+"""Searches on a step with its repeated layers folded: the decisions of the search on the whole step, at its cost."""
+
+import jax
+import numpy as np
+import pytest
+
+from autopar import Cluster
+from autopar.compiler.check_decisions import check_decisions
+from autopar.cost.cost_model import cost_model
+from autopar.cost.roofline import flops_of
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.intra_op.ilp import IntraOp
+from autopar.intra_op.spmd_candidate import evaluated, timed_sharding
+from autopar.intra_op.symmetry import SMALL, whole_nodes
+from autopar.intra_op.unfold import unfold
+from autopar.ir.mesh import LogicalMesh
+from autopar.passes.fold_step import ONE_EACH
+from autopar.passes.graph_views import GraphViews
+from autopar.solver import Status
+from tests.passes.test_fold_step import chain, of_zoo
+from tests.sections import BOOK
+from tests.small_steps import slow_cluster
+
+# A chain's layers are so thin that the whole search decides several at each end of it in their own way.
+CASES = {
+    "chain, a row": (lambda: chain(40, width=64), (4,), 1e-3),
+    "chain, a grid": (lambda: chain(40, width=64), (2, 2), 2e-3),
+    "gpt, a row": (lambda: of_zoo("gpt", layers=7), (4,), 1e-9),
+    "gpt, a grid": (lambda: of_zoo("gpt", layers=7), (2, 2), 1e-9),
+    "moe, a row": (lambda: of_zoo("moe", layers=7), (4,), 1e-9),
+}
+
+
+def solved(intra_op):
+    solution = intra_op.solve(time_limit_s=60.0)
+    assert solution.status is Status.OPTIMAL
+    return solution
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_folded_search_finds_what_the_whole_one_does(case):
+    make, axis_sizes, within = CASES[case]
+    graph = make()
+    views, model = GraphViews(graph, flops_of), cost_model(slow_cluster(4), LogicalMesh(axis_sizes=axis_sizes))
+    step = views.folded
+    whole = IntraOp(graph, model)
+    folded = IntraOp(step.graph, model, alike=step.alike, weights=step.weights)
+    assert len(folded.choices.nodes) < 0.8 * len(whole.choices.nodes)
+    expected, found = solved(whole), solved(folded)
+    nodes = whole_nodes(folded.choices, step.weights.of_value)
+    assert nodes == pytest.approx(len(whole.choices.nodes), rel=0.1)
+    assert nodes > SMALL
+    assert found.objective == pytest.approx(expected.objective, rel=within)
+    sharding = unfold(folded.decode(found), views.partials, graph, step)
+    check_decisions(sharding, graph, "$", case)
+    candidate, at_best = evaluated(graph, model, sharding), evaluated(graph, model, whole.decode(expected))
+    assert candidate.step_time_s == pytest.approx(at_best.step_time_s, rel=within)
+    if within < 1e-6:
+        assert candidate.peak_bytes <= at_best.peak_bytes
+
+
+def test_no_stream_works_longer_on_the_folded_step_than_the_whole_one_takes():
+    graph = chain(9, width=64)
+    views = GraphViews(graph, flops_of)
+    step, model = views.folded, cost_model(Cluster.preset("dgx-h100"), LogicalMesh(axis_sizes=(8,)))
+    intra_op = IntraOp(step.graph, model, alike=step.alike, weights=step.weights)
+    for exposed_fraction in (1.0, 0.3, 0.0):
+        sharding = intra_op.decode(intra_op.solve(time_limit_s=60.0, exposed_fraction=exposed_fraction))
+        on_folded = timed_sharding(step.graph, model, sharding).ran
+        on_whole = timed_sharding(graph, model, unfold(sharding, views.partials, graph, step)).ran
+        assert on_folded.busy_s == pytest.approx(on_whole.busy_s, rel=1e-9)
+        assert on_whole.busy_s <= on_whole.end_s * (1 + 1e-9)
+
+
+def test_a_value_that_all_layers_read_is_copied_once():
+    """One weight of all layers: what fills a copy of it counts once, although a layer that stays counts for five."""
+    graph = chain_of_one_weight(9)
+    step, mesh = GraphViews(graph, flops_of).folded, LogicalMesh(axis_sizes=(4,))
+    model = cost_model(slow_cluster(4), mesh)
+    weight = next(v for v in graph.block.inputs if graph.values[v].name == "params['shared']")
+
+    def filled(intra_op):
+        reshards = intra_op.choices.reshards
+        return {r.count for r in reshards if r.value == weight and intra_op.choices.nodes[r.target.node].kind == "copy"}
+
+    assert filled(IntraOp(graph, model)) == {1.0}
+    assert filled(IntraOp(step.graph, model, alike=step.alike, weights=step.weights)) == {1.0}
+    assert filled(IntraOp(step.graph, model, alike=step.alike, weights=ONE_EACH)) != {1.0}
+
+
+def chain_of_one_weight(num_layers):
+    """Layers with a matrix of their own and one in common."""
+
+    def step(params, batch):
+        def loss(params):
+            x = batch["x"]
+            for i, own in enumerate(params["own"]):
+                with jax.named_scope(f"layer{i}"):
+                    x = jax.numpy.tanh(x @ own) @ params["shared"]
+            return ((x - batch["y"]) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    square, examples = jax.ShapeDtypeStruct((64, 64), np.float32), jax.ShapeDtypeStruct((16, 64), np.float32)
+    arguments = {"own": [square] * num_layers, "shared": square}, {"x": examples, "y": examples}
+    return build_graph(trace(step, arguments, names=("params", "batch"), donate=(0,), batch=(1,)), BOOK)
