@@ -42,6 +42,7 @@ def solve(
     relative_gap: float = 0.0,
     backend: Backend = Backend.HIGHS,
     rounds: int | None = None,
+    cutoff: float = math.inf,
     log: Callable[[str], None] | None = None,
 ) -> Solution:
     """The cheapest choice that fits, or the best found by the time limit with its bound and gap.
@@ -49,12 +50,14 @@ def solve(
     time_limit_s: may be infinite where `rounds` end the search.
     rounds: stop the anytime core after this many rounds, and give what has no limit to keep to nothing that stops by
     the clock: with a time limit that is not reached, its answer is the same each time, on any machine.
+    cutoff: stop once it is proven that every choice costs so much or more: the solution has that bound, and a choice
+        that may cost more than the best.
     log: called with a line of progress now and then.
 
     Raises: ValueError when shapes or values of the problem are wrong.
     """
     validate(problem)
-    run = _Run(problem, time_limit_s, seed, relative_gap, backend, rounds, log)
+    run = _Run(problem, time_limit_s, seed, relative_gap, backend, rounds, log, cutoff)
     why = cannot_fit(problem)
     if why is not None:
         return brute_force.infeasible(why, run.seconds())
@@ -80,6 +83,7 @@ class _Run:
         backend: Backend,
         rounds: int | None,
         log: Callable[[str], None] | None,
+        cutoff: float = math.inf,
     ):
         self.problem = problem
         self.begun = time.perf_counter()
@@ -87,6 +91,7 @@ class _Run:
             backend=backend, deadline=self.begun + time_limit_s, relative_gap=relative_gap, seed=seed
         )
         self.rounds = rounds
+        self.cutoff = cutoff
         self.log = log if log is not None else _silent
         self.incumbents: list[tuple[float, float]] = []
 
@@ -168,13 +173,16 @@ def _solve_reduced(run: _Run, reduced: Reduction) -> Answer:
     """Each component of a reduced problem; components joined by a memory row are one."""
     problem = reduced.problem
     flat = flatten(problem)
+    cutoff = run.cutoff - reduced.offset
     if len(can_bind(flat)):
-        answer = _solve_part(run, problem, flat, reduced.offset)
+        answer = _solve_part(run, problem, flat, reduced.offset, cutoff)
     else:
         full = [0] * len(problem.node_cost)
         bound, all_solved, proven = 0.0, True, True
-        for part, members in components(replace(problem, uses=(), limit_bytes=None)):
-            piece = _solve_part(run, part, flatten(part), None)
+        parts = list(components(replace(problem, uses=(), limit_bytes=None)))
+        least = [_least(part) for part, _ in parts] if run.cutoff < math.inf else [0.0] * len(parts)
+        for number, (part, members) in enumerate(parts):
+            piece = _solve_part(run, part, flatten(part), None, cutoff - bound - sum(least[number + 1 :]))
             bound, proven = bound + piece.bound, proven and piece.proven
             all_solved = all_solved and piece.choice is not None
             for node, strategy in zip(members, piece.choice or (), strict=piece.choice is not None):
@@ -187,8 +195,14 @@ def _solve_reduced(run: _Run, reduced: Reduction) -> Answer:
     )
 
 
-def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None) -> Answer:
-    """Tables or the program when they can do it, the anytime core when not.
+def _least(part: Problem) -> float:
+    """No choice costs less: every node and edge at its cheapest."""
+    costs = (*part.node_cost, *(edge.cost for edge in part.edges))
+    return float(sum(cost.min() for cost in costs))
+
+
+def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None, cutoff: float) -> Answer:
+    """Tables or the program when they can do it, the anytime core when not, until its bound is at the cutoff.
 
     offset: of costs reported as incumbents; None = report none.
 
@@ -219,7 +233,7 @@ def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None) -> A
             if answer.proven:
                 return replace(answer, bound=cost if exact else min(bound, cost))
             start = np.array(answer.choice, dtype=np.int64)
-    return _solve_anytime(run, part, flat, offset, start, bound)
+    return _solve_anytime(run, part, flat, offset, start, bound, cutoff)
 
 
 def _fits(part: Problem, choice: np.ndarray) -> bool:
@@ -228,7 +242,7 @@ def _fits(part: Problem, choice: np.ndarray) -> bool:
 
 
 def _solve_anytime(
-    run: _Run, part: Problem, flat: Flat, offset: float | None, start: np.ndarray, bound: float
+    run: _Run, part: Problem, flat: Flat, offset: float | None, start: np.ndarray, bound: float, cutoff: float
 ) -> Answer:
     """The anytime core, with the exact program on what its bound and its choices leave; bound: known before."""
     from autopar.solver.anytime.anytime import Limits, improve
@@ -245,7 +259,7 @@ def _solve_anytime(
         flat,
         start=start,
         seed=settings.seed,
-        limits=Limits(deadline=settings.deadline, rounds=run.rounds, relative_gap=settings.relative_gap),
+        limits=Limits(deadline=settings.deadline, rounds=run.rounds, relative_gap=settings.relative_gap, cutoff=cutoff),
         report=report,
         settle=finish.settle if run.rounds is None or len(can_bind(flat)) else None,
         log=lambda line: run.log(f"{run.seconds():.1f} s: {line}"),

@@ -124,8 +124,15 @@ def _trials(context: PlanningContext) -> tuple[MeshTrial, ...]:
             trials.append(outcome.trial)
         elif isinstance(outcome, Rejection) and outcome.axis_sizes:
             name = outcome.text if outcome.source == baselines.SOURCE else ""
-            sizes, why = outcome.axis_sizes, outcome.why
-            trials.append(MeshTrial(axis_sizes=sizes, step_time_s=None, peak_bytes=None, status=why, name=name))
+            trials.append(
+                MeshTrial(
+                    axis_sizes=outcome.axis_sizes,
+                    step_time_s=outcome.step_time_s,
+                    peak_bytes=outcome.peak_bytes,
+                    status=outcome.why,
+                    name=name,
+                )
+            )
     return tuple(trials)
 
 

@@ -47,7 +47,7 @@ def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Re
             yield Rejection(source=SOURCE, text=name, why=why)
             continue
         with context.progress.pass_("data parallelism"):
-            found = search_mesh(bound, model, folds=True, only_if_faster=True, time_limit_s=context.deadline.solve_s())
+            found = search_mesh(bound, model, folds=True, time_limit_s=context.deadline.solve_s())
         if isinstance(found, Rejection):
             yield dataclasses.replace(found, source=SOURCE, text=name)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -137,24 +138,30 @@ class IntraOp:
         prices: MemoryPrices | None = None,
         exposed_fraction: float = 1.0,
         rounds: int = ROUNDS,
+        cutoff_s: float = math.inf,
     ) -> solver.Solution:
         """Solves the folded problem; the choice of the solution is that of the unfolded problem. Contradicting
         constraints are relaxed, for this solution and all later ones.
 
         With prices, the objective includes the priced memory. `exposed_fraction` is charged of the communication
         between operations for as long as there is computation to hide it (`slack`); communication within one node is
-        charged fully. `rounds` end the search, as in `solver.solve`, for equal answers on machines of any speed.
+        charged fully. `rounds` end the search, as in `solver.solve`, for equal answers on machines of any speed;
+        so does the proof that every choice takes `cutoff_s` or more.
         """
         solver_input = self.base if prices is None else price_memory(self.base, self.graph, prices)
         if exposed_fraction != 1.0:
             solver_input = discount_overlap(solver_input, self._slacks_s, exposed_fraction)
         tied, undo = solver.tie(solver_input.problem, self.classes)
-        solution = solver.solve(tied, time_limit_s=time_limit_s, rounds=rounds)
+        solution = solver.solve(tied, time_limit_s=time_limit_s, rounds=rounds, cutoff=cutoff_s)
         if solution.status is solver.Status.INFEASIBLE and self.masks is not None and self.relaxation is None:
             self._relax(time_limit_s, rounds)
             if self.relaxation is not None:
                 return self.solve(
-                    time_limit_s=time_limit_s, prices=prices, exposed_fraction=exposed_fraction, rounds=rounds
+                    time_limit_s=time_limit_s,
+                    prices=prices,
+                    exposed_fraction=exposed_fraction,
+                    rounds=rounds,
+                    cutoff_s=cutoff_s,
                 )
         return dataclasses.replace(solution, choice=undo(solution.choice) if solution.choice else ())
 

@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from autopar.common.units import text_of_s
 from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, NodeCosts, cost_model
@@ -58,7 +58,7 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
         fits = any(c.peak_bytes <= context.limit_bytes for c in candidates)
         if deadline.passed and fits:
             outcome: SpmdCandidate | Rejection = not_tried(mesh, deadline.text)
-        elif not worth_trying(mesh, candidates, context.limit_bytes):
+        elif not worth_trying(mesh, context):
             outcome = not_tried(mesh, f"the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}")
         else:
             # Where nothing can fit, a search for what does takes minutes: it is asked first whether anything can, for a
@@ -83,7 +83,7 @@ def not_tried(mesh: LogicalMesh, why: str) -> Rejection:
     return Rejection(source=SOURCE, text=f"mesh {mesh}", why=f"not tried: {why}", axis_sizes=mesh.axis_sizes)
 
 
-def worth_trying(mesh: LogicalMesh, candidates: Sequence[SpmdCandidate], limit_bytes: int) -> bool:
+def worth_trying(mesh: LogicalMesh, context: PlanningContext) -> bool:
     """Whether a mesh of three axes may pay: where two axes gained next to nothing over one, a third is not tried.
 
     The search on three axes costs more than all others together. Where no plan fits yet, every mesh is tried.
@@ -91,20 +91,46 @@ def worth_trying(mesh: LogicalMesh, candidates: Sequence[SpmdCandidate], limit_b
     num_axes = len(mesh.axis_sizes)
     if num_axes < 3:
         return True
-
-    def fastest_s(axes: int) -> float:
-        fitting = [c for c in candidates if c.peak_bytes <= limit_bytes]
-        return min((c.step_time_s for c in fitting if len(c.model.links.mesh.axis_sizes) == axes), default=math.inf)
-
-    one_axis_less_s, most_axes_s = fastest_s(num_axes - 2), fastest_s(num_axes - 1)
+    times_s: dict[int, float] = {}
+    for outcome in context.results:
+        if isinstance(outcome, SpmdCandidate) and outcome.peak_bytes <= context.limit_bytes:
+            axes, time_s = len(outcome.model.links.mesh.axis_sizes), outcome.step_time_s
+        elif isinstance(outcome, Rejection) and outcome.least_s is not None:
+            axes, time_s = len(outcome.axis_sizes), outcome.least_s
+        else:
+            continue
+        times_s[axes] = min(times_s.get(axes, math.inf), time_s)
+    one_axis_less_s, most_axes_s = times_s.get(num_axes - 2, math.inf), times_s.get(num_axes - 1, math.inf)
     return (
         math.isinf(one_axis_less_s) or math.isinf(most_axes_s) or most_axes_s < one_axis_less_s * (1 - GAIN_OF_AN_AXIS)
     )
 
 
-def longest_s(context: PlanningContext) -> float:
-    """Step time from which on a candidate is neither the plan nor wanted beside it, once there is one that fits."""
-    return context.fastest_s * max(1 + NEARLY_EQUAL, context.keep_tolerance)
+def fastest_fitting(context: PlanningContext) -> SpmdCandidate | None:
+    """The fastest program so far that fits."""
+    fitting = (c for c in context.candidates if isinstance(c, SpmdCandidate) and c.peak_bytes <= context.limit_bytes)
+    return min(fitting, key=lambda c: c.step_time_s, default=None)
+
+
+def longest_s(context: PlanningContext, num_axes: int) -> float:
+    """Step time from which on a program on so many mesh axes is neither the plan nor wanted beside it: of nearly equal
+    ones that on the fewest axes is taken. Infinite as long as none fits.
+    """
+    best = fastest_fitting(context)
+    if best is None:
+        return math.inf
+    if context.keep_tolerance > 1:
+        return best.step_time_s * max(1 + NEARLY_EQUAL, context.keep_tolerance)
+    has_more_axes = num_axes > len(best.sharding.mesh.axis_sizes)
+    return best.step_time_s / (1 + NEARLY_EQUAL) if has_more_axes else best.step_time_s * (1 + NEARLY_EQUAL)
+
+
+def _extra_s(context: PlanningContext) -> float:
+    """What the objective has beyond the step's time (the batch read in, layouts that two readers share), taken to be on
+    every mesh what it is for the fastest program that fits.
+    """
+    best = fastest_fitting(context)
+    return max(0.0, best.sharding.report.objective_s - best.step_time_s) if best is not None else 0.0
 
 
 def search_mesh(
@@ -113,7 +139,6 @@ def search_mesh(
     pins: PinsOnMesh | None = None,
     *,
     folds: bool = False,
-    only_if_faster: bool = False,
     time_limit_s: float,
 ) -> SpmdCandidate | Rejection:
     """The fastest plan on one mesh that fits into the memory, else the smallest plan that was found.
@@ -128,13 +153,16 @@ def search_mesh(
     With `folds`, of repeated layers three are searched for (`passes.fold_step`), and what is found is worked out on the
     whole step.
 
-    Returns a rejection when the time limit passed without any plan, and with `only_if_faster` for what takes longer
-    than another candidate that fits.
+    Returns a rejection when the time limit passed without any plan, and for what cannot be the plan beside another
+    candidate that fits (`longest_s`).
     """
     until_s = time.perf_counter() + time_limit_s
     request, mesh = context.request, model.links.mesh
     intra_op, step = _problem(context, model, pins, folds=folds)
-    free = intra_op.solve(time_limit_s=time_limit_s)
+    slow_s, extra_s = longest_s(context, len(mesh.axis_sizes)), _extra_s(context)
+    # Without overlap the objective is nearly the step's time, and its bound one of that.
+    is_time = not model.overlap.kinds
+    free = intra_op.solve(time_limit_s=time_limit_s, cutoff_s=slow_s + extra_s if is_time else math.inf)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
         why = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
         if free.status is Status.INFEASIBLE:
@@ -149,7 +177,8 @@ def search_mesh(
         pins=pins,
         until_s=until_s,
     )
-    if (least_s := search.least_s(free)) > longest_s(context) and only_if_faster:
+    least_s = free.bound - extra_s if is_time else search.least_s(free)
+    if least_s >= slow_s:
         return _slower(context, model, least_s)
     fastest, exposed_fraction = search.timed(free), 1.0
     # A recipe means the plan that its source describes, which does not count on what is hidden.
@@ -160,7 +189,7 @@ def search_mesh(
             other = search.timed(search.at_full_cost(hidden))
             if other.ran.end_s < fastest.ran.end_s:
                 fastest, exposed_fraction = other, fraction
-    if fastest.ran.end_s > longest_s(context) and only_if_faster:
+    if fastest.ran.end_s >= slow_s:
         return _slower(context, model, fastest.ran.end_s, fastest.ran.end_s)
     best = search.candidate(fastest)
     if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
@@ -170,13 +199,22 @@ def search_mesh(
 
 def _slower(context: PlanningContext, model: CostModel, least_s: float, step_time_s: float | None = None) -> Rejection:
     """Of what takes longer than a candidate that fits, before its memory is worked out, or its time (None)."""
-    slower = text_of_s(least_s - context.fastest_s)
+    extra_s = least_s - context.fastest_s
+    if step_time_s is None:
+        why = f"not worked out: takes {text_of_s(least_s)} or more"
+    else:
+        why = (
+            f"slower by {text_of_s(extra_s)}"
+            if extra_s > 0
+            else f"as fast to {NEARLY_EQUAL:.1%}, on a mesh of more axes"
+        )
     return Rejection(
         source=SOURCE,
         text=f"mesh {model.links.mesh}",
-        why=f"slower by {slower}" if step_time_s is not None else f"not worked out: slower by {slower} or more",
+        why=why,
         axis_sizes=model.links.mesh.axis_sizes,
         step_time_s=step_time_s,
+        least_s=least_s,
     )
 
 

@@ -45,6 +45,7 @@ class Rejection:
         why: The reason, in numbers where there are any.
         axis_sizes: Its logical mesh, for a step in one program.
         is_note: Whether the plan's notes include it.
+        least_s: The least time of a way that was left for that before its time was computed.
         error: The error of the source, which is raised where nothing else is found.
     """
 
@@ -55,6 +56,7 @@ class Rejection:
     step_time_s: float | None = None
     peak_bytes: int | None = None
     is_note: bool = False
+    least_s: float | None = None
     error: AutoparError | None = dataclasses.field(default=None, compare=False)
 
     @property

@@ -12,6 +12,7 @@ choice with most nodes drawn anew (iterated local search, Lourenço, Martin and 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -91,8 +92,8 @@ class Core:
     def _remember(self, choice: np.ndarray) -> None:
         self.recent = [*self.recent, choice.copy()][-RECENT:]
 
-    def warm_up(self, deadline: float) -> None:
-        """Tree moves from the start, and messages without prices until they settle."""
+    def warm_up(self, deadline: float, cutoff: float = math.inf) -> None:
+        """Tree moves from the start, and messages without prices until they settle, or prove the cutoff."""
         free_bytes = self.loops.left(self.candidate)
         self.offer(self.candidate, free_bytes)
         for step in range(3):
@@ -106,7 +107,8 @@ class Core:
         for _ in range(WARM_SWEEPS // 10):
             self.loops.sweep(self.messages, 10)
             last_bound, self.bound = self.bound, self.loops.bound(self.messages, self.price)
-            if time.perf_counter() >= deadline or self.bound - last_bound <= 1e-4 * abs(self.bound):
+            settled = self.bound - last_bound <= 1e-4 * abs(self.bound)
+            if time.perf_counter() >= deadline or settled or self.bound >= cutoff:
                 break
         self.best_bound, self.best_messages = self.bound, self.messages.copy()
 
@@ -218,13 +220,14 @@ class Core:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When the search ends: at a time on the clock of time.perf_counter, after so many rounds (None = any number), or
-    once choice and bound are as near as the gap.
+    """When the search ends: at a time on the clock of time.perf_counter, after so many rounds (None = any number), once
+    choice and bound are as near as the gap, or once the bound has reached the cutoff.
     """
 
     deadline: float
     rounds: int | None
     relative_gap: float
+    cutoff: float = math.inf
 
 
 def improve(
@@ -244,11 +247,13 @@ def improve(
     take over (None = not at all). log: called each round.
     """
     core = Core(flat, start, seed, report)
-    core.warm_up(limits.deadline)
+    core.warm_up(limits.deadline, limits.cutoff)
     next_settle = 8
     longest_s = 0.0
     with ThreadPoolExecutor(max_workers=2) as pool:
         while (limits.rounds is None or core.done < limits.rounds) and not core.closed(limits.relative_gap):
+            if core.best_bound >= limits.cutoff:
+                break
             begun = time.perf_counter()
             if begun + longest_s >= limits.deadline:
                 break

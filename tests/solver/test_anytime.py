@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,16 +23,18 @@ from autopar.solver.presolve.reduction import ConflictError
 from tests.solver.cases import layered_problem, random_problem
 
 
-def run(problem: Problem, *, rounds: int, seed: int = 0) -> Best:
+def run(
+    problem: Problem, *, rounds: int, seed: int = 0, cutoff: float = math.inf, lines: list[str] | None = None
+) -> Best:
     flat = flatten(problem)
     return improve(
         flat,
         start=least_memory(flat),
         seed=seed,
-        limits=Limits(deadline=time.perf_counter() + 60, rounds=rounds, relative_gap=0.0),
+        limits=Limits(deadline=time.perf_counter() + 60, rounds=rounds, relative_gap=0.0, cutoff=cutoff),
         report=lambda choice, cost: None,
         settle=lambda best: Settled(choice=None, finished=False),
-        log=lambda line: None,
+        log=(lambda line: None) if lines is None else lines.append,
     )
 
 
@@ -54,6 +57,30 @@ def test_bounds_never_exceed_costs(seed: int, limited: bool) -> None:
         cost, peak = evaluate(reduced.problem, best.choice.tolist())
         assert cost == pytest.approx(best.cost)
         assert problem.limit_bytes is None or peak <= problem.limit_bytes
+
+
+def test_the_search_ends_once_the_bound_is_at_the_cutoff():
+    """A core that may go on for 64 rounds does none where messages prove the cutoff, and all it needs above it."""
+    reduced = reduce_all(replace(layered_problem(12, width=6, strategies=5, seed=0), uses=(), limit_bytes=None)).problem
+    best = run(reduced, rounds=64)
+    assert best.bound <= best.cost
+    lines: list[str] = []
+    early = run(reduced, rounds=64, cutoff=0.5 * best.bound, lines=lines)
+    assert 0.5 * best.bound <= early.bound <= best.bound
+    assert not lines
+    assert run(reduced, rounds=64, cutoff=2 * best.cost).cost == best.cost
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), above=st.integers(-20, 20))
+def test_a_cutoff_never_makes_a_bound_wrong(seed: int, above: int) -> None:
+    problem = random_problem(seed, limited=False, nodes=7, forbidden=0.0)
+    optimum = brute_force(problem).objective
+    found = solve(problem, rounds=8, cutoff=optimum + above)
+    assert found.bound <= optimum + 1e-9
+    assert found.objective >= optimum - 1e-9
+    if above > 0:
+        assert found.objective == pytest.approx(solve(problem, rounds=8).objective)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,60 @@
+"""What is left out of the search over meshes: what a bound shows to be no plan."""
+
+import dataclasses
+
+import pytest
+
+from autopar import Cluster
+from autopar.common.progress import Progress
+from autopar.compiler.planner import planning_context
+from autopar.cost.cost_model import cost_model
+from autopar.frontend.tracing import trace
+from autopar.intra_op.spmd_search import longest_s, mesh_candidates, search_mesh, worth_trying
+from autopar.ir.mesh import LogicalMesh
+from autopar.plan.context import Rejection
+from autopar.plan.options import PlanRequest
+from tests.sections import BOOK
+from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
+
+
+def context_on(cluster):
+    traced = trace(mlp_step, (MLP_STATE, MLP_BATCH), names=("state", "batch"), donate=(0,), batch=(1,))
+    return planning_context(traced, cluster, PlanRequest(), BOOK, Progress("", show=False))
+
+
+def rejected(axis_sizes, least_s):
+    return Rejection(source="logical meshes", why="slower", axis_sizes=axis_sizes, least_s=least_s)
+
+
+def test_what_takes_longer_than_a_program_that_fits_is_no_plan():
+    context = context_on(slow_cluster())
+    assert longest_s(context, 1) == float("inf")
+    (row, *_) = mesh_candidates(context)
+    after = context.after([row])
+    assert longest_s(after, 1) == pytest.approx(row.step_time_s * 1.005)
+    assert longest_s(after, 2) == pytest.approx(row.step_time_s / 1.005)
+    assert longest_s(dataclasses.replace(after, keep_tolerance=1.5), 2) == pytest.approx(row.step_time_s * 1.5)
+    assert longest_s(dataclasses.replace(after, limit_bytes=1), 1) == float("inf")
+
+
+def test_three_axes_are_left_out_where_two_were_shown_to_gain_nothing():
+    context, cube = context_on(slow_cluster()), LogicalMesh(axis_sizes=(2, 2, 2))
+    (row, *_) = mesh_candidates(context)
+    after = context.after([row])
+    assert worth_trying(cube, after)
+    assert not worth_trying(cube, after.after([rejected((2, 4), row.step_time_s)]))
+    assert worth_trying(cube, after.after([rejected((2, 4), 0.9 * row.step_time_s)]))
+
+
+@pytest.mark.parametrize("cluster", [slow_cluster(4), Cluster.preset("dgx-h100")], ids=["no overlap", "overlap"])
+def test_a_mesh_that_cannot_win_is_not_worked_out_and_says_so(cluster):
+    """Beside a program that takes a thousandth of the time."""
+    context = context_on(cluster)
+    row = LogicalMesh(axis_sizes=(cluster.num_devices,))
+    found = search_mesh(context, cost_model(cluster, row), time_limit_s=60.0)
+    fast = dataclasses.replace(found, step_time_s=found.step_time_s / 1000)
+    left = search_mesh(context.after([fast]), cost_model(cluster, row), time_limit_s=60.0)
+    assert isinstance(left, Rejection)
+    assert left.axis_sizes == row.axis_sizes
+    assert fast.step_time_s < left.least_s <= found.step_time_s * 1.001
+    assert left.why.startswith(("not worked out: takes", "slower by"))
