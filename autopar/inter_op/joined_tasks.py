@@ -9,7 +9,7 @@ program is compiled in addition to those of the other micro-batches, so it must 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from autopar.cost import peak_memory
 from autopar.cost.memory_program import task_program
@@ -22,6 +22,7 @@ from autopar.runtime.pipeline.dataflow import Node
 from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.joining import joinable
 from autopar.runtime.pipeline.merge_buffers import merged
+from autopar.runtime.pipeline.program import TaskKind, runs_of
 from autopar.runtime.simulation.simulator import simulate
 
 LEAST_GAIN = 0.01  # of a step
@@ -30,21 +31,52 @@ LEAST_GAIN = 0.01  # of a step
 def join_where_it_pays(staged: StagedStep, limit_bytes: int) -> StagedStep:
     """A step with those chains of runs as one program each that hide what is sent within a mesh, and so take at least
     `LEAST_GAIN` off the step, within the memory that there is or that the step needs anyway.
+
+    Of the chains at the end those of meshes that end about last; others end no sooner for it.
     """
-    hides = any(p.model.overlap.kinds for p in staged.stages)
-    for chain in joinable(staged.simulated.pipeline, staged.schedule) if hides else ():
-        task = joined_task(staged, chain)
-        apart_s = sum(staged.task_s[number] for number, _ in chain)
-        least_s = LEAST_GAIN * staged.simulation.step_time_s
-        if task.hidden_s <= sum(staged.hidden_s[number] for number, _ in chain) or apart_s - task.seconds < least_s:
+    if not any(p.model.overlap.kinds for p in staged.stages):
+        return staged
+    least_s, end_s = LEAST_GAIN * staged.simulation.step_time_s, staged.simulation.step_time_s
+    chains = joinable(staged.simulated.pipeline, staged.schedule)
+    ends_s = _ends_s(staged)
+    tasks: dict[tuple[Node, ...], JoinedTask] = {}
+    known: dict[Hashable, JoinedTask] = {}
+    for chain in chains:
+        once_s = sum(staged.task_s[n] for n, _ in chain if not staged.staged.tasks[n].kind.repeats)
+        if once_s < least_s:
+            continue  # no more than that can hide
+        key = _key(staged, chain)
+        if key not in known:
+            known[key] = joined_task(staged, chain)
+        task = tasks[chain] = dataclasses.replace(known[key], parts=chain)
+        saved_s = sum(staged.task_s[n] for n, _ in chain) - task.seconds
+        at_end = staged.staged.tasks[chain[-1][0]].kind is TaskKind.AFTER
+        hides = task.hidden_s > sum(staged.hidden_s[n] for n, _ in chain)
+        if not hides or saved_s < least_s or (at_end and ends_s[chain[-1]] < end_s - saved_s):
+            del tasks[chain]
+    for kind in (TaskKind.AFTER, TaskKind.FORWARD):
+        taken = [task.parts for task in staged.joined]
+        taken += [chain for chain in tasks if staged.staged.tasks[chain[-1][0]].kind is kind]
+        if len(taken) == len(staged.joined):
             continue
-        made = with_joined(staged, (*staged.joined, task))
-        most_bytes = max(limit_bytes, *staged.simulation.peak_bytes)
-        if made.simulation.step_time_s + least_s <= staged.simulation.step_time_s and (
-            max(made.simulation.peak_bytes) <= most_bytes
-        ):
+        made = with_joined(staged, [tasks[chain] for chain in chains if chain in taken])
+        fits = max(made.simulation.peak_bytes) <= max(limit_bytes, *staged.simulation.peak_bytes)
+        if fits and made.simulation.step_time_s + least_s <= staged.simulation.step_time_s:
             staged = made
     return staged
+
+
+def _ends_s(staged: StagedStep) -> dict[Node, float]:
+    """When each run ends."""
+    steps = zip(staged.simulated.instructions, staged.simulation.ends_s, strict=True)
+    return {run: end_s for step, end_s in steps for run in runs_of(step)}
+
+
+def _key(staged: StagedStep, chain: Sequence[Node]) -> Hashable:
+    """Equal for chains of stages that do the same, cut into the same tasks."""
+    tasks = [staged.staged.tasks[number] for number, _ in chain]
+    sizes = [(task.kind, task.level, len(task.instructions), len(task.inputs), len(task.outputs)) for task in tasks]
+    return staged.stages[tasks[0].stage].like, tuple(sizes)
 
 
 def joined_as_named(staged: StagedStep, names: Sequence[tuple[str, ...]], step_name: str) -> StagedStep:

@@ -16,7 +16,7 @@ from autopar.runtime.pipeline.standard_schedules import SCHEDULES, make_schedule
 from autopar.runtime.pipeline.verify import verify_program
 from autopar.runtime.simulation.simulated_timeline import timeline_of
 from autopar.runtime.simulation.simulator import simulate
-from tests.runtime.pipelines import Builder, random_pipeline
+from tests.runtime.pipelines import Builder, chain, random_pipeline
 
 BEFORE, F, B, W, AFTER = TaskKind
 
@@ -142,3 +142,19 @@ def test_a_joined_run_that_reads_another_slot_is_seen():
     damaged = dataclasses.replace(program, instructions=(*program.instructions[:2], wrong, *program.instructions[3:]))
     with pytest.raises(ScheduleError, match="instruction 2, Joined"):
         verify_program(damaged, schedule)
+
+
+def test_a_stage_updates_while_the_stages_before_it_still_compute():
+    """What follows the last micro-batch of a stage, its exchange of gradients too, waits for no other stage."""
+    schedule = make_schedule("1f1b", 4, 8)
+    program = emit(chain(schedule), schedule)
+    tasks = program.pipeline.tasks
+    task_s = [{F: 1.0, B: 2.0, AFTER: 3.0}.get(task.kind, 0.0) for task in tasks]
+    simulation = simulate(program, task_s, [0.0] * len(program.pipeline.transfers))
+    begins = {}
+    for step, start_s in zip(program.instructions, simulation.starts_s, strict=True):
+        if isinstance(step, Run):
+            begins[tasks[step.task].name, step.micro_batch] = start_s
+    assert [begins[f"update{stage}", 0] - begins[f"B{stage}", 7] for stage in range(4)] == [2.0] * 4
+    # The last stage is through with its update when the first one begins its own last backward pass.
+    assert begins["update3", 0] + 3.0 <= begins["B0", 7]
