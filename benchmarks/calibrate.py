@@ -44,6 +44,8 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "A100": ("dtype_efficiency.float16", "memory_efficiency"),
     "H100": ("sustained_share", "dtype_efficiency.float8"),
     "TPU": ("sustained_share",),
+    "V100": ("convolution_share",),
+    "A100 in TF32": ("convolution_share",),
 }
 ROW_COLUMNS = ("row", "published", "predicted", "ratio", "fitted", "without it")
 FOLDS = 10
