@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import fnmatch
 import importlib
+import math
 import statistics
 import sys
 import time
@@ -30,12 +31,16 @@ RESULTS = Path(__file__).parent / "results" / "thresholds.md"
 
 @dataclasses.dataclass(frozen=True)
 class Threshold:
-    """A constant: its module, its name, the decision it takes, and where its value comes from."""
+    """A constant: its module, its name, the decision it takes, and where its value comes from.
+
+    `highest`: the highest value that has a meaning; such as 1 for a share, twice of which may be more.
+    """
 
     module: str
     name: str
     decides: str
     chosen: str
+    highest: float = math.inf
 
     @property
     def value(self) -> float:
@@ -46,7 +51,7 @@ class Threshold:
         return f"{self.module.removeprefix('autopar.')}.{self.name}"
 
 
-def _of(module: str, *rows: tuple[str, str, str]) -> list[Threshold]:
+def _of(module: str, *rows: tuple[str, str, str] | tuple[str, str, str, float]) -> list[Threshold]:
     return [Threshold(f"autopar.{module}", *row) for row in rows]
 
 
@@ -236,7 +241,7 @@ THRESHOLDS = [
     *_of(
         "solver.presolve.presolve",
         ("DOMINANCE_WORK", "comparisons of one pass over dominated strategies", "a tenth of a second"),
-        ("SETTLED", "strategies left by a turn of reductions that ends them", "planning time"),
+        ("SETTLED", "strategies left by a turn of reductions that ends them", "planning time", 1.0),
         ("TABLE_ENTRIES", "entries of a table that elimination forms", "32 MB"),
     ),
     *_of(
@@ -280,12 +285,12 @@ def _steps() -> dict[str, Callable[[], Any]]:
         return lambda: autopar.plan(case.step, *given, cluster=on, cache_dir=None, show_progress=False, **options)
 
     four = autopar.Cluster.preset("dgx-h100").submesh(1, 4)
-    small_gpt = dict(layers=2, width=256, heads=8, vocabulary=2048, length=128, batch=32)
+    small_gpt = dict(layers=2, width=128, heads=4, vocabulary=1024, length=64, batch=8)
     return {
         "two stages": lambda: autopar.plan(chain, *args, cluster=hosts, cache_dir=None, show_progress=False),
-        "micro-batches in 6 MB": zoo("mlp", four, {"memory_limit_bytes": 6_000_000}, layers=4, width=512, batch=4096),
+        "micro-batches in 3 MB": zoo("mlp", four, {"memory_limit_bytes": 3_000_000}, layers=2, width=512, batch=2048),
         "gpt": zoo("gpt", "p3.16xlarge", {}, **small_gpt),
-        "gpt in 24 MB": zoo("gpt", four, {"memory_limit_bytes": 24_000_000}, **small_gpt),
+        "gpt in 15 MB": zoo("gpt", four, {"memory_limit_bytes": 15_000_000}, **small_gpt),
         "tensor parallel": zoo("gpt", four, {"plan": autopar.recipes.tensor_parallel()}, **small_gpt),
         "moe": zoo("gshard_moe", "p3.16xlarge", {}),
     }
@@ -328,7 +333,7 @@ def planned(steps: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], floa
 def cells(threshold: Threshold, steps: dict[str, Callable[[], Any]], base: tuple[dict[str, float], float]) -> list[str]:
     row = [f"`{threshold.key}`", f"{threshold.value:g}", threshold.decides, threshold.chosen]
     for factor in (0.5, 2.0):
-        value = threshold.value * factor
+        value = min(threshold.value * factor, threshold.highest)
         value = max(1, round(value)) if isinstance(threshold.value, int) else value
         with changed(threshold, value):
             times_s, cpu_s = planned(steps)
