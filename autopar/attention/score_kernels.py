@@ -64,12 +64,12 @@ def _marked(
         for body in op.blocks:
             fixed = op.num_consts + op.num_carry if op.kind is OpKind.SCAN else len(op.inputs)
             slices = zip(op.inputs[fixed:], body.inputs[fixed:], strict=False)
-            given = frozenset(inner for outer, inner in slices if outer in stacks)
+            given = frozenset(inner for outer, inner in slices if isinstance(outer, int) and outer in stacks)
             unchanged = frozenset(body.inputs[: op.num_consts]) if op.kind is OpKind.SCAN else frozenset()
             inner, made = _marked(body, values, given, unchanged)
             bodies.append(inner)
             stacks.update(op.outputs[i] for i in made if op.kind is OpKind.SCAN and i >= op.num_carry)
-        if op.primitive in _SLICES and not stacks.isdisjoint(op.inputs):
+        if op.primitive in _SLICES and any(isinstance(a, int) and a in stacks for a in op.inputs):
             stacks.update(op.outputs)
         ops.append(dataclasses.replace(op, blocks=tuple(bodies)) if bodies else op)
     block = dataclasses.replace(block, ops=tuple(ops))
@@ -80,7 +80,7 @@ def _marked(
     block = dataclasses.replace(
         block, ops=tuple(dataclasses.replace(op, kernel_bytes=moved.get(op.id, op.kernel_bytes)) for op in ops)
     )
-    return block, tuple(i for i, atom in enumerate(block.outputs) if atom in found)
+    return block, tuple(i for i, atom in enumerate(block.outputs) if isinstance(atom, int) and atom in found)
 
 
 def _is_fused(op: Op) -> bool:

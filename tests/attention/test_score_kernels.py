@@ -80,3 +80,12 @@ def test_what_a_scan_over_layers_keeps_of_scores_is_written_and_read():
     found = moved(step, (state, BATCH))
     assert found[0] == ("reduce_max", 4.0)
     assert sum(nbytes for _, nbytes in found) > 4.0 + 8.0 + 12.0
+
+
+def test_numbers_among_operands_are_no_scores():
+    """A slice at a place that is a number, in a step with attention and in one without."""
+
+    def sliced(q, k, v, batch):
+        return jax.lax.dynamic_slice_in_dim(causal(q, k, v, batch), 1, 2, axis=1)
+
+    assert [nbytes for _, nbytes in moved(trained(sliced), (shapes(), BATCH))] == [4.0, 8.0, 12.0]
