@@ -1,0 +1,76 @@
+"""What XLA's compilers for GPUs and TPUs make of attention: read from programs for hardware that is not here."""
+
+import importlib.util
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.verification import compile_for_target
+from autopar.xla import aot_gpu
+
+B, L, H, D, W = 8, 1536, 4, 128, 256
+needs_gpu_compiler = pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (autopar[tpu])"
+)
+
+
+def train_step(state, batch):
+    def loss(state):
+        q, k, v = (jnp.einsum("blw,whd->blhd", batch["x"], p) for p in state)
+        return jnp.mean(jnp.sin(jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(jnp.float32)))
+
+    return jax.tree.map(jnp.subtract, state, jax.grad(loss)(state))
+
+
+def compiled(attention, cluster, target):
+    args = (
+        [jax.ShapeDtypeStruct((W, heads, D), jnp.bfloat16) for heads in (H, H // 2, H // 2)],
+        {"x": jax.ShapeDtypeStruct((B, L, W), jnp.bfloat16)},
+    )
+    step = autopar.parallelize(
+        train_step, plan=recipes.data_parallel(), attention=attention, cluster=cluster, cache_dir=None,
+        show_progress=False,
+    )  # fmt: skip
+    return step.plan(*args), compile_for_target(step, target, *args)
+
+
+def scores_written(text):
+    """Arrays of as many numbers as a device has scores that the entry computation makes."""
+    made = r"(?:bf16|f32)\[([\d,]+)\]\S* (?:fusion|custom-call|dot|get-tuple-element)\("
+    sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(made, text[text.index("ENTRY") :])]
+    return sizes.count(H * L * L)
+
+
+@needs_gpu_compiler
+def test_on_gpus_cudnn_runs_blockwise_attention_and_the_predicted_peak_is_that_of_the_compiler():
+    plan, made = compiled("blockwise", "dgx-h100", "gpu:h100:8")
+    text = made.as_text()
+    assert scores_written(text) == 0
+    assert {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"} <= set(re.findall(r'target="([^"]*)"', text))
+    memory = made.memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert max(plan.predicted.peak_bytes) == pytest.approx(total - memory.alias_size_in_bytes, rel=0.1)
+
+
+@needs_gpu_compiler
+def test_on_gpus_scores_are_written_where_attention_is_as_written():
+    """Scores, weights, and both gradients, which `score_kernels` counts; and weights of groups of heads with their
+    dimensions elsewhere, which it does not.
+    """
+    _, made = compiled("as written", "dgx-h100", "gpu:h100:8")
+    assert scores_written(made.as_text()) == 4 + 2
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_on_tpus_a_kernel_of_pallas_runs_blockwise_attention():
+    _, made = compiled("blockwise", "tpu-v5e:2x4", "tpu:v5e:2x4")
+    text = made.as_text()
+    assert scores_written(text) == 0
+    assert "tpu_custom_call" in text
