@@ -146,8 +146,10 @@ def kind_report(kind: str, known: dict[str, Evaluation]) -> list[str]:
         found = fit([(row.step_time_s, evaluation) for row, evaluation in rows], names)
     except TooFewRowsError as refused:
         return [*lines, f"Refused: {refused}.", ""]
+    present = constants_of(rows[0][0], names)
     for name, value in found.constants.items():
-        lines.append(f"- `{name}`: {rows[0][1].constants[name]:.3f} when evaluated, {value:.3f} fitted")
+        before = rows[0][1].constants[name]
+        lines.append(f"- `{name}`: {before:.3f} when evaluated, {value:.3f} fitted; in the tables {present[name]:.3f}")
     table = [
         [
             row.key + (" (short)" if evaluation.is_short else ""),
