@@ -4,7 +4,8 @@
     python -m benchmarks.published_steps torchtitan --keep      those whose names contain it; writes results
     python -m benchmarks.published_steps "a100 1.7B" --search   beside each the search's own plan
     python -m benchmarks.published_steps --short                rows of one stage from models of 2 and 4 layers: equal
-                                                                layers add equal times, so a line through both is taken
+                                                                layers add equal times, so a line through both is taken;
+                                                                memory is not told
 
 One set of constants a kind of device, those of `autopar.hardware.presets`. Rows of runs with flash attention are
 planned with `attention="blockwise"`, where `autopar.plan` has it; otherwise as written, which the table says.
@@ -125,11 +126,16 @@ def planned(row: Row, constants: dict[str, float] | None = None) -> autopar.Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of a row: seconds of a step, bytes of the fullest device, and whether from models of fewer layers."""
+    """Of a row: seconds of a step, and bytes of the fullest device; of models of fewer layers no bytes, for where the
+    peak lies depends on their number.
+    """
 
     step_time_s: float
-    peak_bytes: float
-    is_short: bool = False
+    peak_bytes: float | None
+
+    @property
+    def is_short(self) -> bool:
+        return self.peak_bytes is None
 
 
 def predicted(row: Row, *, short: bool, constants: dict[str, float] | None = None) -> Prediction:
@@ -145,8 +151,7 @@ def predicted(row: Row, *, short: bool, constants: dict[str, float] | None = Non
     times = (row.model.layers - SHORT[0]) / (SHORT[1] - SHORT[0])
     return Prediction(
         step_time_s=few.step_time_s + times * (more.step_time_s - few.step_time_s),
-        peak_bytes=few.peak_bytes + times * (more.peak_bytes - few.peak_bytes),
-        is_short=True,
+        peak_bytes=None,
     )
 
 
@@ -171,7 +176,7 @@ def compared(row: Row, search: bool, short: bool) -> tuple[list[str], bool]:
         f"{found.step_time_s:.2f} s",
         f"{found.step_time_s / row.step_time_s:.3f}",
         memory,
-        f"{found.peak_bytes / GIBIBYTE:.0f} GiB",
+        "" if found.peak_bytes is None else f"{found.peak_bytes / GIBIBYTE:.0f} GiB",
         f"{time.process_time() - started_s:.0f} s" + (" (short)" if found.is_short else ""),
     ]
     if search:
@@ -192,7 +197,13 @@ def keep(made: Sequence[str]) -> None:
     found = {row[0]: row for row in [*kept_rows(RESULTS), list(made)]}
     rows = [found[name] for name in ROWS if name in found]
     columns = SEARCHED if any(len(row) > len(COLUMNS) for row in rows) else COLUMNS
-    RESULTS.write_text(f"# Published step times\n\nThe last row: {description()}\n\n{markdown(columns, rows)}\n")
+    note = (
+        f"Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers; those with a date were made then, with "
+        "that day's constants\nand prices."
+    )
+    RESULTS.write_text(
+        f"# Published step times\n\nThe last row: {description()}\n\n{note}\n\n{markdown(columns, rows)}\n"
+    )
 
 
 def named(parts: Sequence[str]) -> list[Row]:
