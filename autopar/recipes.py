@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.errors import InvalidArgumentError
-from autopar.passes.remat import Recompute
+from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 from autopar.sharding.constraints import Binding
@@ -145,7 +145,7 @@ def combine(
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
         recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
-            products), "input" (all).
+            products), "input" (all); with " every 2" behind it those of every second layer, and so on.
         offload: The state in the memory of the hosts between steps (JAX's memory kind "pinned_host"): "nothing", or
             "optimizer", the arrays that only the update reads (moments, master weights). They come to the devices for
             the update, those of a few parameters at a time, and return.
@@ -237,7 +237,7 @@ def cut(
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
         recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
-            products), "input" (all).
+            products), "input" (all); with " every 2" behind it those of every second layer, and so on.
 
     Raises: InvalidArgumentError.
     """
@@ -260,10 +260,10 @@ def cut(
 
 
 def _cut(where: str, recipe: Recipe, stages: PlanRequest, recompute: str) -> Recipe:
-    if recompute not in [policy.value for policy in Recompute]:
+    if not is_policy(recompute):
         raise InvalidArgumentError(
             where=f"{where}(recompute=...)",
-            expected=" or ".join(repr(policy.value) for policy in Recompute),
+            expected=FORMS,
             got=repr(recompute),
             hint="leave it out to keep everything",
         )

@@ -17,6 +17,7 @@ from autopar.inter_op.staged import default_chunks, part_of
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.assign_stages import balanced
 from autopar.passes.remat_cheap import copies_state
+from autopar.passes.remat_policy import policies_of
 from autopar.passes.split_scan import one_part_a_group, split_scans
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import PlanRequest
@@ -124,7 +125,7 @@ def equal_choice(
             chunks=chunks,
             first_layers=first_layers,
             group_meshes=(mesh,) * (num_stages // chunks),
-            policies=(recompute,) * len(microbatched.layers),
+            policies=policies_of(recompute, len(microbatched.layers)),
         )
         for mesh in meshes
     ]
