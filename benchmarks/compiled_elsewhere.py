@@ -92,6 +92,7 @@ JUDGED_MODELS = tuple(MODELS)[:4]
 COLUMNS = (
     "target", "model", "mesh", "sent, MB: predicted", "compiled", "ratio", "collectives: predicted -> compiled",
     "peak, MB: predicted", "compiled", "ratio", "GFLOP: ours", "XLA's", "GB read and written: ours", "XLA's",
+    "version of costs",
 )  # fmt: skip
 
 
@@ -109,7 +110,10 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One model on one target; `failure` in place of all figures. `cost` is ours, of the same names as XLA's."""
+    """One model on one target; `failure` in place of all figures. `cost` is ours, of the same names as XLA's.
+
+    `search_version` is that of the costs by which it was predicted.
+    """
 
     mesh: str = ""
     sent_bytes: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -118,6 +122,7 @@ class Row:
     cost: dict[str, float] = dataclasses.field(default_factory=dict)
     plan_s: float = 0.0
     program: str = ""
+    search_version: int = 0
     compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
     failure: str = ""
 
@@ -126,6 +131,7 @@ def compare(target: str, model: str, known: Mapping[str, Any]) -> Row:
     """Plans and compiles in this process. `known`: a row made before, whose program need not be compiled again."""
     import autopar
     from autopar.errors import MissingCompilerError
+    from autopar.plan.cache import SEARCH_VERSION
     from autopar.verification import lower_for_target
 
     step, args, options = MODELS[model]()
@@ -149,6 +155,7 @@ def compare(target: str, model: str, known: Mapping[str, Any]) -> Row:
         cost=own_cost(whole),
         plan_s=plan_s,
         program=program,
+        search_version=SEARCH_VERSION,
         compiled=compiled,
     )
 
@@ -223,6 +230,7 @@ def cells(target: str, model: str, row: Row) -> list[str]:
         ", ".join(f"{kind} {row.counts.get(kind, 0):g} -> {found.counts.get(kind, 0):g}" for kind in kinds),
         *_pair(row.peak_bytes, found.peak_bytes, PEAK_TOLERANCE),
         *(f"{n / 1e9:,.1f}" for name in ("flops", "bytes accessed") for n in (row.cost[name], found.cost.get(name, 0))),
+        str(row.search_version),
     ]  # fmt: skip
 
 
@@ -248,8 +256,11 @@ def keep(rows: row_processes.Rows) -> None:
     )
 
 
-_NOTES = """Sent: by one device in a step. Peak: arguments, results and temporaries of one device. A row's two
-collectives of a kind are predicted and compiled; XLA combines several into one, which changes no byte."""
+_NOTES = f"""Sent: by one device in a step, missed where it is more than {SENT_TOLERANCE:.0%} off. Peak:
+arguments, results and temporaries of one device, missed where it is more than {PEAK_TOLERANCE:.0%} off. A row's two
+collectives of a kind are predicted and compiled; XLA combines several into one, which changes no byte. The GPU compiler
+gives no cost analysis for cards that are not there: its figures are those of the analysis that all of XLA's backends
+share, made of its program."""
 
 
 def main() -> int:

@@ -8,13 +8,12 @@ every value. The prediction follows what XLA does with it, in three passes, whos
 3. here: from where to where each value is alive, and the most that is alive at once.
 
 `benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 10 % for all of its 37 models, jax 0.10 and
-0.12. For TPU v5p it was 8 to 31 % above on 10 of them: XLA fuses more there than is modelled. For one H100 it was
-within 5 % on 5 of 6, and 29 % above on an MLP with ReLU. `benchmarks/compiled_elsewhere.py` holds sharded steps
-against both.
+0.12. `benchmarks/compiled_elsewhere.py` holds sharded steps against XLA's GPU and TPU compilers.
 
-Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), and space lost between buffers. On GPU,
-what XLA chooses without being asked: it copies reductions into one buffer of up to 30 MiB and sends that, and may cut a
-matrix product's contraction into parts, whose results are there at once before they are added up.
+Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), its copies of state in the layout of the
+gradients, what it keeps in its vector memory meanwhile, and space lost between buffers. On GPU, what XLA chooses
+without being asked: it copies reductions into one buffer of up to 30 MiB and sends that, and may cut a matrix product's
+contraction into parts, whose results are there at once before they are added up.
 """
 
 from __future__ import annotations

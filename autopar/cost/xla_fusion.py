@@ -17,7 +17,6 @@ from autopar.cost.xla_program import (
     ALIASES,
     ARITHMETIC,
     BARRIER,
-    EXPENSIVE,
     RANDOM_BITS,
     REDUCTIONS,
     SCALAR_BYTES,
@@ -257,7 +256,7 @@ def _written(
         into, is_reduction = index, kind in REDUCTIONS
         if step.fusible and len(step.outputs) == 1:
             keep = out in results or out in unfused or out not in reader
-            keep = keep or (reader[out] == SEVERAL and kind in EXPENSIVE and not compiler.repeats_expensive)
+            keep = keep or (reader[out] == SEVERAL and kind in compiler.keeps)
             if not keep and compiler.writes_row_operands:
                 keep = uses[out] > 1 and out in by_reduction
                 keep = keep or (kind == "broadcast_in_dim" and arithmetic.get(out, 0) > 1 and out in into_rows)

@@ -58,7 +58,7 @@ class Compiler:
         keeps_barriers: Recomputes what `jax.checkpoint` says; else finds that it has computed it before, and keeps it.
         writes_row_operands: Computes a reduction over the last dimension, what is made of its result and what leads to
             it in one kernel of a library, for which broadcasts, and values that others read too, are written first.
-        repeats_expensive: Computes what is expensive again in each kernel that reads it; else keeps it.
+        keeps: What is computed once and kept where several kernels read it, and not computed again in each of them.
         products_absorb: Computes what a matrix product reads on the way in.
         gathers_absorb: Computes what a gather reads on the way in: of log-probabilities those of the targets only.
         products_round: Keeps what only matrix products read, and made, in the 16 bits that their precision looks at.
@@ -72,7 +72,7 @@ class Compiler:
     breadth_first: bool
     keeps_barriers: bool
     writes_row_operands: bool
-    repeats_expensive: bool
+    keeps: frozenset[str]
     products_absorb: bool
     gathers_absorb: bool
     products_round: bool
@@ -85,7 +85,7 @@ CPU = Compiler(
     breadth_first=True,
     keeps_barriers=True,
     writes_row_operands=True,
-    repeats_expensive=False,
+    keeps=EXPENSIVE,
     products_absorb=False,
     gathers_absorb=False,
     products_round=False,
@@ -97,7 +97,7 @@ GPU = Compiler(
     breadth_first=False,
     keeps_barriers=True,
     writes_row_operands=False,
-    repeats_expensive=True,
+    keeps=frozenset({"tanh"}),  # the dearest of them: an exponential is computed again
     products_absorb=False,
     gathers_absorb=True,
     products_round=False,
@@ -105,7 +105,14 @@ GPU = Compiler(
     copies_gathered_state=False,
     row_kernels=True,
 )
-TPU = dataclasses.replace(GPU, products_absorb=True, products_round=True, copies_gathered_state=True, row_kernels=False)
+TPU = dataclasses.replace(
+    GPU,
+    keeps=frozenset(),
+    products_absorb=True,
+    products_round=True,
+    copies_gathered_state=True,
+    row_kernels=False,
+)
 
 
 def compiler_for(platform: Platform, jax_version: tuple[int, ...]) -> Compiler:

@@ -76,9 +76,11 @@ def test_the_expensive_is_kept_where_it_is_not_computed_again_as_the_cheap_is():
         t = op("reduce_sum", op("mul", a, z), nbytes=SMALL)
         return peak(op.program([x, w], [s, t]), compiler)
 
-    keeping = dataclasses.replace(GPU, repeats_expensive=False)
+    keeping = dataclasses.replace(GPU, keeps=frozenset({"exp"}))
     assert saved("exp", keeping) == 2 * BIG + SMALL  # z and its exponential, and one sum beside them
     assert saved("exp", GPU) == saved("add", GPU) == saved("add", keeping) == BIG + 2 * SMALL
+    assert saved("tanh", GPU) == 2 * BIG + SMALL  # what a GELU's gradient reads
+    assert saved("tanh", TPU) == BIG + 2 * SMALL
 
 
 def test_a_gather_computes_what_it_reads_where_the_compiler_fuses_it():
