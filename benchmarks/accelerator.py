@@ -246,6 +246,11 @@ def child(name: str, small: bool, measured: Path) -> dict[str, Any]:
     }
 
 
+def is_kept(row: dict[str, Any] | None, small: bool) -> bool:
+    """Whether a row has been measured at these sizes: one that was skipped is tried again."""
+    return row is not None and row_processes.is_done(row) and "skipped" not in row and row["small"] == small
+
+
 MODEL_COLUMNS = (
     "model", "difference from jit", "predicted, ms: preset", "with measured constants", "measured, ms", "ratio",
     "ratio with measured constants", "jax.jit, ms", "over jit", "peak, MB: predicted", "compiled", "device's",
@@ -329,7 +334,7 @@ def main() -> int:
     path, begun = arguments.results / "accelerator.json", time.perf_counter()
     rows = row_processes.load(path)
     for name in arguments.rows or ROWS:
-        if row_processes.is_done(rows.get(name)) and rows[name]["small"] == arguments.small and not arguments.again:
+        if not arguments.again and is_kept(rows.get(name), arguments.small):
             continue
         left_s = arguments.budget - (time.perf_counter() - begun)
         if left_s <= 0:

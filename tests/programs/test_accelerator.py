@@ -46,6 +46,20 @@ def test_every_model_with_attention_has_both_rows():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("row", "kept"),
+    [
+        (None, False),
+        ({"measured_s": 1.0, "small": True}, True),
+        ({"measured_s": 1.0, "small": False}, False),
+        ({"skipped": accelerator.NOT_YET, "small": True}, False),
+        ({"failure": "died"}, False),
+    ],
+)
+def test_what_was_skipped_or_failed_or_has_other_sizes_is_run_again(row, kept):
+    assert accelerator.is_kept(row, small=True) is kept
+
+
 def test_a_process_that_dies_leaves_its_last_words(tmp_path):
     assert row_processes.in_fresh_process("benchmarks.no_such_module", [], 60.0) == {
         "failure": f"{sys.executable}: No module named benchmarks.no_such_module"
