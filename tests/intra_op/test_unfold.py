@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import autopar
 from autopar import Cluster
 from autopar.compiler.check_decisions import check_decisions
 from autopar.cost.cost_model import cost_model
@@ -20,7 +21,7 @@ from autopar.passes.graph_views import GraphViews
 from autopar.solver import Status
 from tests.passes.test_fold_step import chain, of_zoo
 from tests.sections import BOOK
-from tests.small_steps import slow_cluster
+from tests.small_steps import chain_step, slow_cluster
 
 # A chain's layers are so thin that the whole search decides several at each end of it in their own way.
 CASES = {
@@ -58,6 +59,19 @@ def test_the_folded_search_finds_what_the_whole_one_does(case):
     assert candidate.step_time_s == pytest.approx(at_best.step_time_s, rel=within)
     if within < 1e-6:
         assert candidate.peak_bytes <= at_best.peak_bytes
+
+
+def test_a_folded_plan_computes_what_jit_does():
+    """Forty layers on four devices, of which the search has seen five; the numbers of one step are those of jit."""
+    random = np.random.default_rng(0)
+    params = [random.normal(size=(64, 64)).astype(np.float32) / 8 for _ in range(40)]
+    batch = {name: random.normal(size=(16, 64)).astype(np.float32) for name in ("x", "y")}
+    expected = jax.jit(chain_step)(params, batch)
+    step = autopar.parallelize(chain_step, cluster=slow_cluster(4), num_microbatches=1, cache_dir=None)
+    plan = step.plan(params, batch)
+    assert plan.record.solver.nodes < 100
+    found = step(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, expected)
 
 
 def test_no_stream_works_longer_on_the_folded_step_than_the_whole_one_takes():
