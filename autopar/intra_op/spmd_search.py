@@ -157,7 +157,7 @@ def search_mesh(
     candidate that fits (`longest_s`).
     """
     until_s = time.perf_counter() + time_limit_s
-    request, mesh = context.request, model.links.mesh
+    mesh = model.links.mesh
     intra_op, step = _problem(context, model, pins, folds=folds)
     slow_s, extra_s = longest_s(context, len(mesh.axis_sizes)), _extra_s(context)
     # Without overlap the objective is nearly the step's time, and its bound one of that.
@@ -177,21 +177,15 @@ def search_mesh(
         pins=pins,
         until_s=until_s,
     )
-    least_s = free.bound - extra_s if is_time else search.least_s(free)
-    if least_s >= slow_s:
-        return _slower(context, model, least_s)
-    fastest, exposed_fraction = search.timed(free), 1.0
-    # A recipe means the plan that its source describes, which does not count on what is hidden.
-    hides = model.overlap.kinds and request.binding is None and fastest.ran.send_s
-    for fraction in EXPOSED_FRACTIONS if hides else ():
-        hidden = intra_op.solve(time_limit_s=search.left_s, exposed_fraction=fraction)
-        if hidden.status in (Status.OPTIMAL, Status.FEASIBLE) and search.least_s(hidden) < fastest.ran.end_s:
-            other = search.timed(search.at_full_cost(hidden))
-            if other.ran.end_s < fastest.ran.end_s:
-                fastest, exposed_fraction = other, fraction
-    if fastest.ran.end_s >= slow_s:
-        return _slower(context, model, fastest.ran.end_s, fastest.ran.end_s)
-    best = search.candidate(fastest)
+    if is_time and free.bound - extra_s >= slow_s:
+        return _slower(context, model, free.bound - extra_s)
+    fastest = search.fastest(slow_s)
+    if isinstance(fastest, float):
+        return _slower(context, model, fastest)
+    found, exposed_fraction = fastest
+    if found.ran.end_s >= slow_s:
+        return _slower(context, model, found.ran.end_s, found.ran.end_s)
+    best = search.candidate(found)
     if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
         return best
     return search.leaner(best, exposed_fraction)
@@ -282,6 +276,32 @@ class _MeshSearch:
         if self.step is None:
             return 0.0
         return timed_sharding(self.step.graph, self.intra_op.model, self.intra_op.decode(solution)).ran.busy_s
+
+    def fastest(self, slow_s: float) -> tuple[TimedSharding, float] | float:
+        """The fastest solution on the clock, with what counted of a send that can hide; or, where none can take less
+        than `slow_s`, what they take at least.
+        """
+        model, best, least_s = self.intra_op.model, None, math.inf
+        # A recipe means the plan that its source describes, which does not count on what is hidden.
+        hides = model.overlap.kinds and self.context.request.binding is None and model.links.mesh.num_devices > 1
+        for fraction in (1.0, *(EXPOSED_FRACTIONS if hides else ())):
+            if fraction == 1.0:
+                solution = self.free
+            else:
+                solution = self.intra_op.solve(time_limit_s=self.left_s, exposed_fraction=fraction)
+                if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+                    continue
+                solution = self.at_full_cost(solution)
+            at_least_s = self.least_s(solution)
+            least_s = min(least_s, at_least_s)
+            if at_least_s >= (slow_s if best is None else min(slow_s, best[0].ran.end_s)):
+                continue
+            found = self.timed(solution)
+            if best is None or found.ran.end_s < best[0].ran.end_s:
+                best = found, fraction
+            if not found.ran.send_s:
+                break  # nothing is sent that could hide
+        return least_s if best is None else best
 
     def timed(self, solution: Solution) -> TimedSharding:
         """A solution on the clock, on the whole step."""
