@@ -198,8 +198,8 @@ def keep(made: Sequence[str]) -> None:
     rows = [found[name] for name in ROWS if name in found]
     columns = SEARCHED if any(len(row) > len(COLUMNS) for row in rows) else COLUMNS
     note = (
-        f"Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers; those with a date were made then, with "
-        "that day's constants\nand prices."
+        f"Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers; those with a date were made then, "
+        "with that day's constants\nand prices."
     )
     RESULTS.write_text(
         f"# Published step times\n\nThe last row: {description()}\n\n{note}\n\n{markdown(columns, rows)}\n"
