@@ -20,6 +20,8 @@ NONE = {
     "compiler.recipe_notes.NAMED": "rows that are shown",
     "sharding.constraints.LARGEST_NAMED": "rows that are shown",
     "sharding.pins.CLOSEST_SHOWN": "rows that are shown",
+    "sharding.resharding.SMALL_BYTES": "a size for which paths are found: each value takes the cheaper of two",
+    "sharding.resharding.LARGE_BYTES": "a size for which paths are found: each value takes the cheaper of two",
     "attention.polynomial.RELATIVE_ERROR": "rounding",
     "attention.masks._HIDDEN": "of 32-bit numbers",
     "attention.masks._ROUNDING": "rounding",

@@ -27,7 +27,7 @@ from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.decisions import Relaxation
-from autopar.sharding.resharding import paths
+from autopar.sharding.resharding import paths_by_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +87,15 @@ class _ReshardSeconds:
         widening = self.model.widening(v.dtype)
         key = (id(source.layouts), id(target.layouts), len(v.shape), v.nbytes, widening, reshard.count)
         if key not in self._matrices:
-            table = paths(len(v.shape), self.model.links)
+            table = paths_by_size(len(v.shape), self.model.links)
             rows, columns = self._indices(source.layouts)[:, None], self._indices(target.layouts)[None, :]
-            seconds = table.fixed_s[rows, columns] + widening * v.nbytes * table.s_per_byte[rows, columns]
-            self._matrices[key] = reshard.count * seconds
+            self._matrices[key] = reshard.count * table.seconds(rows, columns, v.nbytes, widening)
         return self._matrices[key]
 
     def _indices(self, layouts: Layouts) -> np.ndarray:
         """The numbers of layouts in the table of paths of their rank."""
         if id(layouts) not in self._numbers:
-            table = paths(len(layouts[0].dims), self.model.links)
+            table = paths_by_size(len(layouts[0].dims), self.model.links)
             self._numbers[id(layouts)] = np.array([table.index[layout] for layout in layouts])
         return self._numbers[id(layouts)]
 

@@ -27,7 +27,7 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
-from autopar.sharding.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths
+from autopar.sharding.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths_by_size
 from autopar.sharding.strategies import Strategy
 
 
@@ -148,8 +148,9 @@ class _Lowering:
         return self.move(scope, atom, at, (want, role.value), role, module, count)
 
     def steps(self, value: int, source: Layout, target: Layout) -> tuple[ReshardStep, ...]:
-        shape = self.graph.values[value].shape
-        steps = paths(len(shape), self.links).steps(source, target)
+        v = self.graph.values[value]
+        shape = v.shape
+        steps = paths_by_size(len(shape), self.links).steps(source, target, v.nbytes)
         return steps if fits(steps, shape, self.mesh) else gather_and_slice(source, target)
 
     def move(

@@ -2,7 +2,8 @@
 
 A step does exactly one collective, so that what is emitted, what is predicted and what the compiled program does are
 the same. Cheapest paths are found once for each (rank, mesh): a path's time is affine in the value's bytes, so two
-tables (constant part, part per byte) serve values of every size.
+tables (constant part, part per byte) serve values of every size. Of paths for small values, where latency decides (a
+tree's all-reduce and a slice before a ring's reduce-scatter), and for large ones a value takes the cheaper.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from scipy.sparse.csgraph import dijkstra
 from autopar.hardware.collective_cost import CollectiveKind, Link, time_s
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
+
+# The values for which paths are found. Latency decides between those of the one on slow links, bytes between those of
+# the other on all links of `presets`.
+SMALL_BYTES, LARGE_BYTES = float(1 << 20), float(1 << 28)
 
 
 class StepKind(enum.Enum):
@@ -139,6 +144,34 @@ class Paths:
         return tuple(reversed(found))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PathsBySize:
+    """Paths for small and for large values, of which each value takes the cheaper one."""
+
+    small: Paths
+    large: Paths
+
+    @property
+    def index(self) -> dict[Layout, int]:
+        return self.small.index
+
+    def seconds(self, rows: np.ndarray, columns: np.ndarray, nbytes: float, widening: float) -> np.ndarray:
+        """Seconds from the layouts `rows` to the layouts `columns` of a value that is sent `widening` times as wide."""
+        small, large = (at.fixed_s[rows, columns] + nbytes * at.s_per_byte[rows, columns] for at in self._tables)
+        sent = [at.fixed_s[rows, columns] + widening * nbytes * at.s_per_byte[rows, columns] for at in self._tables]
+        return np.where(large < small, sent[1], sent[0])
+
+    def steps(self, source: Layout, target: Layout, nbytes: float) -> tuple[ReshardStep, ...]:
+        """The steps of the cheaper path of a value; empty when the layouts are equal."""
+        i, j = self.index[source], self.index[target]
+        small, large = (at.fixed_s[i, j] + nbytes * at.s_per_byte[i, j] for at in self._tables)
+        return (self.large if large < small else self.small).steps(source, target)
+
+    @property
+    def _tables(self) -> tuple[Paths, Paths]:
+        return self.small, self.large
+
+
 def _subsets(axes: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [s for n in range(1, len(axes) + 1) for s in itertools.combinations(axes, n)]
 
@@ -190,16 +223,19 @@ def _moves(layout: Layout, axes: tuple[int, ...]) -> list[ReshardStep]:
 
 
 @functools.cache
-def paths(rank: int, mesh_links: MeshLinks) -> Paths:
-    """Cheapest paths between all layouts of values of `rank` dimensions, for a value of 1 MiB.
+def paths_by_size(rank: int, mesh_links: MeshLinks) -> PathsBySize:
+    """The cheaper one of the paths found for small and for large values."""
+    small, large = (paths(rank, mesh_links, size) for size in (SMALL_BYTES, LARGE_BYTES))
+    return PathsBySize(small=small, large=large)
 
-    The size only weighs latency against bandwidth in the choice of a path, hardly ever a close call.
-    """
+
+@functools.cache
+def paths(rank: int, mesh_links: MeshLinks, typical_bytes: float = SMALL_BYTES) -> Paths:
+    """Cheapest paths between all layouts of values of `rank` dimensions, for a value of a typical size."""
     mesh = mesh_links.mesh
     axes = tuple(a for a, n in enumerate(mesh.axis_sizes) if n > 1)
     layouts = _all_layouts(rank, axes)
     index = {layout: i for i, layout in enumerate(layouts)}
-    typical_bytes = float(1 << 20)
     rows, columns, weights = [], [], []
     step_of: dict[tuple[int, int], ReshardStep] = {}
     cost_of: dict[tuple[int, int], tuple[float, float]] = {}

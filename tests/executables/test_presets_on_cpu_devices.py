@@ -1,5 +1,8 @@
 """Plans made for accelerators run as they are on as many virtual CPU devices, in every schedule."""
 
+import collections
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -23,6 +26,31 @@ def run_and_compare(cluster: str, **options) -> autopar.Plan:
     )
     assert_close(step(jax.tree.map(np.array, state), case.batch), expected)
     return step.plan(case.shapes, case.batch)
+
+
+def test_zero_2_between_hosts_reduces_large_gradients_in_parts():
+    # Eight hosts that are far apart: small values are all-reduced sooner than they are reduced in parts.
+    hosts = autopar.Cluster.preset("dgx-a100-80g", hosts=8)
+    far = dataclasses.replace(hosts.between_hosts, latency_s=5 * hosts.between_hosts.latency_s)
+    cluster = dataclasses.replace(hosts, devices_per_host=1, between_hosts=far)
+    case = transformer(layers=1, width=1024)
+    step = autopar.parallelize(
+        case.step,
+        plan=recipes.combine(zero=2, num_microbatches=2),
+        cluster=cluster,
+        cache_dir=None,
+        show_progress=False,
+    )
+    verified = autopar.verify(step, case.shapes, case.batch)
+    matrices = sum(4 * x.size for x in jax.tree.leaves(case.shapes))
+    compiled = {c.name: c.compiled for c in verified.collectives}
+    data, in_all = collections.Counter(), 0
+    for use in step.plan(case.shapes, case.batch).record.predicted.collectives:
+        data[use.kind] += use.sent_bytes if use.axes == ("x",) else 0
+        in_all += use.sent_bytes if use.kind == "reduce-scatter" else 0
+    # But for the embedding, which is small, each device sends seven eighths of each in each of two micro-batches.
+    assert data["reduce-scatter"] == pytest.approx(2 * 7 / 8 * matrices, rel=0.05)
+    assert compiled["reduce-scatter"] == pytest.approx(in_all)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)

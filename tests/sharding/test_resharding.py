@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autopar
+from autopar.cost.cost_model import cost_model
 from autopar.hardware.collective_cost import CollectiveKind, Link, sent_bytes
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.sharding.resharding import MeshLinks, StepKind, fits, gather_and_slice, paths
+from autopar.sharding.resharding import MeshLinks, StepKind, fits, gather_and_slice, paths, paths_by_size
 
 FAST = Link(latency_s=1e-7, bytes_per_s=1e10, overhead_s=1e-6, source="test")
 SLOW = Link(latency_s=1e-7, bytes_per_s=1e9, overhead_s=1e-6, source="test")
@@ -243,3 +245,20 @@ def test_where_nothing_divides_on_the_way_a_summand_is_made_of_what_is_whole():
 def test_gathering_makes_a_replicated_value_of_any():
     steps = gather_and_slice(layout("[xy, -]"), replicated(2))
     assert [s.kind for s in steps] == [StepKind.ALL_GATHER]
+
+
+def test_small_sums_are_reduced_by_a_tree_and_large_ones_in_parts():
+    cluster = autopar.Cluster.preset("dgx-a100-80g", hosts=4)
+    links = cost_model(cluster, LogicalMesh(axis_sizes=(8, 4))).links
+    table = paths_by_size(2, links)
+
+    def kinds(nbytes):
+        return [s.kind.name for s in table.steps(layout("[-, y] +x"), layout("[x, y]"), nbytes)]
+
+    assert kinds(1 << 16) == ["ALL_REDUCE", "SLICE"]
+    assert kinds(1 << 23) == kinds(1 << 30) == ["REDUCE_SCATTER"]
+    # Each size takes what is faster for it.
+    i, j = (np.array(table.index[layout(text)]) for text in ("[-, y] +x", "[x, y]"))
+    for nbytes in (1 << 16, 1 << 23, 1 << 30):
+        each = [t.fixed_s[i, j] + nbytes * t.s_per_byte[i, j] for t in (table.small, table.large)]
+        assert table.seconds(i, j, nbytes, 1.0) == min(each)
