@@ -30,7 +30,7 @@ MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_
 # Primitives whose reduced factors are sums, so that each device's result is a summand of the whole.
 SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "gather"})
 # Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of
-# what is summed. A gather is not: its indices would have to be masked, which the partitioner does.
+# what is summed. A gather is not, but for a lookup in a table (`autopar.lowering.split_tables`).
 LOCALLY_SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add"})
 # Primitives whose reduced factors combine by an idempotent or associative operation other than a sum.
 COMBINING = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "reduce_prod"})
@@ -128,5 +128,19 @@ def multiplications(eqn: Any) -> float | None:
 
 
 def sums_locally(eqn: Any) -> bool:
-    """Whether an equation with a split reduced factor runs as it is on a device's own part."""
-    return eqn.primitive.name in LOCALLY_SUMMING
+    """Whether an equation with a split reduced factor can be run on a device's own part."""
+    return eqn.primitive.name in LOCALLY_SUMMING or looked_up_dim(eqn) is not None
+
+
+def looked_up_dim(eqn: Any) -> int | None:
+    """The dimension of a table from which a gather takes whole rows by their numbers; None of any other equation."""
+    if eqn.primitive.name != "gather":
+        return None
+    numbers, table = eqn.params["dimension_numbers"], eqn.invars[0].aval
+    if len(numbers.start_index_map) != 1 or numbers.start_index_map != numbers.collapsed_slice_dims:
+        return None
+    (dim,) = numbers.start_index_map
+    rest = (
+        n == size for d, (n, size) in enumerate(zip(eqn.params["slice_sizes"], table.shape, strict=True)) if d != dim
+    )
+    return dim if not numbers.operand_batching_dims and all(rest) else None

@@ -24,6 +24,7 @@ from autopar.ir.graph import Constant, OpGraph, OpKind
 from autopar.ir.jax_sharding import DEVICE_MEMORY, named_sharding, partition_spec
 from autopar.ir.layout import Layout
 from autopar.ir.value_state import HOST, UNREDUCED
+from autopar.lowering import split_tables
 from autopar.lowering.dynamic_slices import with_starts_in_range
 from autopar.lowering.instructions import (
     Accumulate,
@@ -172,6 +173,7 @@ class Emitter:
         names = frozenset(self.mesh.axis_names[a] for a in axes)
         touched = [any(axes.intersection(on) for on in layout.dims) for layout in instruction.strategy.operands]
         in_specs, args = [], []
+        by_rows = [self.mesh.axis_names[a] for on in instruction.strategy.operands[0].dims for a in on if a in axes]
         # What the sum does not run over (the array that a scatter adds to) is itself a summand, of one device only.
         whole = [not t and op.primitive == "scatter-add" and i == 0 for i, t in enumerate(touched)]
         for array, layout, masked in zip(operands, instruction.strategy.operands, whole, strict=True):
@@ -184,6 +186,8 @@ class Emitter:
 
         def local(*parts: Any) -> Any:
             parts = tuple(p[0] if masked else p for p, masked in zip(parts, whole, strict=True))
+            if op.primitive == "gather":
+                return split_tables.found_here(op.eqn, parts[0], parts[1], by_rows)[None]
             (out,) = jax_compat.bind(op.eqn, parts)
             return out[None]
 
