@@ -24,7 +24,8 @@ _ZERO_MUST_SHARD: tuple[tuple[Purpose, ...], ...] = (
     (),
     (Purpose.OPTIMIZER,),
     (Purpose.OPTIMIZER, Purpose.ACCUMULATOR),
-    (Purpose.OPTIMIZER, Purpose.ACCUMULATOR, Purpose.MATRIX, Purpose.PARAMETER),
+    # Copies of matrices too (casts): they are gathered for the layer that reads them in each pass, and not kept whole.
+    (Purpose.OPTIMIZER, Purpose.ACCUMULATOR, Purpose.MATRIX, Purpose.PARAMETER, Purpose.MATRIX_COPY),
 )
 
 
