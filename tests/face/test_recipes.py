@@ -54,7 +54,9 @@ def test_zero_3_gathers_parameters_for_each_pass():
     once = 7 / 8 * parameter_bytes(GPT)
     assert sent(made)["reduce-scatter"] == pytest.approx(once, rel=0.001)
     # The first matrices and the norms' offsets are not read again by the backward pass.
-    assert 1.9 * once <= sent(made)["all-gather"] <= 2 * once
+    # The embedding is gathered for the lookup, freed, and gathered again for the logits.
+    table = 7 / 8 * 4 * 64 * 64
+    assert 1.9 * once <= sent(made)["all-gather"] <= 2 * once + table
     assert all(any(v.layout.dims) for v in plan.record.arguments if v.kind == "state" and max(v.shape, default=0) > 7)
 
 
