@@ -385,8 +385,7 @@ def in_rows(array: Any) -> Any:
     return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
 
 
-def looks_for_nans_and_infs() -> tuple[bool, bool]:
-    """Whether `jax_debug_nans` and `jax_debug_infs` are set."""
+def looks_for_nans_and_infs() -> tuple[bool, bool]:  # `jax_debug_nans`, `jax_debug_infs`
     return bool(config.debug_nans.value), bool(config.debug_infs.value)
 
 
