@@ -260,7 +260,10 @@ _NOTES = f"""Sent: by one device in a step, missed where it is more than {SENT_T
 arguments, results and temporaries of one device, missed where it is more than {PEAK_TOLERANCE:.0%} off. A row's two
 collectives of a kind are predicted and compiled; XLA combines several into one, which changes no byte. The GPU compiler
 gives no cost analysis for cards that are not there: its figures are those of the analysis that all of XLA's backends
-share, made of its program."""
+share, made of its program.
+
+Not predicted yet, on TPU: XLA joins all reductions of gradients to one at the end, so that all gradients are there at
+once, and decides for each whether a reduce-scatter stays one or becomes an all-reduce."""
 
 
 def main() -> int:
