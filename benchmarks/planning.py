@@ -124,10 +124,10 @@ class Sampler:
         on_stack: dict[str, None] = {}
         while frame is not None:
             path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(ROOT):
+            if path.is_relative_to(ROOT) and path != Path(__file__):
                 on_stack[f"{path.relative_to(ROOT)}:{frame.f_code.co_name}"] = None
             frame = frame.f_back
-        self.under.update(on_stack)
+        self.under.update(on_stack.keys())
         self.own.update([*on_stack][:1])
 
     def stop(self, cpu_s: float) -> dict[str, list[tuple[str, float]]]:
@@ -143,6 +143,9 @@ class Sampler:
 def show_profile(run: Run) -> None:
     """Time by pass, and the hottest functions."""
     head = f"{run.layers} layers, {run.cluster}, {run.devices} devices"
+    if run.failure:
+        print(f"{head}: {run.failure}")
+        return
     passes = Table("pass", "s", title=f"{head}: time by pass, of the clock")
     for name, seconds in run.passes.items():
         passes.add_row(name, f"{seconds:.2f}")
@@ -189,7 +192,7 @@ def row_of(first: Run, second: Run, before: dict[str, Any] | None) -> list[str]:
         verdict(Run(**before), None) if before is not None else "",
         verdict(first, TARGETS_S.get((first.layers, first.devices))),
         verdict(second, CACHED_TARGET_S),
-        f"{before['step_time_s'] * 1e3:.4f}" if before is not None else "",
+        f"{before['step_time_s'] * 1e3:.4f}" if before is not None and before["step_time_s"] else "",
         f"{first.step_time_s * 1e3:.4f}",
         f"{first.mesh}, gap {first.gap:.2%}",
     ]
