@@ -133,9 +133,9 @@ class _Lowering:
             return None
         home = self.home(atom)
         at: Place = (home, UNREDUCED)
-        if unreduced:
-            return self.move(scope, atom, at, (want or home, role.value), role, module, count)
         reduced = self.plan.reduced.get(atom, home)
+        if unreduced and want != reduced:
+            return self.move(scope, atom, at, (want or home, role.value), role, module, count)
         at = self.move(scope, atom, at, (reduced, REDUCED), role, module, count)
         if want is None or want == reduced:
             return at

@@ -106,12 +106,14 @@ def cluster_labels(
     ties. The bound on a cluster's arithmetic is widened until there is a clustering.
     """
     labels = [""] * len(work)
-    n = len(products)
-    clusters = max(1, min(CLUSTERS, max_clusters, n))
-    if n == 0:
+    if not products:
         return labels
     # A product's arithmetic includes what follows it up to the next.
     share = [sum(work[a:b]) for a, b in itertools.pairwise([0, *products[1:], len(work)])]
+    # Every cluster has arithmetic: the products of an empty batch have none.
+    clusters = min(CLUSTERS, max(1, max_clusters), sum(s > 0 for s in share))
+    if clusters == 0:
+        return labels
     before = np.concatenate(([0.0], np.cumsum(share)))
     gaps = np.array([0, *(min(crossing[a + 1 : b + 1]) for a, b in itertools.pairwise(products))], dtype=float)
     bound = (1 + SLACK) * before[-1] / clusters

@@ -54,8 +54,9 @@ def test_a_kernel_takes_the_time_of_its_arithmetic_or_of_what_it_reads_and_write
     strategy = replicated_strategy([v.aval.shape for v in forward.eqn.invars], [(), (), ()])
     moved = 4 * B * L * H * D * 2
     got = attention_s(forward, strategy, moved, presets.H100, Kernel.CUDNN) - presets.H100.launch_overhead_s
-    # Two products at the rate that cuDNN's kernel reaches, which take longer than the memory.
-    arithmetic_s = 4 * SCORES * D / (0.607 * 989.4e12) + presets.H100.fill_s("bfloat16")
+    # Two products at the lower of two rates, which take longer than the memory: 0.607 of the peak, that of cuDNN's
+    # kernel, and 0.8 * 0.75, that of products in long runs.
+    arithmetic_s = 4 * SCORES * D / (0.6 * 989e12) + presets.H100.fill_s("bfloat16")
     assert got == pytest.approx(arithmetic_s, rel=0.01)
     assert presets.H100.memory_s(moved, moved) < arithmetic_s
     assert flops(backward.eqn, Kernel.CUDNN) == 2.5 * flops(forward.eqn, Kernel.CUDNN)

@@ -1,6 +1,7 @@
 """`autopar.tune`: the plans near the best one, and which of them the clock likes."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -125,7 +126,9 @@ def test_pipelines_are_looked_at_though_they_may_not_pay():
 
 
 def test_a_program_may_be_near_a_pipeline():
-    """Two hosts with a slow link between them: two stages are the fastest, then one program, then micro-batches."""
+    """Two hosts with a slow link between them: two stages are the fastest, under several schedules, then one program,
+    then micro-batches.
+    """
     hosts = Cluster(
         name="two hosts",
         device=presets.H100,
@@ -139,7 +142,8 @@ def test_a_program_may_be_near_a_pipeline():
     step = autopar.parallelize(chain_step, cluster=hosts, cache_dir=None, show_progress=False)
     plans, best = near(step, (params, {"x": examples, "y": examples}), 2.0)
     made = [plan.record.pipeline for plan in plans]
-    assert [pipeline and len(pipeline.stages) for pipeline in made] == [2, None, 1]
+    numbers = [pipeline and len(pipeline.stages) for pipeline in made]
+    assert [number for number, _ in itertools.groupby(numbers)] == [2, None, 1]
     assert decided(plans[0]) == decided(best)
     assert times_s(plans) == sorted(times_s(plans))
     assert times_s(plans)[-1] <= 2 * best.predicted.step_time_s
