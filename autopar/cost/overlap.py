@@ -37,22 +37,36 @@ from autopar.lowering.instructions import (
 )
 
 
-def timed(graph: OpGraph, lowered: LoweredBlock, model: CostModel, costs: NodeCosts | None = None) -> Ran:
+def timed(
+    graph: OpGraph,
+    lowered: LoweredBlock,
+    model: CostModel,
+    costs: NodeCosts | None = None,
+    results: Sequence[Key] | None = None,
+) -> Ran:
     """A block on the clock of one device, all its runs in a step together.
 
     A loop runs iteration after iteration, each by the same rules; of a branch, the alternative that takes longest.
-    `costs` of the same graph and model, where there are some already, save working them out again.
+    `costs` of the same graph and model, where there are some already, save working them out again. `results`: what a
+    part of a block hands on that is a program of its own; by default what the block does.
     """
-    return _Writer(graph, model, costs or NodeCosts(graph, model)).timed(lowered)
+    writer = _Writer(graph, model, costs or NodeCosts(graph, model))
+    return writer.timed(lowered, results_of(lowered) if results is None else results)
 
 
 def timed_together(
-    graph: OpGraph, parts: Sequence[tuple[Sequence[Instruction], int]], model: CostModel, costs: NodeCosts | None = None
+    graph: OpGraph,
+    parts: Sequence[tuple[Sequence[Instruction], int]],
+    results: Sequence[Key],
+    model: CostModel,
+    costs: NodeCosts | None = None,
 ) -> Ran:
     """Instructions of several parts of a step as one program, once each: with each part how often it runs in a step,
-    since that is what its operations count.
+    since that is what its operations count. `results`: what the program hands on.
     """
     writer = _Writer(graph, model, costs or NodeCosts(graph, model))
+    together = [instruction for instructions, _ in parts for instruction in instructions]
+    writer.rounded |= rounded_copies(graph, together, results, model)
     made: dict[Key, int] = {}
     works: list[StreamWork] = []
     for instructions, runs in parts:
@@ -118,10 +132,10 @@ class _Writer:
         self.num_values = 0
         self.rounded: set[Key] = set()
 
-    def timed(self, lowered: LoweredBlock) -> Ran:
+    def timed(self, lowered: LoweredBlock, results: Sequence[Key]) -> Ran:
         made: dict[Key, int] = {}
         works: list[StreamWork] = []
-        self.rounded |= rounded_copies(self.graph, lowered.instructions, results_of(lowered), self.model)
+        self.rounded |= rounded_copies(self.graph, lowered.instructions, results, self.model)
         for instruction in lowered.instructions:
             self.instruction(instruction, made, works)
         return run(works, self.model.overlap.combined_bytes)
@@ -245,7 +259,7 @@ class _Writer:
         )
 
     def inside(self, loop: Loop) -> tuple[Ran, ...]:
-        rans = tuple(self.timed(block) for block in loop.blocks)
+        rans = tuple(self.timed(block, results_of(block)) for block in loop.blocks)
         if loop.op.kind is OpKind.COND:
             return (max(rans, key=lambda ran: ran.end_s),)
         return rans

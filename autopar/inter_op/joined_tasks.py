@@ -108,7 +108,7 @@ def joined_task(staged: StagedStep, chain: tuple[Node, ...]) -> JoinedTask:
     planned = staged.stages[tasks[0].stage]
     graph, model = planned.stage.graph, planned.model
     parts = [(task.instructions, graph.num_microbatches if task.kind.repeats else 1) for task in tasks]
-    ran = timed_together(graph, parts, model)
+    ran = timed_together(graph, parts, _places(staged, chain)[1], model)
     nbytes = peak_memory.estimate(joined_memory(staged, chain)[0], model.compiler).temporary_bytes
     seconds = ran.end_s + host_cpu.page_fault_s(model.device, nbytes, 1) + model.device.call_s
     return JoinedTask(parts=chain, seconds=seconds, hidden_s=ran.hidden_s, nbytes=nbytes)

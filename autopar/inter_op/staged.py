@@ -324,7 +324,7 @@ class TaskCosts:
 def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskCost:
     graph, device = planned.stage.graph, planned.model.device
     block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
-    ran = timed(graph, block, planned.model)
+    ran = timed(graph, block, planned.model, results=task.outputs)
     runs = graph.num_microbatches if task.kind.repeats else 1
     nbytes = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
     seconds = (ran.end_s + host_cpu.page_fault_s(device, nbytes, runs)) / runs + device.call_s

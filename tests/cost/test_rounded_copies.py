@@ -1,11 +1,19 @@
 """Copies that a TPU's compiler sends in 16 bits: those that only matrix products at default precision read."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import autopar
 from autopar import recipes
+from autopar.cost.overlap import timed, timed_together
+from autopar.inter_op import build_stages, joined_tasks
+from autopar.inter_op.staged import task_cost
+from autopar.lowering.instructions import Move
+from autopar.runtime.pipeline.joining import joinable
+from autopar.sharding.resharding import StepKind
 
 WIDTH, DEVICES = 256, 8
 # What a device of eight sends to make one whole float32 weight on all of them.
@@ -45,3 +53,59 @@ def test_weights_of_products_are_gathered_in_half_their_bytes_on_tpu(reads, prec
     assert on_gpu % GATHERED == 0
     assert on_gpu > 0
     assert gathered_bytes("tpu-v5e:2x4", precision, reads) == share * on_gpu
+
+
+def staged_step(monkeypatch, cluster):
+    """Two layers under ZeRO 3 with two micro-batches, whose weights are gathered in the task of a micro-batch."""
+
+    def step(weights, x):
+        grads = jax.grad(lambda weights: jnp.mean((jnp.tanh(x @ weights[0]) @ weights[1]) ** 2))(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], {}
+
+    made = []
+    monkeypatch.setattr(build_stages, "join_where_it_pays", lambda staged, limit_bytes: made.append(staged) or staged)
+    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2
+    batch = jax.ShapeDtypeStruct((64 * DEVICES, WIDTH), jnp.float32)
+    recipe = recipes.combine(dp=DEVICES, zero=3, num_microbatches=2)
+    autopar.parallelize(step, plan=recipe, cluster=cluster, cache_dir=None, show_progress=False).plan(weights, batch)
+    return made[-1]
+
+
+def gathers(ran):
+    return [work.sent_bytes for work in ran.order if "all-gather" in work.name]
+
+
+@pytest.mark.parametrize(("cluster", "share"), [("tpu-v5e:2x4", 0.5), ("dgx-h100", 1.0)])
+def test_joined_tasks_send_what_they_send_apart(cluster, share, monkeypatch):
+    staged = staged_step(monkeypatch, cluster)
+    (planned,) = staged.stages
+    graph, model = planned.stage.graph, planned.model
+    chains = joinable(staged.simulated.pipeline, staged.schedule)
+    assert len(chains) == 2
+    for chain in chains:
+        tasks = [staged.staged.tasks[number] for number, _ in chain]
+        parts = [(task.instructions, 2 if task.kind.repeats else 1) for task in tasks]
+        _, results = joined_tasks._places(staged, chain)
+        assert gathers(timed_together(graph, parts, results, model)) == [share * GATHERED] * 3
+        apart_s = sum(staged.task_s[number] for number, _ in chain)
+        assert joined_tasks.joined_task(staged, chain).seconds <= apart_s * (1 + 1e-9)
+
+
+def test_a_copy_that_a_task_hands_on_is_sent_in_32_bits(monkeypatch):
+    staged = staged_step(monkeypatch, "tpu-v5e:2x4")
+    (planned,) = staged.stages
+    graph, model = planned.stage.graph, planned.model
+    (task,) = [task for task in staged.staged.tasks if task.kind.repeats]
+    copies = {
+        (i.value, i.target)
+        for i in task.instructions
+        if isinstance(i, Move) and [step.kind for step in i.steps] == [StepKind.ALL_GATHER]
+    }
+    assert len(copies) == 3
+    handing_on = dataclasses.replace(task, outputs=(*task.outputs, *copies))
+    block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
+    # Twice as many bytes of the two micro-batches together.
+    assert gathers(timed(graph, block, model, results=task.outputs)) == [GATHERED] * 3
+    assert gathers(timed(graph, block, model, results=handing_on.outputs)) == [2 * GATHERED] * 3
+    cluster = autopar.Cluster.parse("tpu-v5e:2x4")
+    assert task_cost(planned, handing_on, cluster).seconds > task_cost(planned, task, cluster).seconds
