@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from autopar.common import jax_compat
 from autopar.common.json_files import Fault
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind, walk
+from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind, values_of, walk
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import is_summing_type, sums_locally
@@ -247,15 +247,6 @@ class _Checker:
             yield Fault(place=place, expected=f"a way to split {op.primitive}{where}", got=f"{reads} -> {makes}")
         for v, layout in zip(op.outputs, strategy.results, strict=True):
             yield from self.lies_as(v, layout)
-
-
-def values_of(block: Block) -> Iterator[int]:
-    """The inputs and results of a block, and those of its loops."""
-    yield from block.inputs
-    for op in block.ops:
-        yield from op.outputs
-        for inner in op.blocks:
-            yield from values_of(inner)
 
 
 def signature_of(op: Op, graph: OpGraph, plan: ShardingPlan) -> Signature:

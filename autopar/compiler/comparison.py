@@ -43,10 +43,10 @@ def near(chosen: Candidate, candidates: Iterable[Candidate], limit_bytes: int, t
 
 
 def rejections(context: PlanningContext, chosen: Candidate) -> list[Rejection]:
-    """Every way to run the step that is not the plan, with the reason: first candidates, then those not worked out."""
+    """Every way to run the step that is not the plan, with the reason: first candidates, then those not evaluated."""
     lost = [c for c in context.candidates if c is not chosen]
     ways = [(c.source, c.text, c.step_time_s, c.peak_bytes) for c in lost]
-    # Pipelines that were worked out and are no candidates, as another of the same search is better.
+    # Pipelines that were evaluated and are no candidates, as another of the same search is better.
     known = {(result.text, result.step_time_s) for result in context.results}
     for c in context.candidates:
         for trial in c.weighed if isinstance(c, PipelineCandidate) else ():

@@ -158,7 +158,7 @@ class PipelineEvaluator:
                     Rejection(
                         source=SOURCE,
                         text=text,
-                        why=f"not worked out: {why}",
+                        why=f"not evaluated: {why}",
                         step_time_s=estimated_s,
                         peak_bytes=peak_bytes,
                     )

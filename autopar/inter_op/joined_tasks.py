@@ -32,7 +32,7 @@ def join_where_it_pays(staged: StagedStep, limit_bytes: int) -> StagedStep:
     """A step with those chains of runs as one program each that hide what is sent within a mesh, and so take at least
     `LEAST_GAIN` off the step, within the memory that there is or that the step needs anyway.
 
-    Of the chains at the end those of meshes that end about last; others end no sooner for it.
+    Of the chains at the end those of meshes that end about last. Chains on other meshes would not shorten the step.
     """
     if not any(p.model.overlap.kinds for p in staged.stages):
         return staged

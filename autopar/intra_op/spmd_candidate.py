@@ -87,7 +87,7 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> SpmdC
 
 
 def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> SpmdCandidate:
-    """Decisions that are on the clock, with the memory that they take."""
+    """The candidate of a timed sharding, with its memory."""
     sharding, lowered, ran = found.sharding, found.lowered, found.ran
     program, stands_for = memory_program(graph, lowered, model)
     estimate = peak_memory.estimate(program, model.compiler)

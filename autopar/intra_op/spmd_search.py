@@ -150,7 +150,7 @@ def search_mesh(
     (`_MeshSearch.leaner`), unless a plan on another mesh fits and is as fast. The whole search takes at most
     `time_limit_s`, except for its last solution.
 
-    With `folds`, of repeated layers three are searched for (`passes.fold_step`), and what is found is worked out on the
+    With `folds`, of repeated layers three are searched for (`passes.fold_step`), and what is found is evaluated on the
     whole step.
 
     Returns a rejection when the time limit passed without any plan, and for what cannot be the plan beside another
@@ -192,16 +192,14 @@ def search_mesh(
 
 
 def _slower(context: PlanningContext, model: CostModel, least_s: float, step_time_s: float | None = None) -> Rejection:
-    """Of what takes longer than a candidate that fits, before its memory is worked out, or its time (None)."""
+    """Of what takes longer than a candidate that fits, before its memory is computed, or its time (None)."""
     extra_s = least_s - context.fastest_s
-    if step_time_s is None:
-        why = f"not worked out: takes {text_of_s(least_s)} or more"
+    if extra_s <= 0:
+        why = f"as fast to {NEARLY_EQUAL:.1%}, on a mesh of more axes"
+    elif step_time_s is None:
+        why = f"not evaluated: slower by about {text_of_s(extra_s)} or more"
     else:
-        why = (
-            f"slower by {text_of_s(extra_s)}"
-            if extra_s > 0
-            else f"as fast to {NEARLY_EQUAL:.1%}, on a mesh of more axes"
-        )
+        why = f"slower by {text_of_s(extra_s)}"
     return Rejection(
         source=SOURCE,
         text=f"mesh {model.links.mesh}",
@@ -245,7 +243,7 @@ def _intra_op(
             in_host=frozenset(arguments[i] for i in request.in_host if arguments[i] in stays),
         ),
         constraints=request.binding.on(model.links.mesh.num_devices)[1] if request.binding is not None else None,
-        paired_ops=step.alike if step is not None else (),
+        paired_ops=step.paired_ops if step is not None else (),
         weights=step.weights if step is not None else ONE_EACH,
     )
 
@@ -311,7 +309,7 @@ class _MeshSearch:
         return timed_sharding(self.context.graph, self.intra_op.model, sharding, self.costs)
 
     def candidate(self, found: TimedSharding) -> SpmdCandidate:
-        """What is on the clock, worked out."""
+        """The candidate of a timed sharding, with its memory."""
         return dataclasses.replace(with_memory(self.context.graph, self.intra_op.model, found), pins=self.pins)
 
     def prices(self, s_per_byte: float, values: frozenset[tuple[int, str]]) -> MemoryPrices:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
-from autopar.ir.graph import Block, OpGraph, Role
+from autopar.ir.graph import OpGraph, Role, values_of
 from autopar.ir.value_state import ALL
 from autopar.lowering.decisions import ShardingPlan
 from autopar.passes.fold_step import FoldedStep
@@ -15,12 +14,12 @@ _READERS = (ALL, *(role.value for role in Role))
 
 
 def unfold(plan: ShardingPlan, partials: Partials, graph: OpGraph, step: FoldedStep) -> ShardingPlan:
-    """The decisions for the whole graph: everything is decided as what it is like in the folded one.
+    """The decisions for the whole graph: everything is decided as its counterpart in the folded one.
 
-    An operation is so in the layouts of its own operands and results: what it is like has the same structure, and its
-    results lie as those of its counterpart do. `partials` are those of the whole graph.
+    This also holds for the layouts of an operation's own operands and results: its counterpart has the same structure,
+    and its results lie as those of its counterpart do. `partials` are those of the whole graph.
     """
-    values = list(_values_of(graph.block))
+    values = list(values_of(graph.block))
     like = step.value_of
     return dataclasses.replace(
         plan,
@@ -36,11 +35,3 @@ def unfold(plan: ShardingPlan, partials: Partials, graph: OpGraph, step: FoldedS
         },
         in_host=frozenset(v for v in graph.block.inputs if like[v] in plan.in_host),
     )
-
-
-def _values_of(block: Block) -> Iterator[int]:
-    yield from block.inputs
-    for op in block.ops:
-        yield from op.outputs
-        for inner in op.blocks:
-            yield from _values_of(inner)

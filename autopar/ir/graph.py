@@ -271,6 +271,15 @@ def walk(block: Block) -> Iterator[Op]:
             yield from walk(inner)
 
 
+def values_of(block: Block) -> Iterator[int]:
+    """The inputs and results of a block, and those of its loops."""
+    yield from block.inputs
+    for op in block.ops:
+        yield from op.outputs
+        for inner in op.blocks:
+            yield from values_of(inner)
+
+
 def free_values(block: Block) -> set[int]:
     """Values that a block reads from around it."""
     bound = {*block.inputs, *(o for op in walk(block) for o in op.outputs)}

@@ -187,7 +187,7 @@ class Emitter:
         def local(*parts: Any) -> Any:
             parts = tuple(p[0] if masked else p for p, masked in zip(parts, whole, strict=True))
             if op.primitive == "gather":
-                return split_tables.found_here(op.eqn, parts[0], parts[1], by_rows)[None]
+                return split_tables.local_rows(op.eqn, parts[0], parts[1], by_rows)[None]
             (out,) = jax_compat.bind(op.eqn, parts)
             return out[None]
 

@@ -22,9 +22,9 @@ class FoldedGraph:
 
     `layer_of[op.id]` of the operations that stay (None as in `LayerAssignment`, but only where several layers read what
     is made); `stands_for[l]` is the layer that layer l is like, itself where it stays; `weight[l]` how many layers one
-    that stays counts for; `home_of[i]` the layer of the i-th input; `alike` the operations of each layer of a run that
-    stays with those of the next one that does; `members[l]` the operations of layer l of the whole graph, in an order
-    in which those of equal layers correspond.
+    that stays counts for; `home_of[i]` the layer of the i-th input; `paired_ops` the operations of each layer of a
+    run that stays with those of the next one that does; `members[l]` the operations of layer l of the whole graph,
+    in an order in which those of equal layers correspond.
     """
 
     graph: OpGraph
@@ -32,7 +32,7 @@ class FoldedGraph:
     stands_for: tuple[int, ...]
     weight: dict[int, float]
     home_of: tuple[int, ...]
-    alike: tuple[tuple[Op, Op], ...]
+    paired_ops: tuple[tuple[Op, Op], ...]
     members: Mapping[int, Sequence[Op]] = dataclasses.field(repr=False, compare=False)
 
     def copies(self) -> dict[int, float]:
@@ -50,7 +50,8 @@ def fold_layers(
 ) -> FoldedGraph:
     """Drops the inner layers of every run of three or more equal ones.
 
-    The first and last layer of a run count for half of it each. With `ends_apart` they count for themselves, and the
+    The first and last layer of a run stay. Each is weighted by half of the run's length. With `ends_apart` they
+    count for themselves, and the
     second one stays for all between: then what is sent between neighbours counts as often as the whole graph sends it,
     from the layer in front of the run to its first, within the run, and from its last to the layer behind.
 
@@ -132,7 +133,7 @@ def _drop_inner_layers(
     stays = {op.id: op for op in counted}
     return FoldedGraph(
         graph=_smaller(graph, counted, inputs),
-        alike=tuple(
+        paired_ops=tuple(
             (stays[a.id], stays[b.id])
             for run in runs
             for one, other in itertools.pairwise(run.staying)

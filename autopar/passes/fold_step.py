@@ -1,4 +1,4 @@
-"""Folding of the repeated layers of a step that is not cut, and what each operation and value of it is like.
+"""Folding of the repeated layers of a step that is not cut, and the counterpart of each operation and value.
 
 Decisions for the folded graph are decisions for the whole step: an operation that was dropped is decided like its
 counterpart in a layer that stays. A step of forty equal layers is searched for as one of three.
@@ -35,21 +35,21 @@ ONE_EACH = Weights(of_op={}, of_value={})
 class FoldedStep:
     """A step with its repeated layers taken out.
 
-    `graph` has what stays, with the numbers of the whole graph; `alike` are operations that are to be decided alike
-    (`FoldedGraph`). `op_of[o]` and `value_of[v]` are the operation and value of it that o and v of the whole graph are
-    like, themselves where they stay.
+    `graph` has what stays, with the numbers of the whole graph; `paired_ops` are operations that are to be decided
+    alike (`FoldedGraph`). `op_of[o]` and `value_of[v]` are the counterparts in it of o and v of the whole graph,
+    themselves where they stay.
     """
 
     graph: OpGraph
-    alike: tuple[tuple[Op, Op], ...]
+    paired_ops: tuple[tuple[Op, Op], ...]
     op_of: Mapping[int, int]
     value_of: Mapping[int, int]
     weights: Weights
 
 
 def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None:
-    """The step with its repeated layers taken out; None where nothing is repeated, or where it is not known of all that
-    would be dropped what it is like. `flops(op)` is the arithmetic of one run of an equation.
+    """The step with its repeated layers taken out; None where nothing is repeated, or where an operation or value would
+    have no counterpart in the folded graph. `flops(op)` is the arithmetic of one run of an equation.
 
     Layers are found as for pipelines, by the passes in which operations stand.
     """
@@ -78,7 +78,7 @@ def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None
     }
     return FoldedStep(
         graph=whole,
-        alike=tuple((ops[a.id], ops[b.id]) for a, b in folded.alike),
+        paired_ops=tuple((ops[a.id], ops[b.id]) for a, b in folded.paired_ops),
         op_of=likeness.op_of,
         value_of=likeness.value_of,
         weights=Weights(of_op=weight_of, of_value=folded.copies()),
@@ -86,7 +86,7 @@ def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None
 
 
 class _Likeness:
-    """What operations and values of a graph are like in the folded one, while it is found out."""
+    """The counterparts of operations and values in the folded graph, while they are found."""
 
     def __init__(self, graph: OpGraph, folded: OpGraph) -> None:
         self.graph, self.folded = graph, folded
@@ -135,7 +135,7 @@ class _Likeness:
         return (a.shape, a.dtype) == (b.shape, b.dtype)
 
     def is_complete(self) -> bool:
-        """Whether it is known of everything what it is like, and all that is tied to one another is so there too."""
+        """Whether every operation and value has a counterpart, and those of tied values are tied too."""
         block = self.graph.block
         tied = {(self.folded.block.inputs[i], self.folded.block.outputs[o]) for i, o in self.folded.tied}
         values = {*block.inputs, *(v for op in self.graph.ops() for v in _made_by(op))}

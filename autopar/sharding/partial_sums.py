@@ -60,9 +60,9 @@ def find_partials(graph: OpGraph) -> Partials:
 
 
 def same_partials(whole: Partials, folded: Partials, op_of: Mapping[int, int], value_of: Mapping[int, int]) -> bool:
-    """Whether sums may stay partial in a graph where those of a folded one that they are like may, and nowhere else.
+    """Whether sums may stay partial in a graph exactly where their counterparts in the folded one may.
 
-    `op_of` and `value_of` are what operations and values of the whole graph are like.
+    `op_of` and `value_of` are the counterparts of operations and values of the whole graph.
     """
     alike = all((v in whole.kept) == (like in folded.kept) for v, like in value_of.items())
     return alike and all(whole.operands.get(op) == folded.operands.get(like) for op, like in op_of.items())

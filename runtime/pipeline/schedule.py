@@ -42,10 +42,6 @@ class Times:
     weight_s: float = 1.0
     transfer_s: float = 0.0
 
-    @property
-    def micro_batch_s(self) -> float:
-        return self.forward_s + self.backward_s + self.weight_s
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:

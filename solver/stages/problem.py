@@ -245,13 +245,13 @@ def in_flight(problem: StageProblem, stage: int, num_stages: int) -> int:
             return min(m, left)
         case Schedule.EAGER_ONE_F_ONE_B:
             return min(m, 2 * left - 1)
-        case (
-            Schedule.ZB_H1 | Schedule.ZB_1P
-        ):  # later stages have fewer micro-batches ahead, and as many more weight gradients waiting
+        case Schedule.ZB_H1 | Schedule.ZB_1P:
+            # Later stages have fewer micro-batches ahead, and as many more weight gradients waiting.
             return min(m, num_stages)
         case Schedule.ZB_H2:
             return min(m, 2 * num_stages - 1)
         case Schedule.ZB_2P:
+            # One more than ZB_H2: the drain is filled by deferred weight gradients.
             return min(m, 2 * num_stages)
         case Schedule.GPIPE:
             return m

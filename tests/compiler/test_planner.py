@@ -128,7 +128,7 @@ def test_every_mesh_and_baseline_that_lost_says_why():
     assert all(r.why for r in lost.values())
     pipelines = [r for r in plan.record.rejected if r.source == "pipelines"]
     assert pipelines
-    assert all(r.why.startswith(("not searched", "slower", "not worked out", "no pipeline")) for r in pipelines)
+    assert all(r.why.startswith(("not searched", "slower", "not evaluated", "no pipeline")) for r in pipelines)
 
 
 def test_every_pipeline_that_was_weighed_and_one_program_say_why_they_lost():

@@ -46,7 +46,7 @@ def test_the_folded_search_finds_what_the_whole_one_does(case):
     views, model = GraphViews(graph, flops_of), cost_model(slow_cluster(4), LogicalMesh(axis_sizes=axis_sizes))
     step = views.folded
     whole = IntraOp(graph, model)
-    folded = IntraOp(step.graph, model, paired_ops=step.alike, weights=step.weights)
+    folded = IntraOp(step.graph, model, paired_ops=step.paired_ops, weights=step.weights)
     assert len(folded.choices.nodes) < 0.8 * len(whole.choices.nodes)
     expected, found = solved(whole), solved(folded)
     nodes = whole_nodes(folded.choices, step.weights.of_value)
@@ -78,7 +78,7 @@ def test_no_stream_works_longer_on_the_folded_step_than_the_whole_one_takes():
     graph = chain(9, width=64)
     views = GraphViews(graph, flops_of)
     step, model = views.folded, cost_model(Cluster.preset("dgx-h100"), LogicalMesh(axis_sizes=(8,)))
-    intra_op = IntraOp(step.graph, model, paired_ops=step.alike, weights=step.weights)
+    intra_op = IntraOp(step.graph, model, paired_ops=step.paired_ops, weights=step.weights)
     for exposed_fraction in (1.0, 0.3, 0.0):
         sharding = intra_op.decode(intra_op.solve(time_limit_s=60.0, exposed_fraction=exposed_fraction))
         on_folded = timed_sharding(step.graph, model, sharding).ran
@@ -99,8 +99,8 @@ def test_a_value_that_all_layers_read_is_copied_once():
         return {r.count for r in reshards if r.value == weight and intra_op.choices.nodes[r.target.node].kind == "copy"}
 
     assert filled(IntraOp(graph, model)) == {1.0}
-    assert filled(IntraOp(step.graph, model, paired_ops=step.alike, weights=step.weights)) == {1.0}
-    assert filled(IntraOp(step.graph, model, paired_ops=step.alike, weights=ONE_EACH)) != {1.0}
+    assert filled(IntraOp(step.graph, model, paired_ops=step.paired_ops, weights=step.weights)) == {1.0}
+    assert filled(IntraOp(step.graph, model, paired_ops=step.paired_ops, weights=ONE_EACH)) != {1.0}
 
 
 def chain_of_one_weight(num_layers):

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import autopar
 from autopar import recipes
 from autopar.ir.primitives import looked_up_dim
-from autopar.lowering.split_tables import found_here
+from autopar.lowering.split_tables import local_rows
 from tests.small_steps import assert_close, transformer
 
 TABLE = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
@@ -24,7 +24,7 @@ def summed(lookup, table, indices, dim):
     spec = PartitionSpec(*[None] * dim, ("x", "y"))
 
     def local(part, at):
-        return jax.lax.psum(found_here(eqn, part, at, ["x", "y"]), ("x", "y"))
+        return jax.lax.psum(local_rows(eqn, part, at, ["x", "y"]), ("x", "y"))
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False)
     return run(table, indices[..., None])
@@ -40,6 +40,16 @@ def test_summands_add_up(mode, dim):
         return table.at[(slice(None),) * dim + (indices,)].get(mode=mode, wrap_negative_indices=False)
 
     np.testing.assert_array_equal(summed(lookup, table, indices, dim), lookup(jnp.asarray(table), indices))
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_large_unsigned_indices_find_what_plain_jax_finds(mode):
+    indices = np.array([[0, 11, 2**31 + 5]], np.uint32)
+
+    def lookup(table, indices):
+        return table.at[indices].get(mode=mode, wrap_negative_indices=False)
+
+    np.testing.assert_array_equal(summed(lookup, TABLE, indices, 0), jax.jit(lookup)(TABLE, indices))
 
 
 def test_other_gathers_are_no_lookups():
