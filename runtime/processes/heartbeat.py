@@ -308,8 +308,11 @@ def leave(error: BaseException | None = None, stack: str = "") -> NoReturn:
         sys.stderr.flush()
 
     flushing = threading.Thread(target=flush, daemon=True)  # the main thread may hold their locks for ever
-    flushing.start()
-    flushing.join(1.0)
+    try:
+        flushing.start()
+        flushing.join(1.0)
+    except RuntimeError:  # from 3.12 on Python starts no thread at its end; then this is the main thread itself
+        flush()
     os._exit(1)
 
 

@@ -127,7 +127,7 @@ def test_a_plan_that_needs_more_than_it_was_taken_for_is_searched_again(monkeypa
     args = arguments()
     first = plan(cluster(), *args)
     peak_bytes = max(first.predicted.peak_bytes)
-    limit_bytes = int(1.2 * peak_bytes)
+    limit_bytes = int(1.25 * peak_bytes)  # the best plan, taken 1.3 times, is over it, and another is not
     small = cluster(memory_bytes=int(limit_bytes / (1 - MEMORY_MARGIN)))
     build = evaluate.build
 
