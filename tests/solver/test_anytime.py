@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, brute_force, evaluate, solve, solving
@@ -19,7 +19,7 @@ from autopar.solver.anytime.reduced_cost_fixing import combine, drop_costly
 from autopar.solver.ilp.flat_arrays import flatten
 from autopar.solver.ilp.memory_rows import least_memory, shares, used
 from autopar.solver.presolve.presolve import reduce_all
-from autopar.solver.presolve.reduction import ConflictError
+from autopar.solver.presolve.reduction import ConflictError, Reduction
 from tests.solver.cases import layered_problem, random_problem
 
 
@@ -59,23 +59,62 @@ def test_bounds_never_exceed_costs(seed: int, limited: bool) -> None:
         assert problem.limit_bytes is None or peak <= problem.limit_bytes
 
 
+def hard_problem(seed: int = 0) -> Problem:
+    """72 nodes on which the core uses all rounds that it gets. Presolve would leave nothing of it."""
+    return replace(layered_problem(12, width=6, strategies=5, seed=seed), uses=(), limit_bytes=None)
+
+
 def test_the_search_ends_once_the_bound_is_at_the_cutoff():
-    """A core that may go on for 64 rounds does none where messages prove the cutoff, and all it needs above it."""
-    reduced = reduce_all(replace(layered_problem(12, width=6, strategies=5, seed=0), uses=(), limit_bytes=None)).problem
-    best = run(reduced, rounds=64)
-    assert best.bound <= best.cost
+    """A core that goes on for 64 rounds does none where messages prove the cutoff, and as many above it."""
     lines: list[str] = []
-    early = run(reduced, rounds=64, cutoff=0.5 * best.bound, lines=lines)
+    best = run(hard_problem(), rounds=64, lines=lines)
+    assert 0 < best.bound <= best.cost
+    assert len(lines) == 64
+    lines.clear()
+    early = run(hard_problem(), rounds=64, cutoff=0.5 * best.bound, lines=lines)
     assert 0.5 * best.bound <= early.bound <= best.bound
     assert not lines
-    assert run(reduced, rounds=64, cutoff=2 * best.cost).cost == best.cost
+    assert run(hard_problem(), rounds=64, cutoff=2 * best.cost).cost == best.cost
 
 
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), above=st.integers(-20, 20))
+@pytest.fixture
+def only_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`solve` by the anytime core alone."""
+    monkeypatch.setattr(solving, "reduce_all", lambda problem: Reduction(problem=problem, undo=tuple))
+    monkeypatch.setattr(solving, "solve_by_tables", lambda problem: None)
+    monkeypatch.setattr(solving, "EXACT_ENTRIES", -1)
+
+
+def side_by_side(one: Problem, other: Problem) -> Problem:
+    """One problem of two that have nothing to do with each other, without memory."""
+    shift = len(one.node_cost)
+    moved = tuple(replace(e, source=e.source + shift, target=e.target + shift) for e in other.edges)
+    return Problem(node_cost=one.node_cost + other.node_cost, edges=one.edges + moved, uses=(), limit_bytes=None)
+
+
+@pytest.mark.usefixtures("only_the_core")
+def test_a_cutoff_is_shared_out_over_the_components_of_a_problem():
+    """The first component may use what the least of the second leaves, the second what the first has not proven."""
+    problem = side_by_side(hard_problem(), hard_problem())
+    lines: list[str] = []
+    whole = solve(problem, rounds=64, log=lines.append)
+    assert len(lines) == 2 * 64
+    lines.clear()
+    found = solve(problem, rounds=64, cutoff=whole.bound - 1.0, log=lines.append)
+    assert whole.bound - 1.0 <= found.bound <= whole.bound
+    assert len(lines) == 64
+    lines.clear()
+    assert 1.0 <= solve(problem, rounds=64, cutoff=1.0, log=lines.append).bound <= whole.bound
+    assert not lines
+
+
+@pytest.mark.usefixtures("only_the_core")
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**31 - 1), above=st.integers(-20, 20))
 def test_a_cutoff_never_makes_a_bound_wrong(seed: int, above: int) -> None:
-    problem = random_problem(seed, limited=False, nodes=7, forbidden=0.0)
-    optimum = brute_force(problem).objective
+    one, other = (random_problem(seed + i, limited=False, nodes=5, forbidden=0.0) for i in range(2))
+    optimum = brute_force(one).objective + brute_force(other).objective
+    problem = side_by_side(one, other)
     found = solve(problem, rounds=8, cutoff=optimum + above)
     assert found.bound <= optimum + 1e-9
     assert found.objective >= optimum - 1e-9
