@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,14 +18,21 @@ NONE = "_"
 # ("const", number, type), else (primitive, parameters, operands...).
 Expression = tuple[Any, ...]
 
-# Primitives that may stand in an expression.
-ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "abs": jnp.abs, "add": jnp.add, "add_any": jnp.add, "and": jnp.bitwise_and, "div": jnp.divide, "eq": jnp.equal,
-    "ge": jnp.greater_equal, "gt": jnp.greater, "le": jnp.less_equal, "lt": jnp.less, "max": jnp.maximum,
-    "min": jnp.minimum, "mul": jnp.multiply, "ne": jnp.not_equal, "neg": jnp.negative, "not": jnp.logical_not,
-    "or": jnp.bitwise_or, "sub": jnp.subtract,
-    "select_n": lambda which, no, yes: jnp.where(which, yes, no),
+# Primitives that may stand in an expression, by the function of NumPy, and of jax.numpy, that computes them.
+ELEMENTWISE = {
+    "abs": "abs", "add": "add", "add_any": "add", "and": "bitwise_and", "div": "divide", "eq": "equal",
+    "ge": "greater_equal", "gt": "greater", "le": "less_equal", "lt": "less", "max": "maximum", "min": "minimum",
+    "mul": "multiply", "ne": "not_equal", "neg": "negative", "not": "logical_not", "or": "bitwise_or",
+    "sub": "subtract", "select_n": "where",
 }  # fmt: skip
+
+
+def computed(primitive: str, operands: Sequence[Any], numpy: ModuleType) -> Any:
+    """What a primitive of `ELEMENTWISE` makes of its operands, in NumPy or in jax.numpy."""
+    if primitive == "select_n":  # the operand for False comes first
+        which, no, yes = operands
+        operands = which, yes, no
+    return getattr(numpy, ELEMENTWISE[primitive])(*operands)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,15 +46,14 @@ _CUDNN_WIDTH, _CUDNN_WIDTH_MULTIPLE = 128, 8  # of a head: the most on every car
 
 
 def library_of(device: DeviceKind) -> Kernel:
-    """The kernels that a device kind has. cuDNN's need compute capability 8.0, as products of bfloat16 do."""
+    """The kernels that a device kind has."""
     if device.platform is Platform.TPU:
         return Kernel.TPU_FLASH
-    is_nvidia = device.platform is Platform.GPU and not device.name.startswith("MI")
-    return Kernel.CUDNN if is_nvidia and "bfloat16" in dict(device.peak_flops) else Kernel.BLOCKS
+    return Kernel.CUDNN if device.has_cudnn_attention else Kernel.BLOCKS
 
 
 def library_on(device: Any) -> Kernel:
-    """The kernels that a device of jax has, by the same rule."""
+    """The kernels that a device of jax has: cuDNN's need compute capability 8.0."""
     if device.platform == "tpu":
         return Kernel.TPU_FLASH
     capability = str(getattr(device, "compute_capability", ""))

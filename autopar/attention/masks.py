@@ -12,19 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from autopar.attention.form import KEY, AttentionForm, Expression
+from autopar.attention.form import KEY, AttentionForm, Expression, computed
 
 # A weight is zero where its score is so far below others: exp(-104) is the smallest 32-bit number.
 _HIDDEN = -1e4
 _ROUNDING = 1e-6
 _COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt"})
-_NUMPY: dict[str, Any] = {
-    "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "div": np.divide, "eq": np.equal,
-    "ge": np.greater_equal, "gt": np.greater, "le": np.less_equal, "lt": np.less, "max": np.maximum,
-    "min": np.minimum, "mul": np.multiply, "ne": np.not_equal, "neg": np.negative, "not": np.logical_not,
-    "or": np.bitwise_or, "sub": np.subtract,
-    "select_n": lambda which, no, yes: np.where(which, yes, no),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +68,7 @@ def _evaluated(node: Expression, at: dict[str, np.ndarray], score: float) -> np.
             case ("integer_pow", (power,), operand):
                 return value(operand) ** power
             case (primitive, (), *operands):
-                return _NUMPY[primitive](*map(value, operands))
+                return computed(primitive, [value(o) for o in operands], np)
         raise AssertionError(f"no expression: {node}")
 
     return np.broadcast_to(value(node), shape).astype(np.float64)

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.attention.form import (
-    ELEMENTWISE,
     KEY,
     NONE,
     AttentionForm,
     Expression,
     Gradients,
+    computed,
     exact_type,
     has_score,
     letters,
@@ -216,7 +216,7 @@ def _score(form: AttentionForm, places: Places, at: At, product: Any, arrays: Se
             case ("integer_pow", (power,), operand):
                 return value(operand) ** power
             case (primitive, (), *operands):
-                return ELEMENTWISE[primitive](*map(value, operands))
+                return computed(primitive, [value(o) for o in operands], jnp)
         raise AssertionError(f"no expression: {node}")
 
     return jnp.broadcast_to(value(form.score), product.shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from autopar.attention.kernels import Kernel, inner_dim, kernel_for, library_of
 from autopar.attention.work import block_bytes, flops, row_bytes, score_traffic_bytes
-from autopar.hardware.attention_rates import attention_flops_per_s
 from autopar.hardware.kinds import DeviceKind
 from autopar.ir.graph import Op
 from autopar.sharding.strategies import Strategy
@@ -25,7 +24,7 @@ def attention_s(op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKi
     rate = device.flops_per_s(dtype)
     if kernel is not Kernel.BLOCKS:
         width = op.eqn.invars[0].aval.shape[inner_dim(op.eqn.params["form"])]
-        rate = attention_flops_per_s(device, dtype, width, op.eqn.params["gradients"] is not None)
+        rate = device.attention_flops_per_s(dtype, width, backward=op.eqn.params["gradients"] is not None)
     traffic = moved_bytes + row_bytes(op.eqn, kernel) / strategy.split
     seconds = device.memory_s(traffic, traffic)
     if kernel.writes_scores:

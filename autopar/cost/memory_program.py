@@ -67,11 +67,9 @@ def task_memory(
     inputs: Sequence[tuple[int, Place]],
     outputs: Sequence[tuple[int, Place]],
     model: CostModel,
-    zeros: Sequence[tuple[int, Place]] = (),
-    tied: Mapping[Key, Key] = MappingProxyType({}),
 ) -> int:
     """Bytes on one device that a part of a step, run as a program of its own, needs beside its inputs and outputs."""
-    program, _ = task_program(graph, instructions, inputs, outputs, model, zeros, tied)
+    program, _ = task_program(graph, instructions, inputs, outputs, model)
     return peak_memory.estimate(program, model.compiler).temporary_bytes
 
 

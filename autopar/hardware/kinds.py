@@ -75,6 +75,10 @@ class DeviceKind:
         host_link_source: Where that rate comes from.
         sustained_share: Part of the rate of matrix products that is left in runs of minutes, where power limits the
             clock of a card; one where a device keeps the rate that single products show.
+        has_cudnn_attention: Whether cuDNN's fused attention runs on it (NVIDIA, from compute capability 8.0 on).
+        attention_shares: (width of a head, share forward, share backward) of the peak of matrix units that the kernel
+            of attention reaches, by ascending width; arithmetic counts two products forward and five backward, and no
+            blocks that a mask hides. Empty: the rate of products.
         shared_by: How many devices share the processors and memory that the rates are a part of, as virtual devices of
             a CPU do: the part of those that idle is there for the others. One where each has its own.
     """
@@ -100,6 +104,8 @@ class DeviceKind:
     host_link_source: str = ""
     shared_by: int = 1
     sustained_share: float = 1.0
+    has_cudnn_attention: bool = False
+    attention_shares: tuple[tuple[int, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if "float32" not in dict(self.peak_flops):
@@ -123,8 +129,8 @@ class DeviceKind:
         def above(value: float) -> bool:
             return 0 < value < math.inf
 
-        def ascending(points: tuple[tuple[float, float], ...]) -> bool:
-            places = [place for place, _ in points]
+        def ascending(points: tuple[tuple[float, ...], ...]) -> bool:
+            places = [point[0] for point in points]
             return all(above(x) for point in points for x in point) and sorted(set(places)) == places
 
         rates = {"peak_flops": self.peak_flops, "dtype_efficiency": self.dtype_efficiency}
@@ -138,7 +144,7 @@ class DeviceKind:
         yield from ((n, "above zero, or None") for n in known if (x := getattr(self, n)) is not None and not above(x))
         times = ("launch_overhead_s", "float32_fill_s", "call_s")
         yield from ((name, "of zero or more") for name in times if not 0 <= getattr(self, name) < math.inf)
-        curves = ("memory_shares", "transposing")
+        curves = ("memory_shares", "transposing", "attention_shares")
         yield from ((n, "above zero, of ascending sizes") for n in curves if not ascending(getattr(self, n)))
 
     @property
@@ -169,6 +175,14 @@ class DeviceKind:
         family = "float8" if dtype.startswith("float8") else dtype
         share = dict(self.dtype_efficiency).get(family, self.flops_efficiency)
         return self.peak_flops_per_s(dtype) * share * self.sustained_share
+
+    def attention_flops_per_s(self, dtype: str, width: int, *, backward: bool) -> float:
+        """Rate of a kernel of attention with heads of this width: no more than that of products in a long run."""
+        rate = self.flops_per_s(dtype)
+        for at, forward_share, backward_share in self.attention_shares:
+            if width <= at or at == self.attention_shares[-1][0]:
+                return min(rate, self.peak_flops_per_s(dtype) * (backward_share if backward else forward_share))
+        return rate
 
     def packing_s(self, operand_bytes: float) -> float:
         """Time of laying the operands of a matrix product out anew."""

@@ -134,15 +134,26 @@ _B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1)
 
 
 # One pair for all nine published iteration times of GPTs on A100s that `benchmarks.published_steps` lists (1.7B to 530B
-# parameters; Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5): all within 10 %.
+# parameters; Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5).
 _AMPERE = _Products(launch_us=7.0, half=0.78, single=0.78)
 _AMPERE_MEMORY_EFFICIENCY = 0.78
+
+
+# cuDNN's fused attention needs compute capability 8.0. Its rates on an H100 SXM: sequences of 8,192 without a mask, 412
+# and 600 Tflop/s forward, 432 and 518 backward, of 989 (Shah et al., "FlashAttention-3", 2024, figures 5 and 6). A100:
+# up to 73 % forward and 63 % backward (Dao, "FlashAttention-2", 2023, section 4.1).
+_HOPPER_ATTENTION = ((64, 0.417, 0.437), (128, 0.607, 0.524))
+_AMPERE_ATTENTION = ((128, 0.73, 0.63),)
+
+
+def _with_cudnn(device: DeviceKind, shares: tuple[tuple[int, float, float], ...] = ()) -> DeviceKind:
+    return dataclasses.replace(device, has_cudnn_attention=True, attention_shares=shares)
 
 
 def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
     peaks = _Peaks(half=312.0, single=156.0, double=19.5, full=19.5)
     memory = _Memory(gb=memory_gb, gb_per_s=memory_gb_per_s, efficiency=_AMPERE_MEMORY_EFFICIENCY)
-    return _gpu(name, peaks, memory, _AMPERE, _PCIE4, source)
+    return _with_cudnn(_gpu(name, peaks, memory, _AMPERE, _PCIE4, source), _AMPERE_ATTENTION)
 
 
 # What power leaves of those shares in a run of minutes: 0.60 of the data sheet in bfloat16. By `benchmarks.calibrate`
@@ -154,7 +165,7 @@ _HOPPER_SUSTAINED = 0.75
 def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
     peaks = _Peaks(half=989.0, single=494.5, double=67.0, full=67.0, eight_bit=1979.0)
     device = _gpu(name, peaks, _Memory(gb=memory_gb, gb_per_s=memory_gb_per_s), _H100_PRODUCTS, _PCIE5, source)
-    return dataclasses.replace(device, sustained_share=_HOPPER_SUSTAINED)
+    return _with_cudnn(dataclasses.replace(device, sustained_share=_HOPPER_SUSTAINED), _HOPPER_ATTENTION)
 
 
 # Its convolutions are left at the rate of products: ResNet-50 in float32 under XLA runs at 412 images a second on one
@@ -175,31 +186,37 @@ A100_80GB = _ampere(
 )
 H100 = _hopper("H100-SXM5-80GB", memory_gb=80, memory_gb_per_s=3352.0, source="scaling-book gpus.md; openxla h100_sxm")
 H200 = _hopper("H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet; openxla h200")
-B200 = _gpu(
-    "B200",
-    _Peaks(half=2250.0, single=1125.0, double=37.0, full=75.0, eight_bit=4500.0),
-    _Memory(gb=180, gb_per_s=7672.0),
-    _B200_PRODUCTS,
-    _PCIE5,
-    source="scaling-book gpus.md; openxla b200",
+B200 = _with_cudnn(
+    _gpu(
+        "B200",
+        _Peaks(half=2250.0, single=1125.0, double=37.0, full=75.0, eight_bit=4500.0),
+        _Memory(gb=180, gb_per_s=7672.0),
+        _B200_PRODUCTS,
+        _PCIE5,
+        source="scaling-book gpus.md; openxla b200",
+    )
 )
 # NVIDIA's data sheets of HGX B300 (36 Pflop/s of 16 bits for eight cards with sparsity) and GB300 NVL72 (360 for 72);
 # int8 and float64 run at a thirtieth of B200's. Products are taken to reach B200's shares.
-B300 = _gpu(
-    "B300",
-    _Peaks(half=2250.0, single=1125.0, double=1.25, full=75.0, eight_bit=4500.0, int8=150.0),
-    _Memory(gb=270, gb_per_s=8000.0),
-    _B200_PRODUCTS,
-    _PCIE5,
-    source="NVIDIA HGX B300 data sheet; 270 of 288 GB to be used: verda.com, GB300 NVL72 architecture",
+B300 = _with_cudnn(
+    _gpu(
+        "B300",
+        _Peaks(half=2250.0, single=1125.0, double=1.25, full=75.0, eight_bit=4500.0, int8=150.0),
+        _Memory(gb=270, gb_per_s=8000.0),
+        _B200_PRODUCTS,
+        _PCIE5,
+        source="NVIDIA HGX B300 data sheet; 270 of 288 GB to be used: verda.com, GB300 NVL72 architecture",
+    )
 )
-_GB300 = _gpu(
-    "GB300",
-    _Peaks(half=2500.0, single=1250.0, double=1.3, full=80.0, eight_bit=5000.0, int8=165.0),
-    _Memory(gb=279, gb_per_s=8000.0),
-    _B200_PRODUCTS,
-    _C2C_GB200,
-    source="NVIDIA GB300 NVL72 data sheet; 279 of 288 GB to be used: verda.com, GB300 NVL72 architecture",
+_GB300 = _with_cudnn(
+    _gpu(
+        "GB300",
+        _Peaks(half=2500.0, single=1250.0, double=1.3, full=80.0, eight_bit=5000.0, int8=165.0),
+        _Memory(gb=279, gb_per_s=8000.0),
+        _B200_PRODUCTS,
+        _C2C_GB200,
+        source="NVIDIA GB300 NVL72 data sheet; 279 of 288 GB to be used: verda.com, GB300 NVL72 architecture",
+    )
 )
 # The same beside a Grace processor.
 GH200, GB200, GB300 = _C2C_GH200.of(H200), _C2C_GB200.of(B200), _GB300

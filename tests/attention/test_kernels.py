@@ -88,6 +88,8 @@ def test_the_libraries_of_devices():
     assert library_of(presets.A100_80GB) is Kernel.CUDNN
     assert library_of(presets.TPU_V5E) is Kernel.TPU_FLASH
     assert library_of(presets.V100) is Kernel.BLOCKS  # cuDNN's need compute capability 8.0
+    assert library_of(presets.MI300X) is Kernel.BLOCKS
+    assert library_of(dataclasses.replace(presets.MI300X, name="AMD Instinct MI300X")) is Kernel.BLOCKS
     assert kernels.library_on(jax.devices("cpu")[0]) is Kernel.BLOCKS
 
 
