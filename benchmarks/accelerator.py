@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import inspect
 import json
 import statistics
 import sys
@@ -49,7 +48,6 @@ TIMEOUT_S, SMALL_TIMEOUT_S = 180.0, 900.0  # of one row: on a card, on a CPU tha
 BUDGET_S = 570.0  # a command on a lent card may take ten minutes
 ROUNDS, CALLS, LEAVES = 10, 200, (10, 100, 400)
 TUNE_S = 10.0
-NOT_YET = "parallelize has no argument `attention` yet"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,8 +152,6 @@ def model_row(name: str, small: bool, measured: Path) -> dict[str, Any]:
     model = MODELS[name.removesuffix(BLOCKWISE)]
     options: dict[str, Any] = {}
     if name.endswith(BLOCKWISE):
-        if "attention" not in inspect.signature(autopar.parallelize).parameters:
-            return {"skipped": NOT_YET}
         options["attention"] = "blockwise"
     return compared(model.make(small), options, measured)
 
@@ -247,8 +243,8 @@ def child(name: str, small: bool, measured: Path) -> dict[str, Any]:
 
 
 def is_kept(row: dict[str, Any] | None, small: bool) -> bool:
-    """Whether a row has been measured at these sizes: one that was skipped is tried again."""
-    return row is not None and row_processes.is_done(row) and "skipped" not in row and row["small"] == small
+    """Whether a row has been measured at these sizes."""
+    return row is not None and row_processes.is_done(row) and row["small"] == small
 
 
 MODEL_COLUMNS = (
@@ -259,7 +255,7 @@ MODEL_COLUMNS = (
 
 
 def model_cells(name: str, row: dict[str, Any]) -> list[str]:
-    if not_run := row.get("failure") or row.get("skipped"):
+    if not_run := row.get("failure"):
         return [name, not_run]
     measured_s, by_preset = row["measured_s"], row["predicted_s"]["preset"]
     by_measured = row["predicted_s"].get("measured")
@@ -345,7 +341,7 @@ def main() -> int:
         rows[name] = row_processes.in_fresh_process("benchmarks.accelerator", given, timeout_s, ENVIRONMENT)
         row_processes.keep(path, rows)
         path.with_suffix(".md").write_text(report(rows))
-        print(f"{name}: {rows[name].get('failure') or rows[name].get('skipped') or 'done'}", flush=True)
+        print(f"{name}: {rows[name].get('failure') or 'done'}", flush=True)
     print(report(rows))
     return int(any(row.get("failure") for row in rows.values()))
 

@@ -33,12 +33,6 @@ def test_a_model_on_a_cpu_device_is_measured_and_kept_and_not_run_again(tmp_path
     assert "lstm: done" not in run(tmp_path, "lstm").stdout
 
 
-def test_blockwise_rows_say_where_there_is_no_such_argument(monkeypatch, tmp_path):
-    monkeypatch.setattr(accelerator.autopar, "parallelize", lambda fun, cluster=None: fun)
-    row = accelerator.model_row("gpt blockwise", True, tmp_path / "none.json")
-    assert row == {"skipped": accelerator.NOT_YET}
-
-
 def test_every_model_with_attention_has_both_rows():
     assert accelerator.ROWS == (
         "constants", "calls", "gpt", "gpt blockwise", "llama", "llama blockwise", "moe", "moe blockwise", "bert",
@@ -52,11 +46,10 @@ def test_every_model_with_attention_has_both_rows():
         (None, False),
         ({"measured_s": 1.0, "small": True}, True),
         ({"measured_s": 1.0, "small": False}, False),
-        ({"skipped": accelerator.NOT_YET, "small": True}, False),
         ({"failure": "died"}, False),
     ],
 )
-def test_what_was_skipped_or_failed_or_has_other_sizes_is_run_again(row, kept):
+def test_what_failed_or_has_other_sizes_is_run_again(row, kept):
     assert accelerator.is_kept(row, small=True) is kept
 
 

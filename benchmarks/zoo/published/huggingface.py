@@ -57,12 +57,14 @@ def label_loss(outputs: PyTree, labels: jax.Array) -> jax.Array:
     return cross_entropy(outputs.logits, labels)
 
 
-def token_batch(*, batch: int, length: int, vocabulary: int) -> Callable[[int], Batch]:
-    """Tokens, and other tokens as labels; the second half of the batch is padded."""
+def token_batch(*, batch: int, length: int, vocabulary: int, padded: bool = True) -> Callable[[int], Batch]:
+    """Tokens, and other tokens as labels; `padded`: with a mask, by which the second half of the batch is padded."""
 
     def make(seed: int) -> Batch:
         rng = np.random.default_rng(seed)
         tokens, labels = rng.integers(0, vocabulary, (2, batch, length), dtype=np.int32)
+        if not padded:
+            return {"input_ids": tokens, "labels": labels}
         mask = np.ones((batch, length), np.int32)
         mask[batch // 2 :, length // 2 :] = 0
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels}

@@ -47,12 +47,11 @@ def levanter_llama(
         logits = eqx.combine(params, static)(tokens, AttentionMask.causal())
         return cross_entropy(logits.array, batch["labels"])
 
-    make = token_batch(batch=batch, length=length, vocabulary=vocabulary)
     return training_case(
         name="levanter_llama",
         init_params=lambda key: eqx.filter(create(key), eqx.is_array),
         loss=loss,
-        batch=lambda seed: {name: array for name, array in make(seed).items() if name != "attention_mask"},
+        batch=token_batch(batch=batch, length=length, vocabulary=vocabulary, padded=False),
     )
 
 

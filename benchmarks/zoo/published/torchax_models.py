@@ -51,12 +51,11 @@ def torchax_llama(
         outputs = forward(params | buffers, (batch["input_ids"],), {})
         return cross_entropy(outputs.logits, batch["labels"])
 
-    make = token_batch(batch=batch, length=length, vocabulary=vocabulary)
     return training_case(
         name="torchax_llama",
         init_params=init_params,
         loss=loss,
-        batch=lambda seed: {name: array for name, array in make(seed).items() if name != "attention_mask"},
+        batch=token_batch(batch=batch, length=length, vocabulary=vocabulary, padded=False),
     )
 
 

@@ -53,12 +53,11 @@ def tunix_llama(
         updates, opt_state = tx.update(grads, state["opt_state"])
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
 
-    make = token_batch(batch=batch, length=length, vocabulary=vocabulary)
     return Case(
         name="tunix_llama",
         step=step,
         init=init,
-        batch=lambda seed: {name: array for name, array in make(seed).items() if name != "attention_mask"},
+        batch=token_batch(batch=batch, length=length, vocabulary=vocabulary, padded=False),
     )
 
 
