@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from autopar.plan.cache import SEARCH_VERSION
 from benchmarks.machine import description, markdown
 
 RESULTS = Path(__file__).parent / "results" / "plan_regression.md"
@@ -60,7 +61,9 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """What became of a pair. `cpu_s` is the processor's time of planning; `digest` of the plan's file."""
+    """What became of a pair. `cpu_s` is the processor's time of planning; `digest` of the plan's file;
+    `search_version` that of the code, of costs and search, that made it (`autopar.plan.cache`); 0: not kept.
+    """
 
     step_time_s: float = 0.0
     peak_bytes: int = 0
@@ -68,6 +71,7 @@ class Row:
     plan: str = ""
     digest: str = ""
     error: str = ""
+    search_version: int = 0
 
 
 WIDE_MLP = dict(layers=6, width=8192, batch=512)
@@ -188,7 +192,8 @@ def planned(pair: Pair) -> tuple[Row, bytes]:
         found = step.plan(*args)
     except AutoparError as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return Row(cpu_s=time.process_time() - start_s, error=text[:300]), b""
+        cpu_s = time.process_time() - start_s
+        return Row(cpu_s=cpu_s, error=text[:300], search_version=SEARCH_VERSION), b""
     cpu_s = time.process_time() - start_s
     with tempfile.TemporaryDirectory() as folder:
         found.save(Path(folder) / "plan.json")
@@ -199,6 +204,7 @@ def planned(pair: Pair) -> tuple[Row, bytes]:
         cpu_s=cpu_s,
         plan=in_short(found.record),
         digest=hashlib.sha256(content).hexdigest()[:16],
+        search_version=SEARCH_VERSION,
     )
     return row, content
 
@@ -286,6 +292,16 @@ def summary(before: dict[str, Row], now: dict[str, Row]) -> tuple[str, bool]:
     return text, not worse
 
 
+def versions(before: dict[str, Row], now: dict[str, Row]) -> str:
+    """By which code the columns were made: predicted times of one version are not held against another's prices."""
+
+    def of(rows: dict[str, Row]) -> str:
+        known = {str(row.search_version) if row.search_version else "earlier than 50" for row in rows.values()}
+        return ", ".join(sorted(known)) or "none"
+
+    return f"Version of costs and search: before {of(before)}; now {of(now)}; the code's {SEARCH_VERSION}."
+
+
 def page() -> str:
     rows = kept()
     before, now = rows.get("before", {}), rows.get("now", {})
@@ -294,7 +310,7 @@ def page() -> str:
         "# Plans before and after a change\n\n"
         "`python -m benchmarks.plan_regression --keep-as now`: predicted time of the step, peak memory of the fullest "
         "device, and processor time of planning with nothing cached.\n\n"
-        f"The last row: {description()}\n\n{summary(before, now)[0]}\n\n{markdown(COLUMNS, table)}\n"
+        f"The last row: {description()}\n\n{versions(before, now)}\n\n{summary(before, now)[0]}\n\n{markdown(COLUMNS, table)}\n"
     )
 
 
