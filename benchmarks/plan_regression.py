@@ -310,7 +310,8 @@ def page() -> str:
         "# Plans before and after a change\n\n"
         "`python -m benchmarks.plan_regression --keep-as now`: predicted time of the step, peak memory of the fullest "
         "device, and processor time of planning with nothing cached.\n\n"
-        f"The last row: {description()}\n\n{versions(before, now)}\n\n{summary(before, now)[0]}\n\n{markdown(COLUMNS, table)}\n"
+        f"The last row: {description()}\n\n{versions(before, now)}\n\n{summary(before, now)[0]}\n\n"
+        f"{markdown(COLUMNS, table)}\n"
     )
 
 

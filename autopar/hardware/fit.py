@@ -17,7 +17,7 @@ Not done: no error bars, and no check that the timings are of an idle machine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -252,7 +252,7 @@ def _reduced(timings: Sequence[Timing]) -> list[int]:
 
 def _link(timings: Sequence[Timing], form: _Form, fabric: Fabric, source: str) -> Link | None:
     """The best link of a form, without what it has for permutes; None if it would take no time to send bytes."""
-    columns = np.array([_unit_times(timing, form, fabric) for timing in timings])
+    columns = _of_each_kind(timings, lambda kind, size, n: _unit_times(kind, size, n, form, fabric))
     overhead, latency, tree, sent, kept, switch = _least_relative(columns, _seconds(timings))
     if not sent > 0:
         return None
@@ -271,22 +271,23 @@ def _link(timings: Sequence[Timing], form: _Form, fabric: Fabric, source: str) -
     )
 
 
-def _unit_times(timing: Timing, form: _Form, fabric: Fabric) -> list[float]:
-    """What the constants of `_link` are multiplied with in the time of one collective, in its order."""
-    kind, size, n = timing.kind, timing.result_bytes, timing.n
+def _unit_times(kind: CollectiveKind, size: Array, n: Array, form: _Form, fabric: Fabric) -> Array:
+    """What the constants of `_link` are multiplied with in the times of collectives, a column each, in its order."""
     reduces = kind is CollectiveKind.ALL_REDUCE
-    tree, switch = reduces and n >= form.tree_from, reduces and n >= form.switch_from
-    direct = float(steps(kind, n, fabric))
-    if reduces and form.tree_from < _NEVER and not tree:
-        direct = float(ring_steps(n))
-    return [
-        1.0,
-        0.0 if tree else direct,
-        direct if tree else 0.0,
-        0.0 if switch else float(wire_bytes(kind, size, n, fabric)),
-        float(kept_bytes(kind, size, n)) if form.keeps and not switch else 0.0,
-        size if switch else 0.0,
-    ]
+    tree, switch = reduces & (n >= form.tree_from), reduces & (n >= form.switch_from)
+    direct = steps(kind, n, fabric)
+    if reduces and form.tree_from < _NEVER:
+        direct = np.where(tree, direct, ring_steps(n))
+    kept = kept_bytes(kind, size, n) if form.keeps else np.zeros_like(size)
+    columns = (
+        np.ones_like(size),
+        np.where(tree, 0.0, direct),
+        np.where(tree, direct, 0.0),
+        np.where(switch, 0.0, wire_bytes(kind, size, n, fabric)),
+        np.where(switch, 0.0, kept),
+        np.where(switch, size, 0.0),
+    )
+    return np.stack(columns, axis=1)
 
 
 def _with_pairs(link: Link, permutes: Sequence[Timing]) -> Link:
@@ -315,15 +316,16 @@ def _with_kinds(link: Link, timings: Sequence[Timing]) -> Link:
     kinds = [kind for kind in PLANNED_KINDS if any(t.kind is kind for t in timings)]
     if len(kinds) < 2:
         return link
-    columns = np.array(
-        [
-            [
-                1.0,
-                float(steps(t.kind, t.n, link.fabric)),
-                *(float(wire_bytes(t.kind, t.result_bytes, t.n, link.fabric)) * (t.kind is kind) for kind in kinds),
-            ]
-            for t in timings
-        ]
+    columns = _of_each_kind(
+        timings,
+        lambda kind, size, n: np.stack(
+            (
+                np.ones_like(size),
+                steps(kind, n, link.fabric),
+                *(wire_bytes(kind, size, n, link.fabric) * (kind is other) for other in kinds),
+            ),
+            axis=1,
+        ),
     )
     overhead_s, latency_s, *s_per_byte = _least_relative(columns, _seconds(timings))
     if min(s_per_byte) <= 0:
@@ -343,7 +345,20 @@ def _error(link: Link, timings: Sequence[Timing]) -> float:
 
 
 def _predicted(link: Link, timings: Sequence[Timing]) -> Array:
-    return np.array([float(time_s(t.kind, t.result_bytes, t.n, link)) for t in timings])
+    return _of_each_kind(timings, lambda kind, size, n: time_s(kind, size, n, link))
+
+
+def _of_each_kind(timings: Sequence[Timing], of: Callable[[CollectiveKind, Array, Array], Array]) -> Array:
+    """`of(kind, bytes of the results, devices)` for the timings of each kind at once, in the order of the timings."""
+    if not timings:
+        return np.zeros(0)
+    places: dict[CollectiveKind, list[int]] = {}
+    for place, timing in enumerate(timings):
+        places.setdefault(timing.kind, []).append(place)
+    sizes, devices = np.array([(float(t.result_bytes), float(t.n)) for t in timings]).T
+    parts = [of(kind, sizes[at], devices[at]) for kind, at in places.items()]
+    order = np.argsort([place for at in places.values() for place in at])
+    return np.concatenate(parts)[order]
 
 
 def _least_relative(columns: Array, seconds: Array, known_s: Array | None = None) -> list[float]:
