@@ -94,6 +94,7 @@ THRESHOLDS = [
         ("ROUNDS", "neighbourhood that operations must share to be decided alike", "half a transformer layer each way"),
         ("SMALL", "choices up to which nothing is folded", "such problems are solved whole"),
     ),
+    *_of("passes.fold_step", ("THIN_LAYER_OPS", "operations of a layer whose run ends are decided apart", "chain: 9")),
     *_of(
         "intra_op.masks",
         (

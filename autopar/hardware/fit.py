@@ -316,17 +316,12 @@ def _with_kinds(link: Link, timings: Sequence[Timing]) -> Link:
     kinds = [kind for kind in PLANNED_KINDS if any(t.kind is kind for t in timings)]
     if len(kinds) < 2:
         return link
-    columns = _of_each_kind(
-        timings,
-        lambda kind, size, n: np.stack(
-            (
-                np.ones_like(size),
-                steps(kind, n, link.fabric),
-                *(wire_bytes(kind, size, n, link.fabric) * (kind is other) for other in kinds),
-            ),
-            axis=1,
-        ),
-    )
+
+    def unit_times(kind: CollectiveKind, size: Array, n: Array) -> Array:
+        sent = [wire_bytes(kind, size, n, link.fabric) * (kind is other) for other in kinds]
+        return np.stack((np.ones_like(size), steps(kind, n, link.fabric), *sent), axis=1)
+
+    columns = _of_each_kind(timings, unit_times)
     overhead_s, latency_s, *s_per_byte = _least_relative(columns, _seconds(timings))
     if min(s_per_byte) <= 0:
         return link
@@ -352,13 +347,11 @@ def _of_each_kind(timings: Sequence[Timing], of: Callable[[CollectiveKind, Array
     """`of(kind, bytes of the results, devices)` for the timings of each kind at once, in the order of the timings."""
     if not timings:
         return np.zeros(0)
-    places: dict[CollectiveKind, list[int]] = {}
-    for place, timing in enumerate(timings):
-        places.setdefault(timing.kind, []).append(place)
+    kinds = np.array([t.kind for t in timings], dtype=object)
     sizes, devices = np.array([(float(t.result_bytes), float(t.n)) for t in timings]).T
-    parts = [of(kind, sizes[at], devices[at]) for kind, at in places.items()]
-    order = np.argsort([place for at in places.values() for place in at])
-    return np.concatenate(parts)[order]
+    places = [(kind, np.flatnonzero(kinds == kind)) for kind in dict.fromkeys(kinds)]
+    order = np.argsort(np.concatenate([at for _, at in places]))
+    return np.concatenate([of(kind, sizes[at], devices[at]) for kind, at in places])[order]
 
 
 def _least_relative(columns: Array, seconds: Array, known_s: Array | None = None) -> list[float]:

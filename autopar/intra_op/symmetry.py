@@ -8,6 +8,7 @@ have equal neighbourhoods; nodes near the ends of the stack keep their own colou
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 
 from scipy.cluster.hierarchy import DisjointSet
 
@@ -49,11 +50,11 @@ def whole_nodes(choices: ChoiceGraph, copies: Mapping[int, float]) -> float:
 
     `copies` of a value: for how many values of the whole graph it stands.
     """
-    weight: dict[int, float] = {}
+    weights: dict[int, list[float]] = {}
     homes = (*choices.unreduced.items(), *choices.reduced.items(), *((v, at) for (v, _), at in choices.copies.items()))
     for value, home in homes:
-        weight[home.node] = max(weight.get(home.node, 1.0), copies.get(value, 1.0))
-    return sum(weight.get(node, 1.0) for node in range(len(choices.nodes)))
+        weights.setdefault(home.node, []).append(copies.get(value, 1.0))
+    return sum(fmean(weights.get(node, (1.0,))) for node in range(len(choices.nodes)))
 
 
 def joined(choices: ChoiceGraph, classes: Sequence[int], paired_ops: Iterable[tuple[Op, Op]]) -> tuple[int, ...]:

@@ -15,6 +15,10 @@ from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.layers import find_layers
 
+# Up to so many operations a layer is thin: what is sent at the ends of a run weighs against its arithmetic, so that the
+# ends are decided on their own, and one layer more to decide costs little.
+THIN_LAYER_OPS = 24
+
 _SECTION = {Role.FORWARD: Section.FORWARD, Role.BACKWARD: Section.BACKWARD, Role.UPDATE: Section.AFTER}
 
 
@@ -56,7 +60,8 @@ def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None
     sections = _SECTION if graph.forward_role is Role.FORWARD else dict.fromkeys(Role, Section.FORWARD)
     cut = _with_sections(graph, lambda op: sections[op.role])
     layers = find_layers(cut, flops)
-    folded = fold_layers(cut, assign_layers(cut, layers), len(layers), ends_apart=True)
+    assignment = assign_layers(cut, layers)
+    folded = fold_layers(cut, assignment, len(layers), ends_apart=True, ends_free_up_to=THIN_LAYER_OPS)
     if len(folded.graph.block.ops) == len(graph.block.ops):
         return None
     whole = _with_sections(folded.graph, lambda op: Section.WHOLE)
@@ -71,9 +76,9 @@ def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None
     if not likeness.is_complete():
         return None
     weight_of = {
-        inner.id: folded.weight[home]
+        inner.id: weight
         for op in whole.block.ops
-        if (home := folded.layer_of[op.id]) is not None and folded.weight[home] != 1.0
+        if (weight := folded.op_weight.get(op.id, 1.0)) != 1.0
         for inner in _with_inner(op)
     }
     return FoldedStep(

@@ -19,7 +19,7 @@ from autopar.plan.schema import PlanRecord
 from autopar.sharding.rules import RuleBook
 
 # The version of everything that decides what a plan is. Change it when strategies, costs, rules or files change.
-SEARCH_VERSION = 50
+SEARCH_VERSION = 51
 
 
 def plan_key(parts: Sequence[object]) -> str:
@@ -30,6 +30,11 @@ def plan_key(parts: Sequence[object]) -> str:
 
 def _solver_version() -> str:
     return metadata.version("ortools")
+
+
+# The rules that this process has learned, by the name of the file of rules: a few hundred bytes for each distinct
+# equation.
+_LEARNED: dict[str, dict[str, Rule]] = {}
 
 
 class DiskCache:
@@ -56,19 +61,23 @@ class DiskCache:
         self._write(f"plan-{key}.json", encode(record, key))
 
     def load_rules(self) -> RuleBook:
+        """The rules that were saved, and what this process has learned beside them."""
+        return RuleBook(self._saved_rules(), _LEARNED.setdefault(_rules_name(), {}))
+
+    def _saved_rules(self) -> dict[str, Rule]:
         path = self._path(_rules_name())
         data = read_whole(path) if path is not None else None
         if path is None or data is None:
-            return RuleBook()
+            return {}
         try:
             file = msgspec.json.decode(data, type=_Rules)
             if _checksum(bytes(file.rules)) != file.checksum:
                 leave_aside(path, "expected rules as they were saved, got changed ones (checksum)")
-                return RuleBook()
-            return RuleBook(msgspec.json.decode(file.rules, type=dict[str, Rule]))
+                return {}
+            return msgspec.json.decode(file.rules, type=dict[str, Rule])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             leave_aside(path, f"expected sharding rules, got none ({error})")
-            return RuleBook()
+            return {}
 
     def save_rules(self, rules: RuleBook) -> None:
         """Writes the rules if any was asked for since they were loaded."""

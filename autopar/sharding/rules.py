@@ -44,10 +44,13 @@ def _aval_key(var: Any) -> str:
 
 
 class RuleBook:
-    """Rules by equation key. `asked` counts the equations that had to be lowered."""
+    """Rules by equation key. `asked` counts the equations whose rules were not `known` at first. These are taken from
+    `learned`, what other books of the process found, or added to it.
+    """
 
-    def __init__(self, known: dict[str, Rule] | None = None) -> None:
+    def __init__(self, known: dict[str, Rule] | None = None, learned: dict[str, Rule] | None = None) -> None:
         self._known = dict(known or {})
+        self._learned = {} if learned is None else learned
         self.asked = 0
 
     @property
@@ -61,9 +64,10 @@ class RuleBook:
             if key not in self._known:
                 new.setdefault(key, eqn)
         self.asked += len(new)
-        items = list(new.items())
+        items = [(key, eqn) for key, eqn in new.items() if key not in self._learned]
         for start in range(0, len(items), _BATCH):
             self._learn_batch(items[start : start + _BATCH])
+        self._known |= {key: self._learned[key] for key in new}
 
     def _learn_batch(self, items: list[tuple[str, Any]]) -> None:
         try:
@@ -72,14 +76,14 @@ class RuleBook:
             # Lowering runs every primitive's own code, and some cannot be lowered outside of their surroundings.
             if len(items) == 1:
                 key, eqn = items[0]
-                self._known[key] = replicated_rule(eqn, f"cannot be lowered alone ({type(error).__name__})")
+                self._learned[key] = replicated_rule(eqn, f"cannot be lowered alone ({type(error).__name__})")
                 return
             middle = len(items) // 2
             self._learn_batch(items[:middle])
             self._learn_batch(items[middle:])
             return
         for (key, _), rule in zip(items, _read_rules(module, [eqn for _, eqn in items]), strict=True):
-            self._known[key] = rule
+            self._learned[key] = rule
 
     def rule(self, key: str) -> Rule:
         """The rule of an equation that was learned."""
