@@ -1,11 +1,11 @@
-"""Runs a pass of attention on one device's part: by a kernel of the device's library, or in blocks."""
+"""Runs a pass of attention on one device's part: by a library's kernel or in blocks, alone or in a ring."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.attention import kernels, ring
+from autopar.attention import kernels, ring, ring_steps
 from autopar.attention.form import AttentionForm, Gradients
 from autopar.attention.kernels import Kernel
 from autopar.attention.ring import Places
@@ -16,10 +16,15 @@ def run(
 ) -> tuple[Any, ...]:
     """Forward, or with gradients backward."""
     shapes, dtypes = [a.shape for a in args[:3]], [a.dtype for a in args[:3]]
-    kernel = kernels.kernel_of(form, shapes, dtypes, library, places.size(form.position) > 1)
-    if kernel is Kernel.BLOCKS:
+    count, positions = places.size(form.position), shapes[0][form.query.index(form.position)]
+    kernel = kernels.kernel_of(form, shapes, dtypes, library, count)
+    steps = count > 1 and (kernel is not Kernel.BLOCKS or kernels.is_balanced(form, positions, count))
+    if kernel is Kernel.BLOCKS and not steps:
         return ring.run(form, gradients, places, args)
     if gradients is None:
-        return kernels.forward(form, kernel, *args)
+        return ring_steps.forward(form, kernel, places, *args) if steps else kernels.forward(form, kernel, *args)
     query, key, value, out, largest, total, change = args
-    return kernels.backward(form, gradients, kernel, (query, key, value), (out, largest, total), change)
+    passed = (query, key, value), (out, largest, total), change
+    if steps:
+        return ring_steps.backward(form, gradients, kernel, places, *passed)
+    return kernels.backward(form, gradients, kernel, *passed)

@@ -2,7 +2,7 @@
 
 On NVIDIA's GPUs cuDNN's fused attention, on TPUs the flash attention of jax's Pallas kernels, where they have the form
 and the type; on other devices, and for other forms, XLA in blocks of queries (`autopar.attention.ring`). None of the
-kernels writes scores to memory. A ring takes blocks: it needs each block's own sums.
+kernels writes scores to memory. In a ring the same kernel runs each step (`autopar.attention.ring_steps`).
 
 Sources: Dao, "FlashAttention-2", 2023; `jax.nn.dot_product_attention`; `jax.experimental.pallas.ops.tpu`.
 """
@@ -62,26 +62,46 @@ def library_on(device: Any) -> Kernel:
 
 
 def kernel_of(
-    form: AttentionForm, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any], library: Kernel, in_ring: bool
+    form: AttentionForm, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any], library: Kernel, ring: int
 ) -> Kernel:
-    """The kernel for queries, keys and values of these shapes and types: one of the library, or blocks."""
-    if in_ring or library is Kernel.BLOCKS or _dims(form) is None or len(set(dtypes)) > 1:
+    """The kernel for one device's part of queries, keys and values, of these shapes and types: one of the library, or
+    blocks. Among `ring` devices positions are split.
+    """
+    if library is Kernel.BLOCKS or _dims(form) is None or len(set(dtypes)) > 1:
         return Kernel.BLOCKS
     positions, width = shapes[0][form.query.index(form.position)], shapes[0][inner_dim(form)]
-    if distance_mask(form, positions) is None or width != shapes[2][_outer_dim(form)]:
+    mask = distance_mask(form, positions * ring)
+    if mask is None or width != shapes[2][_outer_dim(form)]:
+        return Kernel.BLOCKS
+    in_halves = mask.causal and ring > 1
+    if in_halves and positions % 2:
         return Kernel.BLOCKS
     dtype = jnp.dtype(dtypes[0])
     if library is Kernel.CUDNN:
         fits = width <= _CUDNN_WIDTH and width % _CUDNN_WIDTH_MULTIPLE == 0
         return Kernel.CUDNN if fits and dtype in (jnp.bfloat16, jnp.float16) else Kernel.BLOCKS
-    fits = positions % _BLOCK == 0
+    fits = positions % (2 * _BLOCK if in_halves else _BLOCK) == 0
     return Kernel.TPU_FLASH if fits and dtype in (jnp.bfloat16, jnp.float32) else Kernel.BLOCKS
 
 
-def kernel_for(eqn: Any, library: Kernel, in_ring: bool) -> Kernel:
-    """The kernel for an equation of a pass."""
-    avals = [v.aval for v in eqn.invars[:3]]
-    return kernel_of(eqn.params["form"], [a.shape for a in avals], [a.dtype for a in avals], library, in_ring)
+def kernel_for(eqn: Any, library: Kernel, ring: int) -> Kernel:
+    """The kernel for an equation of a pass, whose positions are split among `ring` devices."""
+    form, avals = eqn.params["form"], [v.aval for v in eqn.invars[:3]]
+    shapes = [
+        tuple(n // ring if x in (form.position, KEY) else n for n, x in zip(a.shape, names, strict=True))
+        for a, names in zip(avals, (form.query, form.key, form.value), strict=True)
+    ]
+    return kernel_of(form, shapes, [a.dtype for a in avals], library, ring)
+
+
+def is_balanced(form: AttentionForm, positions: int, ring: int) -> bool:
+    """Whether each device of a ring takes positions from the front and from the end, as many each, so that all have as
+    many scores that a causal mask leaves. `positions` are those of a device.
+    """
+    if ring == 1 or positions % 2 or _dims(form) is None:
+        return False
+    mask = distance_mask(form, positions * ring)
+    return mask is not None and mask.causal
 
 
 def visible_share(form: AttentionForm, positions: int) -> float:
@@ -116,12 +136,13 @@ def _outer_dim(form: AttentionForm) -> int:
     return next(d for d, x in enumerate(form.value) if x not in form.rows and x != KEY)
 
 
-class _Shape:
+class CanonicalShape:
     """Arrays of a pass to and from (examples, heads, positions, width), heads of groups side by side."""
 
     def __init__(self, form: AttentionForm, query: Any) -> None:
         dims = _dims(form)
         assert dims is not None, "the kernel was chosen for its form"
+        self.form = form
         self.apart, self.groups = dims
         self.size = dict(zip(form.query, query.shape, strict=True))
 
@@ -149,13 +170,27 @@ class _Shape:
         array = array.reshape((*sizes, *array.shape[2:]))
         return jnp.transpose(array, [order.index(x) for x in names])
 
+    def operands(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        form = self.form
+        return (
+            self.into(query, form.query, form.position),
+            self.into(key, form.key, KEY),
+            self.into(value, form.value, KEY),
+        )
+
+
+# The forward and the backward pass of each library.
+KERNEL_CALLS = {
+    Kernel.CUDNN: (attention_kernels.cudnn_forward, attention_kernels.cudnn_backward),
+    Kernel.TPU_FLASH: (attention_kernels.tpu_forward, attention_kernels.tpu_backward),
+}
+
 
 def forward(form: AttentionForm, kernel: Kernel, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     """As `ring.forward`, on one device that has all positions."""
-    shape, mask = _Shape(form, query), _mask(form, query)
-    q, k, v = _operands(form, shape, query, key, value)
-    run = attention_kernels.cudnn_forward if kernel is Kernel.CUDNN else attention_kernels.tpu_forward
-    out, largest, total = run(q, k, v, scale=mask.scale, causal=mask.causal)
+    shape, mask = CanonicalShape(form, query), _mask(form, query)
+    run, _ = KERNEL_CALLS[kernel]
+    out, largest, total = run(*shape.operands(query, key, value), scale=mask.scale, causal=mask.causal)
     rows = [shape.back(a, form.rows, form.position) for a in (largest, total)]
     return shape.back(out, form.out, form.position), rows[0], rows[1]
 
@@ -169,25 +204,17 @@ def backward(
     change: Any,
 ) -> tuple[Any, Any, Any]:
     """As `ring.backward`, on one device that has all positions."""
-    shape, mask = _Shape(form, operands[0]), _mask(form, operands[0])
-    q, k, v = _operands(form, shape, *operands)
+    shape, mask = CanonicalShape(form, operands[0]), _mask(form, operands[0])
+    q, k, v = shape.operands(*operands)
     out = shape.into(saved[0], form.out, form.position)
     largest, total = (shape.into(a, form.rows, form.position) for a in saved[1:])
     change = shape.into(change, gradients.out, form.position)
-    run = attention_kernels.cudnn_backward if kernel is Kernel.CUDNN else attention_kernels.tpu_backward
+    _, run = KERNEL_CALLS[kernel]
     made = run(q, k, v, (out, largest, total), change, scale=mask.scale, causal=mask.causal)
     return (
         shape.back(made[0], gradients.query, form.position),
         shape.back(made[1], gradients.key, KEY),
         shape.back(made[2], gradients.value, KEY),
-    )
-
-
-def _operands(form: AttentionForm, shape: _Shape, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    return (
-        shape.into(query, form.query, form.position),
-        shape.into(key, form.key, KEY),
-        shape.into(value, form.value, KEY),
     )
 
 

@@ -7,7 +7,8 @@ round in p-1 permutes; in the backward pass the sums of their gradients go with 
 (Li et al., "Sequence Parallelism", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023). The queries
 of a device are taken block by block, so that it holds scores of one block only; one device is a ring of one.
 
-What it does not do: leave out blocks that a mask hides wholly (so causal attention costs as much as any), dropout.
+Where a kernel of a library runs attention, and under causal masks, rings run as `autopar.attention.ring_steps` says.
+What it does not do: leave out blocks that a mask hides wholly, dropout.
 """
 
 from __future__ import annotations
@@ -245,12 +246,15 @@ def _joined(form: AttentionForm, one: tuple[Any, Any, Any], other: tuple[Any, An
 
 
 def _next(arrays: Any, places: Places, letter: str, step: int) -> Any:
+    return passed_on(arrays, places.axes[letter], places.size(letter), step)
+
+
+def passed_on(arrays: Any, axes: tuple[str, ...], count: int, step: int) -> Any:
     """What the device before had (a step of 1) or the one behind (-1).
 
     Pairs stand in the order of the way: of two devices both ways are one permute, and a compiler would make it once.
     """
-    n = places.size(letter)
-    return lax.ppermute(arrays, places.axes[letter], [(i, (i + step) % n) for i in range(n)][::step])
+    return lax.ppermute(arrays, axes, [(i, (i + step) % count) for i in range(count)][::step])
 
 
 # The operations

@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from autopar.attention.form import KEY, exact_type, sizes_of
-from autopar.attention.kernels import LANES, Kernel, visible_share
+from autopar.attention.kernels import LANES, Kernel, is_balanced, visible_share
 from autopar.attention.query_blocks import query_block
 from autopar.common import jax_compat
 
 
-def flops(eqn: Any, kernel: Kernel = Kernel.BLOCKS) -> float:
+def flops(eqn: Any, kernel: Kernel = Kernel.BLOCKS, ring: int = 1) -> float:
     """Two matrix products forward, five backward, as scores are computed again; the TPU's kernel computes the gradients
     of keys and values, and that of queries, from scores and gradients of weights of their own: seven.
 
-    Kernels leave out blocks that a mask hides wholly: of causal attention almost half.
+    What a mask hides wholly is left out as far as `computed_share` says.
     """
     form, sizes = eqn.params["form"], sizes_of(eqn)
     inner, outer = (
         functools.reduce(lambda n, letter: n * sizes[letter], letters, 1.0)
         for letters in (set(form.query) - set(form.rows), set(form.out) - set(form.rows))
     )
-    share = visible_share(form, sizes[form.position]) if kernel.skips else 1.0
-    each = 2.0 * _scores(eqn) * share
+    each = 2.0 * _scores(eqn) * computed_share(eqn, kernel, ring)
     if eqn.params["gradients"] is None:
         return each * (inner + outer)
     again = 1.0 if kernel is Kernel.TPU_FLASH else 0.0
     return each * ((3.0 + again) * inner + (2.0 + again) * outer)
+
+
+def computed_share(eqn: Any, kernel: Kernel, ring: int) -> float:
+    """The part of all scores that is computed. Kernels leave out blocks that a mask hides wholly: of causal attention
+    almost half. Blocks of XLA's leave out the hidden halves of a balanced ring's steps.
+    """
+    form, positions = eqn.params["form"], sizes_of(eqn)[eqn.params["form"].position]
+    if kernel.skips:
+        return visible_share(form, positions)
+    return (ring + 1.0) / (2.0 * ring) if is_balanced(form, positions // ring, ring) else 1.0
+
+
+def runs_in_steps(eqn: Any, kernel: Kernel, ring: int) -> bool:
+    """Whether a pass in a ring runs as `autopar.attention.ring_steps` says."""
+    form = eqn.params["form"]
+    positions = sizes_of(eqn)[form.position] // ring
+    return ring > 1 and (kernel is not Kernel.BLOCKS or is_balanced(form, positions, ring))
 
 
 def _scores(eqn: Any) -> float:
@@ -57,7 +73,7 @@ def row_bytes(eqn: Any, kernel: Kernel) -> int:
     return rows * LANES * (2 if eqn.params["gradients"] is None else 3)
 
 
-def score_traffic_bytes(eqn: Any) -> float:
+def score_traffic_bytes(eqn: Any, ring: int = 1) -> float:
     """Memory traffic of all blocks of scores where XLA runs them, as its GPU compiler divides them into kernels.
 
     Forward: scores are written, read for each row's largest and sum, and read for the weights, which are written and
@@ -66,9 +82,19 @@ def score_traffic_bytes(eqn: Any) -> float:
     """
     exact = jnp.dtype(exact_type(eqn.invars[0].aval)).itemsize
     narrow = jax_compat.itemsize(eqn.invars[2].aval)
+    scores = _scores(eqn) * computed_share(eqn, Kernel.BLOCKS, ring)
     if eqn.params["gradients"] is None:
-        return _scores(eqn) * (3 * exact + 2 * narrow)
-    return _scores(eqn) * (5 * exact + 5 * narrow)
+        return scores * (3 * exact + 2 * narrow)
+    return scores * (5 * exact + 5 * narrow)
+
+
+def step_traffic_bytes(eqn: Any) -> float:
+    """Memory traffic beside the kernel of one step of a ring, on all devices: what the step has made is read, and added
+    to what the others made, in 32 bits, which is read and written. Forward the result, backward the three gradients.
+    """
+    exact = jnp.dtype(exact_type(eqn.invars[0].aval)).itemsize
+    made = eqn.outvars[:1] if eqn.params["gradients"] is None else eqn.outvars
+    return float(sum(v.aval.size * (3 * exact) for v in made))
 
 
 def travelling(eqn: Any) -> tuple[tuple[int, int], ...]:
@@ -78,3 +104,26 @@ def travelling(eqn: Any) -> tuple[tuple[int, int], ...]:
         return blocks
     exact = jnp.dtype(exact_type(eqn.invars[0].aval)).itemsize
     return (*blocks, *((i, exact) for i in (1, 2)))
+
+
+class ExchangedArrays(NamedTuple):
+    """Arrays of a pass, by their numbers among its operands and among its results."""
+
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def exchanged(eqn: Any) -> ExchangedArrays:
+    """The arrays whose positions change places in a balanced ring: before its first step, and after its last one."""
+    if eqn.params["gradients"] is None:
+        return ExchangedArrays(operands=(0, 1, 2), results=(0, 1))  # the result, and one number of each row
+    return ExchangedArrays(operands=(0, 1, 2, 3, 4, 6), results=(0, 1, 2))
+
+
+def held_in_steps(eqn: Any, balanced: bool) -> tuple[tuple[int, int], ...]:
+    """As `travelling`: what a ring's steps hold beside what goes round. Queries, keys and values with their positions
+    changed; the sum of results, or of gradients of queries, in 32 bits and that of a step.
+    """
+    exact = jnp.dtype(exact_type(eqn.invars[0].aval)).itemsize
+    placed = tuple((i, jax_compat.itemsize(eqn.invars[i].aval)) for i in (0, 1, 2)) if balanced else ()
+    return (*placed, (0, exact), (0, exact))

@@ -60,9 +60,9 @@ def tpu_forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> tuple[
     """(result, largest, total)."""
     flash = _flash()
     k, v = (_repeated(a, q) for a in (k, v))
-    sizes = _tpu_blocks(q)
+    n, of_keys = _tpu_block(q), _tpu_block(k)
     out, total, largest = flash._flash_attention_impl(
-        q, k, v, None, None, True, causal, scale, 1, sizes, sizes, sizes, False
+        q, k, v, None, None, True, causal, scale, 1, n, of_keys, of_keys, False
     )
     return out, largest, total
 
@@ -76,19 +76,18 @@ def tpu_backward(
     k, v = (_repeated(a, q) for a in (k, v))
     change = change.astype(q.dtype)
     along = jnp.sum(out.astype(jnp.float32) * change.astype(jnp.float32), axis=-1)
-    n = _tpu_blocks(q)
+    n, of_keys = _tpu_block(q), _tpu_block(k)
     common = {"sm_scale": scale, "causal": causal, "mask_value": flash.DEFAULT_MASK_VALUE, "debug": False}
+    blocks = {"block_q_major": n, "block_k_major": of_keys, "block_k": of_keys}
     args = (q, k, v, None, None, total, largest, change, along)
-    k_change, v_change = flash._flash_attention_bwd_dkv(
-        *args, block_q_major=n, block_k_major=n, block_k=n, block_q=n, **common
-    )
-    q_change, _ = flash._flash_attention_bwd_dq(*args, block_q_major=n, block_k_major=n, block_k=n, **common)
+    k_change, v_change = flash._flash_attention_bwd_dkv(*args, **blocks, block_q=n, **common)
+    q_change, _ = flash._flash_attention_bwd_dq(*args, **blocks, **common)
     return q_change, _gathered(k_change, shared), _gathered(v_change, shared)
 
 
-def _tpu_blocks(q: Any) -> int:
-    """The side of blocks: the largest of jax's own benchmarks' that divides the positions."""
-    return next(n for n in (512, 256, 128) if q.shape[2] % n == 0)
+def _tpu_block(array: Any) -> int:
+    """Positions of a block: the most of jax's own benchmarks' that divide those of an array."""
+    return next(n for n in (512, 256, 128) if array.shape[2] % n == 0)
 
 
 def _repeated(a: Any, q: Any) -> Any:

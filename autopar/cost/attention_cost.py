@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from autopar.attention.kernels import Kernel, inner_dim, kernel_for, library_of
-from autopar.attention.work import block_bytes, flops, row_bytes, score_traffic_bytes
+from autopar.attention.form import sizes_of
+from autopar.attention.kernels import Kernel, inner_dim, is_balanced, kernel_for, library_of
+from autopar.attention.work import (
+    block_bytes,
+    flops,
+    row_bytes,
+    runs_in_steps,
+    score_traffic_bytes,
+    step_traffic_bytes,
+)
 from autopar.hardware.kinds import DeviceKind
 from autopar.ir.graph import Op
 from autopar.sharding.strategies import Strategy
 
-
-def kernel_under(op: Op, device: DeviceKind, in_ring: bool) -> Kernel:
-    """The kernel that runs a pass; one round a ring takes blocks."""
-    return kernel_for(op.eqn, library_of(device), in_ring)
+# Halves of arrays are cut out and written, arrive, and are read and put together.
+_PASSES_OF_EXCHANGE = 4
 
 
-def attention_s(op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKind, kernel: Kernel) -> float:
-    """Seconds of one run on one device that reads and writes so many bytes of operands and results.
+def kernel_under(op: Op, device: DeviceKind, ring: int) -> Kernel:
+    """The kernel that runs a pass, whose positions are split among so many devices."""
+    return kernel_for(op.eqn, library_of(device), ring)
+
+
+def is_balanced_ring(op: Op, ring: int) -> bool:
+    """Whether positions change places before a ring's first step, and after its last."""
+    form = op.eqn.params["form"]
+    return is_balanced(form, sizes_of(op.eqn)[form.position] // ring, ring)
+
+
+def attention_s(
+    op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKind, kernel: Kernel, ring: int = 1
+) -> float:
+    """Seconds of one run on one device that reads and writes so many bytes of operands and results, in a ring of so
+    many devices.
 
     max(arithmetic / rate, memory traffic / bandwidth): kernels hide one behind the other. Blocks of scores that XLA
-    computes go to memory and back.
+    computes go to memory and back. Steps of a ring are kernels of their own, and between them results are joined.
     """
     dtype = str(op.eqn.invars[0].aval.dtype)
     rate = device.flops_per_s(dtype)
@@ -28,6 +48,13 @@ def attention_s(op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKi
     traffic = moved_bytes + row_bytes(op.eqn, kernel) / strategy.split
     seconds = device.memory_s(traffic, traffic)
     if kernel.writes_scores:
-        seconds += device.memory_s(score_traffic_bytes(op.eqn) / strategy.split, block_bytes(op.eqn, strategy.split))
-    arithmetic_s = flops(op.eqn, kernel) / strategy.split / rate + device.fill_s(dtype)
-    return max(arithmetic_s, seconds) + device.launch_overhead_s
+        scores = score_traffic_bytes(op.eqn, ring) / strategy.split
+        seconds += device.memory_s(scores, block_bytes(op.eqn, strategy.split))
+    arithmetic_s = flops(op.eqn, kernel, ring) / strategy.split / rate + ring * device.fill_s(dtype)
+    joining_s = 0.0
+    if runs_in_steps(op.eqn, kernel, ring):
+        joined = step_traffic_bytes(op.eqn) / strategy.split
+        joining_s = (ring - 1) * (device.memory_s(joined, joined) + device.launch_overhead_s)
+        if is_balanced_ring(op, ring):
+            joining_s += device.memory_s(_PASSES_OF_EXCHANGE * moved_bytes, moved_bytes)
+    return max(arithmetic_s, seconds) + joining_s + ring * device.launch_overhead_s

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.attention.work import travelling
-from autopar.cost.cost_model import CostModel, ring_bytes
+from autopar.cost.cost_model import CostModel
+from autopar.cost.ring_permutes import Moment, ring_permutes
 from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
@@ -52,7 +52,7 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
         elif isinstance(instruction, Compute) and instruction.reduced:
             found += uses_of_reduction(graph, instruction, model)
         elif isinstance(instruction, Compute):
-            found += uses_of_ring(instruction, model)
+            found += [use for _, use in uses_of_ring(instruction, model)]
         elif isinstance(instruction, Loop):
             inner = [predicted_collectives(graph, block, model) for block in instruction.blocks]
             if instruction.op.kind is OpKind.COND:
@@ -113,24 +113,25 @@ def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> lis
     return out
 
 
-def uses_of_ring(compute: Compute, model: CostModel) -> list[CollectiveUse]:
-    """The permutes by which parts of an operation's operands go round the devices that split it."""
+def uses_of_ring(compute: Compute, model: CostModel) -> list[tuple[Moment, CollectiveUse]]:
+    """The permutes by which parts of an operation's operands go round the devices that split it, and those by which
+    positions change places before and after.
+    """
     op, strategy = compute.op, compute.strategy
     if strategy is None or not strategy.ring:
         return []
-    turns = model.links.mesh.size(strategy.ring) - 1
-    kind, out = CollectiveKind.COLLECTIVE_PERMUTE, []
-    for nbytes, (i, _) in zip(ring_bytes(op, strategy, model), travelling(op.eqn), strict=True):
-        aval = op.eqn.invars[i].aval
-        out.append(
+    return [
+        (
+            permute.moment,
             CollectiveUse(
-                kind=kind,
+                kind=CollectiveKind.COLLECTIVE_PERMUTE,
                 axes=strategy.ring,
-                sent_bytes=nbytes,
-                count=op.count * turns,
-                time_s=model.links.time_s(kind, nbytes, strategy.ring) * op.count * turns,
+                sent_bytes=permute.sent_bytes,
+                count=op.count * permute.count,
+                time_s=op.count * permute.time_s,
                 module=op.module,
-                value=f"{aval.dtype}{list(aval.shape)}",
-            )
+                value=permute.array,
+            ),
         )
-    return out
+        for permute in ring_permutes(op, strategy, model.device, model.links)
+    ]

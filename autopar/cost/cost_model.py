@@ -11,18 +11,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.attention import ring
-from autopar.attention.work import travelling
 from autopar.common.jax_compat import jax_version
 from autopar.cost.attention_cost import attention_s, kernel_under
 from autopar.cost.product_rate import ProductRate, product_rate
+from autopar.cost.ring_permutes import ring_permutes
 from autopar.cost.roofline import Work, copies_are_fused, flops_of, is_fusible, time_s, transposed, transposing_s
 from autopar.cost.stream_simulator import Overlap, overlap_of
 from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster, DeviceKind
-from autopar.hardware.collective_cost import CollectiveKind
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind
-from autopar.ir.layout import Layout, local_bytes
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.sharding.resharding import MeshLinks, StepKind
@@ -49,11 +48,8 @@ class CostModel:
         return EXPOSED_FRACTION if self.overlap.kinds else 1.0
 
     def widening(self, dtype: str) -> float:
-        """Bytes sent for each byte stored of a value of this type.
-
-        XLA's CPU compiler does every collective of bfloat16 in 32 bits; those of float16 it does as they are.
-        """
-        return 2.0 if self.device.widens_bfloat16 and dtype == "bfloat16" else 1.0
+        """Bytes sent for each byte stored of a value of this type."""
+        return self.device.widening(dtype)
 
 
 # Cheap elementwise results are computed again for so many readers.
@@ -120,9 +116,7 @@ class NodeCosts:
         key = (op.key, self._copied(op), op.kernel_bytes, op.count, id(strategy))
         if strategy is None or key not in self._seconds:
             strategy = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
-            alone = dataclasses.replace(strategy, combined=(), ring=())
-            seconds = self._strategy_s(op, self._work(op), alone, in_ring=bool(strategy.ring))
-            self._seconds[key] = op.count * seconds
+            self._seconds[key] = op.count * self._strategy_s(op, self._work(op), strategy, sends=False)
         return self._seconds[key]
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
@@ -193,37 +187,29 @@ class NodeCosts:
     def _row_bytes(self, atom: Atom) -> int:
         return self._nbytes(atom) * self._shape(atom)[-1] // max(1, math.prod(self._shape(atom)))
 
-    def _strategy_s(self, op: Op, work: Work, strategy: Strategy, in_ring: bool = False) -> float:
+    def _strategy_s(self, op: Op, work: Work, strategy: Strategy, *, sends: bool = True) -> float:
+        """Seconds of one run; `sends`: with those of what the operation sends itself."""
         mesh = self.model.links.mesh
         parts = tuple(layout.shards(mesh) for layout in strategy.operands)
         result_parts = tuple(layout.shards(mesh) for layout in strategy.results)
         if op.primitive in ring.PRIMITIVES:
-            kernel = kernel_under(op, self.model.device, in_ring or bool(strategy.ring))
+            turns = mesh.size(strategy.ring)
+            kernel = kernel_under(op, self.model.device, turns)
             moved = zip((*work.operand_bytes, *work.result_bytes), (*parts, *result_parts), strict=True)
-            seconds = attention_s(op, strategy, sum(n / shards for n, shards in moved), self.model.device, kernel)
+            moved_bytes = sum(n / shards for n, shards in moved)
+            seconds = attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns)
         else:
             seconds = time_s(work, strategy, (parts, result_parts), self.model.device)
         if work.transposed and self.model.device.transposing:
             row_parts = tuple(mesh.size(layout.dims[-1]) if layout.dims else 1 for layout in strategy.operands)
             seconds += transposing_s(work, parts, row_parts, self.model.device)
-        if strategy.combined:
+        if sends and strategy.combined:
             for v, n in zip(op.outputs, result_parts, strict=True):
                 widening = self.model.widening(self.graph.values[v].dtype)
                 nbytes = self.graph.values[v].nbytes / n * widening
                 seconds += self.model.links.time_s(StepKind.ALL_REDUCE.value, nbytes, strategy.combined)
-        if strategy.ring:
-            for nbytes in ring_bytes(op, strategy, self.model):
-                permute_s = self.model.links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, strategy.ring)
-                seconds += (mesh.size(strategy.ring) - 1) * permute_s
+        if sends and strategy.ring:
+            seconds += sum(
+                permute.time_s for permute in ring_permutes(op, strategy, self.model.device, self.model.links)
+            )
         return seconds
-
-
-def ring_bytes(op: Op, strategy: Strategy, model: CostModel) -> list[float]:
-    """Bytes of each array that a device hands on, as often as there are other devices in the ring."""
-    found = []
-    for i, itemsize in travelling(op.eqn):
-        aval = op.eqn.invars[i].aval
-        nbytes = local_bytes(aval.shape, itemsize, strategy.operands[i], model.links.mesh)
-        # Sums go round in 32 bits whatever the type of the operand is.
-        found.append(nbytes * (model.widening(str(aval.dtype)) if itemsize == aval.dtype.itemsize else 1.0))
-    return found

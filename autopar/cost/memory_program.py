@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.attention import ring
-from autopar.attention.work import block_bytes, row_bytes, travelling
+from autopar.attention.work import block_bytes, held_in_steps, row_bytes, runs_in_steps, travelling
 from autopar.cost import peak_memory
-from autopar.cost.attention_cost import kernel_under
+from autopar.cost.attention_cost import is_balanced_ring, kernel_under
 from autopar.cost.collective_usage import results_of
 from autopar.cost.cost_model import CostModel
 from autopar.cost.roofline import is_fusible
@@ -229,8 +229,14 @@ class _MemoryWriter:
         op, inputs = compute.op, self.read(compute.op, compute.reads, env)
         outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, compute.places, strict=True))
         buffers: list[int] = []
-        if compute.strategy is not None and compute.strategy.ring:
-            for i, itemsize in travelling(op.eqn):
+        split = 1 if compute.strategy is None else compute.strategy.split
+        ring_size = 1 if compute.strategy is None else self.mesh.size(compute.strategy.ring)
+        kernel = kernel_under(op, self.device, ring_size)
+        if compute.strategy is not None and ring_size > 1:
+            held = travelling(op.eqn)
+            if runs_in_steps(op.eqn, kernel, ring_size):
+                held = (*held, *held_in_steps(op.eqn, is_balanced_ring(op, ring_size)))
+            for i, itemsize in held:
                 shape = op.eqn.invars[i].aval.shape
                 buffers.append(self.new(local_bytes(shape, itemsize, compute.strategy.operands[i], self.mesh)))
             steps.append(
@@ -238,11 +244,7 @@ class _MemoryWriter:
                     inputs=inputs, outputs=tuple(buffers), kind="collective_permute", fusible=False, key=("ring", op.id)
                 )
             )
-        split, ring_size = 1, 1
-        if compute.strategy is not None:
-            split, ring_size = compute.strategy.split, self.mesh.size(compute.strategy.ring)
         at = (*inputs, *buffers)
-        kernel = kernel_under(op, self.device, ring_size > 1)
         if not kernel.writes_scores:
             rows = self.new(row_bytes(op.eqn, kernel) // split)
             for made, read in (((rows,), at), (outputs, (*at, rows))):

@@ -15,6 +15,7 @@ from autopar.common.trace_events import TraceEvent as Shown
 from autopar.cost.collective_usage import CollectiveUse, results_of, use_of_step, uses_of_reduction, uses_of_ring
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
 from autopar.cost.host_usage import host_copy_s
+from autopar.cost.ring_permutes import Moment
 from autopar.cost.roofline import is_fusible
 from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.stream_simulator import Ran, Stream, StreamEvent, StreamWork, run
@@ -201,29 +202,43 @@ class _Writer:
     def compute(self, compute: Compute, reads: tuple[int, ...], made: dict[Key, int], works: list[StreamWork]) -> None:
         op = compute.op
         makes = self.define(compute.keys_made, made)
-        turns = uses_of_ring(compute, self.model)
-        summands = tuple(self.new() for _ in makes) if compute.reduced or turns else makes
+        permutes = uses_of_ring(compute, self.model)
+        summands = tuple(self.new() for _ in makes) if compute.reduced or permutes else makes
+        placed = self.permutes(permutes, Moment.BEFORE, reads, works)
         works.append(
             StreamWork(
                 name=_named(op.module),
                 stream=Stream.COMPUTE,
                 seconds=self.costs.compute_s(op, compute.strategy),
-                reads=reads,
+                reads=(*reads, *placed),
                 makes=summands,
                 is_light=is_fusible(op.primitive),
             )
         )
-        if turns:
-            arrived = tuple(self.new() for _ in turns)
-            for use, there in zip(turns, arrived, strict=True):
-                works.append(self.collective(use, int(use.sent_bytes), reads, (there,), reduces=False))
-            works.append(_renamed((*summands, *arrived), makes))
+        if permutes:
+            arrived = self.permutes(permutes, Moment.BESIDE, (*reads, *placed), works)
+            placed = self.permutes(permutes, Moment.AFTER, (*summands, *arrived), works)
+            works.append(_renamed((*summands, *arrived, *placed), makes))
         if compute.reduced:
             uses = uses_of_reduction(self.graph, compute, self.model)
             for use, v, layout, summand, value in zip(uses, op.outputs, compute.results, summands, makes, strict=True):
                 at = self.graph.values[v]
                 nbytes = local_bytes(at.shape, at.itemsize, layout, self.model.links.mesh)
                 works.append(self.collective(use, nbytes, (summand,), (value,), reduces=True))
+
+    def permutes(
+        self,
+        permutes: Sequence[tuple[Moment, CollectiveUse]],
+        moment: Moment,
+        reads: tuple[int, ...],
+        works: list[StreamWork],
+    ) -> tuple[int, ...]:
+        """The arrays that a ring's permutes bring at one moment."""
+        brought = []
+        for use in (use for when, use in permutes if when is moment):
+            brought.append(self.new())
+            works.append(self.collective(use, int(use.sent_bytes), reads, (brought[-1],), reduces=False))
+        return tuple(brought)
 
     def move(self, move: Move, reads: tuple[int, ...], made: dict[Key, int], works: list[StreamWork]) -> None:
         value, mesh = self.graph.values[move.value], self.model.links.mesh

@@ -67,9 +67,9 @@ def test_a_mask_that_does_not_go_by_the_distance_is_none():
     assert distance_mask(form, 8) is None
 
 
-def chosen(dtype, library, positions=256, width=16, form=FORM, in_ring=False):
+def chosen(dtype, library, positions=256, width=16, form=FORM, ring=1):
     shapes = [(2, positions, 2, 2, width), (2, positions, 2, width), (2, positions, 2, width)]
-    return kernel_of(form, shapes, [jnp.dtype(dtype)] * 3, library, in_ring)
+    return kernel_of(form, shapes, [jnp.dtype(dtype)] * 3, library, ring)
 
 
 def test_each_kernel_takes_its_types_and_sizes():
@@ -77,9 +77,12 @@ def test_each_kernel_takes_its_types_and_sizes():
     assert chosen(jnp.float32, Kernel.CUDNN) is Kernel.BLOCKS
     assert chosen(jnp.bfloat16, Kernel.CUDNN, width=12) is Kernel.BLOCKS
     assert chosen(jnp.bfloat16, Kernel.CUDNN, width=256) is Kernel.BLOCKS
-    assert chosen(jnp.bfloat16, Kernel.CUDNN, in_ring=True) is Kernel.BLOCKS
+    assert chosen(jnp.bfloat16, Kernel.CUDNN, ring=2) is Kernel.CUDNN
+    assert chosen(jnp.bfloat16, Kernel.CUDNN, ring=2, positions=255) is Kernel.BLOCKS  # no two halves
     assert chosen(jnp.float32, Kernel.TPU_FLASH) is Kernel.TPU_FLASH
     assert chosen(jnp.float32, Kernel.TPU_FLASH, positions=200) is Kernel.BLOCKS
+    assert chosen(jnp.float32, Kernel.TPU_FLASH, positions=256, ring=2) is Kernel.TPU_FLASH
+    assert chosen(jnp.float32, Kernel.TPU_FLASH, positions=128, ring=2) is Kernel.BLOCKS  # halves of 64
     assert chosen(jnp.bfloat16, Kernel.BLOCKS) is Kernel.BLOCKS
 
 

@@ -82,7 +82,7 @@ def test_scores_that_stay_in_a_kernel_cost_no_traffic():
 def test_blocks_that_xla_computes_do_cost_traffic():
     """float32 has no kernel on a GPU."""
     (forward, _) = passes(graph_of(is_causal=True, blockwise=True, dtype=jnp.float32))
-    assert kernel_under(forward, presets.H100, in_ring=False) is Kernel.BLOCKS
+    assert kernel_under(forward, presets.H100, ring=1) is Kernel.BLOCKS
     strategy = replicated_strategy([v.aval.shape for v in forward.eqn.invars], [(), (), ()])
     least_s = SCORES * (3 * 4 + 2 * 4) / presets.H100.memory_bytes_per_s
     assert attention_s(forward, strategy, 0.0, presets.H100, Kernel.BLOCKS) > least_s
@@ -120,3 +120,23 @@ def test_plans_hold_no_scores_where_a_kernel_takes_them():
     assert peaks[0] > SCORES * (4 + 2)  # scores in 32 bits, and weights
     assert peaks[1] < SCORES * 2
     assert seconds[1] < 0.5 * seconds[0]
+
+
+def test_kernels_run_the_steps_of_rings():
+    """Of four devices each takes as long as for a fourth of the whole, and joins the results of three steps."""
+    (forward, _) = passes(graph_of(is_causal=True, blockwise=True))
+    assert kernel_under(forward, presets.H100, ring=4) is Kernel.CUDNN
+    assert flops(forward.eqn, Kernel.CUDNN, ring=4) == flops(forward.eqn, Kernel.CUDNN)
+    split = dataclasses.replace(
+        replicated_strategy([v.aval.shape for v in forward.eqn.invars], [(), (), ()]), split=4, ring=(0,)
+    )
+    device = dataclasses.replace(presets.H100, launch_overhead_s=0.0, float32_fill_s=0.0)
+    arithmetic_s = flops(forward.eqn, Kernel.CUDNN) / 4 / (0.6 * 989e12)
+    joined_s = 3 * (B * L * H * D / 4) * 3 * 4 / device.memory_bytes_per_s
+    assert attention_s(forward, split, 0.0, device, Kernel.CUDNN, 4) == pytest.approx(arithmetic_s + joined_s, rel=0.01)
+
+
+def test_blocks_in_a_causal_ring_leave_hidden_halves_out():
+    (causal, _), (full, _) = (passes(graph_of(is_causal=c, blockwise=True, dtype=jnp.float32)) for c in (True, False))
+    assert flops(causal.eqn, Kernel.BLOCKS, ring=4) == (1 + 3 / 2) / 4 * flops(causal.eqn, Kernel.BLOCKS)
+    assert flops(full.eqn, Kernel.BLOCKS, ring=4) == flops(full.eqn, Kernel.BLOCKS)

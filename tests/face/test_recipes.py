@@ -149,8 +149,12 @@ def test_a_ring_hands_keys_and_values_on_in_each_pass(wanted, runs):
     part = BATCH * LENGTH * WIDTH * 4 / (8 / wanted.get("pp", 1))
     # Keys and values forward; keys, values and their gradients backward.
     turns = (2 + 4) * LAYERS * (wanted["sp"] - 1)
-    assert counts(made)["collective-permute"] == turns * runs
-    assert sent(made)["collective-permute"] == turns * part
+    # Halves of positions change places, but the first of two devices: queries, keys, values and what attention makes of
+    # them forward, also the gradients of the four backward, with one number of each row and pass.
+    halves = LAYERS * (1 if wanted["sp"] == 2 else 2)
+    assert counts(made)["collective-permute"] == (turns + (4 + 8 + 2) * halves) * runs
+    of_rows = part * HEADS / WIDTH
+    assert sent(made)["collective-permute"] == turns * part + (12 * part + 2 * of_rows) * halves / 2
     assert "all-to-all" not in sent(made)
     assert made.total.predicted == made.total.compiled
 
@@ -165,20 +169,21 @@ def test_a_ring_never_holds_all_scores():
 
 
 @pytest.mark.parametrize(
-    ("case", "turns"),
+    ("case", "turns", "exchanged"),
     [
-        (CASES["gpt_bf16"](batch=8), 2 * 6),
-        (MOE, 2 * 6),
+        # Causal by its positions: the halves of 14 arrays of each layer change places.
+        (CASES["gpt_bf16"](batch=8), 2 * 6, 2 * 14),
+        (MOE, 2 * 6, 0),
         # Scores are computed again, so that keys and values come round once more.
-        (CASES["gpt_scan_remat"](layers=2, batch=8), 2 * 8),
-        (CASES["gpt_scan"](layers=2, batch=8), 2 * 6),
-        (CASES["bert"](), 2 * 6),
+        (CASES["gpt_scan_remat"](layers=2, batch=8), 2 * 8, 0),
+        (CASES["gpt_scan"](layers=2, batch=8), 2 * 6, 0),
+        (CASES["bert"](), 2 * 6, 0),
     ],
     ids=["bfloat16", "moe", "recomputed", "scan", "padded"],
 )
-def test_rings_of_other_models(case, turns):
+def test_rings_of_other_models(case, turns, exchanged):
     made, _ = verified(case, recipes.combine(dp=2, sp=4, sequence="ring"), 8)
-    assert counts(made)["collective-permute"] == turns * 3
+    assert counts(made)["collective-permute"] == turns * 3 + 2 * exchanged
 
 
 def test_a_plan_with_a_ring_is_saved_and_run(tmp_path):
@@ -190,7 +195,7 @@ def test_a_plan_with_a_ring_is_saved_and_run(tmp_path):
     again = autopar.verify(
         autopar.parallelize(GPT.step, plan=loaded, cache_dir=None, show_progress=False), state, batch
     )
-    assert counts(again)["collective-permute"] == 6 * LAYERS * 3
+    assert counts(again)["collective-permute"] == (6 * 3 + 2 * 14) * LAYERS
     assert again.difference <= GPT.tolerance
 
 

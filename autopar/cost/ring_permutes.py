@@ -1,0 +1,84 @@
+"""The permutes of a pass of attention in a ring: what goes round, and what changes places before and after."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+
+from autopar.attention.work import exchanged, travelling
+from autopar.cost.attention_cost import is_balanced_ring
+from autopar.hardware.cluster import DeviceKind
+from autopar.hardware.collective_cost import CollectiveKind, Fabric
+from autopar.ir.graph import Op
+from autopar.ir.layout import local_bytes
+from autopar.sharding.resharding import MeshLinks
+from autopar.sharding.strategies import Strategy
+
+
+class Moment(enum.Enum):
+    """When an array is sent: before the first step, beside steps, or after the last one."""
+
+    BEFORE = "before"
+    BESIDE = "beside"
+    AFTER = "after"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RingPermute:
+    """One array's permutes in one run of a pass: `sent_bytes` by a device each time, `time_s` of all `count`."""
+
+    moment: Moment
+    array: str
+    sent_bytes: float
+    count: int
+    time_s: float
+
+
+def ring_permutes(op: Op, strategy: Strategy, device: DeviceKind, links: MeshLinks) -> Iterator[RingPermute]:
+    """Those of an operation under a strategy; none where it makes no ring."""
+    ring = links.mesh.size(strategy.ring)
+    if ring == 1:
+        return
+    kind = CollectiveKind.COLLECTIVE_PERMUTE
+    for i, itemsize in travelling(op.eqn):
+        aval = op.eqn.invars[i].aval
+        # Sums go round in 32 bits whatever the type of the operand is.
+        widening = device.widening(str(aval.dtype)) if itemsize == aval.dtype.itemsize else 1.0
+        nbytes = local_bytes(aval.shape, itemsize, strategy.operands[i], links.mesh) * widening
+        yield RingPermute(
+            moment=Moment.BESIDE,
+            array=f"{aval.dtype}{list(aval.shape)}",
+            sent_bytes=nbytes,
+            count=ring - 1,
+            time_s=(ring - 1) * links.time_s(kind, nbytes, strategy.ring),
+        )
+    if is_balanced_ring(op, ring):
+        yield from _exchanges(op, strategy, device, links)
+
+
+def _exchanges(op: Op, strategy: Strategy, device: DeviceKind, links: MeshLinks) -> Iterator[RingPermute]:
+    """Half of each array in each of two permutes; of two devices the first of them moves nothing."""
+    places, ring = exchanged(op.eqn), links.mesh.size(strategy.ring)
+    arrays = [(Moment.BEFORE, op.eqn.invars[i].aval, strategy.operands[i]) for i in places.operands]
+    arrays += [(Moment.AFTER, op.eqn.outvars[i].aval, strategy.results[i]) for i in places.results]
+    for moment, aval, layout in arrays:
+        half = local_bytes(aval.shape, aval.dtype.itemsize, layout, links.mesh) / 2 * device.widening(str(aval.dtype))
+        count = 1 if ring == 2 else 2
+        yield RingPermute(
+            moment=moment,
+            array=f"{aval.dtype}{list(aval.shape)}",
+            sent_bytes=half,
+            count=count,
+            time_s=count * _far_permute_s(half, strategy.ring, links),
+        )
+
+
+def _far_permute_s(nbytes: float, axes: tuple[int, ...], links: MeshLinks) -> float:
+    """A permute between devices that are no neighbours: on a torus and between hosts it takes the ways of an
+    all-to-all, in which as many bytes go as far. In shared memory no device is nearer than another.
+    """
+    neighbours_s = links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, axes)
+    if links.link(axes).fabric is Fabric.SHARED_MEMORY:
+        return neighbours_s
+    return max(neighbours_s, links.time_s(CollectiveKind.ALL_TO_ALL, nbytes, axes))

@@ -1,0 +1,108 @@
+"""Rings whose steps a kernel runs: the same numbers as on one device, hidden halves left out, balanced positions."""
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, PartitionSpec
+
+from autopar.attention import execute, ring, ring_steps
+from autopar.attention.form import Gradients
+from autopar.attention.kernels import Kernel, is_balanced
+from tests.attention.test_kernels import FORM, form_of
+from tests.attention.test_match import plain
+
+GRADIENTS = Gradients(out="bqhgd", query="bqhgd", key="bkhd", value="bkhd")
+
+
+def operands(positions, width=8):
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, change = (jax.random.normal(key, (2, positions, 2, 2, width)) for key in keys[:2])
+    key, value = (jax.random.normal(key, (2, positions, 2, width)) for key in keys[2:])
+    return query, key, value, change
+
+
+def passes(places, library):
+    """(result, logarithm of each row's sum, gradients of queries, keys and values)."""
+
+    def run(query, key, value, change):
+        out, largest, total = execute.run(FORM, None, places, (query, key, value), library)
+        args = (query, key, value, out, largest, total, change)
+        return out, largest + jnp.log(total), *execute.run(FORM, GRADIENTS, places, args, library)
+
+    return run
+
+
+def on_devices(count, library):
+    split, rows = PartitionSpec(None, "sequence"), PartitionSpec(None, None, None, "sequence")
+    mesh = Mesh(np.array(jax.devices()[:count]), ("sequence",))
+    places = ring.Places(axes={"q": ("sequence",)}, sizes={"sequence": count})
+    specs = {"in_specs": (split,) * 4, "out_specs": (split, rows, split, split, split)}
+    return jax.jit(jax.shard_map(passes(places, library), mesh=mesh, check_vma=False, **specs))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_a_causal_ring_computes_what_one_device_does(count):
+    args = operands(4 * count)
+    expected = jax.jit(passes(ring.HERE, Kernel.BLOCKS))(*args)
+    for a, b in zip(expected, on_devices(count, Kernel.BLOCKS)(*args), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-6 * float(abs(a).max()))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_each_device_has_a_part_from_the_front_and_one_as_far_from_the_end(count):
+    first, second = ring_steps.exchanges(count)
+    parts = {i: [] for i in range(count)}
+    for moves, half in ((first, 0), (second, 1)):
+        assert sorted(target for _, target in moves) == list(range(count))
+        for source, target in moves:
+            parts[target].append(2 * source + half)
+    assert {i: sorted(found) for i, found in parts.items()} == {i: [i, 2 * count - 1 - i] for i in range(count)}
+
+
+def products(function, *args):
+    """Multiplications of all matrix products of a program, of a branch those of the alternative with most."""
+
+    def of(jaxpr):
+        total = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                ((contracted, _), _) = eqn.params["dimension_numbers"]
+                inner = np.prod([eqn.invars[0].aval.shape[d] for d in contracted])
+                total += int(eqn.outvars[0].aval.size * inner)
+            inside = [of(j) for j in jax.extend.core.jaxprs_in_params(eqn.params)]
+            if eqn.primitive.name == "cond":
+                assert max(inside) < 1.01 * min(inside)  # no device waits for another
+                total += max(inside)
+            else:
+                total += sum(inside) * eqn.params.get("length", 1)
+        return total
+
+    return of(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def test_under_a_causal_mask_each_step_but_the_first_computes_half_the_scores():
+    """Of four devices in four steps 1 + 3 / 2 of their blocks, where blocks in order would take four."""
+    args = operands(256)
+    whole = products(passes(ring.HERE, Kernel.BLOCKS), *args)
+    assert products(on_devices(4, Kernel.BLOCKS), *args) * 4 / whole == pytest.approx((1 + 3 / 2) / 4, rel=0.01)
+
+
+def test_only_causal_rings_of_two_halves_are_balanced():
+    assert is_balanced(FORM, 8, 4)
+    assert not is_balanced(FORM, 8, 1)
+    assert not is_balanced(FORM, 7, 4)
+    assert not is_balanced(form_of(plain), 8, 4)
+
+
+@pytest.mark.slow
+def test_the_kernel_of_tpus_runs_the_steps_of_a_ring():
+    """Interpreted, as there is no TPU."""
+    args = operands(512)
+    expected = jax.jit(passes(ring.HERE, Kernel.BLOCKS))(*args)
+    with pltpu.force_tpu_interpret_mode():
+        found = on_devices(2, Kernel.TPU_FLASH)(*args)
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
