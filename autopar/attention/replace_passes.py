@@ -13,7 +13,7 @@ from autopar.attention.polynomial import Sum, add, equal, multiply, term_of
 from autopar.attention.score_uses import Label, Labels, Product, Use
 from autopar.attention.symbolic import Reader, nodes_of
 from autopar.common import jax_compat
-from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, read_by
+from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, read_by
 from autopar.ir.rewrite import Fresh, reading, remove_dead
 from autopar.sharding.rules import equation_key
 
@@ -40,6 +40,12 @@ class PassWriter:
         self.block, self.reader, self.named, self.fresh = block, reader, named, fresh
         self.added: list[Op] = []
         self.position = {op.id: i for i, op in enumerate(block.ops)}
+        self.behind: dict[int, int] = {}  # what a barrier hands on: the value in front of it
+        for op in block.ops:
+            if op.kind is OpKind.BARRIER:
+                pairs = zip(op.inputs, op.outputs, strict=True)
+                self.behind.update({b: self.behind.get(a, a) for a, b in pairs if isinstance(a, int)})
+        self.forwards: dict[tuple[AttentionForm, tuple[Atom, ...]], Op] = {}
         self.like: dict[int, int] = {}  # of each added operation, one in whose place it stands
         self.replaced: dict[int, int] = {}  # values by those that are made in their place
         self.uses: dict[Expression, list[Use]] = {}  # by the softmax whose weights are in them
@@ -215,7 +221,11 @@ class PassWriter:
             arrays=tuple(letters for _, letters in arrays),
         )  # fmt: skip
         operands = (found.query, found.key, value, *(v for v, _ in arrays))
-        return self.operation(form, None, operands, like), form
+        # `jax.checkpoint` round attention alone would have the scores computed again, rather than kept. There are none.
+        same = form, tuple(self.behind.get(v, v) for v in operands)
+        if same not in self.forwards:
+            self.forwards[same] = self.operation(form, None, operands, like)
+        return self.forwards[same], form
 
     def written(
         self, found: _Found, value_at: Labels, tree: Expression, arrays: dict[tuple[int, str], int]

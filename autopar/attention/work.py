@@ -120,10 +120,12 @@ def exchanged(eqn: Any) -> ExchangedArrays:
     return ExchangedArrays(operands=(0, 1, 2, 3, 4, 6), results=(0, 1, 2))
 
 
-def held_in_steps(eqn: Any, balanced: bool) -> tuple[tuple[int, int], ...]:
+def held_in_steps(eqn: Any, ring: int, balanced: bool) -> tuple[tuple[int, int], ...]:
     """As `travelling`: what a ring's steps hold beside what goes round. Queries, keys and values with their positions
-    changed; the sum of results, or of gradients of queries, in 32 bits and that of a step.
+    changed; the sum of results, or of gradients of queries, in 32 bits; and of more than two devices that of a step,
+    and what arrives while a step is computed.
     """
     exact = jnp.dtype(exact_type(eqn.invars[0].aval)).itemsize
     placed = tuple((i, jax_compat.itemsize(eqn.invars[i].aval)) for i in (0, 1, 2)) if balanced else ()
-    return (*placed, (0, exact), (0, exact))
+    beside = ((0, exact), *travelling(eqn)) if ring > 2 else ()
+    return (*placed, (0, exact), *beside)

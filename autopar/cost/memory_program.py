@@ -235,7 +235,7 @@ class _MemoryWriter:
         if compute.strategy is not None and ring_size > 1:
             held = travelling(op.eqn)
             if runs_in_steps(op.eqn, kernel, ring_size):
-                held = (*held, *held_in_steps(op.eqn, is_balanced_ring(op, ring_size)))
+                held = (*held, *held_in_steps(op.eqn, ring_size, is_balanced_ring(op, ring_size)))
             for i, itemsize in held:
                 shape = op.eqn.invars[i].aval.shape
                 buffers.append(self.new(local_bytes(shape, itemsize, compute.strategy.operands[i], self.mesh)))

@@ -12,6 +12,7 @@ import enum
 import itertools
 from collections.abc import Mapping, Sequence
 
+from autopar.attention import ring
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
 from autopar.passes.assign_layers import assign_layers
@@ -138,7 +139,7 @@ def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[
         and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK, OpKind.SPLIT, OpKind.BARRIER)
         and readers.layer[op.id] in (layer, None)
     ]
-    recomputable = {v: op for op in forward if not (policy is Recompute.CHEAP and is_product(op)) for v in op.outputs}
+    recomputable = {v: op for op in forward if not (policy is Recompute.CHEAP and _is_kept(op)) for v in op.outputs}
     # What other layers keep as their input is there anyway.
     for op in forward:
         if readers.layer[op.id] == layer:
@@ -147,6 +148,13 @@ def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[
                     recomputable.pop(v, None)
     read = [v for v in recomputable if layer in readers.layers.get(v, ())]
     return read, _needed(read, recomputable, forward)
+
+
+def _is_kept(op: Op) -> bool:
+    """Whether results are kept where only cheap ones are computed again: of products, and of attention, whose result is
+    a product's and which has no scores to keep.
+    """
+    return is_product(op) or op.primitive in ring.PRIMITIVES
 
 
 def _recomputation(

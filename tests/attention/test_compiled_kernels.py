@@ -10,7 +10,8 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.verification import compile_for_target
+from autopar.hardware.collective_cost import CollectiveKind
+from autopar.verification import compile_for_target, traffic_of
 from autopar.xla import aot_gpu
 
 B, L, H, D, W = 8, 1536, 4, 128, 256
@@ -28,13 +29,13 @@ def train_step(state, batch):
     return jax.tree.map(jnp.subtract, state, jax.grad(loss)(state))
 
 
-def compiled(attention, cluster, target):
+def compiled(attention, cluster, target, plan=None):
     args = (
         [jax.ShapeDtypeStruct((W, heads, D), jnp.bfloat16) for heads in (H, H // 2, H // 2)],
         {"x": jax.ShapeDtypeStruct((B, L, W), jnp.bfloat16)},
     )
     step = autopar.parallelize(
-        train_step, plan=recipes.data_parallel(), attention=attention, cluster=cluster, cache_dir=None,
+        train_step, plan=plan or recipes.data_parallel(), attention=attention, cluster=cluster, cache_dir=None,
         show_progress=False,
     )  # fmt: skip
     return step.plan(*args), compile_for_target(step, target, *args)
@@ -53,6 +54,25 @@ def test_on_gpus_cudnn_runs_blockwise_attention_and_the_predicted_peak_is_that_o
     text = made.as_text()
     assert scores_written(text) == 0
     assert {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"} <= set(re.findall(r'target="([^"]*)"', text))
+    memory = made.memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert max(plan.predicted.peak_bytes) == pytest.approx(total - memory.alias_size_in_bytes, rel=0.1)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_on_gpus_cudnn_runs_each_step_of_a_ring(size):
+    """The step of the own keys, and both kinds of the others', of which there is one more in a loop; bytes and memory
+    are those predicted.
+    """
+    plan, made = compiled(
+        "blockwise", "dgx-h100", "gpu:h100:8", recipes.combine(dp=8 // size, sp=size, sequence="ring")
+    )
+    text = made.as_text()
+    assert scores_written(text) == 0
+    assert text.count('target="__cudnn$fmhaSoftmax"') == (3 if size == 2 else 5)
+    _, sent = plan.predicted.by_kind()["collective-permute"]
+    assert traffic_of(made).bytes[CollectiveKind.COLLECTIVE_PERMUTE] == sent
     memory = made.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert max(plan.predicted.peak_bytes) == pytest.approx(total - memory.alias_size_in_bytes, rel=0.1)

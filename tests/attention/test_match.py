@@ -127,9 +127,8 @@ def numbers(heads=H):
 )
 def test_attention_becomes_an_operation_a_pass_and_computes_the_same(attention, heads):
     graph = graph_of(attention, heads)
-    again = [("attention", Role.BACKWARD)] if attention is recomputed else []
-    forward = [("attention", Role.FORWARD)]
-    assert operations(graph) == [*forward, *again, ("attention_backward", Role.BACKWARD)]
+    # Also under `jax.checkpoint`, which is there to keep no scores.
+    assert operations(graph) == [("attention", Role.FORWARD), ("attention_backward", Role.BACKWARD)]
     assert not any(v.shape[-2:] == (L, L) and v.dtype == "float32" for op in graph.ops() for v in made(graph, op))
     args = numbers(heads)
     expected = jax.tree.leaves(trained(attention)(*args))

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.attention.match import blockwise
 from autopar.cost.roofline import flops_of
 from autopar.ir.graph import OpKind, Section
+from autopar.ir.rewrite import renumbered
 from autopar.passes.assign_stages import assign
 from autopar.passes.layers import find_layers
 from autopar.passes.remat import Recompute, rematerialise, saved_bytes
@@ -67,6 +69,15 @@ def test_matmuls_keeps_the_products():
     assert len([p for p in backward_primitives(full) if p == "dot_general"]) == len(products) + 2
     for new in (cheap, full):
         assert_same_numbers(graph, new, args)
+
+
+def test_matmuls_keeps_what_attention_makes():
+    """Its result is that of a product, and it has no scores."""
+    graph = renumbered(blockwise(zoo_step(gpt(layers=2, batch=8, length=16, width=32))[0]))
+    layers = find_layers(graph, flops_of)
+    cheap, full = (rematerialise(graph, layers, what) for what in (Recompute.CHEAP, Recompute.ALL))
+    assert backward_primitives(cheap).count("attention") == 0
+    assert backward_primitives(full).count("attention") == 2
 
 
 def test_with_recomputation_a_transformer_layer_keeps_its_input_only():
