@@ -6,12 +6,13 @@ Sources, by table:
         "Reducing activation recomputation in large transformer models", 2022, table 5. Iteration times of the first are
         its sequences times the model's flops over its achieved rate. Vocabulary 51,200, 2,048 tokens.
     megatron-core h100: NVIDIA/Megatron-LM, README, table of model sizes (bfloat16, 4,096 tokens, vocabulary 131,072);
-        the time is the model's flops by its own formula over the rate. Micro-batches of one sequence and, with stages,
-        two chunks each are taken, for the table gives none.
+        the time is the model's flops by its own formula over the rate. The table gives no micro-batches: without stages
+        all sequences of a copy are taken at once, for they fit, with stages one at a time and two chunks each.
     torchtitan: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md,
         asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md; its H100s have 96 GB
-        of HBM2e at 2.4 TB/s and 500 W. float8 is tensorwise, of the layers' products. Its selective recomputation keeps
-        every other product; here all are kept.
+        of HBM2e at 2.4 TB/s and 500 W. float8 is tensorwise, of the layers' products. Its selective recomputation
+        computes every other product again, and what is no product nor attention; here every other layer is computed
+        again. Tensor parallelism waits for its collectives, but where a row is called async.
     llama 3: Grattafiori et al., "The Llama 3 herd of models", 2024, table 4; chunks are not given there.
     resnet-50: NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, README: float32 (on A100
         TF32) compiled by XLA, images per second.
@@ -49,7 +50,7 @@ class Row:
 
     `recompute`: "nothing", "input" (all), "matmuls" (all but products), or "attention" (scores). `flash`: attention
     that keeps no scores. `compiled`: whether a compiler fused elementwise operations, as XLA does; eager rows are
-    shown, and no constant is fitted to them.
+    shown, and no constant is fitted to them. `waits_for_tensor`: collectives of tensor parallelism hold up computing.
     """
 
     table: str
@@ -70,6 +71,7 @@ class Row:
     float8: bool = False
     flash: bool = True
     compiled: bool = True
+    waits_for_tensor: bool = False
     step_time_s: float
     memory_gib: float | None = None
 
@@ -86,13 +88,23 @@ class Row:
         return self.batch // self.dp // self.micro_batch
 
 
+# What 500 W leave in long runs, where 700 W leave 0.75 (`presets`): from torchtitan's rows (`benchmarks.calibrate`).
+SUSTAINED_AT_500_W = 0.70
+# PyTorch runs FlashAttention-2 on them, which reaches 35 % of an H100's peak forward (Shah et al., "FlashAttention-3",
+# 2024, abstract); backward FlashAttention-3 is 1.5 to 1.75 times as fast as it is (there, section 4.1), a third of the
+# peak. Only NVIDIA's own builds of PyTorch, as on the H200s, choose cuDNN's kernel.
+FLASH_ATTENTION_2 = ((128, 0.35, 0.33),)
+
+
 def _titan_h100(gpus: int) -> autopar.Cluster:
     cluster = autopar.Cluster.preset("dgx-h100", hosts=gpus // 8)
     device = dataclasses.replace(
         presets.H100,
         memory_bytes=96_000_000_000,
         peak_memory_bytes_per_s=2.4e12,
-        source="torchtitan's H100s: 96 GB HBM2e at 2.4 TB/s",
+        sustained_share=SUSTAINED_AT_500_W,
+        attention_shares=FLASH_ATTENTION_2,
+        source="torchtitan's H100s: 96 GB HBM2e at 2.4 TB/s, 500 W",
     )
     return dataclasses.replace(cluster, device=device)
 
@@ -118,7 +130,7 @@ CLUSTERS: dict[str, tuple[Callable[[int], autopar.Cluster], str]] = {
     "A100 40 GB": (_gpus("dgx-a100-40g"), "A100 in TF32"),
     "A100": (_gpus("dgx-a100-80g"), "A100"),
     "H100": (_gpus("dgx-h100"), "H100"),
-    "H100 96 GB": (_titan_h100, "H100"),
+    "H100 96 GB": (_titan_h100, "H100 of 500 W"),
     "H200": (_gpus("dgx-h200"), "H100"),
     "TPU v5p": (_tpus("tpu-v5p", {64: "4x4x4", 128: "4x4x8"}), "TPU"),
     "TPU v5e": (_tpus("tpu-v5e", {256: "16x16"}), "TPU"),
@@ -173,7 +185,8 @@ def _megatron_core(
 ) -> Row:
     model, (tp, pp) = _gpt(*sizes, vocabulary=131_072, length=4096), parts
     return Row(
-        table="megatron-core h100", name=name, model=model, hardware="H100", gpus=gpus, batch=batch, micro_batch=1,
+        table="megatron-core h100", name=name, model=model, hardware="H100", gpus=gpus, batch=batch,
+        micro_batch=1 if pp > 1 else batch * tp // gpus,
         tp=tp, pp=pp, zero=1, chunks=1 if pp == 1 else 2, sequence_parallel=tp > 1,
         step_time_s=megatron_flops(model, batch) / (tflops * 1e12 * gpus),
     )  # fmt: skip
@@ -204,32 +217,38 @@ def _llama(size: str, length: int) -> Model:
 
 def _titan(
     size: str, fsdp: int, local_batch: int, tokens_per_s: float, memory_gib: float | None = None, *, tp: int = 1,
-    pp: int = 1, cp: int = 1, length: int = 8192, full: bool = False, hardware: str = "H100 96 GB", **how,
+    pp: int = 1, cp: int = 1, length: int = 8192, full: bool = False, waits: bool = True, hardware: str = "H100 96 GB",
+    **how,
 ) -> Row:  # fmt: skip
-    """`tokens_per_s` of one device. Stages take micro-batches of one sequence."""
+    """`tokens_per_s` of one device. Stages take micro-batches of one sequence. `waits`: of tensor parallelism."""
     gpus, batch = fsdp * tp * pp * cp, fsdp * local_batch
     parts = "".join(f" {what}{n}" for what, n in (("tp", tp), ("pp", pp), ("cp", cp)) if n > 1)
     precision = " float8" if how.get("float8") else "" if how.get("compiled", True) else " eager"
-    context = f" {length // 1024}k" if length != 8192 else ""
+    context = (f" {length // 1024}k" if length != 8192 else "") + (" async" if tp > 1 and pp == 1 and not waits else "")
     return Row(
         table="torchtitan", name=f"{size} on {gpus} {hardware[:4]}{parts}{context}{precision}",
         model=_llama(size, length), hardware=hardware, gpus=gpus, batch=batch,
         micro_batch=local_batch if pp == 1 else 1, tp=tp, pp=pp, cp=cp, zero=3 if pp == 1 else 1,
-        sequence_parallel=tp > 1, recompute="input" if full else "matmuls", memory_gib=memory_gib,
-        step_time_s=batch * length / (tokens_per_s * gpus), **how,
+        sequence_parallel=tp > 1, recompute="input" if full else "input every 2", memory_gib=memory_gib,
+        waits_for_tensor=tp > 1 and waits, step_time_s=batch * length / (tokens_per_s * gpus), **how,
     )  # fmt: skip
 
 
 TORCHTITAN = (
     _titan("8B", 8, 2, 5762, 82.4, compiled=False),
+    _titan("8B", 8, 2, 6667, 77.0),
     _titan("8B", 8, 2, 8532, 76.8, float8=True),
+    _titan("8B", 8, 1, 3890, 83.9, length=32_768, full=True, float8=True),
     _titan("8B", 4, 1, 2540, 84.2, cp=2, length=65_536, full=True, float8=True),
+    _titan("8B", 2, 1, 1071, 84.0, cp=4, length=131_072, full=True, float8=True),
     _titan("8B", 1, 1, 548, 84.5, cp=8, length=262_144, full=True, float8=True),
-    _titan("8B", 128, 2, 6514, 62.0, float8=True),
+    _titan("8B", 128, 2, 6514, 62.0),
+    _titan("8B", 128, 2, 8380, 61.8, float8=True),
     _titan("70B", 32, 16, 829, 71.9, tp=8, full=True, float8=True),
-    _titan("405B", 8, 32, 100, 82.5, tp=8, pp=8, full=True, float8=True),
-    _titan("405B", 8, 8, 76, 75.3, tp=8, pp=8, length=32_768, full=True, float8=True),
-    _titan("405B", 2, 8, 31, 77.1, tp=8, pp=8, cp=4, length=131_072, full=True, float8=True),
+    _titan("70B", 32, 16, 876, 67.6, tp=8, full=True, float8=True, waits=False),
+    _titan("405B", 8, 32, 100, 82.5, tp=8, pp=8, full=True, float8=True, waits=False),
+    _titan("405B", 8, 8, 76, 75.3, tp=8, pp=8, length=32_768, full=True, float8=True, waits=False),
+    _titan("405B", 2, 8, 31, 77.1, tp=8, pp=8, cp=4, length=131_072, full=True, float8=True, waits=False),
     _titan("70B", 32, 16, 597.3, tp=8, full=True),
     _titan("8B", 8, 12, 4378, tp=8),
     _titan("8B", 8, 12, 5078.1, tp=8, float8=True),

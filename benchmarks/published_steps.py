@@ -91,6 +91,11 @@ def recipe_of(row: Row) -> autopar.recipes.Recipe:
 def cluster_of(row: Row, constants: dict[str, float] | None = None) -> autopar.Cluster:
     """The row's hardware, with constants of its devices in place of those of the tables."""
     cluster = CLUSTERS[row.hardware][0](row.gpus)
+    if row.waits_for_tensor:
+        assert row.tp == cluster.devices_per_host, "what holds up computing is known by its link, that of hosts"
+        cluster = dataclasses.replace(
+            cluster, inside_host=dataclasses.replace(cluster.inside_host, is_asynchronous=False)
+        )
     return dataclasses.replace(cluster, device=with_constants(cluster.device, constants or {}))
 
 

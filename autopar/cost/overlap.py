@@ -259,7 +259,10 @@ class _Writer:
         self, use: CollectiveUse, nbytes: int, reads: tuple[int, ...], makes: tuple[int, ...], reduces: bool
     ) -> StreamWork:
         links = self.model.links
-        apart = use.kind in self.model.overlap.kinds and links.link(use.axes).fabric is not Fabric.SHARED_MEMORY
+        link = links.link(use.axes)
+        apart = (
+            use.kind in self.model.overlap.kinds and link.is_asynchronous and link.fabric is not Fabric.SHARED_MEMORY
+        )
         times = f"{use.count:g} " if use.count != 1 else ""
         axes = "*".join(links.mesh.axis_names[a] for a in use.axes)
         return StreamWork(

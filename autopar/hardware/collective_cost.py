@@ -109,6 +109,8 @@ class Link:
             measured apart, and of devices on several hosts, where an all-to-all sends more between hosts than a ring.
         devices_per_card: Between hosts, how many devices share a network card: one device alone sends at so many times
             `bytes_per_s`.
+        is_asynchronous: Whether collectives run beside computing where the compiler takes them apart. Of systems that
+            wait for each, such as tensor parallelism whose next product is launched behind it, they do not.
     """
 
     latency_s: float
@@ -120,6 +122,7 @@ class Link:
     detail: SwitchDetail | None = None
     kind_bytes_per_s: tuple[tuple[CollectiveKind, float], ...] = ()
     devices_per_card: int = 1
+    is_asynchronous: bool = True
 
     def __post_init__(self) -> None:
         if self.kind_bytes_per_s and self.fabric is Fabric.TORUS:

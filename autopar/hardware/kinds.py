@@ -73,12 +73,12 @@ class DeviceKind:
         host_link_bytes_per_s: Rate, one way, at which one device copies from pinned memory of its host, or to it; None
             where it is not known, so that nothing can be kept there.
         host_link_source: Where that rate comes from.
-        sustained_share: Part of the rate of matrix products that is left in runs of minutes, where power limits the
-            clock of a card; one where a device keeps the rate that single products show.
+        sustained_share: Part of the rate of matrix products, and of kernels of attention, that is left in runs of
+            minutes, where power limits the clock of a card; one where a device keeps the rate of single products.
         has_cudnn_attention: Whether cuDNN's fused attention runs on it (NVIDIA, from compute capability 8.0 on).
         attention_shares: (width of a head, share forward, share backward) of the peak of matrix units that the kernel
-            of attention reaches, by ascending width; arithmetic counts two products forward and five backward, and no
-            blocks that a mask hides. Empty: the rate of products.
+            of attention reaches in short runs, by ascending width; arithmetic counts two products forward and five
+            backward, and no blocks that a mask hides. Empty: the rate of products.
         shared_by: How many devices share the processors and memory that the rates are a part of, as virtual devices of
             a CPU do: the part of those that idle is there for the others. One where each has its own.
     """
@@ -177,12 +177,12 @@ class DeviceKind:
         return self.peak_flops_per_s(dtype) * share * self.sustained_share
 
     def attention_flops_per_s(self, dtype: str, width: int, *, backward: bool) -> float:
-        """Rate of a kernel of attention with heads of this width: no more than that of products in a long run."""
-        rate = self.flops_per_s(dtype)
+        """Rate of a kernel of attention with heads of this width, in a long run: its clock is that of products."""
         for at, forward_share, backward_share in self.attention_shares:
             if width <= at or at == self.attention_shares[-1][0]:
-                return min(rate, self.peak_flops_per_s(dtype) * (backward_share if backward else forward_share))
-        return rate
+                share = backward_share if backward else forward_share
+                return self.peak_flops_per_s(dtype) * share * self.sustained_share
+        return self.flops_per_s(dtype)
 
     def widening(self, dtype: str) -> float:
         """Bytes sent for each byte stored of a value of this type.

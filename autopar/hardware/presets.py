@@ -41,7 +41,11 @@ _TPU_HOST = _HostLink(gb_per_s=15.0, source="PCIe of a TPU host: 1.5e10 bytes/s 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Products:
-    """What matrix products show of a GPU: launch, shares of the peaks of half and of single precision, fill."""
+    """What matrix products show of a GPU: launch, shares of the peaks of half and of single precision, fill.
+
+    Those of 8 bits are taken to reach the share of half precision: both are bound by the same matrix units, and float32
+    by its conversion to TF32 too.
+    """
 
     launch_us: float
     half: float
@@ -88,7 +92,9 @@ def _gpu(name: str, peaks: _Peaks, memory: _Memory, products: _Products, host: _
         flops_efficiency=products.single,
         memory_efficiency=memory.efficiency or _GPU_MEMORY_EFFICIENCY,
         dtype_efficiency=tuple(
-            (dtype, products.half) for dtype in ("float16", "bfloat16") if products is not _UNMEASURED
+            (dtype, products.half)
+            for dtype in ("float16", "bfloat16", *(("float8", "int8") if peaks.eight_bit else ()))
+            if products is not _UNMEASURED
         ),
         float32_fill_s=products.fill_us * _MICRO,
         source=source,
@@ -156,9 +162,8 @@ def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str)
     return _with_cudnn(_gpu(name, peaks, memory, _AMPERE, _PCIE4, source), _AMPERE_ATTENTION)
 
 
-# What power leaves of those shares in a run of minutes: 0.60 of the data sheet in bfloat16. By `benchmarks.calibrate`
-# torchtitan's 8B takes 0.75 on 32 H200 of 700 W, and 0.65 on 8 H100 of 500 W. All six rows together say 0.61; but those
-# of 128 cards and of tensor parallelism are off for what they send, which more arithmetic must not make up for.
+# What power leaves of those shares in a run of minutes, of 700 W: 0.60 of the data sheet in bfloat16
+# (`benchmarks.calibrate`: Megatron-Core's 1.7B on 48 H100, torchtitan's 8B on 32 H200).
 _HOPPER_SUSTAINED = 0.75
 
 

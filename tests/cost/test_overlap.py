@@ -250,6 +250,14 @@ def plan(cluster, function=chain_step, args=None, **options):
 H100S = Cluster.preset("dgx-h100")
 
 
+def test_collectives_over_links_that_are_waited_for_hide_nothing():
+    waits = dataclasses.replace(H100S, inside_host=dataclasses.replace(H100S.inside_host, is_asynchronous=False))
+    hidden, exposed = (plan(c, plan=recipes.zero(3)).predicted for c in (H100S, waits))
+    assert hidden.hidden_time_s > 0.3 * hidden.collective_time_s
+    assert exposed.hidden_time_s == 0.0
+    assert exposed.step_time_s == pytest.approx(exposed.compute_time_s + exposed.collective_time_s)
+
+
 def assert_one_number(found):
     made = found.predicted
     events = timeline_of(found.record).events

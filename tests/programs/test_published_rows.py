@@ -21,9 +21,12 @@ from benchmarks.zoo.float8 import float8_product
     [
         ("megatron a100 39.1B", 32, 12, 14.453),
         # 192 sequences on 48 copies; 8.87 Pflop at 48 x 408.8 Tflop/s
-        ("megatron-core h100 1.7B", 48, 4, 0.4519),
+        ("megatron-core h100 1.7B", 48, 1, 0.4519),
         # 8 x 2 sequences of 8192 tokens, 8532 tokens a second on each of 8 cards
         ("torchtitan 8B on 8 H100 float8", 8, 1, 16 * 8192 / 8532 / 8),
+        ("torchtitan 8B on 128 H100", 128, 1, 256 * 8192 / 6514 / 128),  # without float8
+        ("torchtitan 8B on 128 H100 float8", 128, 1, 256 * 8192 / 8380 / 128),
+        ("torchtitan 70B on 256 H100 tp8 async float8", 32, 1, 512 * 8192 / 876 / 256),
         ("torchtitan 8B on 8 H100 cp2 64k float8", 4, 1, 4 * 65_536 / 2540 / 8),
         ("torchtitan 405B on 512 H100 tp8 pp8 float8", 8, 32, 256 * 8192 / 100 / 512),
         ("maxtext Llama 8B on 256 v6e", 256, 1, 3 * 8192 / 7207),
@@ -33,6 +36,13 @@ def test_rows_have_the_times_of_their_sources(key, dp, microbatches, step_time_s
     row = ROWS[key]
     assert (row.dp, row.num_microbatches) == (dp, microbatches)
     assert row.step_time_s == pytest.approx(step_time_s, rel=1e-3)
+
+
+def test_only_tensor_parallelism_that_waits_holds_up_computing():
+    waits, does_not = (ROWS[f"torchtitan 70B on 256 H100 tp8 {what}float8"] for what in ("", "async "))
+    assert not cluster_of(waits).inside_host.is_asynchronous
+    assert cluster_of(waits).between_hosts.is_asynchronous
+    assert cluster_of(does_not).inside_host.is_asynchronous
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.key)
