@@ -58,8 +58,21 @@ def parallel(recipe, devices, attention="blockwise"):
         (recipes.zero(3), 4),
         (recipes.tensor_parallel(), 2),
         (recipes.pipeline(2, num_microbatches=2), 4),
+        (recipes.sequence_parallel("ring"), 8),
+        (recipes.combine(dp=2, sp=2, tp=2, sequence="ring"), 8),
+        (recipes.combine(sp=4, pp=2, num_microbatches=2, sequence="ring"), 8),
     ],
-    ids=["one device", "two devices", "four devices", "zero 3", "tensor parallel", "two stages"],
+    ids=[
+        "one device",
+        "two devices",
+        "four devices",
+        "zero 3",
+        "tensor parallel",
+        "two stages",
+        "a ring",
+        "three kinds",
+        "rings of stages",
+    ],
 )
 def test_every_plan_computes_what_plain_jit_does(recipe, devices):
     state, batch = arguments()
