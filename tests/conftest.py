@@ -1,5 +1,6 @@
 """Before jax and autopar are imported: 8 virtual CPU devices, and a cache of this run's own."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -42,6 +43,13 @@ for _name, _value in {
 # The same examples in every run: what a run shows is the change's doing. Sweeps with other examples are made by hand.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """Looks for cycles seldom: jax keeps what was traced, and each full collection would go through all of it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

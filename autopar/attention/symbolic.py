@@ -279,7 +279,14 @@ class Reader:
         if op.primitive in ("broadcast_in_dim", "reshape", "convert_element_type", "copy"):
             (source,) = op.inputs[:1]
             return self.number(source)
-        return None
+        aval = op.eqn.outvars[0].aval
+        if op.primitive not in ("sqrt", "rsqrt") or np.dtype(aval.dtype).kind != "f":
+            return None
+        number = self.number(op.inputs[0])  # of a head's width, say
+        if number is None or number <= 0:
+            return None
+        root = np.sqrt(np.asarray(number, aval.dtype))
+        return float(root if op.primitive == "sqrt" else 1 / root)
 
     def tree_of(self, atom: Atom, labels: Labels) -> Expression | None:
         """An array that meets scores as an expression of positions, numbers and arrays that lack rows or keys."""

@@ -29,12 +29,19 @@ def form_of(attention):
     return op.eqn.params["form"]
 
 
+def by_a_root(q, k, v, batch):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1])
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, jnp.finfo(scores.dtype).min)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
 @pytest.mark.parametrize(
     ("attention", "mask"),
     [
         (plain, DistanceMask(scale=0.5, causal=False)),
         (causal, DistanceMask(scale=1.0, causal=True)),
         (stock, DistanceMask(scale=0.5, causal=True)),
+        (by_a_root, DistanceMask(scale=0.5, causal=True)),
         (window_by_addition, None),
         (distance, None),
         (padded, None),
