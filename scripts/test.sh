@@ -17,6 +17,10 @@ fi
 prepare_environment test dev
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m mypy
+types=$(mktemp)
+"$python" -m mypy >"$types" 2>&1 &
+type_check=$!
 # A process for each core; a file's tests stay together as long as no process is idle.
 "$python" -m pytest -n auto --dist worksteal "$@"
+wait "$type_check" || { cat "$types"; exit 1; }
+cat "$types"
