@@ -50,7 +50,8 @@ class Row:
 
     `recompute`: "nothing", "input" (all), "matmuls" (all but products), or "attention" (scores). `flash`: attention
     that keeps no scores. `compiled`: whether a compiler fused elementwise operations, as XLA does; eager rows are
-    shown, and no constant is fitted to them. `waits_for_tensor`: collectives of tensor parallelism hold up computing.
+    shown, and no constant is fitted to them. `waits_for_tensor`: collectives of tensor parallelism hold up computing;
+    `waits_for_all`: all collectives do. `dropout`: the rate.
     """
 
     table: str
@@ -69,9 +70,11 @@ class Row:
     sequence_parallel: bool = False
     dtype: str = "bfloat16"
     float8: bool = False
+    dropout: float = 0.0
     flash: bool = True
     compiled: bool = True
     waits_for_tensor: bool = False
+    waits_for_all: bool = False
     step_time_s: float
     memory_gib: float | None = None
 
@@ -158,8 +161,12 @@ def _gpt(layers: int, width: int, heads: int, *, vocabulary: int = 51_200, lengt
     return Model(family="gpt", layers=layers, width=width, heads=heads, vocabulary=vocabulary, length=length)
 
 
+# Megatron-LM of 2021 and 2022 runs the all-reduces of tensor parallelism in the stream of its kernels, and those of
+# gradients after the last backward pass. Activations and probabilities are dropped at a rate of 0.1 (its default, and
+# the masks of Korthikanti et al., 2022, section 4.1). Its elementwise kernels are fused as XLA would (Narayanan et al.,
+# 2021, section 4.2).
 def _megatron(name: str, model: Model, gpus: int, batch: int, micro_batch: int, seconds: float, **how) -> Row:
-    how = {"recompute": "input", "dtype": "float16", "flash": False, **how}
+    how = {"recompute": "input", "dtype": "float16", "flash": False, "dropout": 0.1, "waits_for_all": True, **how}
     return Row(
         table="megatron a100", name=name, model=model, hardware="A100", gpus=gpus, batch=batch,
         micro_batch=micro_batch, step_time_s=seconds, **how,

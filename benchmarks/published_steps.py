@@ -63,7 +63,7 @@ def step_of(row: Row) -> tuple:
             "block": model.length, "float8": row.float8,
         }  # fmt: skip
     else:
-        sizes |= {"remat_attention": row.recompute == "attention"}
+        sizes |= {"remat_attention": row.recompute == "attention", "dropout": row.dropout}
     return _shapes(CASES[model.family](**sizes))
 
 
@@ -95,6 +95,12 @@ def cluster_of(row: Row, constants: dict[str, float] | None = None) -> autopar.C
         assert row.tp == cluster.devices_per_host, "what holds up computing is known by its link, that of hosts"
         cluster = dataclasses.replace(
             cluster, inside_host=dataclasses.replace(cluster.inside_host, is_asynchronous=False)
+        )
+    if row.waits_for_all:
+        cluster = dataclasses.replace(
+            cluster,
+            inside_host=dataclasses.replace(cluster.inside_host, is_asynchronous=False),
+            between_hosts=dataclasses.replace(cluster.between_hosts, is_asynchronous=False),
         )
     return dataclasses.replace(cluster, device=with_constants(cluster.device, constants or {}))
 

@@ -23,6 +23,7 @@ class GPT(nn.Module):
     remat: bool
     remat_attention: bool
     dtype: DTypeLike
+    dropout: float
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -31,8 +32,9 @@ class GPT(nn.Module):
         x = embedding(tokens) + positions.astype(self.dtype)
         mask = nn.make_causal_mask(tokens)
         block = nn.remat(Block) if self.remat else Block
+        how = {"dtype": self.dtype, "remat_attention": self.remat_attention, "dropout": self.dropout}
         for i in range(self.layers):
-            x = block(self.heads, dtype=self.dtype, remat_attention=self.remat_attention, name=f"layer{i}")(x, mask)
+            x = block(self.heads, **how, name=f"layer{i}")(x, mask)
         return embedding.attend(nn.LayerNorm(dtype=self.dtype, name="final_norm")(x))
 
 
@@ -47,16 +49,24 @@ def gpt(
     remat: bool = False,
     remat_attention: bool = False,
     dtype: DTypeLike = jnp.float32,
+    dropout: float = 0.0,
     optimizer: optax.GradientTransformation | None = None,
     name: str = "gpt",
     tolerance: float = 1e-5,
 ) -> Case:
-    """`gpt(layers=96, width=12_288, heads=96, vocabulary=50_304, length=2_048)` is GPT-3 175B."""
-    model = GPT(layers, width, heads, vocabulary, length, remat, remat_attention, dtype)
+    """`gpt(layers=96, width=12_288, heads=96, vocabulary=50_304, length=2_048)` is GPT-3 175B.
+
+    With `dropout` each step drops the same elements: for predictions, which training would be none the better for.
+    """
+    model = GPT(layers, width, heads, vocabulary, length, remat, remat_attention, dtype, dropout)
+
+    def rngs() -> dict[str, jax.Array]:
+        return {"dropout": jax.random.key(0, impl="rbg")} if dropout else {}
+
     return training_case(
         name=name,
-        init_params=lambda key: model.init(key, jnp.zeros((1, length), jnp.int32)),
-        loss=lambda params, batch: cross_entropy(model.apply(params, batch["tokens"]), batch["targets"]),
+        init_params=lambda key: model.init({"params": key, **rngs()}, jnp.zeros((1, length), jnp.int32)),
+        loss=lambda params, batch: cross_entropy(model.apply(params, batch["tokens"], rngs=rngs()), batch["targets"]),
         batch=next_token_batch(batch=batch, length=length, vocabulary=vocabulary),
         optimizer=optimizer,
         tolerance=tolerance,
