@@ -145,7 +145,8 @@ def combine(
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
         recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
-            products, and attention in blocks), "input" (all); with " every 2" behind it those of every second layer.
+            products and blockwise attention), "input" (all); with " every 2" behind it those of every second layer, and
+            so on.
         offload: The state in the memory of the hosts between steps (JAX's memory kind "pinned_host"): "nothing", or
             "optimizer", the arrays that only the update reads (moments, master weights). They come to the devices for
             the update, those of a few parameters at a time, and return.
@@ -237,7 +238,8 @@ def cut(
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
         recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
-            products, and attention in blocks), "input" (all); with " every 2" behind it those of every second layer.
+            products and blockwise attention), "input" (all); with " every 2" behind it those of every second layer, and
+            so on.
 
     Raises: InvalidArgumentError.
     """

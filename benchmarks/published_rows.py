@@ -48,10 +48,10 @@ class Model:
 class Row:
     """A row of a table. `batch` in sequences of all copies; `memory_gib` of the fullest device, where published.
 
-    `recompute`: "nothing", "input" (all), "matmuls" (all but products), or "attention" (scores). `flash`: attention
-    that keeps no scores. `compiled`: whether a compiler fused elementwise operations, as XLA does; eager rows are
-    shown, and no constant is fitted to them. `waits_for_tensor`: collectives of tensor parallelism hold up computing;
-    `waits_for_all`: all collectives do. `dropout`: the rate.
+    `recompute`: "nothing", "input" (all), "matmuls" (all but products), "input every 2" (all of every second layer), or
+    "attention" (scores). `flash`: attention that keeps no scores. `compiled`: whether a compiler fused elementwise
+    operations, as XLA does; eager rows are shown, and no constant is fitted to them. `waits_for_tensor`: collectives of
+    tensor parallelism hold up computing; `waits_for_all`: all collectives do. `dropout`: the rate.
     """
 
     table: str

@@ -18,7 +18,7 @@ prepare_environment() {
     rm -rf "$environment"
     "$base" -m venv "$environment"
     if ! "$python" -m pip install --quiet --disable-pip-version-check --no-input --progress-bar off \
-        --editable ".[$extras]" >"$log" 2>&1; then
+        --no-compile --editable ".[$extras]" >"$log" 2>&1; then
         echo "The installation failed; the end of $log:" >&2
         tail -n 20 "$log" | sed -E 's#[a-z]+://[^/ ]*#the package index#g' >&2
         return 1

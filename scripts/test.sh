@@ -21,6 +21,9 @@ types=$(mktemp)
 "$python" -m mypy >"$types" 2>&1 &
 type_check=$!
 # A process for each core; a file's tests stay together as long as no process is idle.
-"$python" -m pytest -n auto --dist worksteal "$@"
-wait "$type_check" || { cat "$types"; exit 1; }
+failed=0
+"$python" -m pytest -n auto --dist worksteal "$@" || failed=$?
+wait "$type_check" || failed=$?
 cat "$types"
+rm -f "$types"
+exit "$failed"

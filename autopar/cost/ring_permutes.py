@@ -75,10 +75,17 @@ def _exchanges(op: Op, strategy: Strategy, device: DeviceKind, links: MeshLinks)
 
 
 def _far_permute_s(nbytes: float, axes: tuple[int, ...], links: MeshLinks) -> float:
-    """A permute between devices that are no neighbours: on a torus and between hosts it takes the ways of an
-    all-to-all, in which as many bytes go as far. In shared memory no device is nearer than another.
+    """A permute between devices that are no neighbours. Its bytes take as long as in an all-to-all, in which as many go
+    as far: over more wires of a torus, or over the links between hosts. On a torus so do the hops; elsewhere it is one
+    step. In shared memory no device is nearer than another.
     """
     neighbours_s = links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, axes)
-    if links.link(axes).fabric is Fabric.SHARED_MEMORY:
-        return neighbours_s
-    return max(neighbours_s, links.time_s(CollectiveKind.ALL_TO_ALL, nbytes, axes))
+    far_s = links.time_s(CollectiveKind.ALL_TO_ALL, nbytes, axes)
+    match links.link(axes).fabric:
+        case Fabric.SHARED_MEMORY:
+            return neighbours_s
+        case Fabric.TORUS:
+            return max(neighbours_s, far_s)
+        case _:
+            steps_s = links.time_s(CollectiveKind.ALL_TO_ALL, 0.0, axes)
+            return max(neighbours_s, links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, 0.0, axes) + far_s - steps_s)

@@ -109,8 +109,8 @@ class Link:
             measured apart, and of devices on several hosts, where an all-to-all sends more between hosts than a ring.
         devices_per_card: Between hosts, how many devices share a network card: one device alone sends at so many times
             `bytes_per_s`.
-        is_asynchronous: Whether collectives run beside computing where the compiler takes them apart. Of systems that
-            wait for each, such as tensor parallelism whose next product is launched behind it, they do not.
+        is_asynchronous: Whether collectives run beside computing where the compiler takes them apart. False for systems
+            that wait for each collective, such as tensor parallelism that launches its next product behind it.
     """
 
     latency_s: float

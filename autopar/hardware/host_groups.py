@@ -75,6 +75,7 @@ def link_over_hosts(lies: Spread, inside: Link, outside: Link, *, is_ring: bool)
         source=f"{together} devices a host on {lies.hosts} hosts; inside: {inside.source}; between: {outside.source}",
         detail=_tree(lies, inside, outside),
         kind_bytes_per_s=_kind_rates(lies, inside, outside, is_ring),
+        is_asynchronous=inside.is_asynchronous and outside.is_asynchronous,
     )
 
 

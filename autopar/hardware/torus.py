@@ -111,4 +111,5 @@ def _link(pieces: list[_Piece], wire: Link) -> Link:
         fabric=Fabric.TORUS,
         rings=len(pieces),
         source=wire.source,
+        is_asynchronous=wire.is_asynchronous,
     )

@@ -150,8 +150,8 @@ def search_mesh(
     (`_MeshSearch.leaner`), unless a plan on another mesh fits and is as fast. The whole search takes at most
     `time_limit_s`, except for its last solution.
 
-    With `folds`, of repeated layers three are searched for (`passes.fold_step`), and what is found is evaluated on the
-    whole step.
+    With `folds`, of repeated layers three or four are searched for (`passes.fold_step`), and what is found is evaluated
+    on the whole step.
 
     Returns a rejection when the time limit passed without any plan, and for what cannot be the plan beside another
     candidate that fits (`longest_s`).

@@ -1,7 +1,7 @@
 """Folding of the repeated layers of a step that is not cut, and the counterpart of each operation and value.
 
 Decisions for the folded graph are decisions for the whole step: an operation that was dropped is decided like its
-counterpart in a layer that stays. A step of forty equal layers is searched for as one of three.
+counterpart in a layer that stays. A step of forty equal layers is searched for as one of three or four.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class RuleBook:
         items = [(key, eqn) for key, eqn in new.items() if key not in self._learned]
         for start in range(0, len(items), _BATCH):
             self._learn_batch(items[start : start + _BATCH])
-        self._known |= {key: self._learned[key] for key in new}
+        self._known |= {key: self._learned[key] for key in new if key in self._learned}
 
     def _learn_batch(self, items: list[tuple[str, Any]]) -> None:
         try:
@@ -76,7 +76,7 @@ class RuleBook:
             # Lowering runs every primitive's own code, and some cannot be lowered outside of their surroundings.
             if len(items) == 1:
                 key, eqn = items[0]
-                self._learned[key] = replicated_rule(eqn, f"cannot be lowered alone ({type(error).__name__})")
+                self._known[key] = replicated_rule(eqn, f"cannot be lowered alone ({type(error).__name__})")
                 return
             middle = len(items) // 2
             self._learn_batch(items[:middle])

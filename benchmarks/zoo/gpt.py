@@ -23,7 +23,7 @@ class GPT(nn.Module):
     remat: bool
     remat_attention: bool
     dtype: DTypeLike
-    dropout: float
+    dropout: float = 0.0
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -56,7 +56,7 @@ def gpt(
 ) -> Case:
     """`gpt(layers=96, width=12_288, heads=96, vocabulary=50_304, length=2_048)` is GPT-3 175B.
 
-    With `dropout` each step drops the same elements: for predictions, which training would be none the better for.
+    With `dropout` each step drops the same elements: fit for predicting times, not for training.
     """
     model = GPT(layers, width, heads, vocabulary, length, remat, remat_attention, dtype, dropout)
 

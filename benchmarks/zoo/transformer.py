@@ -53,6 +53,7 @@ class Block(nn.Module):
 def dropped(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
     """Without the share `rate` of the elements, to 1/256; the others scaled up. A byte of random bits an element."""
     out_of_256 = round(256 * rate)
+    assert 0 < out_of_256 < 256, f"a rate of at least 1/256, got {rate}"
     kept = jax.random.bits(key, x.shape, jnp.uint8) >= out_of_256
     return jnp.where(kept, x * (256 / (256 - out_of_256)), 0).astype(x.dtype)
 
@@ -66,11 +67,13 @@ def dropped_attention(
     *,
     key: jax.Array,
     rate: float,
-    **options: Any,
+    dtype: DTypeLike | None = None,
+    precision: Any = None,
+    **of_flax_dropout: Any,
 ) -> jax.Array:
-    """Attention with dropout of its probabilities."""
-    weights = nn.dot_product_attention_weights(query, keys, bias=bias, mask=mask, dtype=options.get("dtype"))
-    return jnp.einsum("...hqk,...khd->...qhd", dropped(key, weights, rate), value)
+    """Attention with dropout of its probabilities, in the place of Flax's own dropout, whose options it is given."""
+    weights = nn.dot_product_attention_weights(query, keys, bias=bias, mask=mask, dtype=dtype, precision=precision)
+    return jnp.einsum("...hqk,...khd->...qhd", dropped(key, weights, rate), value, precision=precision)
 
 
 def rematerialised_attention(

@@ -81,9 +81,9 @@ def test_the_whole_batch_as_one_micro_batch_is_what_the_search_finds_without_a_r
         pytest.param(chain(8, 16_384, 32_768), two_hosts, {}, 2, id="two stages"),
         pytest.param(chain(4, 512, 2048), shared_cores, {}, None, id="shared cores"),
         pytest.param(
-            zoo("mlp", layers=4, width=512, batch=4096),
+            zoo("mlp", layers=2, width=512, batch=1024),
             lambda: Cluster.preset("dgx-h100").submesh(1, 4),
-            {"memory_limit_bytes": 6_000_000},
+            {"memory_limit_bytes": 3_000_000},
             1,
             id="one stage in micro-batches",
         ),

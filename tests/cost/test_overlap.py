@@ -258,6 +258,25 @@ def test_collectives_over_links_that_are_waited_for_hide_nothing():
     assert exposed.step_time_s == pytest.approx(exposed.compute_time_s + exposed.collective_time_s)
 
 
+def test_links_over_hosts_and_over_a_torus_are_waited_for_if_their_wires_are():
+    def waited_for(link):
+        return dataclasses.replace(link, is_asynchronous=False)
+
+    hosts = Cluster.preset("dgx-h100", hosts=2)
+    inside = dataclasses.replace(hosts, inside_host=waited_for(hosts.inside_host))
+    between = dataclasses.replace(hosts, between_hosts=waited_for(hosts.between_hosts))
+    slice_ = Cluster.parse("tpu-v5e:2x4")
+    torus = dataclasses.replace(slice_, inside_host=waited_for(slice_.inside_host))
+    for cluster in (hosts, slice_):
+        assert link_of(cluster, (8,) if cluster is slice_ else (16,)).is_asynchronous
+    for cluster, sizes in ((inside, (16,)), (between, (16,)), (torus, (8,))):
+        assert not link_of(cluster, sizes).is_asynchronous
+
+
+def link_of(cluster, sizes):
+    return cost_model(cluster, LogicalMesh(axis_sizes=sizes)).links.link((0,))
+
+
 def assert_one_number(found):
     made = found.predicted
     events = timeline_of(found.record).events

@@ -232,7 +232,7 @@ def test_three_kinds_of_parallelism_together(case):
 
 
 def test_stages_of_one_device_take_several_examples_at_a_time():
-    _, plan = verified(CASES["gpt"](layers=8, batch=8), recipes.combine(pp=8, num_microbatches=4), 8)
+    _, plan = verified(CASES["mlp"](layers=8, batch=8), recipes.combine(pp=8, num_microbatches=4), 8)
     assert [stage.axis_sizes for stage in plan.record.pipeline.stages] == [(1,)] * 8
     assert plan.predicted.sent_bytes == 0
 

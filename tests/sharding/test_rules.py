@@ -164,6 +164,17 @@ def test_equal_equations_are_asked_about_once():
     assert kept.asked == 0
 
 
+def test_books_of_one_process_share_what_they_learn():
+    learned = {}
+    eqn = equation(jnp.matmul, shape(4, 8), shape(8, 2))
+    first, second = RuleBook(learned=learned), RuleBook(learned=learned)
+    first.learn([(equation_key(eqn), eqn)])
+    rule = learned[equation_key(eqn)]
+    second.learn([(equation_key(eqn), None)])  # nothing is lowered: there is no equation to lower
+    assert second.rule(equation_key(eqn)) is rule
+    assert first.asked == second.asked == 1  # neither has it on disk
+
+
 def test_a_literal_operand_is_part_of_what_an_equation_computes():
     def key(function):
         return equation_key(equation(function, shape(4)))
