@@ -259,22 +259,24 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.kinds) - set(CONSTANTS)):
         parser.error(f"no kinds: {', '.join(unknown)}; there are {', '.join(CONSTANTS)}")
-    kinds = arguments.kinds or list(CONSTANTS)
-    lines = ["# Calibration", "", description(), ""]
-    if not arguments.products:
-        if arguments.evaluate:
-            evaluate(kinds, arguments.rows, short=arguments.short)
-        known = load()
-        lines += [line for kind in kinds for line in kind_report(kind, known)]
-    if arguments.products or not arguments.kinds:
-        read = hardware_model.read_products
-        table = read(arguments.matmuls) if arguments.matmuls else hardware_model.written_down()[1]
-        lines += products_report(table)
-    text = "\n".join(lines)
-    Console(width=170).print(text, markup=False)
-    if arguments.keep:
-        RESULTS.write_text(text + "\n")
+    kinds = [] if arguments.products else arguments.kinds or list(CONSTANTS)
+    if arguments.evaluate:
+        evaluate(kinds, arguments.rows, short=arguments.short)
+    asked = report(kinds, arguments.products or not arguments.kinds, arguments.matmuls)
+    Console(width=170).print(asked, markup=False)
+    if arguments.keep:  # the page has all kinds, whichever were asked for
+        RESULTS.write_text(report(list(CONSTANTS), True, arguments.matmuls) + "\n")
     return 0
+
+
+def report(kinds: Sequence[str], products: bool, matmuls: Path | None) -> str:
+    """The page for some kinds of device, and for matrix products; `matmuls` as on the command line."""
+    known = load()
+    lines = ["# Calibration", "", description(), "", *(line for kind in kinds for line in kind_report(kind, known))]
+    if products:
+        table = hardware_model.read_products(matmuls) if matmuls else hardware_model.written_down()[1]
+        lines += products_report(table)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

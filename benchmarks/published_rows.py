@@ -91,7 +91,8 @@ class Row:
         return self.batch // self.dp // self.micro_batch
 
 
-# What 500 W leave in long runs, where 700 W leave 0.75 (`presets`): from torchtitan's rows (`benchmarks.calibrate`).
+# What 500 W leave in long runs, where 700 W leave 0.75 (`presets`): chosen on torchtitan's rows of up to two cards a
+# sequence. `benchmarks.calibrate` says 0.65 from all of them, drawn down by the rings of four and eight.
 SUSTAINED_AT_500_W = 0.70
 # PyTorch runs FlashAttention-2 on them, which reaches 35 % of an H100's peak forward (Shah et al., "FlashAttention-3",
 # 2024, abstract); backward FlashAttention-3 is 1.5 to 1.75 times as fast as it is (there, section 4.1), a third of the

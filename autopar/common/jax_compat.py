@@ -330,7 +330,7 @@ def lowering_flags() -> tuple[tuple[str, str], ...]:
 def buffer_addresses(array: Any) -> tuple[int, ...]:
     """Where in memory the shards of an array are that this process holds: of arrays that share memory, one is alike.
 
-    None where the backend does not tell.
+    Empty where the backend does not tell.
     """
     try:
         shards = array._arrays if type(array) is ArrayImpl else [shard.data for shard in array.addressable_shards]

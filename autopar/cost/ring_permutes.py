@@ -70,11 +70,11 @@ def _exchanges(op: Op, strategy: Strategy, device: DeviceKind, links: MeshLinks)
             array=f"{aval.dtype}{list(aval.shape)}",
             sent_bytes=half,
             count=count,
-            time_s=count * _far_permute_s(half, strategy.ring, links),
+            time_s=count * far_permute_s(half, strategy.ring, links),
         )
 
 
-def _far_permute_s(nbytes: float, axes: tuple[int, ...], links: MeshLinks) -> float:
+def far_permute_s(nbytes: float, axes: tuple[int, ...], links: MeshLinks) -> float:
     """A permute between devices that are no neighbours. Its bytes take as long as in an all-to-all, in which as many go
     as far: over more wires of a torus, or over the links between hosts. On a torus so do the hops; elsewhere it is one
     step. In shared memory no device is nearer than another.

@@ -12,10 +12,12 @@ from autopar.attention.kernels import Kernel
 from autopar.attention.work import block_bytes, flops
 from autopar.cost.attention_cost import attention_s, kernel_under
 from autopar.cost.cost_model import NodeCosts, cost_model
+from autopar.cost.ring_permutes import far_permute_s
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.collective_cost import CollectiveKind
 from autopar.ir.graph import OpKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.rules import RuleBook
@@ -139,3 +141,17 @@ def test_blocks_in_a_causal_ring_leave_hidden_halves_out():
     (causal, _), (full, _) = (passes(graph_of(is_causal=c, blockwise=True, dtype=jnp.float32)) for c in (True, False))
     assert flops(causal.eqn, Kernel.BLOCKS, ring=4) == (1 + 3 / 2) / 4 * flops(causal.eqn, Kernel.BLOCKS)
     assert flops(full.eqn, Kernel.BLOCKS, ring=4) == flops(full.eqn, Kernel.BLOCKS)
+
+
+@pytest.mark.parametrize("nbytes", [1e5, 1e8])
+def test_far_permutes_take_one_step_over_the_links_that_they_cross(nbytes):
+    """Behind a switch no device is nearer than another; between hosts a host's links carry what all of its send."""
+    permute, exchange = CollectiveKind.COLLECTIVE_PERMUTE, CollectiveKind.ALL_TO_ALL
+    inside = cost_model(Cluster.preset("dgx-h100"), LogicalMesh(axis_sizes=(8,))).links
+    assert far_permute_s(nbytes, (0,), inside) == inside.time_s(permute, nbytes, (0,))
+    hosts = cost_model(Cluster.preset("p3.16xlarge", hosts=2), LogicalMesh(axis_sizes=(16,))).links
+    steps_s = hosts.time_s(exchange, 0.0, (0,)) - hosts.time_s(permute, 0.0, (0,))
+    assert far_permute_s(nbytes, (0,), hosts) == pytest.approx(hosts.time_s(exchange, nbytes, (0,)) - steps_s)
+    assert far_permute_s(nbytes, (0,), hosts) > 2 * hosts.time_s(permute, nbytes, (0,)) or nbytes < 1e6
+    torus = cost_model(Cluster.parse("tpu-v5e:2x4"), LogicalMesh(axis_sizes=(8,))).links
+    assert far_permute_s(nbytes, (0,), torus) >= torus.time_s(exchange, nbytes, (0,))
