@@ -27,7 +27,7 @@ from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice, build, cut_layers
+from autopar.inter_op.build_stages import BuildLimits, MicrobatchedStep, StageChoice, build, cut_layers
 from autopar.inter_op.evaluate import choice_of
 from autopar.inter_op.search import pipeline_candidates, tables
 from autopar.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
@@ -131,7 +131,8 @@ def alpas_plan(
             entry = rank, choice_of(problem, plan, options), m
             ranked += [entry] if entry not in ranked else []
     ranked.sort(key=lambda entry: entry[0])
-    built = [(build(cuts[m], choice, cluster, limit_bytes, TIME_LIMIT_S), choice, m) for _, choice, m in ranked[:BUILT]]
+    limits = BuildLimits(limit_bytes=limit_bytes, time_limit_s=TIME_LIMIT_S)
+    built = [(build(cuts[m], choice, cluster, limits), choice, m) for _, choice, m in ranked[:BUILT]]
     return min(built, key=lambda b: (max(b[0].simulation.peak_bytes) > limit_bytes, b[0].simulation.step_time_s))
 
 

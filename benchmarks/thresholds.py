@@ -88,7 +88,11 @@ THRESHOLDS = [
         ("PRICE_RISE", "factor from one price to the next", PRICES),
         ("LONG_STEP", "operations from which a step gets fewer tries", "planning time"),
     ),
-    *_of("intra_op.ilp", ("ROUNDS", "rounds of the solver for one program", "results/solver_rounds.md")),
+    *_of(
+        "intra_op.ilp",
+        ("ROUNDS", "rounds of the solver for one program", "results/solver_rounds.md"),
+        ("RELATIVE_GAP", "proven distance to the optimum that ends a search", "a tenth of NEARLY_EQUAL"),
+    ),
     *_of(
         "intra_op.symmetry",
         ("ROUNDS", "neighbourhood that operations must share to be decided alike", "half a transformer layer each way"),
@@ -238,6 +242,12 @@ THRESHOLDS = [
         "solver.anytime.finish",
         ("PROOF_ENTRIES", "variables with which a proof is tried", "results/solvers.md"),
         ("COMBINE_ENTRIES", "variables of a search among recent choices", "results/solvers.md"),
+    ),
+    *_of(
+        "solver.anytime.tables",
+        ("FIRST_PART", "part of the gap in which tables look for a choice first", "planning time"),
+        ("STEP", "ratio of the next such part to it", "planning time"),
+        ("TRIES", "parts that are tried in a row", "planning time"),
     ),
     *_of(
         "solver.presolve.presolve",

@@ -247,6 +247,7 @@ def _solve_anytime(
     """The anytime core, with the exact program on what its bound and its choices leave; bound: known before."""
     from autopar.solver.anytime.anytime import Limits, improve
     from autopar.solver.anytime.finish import Finish
+    from autopar.solver.anytime.tables import TableSearch
 
     settings = run.settings
 
@@ -254,14 +255,18 @@ def _solve_anytime(
         if offset is not None:
             run.offer(cost + offset)
 
-    finish = Finish(part, flat, settings, run.log)
+    finish: Finish | TableSearch
+    if run.rounds is None or len(can_bind(flat)):
+        finish = Finish(part, flat, settings, run.log)
+    else:
+        finish = TableSearch(part, flat, settings.relative_gap, run.log)
     best = improve(
         flat,
         start=start,
         seed=settings.seed,
         limits=Limits(deadline=settings.deadline, rounds=run.rounds, relative_gap=settings.relative_gap, cutoff=cutoff),
         report=report,
-        settle=finish.settle if run.rounds is None or len(can_bind(flat)) else None,
+        settle=finish.settle,
         log=lambda line: run.log(f"{run.seconds():.1f} s: {line}"),
     )
     choice = tuple(best.choice.tolist()) if best.choice is not None else None

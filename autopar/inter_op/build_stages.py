@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
 
+from autopar.common.cached_attribute import lazy
 from autopar.cost.cost_model import CostModel
 from autopar.errors import UnsupportedError
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.isomorphism import canonical_graph, carried_over
+from autopar.inter_op.decide_stages import StageDecider
 from autopar.inter_op.joined_tasks import join_where_it_pays
 from autopar.inter_op.layer_decisions import lowest_price
 from autopar.inter_op.staged import (
@@ -24,16 +25,11 @@ from autopar.inter_op.staged import (
     model_of,
     planned_stage,
     schedule_of,
-    solve_stage,
-    stage_problem,
     stage_program,
-    transfer_layouts_of,
 )
-from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
+from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.graph import OpGraph, OpKind
-from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.lowering.decisions import ShardingPlan
 from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.layers import Layers
 from autopar.passes.remat import Recompute, rematerialise
@@ -42,11 +38,12 @@ from autopar.passes.split_scan import SplitStep
 from autopar.passes.stage_graph import StageGraph
 from autopar.runtime.pipeline.standard_schedules import PipelineSchedule
 from autopar.sharding.constraints import Constraints
-from autopar.sharding.pins import PinnedLayout, PinsOnMesh
+from autopar.sharding.pins import PinsOnMesh
 from autopar.sharding.rules import RuleBook
+from autopar.sharding.semantics import annotate_semantics
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MicrobatchedStep:
     """A step in micro-batches and layers; `step` is the step before. `hoist_casts`: cheap copies of the state are made
     once for all micro-batches.
@@ -61,6 +58,16 @@ class MicrobatchedStep:
     def leaves(self) -> tuple[int, ...]:
         """The leaf that each argument is, or is a slice of."""
         return tuple(piece.leaf for piece in self.step.arguments)
+
+    @lazy
+    def annotated(self) -> MicrobatchedStep:
+        """The same with the semantics of its values."""
+        return dataclasses.replace(self, graph=annotate_semantics(self.graph))
+
+    @lazy
+    def stage_graphs(self) -> dict[tuple, StageGraphs]:
+        """The stages of choices that were built, by what they depend on."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +154,15 @@ def stage_graphs(
 
     Raises: InvalidArgumentError for a schedule that cannot run the step.
     """
+    key = tuple(policies), tuple(first_layers), schedule, chunks
+    if key not in microbatched.stage_graphs:
+        microbatched.stage_graphs[key] = _stage_graphs(microbatched, *key)
+    return microbatched.stage_graphs[key]
+
+
+def _stage_graphs(
+    microbatched: MicrobatchedStep, policies: Sequence[str], first_layers: Sequence[int], schedule: str, chunks: int
+) -> StageGraphs:
     graph, num_stages = recomputed(microbatched, policies), len(first_layers)
     order = schedule_of(schedule, num_stages, graph.num_microbatches, chunks)
     check_directions(graph, order)
@@ -163,136 +179,44 @@ def place(group_meshes: Sequence[LogicalMesh], schedule: PipelineSchedule) -> li
     return [groups[g] for g in schedule.mesh_of_stage]
 
 
-class Decider:
-    """Decides the stages of one pipeline, under one set of weights after another.
-
-    Isomorphic stages on equal meshes under equal weights share their decisions. Constraints and pins bind all stages.
-    `pieces` gives the leaf that an input of the step is a slice of: all slices of a leaf have the layout that the
-    middle stage chooses, since it is like most others.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[StageGraph],
-        models: Sequence[CostModel],
-        meshes: Sequence[LogicalMesh],
-        time_limit_s: float,
-        pieces: Mapping[int, int],
-        constraints: Constraints | None,
-        pins: Mapping[int, PinnedLayout],
-    ) -> None:
-        self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
-        self.pieces, self.constraints, self.pins = pieces, constraints, pins
-        self.transfer_layouts = transfer_layouts_of(stages, meshes, constraints)
-        self.shapes = [canonical_graph(stage.graph) for stage in stages]
-        self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and its decisions
-        self.solved: dict[tuple[Any, ObjectiveWeights], int] = {}  # problem and terms -> which of them
-        self.problems: dict[Any, tuple[int, IntraOp]] = {}  # with the stage whose numbers it has
-        self.of_problem: dict[Any, list[int]] = {}
-        self.carried: dict[tuple[int, int], ShardingPlan] = {}
-
-    def decide(self, terms: Sequence[ObjectiveWeights]) -> list[tuple[int, ShardingPlan]]:
-        """The decisions of each stage, with a number: stages with equal numbers have the same decisions."""
-        layouts: dict[int, Layout] = {}
-        decided: dict[int, tuple[int, ShardingPlan]] = {}
-        middle = len(self.stages) // 2
-        for at in sorted(range(len(self.stages)), key=lambda q: (bool(self.pieces) and q != middle, q)):
-            stage = self.stages[at]
-            inputs = zip(stage.arguments, stage.graph.block.inputs, strict=False)
-            leaf_of = {v: self.pieces[p] for p, v in inputs if p in self.pieces}
-            fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts}
-            number = self.number(at, terms[at], fixed)
-            decided[at] = number, self.of_stage(number, at)
-            for v, leaf in leaf_of.items():
-                replicated_layout = replicated(len(stage.graph.values[v].shape))
-                layouts.setdefault(leaf, decided[at][1].reduced.get(v, replicated_layout))
-        return [decided[at] for at in range(len(self.stages))]
-
-    def number(self, at: int, terms: ObjectiveWeights, fixed: Mapping[int, Layout]) -> int:
-        """The number of a stage's decisions. Weights that lead to the same decisions lead to the same number."""
-        key = self.key(at, fixed)
-        if (key, terms) not in self.solved:
-            if key not in self.problems:
-                args = (
-                    self.stages[at],
-                    self.models[at],
-                    self.transfer_layouts[at],
-                    fixed,
-                    self.constraints,
-                    self.pinned(at),
-                )
-                self.problems[key] = at, stage_problem(*args)
-            source, problem = self.problems[key]
-            sharding = solve_stage(problem, terms, self.time_limit_s)
-            numbers = self.of_problem.setdefault(key, [])
-            number = next((n for n in numbers if _decides_alike(self.of_stage(n, source), sharding)), len(self.made))
-            if number == len(self.made):
-                self.made.append((source, sharding))
-                numbers.append(number)
-            self.solved[key, terms] = number
-        return self.solved[key, terms]
-
-    def key(self, at: int, fixed: Mapping[int, Layout]) -> Any:
-        """The problem of a stage except for the weights, without the numbers of operations and values."""
-        shape, (received, sent) = self.shapes[at], self.transfer_layouts[at]
-        number = {v: i for i, v in enumerate(shape.values)}
-        op_number = {op: i for i, op in enumerate(shape.ops)}
-        arrives = sorted((number[v], layout) for v, layout in received.items() if v in number)
-        leaves = sorted((op_number[op], layout) for op, layout in sent.items())
-        fixed_layouts = sorted((number[v], layout) for v, layout in fixed.items())
-        pinned_dims = sorted((number[v], str(pin.dims)) for v, pin in self.pinned(at).items())
-        return shape.key, self.models[at].links, str(arrives), str(leaves), str(fixed_layouts), str(pinned_dims)
-
-    def pinned(self, at: int) -> dict[int, PinnedLayout]:
-        """The pins of values of a stage."""
-        values = set(self.shapes[at].values)
-        return {v: pin for v, pin in self.pins.items() if v in values}
-
-    def of_stage(self, number: int, at: int) -> ShardingPlan:
-        """Decisions in the operation and value numbers of a stage."""
-        if (number, at) not in self.carried:
-            source, sharding = self.made[number]
-            self.carried[number, at] = (
-                sharding
-                if source == at
-                else carried_over(sharding, self.shapes[source], self.shapes[at], self.stages[at].graph)
-            )
-        return self.carried[number, at]
-
-
-def _decides_alike(plan_a: ShardingPlan, plan_b: ShardingPlan) -> bool:
-    """Whether two plans have the same layouts and strategies; their predicted costs may differ."""
-    names = ("strategy", "unreduced", "reduced", "copies", "transfer_layouts", "in_host")
-    return all(getattr(plan_a, name) == getattr(plan_b, name) for name in names)
-
-
 # A stage that exceeds the memory is decided again with a higher price on the bytes of its state, then with that price
 # also on values saved for backward passes, then with higher prices on both: the number of prices, the first one (as a
 # part of the stage's objective divided by the memory), and the ratio of neighbouring ones.
 LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BuildLimits:
+    """The memory of a device, the seconds that a solver may take, and the time of a step from which on a pipeline is of
+    no use, so that nothing need be done to make it fit.
+    """
+
+    limit_bytes: int
+    time_limit_s: float
+    to_beat_s: float = math.inf
+
+
 def build(
     microbatched: MicrobatchedStep,
     choice: StageChoice,
     cluster: Cluster,
-    limit_bytes: int,
-    time_limit_s: float,
+    limits: BuildLimits,
     constraints: Constraints | None = None,
     pins: PinsOnMesh | None = None,
 ) -> StagedStep:
     """Builds a choice: recomputation, stages, decisions, instructions, tasks, the instruction list, its simulation.
 
-    Stages that exceed the memory are decided again under higher prices of a byte, a few times at most. Pins apply to
-    every stage.
+    Stages that exceed the memory are decided again under higher prices of a byte, a few times at most, unless their
+    state exceeds it whatever is decided, or the step takes too long already. Pins apply to every stage.
     """
+    limit_bytes = limits.limit_bytes
     graphs = stage_graphs(microbatched, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
     graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
     submeshes = place(choice.group_meshes, schedule)
     models = [model_of(cluster, s.mesh) for s in submeshes]
     pinned = pins.layouts(graph, microbatched.leaves) if pins is not None else {}
     meshes = [s.mesh for s in submeshes]
-    decider = Decider(stages, models, meshes, time_limit_s, pieces_of(microbatched), constraints, pinned)
+    decider = StageDecider(stages, models, meshes, limits.time_limit_s, pieces_of(microbatched), constraints, pinned)
     terms, costs = _first_terms(choice, models, constraints), TaskCosts()
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
@@ -311,7 +235,9 @@ def build(
             )
         peak_bytes = staged.simulation.peak_bytes
         over = [q for q, group in enumerate(schedule.mesh_of_stage) if peak_bytes[group] > limit_bytes]
-        if not over or leaner == LEANER:
+        if not over or leaner == LEANER or staged.simulation.step_time_s >= limits.to_beat_s:
+            break
+        if any(decider.cannot_fit(q, limit_bytes) for q in over):
             break
         for q in over:
             dear = FIRST_PRICE * planned[q].sharding.report.objective_s / limit_bytes

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
-from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice, build, evened
+from autopar.inter_op.build_stages import BuildLimits, MicrobatchedStep, StageChoice, build, evened
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.staged import StagedStep
 from autopar.intra_op.baselines import baseline_bindings
@@ -16,7 +16,6 @@ from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.schema import PipelineTrial
 from autopar.sharding.constraints import Binding
 from autopar.sharding.pins import PinsOnMesh
-from autopar.sharding.semantics import annotate_semantics
 from autopar.solver import NoStages, Schedule, Stage, StagePlan, StageProblem, best_stages
 
 SOURCE = "pipelines"
@@ -180,9 +179,10 @@ class PipelineEvaluator:
         return {} if fastest_fits else too_large
 
     def evaluate(
-        self, m: int, choice: StageChoice, binding: Binding | None = None, name: str = ""
+        self, m: int, choice: StageChoice, binding: Binding | None = None, name: str = "", to_beat_s: float = math.inf
     ) -> PipelineCandidate:
-        """A choice lowered to instructions and simulated; under a binding, on its mesh and under its constraints.
+        """A choice lowered to instructions and simulated; under a binding, on its mesh and under its constraints. What
+        takes `to_beat_s` or longer is not made to fit.
 
         Raises: SolverError where there is no solution in time.
         """
@@ -196,8 +196,11 @@ class PipelineEvaluator:
                 microbatched = self.in_stages(microbatched, len(choice.first_layers))
                 choice = evened(microbatched, choice)
             if binding is not None:
-                microbatched = dataclasses.replace(microbatched, graph=annotate_semantics(microbatched.graph))
-            staged = build(microbatched, choice, self.cluster, self.limit_bytes, self.deadline.solve_s(), constraints)
+                microbatched = microbatched.annotated
+            limits = BuildLimits(
+                limit_bytes=self.limit_bytes, time_limit_s=self.deadline.solve_s(), to_beat_s=to_beat_s
+            )
+            staged = build(microbatched, choice, self.cluster, limits, constraints)
         hoist_casts = microbatched.hoist_casts
         return PipelineCandidate(staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, name=name)
 
@@ -225,8 +228,10 @@ class PipelineEvaluator:
         """Evaluates another choice, before the deadline."""
         if self.deadline.passed:
             return
+        fits = self.best is not None and self.best.fits(self.limit_bytes)
+        to_beat_s = self.longest_s if fits else math.inf
         try:
-            candidate = self.evaluate(m, choice, binding, name)
+            candidate = self.evaluate(m, choice, binding, name, to_beat_s)
         except SolverError:  # the best stays
             return
         self.weighed.append(candidate.trial)

@@ -10,7 +10,14 @@ from autopar.attention.checks import check_attention
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice, build, cut_layers, layers_of_pieces
+from autopar.inter_op.build_stages import (
+    BuildLimits,
+    MicrobatchedStep,
+    StageChoice,
+    build,
+    cut_layers,
+    layers_of_pieces,
+)
 from autopar.inter_op.evaluate import PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.search_space import few_bubbles, is_long, meshes_inside, microbatch_numbers, submesh_sizes
 from autopar.inter_op.staged import default_chunks, part_of
@@ -23,7 +30,6 @@ from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import PlanRequest
 from autopar.sharding.constraints import Binding
 from autopar.sharding.pins import PinsOnMesh, on_meshes
-from autopar.sharding.semantics import annotate_semantics
 
 SOURCE = "requested pipeline"
 
@@ -70,7 +76,7 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
         num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
         microbatched = cut_layers(step, num_microbatches, rules, hoist_casts=hoist_casts)
         if binding is not None:
-            microbatched = dataclasses.replace(microbatched, graph=annotate_semantics(microbatched.graph))
+            microbatched = microbatched.annotated
             binding.check(microbatched.graph, cluster.num_devices * chunks // num_stages)
             if binding.shares_sequences:
                 check_attention(microbatched.graph)
@@ -86,8 +92,8 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
     for choice, pins in itertools.zip_longest(choices, pinned):
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
         with context.progress.pass_("build stages"):
-            limits = context.limit_bytes, context.deadline.solve_s()
-            staged = build(microbatched, choice, cluster, *limits, constraints, pins)
+            limits = BuildLimits(limit_bytes=context.limit_bytes, time_limit_s=context.deadline.solve_s())
+            staged = build(microbatched, choice, cluster, limits, constraints, pins)
         built.append(
             PipelineCandidate(
                 staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, pins=pins, source=SOURCE

@@ -87,6 +87,18 @@ def priced_bytes(solver_input: SolverInput, graph: OpGraph, prices: MemoryPrices
     return (solver.evaluate(priced, choice)[0] - solver.evaluate(solver_input.problem, choice)[0]) / prices.s_per_byte
 
 
+def least_bytes(solver_input: SolverInput, graph: OpGraph, values: frozenset[tuple[int, str]]) -> float:
+    """Bytes of values at their sites that a device holds at least, under whatever choice is allowed."""
+    problem = solver_input.problem
+    priced = price_memory(solver_input, graph, MemoryPrices(s_per_byte=1.0, values=values)).problem
+    total = 0.0
+    for seconds, with_bytes in zip(problem.node_cost, priced.node_cost, strict=True):
+        allowed = np.isfinite(seconds)
+        if with_bytes is not seconds and allowed.any():
+            total += float((with_bytes[allowed] - seconds[allowed]).min())
+    return total
+
+
 def search_price(
     attempt: Callable[[float], bool | None], rising: Sequence[float], *, halve_by: float | None = None
 ) -> None:

@@ -282,6 +282,7 @@ class _MeshSearch:
         model, best, least_s = self.intra_op.model, None, math.inf
         # A recipe means the plan that its source describes, which does not count on what is hidden.
         hides = model.overlap.kinds and self.context.request.binding is None and model.links.mesh.num_devices > 1
+        weighed: set[tuple[int, ...]] = set()
         for fraction in (1.0, *(EXPOSED_FRACTIONS if hides else ())):
             if fraction == 1.0:
                 solution = self.free
@@ -290,6 +291,9 @@ class _MeshSearch:
                 if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
                     continue
                 solution = self.at_full_cost(solution)
+            if tuple(solution.choice) in weighed:
+                continue
+            weighed.add(tuple(solution.choice))
             at_least_s = self.least_s(solution)
             least_s = min(least_s, at_least_s)
             if at_least_s >= (slow_s if best is None else min(slow_s, best[0].ran.end_s)):

@@ -248,24 +248,25 @@ def improve(
     """
     core = Core(flat, start, seed, report)
     core.warm_up(limits.deadline, limits.cutoff)
-    next_settle = 8
+    next_settle = 8 if len(flat.room) else 0
     longest_s = 0.0
     with ThreadPoolExecutor(max_workers=2) as pool:
         while (limits.rounds is None or core.done < limits.rounds) and not core.closed(limits.relative_gap):
             if core.best_bound >= limits.cutoff:
                 break
-            begun = time.perf_counter()
-            if begun + longest_s >= limits.deadline:
-                break
-            log(core.round(pool))
-            longest_s = max(time.perf_counter() - begun, 0.7 * longest_s)
-            if settle is not None and core.choice is not None and core.settled and core.done >= next_settle:
+            has_settled = core.settled or not len(flat.room)
+            if settle is not None and core.choice is not None and has_settled and core.done >= next_settle:
                 settled = settle(core.best())
                 if settled.choice is not None:
                     core.offer(settled.choice, core.loops.left(settled.choice))
                 if settled.finished:
                     break
                 next_settle = core.done * 9 // 8 + 4
+            begun = time.perf_counter()
+            if begun + longest_s >= limits.deadline:
+                break
+            log(core.round(pool))
+            longest_s = max(time.perf_counter() - begun, 0.7 * longest_s)
     return core.best()
 
 

@@ -21,12 +21,22 @@ def drop_costly(problem: Problem, flat: Flat, best: Best) -> Reduction | None:
 
     Raises: ConflictError when the strategies left exclude each other, which proves the same.
     """
+    return keep_cheap(problem, flat, rises(flat, best), best.cost - best.bound + SAFETY * abs(best.cost))
+
+
+def rises(flat: Flat, best: Best) -> np.ndarray:
+    """By how much the bound rises at least with each strategy."""
     loops = Loops(flat)
     loops.set_price(best.price)
-    messages = best.messages.copy()
-    rise = loops.extra(messages)
-    room = best.cost - best.bound + SAFETY * abs(best.cost)
-    strategies = [np.flatnonzero(rise[a:b] <= room) for a, b in zip(flat.first[:-1], flat.first[1:], strict=True)]
+    return loops.extra(best.messages.copy())
+
+
+def keep_cheap(problem: Problem, flat: Flat, rise: np.ndarray, most: float) -> Reduction | None:
+    """Keep the strategies with which the bound rises by at most so much, then reduce; None when a node has none.
+
+    Raises: ConflictError when the strategies left exclude each other.
+    """
+    strategies = [np.flatnonzero(rise[a:b] <= most) for a, b in zip(flat.first[:-1], flat.first[1:], strict=True)]
     if any(len(keep) == 0 for keep in strategies):
         return None
     smaller = keep_strategies(problem, strategies)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ from autopar.cost.cost_model import cost_model
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op.build_stages import StageChoice, build, cut_layers
+from autopar.inter_op import decide_stages
+from autopar.inter_op.build_stages import LEANER, BuildLimits, StageChoice, build, cut_layers
 from autopar.inter_op.layer_decisions import layer_decisions
 from autopar.inter_op.search import tables
 from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
 from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
-from autopar.intra_op.memory_prices import MemoryPrices, price_memory, saved_values
+from autopar.intra_op.memory_prices import MemoryPrices, price_memory, saved_values, state_values
 from autopar.ir.graph import OpKind, Section
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import UNREDUCED
@@ -25,6 +27,8 @@ from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.split_scan import split_scans
 from autopar.runtime.pipeline.program import TaskKind
+from autopar.sharding.constraints import Binding
+from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook
 from autopar.solver import StageOption
 from tests.small_steps import chain_step
@@ -86,7 +90,7 @@ def two_stages(step, schedule, policy):
         group_meshes=(option.mesh, option.mesh),
         policies=(policy,) * len(step.layers),
     )
-    return option, half, build(step, choice, on, 80 * 10**9, 5.0)
+    return option, half, build(step, choice, on, BuildLimits(limit_bytes=80 * 10**9, time_limit_s=5.0))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -222,6 +226,39 @@ def test_what_is_saved_has_its_price():
 
     assert held_bytes(1e-16) > least * 1.01
     assert held_bytes(1e-6) == pytest.approx(least, rel=1e-3)
+
+
+@pytest.mark.parametrize(("zero", "parts"), [(0, 1), (3, 2)])
+def test_the_least_bytes_of_state_are_those_that_the_constraints_leave(zero, parts):
+    graph = cut(2).annotated.graph
+    model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
+    constraints = Binding(axes=(data_axis(zero),), sizes=(None,)).on(2)[1]
+    state = state_values(graph)
+    whole = sum(graph.values[v].nbytes for v, at in state if at == UNREDUCED)
+    assert IntraOp(graph, model, constraints=constraints).least_bytes(state) == pytest.approx(whole / parts, abs=8)
+    assert IntraOp(graph, model).least_bytes(state) == pytest.approx(whole / 2, abs=8)
+
+
+@pytest.mark.parametrize(
+    ("zero", "to_beat_s", "solved"),
+    [(0, math.inf, 1), (3, 0.0, 1), (3, math.inf, 1 + LEANER)],
+    ids=["the state alone is too large", "it takes too long", "it may come to fit"],
+)
+def test_what_cannot_fit_or_win_is_not_decided_again(monkeypatch, zero, to_beat_s, solved):
+    """On two devices data parallelism keeps the whole state on each, ZeRO-3 half; a little over that is allowed."""
+    step = cut(2).annotated
+    on = Cluster.flat(2, device=presets.H100, links=(FAST,))
+    state_bytes = sum(step.graph.values[v].nbytes for v, at in state_values(step.graph) if at == UNREDUCED)
+    limits = BuildLimits(limit_bytes=int(0.55 * state_bytes), time_limit_s=5.0, to_beat_s=to_beat_s)
+    mesh, constraints = Binding(axes=(data_axis(zero),), sizes=(None,)).on(2)
+    choice = StageChoice(
+        schedule="1f1b", chunks=1, first_layers=(0,), group_meshes=(mesh,), policies=("nothing",) * LAYERS
+    )
+    solve_stage, calls = decide_stages.solve_stage, []
+    monkeypatch.setattr(decide_stages, "solve_stage", lambda *given: calls.append(given) or solve_stage(*given))
+    staged = build(step, choice, on, limits, constraints)
+    assert max(staged.simulation.peak_bytes) > limits.limit_bytes
+    assert len(calls) == solved
 
 
 @pytest.mark.parametrize(("in_flight", "decided_for"), [(0, [0]), (1, [0]), (10_000, [0, 10_000])])

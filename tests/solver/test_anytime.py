@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, brute_force, evaluate, solve, solving
-from autopar.solver.anytime import anytime
+from autopar.solver.anytime import anytime, tables
 from autopar.solver.anytime.anytime import Best, Limits, Settled, improve
 from autopar.solver.anytime.compiled_loops import Loops
 from autopar.solver.anytime.reduced_cost_fixing import combine, drop_costly
+from autopar.solver.anytime.tables import TableSearch
 from autopar.solver.ilp.flat_arrays import flatten
 from autopar.solver.ilp.memory_rows import least_memory, shares, used
 from autopar.solver.presolve.presolve import reduce_all
@@ -82,6 +83,7 @@ def only_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """`solve` by the anytime core alone."""
     monkeypatch.setattr(solving, "reduce_all", lambda problem: Reduction(problem=problem, undo=tuple))
     monkeypatch.setattr(solving, "solve_by_tables", lambda problem: None)
+    monkeypatch.setattr(TableSearch, "settle", lambda search, best: Settled(choice=None, finished=False))
     monkeypatch.setattr(solving, "EXACT_ENTRIES", -1)
 
 
@@ -120,6 +122,54 @@ def test_a_cutoff_never_makes_a_bound_wrong(seed: int, above: int) -> None:
     assert found.objective >= optimum - 1e-9
     if above > 0:
         assert found.objective == pytest.approx(solve(problem, rounds=8).objective)
+
+
+def by_tables(problem: Problem, *, rounds: int, lines: list[str]) -> tuple[Best, float]:
+    """The best choice of the core with tables, and what they prove."""
+    flat = flatten(problem)
+    search = TableSearch(problem, flat, 0.0, lines.append)
+    best = improve(
+        flat,
+        start=least_memory(flat),
+        seed=0,
+        limits=Limits(deadline=math.inf, rounds=rounds, relative_gap=0.0),
+        report=lambda choice, cost: None,
+        settle=search.settle,
+        log=lines.append,
+    )
+    return best, max(best.bound, search.bound)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_tables_prove_the_optimum(seed: int) -> None:
+    problem = random_problem(seed, limited=False, nodes=7, forbidden=0.2)
+    try:
+        reduced = reduce_all(problem)
+    except ConflictError:
+        return
+    expected = brute_force(reduced.problem)
+    if expected.status is Status.INFEASIBLE or not reduced.problem.node_cost:
+        return
+    best, bound = by_tables(reduced.problem, rounds=2, lines=[])
+    assert best.cost == pytest.approx(expected.objective)
+    assert bound <= expected.objective + 1e-9
+
+
+def test_tables_find_the_optimum_of_a_hard_problem_without_a_round():
+    """72 nodes, of which 64 rounds of messages and moves prove nothing."""
+    problem, lines = hard_problem(), list[str]()
+    best, bound = by_tables(problem, rounds=64, lines=lines)
+    assert bound == pytest.approx(best.cost, rel=1e-8)
+    assert best.cost <= run(problem, rounds=64).cost
+    assert not any(line.startswith("round") for line in lines)
+
+
+def test_tables_that_are_too_large_leave_the_rounds_to_the_core(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables, "solve_by_tables", lambda problem: None)
+    lines: list[str] = []
+    by_tables(hard_problem(), rounds=8, lines=lines)
+    assert [line.split(":")[0] for line in lines] == [f"round {i}" for i in range(1, 9)]
 
 
 @settings(max_examples=100, deadline=None)

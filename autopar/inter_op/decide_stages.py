@@ -1,0 +1,137 @@
+"""The decisions of the stages of a pipeline: isomorphic stages share theirs, slices of one leaf share its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.cost.cost_model import CostModel
+from autopar.inter_op.isomorphism import canonical_graph, carried_over
+from autopar.inter_op.staged import solve_stage, stage_problem, transfer_layouts_of
+from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
+from autopar.intra_op.memory_prices import state_values
+from autopar.ir.layout import Layout, replicated
+from autopar.ir.mesh import LogicalMesh
+from autopar.lowering.decisions import ShardingPlan
+from autopar.passes.stage_graph import StageGraph
+from autopar.sharding.constraints import Constraints
+from autopar.sharding.pins import PinnedLayout
+
+
+class StageDecider:
+    """Decides the stages of one pipeline, under one set of weights after another.
+
+    Isomorphic stages on equal meshes under equal weights share their decisions. Constraints and pins bind all stages.
+    `pieces` gives the leaf that an input of the step is a slice of: all slices of a leaf have the layout that the
+    middle stage chooses, since it is like most others.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageGraph],
+        models: Sequence[CostModel],
+        meshes: Sequence[LogicalMesh],
+        time_limit_s: float,
+        pieces: Mapping[int, int],
+        constraints: Constraints | None,
+        pins: Mapping[int, PinnedLayout],
+    ) -> None:
+        self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
+        self.pieces, self.constraints, self.pins = pieces, constraints, pins
+        self.transfer_layouts = transfer_layouts_of(stages, meshes, constraints)
+        self.shapes = [canonical_graph(stage.graph) for stage in stages]
+        numbers: dict[Any, int] = {}
+        self.shape_numbers = [numbers.setdefault(shape.key, len(numbers)) for shape in self.shapes]
+        self.made: list[tuple[int, ShardingPlan]] = []  # the stage that was decided, and its decisions
+        self.solved: dict[tuple[Any, ObjectiveWeights], int] = {}  # problem and terms -> which of them
+        self.problems: dict[Any, tuple[int, IntraOp]] = {}  # with the stage whose numbers it has
+        self.of_problem: dict[Any, list[int]] = {}
+        self.carried: dict[tuple[int, int], ShardingPlan] = {}
+
+    def decide(self, terms: Sequence[ObjectiveWeights]) -> list[tuple[int, ShardingPlan]]:
+        """The decisions of each stage, with a number: stages with equal numbers have the same decisions."""
+        layouts: dict[int, Layout] = {}
+        decided: dict[int, tuple[int, ShardingPlan]] = {}
+        middle = len(self.stages) // 2
+        for at in sorted(range(len(self.stages)), key=lambda q: (bool(self.pieces) and q != middle, q)):
+            stage = self.stages[at]
+            inputs = zip(stage.arguments, stage.graph.block.inputs, strict=False)
+            leaf_of = {v: self.pieces[p] for p, v in inputs if p in self.pieces}
+            fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts}
+            number = self.number(at, terms[at], fixed)
+            decided[at] = number, self.of_stage(number, at)
+            for v, leaf in leaf_of.items():
+                replicated_layout = replicated(len(stage.graph.values[v].shape))
+                layouts.setdefault(leaf, decided[at][1].reduced.get(v, replicated_layout))
+        return [decided[at] for at in range(len(self.stages))]
+
+    def number(self, at: int, terms: ObjectiveWeights, fixed: Mapping[int, Layout]) -> int:
+        """The number of a stage's decisions. Weights that lead to the same decisions lead to the same number."""
+        key = self.key(at, fixed)
+        if (key, terms) not in self.solved:
+            if key not in self.problems:
+                args = (
+                    self.stages[at],
+                    self.models[at],
+                    self.transfer_layouts[at],
+                    fixed,
+                    self.constraints,
+                    self.pinned(at),
+                )
+                self.problems[key] = at, stage_problem(*args)
+            source, problem = self.problems[key]
+            sharding = solve_stage(problem, terms, self.time_limit_s)
+            numbers = self.of_problem.setdefault(key, [])
+            number = next((n for n in numbers if _decides_alike(self.of_stage(n, source), sharding)), len(self.made))
+            if number == len(self.made):
+                self.made.append((source, sharding))
+                numbers.append(number)
+            self.solved[key, terms] = number
+        return self.solved[key, terms]
+
+    def key(self, at: int, fixed: Mapping[int, Layout]) -> Any:
+        """The problem of a stage except for the weights, without the numbers of operations and values."""
+        shape, (received, sent) = self.shapes[at], self.transfer_layouts[at]
+        number = {v: i for i, v in enumerate(shape.values)}
+        op_number = {op: i for i, op in enumerate(shape.ops)}
+        arrives = sorted((number[v], layout) for v, layout in received.items() if v in number)
+        leaves = sorted((op_number[op], layout) for op, layout in sent.items())
+        fixed_layouts = sorted((number[v], layout) for v, layout in fixed.items())
+        pinned_dims = sorted((number[v], str(pin.dims)) for v, pin in self.pinned(at).items())
+        return (
+            self.shape_numbers[at],
+            self.models[at].links,
+            str(arrives),
+            str(leaves),
+            str(fixed_layouts),
+            str(pinned_dims),
+        )
+
+    def cannot_fit(self, at: int, limit_bytes: int) -> bool:
+        """Whether the state of a stage exceeds the memory under whatever decisions are allowed."""
+        if self.pieces:
+            return False  # layouts of slices are fixed by another stage
+        source, problem = self.problems[self.key(at, {})]
+        return problem.least_bytes(state_values(self.stages[source].graph)) > limit_bytes
+
+    def pinned(self, at: int) -> dict[int, PinnedLayout]:
+        """The pins of values of a stage."""
+        values = set(self.shapes[at].values)
+        return {v: pin for v, pin in self.pins.items() if v in values}
+
+    def of_stage(self, number: int, at: int) -> ShardingPlan:
+        """Decisions in the operation and value numbers of a stage."""
+        if (number, at) not in self.carried:
+            source, sharding = self.made[number]
+            self.carried[number, at] = (
+                sharding
+                if source == at
+                else carried_over(sharding, self.shapes[source], self.shapes[at], self.stages[at].graph)
+            )
+        return self.carried[number, at]
+
+
+def _decides_alike(plan_a: ShardingPlan, plan_b: ShardingPlan) -> bool:
+    """Whether two plans have the same layouts and strategies; their predicted costs may differ."""
+    names = ("strategy", "unreduced", "reduced", "copies", "transfer_layouts", "in_host")
+    return all(getattr(plan_a, name) == getattr(plan_b, name) for name in names)
