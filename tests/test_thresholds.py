@@ -15,6 +15,7 @@ GRAPH = ("attention", "ir", "lowering", "microbatch", "passes")
 # Numbers of these packages that are no thresholds, and why.
 NONE = {
     "compiler.memory_breakdown.LARGEST": "rows that are shown",
+    "compiler.memory_breakdown.COURSE_PARTS": "points that are shown",
     "compiler.memory_errors._NAMED": "rows that are shown",
     "compiler.pin_costs.PRICED_ALONE": "rows that are shown",
     "compiler.recipe_notes.NAMED": "rows that are shown",

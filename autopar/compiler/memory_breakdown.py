@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -24,6 +25,7 @@ from autopar.runtime.pipeline.merge_buffers import groups_of
 from autopar.sharding.resharding import StepKind
 
 LARGEST = 20  # how many holders a plan names
+COURSE_PARTS = 120  # of a program, for each of which a plan has the most bytes
 _NUMBER = re.compile(r"\d+")
 _LOCAL = (StepKind.SLICE, StepKind.MASK)
 
@@ -92,7 +94,25 @@ def memory_of_program(
         if r not in taken_over
     ]
     temporary = _temporaries(program, estimate, stands_for, kinds, names)
-    return _use(arguments, [*arguments, *results, *temporary])
+    use = _use(arguments, [*arguments, *results, *temporary])
+    return dataclasses.replace(use, course=course_in_parts(estimate.course))
+
+
+def course_in_parts(course: Sequence[tuple[int, int]], parts: int = COURSE_PARTS) -> tuple[int, ...]:
+    """The most bytes in each of at most so many equal parts of a program, of (position, bytes from there on).
+
+    The last pair ends the program: what is alive from there on is none of it.
+    """
+    if len(course) < 2:
+        return ()
+    first, length = course[0][0], course[-1][0] - course[0][0]
+    parts = min(parts, length)
+    most = [0] * parts
+    for (start, nbytes), (stop, _) in itertools.pairwise(course):
+        begin, end = (start - first) * parts // length, -(-(stop - first) * parts // length)
+        for part in range(begin, end):
+            most[part] = max(most[part], nbytes)
+    return tuple(most)
 
 
 def memory_of_stages(staged: StagedStep) -> tuple[MemoryUse, ...]:

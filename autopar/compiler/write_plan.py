@@ -80,7 +80,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         decisions=Decisions(layouts=(), strategies=(), of_op={}, raw={}, placed={}, copies=()),
         predicted=staged_predicted(staged, flops),
         solver=together(reports),
-        modules=tuple(row for planned in staged.stages for row in stage_rows(planned)),
+        modules=tuple(row for number, planned in enumerate(staged.stages) for row in stage_rows(planned, number)),
         axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
         tried=(),
         notes=_notes_of(traced, graph),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from autopar.attention import ring
 from autopar.common.trace_events import Timeline
 from autopar.common.units import text_of_bytes
 from autopar.compiler.memory_breakdown import memory_of_stages, saved_bytes
@@ -75,13 +76,15 @@ def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, 
 def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
     """The prediction of a pipelined step. Seconds of computation and communication are means over the devices."""
     simulation, devices = staged.simulation, 0
-    compute_s = collective_s = hidden_s = allocation = host_s = copied_bytes = 0.0
+    compute_s = product_s = collective_s = hidden_s = allocation = host_s = copied_bytes = 0.0
     kept_bytes = [0] * len(simulation.peak_bytes)
     collectives: list[PredictedCollective] = []
     for planned in staged.stages:
         graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
         n = model.links.mesh.num_devices
-        compute_s += n * sum(compute_times_s(graph, block, model).values())
+        seconds_of = compute_times_s(graph, block, model)
+        compute_s += n * sum(seconds_of.values())
+        product_s += n * _product_s(block, seconds_of)
         uses = predicted_collectives(graph, block, model)
         collective_s += n * sum(use.time_s for use in uses)
         collectives += grouped(uses, model.links.mesh)
@@ -117,6 +120,7 @@ def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
         host_bytes=tuple(kept_bytes) if any(kept_bytes) else (),
         host_copied_bytes=copied_bytes / devices,
         host_time_s=host_s / devices,
+        product_time_s=product_s / devices,
     )
 
 
@@ -125,7 +129,8 @@ def predicted(
 ) -> tuple[Predicted, Timeline]:
     """The prediction of a lowered step, and its timeline, from one simulation of its instructions."""
     uses = predicted_collectives(graph, lowered, model)
-    compute_s = sum(compute_times_s(graph, lowered, model).values())
+    seconds_of = compute_times_s(graph, lowered, model)
+    compute_s = sum(seconds_of.values())
     collective_s = sum(use.time_s for use in uses)
     host = host_use(graph, lowered, model)
     allocation = host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
@@ -147,8 +152,15 @@ def predicted(
         host_bytes=(host.kept_bytes,) if host.kept_bytes else (),
         host_copied_bytes=float(host.copied_bytes),
         host_time_s=host.time_s,
+        product_time_s=_product_s(lowered, seconds_of),
     )
     return prediction, timeline_of(ran, allocation)
+
+
+def _product_s(lowered: LoweredBlock, seconds_of: Mapping[int, float]) -> float:
+    """The seconds of the matrix products and attention kernels among operations."""
+    products = {op.id for op, _ in _computes(lowered) if op.primitive in MATRIX_PRODUCTS | set(ring.PRIMITIVES)}
+    return sum(seconds_of.get(op, 0.0) for op in products)
 
 
 def main_dtype(graph: OpGraph) -> str:
@@ -182,7 +194,11 @@ def grouped(uses: tuple[CollectiveUse, ...], mesh: LogicalMesh) -> tuple[Predict
 
 
 def module_rows(
-    graph: OpGraph, lowered: LoweredBlock, model: CostModel, collectives: Sequence[PredictedCollective]
+    graph: OpGraph,
+    lowered: LoweredBlock,
+    model: CostModel,
+    collectives: Sequence[PredictedCollective],
+    stage: int = 0,
 ) -> tuple[ModuleRow, ...]:
     """One row for each module: layouts of its matrix products, seconds, communication, saved bytes."""
     seconds = compute_times_s(graph, lowered, model)
@@ -214,15 +230,17 @@ def module_rows(
             compute_time_s=time.get(m, 0.0),
             collectives=tuple(by_module.get(m, ())),
             saved_bytes=saved.get(m, 0),
+            stage=stage,
         )
         for m in modules
     )
 
 
-def stage_rows(planned: PlannedStage) -> tuple[ModuleRow, ...]:
-    """The rows of one stage of a pipeline."""
+def stage_rows(planned: PlannedStage, number: int) -> tuple[ModuleRow, ...]:
+    """The rows of one stage of a pipeline, by its number."""
     graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
-    return module_rows(graph, block, model, grouped(predicted_collectives(graph, block, model), model.links.mesh))
+    collectives = grouped(predicted_collectives(graph, block, model), model.links.mesh)
+    return module_rows(graph, block, model, collectives, number)
 
 
 def together(reports: Sequence[SolverReport]) -> SolverReport:

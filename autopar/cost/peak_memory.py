@@ -82,6 +82,7 @@ class MemoryEstimate:
         result_bytes: Results that do not take over an argument's memory.
         temporary_bytes: The rest of the peak.
         at_peak: (value id, bytes) of everything that is alive at the peak, largest first.
+        course: (position, bytes alive from there on), in the order of XLA's kernels.
     """
 
     peak_bytes: int
@@ -89,6 +90,7 @@ class MemoryEstimate:
     result_bytes: int
     temporary_bytes: int
     at_peak: tuple[tuple[int, int], ...]
+    course: tuple[tuple[int, int], ...] = ()
 
 
 def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate:
@@ -100,8 +102,10 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
         change[r.start] = change.get(r.start, 0) + _bytes(r, size)
         change[r.stop] = change.get(r.stop, 0) - _bytes(r, size)
     peak_bytes, live, peak_at = 0, 0, 0
+    course = []
     for position in sorted(change):
         live += change[position]
+        course.append((position, live))
         if live > peak_bytes:
             peak_bytes, peak_at = live, position
     at_peak = sorted(
@@ -118,6 +122,7 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
         result_bytes=result_bytes,
         temporary_bytes=peak_bytes - argument_bytes - result_bytes,
         at_peak=tuple(at_peak),
+        course=tuple(course),
     )
 
 

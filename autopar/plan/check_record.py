@@ -256,6 +256,8 @@ def _predicted(record: PlanRecord) -> Iterator[Fault]:
             yield Fault(place=f"$.plan.predicted.{name}", expected=expected, got=str(len(per_group)))
     yield from _collectives("$.plan.predicted.collectives", predicted.collectives)
     for i, row in enumerate(record.modules):
+        if not 0 <= row.stage < _num_stages(record):
+            yield Fault(place=f"$.plan.modules[{i}].stage", expected=_range(_num_stages(record)), got=str(row.stage))
         yield from _collectives(f"$.plan.modules[{i}].collectives", row.collectives)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from autopar.ir.jax_sharding import (
     submesh,
 )
 from autopar.ir.mesh import LogicalMesh
-from autopar.plan import render
+from autopar.plan import render, render_summary
 from autopar.plan.file import decode, encode
+from autopar.plan.plan_dict import dict_of
 from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.schema import PlannedValue, PlanRecord, Predicted
 from autopar.plan.sharding_trees import shardings_in
@@ -228,8 +230,22 @@ class Plan:
         """The differences of two plans of a step: meshes, arguments, collectives and predictions, as text."""
         return render.diff(self.record, other.record)
 
-    def __str__(self) -> str:
+    def table(self) -> str:
+        """The whole plan as text: every stage, argument, module, collective and holder of memory."""
         return render.table(self.record)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as dictionaries, lists, text and numbers: `summary`, what `print` shows, and `plan`, its record
+        without decisions and timelines, which `save` and `trace` write.
+        """
+        return dict_of(self.record)
+
+    def __str__(self) -> str:
+        return render_summary.screen(self.record)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f'<pre style="line-height:1.3">{html.escape(str(self))}</pre>'
 
     def __repr__(self) -> str:
         if self.record.pipeline is not None:

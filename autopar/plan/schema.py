@@ -113,11 +113,14 @@ class MemoryUse:
         throughout: Memory held from the start to the end of a step: state, the batch, sums over micro-batches.
         at_peak: All memory at the peak.
         largest: The largest holders at the peak, largest first.
+        course: The most bytes in each of equal parts of the program, in its order; of a step in one program only, as a
+            pipeline's timeline has them by seconds.
     """
 
     throughout: dict[MemoryKind, int]
     at_peak: dict[MemoryKind, int]
     largest: tuple[MemoryHolder, ...]
+    course: tuple[int, ...] = ()
 
     @property
     def model_state_bytes(self) -> int:
@@ -133,6 +136,8 @@ class Predicted:
     `peak_bytes`: per device, one number for each group of devices of a pipeline, else one; `memory`: its purposes;
     `flops`: of all devices; `allocation_time_s`: waiting for memory; `hidden_time_s`: computation that overlaps with
     communication within the mesh. A step in one program takes compute + collectives - hidden + allocation + host.
+    `product_time_s`: of the computation, the matrix products and attention kernels; the rest waits for memory. None in
+    files that were written before it was recorded.
 
     For state in the memory of the host: `host_bytes` kept by a device (one number for each group of devices, none
     without such state), `host_copied_bytes` copied from and to the host in a step, and `host_time_s` of these copies;
@@ -153,6 +158,7 @@ class Predicted:
     host_bytes: tuple[int, ...] = ()
     host_copied_bytes: float = 0.0
     host_time_s: float = 0.0
+    product_time_s: float | None = None
 
     @property
     def sent_bytes(self) -> float:
@@ -186,7 +192,8 @@ class ModuleRow:
     """A module under the plan.
 
     `splits`: the layouts of the results of its matrix products (or of its largest results). Times per step on one
-    device. `saved_bytes`: the forward values that its backward pass reads, of one micro-batch on one device.
+    device. `saved_bytes`: the forward values that its backward pass reads, of one micro-batch on one device. `stage`:
+    the stage of a pipeline that this part of the module is in.
     """
 
     module: str
@@ -195,6 +202,7 @@ class ModuleRow:
     compute_time_s: float
     collectives: tuple[PredictedCollective, ...]
     saved_bytes: int = 0
+    stage: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +301,19 @@ class PinsRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRecord:
+    """A quantity that was measured, or read off a compiled program, beside its prediction, in one `unit` (s, bytes, or
+    empty for numbers). `source`: tune or verify.
+    """
+
+    source: str
+    name: str
+    unit: str
+    predicted: float
+    measured: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
     """The saved part of a plan.
 
@@ -300,7 +321,8 @@ class PlanRecord:
     recipe or pins gave the axes (data, tensor); `axis_roles`: for each stage, the roles that follow from its decisions
     (`autopar.compiler.axis_roles`). `timeline`: that of a step in one program; a pipeline has its own.
     `blockwise_attention`: the graph has attention as single operations, and decisions are by the numbers of that graph.
-    `rejected`: the ways to run the step that lost against this plan.
+    `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
+    `autopar.verify` found beside the predictions.
     """
 
     format_version: int
@@ -325,3 +347,4 @@ class PlanRecord:
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
     rejected: tuple[RejectionRecord, ...] = ()
+    measured: tuple[MeasuredRecord, ...] = ()

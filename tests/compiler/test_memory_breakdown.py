@@ -51,7 +51,7 @@ def test_what_is_held_adds_up_to_the_peak(recipe):
     made = plan.predicted
     assert [sum(use.at_peak.values()) for use in made.memory] == list(made.peak_bytes)
     assert all(use.largest[0].nbytes >= use.largest[-1].nbytes > 0 for use in made.memory)
-    text = str(plan)
+    text = plan.table()
     assert "saved for backward" in text
     assert "largest at the peak of" in text
 

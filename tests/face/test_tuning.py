@@ -302,7 +302,7 @@ def test_the_clock_s_choice_is_taken_though_another_was_predicted():
     assert found.plan.record.axis_sizes == (2, 4)
     note = "timed on the devices beside 1 other plan: 1 s; the one predicted to be the fastest took 3 s"
     assert found.plan.record.notes[-1] == note
-    assert f"note: {note}" in str(found.plan)
+    assert f"note: {note}" in found.plan.table()
     assert found.rows[1].plan.record.notes == ()
 
 

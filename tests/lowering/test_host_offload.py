@@ -192,8 +192,8 @@ def test_a_saved_plan_keeps_state_there(tmp_path):
 def test_a_printed_plan_tells_host_memory():
     plan = step_under(recipes.zero(2, offload="optimizer")).plan(jax.eval_shape(new_state), new_batch())
     # Two moments of two matrices on eight devices, once in and once out.
-    assert "host memory: 8.19 kB a device, of which each step copies 16.4 kB, there and back, in" in str(plan)
-    assert "[x, -], in host memory" in str(plan) or "[-, x], in host memory" in str(plan)
+    assert "host memory: 8.19 kB a device, of which each step copies 16.4 kB, there and back, in" in plan.table()
+    assert "[x, -], in host memory" in plan.table() or "[-, x], in host memory" in plan.table()
     assert "in host memory" in plan.explain("mu[0]")
     without = step_under(recipes.zero(2)).plan(jax.eval_shape(new_state), new_batch())
     assert "host memory" not in str(without)

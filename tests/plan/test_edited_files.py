@@ -144,6 +144,7 @@ def assert_error_has_a_place(error: errors.PlanFormatError) -> None:
 def works(plan: autopar.Plan, original: autopar.Plan, folder: Path) -> None:
     """All that can be asked of a plan without its step."""
     assert "Plan of" in str(plan)
+    assert "Plan of" in plan.table()
     assert repr(plan)
     for value in (*plan.record.arguments, *plan.record.results):
         plan.sharding_of(value)

@@ -1,4 +1,4 @@
-"""What `print(plan)` shows is what `explain` and `constrain` take; groups say what the axes of a search do."""
+"""What a plan shows is what `explain` and `constrain` take; groups say what the axes of a search do."""
 
 import functools
 

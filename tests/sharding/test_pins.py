@@ -172,8 +172,8 @@ def test_the_plan_says_what_pins_cost():
     assert cost.cost_s > 0
     assert all(cost.free_step_time_s <= pin.alone_s <= cost.step_time_s * 1.005 for pin in cost.pins)
     assert [pin.count for pin in cost.pins] == [4, 4]
-    assert "pins on model=8 (x)" in str(plan)
-    assert "without them: they cost" in str(plan)
+    assert "pins on model=8 (x)" in plan.table()
+    assert "without them: they cost" in plan.table()
 
 
 def test_a_pinned_plan_is_saved_with_its_pins(tmp_path):

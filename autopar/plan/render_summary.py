@@ -1,0 +1,159 @@
+"""A plan on one screen: at most `LINES` lines of `COLUMNS` columns, whatever the step."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.ir.mesh import LogicalMesh
+from autopar.plan import summary
+from autopar.plan.schema import PlanRecord
+from autopar.plan.summary import Share, StageGroup, StateGroup
+
+COLUMNS, LINES = 100, 40
+STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 8, 3
+NAME_COLUMNS = 46
+SENTENCE_LINES, NOTE_LINES = 3, 1
+ENDING = "plan.explain(name) for one of these, plan.table() for all, plan.report('plan.html') for a page"
+
+
+def screen(record: PlanRecord) -> str:
+    """The plan in short."""
+    lines = [
+        *_wrapped(f"Plan of {record.step} on {record.cluster.name}: {summary.sentence(record)}", SENTENCE_LINES),
+        *_wrapped(_numbers(record), SENTENCE_LINES),
+        *_wrapped(lost(summary.shares(record), record.predicted.step_time_s), SENTENCE_LINES),
+        *_wrapped(summary.advantage(record), SENTENCE_LINES),
+    ]
+    lines += _stages(summary.stage_groups(record))
+    lines += _collectives(record)
+    lines += _state(summary.state_groups(record))
+    if record.pinned is not None:
+        free_s = record.pinned.free_step_time_s
+        without = "no plan was found without them" if free_s is None else f"{text_of_s(free_s)} without them"
+        lines += _wrapped(f"{len(record.pinned.pins)} pin(s) on {_axes(record)}: {without}", NOTE_LINES)
+    for note in record.notes[:NOTES_SHOWN]:
+        lines += _wrapped(f"note: {note}", NOTE_LINES)
+    if len(record.notes) > NOTES_SHOWN:
+        lines.append(f"and {len(record.notes) - NOTES_SHOWN} more notes")
+    lines.append(ENDING)
+    assert len(lines) <= LINES, f"{len(lines)} lines are more than a screen"
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _axes(record: PlanRecord) -> str:
+    sizes = summary.stage_mesh(record, 0).axis_sizes
+    return ", ".join(f"{name}={n}" for name, n in zip(record.axis_names, sizes, strict=True))
+
+
+def _wrapped(text: str, most: int) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, max_lines=most, placeholder=" ...", break_on_hyphens=False)
+
+
+def _numbers(record: PlanRecord) -> str:
+    """Step time, memory and arithmetic."""
+    predicted = record.predicted
+    peak_bytes = max(predicted.peak_bytes)
+    memory = f"peak {text_of_bytes(peak_bytes)} a device"
+    if record.memory_limit_bytes:
+        of_limit = peak_bytes / record.memory_limit_bytes
+        memory += f", {of_limit:.0%} of the {text_of_bytes(record.memory_limit_bytes)} available"
+    host = f"; {text_of_bytes(max(predicted.host_bytes))} a device in host memory" if predicted.host_bytes else ""
+    return (
+        f"Step {text_of_s(predicted.step_time_s)} predicted; {memory}{host}; "
+        f"{text_of_flops(predicted.flops)}, MFU {predicted.mfu:.1%}."
+    )
+
+
+def lost(shares: Sequence[Share], step_s: float) -> str:
+    """The step time in parts, the largest loss first."""
+    if not shares:
+        return "The step takes no time."
+    gained = [s for s in shares if not s.is_loss]
+    losses = sorted((s for s in shares if s.is_loss), key=lambda s: -s.seconds)
+    told = [f"{s.seconds / step_s:.0%} {s.name}" for s in gained]
+    told += [f"{s.seconds / step_s:.0%} {s.name} ({text_of_s(s.seconds)})" for s in losses]
+    return f"Of the step: {', '.join(told)}."
+
+
+def _stages(groups: Sequence[StageGroup]) -> list[str]:
+    if not groups:
+        return []
+    rows = []
+    for g in groups[:STAGES_SHOWN]:
+        rows.append(
+            (
+                str(g.first) if g.first == g.last else f"{g.first}-{g.last}",
+                f"{g.layers} layer{'s' if g.layers > 1 else ''}" + (" each" if g.last > g.first else ""),
+                str(LogicalMesh(axis_sizes=g.axis_sizes)),
+                ", ".join(g.recomputed),
+                f"{text_of_s(g.forward_s)} + {text_of_s(g.backward_s)}",
+                str(g.in_flight),
+                text_of_bytes(g.peak_bytes),
+            )
+        )
+    lines = _table(("stage", "holds", "mesh", "recomputes", "forward + backward", "in flight", "peak"), rows)
+    return [*lines, *_rest(len(groups) - len(rows), "groups of stages")]
+
+
+def _collectives(record: PlanRecord) -> list[str]:
+    rows = [
+        (
+            f"{c.kind} over {'*'.join(c.axes)}",
+            _shortened(c.module or "(no module)"),
+            f"{c.count:.3g}",
+            text_of_bytes(c.sent_bytes),
+            text_of_s(c.time_s),
+        )
+        for c in summary.costliest(record)
+    ]
+    if not rows:
+        return ["No collectives."]
+    return _table(("costliest collectives", "module", "a step", "sent a device", "time"), rows)
+
+
+def _state(groups: Sequence[StateGroup]) -> list[str]:
+    rows = [
+        (
+            _shortened(summary.path_of(g.name)),
+            g.kind,
+            str(g.count),
+            f"{'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}",
+            g.layout + (" in host memory" if g.in_host else ""),
+            text_of_bytes(g.device_bytes),
+        )
+        for g in groups[:STATE_SHOWN]
+    ]
+    lines = _table(("arguments, with those alike", "kind", "n", "shape", "layout", "a device"), rows)
+    rest = sum(g.device_bytes for g in groups[STATE_SHOWN:])
+    return [*lines, *_rest(len(groups) - len(rows), f"groups of arguments, {text_of_bytes(rest)}")]
+
+
+def _rest(number: int, what: str) -> list[str]:
+    return [f"and {number} more {what}"] if number > 0 else []
+
+
+def _shortened(name: str) -> str:
+    """A name without its first parts, where it is long: the end is a pattern for the same arrays or module."""
+    parts = name.split("/")
+    while len(parts) > 1 and len("/".join(parts)) > NAME_COLUMNS:
+        parts = parts[1:]
+    return "/".join(parts)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table without lines, one line a row."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for name in columns:
+        table.add_column(escape(name), no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    buffer = io.StringIO()
+    Console(file=buffer, width=COLUMNS, no_color=True, highlight=False).print(table)
+    return [line.rstrip() for line in buffer.getvalue().splitlines()]

@@ -1,0 +1,337 @@
+"""A plan in short: what was chosen, what the step loses and to what, and what is alike as one row. Values only.
+
+`autopar.plan.render_summary` writes it as text, `autopar.plan.report` as a page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+from autopar.common.paths import parts_of
+from autopar.common.units import text_of_s
+from autopar.ir.mesh import LogicalMesh
+from autopar.plan.schema import PlannedValue, PlanRecord, PredictedCollective
+
+BASELINES = "baselines"  # the source of candidates whose names are those of recipes
+DATA_PARALLEL = "data parallelism"
+COSTLIEST_SHOWN = 3
+SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
+# Of the step: less of it is no line of its own in what is lost.
+LEAST_LOSS = 0.001
+_NUMBER = re.compile(r"\d+")
+# What an axis of each role splits; an axis that splits nothing has its own name as its role.
+_SPLITS = {
+    "data": "the batch",
+    "sharded data": "the batch and the state",
+    "tensor": "the matrices",
+    "sequence": "the sequences",
+    "expert": "the experts",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A part of the step time. `is_loss`: all but arithmetic at the devices' peak rate."""
+
+    name: str
+    seconds: float
+    is_loss: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CostlyCollective:
+    """Collectives of one kind over the same axes in modules that are alike; of a pipeline, means over the devices."""
+
+    kind: str
+    axes: tuple[str, ...]
+    module: str
+    count: float
+    sent_bytes: float
+    time_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageGroup:
+    """Neighbouring stages that are alike, `first` to `last`. Seconds and bytes are the largest among them."""
+
+    first: int
+    last: int
+    layers: int
+    devices: int
+    axis_sizes: tuple[int, ...]
+    roles: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    in_flight: int
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateGroup:
+    """Arrays that are alike: layers, and the moments of parameters. `device_bytes`: of all of them, on one device of
+    each stage.
+    """
+
+    name: str
+    kind: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    in_host: bool
+    device_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """A recipe that was weighed beside the plan. `step_time_s` is None where it has none, for the reason in `why`."""
+
+    name: str
+    step_time_s: float | None
+    why: str
+
+
+def folded(path: str) -> str:
+    """A path without its numbers, so that repeated layers have one name."""
+    return _NUMBER.sub("*", path)
+
+
+def path_of(name: str) -> str:
+    """A folded path as a pattern: in parts with slashes between them, which `explain` and `constrain` take."""
+    return "/".join(parts_of(name)) or name
+
+
+def stage_mesh(record: PlanRecord, stage: int) -> LogicalMesh:
+    """The mesh of a stage, or of the whole step."""
+    sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
+    return LogicalMesh(axis_sizes=sizes)
+
+
+def num_devices(record: PlanRecord) -> int:
+    """The devices that the plan uses."""
+    if record.pipeline is None:
+        return stage_mesh(record, 0).num_devices
+    first_devices = {s.first_device: LogicalMesh(axis_sizes=s.axis_sizes).num_devices for s in record.pipeline.stages}
+    return sum(first_devices.values())
+
+
+def stage_share(record: PlanRecord, stage: int) -> float:
+    """The part of the plan's devices that run a stage: the weight of its seconds in means over the devices."""
+    return stage_mesh(record, stage).num_devices / num_devices(record)
+
+
+def sentence(record: PlanRecord) -> str:
+    """What was chosen: stages and their devices, and what each mesh axis splits."""
+    pipeline = record.pipeline
+    if pipeline is None:
+        devices = num_devices(record)
+        if devices == 1:
+            return "One program on one device."
+        return f"One program on {devices} devices: {_splits(record, 0)}."
+    groups: dict[str, list[int]] = {}
+    for stage in range(len(pipeline.stages)):
+        groups.setdefault(_splits(record, stage), []).append(stage)
+    sizes = sorted({stage_mesh(record, s).num_devices for s in range(len(pipeline.stages))})
+    of_each = " or ".join(map(str, sizes)) + (" devices" if sizes != [1] else " device")
+    on = f", {pipeline.chunks} on each group of devices" if pipeline.chunks > 1 else ""
+    opening = f"{len(pipeline.stages)} {'stages' if len(pipeline.stages) > 1 else 'stage'} of {of_each}{on}"
+    if len(groups) == 1:
+        inside = f"inside each, {next(iter(groups))}"
+    else:
+        told = list(groups.items())[:SPLITS_NAMED]
+        inside = "; ".join(f"in {_ranges(stages)}, {splits}" for splits, stages in told)
+        if len(groups) > len(told):
+            inside += f"; {len(groups) - len(told)} other ways in the rest"
+    batches = f"{pipeline.num_microbatches} micro-batches" if pipeline.num_microbatches > 1 else "the whole batch"
+    return f"{opening}; {inside}. {batches.capitalize()} in schedule {pipeline.schedule}."
+
+
+def _ranges(stages: Sequence[int]) -> str:
+    """Stages 0-3, 5."""
+    runs = [[stage for _, stage in run] for _, run in itertools.groupby(enumerate(stages), lambda p: p[1] - p[0])]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(texts)}"
+
+
+def axis_roles(record: PlanRecord, stage: int) -> tuple[str, ...]:
+    """The role of each mesh axis of a stage; the name of the axis where it splits nothing, or the file has no roles."""
+    return record.axis_roles[stage] if record.axis_roles else stage_mesh(record, stage).axis_names
+
+
+def _splits(record: PlanRecord, stage: int) -> str:
+    """What the mesh axes of a stage split, and over how many devices."""
+    mesh = stage_mesh(record, stage)
+    if not record.axis_roles:
+        return f"split over the mesh {mesh}"
+    ways: dict[str, int] = {}
+    for role, size in zip(axis_roles(record, stage), mesh.axis_sizes, strict=True):
+        if size > 1 and role in _SPLITS:
+            ways[role] = ways.get(role, 1) * size
+    parts = [f"{_SPLITS[role]} split over {n}" for role, n in ways.items()]
+    alike = mesh.num_devices // math.prod(ways.values())
+    if alike > 1:
+        parts.append(f"{'groups of ' if ways else ''}{alike} devices do the same work")
+    return ", ".join(parts) or "nothing is split"
+
+
+def shares(record: PlanRecord) -> tuple[Share, ...]:
+    """The step time in parts, in order: arithmetic at the peak rate, then each loss. Parts of no length are left out.
+
+    The computation that hides communication counts once, as computation. Of a pipeline all parts are means over the
+    devices.
+    """
+    predicted = record.predicted
+    step_s, compute_s = predicted.step_time_s, predicted.compute_time_s
+    useful_s = min(predicted.mfu * step_s, compute_s)
+    bubble_s = predicted.bubble_fraction * step_s
+    parts = [Share(name="arithmetic at the devices' peak rate", seconds=useful_s, is_loss=False)]
+    if predicted.product_time_s is None:
+        parts.append(Share(name="computation below the peak rate", seconds=compute_s - useful_s))
+    else:
+        products_s = max(predicted.product_time_s, useful_s)
+        parts.append(Share(name="matrix products below the peak rate", seconds=products_s - useful_s))
+        parts.append(Share(name="operations bound by memory", seconds=compute_s - products_s))
+    parts += [
+        Share(name="exposed collectives", seconds=predicted.collective_time_s - predicted.hidden_time_s),
+        Share(name="copies from and to the host", seconds=predicted.host_time_s),
+        Share(name="new memory", seconds=predicted.allocation_time_s),
+        Share(name="bubble of the pipeline", seconds=bubble_s),
+    ]
+    rest_s = step_s - sum(part.seconds for part in parts)
+    parts.append(Share(name="waiting", seconds=rest_s))
+    return tuple(part for part in parts if part.seconds > LEAST_LOSS * step_s)
+
+
+def costliest(record: PlanRecord, most: int = COSTLIEST_SHOWN) -> tuple[CostlyCollective, ...]:
+    """The collectives that take the longest, those of repeated layers together."""
+    totals: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
+    for row in record.modules:
+        share = stage_share(record, row.stage)
+        for c in row.collectives:
+            _add(totals.setdefault((c.kind, c.axes, folded(row.module)), [0.0, 0.0, 0.0]), c, share)
+    rows = [
+        CostlyCollective(kind=kind, axes=axes, module=module, count=n, sent_bytes=sent, time_s=s)
+        for (kind, axes, module), (n, sent, s) in totals.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.time_s)[:most])
+
+
+def _add(total: list[float], c: PredictedCollective, share: float) -> None:
+    for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
+        total[i] += share * x
+
+
+def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:
+    """The stages of a pipeline, neighbours that are alike as one."""
+    pipeline = record.pipeline
+    if pipeline is None:
+        return ()
+    rows = []
+    for number, stage in enumerate(pipeline.stages):
+        policies = pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)]
+        rows.append(
+            StageGroup(
+                first=number,
+                last=number,
+                layers=len(stage.layers),
+                devices=LogicalMesh(axis_sizes=stage.axis_sizes).num_devices,
+                axis_sizes=stage.axis_sizes,
+                roles=axis_roles(record, number),
+                recomputed=tuple(dict.fromkeys(policies)),
+                forward_s=stage.forward_s,
+                backward_s=stage.backward_s + stage.weight_s,
+                in_flight=stage.in_flight,
+                peak_bytes=stage.peak_bytes,
+            )
+        )
+    grouped = itertools.groupby(rows, lambda r: (r.layers, r.axis_sizes, r.roles, r.recomputed))
+    return tuple(_joined(list(alike)) for _, alike in grouped)
+
+
+def _joined(alike: Sequence[StageGroup]) -> StageGroup:
+    return dataclasses.replace(
+        alike[0],
+        last=alike[-1].last,
+        forward_s=max(r.forward_s for r in alike),
+        backward_s=max(r.backward_s for r in alike),
+        in_flight=max(r.in_flight for r in alike),
+        peak_bytes=max(r.peak_bytes for r in alike),
+    )
+
+
+def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
+    """The arguments, those that are alike as one, largest first.
+
+    Alike are layers, and moments beside their parameters: their paths end alike, and shape, type and layout are equal.
+    """
+    groups: dict[tuple, list[PlannedValue]] = {}
+    for v in record.arguments:
+        lies = v.layout.text(stage_mesh(record, v.stage))
+        tail = parts_of(folded(v.path))[-2:]
+        groups.setdefault((tail, v.kind, v.shape, v.dtype, lies, v.in_host), []).append(v)
+    rows = []
+    for (_, kind, shape, dtype, lies, in_host), values in groups.items():
+        rows.append(
+            StateGroup(
+                name=folded(values[0].path) if len(values) > 1 else values[0].path,
+                kind=kind,
+                count=len(values),
+                shape=shape,
+                dtype=dtype,
+                layout=lies,
+                in_host=in_host,
+                device_bytes=sum(_device_bytes(record, v) for v in values),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: -row.device_bytes))
+
+
+def _device_bytes(record: PlanRecord, value: PlannedValue) -> int:
+    return value.nbytes // (value.layout.shards(stage_mesh(record, value.stage)) * max(len(value.stages), 1))
+
+
+def rivals(record: PlanRecord) -> tuple[Rival, ...]:
+    """The recipes that were weighed beside the plan, by name: data parallelism and stages of ZeRO."""
+    found = {r.text: (r.step_time_s, r.why) for r in record.rejected if r.source == BASELINES and r.text}
+    for trial in record.tried:
+        if trial.name:
+            found.setdefault(trial.name, (trial.step_time_s, trial.status))
+    return tuple(Rival(name=name, step_time_s=s, why=why) for name, (s, why) in found.items())
+
+
+def chosen_recipe(record: PlanRecord) -> str:
+    """The name of the recipe that the search found to be the best plan, or nothing."""
+    step_s = record.predicted.step_time_s
+    own = (t for t in record.tried if t.name and (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s))
+    return next((trial.name for trial in own), "")
+
+
+def advantage(record: PlanRecord) -> str:
+    """How much faster the plan is than data parallelism, and than the best recipe, as far as they were weighed."""
+    weighed, own, step_s = rivals(record), chosen_recipe(record), record.predicted.step_time_s
+    if not weighed:
+        return "Neither data parallelism nor another recipe was weighed beside it."
+    others = [r for r in weighed if r.name != own]
+    parts = [f"It is the recipe {own}"] if own else []
+    for rival in (r for r in others if r.name == DATA_PARALLEL):
+        parts.append(_against(rival, step_s))
+    timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and r.name != DATA_PARALLEL]
+    if timed:
+        best = min(timed, key=lambda item: item[0])[1]
+        parts.append(f"{_against(best, step_s)}, the next best of the baselines")
+    elif others and not parts:
+        parts += [f"{r.name}: {r.why}" for r in others[:1]]
+    return "; ".join(parts) + "."
+
+
+def _against(rival: Rival, step_s: float) -> str:
+    if rival.step_time_s is None:
+        return f"{rival.name}: {rival.why}"
+    if rival.step_time_s < step_s:
+        return f"{rival.name} would take {text_of_s(rival.step_time_s)} ({rival.why})"
+    return f"{rival.step_time_s / step_s:.2f}x as fast as {rival.name} ({text_of_s(rival.step_time_s)})"

@@ -1,0 +1,202 @@
+"""A plan in short: the sentence, the parts of the step, what is alike as one row, and one screen of text."""
+
+import dataclasses
+import json
+
+import pytest
+
+import autopar
+from autopar.common.paths import parts_of
+from autopar.plan import render_summary, summary
+from autopar.plan.file import decode, encode
+from autopar.plan.schema import MeshTrial, RejectionRecord
+from tests.plan.records import module, pipeline, predicted, program, value
+from tests.small_steps import shapes, slow_cluster, transformer
+
+
+def test_the_sentence_of_a_program():
+    assert summary.sentence(program()) == "One program on 8 devices: the matrices split over 8."
+    two_axes = program(axis_sizes=(2, 4), axis_roles=(("data", "tensor"),))
+    assert summary.sentence(two_axes) == (
+        "One program on 8 devices: the batch split over 2, the matrices split over 4."
+    )
+    idle = program(axis_sizes=(2, 4), axis_roles=(("data", "y"),))
+    assert summary.sentence(idle) == (
+        "One program on 8 devices: the batch split over 2, groups of 4 devices do the same work."
+    )
+    assert summary.sentence(program(axis_sizes=(1,), axis_roles=(("x",),))) == "One program on one device."
+
+
+def test_the_sentence_of_stages_names_those_that_differ():
+    assert summary.sentence(pipeline()) == (
+        "2 stages of 4 devices; inside each, the batch and the state split over 4. 8 micro-batches in schedule 1f1b."
+    )
+    roles = (("data",), ("data",), ("tensor",), ("data",))
+    assert summary.sentence(pipeline(stages=4, axis_roles=roles)) == (
+        "4 stages of 4 devices; in stages 0-1, 3, the batch split over 4; in stage 2, the matrices split over 4. "
+        "8 micro-batches in schedule 1f1b."
+    )
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    parts = {share.name: share.seconds for share in summary.shares(program())}
+    assert parts == {
+        "arithmetic at the devices' peak rate": 2.0,
+        "matrix products below the peak rate": 1.0,
+        "operations bound by memory": 2.0,
+        "exposed collectives": 3.0,
+        "new memory": 2.0,
+    }
+    parts = {share.name: share.seconds for share in summary.shares(pipeline())}
+    assert parts["bubble of the pipeline"] == 2.0
+    assert sum(parts.values()) == 10.0
+
+
+def test_a_file_without_the_time_of_products_says_less():
+    record = program()
+    older = dataclasses.replace(record, predicted=dataclasses.replace(record.predicted, product_time_s=None))
+    parts = {share.name: share.seconds for share in summary.shares(older)}
+    assert parts["computation below the peak rate"] == 3.0
+    assert "operations bound by memory" not in parts
+
+
+def test_collectives_of_repeated_layers_are_one_row():
+    (row,) = summary.costliest(program(layers=3))
+    assert (row.module, row.count, row.sent_bytes, row.time_s) == ("layer*/mlp", 6, 24_000, 6.0)
+
+
+def test_collectives_of_stages_are_means_over_the_devices():
+    (row,) = summary.costliest(pipeline(layers=4, stages=2))
+    assert row.time_s == 4 * 0.5 / 2
+
+
+def test_layers_and_moments_are_one_row():
+    groups = summary.state_groups(program(layers=3))
+    assert [(g.name, g.count, g.device_bytes) for g in groups] == [
+        ("batch['x']", 1, 4000),
+        ("state['params']['layer*']['mlp']['kernel']", 6, 3000),
+    ]
+
+
+def test_arrays_with_another_layout_have_a_row_of_their_own():
+    record = program(arguments=(value("a['w']"), value("b['w']", split=True), value("c['w']")))
+    assert [(g.name, g.count, g.layout) for g in summary.state_groups(record)] == [
+        ("a['w']", 1, "[-, -]"),
+        ("c['w']", 1, "[-, -]"),
+        ("b['w']", 1, "[-, x]"),
+    ]
+
+
+def test_stages_that_are_alike_are_one_row():
+    record = pipeline(layers=96, stages=12)
+    (group,) = summary.stage_groups(record)
+    assert (group.first, group.last, group.layers, group.devices, group.in_flight) == (0, 11, 8, 4, 12)
+    roles = (*record.axis_roles[:-1], ("tensor",))
+    assert [(g.first, g.last) for g in summary.stage_groups(dataclasses.replace(record, axis_roles=roles))] == [
+        (0, 10),
+        (11, 11),
+    ]
+
+
+def test_the_advantage_over_recipes_is_taken_from_the_record():
+    assert summary.advantage(program()) == (
+        "1.50x as fast as data parallelism (15 s); 1.20x as fast as ZeRO-1 (12 s), the next best of the baselines."
+    )
+    assert summary.advantage(pipeline()) == "Neither data parallelism nor another recipe was weighed beside it."
+    own = MeshTrial(axis_sizes=(8,), step_time_s=10.0, peak_bytes=1, status="optimal", name="data parallelism")
+    assert summary.advantage(program(tried=(own,), rejected=())) == "It is the recipe data parallelism."
+    too_large = RejectionRecord(source="baselines", text="data parallelism", why="over the memory limit by 1 GB")
+    assert summary.advantage(program(tried=(), rejected=(too_large,))) == (
+        "data parallelism: over the memory limit by 1 GB."
+    )
+
+
+def assert_is_one_screen(text: str) -> None:
+    lines = text.splitlines()
+    assert len(lines) <= render_summary.LINES
+    assert max(map(len, lines)) <= render_summary.COLUMNS
+
+
+@pytest.mark.parametrize("record", [program(), program(layers=96), pipeline(), pipeline(layers=96, stages=12)])
+def test_a_plan_fits_a_screen(record):
+    assert_is_one_screen(str(autopar.Plan(record)))
+
+
+def test_the_longest_plan_fits_a_screen():
+    """Every section has more than is shown, names are long, and no two stages are alike."""
+    record = pipeline(layers=96, stages=12)
+    assert record.pipeline is not None
+    stages = tuple(
+        dataclasses.replace(s, axis_sizes=(2, 2) if i % 2 else (4,)) for i, s in enumerate(record.pipeline.stages)
+    )
+    names = [f"{'outer' * 5}/{'abcdefghijkl'[i] * 60}" for i in range(12)]
+    modules = tuple(module(name, compute_s=1.0, send_s=1.0 + i) for i, name in enumerate(names))
+    crowded = dataclasses.replace(
+        record,
+        pipeline=dataclasses.replace(record.pipeline, stages=stages),
+        axis_roles=tuple(("data",) * len(s.axis_sizes) for s in stages),
+        arguments=tuple(value(f"state['{name}']") for name in names),
+        modules=modules,
+        predicted=predicted(modules, peak_bytes=record.predicted.peak_bytes, memory=record.predicted.memory),
+        notes=("a note that is longer than a line " * 10,) * 9,
+    )
+    text = str(autopar.Plan(crowded))
+    assert_is_one_screen(text)
+    assert "and 7 more groups of stages" in text
+    assert "and 4 more groups of arguments" in text
+    assert "and 6 more notes" in text
+
+
+def test_a_searched_plan_says_what_it_chose_and_what_it_loses():
+    case = transformer()
+    step = autopar.parallelize(case.step, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    plan = step.plan(case.shapes, shapes(case.batch))
+    text = str(plan)
+    assert_is_one_screen(text)
+    assert "Plan of transformer_step on flat-4: One program on 4 devices: " in text
+    assert "of the 14.4 GB available" in text
+    assert "operations bound by memory" in text
+    assert plan.predicted.product_time_s is not None
+    assert 0 < plan.predicted.product_time_s < plan.predicted.compute_time_s
+    parts = sum(share.seconds for share in summary.shares(plan.record))
+    assert parts == pytest.approx(plan.predicted.step_time_s, rel=0.01)
+    course = plan.predicted.memory[0].course
+    assert course
+    assert max(course) <= plan.predicted.peak_bytes[0]
+    assert max(course) >= 0.99 * plan.predicted.peak_bytes[0]
+    for group in summary.state_groups(plan.record):
+        assert plan.explain(summary.path_of(group.name))
+
+
+def test_names_of_the_screen_are_patterns():
+    assert summary.path_of("state['params']['layer*']['kernel']") == "state/params/layer*/kernel"
+    assert render_summary._shortened("state/params/params/layer*/self_attention/query/kernel") == (
+        "params/layer*/self_attention/query/kernel"
+    )
+    assert parts_of("a['b']") == ("a", "b")
+
+
+def test_a_plan_as_values_is_json():
+    made = json.loads(json.dumps(autopar.Plan(program()).to_dict()))
+    assert made["summary"]["step_time_s"] == 10.0
+    assert made["summary"]["sentence"] == "One program on 8 devices: the matrices split over 8."
+    assert made["summary"]["arguments"][1]["count"] == 4
+    assert made["plan"]["predicted"]["mfu"] == 0.2
+    assert "decisions" not in made["plan"]
+
+
+def test_a_notebook_shows_names_as_text():
+    record = program(step="</pre><img onerror=alert(1)>")
+    shown = autopar.Plan(record)._repr_html_()
+    assert "<img" not in shown
+    assert "&lt;img onerror=alert(1)&gt;" in shown
+
+
+def test_new_fields_are_saved_and_loaded():
+    record = pipeline()
+    assert decode(encode(record), "plan.json") == record
+
+
+def test_a_module_in_no_stage_is_refused(tmp_path):
+    with pytest.raises(autopar.errors.PlanFormatError, match=r"\$\.plan\.modules\[0\]\.stage"):
+        decode(encode(program(modules=(module("a", compute_s=1.0, stage=1),))), "plan.json")
