@@ -76,9 +76,24 @@ class PlanSources:
         check_given_plan_fits(plan, self._options.request.memory_limit_bytes)
         return dataclasses.replace(plan, trees=trees)
 
-    def _searched(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
+    def replanned(self, plan: Plan, traced: TracedStep, trees: Trees, request: PlanRequest) -> Plan:
+        """The plan of the same step on the cluster of its plan under another request, as the step's options have it for
+        anything but the layouts, stages and memory. Raises: the errors of the search.
+        """
+        own = self._options.request
+        request = dataclasses.replace(request, time_limit_s=own.time_limit_s, attention=own.attention)
+        progress = Progress(f"autopar {self._name}, instead", show=self._options.show_progress)
+        return self._searched(traced, trees, progress, (plan.cluster, request))
+
+    def _searched(
+        self,
+        traced: TracedStep,
+        trees: Trees,
+        progress: Progress,
+        requested: tuple[Cluster, PlanRequest] | None = None,
+    ) -> Plan:
         """The plan of an earlier search for the same step, cluster and request, else that of a new search."""
-        cluster, request = self.request(traced)
+        cluster, request = requested or self.request(traced)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
         names = (traced.name, traced.in_paths, traced.out_paths, module_fingerprint(traced.jaxpr))
         key = plan_key((traced.fingerprint, jax_compat.lowering_flags(), leaves, names, cluster, request))

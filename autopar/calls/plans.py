@@ -13,6 +13,7 @@ from autopar.common.progress import Progress
 from autopar.executables.short_batches import for_short_batch
 from autopar.frontend.drop_shardings import placement_note
 from autopar.ir.traced_step import TracedStep, is_same_step
+from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan, Trees
 
 logger = logging.getLogger("autopar")
@@ -55,11 +56,11 @@ class StepPlans:
                     traced, trees = trace()
                 equal = self._of_equal_trace(traced)
                 if equal is not None:
-                    self._by_key[key] = traced, dataclasses.replace(equal, trees=trees)
+                    self._by_key[key] = traced, self._bound(equal, traced, trees)
                     return self._by_key[key]
                 short = self._of_longer_batch(traced, progress)
                 if short is not None:
-                    self._short_batches[key] = traced, dataclasses.replace(short, trees=trees)
+                    self._short_batches[key] = traced, self._bound(short, traced, trees)
                     return self._short_batches[key]
                 if self._by_key:
                     logger.warning("%s: arguments of new shapes or types: planning again", self._name)
@@ -69,9 +70,18 @@ class StepPlans:
                 if not self._by_key:
                     logger.warning("%s: %s", self._name, note)
                 plan = plan.with_note(note)
-            self._by_key[key] = (traced, plan)
+            self._by_key[key] = (traced, self._bound(plan, traced, trees))
             self.last_progress = progress
         return self._by_key[key]
+
+    def _bound(self, plan: Plan, traced: TracedStep, trees: Trees) -> Plan:
+        """The plan with the arguments of its step, which it can plan anew."""
+
+        def replan(request: PlanRequest) -> Plan:
+            with collected_seldom():
+                return self._sources.replanned(plan, traced, trees, request)
+
+        return dataclasses.replace(plan, trees=trees, replan=replan)
 
     def _of_equal_trace(self, traced: TracedStep) -> Plan | None:
         return next((plan for earlier, plan in self._by_key.values() if is_same_step(earlier, traced)), None)

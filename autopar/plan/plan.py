@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autopar.common.trace_events import write_trace
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, MemoryLimitError, UnsupportedError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.jax_sharding import (
     HOST_MEMORY,
@@ -29,10 +29,22 @@ from autopar.ir.jax_sharding import (
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan import render, render_summary
 from autopar.plan.file import decode, encode
+from autopar.plan.options import PlanRequest
 from autopar.plan.plan_dict import dict_of
 from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.schema import PlannedValue, PlanRecord, Predicted
 from autopar.plan.sharding_trees import shardings_in
+from autopar.plan.why_not import WhyNot
+
+# More memory than any device has, for plans whose need of it is asked for.
+UNLIMITED_BYTES = 2**60
+
+
+class _HasRequest(Protocol):
+    """A recipe."""
+
+    @property
+    def request(self) -> PlanRequest: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +59,15 @@ class Trees:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan for one step. `record` is the saved part; `trees` is known when the plan comes from a step.
+    """A plan for one step. `record` is the saved part; `trees` and `replan` are known when the plan comes from a step.
 
     A plan that was loaded from a file has no trees until it is given to a step: its shardings are dictionaries by path.
+    `replan` plans the same step on the same cluster anew, as requested.
     """
 
     record: PlanRecord
     trees: Trees | None = None
+    replan: Callable[[PlanRequest], Plan] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def predicted(self) -> Predicted:
@@ -225,6 +239,35 @@ class Plan:
         InvalidArgumentError where it matches nothing.
         """
         return render.explain(self.record, what)
+
+    def why_not(self, instead: _HasRequest) -> WhyNot:
+        """The plan that a recipe or pins would give, beside this one: time, memory, bytes and modules, in numbers.
+
+        `instead` is a recipe of `autopar.recipes`, or pins of `autopar.constrain`. The step is planned anew under it,
+        within the memory limit of this plan; where nothing fits, without one, so that the excess is known.
+
+        Raises: UnsupportedError for a plan of a file that is not bound to its step; the errors of planning.
+        """
+        if self.replan is None:
+            raise UnsupportedError(
+                where=f"why_not, plan of {self.record.step}",
+                expected="a plan that knows its step",
+                got="one from a file",
+                hint="bind it: autopar.parallelize(fun, plan=plan).plan(*args).why_not(...)",
+            )
+        if not isinstance(getattr(instead, "request", None), PlanRequest):
+            raise InvalidArgumentError(
+                where=f"why_not, plan of {self.record.step}",
+                expected="a recipe of autopar.recipes, or autopar.constrain(pins)",
+                got=f"{type(instead).__name__} ({instead!r:.40})",
+                hint="such as plan.why_not(autopar.recipes.tensor_parallel())",
+            )
+        limited = dataclasses.replace(instead.request, memory_limit_bytes=self.record.memory_limit_bytes)
+        try:
+            return WhyNot(plan=self.record, other=self.replan(limited).record)
+        except MemoryLimitError:
+            unlimited = dataclasses.replace(limited, memory_limit_bytes=UNLIMITED_BYTES)
+            return WhyNot(plan=self.record, other=self.replan(unlimited).record)
 
     def diff(self, other: Plan) -> str:
         """The differences of two plans of a step: meshes, arguments, collectives and predictions, as text."""

@@ -18,7 +18,7 @@ from autopar.plan.summary import Share, StageGroup, StateGroup
 
 COLUMNS, LINES = 100, 40
 STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 8, 3
-NAME_COLUMNS = 46
+NAME_COLUMNS = 43
 SENTENCE_LINES, NOTE_LINES = 3, 1
 ENDING = "plan.explain(name) for one of these, plan.table() for all, plan.report('plan.html') for a page"
 

@@ -73,8 +73,8 @@ class StageGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateGroup:
-    """Arrays that are alike: layers, and the moments of parameters. `device_bytes`: of all of them, on one device of
-    each stage.
+    """Arrays that are alike: layers, and the moments of parameters. `device_bytes`: of all of them, on the device that
+    holds the most.
     """
 
     name: str
@@ -285,14 +285,21 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
                 dtype=dtype,
                 layout=lies,
                 in_host=in_host,
-                device_bytes=sum(_device_bytes(record, v) for v in values),
+                device_bytes=_device_bytes(record, values),
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.device_bytes))
 
 
-def _device_bytes(record: PlanRecord, value: PlannedValue) -> int:
-    return value.nbytes // (value.layout.shards(stage_mesh(record, value.stage)) * max(len(value.stages), 1))
+def _device_bytes(record: PlanRecord, values: Sequence[PlannedValue]) -> int:
+    """Bytes of values on the device that holds the most of them."""
+    by_group: dict[int, int] = {}
+    for value in values:
+        mesh, stages = stage_mesh(record, value.stage), value.stages or (value.stage,)
+        for stage in stages:
+            first = 0 if record.pipeline is None else record.pipeline.stages[stage].first_device
+            by_group[first] = by_group.get(first, 0) + value.nbytes // (value.layout.shards(mesh) * len(stages))
+    return max(by_group.values())
 
 
 def rivals(record: PlanRecord) -> tuple[Rival, ...]:

@@ -87,6 +87,11 @@ def test_arrays_with_another_layout_have_a_row_of_their_own():
     ]
 
 
+def test_a_device_holds_the_arguments_of_its_own_stage_only():
+    groups = summary.state_groups(pipeline(layers=4, stages=2))
+    assert [(g.count, g.device_bytes) for g in groups] == [(8, 4000), (1, 4000)]
+
+
 def test_stages_that_are_alike_are_one_row():
     record = pipeline(layers=96, stages=12)
     (group,) = summary.stage_groups(record)

@@ -1,0 +1,214 @@
+"""Why another plan of a step lost: the two beside each other in numbers, by part of the step and by module."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.common.units import text_of_bytes, text_of_s
+from autopar.plan import summary
+from autopar.plan.schema import MemoryKind, ModuleRow, PlanRecord
+
+COLUMNS = 100
+MODULES_SHOWN = 8
+NO_MODULE = "(no module)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """A quantity under the plan and under the other one, in seconds or bytes."""
+
+    name: str
+    unit: str
+    plan: float
+    other: float
+
+    @property
+    def more(self) -> float:
+        """How much more the other plan needs."""
+        return self.other - self.plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCost:
+    """Modules that are alike, on one device in a step (of a pipeline, the mean over its devices)."""
+
+    compute_s: float = 0.0
+    send_s: float = 0.0
+    sent_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.send_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleDifference:
+    """A module under the plan and under the other one."""
+
+    module: str
+    plan: ModuleCost
+    other: ModuleCost
+
+    @property
+    def more_s(self) -> float:
+        """Seconds that the other plan spends more on the module."""
+        return self.other.seconds - self.plan.seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WhyNot:
+    """Two plans of a step: the one that was taken, and `other`, that of a recipe or of pins.
+
+    `other` is within the memory limit, or else was planned without one.
+    """
+
+    plan: PlanRecord
+    other: PlanRecord
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes of a device by which the other plan exceeds the memory limit; 0 where it fits."""
+        limit = self.plan.memory_limit_bytes
+        return max(0, max(self.other.predicted.peak_bytes) - limit) if limit else 0
+
+    @property
+    def slower_s(self) -> float:
+        """Seconds that a step takes longer under the other plan."""
+        return self.other.predicted.step_time_s - self.plan.predicted.step_time_s
+
+    def quantities(self) -> tuple[Quantity, ...]:
+        """Step time, peak and bytes sent, and the parts of the step time that differ."""
+        a, b = self.plan.predicted, self.other.predicted
+        rows = [
+            Quantity(name="step time", unit="s", plan=a.step_time_s, other=b.step_time_s),
+            Quantity(name="peak of a device", unit="bytes", plan=max(a.peak_bytes), other=max(b.peak_bytes)),
+            Quantity(name="sent by a device", unit="bytes", plan=_sent_bytes(self.plan), other=_sent_bytes(self.other)),
+        ]
+        own, others = ({s.name: s.seconds for s in summary.shares(record)} for record in (self.plan, self.other))
+        for name in dict.fromkeys((*own, *others)):
+            rows.append(Quantity(name=name, unit="s", plan=own.get(name, 0.0), other=others.get(name, 0.0)))
+        return tuple(rows)
+
+    def memory(self) -> tuple[Quantity, ...]:
+        """The memory at the peak by purpose, of the device with the highest peak."""
+        own, others = _at_peak(self.plan), _at_peak(self.other)
+        return tuple(
+            Quantity(name=kind.value, unit="bytes", plan=own.get(kind, 0), other=others.get(kind, 0))
+            for kind in MemoryKind
+            if kind in own or kind in others
+        )
+
+    def modules(self) -> tuple[ModuleDifference, ...]:
+        """Every module, layers that are alike as one, those on which the other plan loses the most first."""
+        own, others = _costs(self.plan), _costs(self.other)
+        rows = [
+            ModuleDifference(module=m, plan=own.get(m, ModuleCost()), other=others.get(m, ModuleCost()))
+            for m in dict.fromkeys((*own, *others))
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.more_s))
+
+    @property
+    def verdict(self) -> str:
+        """Why the other plan lost, in one or two sentences."""
+        step_s, other_s = self.plan.predicted.step_time_s, self.other.predicted.step_time_s
+        if self.excess_bytes:
+            peak, limit = max(self.other.predicted.peak_bytes), self.plan.memory_limit_bytes or 0
+            most = max(self.memory(), key=lambda q: q.more)
+            text = (
+                f"It does not fit: {text_of_bytes(peak)} of the {text_of_bytes(limit)} that a device has for it, "
+                f"{text_of_bytes(self.excess_bytes)} over; most of what it holds more is {most.name} "
+                f"({text_of_bytes(most.more)})."
+            )
+            return f"{text} Without the limit a step would take {text_of_s(other_s)} ({text_of_s(step_s)} here)."
+        if self.slower_s <= 0:
+            faster = f"faster by {text_of_s(-self.slower_s)}" if self.slower_s else "as fast"
+            return f"It takes {text_of_s(other_s)} a step, and is {faster}: it was not weighed, or is as good."
+        losing = next(iter(self.modules()), None)
+        text = (
+            f"It takes {text_of_s(other_s)} a step, {other_s / step_s:.2f} times the {text_of_s(step_s)} of the plan: "
+            f"slower by {text_of_s(self.slower_s)}."
+        )
+        if losing is None or losing.more_s <= 0:
+            return f"{text} No module takes longer: it loses between them, to {self._losing_part()}."
+        return (
+            f"{text} It loses the most in {losing.module}: {text_of_s(losing.more_s)} more, "
+            f"{text_of_s(losing.other.compute_s - losing.plan.compute_s)} of it computing and "
+            f"{text_of_s(losing.other.send_s - losing.plan.send_s)} sending."
+        )
+
+    def _losing_part(self) -> str:
+        parts = [q for q in self.quantities()[1:] if q.unit == "s"]
+        return max(parts, key=lambda q: q.more).name if parts else "nothing"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as plain values, as `json.dumps` takes them."""
+        modules = [msgspec.to_builtins(dataclasses.asdict(row)) | {"more_s": row.more_s} for row in self.modules()]
+        return {
+            "plan": summary.sentence(self.plan),
+            "instead": summary.sentence(self.other),
+            "verdict": self.verdict,
+            "slower_s": self.slower_s,
+            "excess_bytes": self.excess_bytes,
+            "quantities": [msgspec.to_builtins(dataclasses.asdict(q)) for q in self.quantities()],
+            "memory": [msgspec.to_builtins(dataclasses.asdict(q)) for q in self.memory()],
+            "modules": modules,
+        }
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=COLUMNS, no_color=True, highlight=False)
+        console.print(f"Instead: {summary.sentence(self.other)}", markup=False)
+        console.print(self.verdict, markup=False)
+        table = Table("", "plan", "instead", "more")
+        for q in (*self.quantities(), *self.memory()):
+            table.add_row(*map(escape, (q.name, *map(text_of(q.unit), (q.plan, q.other, q.more)))))
+        console.print(table)
+        modules = self.modules()
+        table = Table("module", "plan", "instead", "more", "sent more")
+        for row in modules[:MODULES_SHOWN]:
+            sent = row.other.sent_bytes - row.plan.sent_bytes
+            seconds = map(text_of_s, (row.plan.seconds, row.other.seconds, row.more_s))
+            table.add_row(*map(escape, (row.module, *seconds, text_of_bytes(sent))))
+        console.print(table)
+        if len(modules) > MODULES_SHOWN:
+            rest = sum(row.more_s for row in modules[MODULES_SHOWN:])
+            console.print(f"and {len(modules) - MODULES_SHOWN} more modules, {text_of_s(rest)} more", markup=False)
+        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def text_of(unit: str) -> Any:
+    """What writes a quantity of a unit."""
+    return text_of_s if unit == "s" else text_of_bytes
+
+
+def _at_peak(record: PlanRecord) -> dict[MemoryKind, int]:
+    predicted = record.predicted
+    return predicted.memory[predicted.peak_bytes.index(max(predicted.peak_bytes))].at_peak
+
+
+def _sent_bytes(record: PlanRecord) -> float:
+    return sum(cost.sent_bytes for cost in _costs(record).values())
+
+
+def _costs(record: PlanRecord) -> dict[str, ModuleCost]:
+    """What modules cost, by their names without numbers."""
+    out: dict[str, ModuleCost] = {}
+    for row in record.modules:
+        name = summary.folded(row.module) or NO_MODULE
+        out[name] = _added(out.get(name, ModuleCost()), row, summary.stage_share(record, row.stage))
+    return out
+
+
+def _added(cost: ModuleCost, row: ModuleRow, share: float) -> ModuleCost:
+    return ModuleCost(
+        compute_s=cost.compute_s + share * row.compute_time_s,
+        send_s=cost.send_s + share * sum(c.time_s for c in row.collectives),
+        sent_bytes=cost.sent_bytes + share * sum(c.sent_bytes for c in row.collectives),
+    )

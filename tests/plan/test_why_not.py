@@ -1,0 +1,121 @@
+"""`plan.why_not`: another plan of the step beside the one that was taken."""
+
+import dataclasses
+import json
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import errors, recipes
+from autopar.plan.schema import MemoryKind
+from autopar.plan.why_not import WhyNot
+from tests.plan.records import MEMORY, module, pipeline, predicted, program
+from tests.small_steps import shapes, slow_cluster, transformer
+
+OPTIONS = dict(cache_dir=None, show_progress=False)
+
+
+def planned(**options) -> autopar.Plan:
+    case = transformer()
+    step = autopar.parallelize(case.step, **({"cluster": slow_cluster(4)} | OPTIONS | options))
+    return step.plan(case.shapes, shapes(case.batch))
+
+
+@pytest.fixture(scope="module")
+def plan() -> autopar.Plan:
+    return planned()
+
+
+@pytest.mark.parametrize(
+    "instead",
+    [
+        recipes.data_parallel(),
+        recipes.tensor_parallel(size=2),
+        recipes.pipeline(2, num_microbatches=4),
+        autopar.constrain({"blocks/*/up": P("x", None)}),
+    ],
+    ids=["data", "tensor", "pipeline", "pins"],
+)
+def test_the_numbers_are_those_of_the_recipes_own_plan(plan, instead):
+    found = plan.why_not(instead)
+    own = planned(plan=instead)
+    assert found.other.predicted == own.predicted
+    assert found.other.modules == own.record.modules
+    assert found.slower_s == own.predicted.step_time_s - plan.predicted.step_time_s
+    assert found.plan == plan.record
+
+
+def test_a_plan_under_a_recipe_is_compared_with_others(plan):
+    found = planned(plan=recipes.data_parallel()).why_not(recipes.tensor_parallel())
+    assert found.other.predicted == planned(plan=recipes.tensor_parallel()).predicted
+
+
+def test_modules_add_up_to_the_step():
+    found = planned(plan=recipes.data_parallel()).why_not(recipes.pipeline(2, num_microbatches=4))
+    for record, side in ((found.plan, "plan"), (found.other, "other")):
+        made, rows = record.predicted, [getattr(row, side) for row in found.modules()]
+        assert sum(row.compute_s for row in rows) == pytest.approx(made.compute_time_s)
+        assert sum(row.send_s for row in rows) == pytest.approx(made.collective_time_s)
+
+
+def test_where_it_loses_is_said():
+    slow = (module("layer0/mlp", compute_s=1.5, send_s=2.0), module("layer1/mlp", compute_s=2.5, send_s=6.0))
+    other = program(modules=slow, predicted=predicted(slow, step_time_s=15.0))
+    found = WhyNot(plan=program(), other=other)
+    assert found.verdict == (
+        "It takes 15 s a step, 1.50 times the 10 s of the plan: slower by 5 s. It loses the most in layer*/mlp: 5 s "
+        "more, 1 s of it computing and 4 s sending."
+    )
+    assert [(row.module, row.more_s) for row in found.modules()] == [("layer*/mlp", 5.0), ("layer*/attention", -2.0)]
+    assert "Instead: One program on 8 devices" in str(found)
+
+
+def test_a_loss_between_modules_is_the_bubble():
+    other = pipeline()
+    other = dataclasses.replace(
+        other, predicted=dataclasses.replace(other.predicted, step_time_s=20.0, bubble_fraction=0.6)
+    )
+    found = WhyNot(plan=program(), other=other)
+    assert found.verdict.endswith("No module takes longer: it loses between them, to bubble of the pipeline.")
+
+
+def test_what_does_not_fit_says_by_how_much_and_with_what():
+    saved = {MemoryKind.PARAMETER: 4000, MemoryKind.SAVED: 46_000}
+    large = predicted((), peak_bytes=(50_000,), memory=(dataclasses.replace(MEMORY, at_peak=saved),))
+    found = WhyNot(plan=program(), other=program(predicted=large))
+    assert found.excess_bytes == 30_000
+    assert found.verdict == (
+        "It does not fit: 50 kB of the 20 kB that a device has for it, 30 kB over; most of what it holds more is saved "
+        "for backward (40 kB). Without the limit a step would take 10 s (10 s here)."
+    )
+
+
+def test_a_recipe_that_does_not_fit_is_planned_without_the_limit(plan):
+    """Data parallelism holds the whole state on each device."""
+    peak = planned(plan=recipes.data_parallel()).predicted.peak_bytes[0]
+    limit = (plan.predicted.peak_bytes[0] + peak) // 2
+    assert plan.predicted.peak_bytes[0] < limit < peak
+    found = planned(memory_limit_bytes=limit).why_not(recipes.data_parallel())
+    assert found.excess_bytes == peak - limit
+    assert "It does not fit" in found.verdict
+
+
+def test_as_values(plan):
+    made = json.loads(json.dumps(plan.why_not(recipes.data_parallel()).to_dict()))
+    assert made["slower_s"] == pytest.approx(made["quantities"][0]["other"] - made["quantities"][0]["plan"])
+    assert {row["module"] for row in made["modules"]} >= {"layer*/mlp", "layer*/attention"}
+
+
+def test_a_plan_of_a_file_is_bound_to_its_step_first(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    with pytest.raises(errors.UnsupportedError, match="a plan that knows its step"):
+        loaded.why_not(recipes.data_parallel())
+    bound = planned(plan=loaded)
+    assert bound.why_not(recipes.data_parallel()).other.predicted == planned(plan=recipes.data_parallel()).predicted
+
+
+def test_what_is_no_recipe_is_refused(plan):
+    with pytest.raises(errors.InvalidArgumentError, match="a recipe of autopar"):
+        plan.why_not({"mlp": P()})
