@@ -28,6 +28,7 @@ from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
+from autopar.plan.schema import MeasuredRecord
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.runtime.execution.dispatch import drain
 from autopar.step import Step, check_is_step, planning_problem_of, save_rules
@@ -367,6 +368,20 @@ def alternate(
     return [failed.get(i, steps) for i, steps in enumerate(took)]
 
 
+def _measured(timed: Sequence[Timed]) -> tuple[MeasuredRecord, ...]:
+    """The step times of the timed plans beside their predictions."""
+    return tuple(
+        MeasuredRecord(
+            source="tune",
+            name=f"step time of {row.name}",
+            unit="s",
+            predicted=row.predicted_s or 0.0,
+            measured=row.measured_s or 0.0,
+        )
+        for row in timed
+    )
+
+
 def _with_note(rows: Sequence[Timed]) -> Timed:
     """The fastest row, whose plan says how it was chosen."""
     fastest, timed = rows[0], [row for row in rows if row.measured_s is not None]
@@ -378,5 +393,6 @@ def _with_note(rows: Sequence[Timed]) -> Timed:
         note += "it was predicted to be the fastest, too"
     else:
         note += f"the one predicted to be the fastest took {text_of_s(foreseen.measured_s or 0.0)}"
-    record = dataclasses.replace(fastest.plan.record, notes=(*fastest.plan.record.notes, note))
+    record = fastest.plan.record
+    record = dataclasses.replace(record, notes=(*record.notes, note), measured=(*record.measured, *_measured(timed)))
     return dataclasses.replace(fastest, plan=dataclasses.replace(fastest.plan, record=record))

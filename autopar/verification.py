@@ -20,7 +20,8 @@ from autopar.cost.peak_memory import allocated_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole
 from autopar.executables.compiled_step import CompiledStep
-from autopar.plan.schema import Predicted
+from autopar.plan.plan import Plan
+from autopar.plan.schema import MeasuredRecord, Predicted
 from autopar.runtime.simulation.simulator import simulate
 from autopar.step import Step, check_is_step, lower_on
 from autopar.xla import aot, collectives
@@ -50,7 +51,7 @@ class Verification:
     For a pipeline both are sums over its stages, of one device of each, within the stage. `peak`: bytes of one device;
     for a pipeline, of the stage with the largest peak. `difference`: the largest difference of a result leaf from plain
     `jax.jit`, divided by that leaf's largest value, with the leaf's path; None where the numbers could not be compared
-    (shapes only, or compiled for other hardware).
+    (shapes only, or compiled for other hardware). `plan`: the plan, whose page shows the comparison.
     """
 
     target: str
@@ -59,6 +60,7 @@ class Verification:
     peak: Compared
     difference: float | None
     worst_leaf: str
+    plan: Plan
 
     @property
     def total(self) -> Compared:
@@ -103,6 +105,11 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
     else:
         compiled, target = compile_for_target(step, compile_for, *args), compile_for
     collectives, counts = compare_traffic(compiled.plan.predicted, traffic_of(compiled))
+    peak = Compared(
+        name="peak",
+        predicted=float(max(compiled.plan.predicted.peak_bytes) + host_state_bytes(compiled)),
+        compiled=float(peak_bytes(compiled)),
+    )
     difference, worst = None, ""
     arrays = all(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
     if compile_for is None and arrays:
@@ -111,14 +118,24 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         target=target,
         collectives=collectives,
         counts=counts,
-        peak=Compared(
-            name="peak",
-            predicted=float(max(compiled.plan.predicted.peak_bytes) + host_state_bytes(compiled)),
-            compiled=float(peak_bytes(compiled)),
-        ),
+        peak=peak,
         difference=difference,
         worst_leaf=worst,
+        plan=with_measured(compiled.plan, (*collectives, peak), counts),
     )
+
+
+def with_measured(plan: Plan, sizes: Sequence[Compared], counts: Sequence[Compared]) -> Plan:
+    """The plan with what the compiled program has beside the predictions, bytes and numbers."""
+    rows = []
+    for compared, unit, what in ((sizes, "bytes", "bytes of a device"), (counts, "", "number")):
+        for row in compared:
+            measured = MeasuredRecord(
+                source="verify", name=f"{row.name}, {what}", unit=unit, predicted=row.predicted, measured=row.compiled
+            )
+            rows.append(measured)
+    record = dataclasses.replace(plan.record, measured=(*plan.record.measured, *rows))
+    return dataclasses.replace(plan, record=record)
 
 
 def compile_for_target(step: Step, target: str, *args: Any) -> Compiled:

@@ -6,6 +6,7 @@ import dataclasses
 import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import jax
@@ -28,6 +29,8 @@ from autopar.ir.jax_sharding import (
 )
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan import render, render_summary
+from autopar.plan.alternatives import alternatives as other_ways
+from autopar.plan.explanation import Explanation, explanation, values_called
 from autopar.plan.file import decode, encode
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan_dict import dict_of
@@ -232,13 +235,40 @@ class Plan:
         """
         write_trace(path, timeline_of(self.record))
 
-    def explain(self, what: str) -> str:
-        """The layouts, collectives and costs of a module or an argument, as text.
+    def report(self, path: str | Path) -> None:
+        """Writes the plan as one page for a browser, which needs no network and no other file.
 
-        `what` is a path that the plan shows, a part of it, or a pattern as `autopar.constrain` takes. Raises:
-        InvalidArgumentError where it matches nothing.
+        It shows the choice in a sentence, the stages on the cluster, modules, arguments, memory, the timeline, what was
+        weighed and why it lost, and measurements where `autopar.tune` or `autopar.verify` made some.
         """
-        return render.explain(self.record, what)
+        Path(path).write_text(_pages().page_of(self.record), encoding="utf-8")
+
+    def compare(self, other: Plan, path: str | Path) -> None:
+        """Writes this plan and another one of the step side by side, as one page for a browser."""
+        Path(path).write_text(_pages().comparison_of(self.record, other.record), encoding="utf-8")
+
+    def explain(self, what: str, *, alternatives: int = 0) -> str:
+        """The layouts, collectives and costs of a module or an argument, and what binds them, as text.
+
+        `what` is a path that the plan shows, a part of it, or a pattern as `autopar.constrain` takes. With
+        `alternatives`, the first argument among them gets other layouts, around each of which the step is planned anew
+        (which takes as long as planning, several times), and the best so many are shown. Raises: as `explanation`.
+        """
+        return str(self.explanation(what, alternatives=alternatives))
+
+    def explanation(self, what: str, *, alternatives: int = 0) -> Explanation:
+        """What `explain` says, as values.
+
+        Raises: InvalidArgumentError where nothing is called so; for alternatives UnsupportedError for a plan with
+        stages, and one of a file that is not bound to its step.
+        """
+        found = explanation(self.record, what)
+        arguments = [v for v in values_called(self.record, what) if v in self.record.arguments]
+        if not alternatives or not arguments:
+            return found
+        replan = self._replan("explain(..., alternatives=...)")
+        others = other_ways(self.record, arguments[0], lambda request: replan(request).record, alternatives)
+        return dataclasses.replace(found, alternatives=others)
 
     def why_not(self, instead: _HasRequest) -> WhyNot:
         """The plan that a recipe or pins would give, beside this one: time, memory, bytes and modules, in numbers.
@@ -248,13 +278,7 @@ class Plan:
 
         Raises: UnsupportedError for a plan of a file that is not bound to its step; the errors of planning.
         """
-        if self.replan is None:
-            raise UnsupportedError(
-                where=f"why_not, plan of {self.record.step}",
-                expected="a plan that knows its step",
-                got="one from a file",
-                hint="bind it: autopar.parallelize(fun, plan=plan).plan(*args).why_not(...)",
-            )
+        replan = self._replan("why_not")
         if not isinstance(getattr(instead, "request", None), PlanRequest):
             raise InvalidArgumentError(
                 where=f"why_not, plan of {self.record.step}",
@@ -264,10 +288,21 @@ class Plan:
             )
         limited = dataclasses.replace(instead.request, memory_limit_bytes=self.record.memory_limit_bytes)
         try:
-            return WhyNot(plan=self.record, other=self.replan(limited).record)
+            return WhyNot(plan=self.record, other=replan(limited).record)
         except MemoryLimitError:
             unlimited = dataclasses.replace(limited, memory_limit_bytes=UNLIMITED_BYTES)
-            return WhyNot(plan=self.record, other=self.replan(unlimited).record)
+            return WhyNot(plan=self.record, other=replan(unlimited).record)
+
+    def _replan(self, method: str) -> Callable[[PlanRequest], Plan]:
+        """Raises: UnsupportedError for a plan of a file that is not bound to its step."""
+        if self.replan is None:
+            raise UnsupportedError(
+                where=f"{method}, plan of {self.record.step}",
+                expected="a plan that knows its step",
+                got="one from a file",
+                hint=f"bind it: autopar.parallelize(fun, plan=plan).plan(*args).{method.partition('(')[0]}(...)",
+            )
+        return self.replan
 
     def diff(self, other: Plan) -> str:
         """The differences of two plans of a step: meshes, arguments, collectives and predictions, as text."""
@@ -294,3 +329,10 @@ class Plan:
         if self.record.pipeline is not None:
             return f"<Plan of {self.record.step} on {self.cluster.name}, {len(self.record.pipeline.stages)} stages>"
         return f"<Plan of {self.record.step} on {self.cluster.name}, mesh {self.mesh}>"
+
+
+def _pages() -> ModuleType:
+    """The pages, whose templates nothing else needs: they are not loaded with autopar."""
+    from autopar.plan.report import page
+
+    return page

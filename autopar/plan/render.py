@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import io
-import re
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.paths import matches, parts_of, unfolded
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
-from autopar.errors import InvalidArgumentError
-from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
+from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
 from autopar.plan.schema import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
+from autopar.plan.summary import folded, stage_mesh
 
 WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
-NEAREST_SHOWN = 5
-NO_MODULE = "(no module)"
-_NUMBER = re.compile(r"\d+")
 
 
 def table(record: PlanRecord) -> str:
@@ -78,7 +72,7 @@ def table(record: PlanRecord) -> str:
 
 def _pins_lines(out: _Text, record: PlanRecord, pinned: PinsRecord) -> None:
     """The pins, the mesh axes of their axes, and their cost."""
-    mesh = mesh_of(record, 0)
+    mesh = stage_mesh(record, 0)
     named = zip(record.axis_names, mesh.axis_sizes, mesh.axis_names, strict=True)
     axes = ", ".join(f"{own}={n} ({name})" for own, n, name in named)
     without = "no plan was found without them"
@@ -128,55 +122,6 @@ def _stages_table(pipeline: PipelineRecord) -> Table:
     return rows
 
 
-def explain(record: PlanRecord, what: str) -> str:
-    """Everything about the modules and values whose path contains `what`, as it is or as tables fold it, or that it
-    names as a pattern (`autopar.common.paths`).
-
-    Raises: InvalidArgumentError where there is none.
-    """
-    out, called = _Text(), unfolded(what)
-    for value in (*record.arguments, *record.results):
-        if _is_called(called, value.path):
-            lies = describe(value.layout, mesh_of(record, value.stage))
-            where = _stages(record, value) + _memory(value)
-            out.line(f"{value.path}: {value.dtype}{list(value.shape)} {value.kind}, lies {lies}{where}")
-    for row in record.modules:
-        if _is_called(called, row.module) or (not row.module and called == NO_MODULE):
-            _explain_module(out, row)
-    if not out.text():
-        raise _nothing_called(record, what)
-    return out.text()
-
-
-def _nothing_called(record: PlanRecord, what: str) -> InvalidArgumentError:
-    paths = dict.fromkeys(
-        [row.module for row in record.modules if row.module] + [v.path for v in (*record.arguments, *record.results)]
-    )
-    # What is asked for is mostly the end of a path.
-    ends = {"/".join(parts_of(path)[-n:]): path for path in paths for n in (3, 2, 1)} | {path: path for path in paths}
-    near = dict.fromkeys(ends[end] for end in difflib.get_close_matches(what, list(ends), n=NEAREST_SHOWN, cutoff=0.6))
-    some = "near names" if near else "for example"
-    return InvalidArgumentError(
-        where=f"explain({what!r})",
-        expected="a module or an argument of the plan, or a part of its path",
-        got=f"nothing that is called {what!r}; {some}: {', '.join(list(near or paths)[:NEAREST_SHOWN])}",
-        hint="print the plan: each path that it shows can be explained",
-    )
-
-
-def _explain_module(out: _Text, row: ModuleRow) -> None:
-    out.line(f"{row.module or NO_MODULE}: {row.operations} operations, computes {text_of_s(row.compute_time_s)}")
-    for split in row.splits:
-        out.line(f"  matrix product {split}")
-    for c in row.collectives:
-        out.line(
-            f"  sends: {c.count:g} {c.kind} over {'*'.join(c.axes)}, "
-            f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}"
-        )
-    if not row.collectives:
-        out.line("  sends nothing: what it reads already lies as it is read")
-
-
 def diff(one: PlanRecord, other: PlanRecord) -> str:
     """The differences of two plans."""
     out = _Text()
@@ -210,45 +155,15 @@ def diff(one: PlanRecord, other: PlanRecord) -> str:
     return out.text()
 
 
-def mesh_of(record: PlanRecord, stage: int) -> LogicalMesh:
-    """The mesh of a stage."""
-    sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
-    return LogicalMesh(axis_sizes=sizes)
-
-
 def _meshes(record: PlanRecord) -> str:
     if record.pipeline is None:
-        return str(mesh_of(record, 0))
-    meshes = ", ".join(str(mesh_of(record, s)) for s in range(len(record.pipeline.stages)))
+        return str(stage_mesh(record, 0))
+    meshes = ", ".join(str(stage_mesh(record, s)) for s in range(len(record.pipeline.stages)))
     return f"{meshes}; {record.pipeline.schedule}, {record.pipeline.num_microbatches} micro-batches"
 
 
 def _place(record: PlanRecord, value: PlannedValue) -> str:
-    return value.layout.text(mesh_of(record, value.stage)) + _stages(record, value) + _memory(value)
-
-
-def _memory(value: PlannedValue) -> str:
-    return ", in host memory" if value.in_host else ""
-
-
-def _stages(record: PlanRecord, value: PlannedValue) -> str:
-    if record.pipeline is None:
-        return ""
-    if value.stages:
-        return f", in parts on stages {', '.join(map(str, value.stages))}"
-    return f" on stage {value.stage}"
-
-
-def describe(layout: Layout, mesh: LogicalMesh) -> str:
-    """A layout in words."""
-    if layout.is_replicated:
-        return "whole on every device"
-    parts = [
-        f"dimension {d} split over {'*'.join(mesh.axis_names[a] for a in axes)} ({mesh.size(axes)} ways)"
-        for d, axes in enumerate(layout.dims)
-        if axes
-    ]
-    return ", ".join(parts)
+    return value.layout.text(stage_mesh(record, value.stage)) + stages_of(record, value) + memory_of(value)
 
 
 class _Text:
@@ -268,24 +183,14 @@ class _Text:
         return "\n".join(line.rstrip() for line in self._buffer.getvalue().splitlines())
 
 
-def _pattern(path: str) -> str:
-    """A path without its numbers, so that repeated layers share a row."""
-    return _NUMBER.sub("*", path)
-
-
-def _is_called(what: str, path: str) -> bool:
-    """Whether a path contains a name, with its numbers or without, or matches it as a pattern."""
-    return what in path or what in _pattern(path) or matches(what, "/".join(parts_of(path)) or path)
-
-
 def _values_table(record: PlanRecord) -> Table:
     rows = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
     groups: dict[tuple, list[PlannedValue]] = {}
     for v in record.arguments:
-        groups.setdefault((_pattern(v.path), v.kind, v.shape, v.layout, v.stage, v.stages, v.in_host), []).append(v)
+        groups.setdefault((folded(v.path), v.kind, v.shape, v.layout, v.stage, v.stages, v.in_host), []).append(v)
     for (_, kind, shape, layout, stage, stages, _), values in groups.items():
-        mesh = mesh_of(record, stage)
-        name = values[0].path if len(values) == 1 else _pattern(values[0].path)
+        mesh = stage_mesh(record, stage)
+        name = values[0].path if len(values) == 1 else folded(values[0].path)
         local = sum(v.nbytes for v in values) // (layout.shards(mesh) * max(len(stages), 1))
         shape_text = "x".join(map(str, shape)) or "scalar"
         lies = _place(record, values[0])
@@ -301,7 +206,7 @@ def _modules_table(record: PlanRecord) -> Table:
     groups: dict[tuple, list[ModuleRow]] = {}
     for row in record.modules:
         if row.collectives or row.splits:
-            groups.setdefault((_pattern(row.module), row.splits), []).append(row)
+            groups.setdefault((folded(row.module), row.splits), []).append(row)
     for (pattern, splits), rows in groups.items():
         sent: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         for c in (c for row in rows for c in row.collectives):
@@ -339,7 +244,7 @@ def _memory_table(record: PlanRecord) -> Table:
     uses = record.predicted.memory
     kinds = [kind for kind in MemoryKind if any(kind in use.at_peak for use in uses)]
     rows = Table("a device of", *(kind.value for kind in kinds), "peak")
-    for use, peak_bytes, name in zip(uses, record.predicted.peak_bytes, _group_names(record), strict=True):
+    for use, peak_bytes, name in zip(uses, record.predicted.peak_bytes, group_names(record), strict=True):
         rows.add_row(name, *(text_of_bytes(use.at_peak.get(kind, 0)) for kind in kinds), text_of_bytes(peak_bytes))
     return rows
 
@@ -347,13 +252,13 @@ def _memory_table(record: PlanRecord) -> Table:
 def _largest_table(record: PlanRecord) -> Table:
     """The largest holders at the highest peak."""
     at = max(range(len(record.predicted.memory)), key=lambda group: record.predicted.peak_bytes[group])
-    rows = Table(f"largest at the peak of {_group_names(record)[at]}", "kind", "n", "bytes")
+    rows = Table(f"largest at the peak of {group_names(record)[at]}", "kind", "n", "bytes")
     for holder in record.predicted.memory[at].largest[:LARGEST_SHOWN]:
         rows.add_row(escape(holder.name), holder.kind.value, str(holder.count), text_of_bytes(holder.nbytes))
     return rows
 
 
-def _group_names(record: PlanRecord) -> list[str]:
+def group_names(record: PlanRecord) -> list[str]:
     """The stages of each group of devices."""
     if record.pipeline is None:
         return ["the mesh"]

@@ -14,12 +14,16 @@ from collections.abc import Sequence
 from autopar.common.paths import parts_of
 from autopar.common.units import text_of_s
 from autopar.ir.mesh import LogicalMesh
-from autopar.plan.schema import PlannedValue, PlanRecord, PredictedCollective
+from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord, PredictedCollective
 
 BASELINES = "baselines"  # the source of candidates whose names are those of recipes
 DATA_PARALLEL = "data parallelism"
 COSTLIEST_SHOWN = 3
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
+BUBBLE, WAITING = "bubble of the pipeline", "waiting"
+NEW_MEMORY, HOST_COPIES = "new memory", "copies from and to the host"
+# The parts of a step that belong to no module.
+BETWEEN_MODULES = (BUBBLE, WAITING, NEW_MEMORY, HOST_COPIES)
 # Of the step: less of it is no line of its own in what is lost.
 LEAST_LOSS = 0.001
 _NUMBER = re.compile(r"\d+")
@@ -198,19 +202,24 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
         parts.append(Share(name="operations bound by memory", seconds=compute_s - products_s))
     parts += [
         Share(name="exposed collectives", seconds=predicted.collective_time_s - predicted.hidden_time_s),
-        Share(name="copies from and to the host", seconds=predicted.host_time_s),
-        Share(name="new memory", seconds=predicted.allocation_time_s),
-        Share(name="bubble of the pipeline", seconds=bubble_s),
+        Share(name=HOST_COPIES, seconds=predicted.host_time_s),
+        Share(name=NEW_MEMORY, seconds=predicted.allocation_time_s),
+        Share(name=BUBBLE, seconds=bubble_s),
     ]
     rest_s = step_s - sum(part.seconds for part in parts)
-    parts.append(Share(name="waiting", seconds=rest_s))
+    parts.append(Share(name=WAITING, seconds=rest_s))
     return tuple(part for part in parts if part.seconds > LEAST_LOSS * step_s)
 
 
 def costliest(record: PlanRecord, most: int = COSTLIEST_SHOWN) -> tuple[CostlyCollective, ...]:
     """The collectives that take the longest, those of repeated layers together."""
+    return collectives_of(record, record.modules)[:most]
+
+
+def collectives_of(record: PlanRecord, modules: Sequence[ModuleRow]) -> tuple[CostlyCollective, ...]:
+    """The collectives of some modules, those of repeated layers together, the longest first."""
     totals: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
-    for row in record.modules:
+    for row in modules:
         share = stage_share(record, row.stage)
         for c in row.collectives:
             _add(totals.setdefault((c.kind, c.axes, folded(row.module)), [0.0, 0.0, 0.0]), c, share)
@@ -218,7 +227,7 @@ def costliest(record: PlanRecord, most: int = COSTLIEST_SHOWN) -> tuple[CostlyCo
         CostlyCollective(kind=kind, axes=axes, module=module, count=n, sent_bytes=sent, time_s=s)
         for (kind, axes, module), (n, sent, s) in totals.items()
     ]
-    return tuple(sorted(rows, key=lambda row: -row.time_s)[:most])
+    return tuple(sorted(rows, key=lambda row: -row.time_s))
 
 
 def _add(total: list[float], c: PredictedCollective, share: float) -> None:

@@ -130,22 +130,25 @@ class WhyNot:
         if self.slower_s <= 0:
             faster = f"faster by {text_of_s(-self.slower_s)}" if self.slower_s else "as fast"
             return f"It takes {text_of_s(other_s)} a step, and is {faster}: it was not weighed, or is as good."
-        losing = next(iter(self.modules()), None)
         text = (
             f"It takes {text_of_s(other_s)} a step, {other_s / step_s:.2f} times the {text_of_s(step_s)} of the plan: "
             f"slower by {text_of_s(self.slower_s)}."
         )
+        losing, between = next(iter(self.modules()), None), self._most_lost_between()
+        if between is not None and (losing is None or between.more > losing.more_s):
+            text += f" It loses the most between modules, to {between.name}: {text_of_s(between.more)} more."
         if losing is None or losing.more_s <= 0:
-            return f"{text} No module takes longer: it loses between them, to {self._losing_part()}."
+            return f"{text} No module takes longer."
         return (
-            f"{text} It loses the most in {losing.module}: {text_of_s(losing.more_s)} more, "
+            f"{text} Of the modules it loses the most in {losing.module}: {text_of_s(losing.more_s)} more, "
             f"{text_of_s(losing.other.compute_s - losing.plan.compute_s)} of it computing and "
             f"{text_of_s(losing.other.send_s - losing.plan.send_s)} sending."
         )
 
-    def _losing_part(self) -> str:
-        parts = [q for q in self.quantities()[1:] if q.unit == "s"]
-        return max(parts, key=lambda q: q.more).name if parts else "nothing"
+    def _most_lost_between(self) -> Quantity | None:
+        """The part of the step that no module has, of which the other plan needs the most more."""
+        parts = [q for q in self.quantities() if q.name in summary.BETWEEN_MODULES and q.more > 0]
+        return max(parts, key=lambda q: q.more, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as plain values, as `json.dumps` takes them."""

@@ -303,6 +303,8 @@ def test_the_clock_s_choice_is_taken_though_another_was_predicted():
     note = "timed on the devices beside 1 other plan: 1 s; the one predicted to be the fastest took 3 s"
     assert found.plan.record.notes[-1] == note
     assert f"note: {note}" in found.plan.table()
+    measured = {row.name: (row.predicted, row.measured) for row in found.plan.record.measured}
+    assert measured == {f"step time of {row.name}": (row.predicted_s, row.measured_s) for row in found.rows}
     assert found.rows[1].plan.record.notes == ()
 
 

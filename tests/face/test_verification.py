@@ -66,6 +66,15 @@ def test_the_numbers_are_those_of_plain_jit(verified):
     assert verification.worst_leaf.startswith("result")
 
 
+def test_the_plan_has_the_comparison(verified):
+    plan, found = verified
+    rows = {row.name: (row.predicted, row.measured) for row in found.plan.record.measured}
+    assert rows["peak, bytes of a device"] == (found.peak.predicted, found.peak.compiled)
+    assert rows["total, bytes of a device"] == (found.total.predicted, found.total.compiled)
+    assert len(rows) == len(found.collectives) + len(found.counts) + 1
+    assert found.plan.predicted == plan.predicted
+
+
 def test_the_table_shows_it_all(verified):
     plan, verification = verified
     text = " ".join(str(verification).split())  # long lines wrap

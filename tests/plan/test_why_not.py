@@ -64,8 +64,8 @@ def test_where_it_loses_is_said():
     other = program(modules=slow, predicted=predicted(slow, step_time_s=15.0))
     found = WhyNot(plan=program(), other=other)
     assert found.verdict == (
-        "It takes 15 s a step, 1.50 times the 10 s of the plan: slower by 5 s. It loses the most in layer*/mlp: 5 s "
-        "more, 1 s of it computing and 4 s sending."
+        "It takes 15 s a step, 1.50 times the 10 s of the plan: slower by 5 s. Of the modules it loses the most in "
+        "layer*/mlp: 5 s more, 1 s of it computing and 4 s sending."
     )
     assert [(row.module, row.more_s) for row in found.modules()] == [("layer*/mlp", 5.0), ("layer*/attention", -2.0)]
     assert "Instead: One program on 8 devices" in str(found)
@@ -77,7 +77,9 @@ def test_a_loss_between_modules_is_the_bubble():
         other, predicted=dataclasses.replace(other.predicted, step_time_s=20.0, bubble_fraction=0.6)
     )
     found = WhyNot(plan=program(), other=other)
-    assert found.verdict.endswith("No module takes longer: it loses between them, to bubble of the pipeline.")
+    assert found.verdict.endswith(
+        "It loses the most between modules, to bubble of the pipeline: 12 s more. No module takes longer."
+    )
 
 
 def test_what_does_not_fit_says_by_how_much_and_with_what():

@@ -1,0 +1,253 @@
+"""Why a module or an argument lies as it does: its layout in words, who holds what, collectives, what binds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from autopar.common.paths import matches, parts_of, unfolded
+from autopar.common.units import text_of_bytes, text_of_s
+from autopar.errors import InvalidArgumentError
+from autopar.hardware import host_groups
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
+from autopar.plan import summary
+from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord
+
+NO_MODULE = "(no module)"
+NEAREST_SHOWN = 5
+# Of a value: parts that are named one by one; and of the arguments that are asked for, those that are drawn.
+PARTS_SHOWN, DRAWN = 8, 3
+# Of the memory limit: a peak above it leaves no room for whole copies of what is split.
+NEARLY_FULL = 0.95
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of an array, as Python slices it, and the devices that hold it."""
+
+    indices: str
+    devices: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedValue:
+    """An argument or result: `lies` is its layout in words, `pieces` which device holds which part."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str
+    layout: str
+    lies: str
+    device_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another layout of an argument, with all else searched for anew. Where it has no plan, `why` says so."""
+
+    layout: str
+    lies: str
+    step_time_s: float | None
+    peak_bytes: int | None
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What is called by a name in a plan. `alternatives` are other ways for the first of the values, the best first."""
+
+    values: tuple[ExplainedValue, ...]
+    modules: tuple[ModuleRow, ...]
+    binds: tuple[str, ...]
+    step_time_s: float
+    alternatives: tuple[Alternative, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as plain values, as `json.dumps` takes them."""
+        return msgspec.to_builtins(self)
+
+    def __str__(self) -> str:
+        lines = [f"{v.path}: {v.dtype}{list(v.shape)} {v.kind}, lies {v.lies}" for v in self.values]
+        for value in self.values if len(self.values) <= DRAWN else ():
+            lines += _picture(value)
+        for row in self.modules:
+            lines += _of_module(row)
+        lines += [f"binds: {text}" for text in self.binds]
+        for other in self.alternatives:
+            lies = f"instead {other.lies}, {other.layout}"
+            if other.step_time_s is None:
+                lines.append(f"{lies}: {other.why}")
+            else:
+                more_s = other.step_time_s - self.step_time_s
+                lines.append(
+                    f"{lies}: step {text_of_s(other.step_time_s)} ({text_of_s(abs(more_s))} "
+                    f"{'more' if more_s >= 0 else 'less'}), peak {text_of_bytes(other.peak_bytes or 0)}"
+                )
+        return "\n".join(lines)
+
+
+def explanation(record: PlanRecord, what: str) -> Explanation:
+    """Everything about the modules and values whose path contains `what`, as it is or as tables fold it, or that it
+    names as a pattern (`autopar.common.paths`).
+
+    Raises: InvalidArgumentError where there is none.
+    """
+    values, modules = values_called(record, what), _modules_called(record, what)
+    if not values and not modules:
+        raise _nothing_called(record, what)
+    return Explanation(
+        values=tuple(_explained(record, value) for value in values),
+        modules=tuple(modules),
+        binds=_binds(record, values, modules),
+        step_time_s=record.predicted.step_time_s,
+    )
+
+
+def values_called(record: PlanRecord, what: str) -> list[PlannedValue]:
+    """The arguments and results that a name or pattern means."""
+    called = unfolded(what)
+    return [v for v in (*record.arguments, *record.results) if _is_called(called, v.path)]
+
+
+def _modules_called(record: PlanRecord, what: str) -> list[ModuleRow]:
+    called = unfolded(what)
+    return [row for row in record.modules if _is_called(called, row.module) or (not row.module and called == NO_MODULE)]
+
+
+def _is_called(what: str, path: str) -> bool:
+    """Whether a path contains a name, with its numbers or without, or matches it as a pattern."""
+    return what in path or what in summary.folded(path) or matches(what, "/".join(parts_of(path)) or path)
+
+
+def _nothing_called(record: PlanRecord, what: str) -> InvalidArgumentError:
+    paths = dict.fromkeys(
+        [row.module for row in record.modules if row.module] + [v.path for v in (*record.arguments, *record.results)]
+    )
+    # What is asked for is mostly the end of a path.
+    ends = {"/".join(parts_of(path)[-n:]): path for path in paths for n in (3, 2, 1)} | {path: path for path in paths}
+    near = dict.fromkeys(ends[end] for end in difflib.get_close_matches(what, list(ends), n=NEAREST_SHOWN, cutoff=0.6))
+    some = "near names" if near else "for example"
+    return InvalidArgumentError(
+        where=f"explain({what!r})",
+        expected="a module or an argument of the plan, or a part of its path",
+        got=f"nothing that is called {what!r}; {some}: {', '.join(list(near or paths)[:NEAREST_SHOWN])}",
+        hint="print the plan: each path that it shows can be explained",
+    )
+
+
+def _explained(record: PlanRecord, value: PlannedValue) -> ExplainedValue:
+    mesh = summary.stage_mesh(record, value.stage)
+    first = 0 if record.pipeline is None else record.pipeline.stages[value.stage].first_device
+    return ExplainedValue(
+        path=value.path,
+        dtype=value.dtype,
+        shape=value.shape,
+        kind=value.kind,
+        layout=value.layout.text(mesh),
+        lies=describe(value.layout, mesh) + stages_of(record, value) + memory_of(value),
+        device_bytes=value.nbytes // (value.layout.shards(mesh) * max(len(value.stages), 1)),
+        pieces=() if value.stages else pieces_of(value.shape, value.layout, mesh, first),
+    )
+
+
+def describe(layout: Layout, mesh: LogicalMesh) -> str:
+    """A layout in words."""
+    if layout.is_replicated:
+        return "whole on every device"
+    parts = [
+        f"dimension {d} split over {'*'.join(mesh.axis_names[a] for a in axes)} ({mesh.size(axes)} ways)"
+        for d, axes in enumerate(layout.dims)
+        if axes
+    ]
+    return ", ".join(parts)
+
+
+def stages_of(record: PlanRecord, value: PlannedValue) -> str:
+    """The stages that hold a value, in words; nothing without stages."""
+    if record.pipeline is None:
+        return ""
+    if value.stages:
+        return f", in parts on stages {', '.join(map(str, value.stages))}"
+    return f" on stage {value.stage}"
+
+
+def memory_of(value: PlannedValue) -> str:
+    """Whether a value is in the memory of the host, in words."""
+    return ", in host memory" if value.in_host else ""
+
+
+def pieces_of(shape: Sequence[int], layout: Layout, mesh: LogicalMesh, first_device: int) -> tuple[Piece, ...]:
+    """The parts of an array in their order, and the devices that hold each."""
+    held: dict[tuple[int, ...], list[int]] = {}
+    for device, place in enumerate(itertools.product(*(range(n) for n in mesh.axis_sizes))):
+        part = []
+        for axes in layout.dims:
+            index = 0
+            for a in axes:
+                index = index * mesh.axis_sizes[a] + place[a]
+            part.append(index)
+        held.setdefault(tuple(part), []).append(first_device + device)
+    pieces = []
+    for indices, devices in sorted(held.items()):
+        texts = []
+        for size, axes, index in zip(shape, layout.dims, indices, strict=True):
+            length = size // mesh.size(axes)
+            texts.append(f"{index * length}:{(index + 1) * length}" if axes else ":")
+        pieces.append(Piece(indices=f"[{', '.join(texts)}]", devices=tuple(devices)))
+    return tuple(pieces)
+
+
+def _picture(value: ExplainedValue) -> list[str]:
+    """Which devices hold what, where the array is split."""
+    if len(value.pieces) < 2:
+        return []
+    lines = []
+    for piece in value.pieces[:PARTS_SHOWN]:
+        devices = ", ".join(map(str, piece.devices))
+        lines.append(f"  {piece.indices} on device{'s' if len(piece.devices) > 1 else ''} {devices}")
+    rest = len(value.pieces) - PARTS_SHOWN
+    return [*lines, *([f"  and {rest} more parts"] if rest > 0 else [])]
+
+
+def _of_module(row: ModuleRow) -> list[str]:
+    lines = [f"{row.module or NO_MODULE}: {row.operations} operations, computes {text_of_s(row.compute_time_s)}"]
+    lines += [f"  matrix product {split}" for split in row.splits]
+    for c in row.collectives:
+        lines.append(
+            f"  sends: {c.count:g} {c.kind} over {'*'.join(c.axes)}, "
+            f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}"
+        )
+    if not row.collectives:
+        lines.append("  sends nothing: what it reads already lies as it is read")
+    return lines
+
+
+def _binds(record: PlanRecord, values: Sequence[PlannedValue], modules: Sequence[ModuleRow]) -> tuple[str, ...]:
+    """What other layouts would meet: full memory, the state that they are tied to, links between hosts."""
+    texts = []
+    peak, limit = max(record.predicted.peak_bytes), record.memory_limit_bytes
+    if limit and peak >= NEARLY_FULL * limit:
+        texts.append(f"memory: {text_of_bytes(peak)} of {text_of_bytes(limit)} are full at the peak")
+    results = {value.path for value in record.results}
+    if any(value.kind == "state" for value in values) and results:
+        texts.append("the state: the next step reads it as this step leaves it, in one layout")
+    axes = {(row.stage, c.axes) for row in modules for c in row.collectives}
+    axes |= {(v.stage, tuple(AXIS_NAMES[a] for a in split)) for v in values for split in v.layout.dims if split}
+    slow = sorted({"*".join(names) for stage, names in axes if _is_between_hosts(record, stage, names)})
+    if slow:
+        texts.append(f"the network: devices along {', '.join(slow)} are on several hosts")
+    return tuple(texts)
+
+
+def _is_between_hosts(record: PlanRecord, stage: int, names: Sequence[str]) -> bool:
+    sizes = summary.stage_mesh(record, stage).axis_sizes
+    axes = tuple(AXIS_NAMES.index(name) for name in names)
+    return host_groups.spread(sizes, axes, record.cluster.domain_devices).hosts > 1

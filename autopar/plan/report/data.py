@@ -1,0 +1,211 @@
+"""The values that the page of a plan shows, computed from its record. Numbers, not text: the template writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from autopar.ir.mesh import AXIS_NAMES
+from autopar.plan import summary
+from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
+from autopar.plan.report.memory_panel import MemoryPanel, memory_panel
+from autopar.plan.report.module_tree import ModuleNode, module_tree
+from autopar.plan.report.timeline_data import TimelineData, timeline_data
+from autopar.plan.schema import MeasuredRecord, PlanRecord
+from autopar.plan.summary import CostlyCollective, Share, StageGroup, StateGroup
+
+# An axis, as it stands inside the brackets of a layout in text: `[x, -, yz] +x`.
+_BRACKETS = re.compile(r"(\[[xyz, -]*\]|\+[xyz])")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AxisRow:
+    """A mesh axis: its name on the page, the names a recipe or pins gave it, its sizes and roles on the stages."""
+
+    name: str
+    own_name: str
+    sizes: tuple[int, ...]
+    roles: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Token:
+    """A piece of a layout as text; `axis` is the mesh axis that it names, or empty."""
+
+    text: str
+    axis: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentRow:
+    """Arguments that are alike. `tokens` is their layout."""
+
+    group: StateGroup
+    pattern: str
+    tokens: tuple[Token, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateRow:
+    """A way to run the step that was weighed. `relative` is its time over the plan's."""
+
+    source: str
+    text: str
+    step_time_s: float | None
+    peak_bytes: int | None
+    why: str
+    is_plan: bool = False
+    relative: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReportData:
+    """The page of a plan."""
+
+    step: str
+    cluster: str
+    device: str
+    devices: int
+    sentence: str
+    step_time_s: float
+    peak_bytes: int
+    limit_bytes: int | None
+    flops: float
+    mfu: float
+    sent_bytes: float
+    host_bytes: int
+    shares: tuple[Share, ...]
+    advantage: str
+    axes: tuple[AxisRow, ...]
+    stages: tuple[StageGroup, ...]
+    schedule: str
+    drawing: Drawing
+    loads: tuple[LinkLoad, ...]
+    modules: tuple[ModuleNode, ...]
+    costliest: tuple[CostlyCollective, ...]
+    arguments: tuple[ArgumentRow, ...]
+    memory: MemoryPanel
+    timeline: TimelineData
+    candidates: tuple[CandidateRow, ...]
+    measured: tuple[MeasuredRecord, ...]
+    notes: tuple[str, ...]
+
+
+def report_data(record: PlanRecord) -> ReportData:
+    """The values of the page of a plan."""
+    predicted, pipeline = record.predicted, record.pipeline
+    return ReportData(
+        step=record.step,
+        cluster=record.cluster.name,
+        device=record.cluster.device.name,
+        devices=summary.num_devices(record),
+        sentence=summary.sentence(record),
+        step_time_s=predicted.step_time_s,
+        peak_bytes=max(predicted.peak_bytes),
+        limit_bytes=record.memory_limit_bytes,
+        flops=predicted.flops,
+        mfu=predicted.mfu,
+        sent_bytes=sum(c.sent_bytes for c in summary.collectives_of(record, record.modules)),
+        host_bytes=max(predicted.host_bytes, default=0),
+        shares=summary.shares(record),
+        advantage=summary.advantage(record),
+        axes=axis_rows(record),
+        stages=summary.stage_groups(record),
+        schedule=pipeline.schedule if pipeline is not None else "",
+        drawing=drawing_of(record),
+        loads=link_loads(record),
+        modules=module_tree(record),
+        costliest=summary.costliest(record),
+        arguments=tuple(
+            ArgumentRow(group=group, pattern=summary.path_of(group.name), tokens=tokens_of(group.layout))
+            for group in summary.state_groups(record)
+        ),
+        memory=memory_panel(record),
+        timeline=timeline_data(record),
+        candidates=candidate_rows(record),
+        measured=record.measured,
+        notes=record.notes,
+    )
+
+
+def axis_rows(record: PlanRecord) -> tuple[AxisRow, ...]:
+    """The mesh axes that some stage has, with each size and role once."""
+    stages = range(1 if record.pipeline is None else len(record.pipeline.stages))
+    sizes: dict[str, dict[int, None]] = {}
+    roles: dict[str, dict[str, None]] = {}
+    for stage in stages:
+        mesh = summary.stage_mesh(record, stage)
+        for name, size, role in zip(mesh.axis_names, mesh.axis_sizes, summary.axis_roles(record, stage), strict=True):
+            sizes.setdefault(name, {})[size] = None
+            if role != name:
+                roles.setdefault(name, {})[role] = None
+    own = dict(zip(AXIS_NAMES, record.axis_names, strict=False))
+    return tuple(
+        AxisRow(name=name, own_name=own.get(name, ""), sizes=tuple(found), roles=tuple(roles.get(name, ())))
+        for name, found in sizes.items()
+    )
+
+
+def tokens_of(text: str) -> tuple[Token, ...]:
+    """A text with layouts in it (`[x, -] @ [-, -] +x`) in pieces, each axis in a layout one of its own."""
+    tokens: list[Token] = []
+    for piece in _BRACKETS.split(text):
+        if not _BRACKETS.fullmatch(piece):
+            _append(tokens, piece)
+            continue
+        for character in piece:
+            if character in AXIS_NAMES:
+                tokens.append(Token(character, character))
+            else:
+                _append(tokens, character)
+    return tuple(tokens)
+
+
+def _append(tokens: list[Token], text: str) -> None:
+    """Adds text, to the last piece where that is no axis."""
+    if tokens and not tokens[-1].axis:
+        tokens[-1] = Token(tokens[-1].text + text)
+    elif text:
+        tokens.append(Token(text))
+
+
+def candidate_rows(record: PlanRecord) -> tuple[CandidateRow, ...]:
+    """The plan, and every way that was weighed beside it or left out, by time; those without a time last."""
+    plan_s = record.predicted.step_time_s
+    rows = [
+        CandidateRow(
+            source="the plan",
+            text=summary.chosen_recipe(record) or summary.sentence(record),
+            step_time_s=plan_s,
+            peak_bytes=max(record.predicted.peak_bytes),
+            why="",
+            is_plan=True,
+            relative=1.0 if plan_s else None,
+        )
+    ]
+    known: set[tuple[str, float | None]] = set()
+    for lost in record.rejected:
+        known.add((lost.text, lost.step_time_s))
+        rows.append(_candidate(lost.source, lost.text, (lost.step_time_s, lost.peak_bytes), lost.why, plan_s))
+    for trial in record.weighed:
+        if (trial.text, trial.step_time_s) not in known and trial.step_time_s != plan_s:
+            times = (trial.step_time_s, trial.peak_bytes)
+            rows.append(_candidate("pipelines", trial.text, times, "another was better", plan_s))
+    return tuple(sorted(rows, key=_by_time))
+
+
+def _by_time(row: CandidateRow) -> tuple[bool, bool, float]:
+    return not row.is_plan, row.step_time_s is None, row.step_time_s or 0.0
+
+
+def _candidate(source: str, text: str, numbers: Sequence[float | None], why: str, plan_s: float) -> CandidateRow:
+    step_s, peak_bytes = numbers
+    return CandidateRow(
+        source=source,
+        text=text or "all of them",
+        step_time_s=step_s,
+        peak_bytes=None if peak_bytes is None else int(peak_bytes),
+        why=why,
+        relative=step_s / plan_s if step_s is not None and plan_s else None,
+    )

@@ -1,0 +1,101 @@
+"""The page of a plan, and of two plans side by side: HTML with its style and its script inside, from the templates.
+
+Everything that comes from the user's program is text: Jinja2 escapes it in the page, and the data of the script are
+JSON in which no character can end the element that holds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.plan.report.compare_data import CompareData, compare_data
+from autopar.plan.report.data import ReportData, report_data, tokens_of
+from autopar.plan.report.timeline_data import PARTS, TimelineData
+from autopar.plan.schema import PlanRecord
+
+# What could end a script element, or a line of JavaScript, in JSON.
+_UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def page_of(record: PlanRecord) -> str:
+    """The page of a plan."""
+    return _render("report.html.j2", report_data(record))
+
+
+def comparison_of(record: PlanRecord, other: PlanRecord) -> str:
+    """The page of two plans of a step side by side."""
+    return _render("compare.html.j2", compare_data(record, other))
+
+
+def _render(template: str, data: ReportData | CompareData) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("autopar.plan.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "s": text_of_s,
+        "b": text_of_bytes,
+        "flop": text_of_flops,
+        "pct": percent,
+        "tokens": tokens_of,
+        "hue": hue,
+        "curve": curve_points,
+        "timeline": timeline_json,
+    }
+    fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+    return environment.get_template(template).render(fields)
+
+
+def percent(part: float) -> str:
+    """`3.2 %`; a part below a thousandth is `< 0.1 %`."""
+    if 0 < part < 0.001:
+        return "< 0.1 %"
+    return f"{part:.1%}".replace("%", " %") if part < 0.1 else f"{part:.0%}".replace("%", " %")
+
+
+def hue(stage: int, groups: int) -> int:
+    """The hue of a stage's colour, so that neighbours differ and the first and the last do too."""
+    return round(205 + 290 * (stage % groups) / max(groups, 1)) % 360
+
+
+def curve_points(curve: tuple[int, ...], top: float, width: float, height: float) -> str:
+    """The points of an SVG polyline in steps, with `top` bytes at the upper edge."""
+    points = []
+    for i, value in enumerate(curve):
+        y = height * (1 - value / top) if top else height
+        points += [f"{width * i / len(curve):.1f},{y:.1f}", f"{width * (i + 1) / len(curve):.1f},{y:.1f}"]
+    return " ".join(points)
+
+
+def timeline_json(timeline: TimelineData) -> Markup:
+    """The data of the timeline, for a script element. Starts are counted from the start before, to be short."""
+    rows: list[dict[str, Any]] = []
+    for row in timeline.rows:
+        flat, last = [], 0
+        for name, start, duration in sorted(row.events, key=lambda event: event[1]):
+            flat += [name, start - last, duration]
+            last = start
+        rows.append({"name": row.name, "link": row.is_link, "busy": round(row.busy, 4), "events": flat})
+    value = {
+        "step_s": timeline.step_s,
+        "parts": PARTS,
+        "names": timeline.names,
+        "categories": timeline.categories,
+        "rows": rows,
+    }
+    return safe_json(value)
+
+
+def safe_json(value: Any) -> Markup:
+    """JSON that may stand in a script element: what it says is unchanged, and nothing in it ends the element."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return Markup("".join(_UNSAFE.get(character, character) for character in text))
