@@ -4,6 +4,7 @@ from autopar import distributed, errors, recipes
 from autopar.api import parallelize, plan
 from autopar.constraining import constrain
 from autopar.executables.compiled_spmd import Compiled
+from autopar.fitting import Fitting, fit
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.step import Step
@@ -13,6 +14,7 @@ from autopar.verification import Verification, verify
 __all__ = [
     "Cluster",
     "Compiled",
+    "Fitting",
     "Plan",
     "Step",
     "Timed",
@@ -21,6 +23,7 @@ __all__ = [
     "constrain",
     "distributed",
     "errors",
+    "fit",
     "parallelize",
     "plan",
     "recipes",

@@ -23,7 +23,7 @@ from autopar.calls.plan_sources import PlanSources
 from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_open
 from autopar.calls.plans import StepPlans
 from autopar.calls.signatures import Signature
-from autopar.calls.step_options import StepOptions
+from autopar.calls.step_options import DEFAULT_ARGNUMS, StepOptions
 from autopar.calls.trace_call import trace_call, with_fixed_trace
 from autopar.calls.warn_once import WarnOnce
 from autopar.common import jax_compat
@@ -322,6 +322,16 @@ def followed(step: Step) -> FollowedStep:
 def on_cluster(step: Step, cluster: Cluster) -> Step:
     """The same step, planned for a cluster."""
     return Step(function_of(step), dataclasses.replace(step._options, cluster=cluster))
+
+
+def fresh(step: Step) -> Step:
+    """The same step without its plans."""
+    return Step(function_of(step), step._options)
+
+
+def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of the arguments that hold examples."""
+    return tuple(nnx_objects.batch_argnums(args, step._options.batch_argnums, DEFAULT_ARGNUMS["batch_argnums"]))
 
 
 def function_of(step: Step) -> Callable[..., Any]:

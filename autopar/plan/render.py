@@ -123,8 +123,19 @@ def _stages_table(pipeline: PipelineRecord) -> Table:
 
 
 def diff(one: PlanRecord, other: PlanRecord) -> str:
-    """The differences of two plans."""
-    out = _Text()
+    """The differences of two plans, as a table."""
+    differing = differences(one, other)
+    if not differing:
+        return "the plans are the same"
+    out, rows = _Text(), Table("what", "this plan", "other plan")
+    for row in differing:
+        rows.add_row(*map(escape, row))
+    out.table(rows)
+    return out.text()
+
+
+def differences(one: PlanRecord, other: PlanRecord) -> list[tuple[str, str, str]]:
+    """The differences of two plans: the name of each, and what it is in both."""
     rows = [
         ("mesh", _meshes(one), _meshes(other)),
         ("step time", text_of_s(one.predicted.step_time_s), text_of_s(other.predicted.step_time_s)),
@@ -145,14 +156,7 @@ def diff(one: PlanRecord, other: PlanRecord) -> str:
         w = b_values.get(v.path)
         other_place = _place(other, w) if w is not None else "absent"
         rows.append((v.path, _place(one, v), other_place))
-    differing = [row for row in rows if row[1] != row[2]]
-    if not differing:
-        return "the plans are the same"
-    differences = Table("what", "this plan", "other plan")
-    for row in differing:
-        differences.add_row(*map(escape, row))
-    out.table(differences)
-    return out.text()
+    return [row for row in rows if row[1] != row[2]]
 
 
 def _meshes(record: PlanRecord) -> str:

@@ -11,6 +11,8 @@ from autopar.__main__ import main
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.presets import H100
+from autopar.recipe_text import recipe_of
+from autopar.step_files import shapes_only
 from tests.small_steps import MLP_BATCH, MLP_STATE, TIMEOUT_S, mlp_step, start_python
 
 JOB = """
@@ -216,3 +218,140 @@ def test_a_compiler_that_is_missing_is_said_before_a_plan_is_searched_for(job, m
     monkeypatch.setattr("autopar.calls.plan_sources.make_plan", searched)
     assert main(["verify", small_job(job), "--cluster", "tpu-v5e:2x4"]) == 1
     assert "got no module libtpu" in capsys.readouterr().err
+
+
+# Reading plans, JSON
+
+
+def out_of(capsys, *arguments: str) -> str:
+    """What a verb prints."""
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def saved(job, tmp_path, capsys) -> str:
+    path = str(tmp_path / "plan.json")
+    out_of(capsys, "plan", small_job(job), "--cluster", "dgx-h100", "--save", path)
+    return path
+
+
+def test_a_plan_as_json_and_with_every_row(job, capsys):
+    named = ["plan", small_job(job), "--cluster", "dgx-h100"]
+    made = json.loads(out_of(capsys, *named, "--json"))
+    assert made["summary"]["devices"] == 8
+    assert made["plan"]["step"] == "train_step"
+    assert "meshes tried" in out_of(capsys, *named, "--table")
+    assert "meshes tried" not in out_of(capsys, *named)
+
+
+def test_a_plan_is_written_as_a_page(job, saved, tmp_path, capsys):
+    page, other = tmp_path / "plan.html", tmp_path / "other.html"
+    assert f"Written to {page}" in out_of(capsys, "report", saved, str(page))
+    out_of(capsys, "plan", small_job(job), "--cluster", "dgx-h100", "--report", str(other))
+    assert page.read_text() == other.read_text()
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    both = tmp_path / "both.html"
+    assert json.loads(out_of(capsys, "compare", saved, saved, str(both), "--json")) == {"page": str(both)}
+    assert "Two plans of" in both.read_text()
+
+
+def test_explanations_and_differences_as_json(saved, capsys):
+    made = json.loads(out_of(capsys, "explain", saved, "state", "--json"))
+    assert made["values"][0]["path"] == "state['w']"
+    assert made["values"][0]["pieces"]
+    assert json.loads(out_of(capsys, "diff", saved, saved, "--json")) == {"differences": []}
+
+
+def test_what_a_recipe_would_give(job, capsys):
+    named = ["why-not", small_job(job), "zero(3)", "--cluster", "dgx-h100"]
+    made = json.loads(out_of(capsys, *named, "--json"))
+    own = autopar.plan(
+        *shapes_only(small_job(job))[:1],
+        *shapes_only(small_job(job))[1],
+        cluster="dgx-h100",
+        plan=autopar.recipes.zero(3),
+        cache_dir=None,
+        show_progress=False,
+    )
+    assert made["quantities"][0]["other"] == own.predicted.step_time_s
+    assert made["instead"] in out_of(capsys, *named).replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe"),
+    [
+        ("data_parallel", autopar.recipes.data_parallel()),
+        ("tensor_parallel(size=8)", autopar.recipes.tensor_parallel(size=8)),
+        (" cut(zero(1), stages=2) ", autopar.recipes.cut(autopar.recipes.zero(1), stages=2)),
+        ("pipeline(2, 'gpipe')", autopar.recipes.pipeline(2, "gpipe")),
+    ],
+)
+def test_recipes_are_read_from_text(text, recipe):
+    assert recipe_of(text) == recipe
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "zero(", "zero", "3", "__import__('os')", "zero.x(1)", "zero(stage=open('x'))", "zero(**{})", "nothing()"],
+)
+def test_what_is_no_recipe_is_refused_and_not_run(text):
+    with pytest.raises(InvalidArgumentError, match="expected a call of data_parallel"):
+        recipe_of(text)
+
+
+def test_the_largest_batch(job, capsys):
+    made = json.loads(out_of(capsys, "fit", limited_job(job), "--cluster", "dgx-h100", "--json"))
+    assert made["largest"]["dgx-h100"] > 8
+    assert "the largest batch that fits is" in out_of(capsys, "fit", limited_job(job), "--cluster", "dgx-h100")
+    assert main(["fit", limited_job(job), "--price", "dgx-h100"]) == 1
+    assert "--price: expected CLUSTER=PRICE of an hour, got dgx-h100" in capsys.readouterr().err
+
+
+def limited_job(job) -> str:
+    """With little memory, so that batches are small."""
+    path = job.parent / "limited.py"
+    text = JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64")
+    limited = "autopar.parallelize(train_step, memory_limit_bytes=100_000)"
+    path.write_text("import autopar\n" + text.replace("return train_step,", f"return {limited},"))
+    return f"{path}:job"
+
+
+def test_the_doctor_says_what_there_is(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "none"))
+    made = {row["what"]: row for row in json.loads(out_of(capsys, "doctor", "--json"))["findings"]}
+    assert made["devices"]["state"] == "8 x cpu"
+    assert made["measured"]["advice"].startswith("predictions count with tables")
+    assert "not there yet" in made["cache"]["state"]
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "plan-1.json").write_text("x")
+    assert "1 plans, 0 measurements, 1 B" in out_of(capsys, "doctor")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["--help"],
+        *([verb, "--help"] for verb in ("plan", "why-not", "fit", "report", "compare", "doctor")),
+    ],
+)
+def test_help_and_version_are_no_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("autopar " if arguments == ["--version"] else "usage: autopar")
+    assert len(arguments) == 1 or f"example: autopar {arguments[0]}" in out
+
+
+def test_wrong_arguments_are_another_status(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan"])
+    assert ended.value.code == 2
+
+
+def test_a_page_in_no_folder_is_refused_before_planning(job, capsys, monkeypatch):
+    monkeypatch.setattr("autopar.commands.shapes_only", lambda name: pytest.fail("planned"))
+    assert main(["plan", f"{job}:job", "--report", "nowhere/plan.html"]) == 1
+    assert "--report: expected a path in a folder that is there" in capsys.readouterr().err

@@ -1,0 +1,188 @@
+"""What the verbs of the command line do: each takes parsed arguments and returns its result, as text and as values."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import autopar
+from autopar.common.cache_dir import default_directory
+from autopar.doctor import diagnose
+from autopar.errors import InvalidArgumentError
+from autopar.hardware import calibrate
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.plan.render import differences
+from autopar.recipe_text import recipe_of
+from autopar.step import on_cluster
+from autopar.step_files import returned_by, shapes_only
+from autopar.xla import aot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """The result of a verb: what is printed, and what is printed with --json."""
+
+    text: str
+    values: Any
+
+
+def plan(parsed: argparse.Namespace) -> Output:
+    """Plans a step."""
+    _check_folder("--save", parsed.save)
+    _check_folder("--report", parsed.report)
+    cluster = Cluster.parse(parsed.cluster)
+    step, arguments = shapes_only(parsed.function)
+    made = autopar.plan(step, *arguments, cluster=cluster, memory_limit_bytes=parsed.memory_limit_bytes)
+    if parsed.save:
+        made.save(parsed.save)
+    if parsed.report:
+        made.report(parsed.report)
+    return Output(made.table() if parsed.table else str(made), made.to_dict())
+
+
+def explain(parsed: argparse.Namespace) -> Output:
+    """Explains a module or an argument of a saved plan."""
+    found = load(parsed.plan).explanation(parsed.what)
+    return Output(str(found), found.to_dict())
+
+
+def why_not(parsed: argparse.Namespace) -> Output:
+    """Compares the plan of a step with that of a recipe."""
+    recipe = recipe_of(parsed.recipe)
+    step, arguments = shapes_only(parsed.function)
+    found = _planned_for(step, Cluster.parse(parsed.cluster)).plan(*arguments).why_not(recipe)
+    return Output(str(found), found.to_dict())
+
+
+def diff(parsed: argparse.Namespace) -> Output:
+    """The differences of two saved plans."""
+    one, other = load(parsed.one), load(parsed.other)
+    rows = [{"what": what, "plan": a, "other": b} for what, a, b in differences(one.record, other.record)]
+    return Output(one.diff(other), {"differences": rows})
+
+
+def report(parsed: argparse.Namespace) -> Output:
+    """Writes the page of a saved plan."""
+    _check_folder("PAGE.html", parsed.page)
+    load(parsed.plan).report(parsed.page)
+    return Output(f"Written to {parsed.page}: open it in a browser", {"page": parsed.page})
+
+
+def compare(parsed: argparse.Namespace) -> Output:
+    """Writes the page of two saved plans."""
+    _check_folder("PAGE.html", parsed.page)
+    load(parsed.one).compare(load(parsed.other), parsed.page)
+    return Output(f"Written to {parsed.page}: open it in a browser", {"page": parsed.page})
+
+
+def fit(parsed: argparse.Namespace) -> Output:
+    """Finds the largest batch that fits on each cluster."""
+    step, arguments = shapes_only(parsed.function)
+    prices = dict(_price(text) for text in parsed.price or ())
+    found = autopar.fit(step, *arguments, clusters=parsed.cluster or ["local"], multiple=parsed.multiple, prices=prices)
+    return Output(str(found), found.to_dict())
+
+
+def doctor(parsed: argparse.Namespace) -> Output:
+    """Looks at this machine."""
+    found = diagnose()
+    return Output(str(found), found.to_dict())
+
+
+def verify(parsed: argparse.Namespace) -> Output:
+    """Holds a plan against its compiled program."""
+    cluster = Cluster.parse(parsed.cluster)
+    is_local = parsed.cluster.startswith("local")
+    compile_for = None if is_local else aot.spec_of(cluster)
+    if not is_local and compile_for is None:
+        raise InvalidArgumentError(
+            where="--cluster",
+            expected="local, or hardware that there is a compiler for, such as tpu-v5e:2x4 or dgx-h100",
+            got=parsed.cluster,
+            hint="verify where the hardware is, with --cluster local",
+        )
+    step, arguments = returned_by(parsed.function) if is_local else shapes_only(parsed.function)
+    found = autopar.verify(_planned_for(step, cluster), *arguments, compile_for=compile_for)
+    rows = [msgspec.to_builtins(row) for row in found.plan.record.measured]
+    return Output(str(found), {"target": found.target, "difference": found.difference, "measured": rows})
+
+
+def tune(parsed: argparse.Namespace) -> Output:
+    """Times plans on the devices here."""
+    if not parsed.cluster.startswith("local") and not parsed.cluster.endswith(".json"):
+        raise InvalidArgumentError(
+            where="--cluster",
+            expected="the devices here: local, local:4, or a .json file that was measured on them",
+            got=parsed.cluster,
+            hint="tune where the hardware is, or predict: autopar plan",
+        )
+    _check_folder("--save", parsed.save)
+    cluster = Cluster.parse(parsed.cluster)
+    step, arguments = returned_by(parsed.function)
+    tuned = autopar.tune(_planned_for(step, cluster), *arguments)
+    if parsed.save:
+        tuned.plan.save(parsed.save)
+    fields = ("name", "predicted_s", "measured_s", "quartiles_s", "why")
+    rows = [{field: getattr(row, field) for field in fields} for row in tuned.rows]
+    return Output(str(tuned), {"target": tuned.target, "rows": rows})
+
+
+def measure(parsed: argparse.Namespace) -> Output:
+    """Measures, and says what came out and where it lies."""
+    measurement = calibrate.measure(parsed.devices)
+    path: Path | None
+    if parsed.save:
+        Cluster.of_measurement(measurement, parsed.devices).save(parsed.save)
+        path, told = Path(parsed.save), f"Saved to {parsed.save}: plan for it with --cluster {parsed.save}"
+    else:
+        path = measurement.save()
+        told = f"Saved to {path}: Cluster.local() counts with it from now on"
+        if path is None:
+            directory = default_directory() or "the user's cache"
+            told = f"Not saved: {directory} cannot be written (choose a file with --save)"
+    values = {"saved": None if path is None else str(path), "fits": [msgspec.to_builtins(f) for f in measurement.fits]}
+    return Output(f"{measurement}\n\n{told}", values)
+
+
+def load(path: str) -> Plan:
+    """A saved plan. Raises: InvalidArgumentError for a file that is not there, PlanFormatError."""
+    if not Path(path).is_file():
+        raise InvalidArgumentError(
+            where=path, expected="a plan in a file", got="no such file", hint="make one with autopar plan ... --save"
+        )
+    return Plan.load(path)
+
+
+def _planned_for(step: Callable[..., Any], cluster: Cluster) -> autopar.Step:
+    """A step on a cluster: what `parallelize` made as it is, a plain function with its defaults."""
+    parallel = step if isinstance(step, autopar.Step) else autopar.parallelize(step)
+    assert isinstance(parallel, autopar.Step), "given a function, it makes a step"
+    return on_cluster(parallel, cluster)
+
+
+def _check_folder(where: str, path: str | None) -> None:
+    """Raises: InvalidArgumentError, before anything is planned, for a file in a folder that is not there."""
+    if path and not Path(path).absolute().parent.is_dir():
+        raise InvalidArgumentError(
+            where=where, expected="a path in a folder that is there", got=path, hint="make the folder first"
+        )
+
+
+def _price(text: str) -> tuple[str, float]:
+    """`dgx-h100x2=98.3` as a cluster and its price of an hour."""
+    name, _, price = text.rpartition("=")
+    try:
+        value = float(price)
+    except ValueError:
+        value = -1.0
+    if not name or not value >= 0:
+        raise InvalidArgumentError(
+            where="--price", expected="CLUSTER=PRICE of an hour", got=text, hint="such as --price dgx-h100x2=98.3"
+        )
+    return name, value

@@ -1,0 +1,114 @@
+"""What is installed, which devices, caches and measurements there are, and what would go wrong: `autopar doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+
+from autopar.common.cache_dir import default_directory
+from autopar.common.units import text_of_bytes, text_of_rate
+from autopar.errors import AutoparError
+from autopar.hardware.cluster import Cluster
+
+OURS, OPTIONAL = ("autopar", "jax", "jaxlib", "flax", "ortools"), ("libtpu", "jax_cuda13_plugin")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fact. `advice`: what would go wrong, and what to do; empty where nothing would."""
+
+    what: str
+    state: str
+    advice: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All findings."""
+
+    findings: tuple[Finding, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The findings as plain values, as `json.dumps` takes them."""
+        return {"findings": [msgspec.to_builtins(finding) for finding in self.findings]}
+
+    def __str__(self) -> str:
+        width = max(len(finding.what) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            lines.append(f"{finding.what:{width}}  {finding.state}")
+            if finding.advice:
+                lines.append(f"{'':{width}}  ! {finding.advice}")
+        return "\n".join(lines)
+
+
+def diagnose() -> Diagnosis:
+    """Looks at this machine and this installation."""
+    return Diagnosis((*_installed(), *_devices(), *_cache(default_directory())))
+
+
+def _installed() -> list[Finding]:
+    found = [Finding(what="python", state=platform.python_version())]
+    for name in OURS:
+        try:
+            found.append(Finding(what=name, state=metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            # autopar itself may run from its checkout.
+            found.append(Finding(what=name, state="not installed as a package"))
+    for name in OPTIONAL:
+        there = importlib.util.find_spec(name) is not None
+        found.append(Finding(what=name, state="installed" if there else "not installed (optional)"))
+    return found
+
+
+def _devices() -> list[Finding]:
+    try:
+        cluster = Cluster.local()
+    except (AutoparError, RuntimeError) as error:
+        return [Finding(what="devices", state="none that autopar knows", advice=str(error))]
+    devices, device = jax.devices(), cluster.device
+    rate = text_of_rate(cluster.inside_host.bytes_per_s, "B")
+    found = [
+        Finding(what="devices", state=f"{len(devices)} x {devices[0].device_kind}"),
+        Finding(what="processes", state=str(jax.process_count())),
+        Finding(what="memory of a device", state=text_of_bytes(device.memory_bytes)),
+        Finding(what="link inside a host", state=f"{rate} ({cluster.inside_host.source})"),
+    ]
+    if cluster.num_hosts > 1:
+        rate = text_of_rate(cluster.between_hosts.bytes_per_s, "B")
+        found.append(Finding(what="link between hosts", state=f"{rate} ({cluster.between_hosts.source})"))
+    advice = ""
+    if not cluster.fits:
+        advice = "predictions count with tables, not with these devices: autopar measure takes a minute"
+    quality = "; ".join(
+        f"{fit.what}: {fit.points} timings, median error {fit.median_error:.0%}" for fit in cluster.fits
+    )
+    found.append(Finding(what="measured", state=quality or "nothing", advice=advice))
+    if len(devices) == 1:
+        advice = (
+            "nothing is split over one device; virtual CPU devices: XLA_FLAGS=--xla_force_host_platform_device_count=8"
+        )
+        found.append(Finding(what="parallel", state="no", advice=advice))
+    return found
+
+
+def _cache(directory: Path | None) -> list[Finding]:
+    if directory is None:
+        return [Finding(what="cache", state="none", advice="plans are made anew in every run: set AUTOPAR_CACHE_DIR")]
+    if not directory.is_dir():
+        return [Finding(what="cache", state=f"{directory}, not there yet: the first plan makes it")]
+    files = [path for path in directory.iterdir() if path.is_file()]
+    plans = sum(path.name.startswith("plan-") for path in files)
+    measured = sum(path.name.startswith("measured-") for path in files)
+    total = text_of_bytes(sum(path.stat().st_size for path in files))
+    state = f"{directory}: {plans} plans, {measured} measurements, {total}"
+    advice = "" if os.access(directory, os.W_OK) else "it cannot be written: plans are made anew in every run"
+    return [Finding(what="cache", state=state, advice=advice)]

@@ -1,0 +1,205 @@
+"""`autopar.fit`: the largest batch that fits, and the time and price of an example, on one cluster or several."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.api import parallelize
+from autopar.common.units import text_of_bytes, text_of_s
+from autopar.errors import InvalidArgumentError, MemoryLimitError
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.step import Step, batch_argnums_of, fresh, on_cluster
+
+COLUMNS, BAR_COLUMNS = 100, 24
+# A batch of more examples than this is not looked for: what fits so often fits always.
+MOST_EXAMPLES = 2**24
+S_PER_HOUR, MILLION = 3600, 1_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FitRow:
+    """A batch size on a cluster. Where it does not fit it has no step time, and `peak_bytes` are those of the plan that
+    comes nearest. `price`: of a million examples, where the cluster has one.
+    """
+
+    cluster: str
+    batch: int
+    fits: bool
+    peak_bytes: int
+    limit_bytes: int
+    step_time_s: float | None = None
+    price: float | None = None
+
+    @property
+    def example_s(self) -> float | None:
+        """Seconds of an example."""
+        return None if self.step_time_s is None else self.step_time_s / self.batch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """All batch sizes that were planned for, by cluster and size. By cluster: the number that its sizes are `multiples`
+    of, and the plan of its largest batch.
+    """
+
+    rows: tuple[FitRow, ...]
+    multiples: dict[str, int]
+    plans: dict[str, Plan]
+
+    def largest(self, cluster: str | None = None) -> int:
+        """The largest batch that fits on a cluster, the first one where none is named; 0 where none fits."""
+        cluster = next(iter(self.multiples)) if cluster is None else cluster
+        return max((row.batch for row in self.rows if row.cluster == cluster and row.fits), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows as plain values, as `json.dumps` takes them."""
+        rows = [msgspec.to_builtins(row) | {"example_s": row.example_s} for row in self.rows]
+        return {"largest": {name: self.largest(name) for name in self.multiples}, "rows": rows}
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=COLUMNS, no_color=True, highlight=False)
+        for name, multiple in self.multiples.items():
+            largest = self.largest(name)
+            found = f"the largest batch that fits is {largest}" if largest else "no batch fits"
+            console.print(f"{name}: {found} (of multiples of {multiple})", markup=False)
+        priced = any(row.price is not None for row in self.rows)
+        table = Table("cluster", "batch", "step", "an example", "", "peak", *(("a million",) if priced else ()))
+        longest_s = max((row.example_s or 0.0 for row in self.rows), default=0.0)
+        for row in self.rows:
+            peak = f"{text_of_bytes(row.peak_bytes)} of {text_of_bytes(row.limit_bytes)}"
+            cells = [row.cluster, str(row.batch), "does not fit", "", "", peak]
+            if row.step_time_s is not None and row.example_s is not None:
+                bar = "#" * max(1, round(BAR_COLUMNS * row.example_s / longest_s)) if longest_s else ""
+                cells[2:5] = [text_of_s(row.step_time_s), text_of_s(row.example_s), bar]
+            if priced:
+                cells.append("" if row.price is None else f"{row.price:.4g}")
+            table.add_row(*map(escape, cells))
+        console.print(table)
+        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def fit(
+    step: Step | Callable[..., Any],
+    *args: Any,
+    clusters: Sequence[Cluster | str],
+    multiple: int | None = None,
+    prices: Mapping[str, float] | None = None,
+) -> Fitting:
+    """Finds the largest batch that fits, by bisection over plans for batches of other sizes; nothing is run.
+
+    Args:
+        step: A step of `autopar.parallelize`, which keeps its options, or a function.
+        args: Its arguments, arrays or `jax.ShapeDtypeStruct`s. The leaves of the batch have their examples first, all
+            of them as many; other numbers of examples take their place.
+        clusters: The hardware to plan for, also as text. Of each the largest batch is found.
+        multiple: Batches are multiples of this; None: of the number of devices.
+        prices: Of an hour on the whole cluster, by its name: rows then have the price of a million examples.
+
+    Raises: InvalidArgumentError; what planning raises, except for what does not fit.
+    """
+    parallel = step if isinstance(step, Step) else parallelize(step)
+    assert isinstance(parallel, Step), "given a function, it makes a step"
+    if multiple is not None and (not isinstance(multiple, int) or multiple < 1):
+        raise InvalidArgumentError(
+            where="autopar.fit(multiple=...)",
+            expected="a positive whole number",
+            got=repr(multiple),
+            hint="leave it out",
+        )
+    argnums = batch_argnums_of(parallel, args)
+    check_batch(parallel.__name__, args, argnums)
+    rows: list[FitRow] = []
+    multiples: dict[str, int] = {}
+    plans: dict[str, Plan] = {}
+    for named in clusters:
+        cluster = Cluster.parse(named) if isinstance(named, str) else named
+        name = named if isinstance(named, str) else cluster.name
+        size = multiples[name] = multiple or cluster.num_devices
+        made = _weighed(on_cluster(parallel, cluster), args, argnums, size)
+        rows += [_priced(dataclasses.replace(row, cluster=name), (prices or {}).get(name)) for row, _ in made]
+        fitting = [plan for _, plan in made if plan is not None]
+        if fitting:
+            plans[name] = fitting[-1]
+    return Fitting(rows=tuple(rows), multiples=multiples, plans=plans)
+
+
+def _weighed(step: Step, args: Sequence[Any], argnums: Sequence[int], size: int) -> list[tuple[FitRow, Plan | None]]:
+    """The batches, multiples of a size, that were planned for until the largest that fits was found, by size."""
+    found: dict[int, tuple[FitRow, Plan | None]] = {}
+
+    def fits(count: int) -> bool:
+        # A step that has a plan keeps it for shorter batches: each size is a step of its own.
+        found[count] = planned_for(fresh(step), resized(args, argnums, count * size), count * size)
+        return found[count][0].fits
+
+    largest(fits, MOST_EXAMPLES // size)
+    return [found[count] for count in sorted(found)]
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, by doubling and then halving, where all below it fit; 0 for none."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def planned_for(step: Step, args: Sequence[Any], batch: int) -> tuple[FitRow, Plan | None]:
+    """The row of a batch, and its plan where it fits."""
+    try:
+        plan = step.plan(*args)
+    except MemoryLimitError as error:
+        row = FitRow(cluster="", batch=batch, fits=False, peak_bytes=error.needed_bytes, limit_bytes=error.limit_bytes)
+        return row, None
+    row = FitRow(
+        cluster="",
+        batch=batch,
+        fits=True,
+        peak_bytes=max(plan.predicted.peak_bytes),
+        limit_bytes=plan.record.memory_limit_bytes or plan.cluster.device.memory_bytes,
+        step_time_s=plan.predicted.step_time_s,
+    )
+    return row, plan
+
+
+def _priced(row: FitRow, price: float | None) -> FitRow:
+    if price is None or row.example_s is None:
+        return row
+    return dataclasses.replace(row, price=row.example_s * MILLION / S_PER_HOUR * price)
+
+
+def resized(args: Sequence[Any], argnums: Sequence[int], examples: int) -> list[Any]:
+    """The arguments with batches of so many examples, as shapes."""
+
+    def of(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
+
+    return [jax.tree.map(of, arg) if i in argnums else arg for i, arg in enumerate(args)]
+
+
+def check_batch(name: str, args: Sequence[Any], argnums: Sequence[int]) -> None:
+    """Raises: InvalidArgumentError where the leaves of the batch do not have one number of examples first."""
+    leaves = [leaf for i in argnums if i < len(args) for leaf in jax.tree.leaves(args[i])]
+    sizes = {getattr(leaf, "shape", ())[:1] for leaf in leaves}
+    if len(sizes) != 1 or sizes == {()}:
+        raise InvalidArgumentError(
+            where=f"autopar.fit({name}, ...)",
+            expected="a batch whose arrays all have the examples first",
+            got=f"first dimensions {', '.join(str(size[0]) if size else 'none' for size in sizes) or 'of no array'}",
+            hint="name the arguments with examples (batch_argnums of parallelize), or put the examples first",
+        )

@@ -1,0 +1,103 @@
+"""`autopar.fit`: the largest batch that fits, by bisection over plans."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.errors import InvalidArgumentError, MemoryLimitError
+from autopar.fitting import FitRow, Fitting, largest
+from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
+
+OPTIONS = dict(cache_dir=None, show_progress=False)
+LIMIT_BYTES = 100_000
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 9, 100])
+@pytest.mark.parametrize("most", [1, 5, 8, 1000])
+def test_the_largest_number_that_fits(limit, most):
+    asked = []
+
+    def fits(n):
+        asked.append(n)
+        return n <= limit
+
+    assert largest(fits, most) == min(limit, most)
+    assert len(set(asked)) == len(asked)
+    assert max(asked, default=0) <= most
+
+
+def batch_of(examples: int):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), MLP_BATCH)
+
+
+@pytest.mark.parametrize("cluster", ["local:4", "dgx-h100", "tpu-v5e:2x4"])
+def test_the_largest_batch_fits_and_one_more_does_not(cluster):
+    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[cluster])
+    size, multiple = found.largest(), found.multiples[cluster]
+    assert size > multiple
+
+    def plan(examples):
+        made = autopar.parallelize(mlp_step, cluster=cluster, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+        return made.plan(MLP_STATE, batch_of(examples))
+
+    own = plan(size)
+    with pytest.raises(MemoryLimitError) as caught:
+        plan(size + multiple)
+    rows = {row.batch: row for row in found.rows}
+    assert rows[size].step_time_s == own.predicted.step_time_s
+    assert rows[size].peak_bytes == max(own.predicted.peak_bytes) <= LIMIT_BYTES
+    assert not rows[size + multiple].fits
+    assert rows[size + multiple].peak_bytes == caught.value.needed_bytes
+    assert found.plans[cluster].predicted == own.predicted
+
+
+def test_several_clusters_with_prices():
+    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    clusters = [slow_cluster(2), slow_cluster(4)]
+    found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=clusters, multiple=32, prices={"flat-2": 7.2})
+    assert set(found.multiples.values()) == {32}
+    assert found.largest("flat-4") >= found.largest("flat-2") > 0
+    for row in found.rows:
+        if row.fits and row.cluster == "flat-2":
+            assert row.price == pytest.approx(row.step_time_s / row.batch * 1e6 / 3600 * 7.2)
+        else:
+            assert row.price is None
+    assert f"flat-2: the largest batch that fits is {found.largest('flat-2')} (of multiples of 32)" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["largest"] == {n: found.largest(n) for n in ("flat-2", "flat-4")}
+
+
+def test_nothing_fits_where_the_state_alone_is_too_large():
+    step = autopar.parallelize(mlp_step, memory_limit_bytes=1000, **OPTIONS)
+    found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)])
+    assert (found.largest(), found.plans) == (0, {})
+    assert "flat-2: no batch fits" in str(found)
+
+
+def test_other_arguments_may_hold_the_examples():
+    def loss_step(state, scale, batch):
+        new, metrics = mlp_step(state, batch)
+        return jax.tree.map(lambda p: p * scale, new), metrics
+
+    step = autopar.parallelize(loss_step, memory_limit_bytes=LIMIT_BYTES, batch_argnums=2, **OPTIONS)
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    assert autopar.fit(step, MLP_STATE, scale, MLP_BATCH, clusters=[slow_cluster(2)]).largest() > 2
+
+
+def test_a_batch_without_examples_is_refused():
+    step = autopar.parallelize(mlp_step, **OPTIONS)
+    uneven = {"x": jax.ShapeDtypeStruct((4, 32), jnp.float32), "y": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
+    with pytest.raises(InvalidArgumentError, match="a batch whose arrays all have the examples first"):
+        autopar.fit(step, MLP_STATE, uneven, clusters=[slow_cluster(2)])
+    with pytest.raises(InvalidArgumentError, match="a positive whole number"):
+        autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)], multiple=0)
+
+
+def test_what_does_not_fit_is_told_without_times():
+    row = FitRow(cluster="c", batch=8, fits=False, peak_bytes=2000, limit_bytes=1000)
+    text = str(Fitting(rows=(row,), multiples={"c": 8}, plans={}))
+    assert "does not fit" in text
+    assert "2 kB of 1 kB" in text
