@@ -12,7 +12,7 @@ from autopar import errors
 from autopar.common.paths import matches, parts_of
 from autopar.frontend.build_graph import build_graph
 from autopar.hardware.cluster import Cluster
-from autopar.plan import render
+from autopar.plan import render, render_summary, summary
 from autopar.sharding.rules import RuleBook
 from benchmarks.zoo import CASES
 from tests.small_steps import shapes, slow_cluster, transformer
@@ -54,6 +54,19 @@ def test_every_path_that_is_printed_is_taken_by_explain_and_constrain(name, how)
         # The whole of a scan without a module of its own is named by the layers of a stage: there is nothing to pin.
         if path != render.NO_MODULE and not path.startswith("layers[*:*] ("):
             assert autopar.constrain({path: P()}).request.pins.found(traced, graph).modules
+
+
+@pytest.mark.parametrize("how", PLANS)
+@pytest.mark.parametrize("name", ["mlp", "gpt_scan", "moe"])
+def test_a_screen_has_a_plan_and_its_names_are_explained(name, how):
+    _, _, plan = planned(name, how)
+    lines = str(plan).splitlines()
+    assert len(lines) <= render_summary.LINES
+    assert max(map(len, lines)) <= render_summary.COLUMNS
+    for row in summary.state_groups(plan.record):
+        assert plan.explain(summary.path_of(row.name))
+    for row in summary.costliest(plan.record):
+        assert plan.explain(row.module or render.NO_MODULE)
 
 
 def test_patterns_of_constrain_are_taken_by_explain():
