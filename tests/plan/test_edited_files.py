@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import errors
+from autopar.plan.report.data import report_data
+from autopar.plan.why_not import WhyNot
 from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,
@@ -69,6 +71,26 @@ def test_sealing_an_unchanged_plan_changes_nothing(saved, tmp_path):
     plan, data = saved
     (tmp_path / "plan.json").write_bytes(sealed(json.loads(data)))
     assert autopar.Plan.load(tmp_path / "plan.json").record == plan.record
+
+
+def test_a_file_without_what_was_recorded_later_is_loaded(saved, tmp_path):
+    plan, data = saved
+    content = json.loads(data)
+    later = {"measured", "stage", "course", "product_time_s"}
+
+    def older(tree: Json, inside: str = "") -> Json:
+        if isinstance(tree, dict):
+            kept = {name for name in tree if name not in later or (name == "stage" and inside != "modules")}
+            return {name: older(tree[name], name) for name in tree if name in kept}
+        return [older(item, inside) for item in tree] if isinstance(tree, list) else tree
+
+    content["plan"] = older(content["plan"])
+    assert content != json.loads(data)
+    (tmp_path / "plan.json").write_bytes(sealed(content))
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded.predicted.step_time_s == plan.predicted.step_time_s
+    assert loaded.predicted.product_time_s is None
+    works(loaded, plan, tmp_path)
 
 
 # Edits
@@ -145,6 +167,9 @@ def works(plan: autopar.Plan, original: autopar.Plan, folder: Path) -> None:
     """All that can be asked of a plan without its step."""
     assert "Plan of" in str(plan)
     assert "Plan of" in plan.table()
+    assert json.dumps(plan.to_dict())
+    assert report_data(plan.record).sentence
+    assert str(WhyNot(plan=original.record, other=plan.record))
     assert repr(plan)
     for value in (*plan.record.arguments, *plan.record.results):
         plan.sharding_of(value)

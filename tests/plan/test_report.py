@@ -12,6 +12,7 @@ from autopar.common.trace_events import DEVICES, LINKS, TraceEvent
 from autopar.hardware.cluster import Cluster
 from autopar.plan.report import data, page
 from autopar.plan.report.drawing import BETWEEN, INSIDE, drawing_of, link_loads, stages_of_devices
+from autopar.plan.report.layout_tokens import Token, tokens_of
 from autopar.plan.report.memory_panel import in_parts, memory_panel
 from autopar.plan.report.module_tree import module_tree
 from autopar.plan.report.timeline_data import PARTS, timeline_data
@@ -136,19 +137,19 @@ def test_the_data_of_the_timeline_are_json_that_ends_no_element():
 
 
 def test_axes_in_layouts_are_pieces_of_their_own():
-    assert data.tokens_of("forward: [-, xy] @ [y, -] -> [-] +x") == (
-        data.Token("forward: [-, "),
-        data.Token("x", "x"),
-        data.Token("y", "y"),
-        data.Token("] @ ["),
-        data.Token("y", "y"),
-        data.Token(", -] -> [-] +"),
-        data.Token("x", "x"),
+    assert tokens_of("forward: [-, xy] @ [y, -] -> [-] +x") == (
+        Token("forward: [-, "),
+        Token("x", "x"),
+        Token("y", "y"),
+        Token("] @ ["),
+        Token("y", "y"),
+        Token(", -] -> [-] +"),
+        Token("x", "x"),
     )
-    assert data.tokens_of("xyz float32[2, 3] [x]") == (
-        data.Token("xyz float32[2, 3] ["),
-        data.Token("x", "x"),
-        data.Token("]"),
+    assert tokens_of("xyz float32[2, 3] [x]") == (
+        Token("xyz float32[2, 3] ["),
+        Token("x", "x"),
+        Token("]"),
     )
 
 
@@ -166,6 +167,7 @@ def test_the_tree_of_modules():
     ]
     assert tree[0].share == 1.0
     assert [c.count for c in tree[2].collectives] == [6.0]
+    assert [n.axes for n in tree] == [(), ("x",), ("x",)]
     assert tree[2].splits == (("forward: [-, -] @ [-, x] -> [-, x]",),)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.plan import summary
-from autopar.plan.report.data import Token, tokens_of
+from autopar.plan.report.layout_tokens import Token, tokens_of
 from autopar.plan.schema import PlannedValue, PlanRecord
 from autopar.plan.summary import Share
 from autopar.plan.why_not import ModuleDifference, Quantity, WhyNot

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 from autopar.ir.mesh import AXIS_NAMES
 from autopar.plan import summary
 from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
+from autopar.plan.report.layout_tokens import Token, tokens_of
 from autopar.plan.report.memory_panel import MemoryPanel, memory_panel
 from autopar.plan.report.module_tree import ModuleNode, module_tree
 from autopar.plan.report.timeline_data import TimelineData, timeline_data
 from autopar.plan.schema import MeasuredRecord, PlanRecord
 from autopar.plan.summary import CostlyCollective, Share, StageGroup, StateGroup
-
-# An axis, as it stands inside the brackets of a layout in text: `[x, -, yz] +x`.
-_BRACKETS = re.compile(r"(\[[xyz, -]*\]|\+[xyz])")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +24,6 @@ class AxisRow:
     own_name: str
     sizes: tuple[int, ...]
     roles: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Token:
-    """A piece of a layout as text; `axis` is the mesh axis that it names, or empty."""
-
-    text: str
-    axis: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,29 +134,6 @@ def axis_rows(record: PlanRecord) -> tuple[AxisRow, ...]:
         AxisRow(name=name, own_name=own.get(name, ""), sizes=tuple(found), roles=tuple(roles.get(name, ())))
         for name, found in sizes.items()
     )
-
-
-def tokens_of(text: str) -> tuple[Token, ...]:
-    """A text with layouts in it (`[x, -] @ [-, -] +x`) in pieces, each axis in a layout one of its own."""
-    tokens: list[Token] = []
-    for piece in _BRACKETS.split(text):
-        if not _BRACKETS.fullmatch(piece):
-            _append(tokens, piece)
-            continue
-        for character in piece:
-            if character in AXIS_NAMES:
-                tokens.append(Token(character, character))
-            else:
-                _append(tokens, character)
-    return tuple(tokens)
-
-
-def _append(tokens: list[Token], text: str) -> None:
-    """Adds text, to the last piece where that is no axis."""
-    if tokens and not tokens[-1].axis:
-        tokens[-1] = Token(tokens[-1].text + text)
-    elif text:
-        tokens.append(Token(text))
 
 
 def candidate_rows(record: PlanRecord) -> tuple[CandidateRow, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.plan import summary
+from autopar.plan.report.layout_tokens import tokens_of
 from autopar.plan.schema import ModuleRow, PlanRecord
 from autopar.plan.summary import CostlyCollective
 
@@ -36,6 +37,7 @@ class ModuleNode:
         own_s: Its own seconds, without those of the modules inside.
         saved_bytes: What its backward pass reads, of one micro-batch, with all inside.
         splits: Layouts of its matrix products: one list, or several where layers or stages differ.
+        axes: The mesh axes that split them.
         collectives: Its own.
         instances: The modules that the row stands for.
     """
@@ -50,6 +52,7 @@ class ModuleNode:
     own_s: float
     saved_bytes: float
     splits: tuple[tuple[str, ...], ...]
+    axes: tuple[str, ...]
     collectives: tuple[CostlyCollective, ...]
     instances: tuple[Instance, ...]
 
@@ -90,6 +93,8 @@ def _node(record: PlanRecord, building: _Building, path: tuple[str, ...], total_
     within = _rows_within(building)
     compute_s = sum(summary.stage_share(record, row.stage) * row.compute_time_s for row in within)
     send_s = sum(summary.stage_share(record, row.stage) * _sending_s(row) for row in within)
+    splits = tuple(dict.fromkeys(row.splits for row in building.rows if row.splits))
+    pieces = (token.axis for split in splits for line in split for token in tokens_of(line))
     return ModuleNode(
         path="/".join(path),
         name=path[-1],
@@ -100,7 +105,8 @@ def _node(record: PlanRecord, building: _Building, path: tuple[str, ...], total_
         share=(compute_s + send_s) / total_s if total_s else 0.0,
         own_s=sum(_seconds(record, row) for row in building.rows),
         saved_bytes=sum(row.saved_bytes for row in within),
-        splits=tuple(dict.fromkeys(row.splits for row in building.rows if row.splits)),
+        splits=splits,
+        axes=tuple(sorted({axis for axis in pieces if axis})),
         collectives=summary.collectives_of(record, building.rows),
         instances=tuple(
             Instance(

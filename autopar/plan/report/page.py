@@ -15,7 +15,8 @@ from markupsafe import Markup
 
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.plan.report.compare_data import CompareData, compare_data
-from autopar.plan.report.data import ReportData, report_data, tokens_of
+from autopar.plan.report.data import ReportData, report_data
+from autopar.plan.report.layout_tokens import tokens_of
 from autopar.plan.report.timeline_data import PARTS, TimelineData
 from autopar.plan.schema import PlanRecord
 
