@@ -331,9 +331,9 @@ def advantage(record: PlanRecord) -> str:
     """How much faster the plan is than data parallelism, and than the best recipe, as far as they were weighed."""
     weighed, own, step_s = rivals(record), chosen_recipe(record), record.predicted.step_time_s
     if not weighed:
-        return "Neither data parallelism nor another recipe was weighed beside it."
+        return "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
     others = [r for r in weighed if r.name != own]
-    parts = [f"It is the recipe {own}"] if own else []
+    parts = [f"It is the baseline {own}"] if own else []
     for rival in (r for r in others if r.name == DATA_PARALLEL):
         parts.append(_against(rival, step_s))
     timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and r.name != DATA_PARALLEL]

@@ -107,9 +107,12 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
     assert summary.advantage(program()) == (
         "1.50x as fast as data parallelism (15 s); 1.20x as fast as ZeRO-1 (12 s), the next best of the baselines."
     )
-    assert summary.advantage(pipeline()) == "Neither data parallelism nor another recipe was weighed beside it."
+    assert (
+        summary.advantage(pipeline())
+        == "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
+    )
     own = MeshTrial(axis_sizes=(8,), step_time_s=10.0, peak_bytes=1, status="optimal", name="data parallelism")
-    assert summary.advantage(program(tried=(own,), rejected=())) == "It is the recipe data parallelism."
+    assert summary.advantage(program(tried=(own,), rejected=())) == "It is the baseline data parallelism."
     too_large = RejectionRecord(source="baselines", text="data parallelism", why="over the memory limit by 1 GB")
     assert summary.advantage(program(tried=(), rejected=(too_large,))) == (
         "data parallelism: over the memory limit by 1 GB."
