@@ -318,6 +318,10 @@ class Plan:
         """
         return dict_of(self.record)
 
+    def __reduce__(self) -> tuple[type[Plan], tuple[PlanRecord, Trees | None]]:
+        """A copy in another process knows its step's arguments, not how to plan it."""
+        return Plan, (self.record, self.trees)
+
     def __str__(self) -> str:
         return render_summary.screen(self.record)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -116,6 +117,13 @@ def test_a_plan_of_a_file_is_bound_to_its_step_first(plan, tmp_path):
         loaded.why_not(recipes.data_parallel())
     bound = planned(plan=loaded)
     assert bound.why_not(recipes.data_parallel()).other.predicted == planned(plan=recipes.data_parallel()).predicted
+
+
+def test_a_plan_is_copied_without_its_step(plan):
+    copied = pickle.loads(pickle.dumps(plan))
+    assert copied == plan
+    assert copied.replan is None
+    assert copied.state_shardings == plan.state_shardings
 
 
 def test_what_is_no_recipe_is_refused(plan):
