@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -138,25 +139,41 @@ def _weighed(step: Step, args: Sequence[Any], argnums: Sequence[int], size: int)
     """The batches, multiples of a size, that were planned for until the largest that fits was found, by size."""
     found: dict[int, tuple[FitRow, Plan | None]] = {}
 
-    def fits(count: int) -> bool:
+    def share(count: int) -> float:
         # A step that has a plan keeps it for shorter batches: each size is a step of its own.
         found[count] = planned_for(fresh(step), resized(args, argnums, count * size), count * size)
-        return found[count][0].fits
+        return found[count][0].peak_bytes / found[count][0].limit_bytes
 
-    largest(fits, MOST_EXAMPLES // size)
+    largest(share, MOST_EXAMPLES // size)
     return [found[count] for count in sorted(found)]
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, by doubling and then halving, where all below it fit; 0 for none."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def largest(share: Callable[[int], float], most: int) -> int:
+    """The largest number up to `most` whose share of the memory is at most 1, where the share rises; 0 for none.
+
+    Memory is nearly linear in the number, except where a full memory leads to a leaner plan: guesses by a line through
+    the last two shares take turns with doubling, then with halving.
+    """
+    low, high, number, is_line_next = (0, 0.0), (most + 1, math.inf), 1, False
+    before = low
+    while high[0] - low[0] > 1:
+        found = (number, share(number))
+        if found[1] <= 1:
+            before, low = low, found
+        else:
+            high = found
+        is_open = math.isinf(high[1])
+        through = (before, low) if is_open else (low, high)
+        number = _on_line(*through) if is_line_next else 2 * low[0] if is_open else (low[0] + high[0]) // 2
+        number = min(max(number, low[0] + 1), high[0] - 1)
+        is_line_next = not is_line_next
+    return low[0]
+
+
+def _on_line(one: tuple[int, float], other: tuple[int, float]) -> int:
+    """Where the line through two shares reaches 1; the larger number for one that does not rise."""
+    slope = (other[1] - one[1]) / (other[0] - one[0])
+    return math.floor(one[0] + (1 - one[1]) / slope) if slope > 0 else other[0]
 
 
 def planned_for(step: Step, args: Sequence[Any], batch: int) -> tuple[FitRow, Plan | None]:

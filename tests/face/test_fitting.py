@@ -15,18 +15,39 @@ OPTIONS = dict(cache_dir=None, show_progress=False)
 LIMIT_BYTES = 100_000
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 9, 100])
-@pytest.mark.parametrize("most", [1, 5, 8, 1000])
-def test_the_largest_number_that_fits(limit, most):
+SHARES = {
+    "linear": lambda n, limit: n / (limit + 0.5),
+    "with state": lambda n, limit: 0.7 + 0.3 * n / (limit + 0.5) if n <= limit else 1.0 + n / 1e6,
+    "a leaner plan where memory is full": lambda n, limit: min(1.0, 4 * n / (limit + 1)) if n <= limit else 3.0,
+    "constant": lambda n, limit: 0.5 if n <= limit else 2.0,
+}
+
+
+@pytest.mark.parametrize("kind", SHARES)
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 9, 100, 5000])
+@pytest.mark.parametrize("most", [1, 5, 8, 100_000])
+def test_the_largest_number_that_fits(kind, limit, most):
     asked = []
 
-    def fits(n):
+    def share(n):
         asked.append(n)
-        return n <= limit
+        return SHARES[kind](n, limit)
 
-    assert largest(fits, most) == min(limit, most)
+    assert largest(share, most) == min(limit, most)
     assert len(set(asked)) == len(asked)
-    assert max(asked, default=0) <= most
+    assert 1 <= min(asked) <= max(asked) <= most
+    assert len(asked) <= 4 * max(1, min(limit, most)).bit_length() + 2
+
+
+def test_linear_memory_needs_few_plans():
+    asked = []
+
+    def share(n):
+        asked.append(n)
+        return n / 4321.5
+
+    assert largest(share, 100_000) == 4321
+    assert len(asked) <= 6
 
 
 def batch_of(examples: int):
