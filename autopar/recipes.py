@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from autopar.errors import InvalidArgumentError
 from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
-from autopar.sharding.constraints import Binding
-from autopar.sharding.parallelisms import data_axis, expert_axis, sequence_axis, tensor_axis
+from autopar.sharding.constraints import AxisUse, Binding
+from autopar.sharding.parallelisms import data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis
 from autopar.sharding.tensor_grids import cube, square
 
 
@@ -29,14 +30,16 @@ def data_parallel() -> Recipe:
     return combine()
 
 
-def zero(stage: int, *, offload: str = "nothing") -> Recipe:
+def zero(stage: int, *, size: int | None = None, offload: str = "nothing") -> Recipe:
     """Data parallelism with sharded optimizer state (1), gradient accumulators too (2), parameters too (3).
 
-    With `offload="optimizer"` the optimizer state stays in the memory of the hosts between steps, as in `combine`.
-    Sources: Rajbhandari et al., "ZeRO", 2020, section 5; Ren et al., "ZeRO-Offload", 2021. Raises:
-    InvalidArgumentError.
+    `size` neighbours share the state, all devices where it is None; the others are copies (hybrid sharding, HSDP: with
+    the devices of a host or a slice as `size`, parameters are gathered inside of it, and between hosts goes one
+    all-reduce of each device's part of the gradients). With `offload="optimizer"` the optimizer state stays in the
+    memory of the hosts between steps, as in `combine`. Sources: Rajbhandari et al., "ZeRO", 2020, section 5; Ren et
+    al., "ZeRO-Offload", 2021; Zhao et al., "PyTorch FSDP", 2023, section 3.2.2. Raises: InvalidArgumentError.
     """
-    return combine(zero=stage, offload=offload)
+    return combine(zero=stage, zero_size=size, offload=offload)
 
 
 def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | None = None) -> Recipe:
@@ -70,7 +73,7 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
         if number is not None:
             check_number(f"recipes.tensor_parallel({name}=...)", number)
     if kind == "1d":
-        return _bound(dp=None if size is not None else 1, tp=size)
+        return _bound(_copies(size), tp=size)
     return Recipe(request=PlanRequest(binding=cube(size=size) if kind == "3d" else square(size=size, depth=depth)))
 
 
@@ -84,7 +87,7 @@ def expert_parallel(size: int | None = None) -> Recipe:
     """
     if size is not None:
         check_number("recipes.expert_parallel(size=...)", size)
-    return _bound(dp=None if size is not None else 1, tp=1, ep=size)
+    return _bound(_copies(size), ep=size)
 
 
 def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Recipe:
@@ -105,11 +108,10 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Rec
     """
     if size is not None:
         check_number("recipes.sequence_parallel(size=...)", size)
-    dp = None if size is not None else 1
     if kind == "megatron":
-        return _bound(dp=dp, tp=size, sequence_parallel=True)
+        return _bound(_copies(size), tp=size, sequence_parallel=True)
     check_sequence("recipes.sequence_parallel(kind)", kind, ("megatron", *_SEQUENCES))
-    return _bound(dp=dp, sp=size, sequence=kind)
+    return _bound(_copies(size), sp=size, sequence=kind)
 
 
 def combine(
@@ -120,6 +122,7 @@ def combine(
     pp: int = 1,
     sp: int = 1,
     zero: int = 0,
+    zero_size: int | None = None,
     sequence: str = "ulysses",
     sequence_parallel: bool = False,
     schedule: str | None = None,
@@ -129,7 +132,8 @@ def combine(
     offload: str = "nothing",
 ) -> Recipe:
     """Data, sequence, expert, tensor and pipeline parallelism together, in Megatron's order: tensor groups are
-    neighbours, then come sequence groups, expert groups, data groups, and stages.
+    neighbours, then come sequence groups, expert groups, data groups (those that share state before those that copy
+    it), and stages.
 
     Args:
         dp: Copies of the model; None: as many as the devices make.
@@ -138,6 +142,8 @@ def combine(
         pp: Pipeline stages, each of `dp * ep * sp * tp` devices.
         sp: Devices that share each sequence, as `sequence` says. Each has a copy of the model.
         zero: The state that the copies shard, as in `zero`; all but experts over `dp * ep * sp` devices.
+        zero_size: The devices that share the state, as `size` of `zero`: a multiple of `ep * sp` that divides
+            `dp * ep * sp`; None is all of these. The others are copies, on a mesh axis of their own ("replica").
         sequence: As the kind of `sequence_parallel`: "ulysses" or "ring".
         sequence_parallel: Whether tensor groups shard positions between the matrices (norms, dropout, residuals), with
             reduce-scatters and all-gathers instead of all-reduces, as `sequence_parallel("megatron")`.
@@ -173,8 +179,9 @@ def combine(
             got=repr(zero),
             hint="0 keeps the whole state on every device",
         )
+    data = [(data_axis(zero), dp)] if zero_size is None else _hybrid(zero, zero_size, dp, (ep, sp))
     recipe = _bound(
-        dp=dp, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel, offload=offload
+        data, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel, offload=offload
     )
     stages = _checked_stages("recipes.combine", pp, schedule, num_microbatches, chunks)
     return _cut("recipes.combine", recipe, stages, recompute)
@@ -185,9 +192,43 @@ _SEQUENCES = ("ulysses", "ring")
 _OFFLOADS = ("nothing", "optimizer")
 
 
+def _copies(size: int | None) -> list[tuple[AxisUse, int | None]]:
+    """The data axis beside an axis of so many devices, or of all of them."""
+    return [(data_axis(), None if size is not None else 1)]
+
+
+def _hybrid(stage: int, size: int, dp: int | None, others: tuple[int | None, ...]) -> list[tuple[AxisUse, int | None]]:
+    """The data axes of hybrid sharding: copies of the state, and the devices that share it beside the others' axes."""
+    where = "recipes.combine(zero_size=...)"
+    check_number(where, size)
+    if stage == 0:
+        raise InvalidArgumentError(
+            where=where,
+            expected="a stage of ZeRO, which the devices of a group share",
+            got=f"zero_size={size} with zero=0",
+            hint="give zero=1, 2 or 3, or leave zero_size out",
+        )
+    if None in others or size % math.prod(n for n in others if n is not None):
+        raise InvalidArgumentError(
+            where=where,
+            expected="a multiple of ep * sp, the devices that share the state beside the data axis",
+            got=f"{size} with ep * sp = {' * '.join(map(str, others))}",
+            hint="zero_size counts all devices that share one copy of the state",
+        )
+    shared = size // math.prod(n for n in others if n is not None)
+    if dp is not None and dp % shared:
+        raise InvalidArgumentError(
+            where=where,
+            expected=f"groups that make up the {dp} copies of the model",
+            got=f"{shared} copies of it in a group",
+            hint="zero_size divides dp * ep * sp",
+        )
+    return [(replica_axis(), None if dp is None else dp // shared), (data_axis(stage), shared)]
+
+
 def _bound(
+    data: Sequence[tuple[AxisUse, int | None]],
     *,
-    dp: int | None,
     tp: int | None = 1,
     sp: int | None = 1,
     ep: int | None = 1,
@@ -197,7 +238,7 @@ def _bound(
     offload: str = "nothing",
 ) -> Recipe:
     shared = [(use, size) for use, size in ((expert_axis(zero), ep), (sequence_axis(sequence, zero), sp)) if size != 1]
-    axes = [(data_axis(zero), dp), *shared, (tensor_axis(sequence_parallel=sequence_parallel), tp)]
+    axes = [*data, *shared, (tensor_axis(sequence_parallel=sequence_parallel), tp)]
     binding = Binding(
         axes=tuple(use for use, _ in axes),
         sizes=tuple(size for _, size in axes),

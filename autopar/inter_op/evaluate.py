@@ -217,7 +217,9 @@ class PipelineEvaluator:
             return
         m, choice = best_one_stage.staged.graph.num_microbatches, best_one_stage.choice
         keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
-        for (name, binding), saving in itertools.product(baseline_bindings(), dict.fromkeys((choice, keeps_all))):
+        for (name, binding), saving in itertools.product(
+            baseline_bindings(self.cluster), dict.fromkeys((choice, keeps_all))
+        ):
             self.refined(m, saving, name, binding)
         for count in counts:
             terms = tuple(dataclasses.replace(t, exposed_fraction=count) for t in choice.terms)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from autopar.cost.cost_model import cost_model
+from autopar.hardware.cluster import Cluster
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.graph import OpGraph
@@ -13,7 +14,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.sharding.constraints import Binding
-from autopar.sharding.parallelisms import data_axis
+from autopar.sharding.parallelisms import data_axis, replica_axis
 
 SOURCE = "baselines"
 # Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
@@ -23,7 +24,8 @@ ALONG_LARGEST = "state along its largest dimension"
 
 
 def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
-    """Data parallelism, ZeRO, and the state split along its largest dimensions as FSDP does, on a mesh of one axis.
+    """Data parallelism, ZeRO, and the state split along its largest dimensions as FSDP does, on a mesh of one axis; and
+    ZeRO inside of each host alone, on a mesh of two.
 
     Only where some candidate sends what computing may hide; otherwise the search on meshes has them.
     """
@@ -32,34 +34,46 @@ def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Re
     if not context.request.leaves_layouts_free or not sends or context.deadline.passed:
         return
     row = LogicalMesh(axis_sizes=(context.cluster.num_devices,))
-    model = cost_model(context.cluster, row)
     along_largest = state_along_largest(context.graph, row)
-    asked: list[tuple[str, PlanningContext]] = []
+    asked: list[tuple[str, LogicalMesh, PlanningContext]] = []
     if along_largest:
         request = dataclasses.replace(context.request, fixed=along_largest)
-        asked.append((ALONG_LARGEST, dataclasses.replace(context, request=request)))
-    for name, binding in baseline_bindings():
+        asked.append((ALONG_LARGEST, row, dataclasses.replace(context, request=request)))
+    for name, binding in baseline_bindings(context.cluster):
         request = dataclasses.replace(context.request, binding=binding)
-        asked.append((name, dataclasses.replace(context, request=request)))
-    for name, bound in asked:
+        mesh, _ = binding.on(context.cluster.num_devices)
+        asked.append((name, mesh, dataclasses.replace(context, request=request)))
+    for name, mesh, bound in asked:
         if context.deadline.passed and name != ALONG_LARGEST:
             why = f"not tried: {context.deadline.text}"
             yield Rejection(source=SOURCE, text=name, why=why)
             continue
         with context.progress.pass_("data parallelism"):
-            found = search_mesh(bound, model, folds=True, time_limit_s=context.deadline.solve_s())
+            model, time_s = cost_model(context.cluster, mesh), context.deadline.solve_s()
+            found = search_mesh(bound, model, folds=True, time_limit_s=time_s)
         if isinstance(found, Rejection):
             yield dataclasses.replace(found, source=SOURCE, text=name)
         else:
             yield dataclasses.replace(found, source=SOURCE, name=name)
 
 
-def baseline_bindings() -> list[tuple[str, Binding]]:
-    """Data parallelism and the stages of ZeRO that are tried, by name."""
-    return [
+def baseline_bindings(cluster: Cluster) -> list[tuple[str, Binding]]:
+    """Data parallelism and the stages of ZeRO that are tried, by name; of several hosts also over each host alone."""
+    found = [
         (f"ZeRO-{zero}" if zero else "data parallelism", Binding(axes=(data_axis(zero),), sizes=(None,)))
         for zero in ZERO_STAGES
     ]
+    inside = cluster.domain_devices
+    if cluster.num_domains > 1 and inside > 1:
+        found += [
+            (
+                f"ZeRO-{zero} in groups of {inside}",
+                Binding(axes=(replica_axis(), data_axis(zero)), sizes=(None, inside)),
+            )
+            for zero in ZERO_STAGES
+            if zero
+        ]
+    return found
 
 
 def state_along_largest(graph: OpGraph, mesh: LogicalMesh) -> tuple[tuple[int, Layout], ...]:

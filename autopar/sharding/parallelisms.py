@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from autopar.ir.graph import Dimension, Purpose
 from autopar.sharding.constraints import AxisUse
 
@@ -39,6 +41,11 @@ def data_axis(zero: int = 0) -> AxisUse:
         must_read_sharded=EXAMPLES,
         may_slice=(Dimension.EXAMPLE,),
     )
+
+
+def replica_axis() -> AxisUse:
+    """Groups of a data axis that each have all of the state (hybrid sharding): copies, like plain data parallelism."""
+    return dataclasses.replace(data_axis(), name="replica")
 
 
 def sequence_axis(kind: str, zero: int = 0) -> AxisUse:

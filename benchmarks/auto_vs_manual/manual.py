@@ -193,12 +193,19 @@ def auto(problem: Problem) -> Walk:
     yield Attempt(text="", options=PlanRequest())
 
 
-def data_parallel(problem: Problem, zero: int = 0, offload: str = "nothing") -> Walk:
+def data_parallel(problem: Problem, zero: int = 0, offload: str = "nothing", zero_size: int | None = None) -> Walk:
     return walk(
         problem,
         first_points(problem, zero=zero),
-        lambda p, m: recipes.combine(zero=zero, num_microbatches=cut(m), recompute=p.recompute, offload=offload),
+        lambda p, m: recipes.combine(
+            zero=zero, zero_size=zero_size, num_microbatches=cut(m), recompute=p.recompute, offload=offload
+        ),
     )
+
+
+def hybrid_sharded(problem: Problem) -> Walk:
+    """The devices of a host share the whole state (ZeRO-3), hosts are copies. On one host that is ZeRO-3 itself."""
+    return data_parallel(problem, 3, zero_size=problem.cluster.domain_devices)
 
 
 def tensor_parallel(problem: Problem) -> Walk:
@@ -313,6 +320,7 @@ RECIPES: dict[str, Callable[[Problem], Walk]] = {
     "zero 2": lambda problem: data_parallel(problem, 2),
     "zero 3": lambda problem: data_parallel(problem, 3),
     "zero 2 offload": lambda problem: data_parallel(problem, 2, offload="optimizer"),
+    "hybrid sharded": hybrid_sharded,
     "tensor parallel": tensor_parallel,
     "megatron grid": megatron,
     "pipeline and data": lambda problem: megatron(problem, most_tp=1),
