@@ -35,8 +35,8 @@ def zero(stage: int, *, size: int | None = None, offload: str = "nothing") -> Re
 
     `size` neighbours share the state, all devices where it is None; the others are copies (hybrid sharding, HSDP: with
     the devices of a host or a slice as `size`, parameters are gathered inside of it, and between hosts goes one
-    all-reduce of each device's part of the gradients). With `offload="optimizer"` the optimizer state stays in the
-    memory of the hosts between steps, as in `combine`. Sources: Rajbhandari et al., "ZeRO", 2020, section 5; Ren et
+    all-reduce of each device's part of the gradients). `offload` names the arrays that are kept in the memory of the
+    hosts, as in `combine`. Sources: Rajbhandari et al., "ZeRO", 2020, section 5; Ren et
     al., "ZeRO-Offload", 2021; Zhao et al., "PyTorch FSDP", 2023, section 3.2.2. Raises: InvalidArgumentError.
     """
     return combine(zero=stage, zero_size=size, offload=offload)
@@ -153,9 +153,10 @@ def combine(
         recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
             products and blockwise attention), "input" (all); with " every 2" behind it those of every second layer, and
             so on.
-        offload: The state in the memory of the hosts between steps (JAX's memory kind "pinned_host"): "nothing", or
-            "optimizer", the arrays that only the update reads (moments, master weights). They come to the devices for
-            the update, those of a few parameters at a time, and return.
+        offload: The arrays in the memory of the hosts (JAX's memory kind "pinned_host"): "nothing"; "optimizer", those
+            that only the update reads (moments, master weights), which come to the devices for the update, a few at a
+            time, and return; "activations", those that are saved for the backward pass (all that `recompute` keeps),
+            which go there in the forward pass and come back shortly before they are read; "optimizer and activations".
 
     Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
     Raises: InvalidArgumentError.
@@ -165,13 +166,6 @@ def combine(
             check_number(f"recipes.combine({name}=...)", number)
     check_number("recipes.combine(pp=...)", pp)
     check_sequence("recipes.combine(sequence=...)", sequence, _SEQUENCES)
-    if offload not in _OFFLOADS:
-        raise InvalidArgumentError(
-            where="recipes.combine(offload=...)",
-            expected=" or ".join(map(repr, _OFFLOADS)),
-            got=repr(offload),
-            hint="leave it out to keep everything on the devices",
-        )
     if zero not in (0, 1, 2, 3):
         raise InvalidArgumentError(
             where="recipes.combine(zero=...)",
@@ -180,16 +174,20 @@ def combine(
             hint="0 keeps the whole state on every device",
         )
     data = [(data_axis(zero), dp)] if zero_size is None else _hybrid(zero, zero_size, dp, (ep, sp))
-    recipe = _bound(
-        data, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel, offload=offload
-    )
+    recipe = _bound(data, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel)
     stages = _checked_stages("recipes.combine", pp, schedule, num_microbatches, chunks)
-    return _cut("recipes.combine", recipe, stages, recompute)
+    return _cut("recipes.combine", recipe, stages, recompute, offload)
 
 
 # The ways in which an axis of its own splits positions.
 _SEQUENCES = ("ulysses", "ring")
-_OFFLOADS = ("nothing", "optimizer")
+# What may be kept in the memory of the hosts: by its text, whether that is the optimizer state, and saved activations.
+_OFFLOADS = {
+    "nothing": (False, False),
+    "optimizer": (True, False),
+    "activations": (False, True),
+    "optimizer and activations": (True, True),
+}
 
 
 def _copies(size: int | None) -> list[tuple[AxisUse, int | None]]:
@@ -235,15 +233,10 @@ def _bound(
     zero: int = 0,
     sequence: str = "ulysses",
     sequence_parallel: bool = False,
-    offload: str = "nothing",
 ) -> Recipe:
     shared = [(use, size) for use, size in ((expert_axis(zero), ep), (sequence_axis(sequence, zero), sp)) if size != 1]
     axes = [*data, *shared, (tensor_axis(sequence_parallel=sequence_parallel), tp)]
-    binding = Binding(
-        axes=tuple(use for use, _ in axes),
-        sizes=tuple(size for _, size in axes),
-        offloads_optimizer=offload == "optimizer",
-    )
+    binding = Binding(axes=tuple(use for use, _ in axes), sizes=tuple(size for _, size in axes))
     return Recipe(request=PlanRequest(binding=binding))
 
 
@@ -268,6 +261,7 @@ def cut(
     num_microbatches: int | None = None,
     chunks: int | None = None,
     recompute: str = "nothing",
+    offload: str = "nothing",
 ) -> Recipe:
     """A recipe for one program, in stages, micro-batches and with recomputation; it holds in each stage.
 
@@ -281,6 +275,7 @@ def cut(
         recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
             products and blockwise attention), "input" (all); with " every 2" behind it those of every second layer, and
             so on.
+        offload: As in `combine`, beside what the recipe offloads.
 
     Raises: InvalidArgumentError.
     """
@@ -299,10 +294,10 @@ def cut(
             hint="give all of them in one call; autopar.constrain(pins, recipe=...) pins what is cut",
         )
     stages_request = _checked_stages("recipes.cut", stages, schedule, num_microbatches, chunks)
-    return _cut("recipes.cut", recipe, stages_request, recompute)
+    return _cut("recipes.cut", recipe, stages_request, recompute, offload)
 
 
-def _cut(where: str, recipe: Recipe, stages: PlanRequest, recompute: str) -> Recipe:
+def _cut(where: str, recipe: Recipe, stages: PlanRequest, recompute: str, offload: str) -> Recipe:
     if not is_policy(recompute):
         raise InvalidArgumentError(
             where=f"{where}(recompute=...)",
@@ -310,10 +305,22 @@ def _cut(where: str, recipe: Recipe, stages: PlanRequest, recompute: str) -> Rec
             got=repr(recompute),
             hint="leave it out to keep everything",
         )
-    # Only what is cut into micro-batches can be recomputed by layer; one stage and one micro-batch will do.
-    if stages.num_stages == 1 and recompute == "nothing":
+    if offload not in _OFFLOADS:
+        raise InvalidArgumentError(
+            where=f"{where}(offload=...)",
+            expected=" or ".join(map(repr, _OFFLOADS)),
+            got=repr(offload),
+            hint="leave it out to keep everything on the devices",
+        )
+    binding, (optimizer, activations) = recipe.request.binding, _OFFLOADS[offload]
+    if optimizer or activations:
+        assert binding is not None, "pipelines are not cut"
+        optimizer = optimizer or binding.offloads_optimizer
+        binding = dataclasses.replace(binding, offloads_optimizer=optimizer, offloads_activations=activations)
+    # Only what is cut into micro-batches has the passes apart; one stage and one micro-batch will do.
+    if stages.num_stages == 1 and recompute == "nothing" and not activations:
         stages = dataclasses.replace(stages, num_stages=None)
-    return Recipe(request=dataclasses.replace(stages, binding=recipe.request.binding, recompute=recompute))
+    return Recipe(request=dataclasses.replace(stages, binding=binding, recompute=recompute))
 
 
 def _checked_stages(

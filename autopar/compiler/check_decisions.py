@@ -168,6 +168,9 @@ class _Checker:
         for i, v in enumerate(sorted(self.plan.in_host)):
             if v not in inputs:
                 yield Fault(place=f"{self.place}.in_host[{i}]", expected="the number of an argument", got=str(v))
+        for i, v in enumerate(sorted(self.plan.saved_in_host)):
+            if v not in values:
+                yield Fault(place=f"{self.place}.saved_in_host[{i}]", expected="the number of a value", got=str(v))
 
     def layouts(self) -> Iterator[Fault]:
         """Layouts have the rank of their values and divide their shapes; only unreduced values may be partial."""

@@ -31,7 +31,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.emit import Emitter
-from autopar.lowering.host_offload import with_host_copies
+from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import LoweredBlock
 from autopar.lowering.lower import lower
 from autopar.passes.split_scan import split_scans
@@ -66,7 +66,7 @@ def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -
     sharding = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)
     check_operations(plan.record.decisions, graph, "$.plan.decisions", traced.name)
     check_decisions(sharding, graph, "$.plan.decisions", traced.name)
-    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, plan.mesh)
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding)
     arguments, results = planned_values(traced, graph, lowered)
     check_values(plan.record.arguments, arguments, "$.plan.arguments", traced.name)
     check_values(plan.record.results, results, "$.plan.results", traced.name)

@@ -140,10 +140,12 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
             got="both",
             hint="leave out follow, and pin the state as that step has it: step.plan(...).record.arguments",
         )
-    offloads = bool(request.in_host) or (request.binding is not None and request.binding.offloads_optimizer)
+    binding = request.binding
+    offloads_by_recipe = binding is not None and (binding.offloads_optimizer or binding.offloads_activations)
+    offloads = bool(request.in_host) or offloads_by_recipe
     if offloads and cluster.device.host_link_bytes_per_s is None:
         raise InvalidArgumentError(
-            where=f"offload='optimizer' on cluster {cluster.name}",
+            where=f"offload on cluster {cluster.name}",
             expected="a rate of the link between a device and the memory of its host",
             got=f"none for {cluster.device.name}",
             hint="give it: dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, "

@@ -89,7 +89,8 @@ def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
         collective_s += n * sum(use.time_s for use in uses)
         collectives += grouped(uses, model.links.mesh)
         host = host_use(graph, block, model)
-        kept_bytes[planned.lowered.mesh_index] += host.kept_bytes
+        mesh_index = planned.lowered.mesh_index
+        kept_bytes[mesh_index] += host.kept_bytes + host.saved_bytes * max(1, simulation.peak_in_flight[mesh_index])
         host_s += n * host.time_s
         copied_bytes += n * host.copied_bytes
     in_joined = collections.Counter(number for joined in staged.joined for number, _ in joined.parts)

@@ -1,4 +1,4 @@
-"""Offloaded state of a lowered step: its bytes in host memory, and the seconds of its copies."""
+"""What a lowered step keeps in the memory of the host: its bytes there, and the seconds of its copies."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from autopar.lowering.instructions import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostUse:
-    """What one device keeps in the memory of its host, and copies from there and back in a step."""
+    """What one device keeps in the memory of its host, and copies from there and back in a step. `saved_bytes`: of one
+    micro-batch, between its passes.
+    """
 
     kept_bytes: int
+    saved_bytes: int
     copied_bytes: int
     time_s: float
 
 
 def host_use(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> HostUse:
-    """Of the state that a lowered step finds in the memory of the host."""
+    """Of the state that a lowered step finds in the memory of the host, and the activations that it saves there."""
     mesh = model.links.mesh
 
     def local(value: int, layout: Layout) -> int:
@@ -36,13 +39,18 @@ def host_use(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> HostUse
     copies = [i for i in lowered.instructions if isinstance(i, HostCopy)]
     return HostUse(
         kept_bytes=sum(local(v, layout) for v, (layout, state) in entries if state == HOST),
-        copied_bytes=sum(local(t.value, t.target[0]) for t in copies),
+        saved_bytes=sum(local(t.value, t.target[0]) for t in copies if t.to_host and t.section.repeats),
+        copied_bytes=sum(_runs(graph, t) * local(t.value, t.target[0]) for t in copies),
         time_s=sum(host_copy_s(graph, t, model) for t in copies),
     )
 
 
 def host_copy_s(graph: OpGraph, copy: HostCopy, model: CostModel) -> float:
-    """Seconds of a copy from the memory of the host, or to it."""
+    """Seconds of all runs, in a step, of a copy from the memory of the host, or to it."""
     value = graph.values[copy.value]
     nbytes = local_bytes(value.shape, value.itemsize, copy.target[0], model.links.mesh)
-    return model.device.host_copy_s(nbytes)
+    return _runs(graph, copy) * model.device.host_copy_s(nbytes)
+
+
+def _runs(graph: OpGraph, copy: HostCopy) -> int:
+    return graph.num_microbatches if copy.section.repeats else 1

@@ -20,7 +20,7 @@ from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import HOST, REDUCED, UNREDUCED
+from autopar.ir.value_state import HOST, REDUCED, RETURNED, UNREDUCED
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -363,5 +363,6 @@ def place_names(
         value = graph.values[v]
         what = value.name or f"{made_by.get(v, 'value')} {value.dtype}{list(value.shape)}"
         copy = "" if place[1] in (UNREDUCED, REDUCED) else f", copy for {place[1]}"
+        copy = f", {place[1]}" if place[1] == RETURNED else copy
         out[number] = f"{what} {place[0].text(mesh)}{copy}"
     return out

@@ -2,7 +2,7 @@
 
 One simulation gives the number and the timeline (`autopar.cost.stream_simulator`). An in-place reduction by the
 partitioner (`Compute.reduced`) is an all-reduce of its own once it is compiled, and asynchronous like any other. Copies
-between host and device memory are taken to block computation, and each other.
+between the memories of a device and its host have a stream of their own where the compiler makes them asynchronous.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def _scaled(work: StreamWork, share: float) -> StreamWork:
             end_s=ran.end_s * share,
             compute_s=ran.compute_s * share,
             send_s=ran.send_s * share,
+            host_s=ran.host_s * share,
         )
         for ran in work.inside
     )
@@ -181,7 +182,7 @@ class _Writer:
             works.append(
                 StreamWork(
                     name=f"{way} the host's memory, {_named(instruction.module)}",
-                    stream=Stream.BOTH,
+                    stream=Stream.HOST if self.model.overlap.host_copies else Stream.BOTH,
                     seconds=host_copy_s(self.graph, instruction, self.model),
                     reads=(*reads, *behind),
                     makes=self.define(instruction.keys_made, made),

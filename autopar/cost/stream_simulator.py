@@ -1,4 +1,4 @@
-"""A model of XLA's latency-hiding scheduler: two streams on a virtual clock, one for computation, one for collectives.
+"""A model of XLA's latency-hiding scheduler: streams on a virtual clock, for computation, collectives, and host copies.
 
 XLA makes two instructions of a collective, one that starts it and one that waits for it, and its scheduler moves the
 two apart. `run` is a model of what comes of that:
@@ -12,6 +12,7 @@ two apart. `run` is a model of what comes of that:
 (4) Reductions of one kind over the same axes that do not depend on each other start together, when the last is made,
     as long as their results are not too large to be combined.
 (5) Collectives run one at a time; those that the compiler does not take apart hold up computing.
+(6) Copies to the memory of the host and from there run one at a time, beside computing and collectives.
 
 Source: programs that XLA compiled for eight H100 (jaxlib 0.10.2) and for a v5e slice (libtpu 0.0.42.1): chains of
 products under data parallelism and ZeRO-3, and each kind of collective beside products that do not read it.
@@ -40,24 +41,26 @@ class Overlap:
     """What runs beside computing in programs of one compiler.
 
     `kinds` are the collectives that it takes apart; reductions whose results together have at most `combined_bytes` on
-    a device become one.
+    a device become one. `host_copies`: copies to and from the memory of the host.
     """
 
     kinds: frozenset[CollectiveKind]
     combined_bytes: int
+    host_copies: bool = False
 
 
 def overlap_of(platform: Platform) -> Overlap:
     """What XLA does for a platform as long as no flags say otherwise.
 
     The threshold for GPUs is the default of `xla_gpu_all_reduce_combine_threshold_bytes` and of the same for
-    reduce-scatter; TPU reductions hold up computing, however they are combined.
+    reduce-scatter; TPU reductions hold up computing, however they are combined. Copies between the memories of a device
+    and its host are a `copy-start` and a `copy-done` in programs for both.
     """
     if platform is Platform.GPU:
-        return Overlap(kinds=frozenset(PLANNED_KINDS), combined_bytes=30 << 20)
+        return Overlap(kinds=frozenset(PLANNED_KINDS), combined_bytes=30 << 20, host_copies=True)
     if platform is Platform.TPU:
         apart = {CollectiveKind.ALL_GATHER, CollectiveKind.COLLECTIVE_PERMUTE}
-        return Overlap(kinds=frozenset(apart), combined_bytes=0)
+        return Overlap(kinds=frozenset(apart), combined_bytes=0, host_copies=True)
     return Overlap(kinds=frozenset(), combined_bytes=0)
 
 
@@ -66,8 +69,13 @@ class Stream(enum.Enum):
 
     COMPUTE = "compute"
     SEND = "send"
+    HOST = "host"  # copies between the memories of a device and its host
     BOTH = "both"  # a collective that holds up computing, or a loop in which something is sent
     NEITHER = "neither"  # takes no time: another name for a value, or a part of it
+
+
+# What runs beside computing.
+_BESIDE = (Stream.SEND, Stream.HOST)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,27 +115,28 @@ class StreamEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """Work in the order in which it started, and when that was. `compute_s` and `send_s` are sums."""
+    """Work in the order in which it started, and when that was. `compute_s`, `send_s`, `host_s` are sums by stream."""
 
     order: tuple[StreamWork, ...]
     starts_s: tuple[float, ...]
     end_s: float
     compute_s: float
     send_s: float
+    host_s: float = 0.0
 
     @property
     def hidden_s(self) -> float:
-        """Seconds in which something was computed and something else sent."""
-        if not any(work.stream is Stream.SEND for work in self.order):  # else rounding would show
+        """Seconds in which something was computed and something else sent or copied."""
+        if not any(work.stream in _BESIDE for work in self.order):  # else rounding would show
             return sum(ran.hidden_s for work in self.order for ran in work.inside)
-        return max(0.0, self.compute_s + self.send_s - self.end_s)
+        return max(0.0, self.compute_s + self.send_s + self.host_s - self.end_s)
 
     @property
     def busy_s(self) -> float:
-        """How long the busier of the two streams has work: the step takes no less, in whatever order things run."""
+        """How long the busiest stream has work: the step takes no less, in whatever order things run."""
         compute_s = sum(work.seconds for work in self.order if _computes(work))
         send_s = sum(work.seconds for work in self.order if work.stream in (Stream.SEND, Stream.BOTH))
-        return max(compute_s, send_s)
+        return max(compute_s, send_s, self.host_s)
 
     def events(self) -> Iterator[StreamEvent]:
         """What took time, in order. A loop stands for its blocks."""
@@ -150,10 +159,10 @@ class Ran:
 def run(program: Sequence[StreamWork], combined_bytes: int = 0) -> Ran:
     """Runs a program, in which each value has one maker, that stands before its readers.
 
-    What nothing makes is there from the start. The streams never both wait, so that the end lies between the longer of
-    the two sums and both together.
+    What nothing makes is there from the start. The streams never all wait, so that the end lies between the longest of
+    their sums and all together.
     """
-    if any(work.stream is Stream.SEND for work in program):
+    if any(work.stream in _BESIDE for work in program):
         return _Clock(program, combined_bytes).run()
     starts_s, now_s = [], 0.0
     for work in program:
@@ -164,7 +173,7 @@ def run(program: Sequence[StreamWork], combined_bytes: int = 0) -> Ran:
 
 def _ran(order: Sequence[StreamWork], starts_s: Sequence[float], end_s: float) -> Ran:
     compute_s = sum(work.seconds for work in order if not work.inside and work.stream is Stream.COMPUTE)
-    send_s = sum(work.seconds for work in order if not work.inside and work.stream is not Stream.COMPUTE)
+    send_s = sum(work.seconds for work in order if not work.inside and work.stream in (Stream.SEND, Stream.BOTH))
     inside = [ran for work in order for ran in work.inside]
     return Ran(
         order=tuple(order),
@@ -172,6 +181,7 @@ def _ran(order: Sequence[StreamWork], starts_s: Sequence[float], end_s: float) -
         end_s=end_s,
         compute_s=compute_s + sum(ran.compute_s for ran in inside),
         send_s=send_s + sum(ran.send_s for ran in inside),
+        host_s=sum(work.seconds for work in order if work.stream is Stream.HOST),
     )
 
 
@@ -213,7 +223,7 @@ class _Clock:
         self.released_by: dict[int, list[int]] = {}  # gathers that may start once this has started
         self.hold_back()
         self.groups = _combined(program, self.makers, combined_bytes)
-        self.compute, self.send = _Queue(), _Queue()
+        self.compute, self.send, self.host = _Queue(), _Queue(), _Queue()
         self.arrived: list[int] = []  # work for which all is there that it waits for
         self.order: list[StreamWork] = []
         self.starts_s: list[float] = []
@@ -262,13 +272,12 @@ class _Clock:
                 self.arrive(self.arrived.pop())
             if len(self.order) == len(self.program):
                 return _ran(self.order, self.starts_s, self.end_s)
-            computes_s, sends_s = self.compute.next_s(), self.send.next_s()
-            if math.isinf(min(computes_s, sends_s)):
+            queue = min((self.compute, self.send, self.host), key=_Queue.next_s)
+            starts_s = queue.next_s()
+            if math.isinf(starts_s):
                 self.dissolve()
-            elif computes_s <= sends_s:
-                self.start(self.compute.take(), computes_s)
             else:
-                self.start(self.send.take(), sends_s)
+                self.start(queue.take(), starts_s)
 
     def start(self, i: int, at_s: float) -> None:
         work = self.program[i]
@@ -278,6 +287,8 @@ class _Clock:
             self.compute.free_s = done_s
         if work.stream in (Stream.SEND, Stream.BOTH):
             self.send.free_s = done_s
+        if work.stream is Stream.HOST:
+            self.host.free_s = done_s
         self.order.append(work)
         self.starts_s.append(start_s)
         self.end_s = max(self.end_s, done_s)
@@ -320,7 +331,7 @@ class _Clock:
         self.release(waiting, max(self.compute.free_s, self.send.free_s))
 
     def queue(self, i: int, ready_s: float) -> None:
-        queue = self.send if self.program[i].stream is Stream.SEND else self.compute
+        queue = {Stream.SEND: self.send, Stream.HOST: self.host}.get(self.program[i].stream, self.compute)
         heapq.heappush(queue.coming, (ready_s, (self.rank[i], i)))
 
 

@@ -26,7 +26,7 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.lowering.decisions import ShardingPlan
-from autopar.lowering.host_offload import with_host_copies
+from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.lower import lower
 from autopar.microbatch.smaller_step import example_leaves, num_examples
 from autopar.passes.split_scan import split_scans
@@ -85,7 +85,7 @@ def _in_one_program(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
     record = plan.record
     sharding = fitted(sharding_plan_of(record.decisions, record.solver, plan.mesh, graph), graph)
     links = cost_model(plan.cluster, plan.mesh).links
-    lowered = with_host_copies(graph, lower(graph, sharding, links), sharding.in_host, plan.mesh)
+    lowered = with_host_copies(graph, lower(graph, sharding, links), sharding)
     arguments, results = planned_values(traced, graph, lowered)
     return dataclasses.replace(
         record, arguments=tuple(arguments), results=tuple(results), decisions=decisions_of(sharding, graph)

@@ -39,4 +39,5 @@ def carried_over(plan: ShardingPlan, source: CanonicalGraph, target: CanonicalGr
         copies={(value[v], readers): layout for (v, readers), layout in plan.copies.items()},
         transfer_layouts={op[o]: layout for o, layout in plan.transfer_layouts.items()},
         in_host=frozenset(value[v] for v in plan.in_host),
+        saved_in_host=frozenset(value[v] for v in plan.saved_in_host),
     )

@@ -21,7 +21,7 @@ from autopar.ir.graph import OpGraph, OpKind, Section
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.decisions import ShardingPlan
-from autopar.lowering.host_offload import with_host_copies
+from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.lower import lower
 from autopar.lowering.transfer_layouts import refined, wire_layouts
 from autopar.passes.assign_stages import assign
@@ -216,9 +216,7 @@ def planned_stage(
     """Decisions -> instructions. `mesh_index` is the group of devices that runs the stage."""
     lowered = LoweredStage(
         stage=stage,
-        lowered=with_host_copies(
-            stage.graph, lower(stage.graph, sharding, model.links), sharding.in_host, model.links.mesh
-        ),
+        lowered=with_host_copies(stage.graph, lower(stage.graph, sharding, model.links), sharding),
         mesh=model.links.mesh,
         mesh_index=mesh_index,
     )

@@ -32,6 +32,7 @@ from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, replicated
 from autopar.lowering.decisions import Relaxation, ShardingPlan, SolverReport
 from autopar.passes.fold_step import ONE_EACH, Weights
+from autopar.passes.saved_arrays import saved_arrays
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout
 
@@ -97,6 +98,8 @@ class IntraOp:
         given = given or GivenLayouts()
         self.graph, self.model, self.given = graph, model, given
         self.in_host = given.in_host | (constraints.in_host(graph) if constraints is not None else frozenset())
+        offloads = constraints is not None and constraints.offloads_activations
+        self.saved_in_host = saved_arrays(graph) if offloads else frozenset[int]()
         if constraints is not None:
             check_heads(graph, constraints.parts_of_heads(model.links.mesh))
             check_rings(graph, constraints.parts_of_rings(model.links.mesh))
@@ -211,6 +214,7 @@ class IntraOp:
             report=report,
             transfer_layouts=dict(self.given.transfers),
             in_host=self.in_host,
+            saved_in_host=self.saved_in_host,
             relaxation=self.relaxation,
         )
 

@@ -14,7 +14,7 @@ from autopar.cost.stream_simulator import Ran
 from autopar.hardware import host_cpu
 from autopar.ir.graph import OpGraph
 from autopar.lowering.decisions import ShardingPlan
-from autopar.lowering.host_offload import with_host_copies
+from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import LoweredBlock
 from autopar.lowering.lower import lower
 from autopar.plan.schema import MeshTrial
@@ -77,7 +77,7 @@ def timed_sharding(
 ) -> TimedSharding:
     """Lowers decisions and reads off how long they take."""
     costs = costs or NodeCosts(graph, model)
-    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding.in_host, model.links.mesh)
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding)
     return TimedSharding(sharding=sharding, lowered=lowered, ran=timed(graph, lowered, model, costs), costs=costs)
 
 

@@ -49,9 +49,9 @@ def check_host_memory(where: str, device: Any) -> None:
     if HOST_MEMORY not in kinds:
         raise UnsupportedError(
             where=where,
-            expected=f"devices with jax's memory kind {HOST_MEMORY!r}, where the plan keeps the optimiser's state",
+            expected=f"devices with jax's memory kind {HOST_MEMORY!r}, where the plan keeps arrays of the step",
             got=f"{device.platform} devices with {', '.join(map(repr, kinds)) or 'none'}",
-            hint="plan without offload='optimizer', or run where jax has memory kinds: on GPU, TPU and CPU, but not "
+            hint="plan without offload=..., or run where jax has memory kinds: on GPU, TPU and CPU, but not "
             "when compiling for GPUs that are not here",
         )
 

@@ -43,7 +43,8 @@ class ShardingPlan:
     `strategy[op.id]` of every operation that has a choice (the others are replicated); `unreduced`, `reduced` and
     `copies` are layouts of values as in `ChoiceGraph`; a value that is in none of them is replicated.
     `transfer_layouts[op.id]` is the layout in which a value leaves for another stage. Arguments that are `in_host` lie
-    in the memory of the host between steps. `relaxation` is what was given up of constraints.
+    in the memory of the host between steps; values that are `saved_in_host` are there between the forward and the
+    backward pass. `relaxation` is what was given up of constraints.
     """
 
     mesh: LogicalMesh
@@ -55,4 +56,5 @@ class ShardingPlan:
     report: SolverReport
     transfer_layouts: dict[int, Layout] = dataclasses.field(default_factory=dict)
     in_host: frozenset[int] = frozenset()
+    saved_in_host: frozenset[int] = frozenset()
     relaxation: Relaxation | None = None

@@ -33,10 +33,10 @@ BUCKETS, AHEAD = 16, 2
 _ORDER = {section: number for number, section in enumerate(Section)}
 
 
-def with_host_copies(graph: OpGraph, lowered: LoweredBlock, in_host: frozenset[int], mesh: LogicalMesh) -> LoweredBlock:
+def with_state_in_host(
+    graph: OpGraph, lowered: LoweredBlock, in_host: frozenset[int], mesh: LogicalMesh
+) -> LoweredBlock:
     """The same step with some of its state, arguments of the graph, in the memory of the host before and after it."""
-    if not in_host:
-        return lowered
     return _Offloading(graph, lowered, in_host, mesh).run()
 
 

@@ -13,7 +13,8 @@ from autopar.sharding.resharding import ReshardStep
 from autopar.sharding.strategies import Strategy
 
 # Where a value lies: its layout, and as what: RAW as its operation left it, PLACED once its sums are reduced, a copy
-# for ALL readers, or one for the readers of a role (by the role's name), or in the memory of the HOST.
+# for ALL readers, or one for the readers of a role (by the role's name), or in the memory of the HOST, or RETURNED from
+# there.
 Place = tuple[Layout, str]
 # A value in one of its places.
 Key = tuple[int, Place]

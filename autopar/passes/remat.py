@@ -139,7 +139,7 @@ def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[
         and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK, OpKind.SPLIT, OpKind.BARRIER)
         and readers.layer[op.id] in (layer, None)
     ]
-    recomputable = {v: op for op in forward if not (policy is Recompute.CHEAP and _is_kept(op)) for v in op.outputs}
+    recomputable = {v: op for op in forward if not (policy is Recompute.CHEAP and is_kept(op)) for v in op.outputs}
     # What other layers keep as their input is there anyway.
     for op in forward:
         if readers.layer[op.id] == layer:
@@ -150,7 +150,7 @@ def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[
     return read, _needed(read, recomputable, forward)
 
 
-def _is_kept(op: Op) -> bool:
+def is_kept(op: Op) -> bool:
     """Whether results are kept where only cheap ones are computed again: of products, and of attention, whose result is
     a product's and which has no scores to keep.
     """

@@ -44,6 +44,7 @@ def decisions_of(plan: ShardingPlan, graph: OpGraph) -> Decisions:
         copies=copies,
         wires=wires,
         in_host=tuple(sorted(plan.in_host)),
+        saved_in_host=tuple(sorted(plan.saved_in_host)),
         operations=signatures(graph, {*of_op, *wires}),
     )
 
@@ -71,4 +72,5 @@ def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMe
         report=report,
         transfer_layouts={op: layouts[i] for op, i in decisions.wires.items()},
         in_host=frozenset(decisions.in_host),
+        saved_in_host=frozenset(decisions.saved_in_host),
     )

@@ -147,7 +147,9 @@ class Plan:
         stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
         largest = max((self.stage_mesh(s) for s in stages), key=lambda at: at[1] + at[0].num_devices)
         submesh(*largest)
-        if any(value.in_host for value in self.record.arguments):
+        stages_of = () if self.record.pipeline is None else self.record.pipeline.stages
+        saves = any(stage.decisions.saved_in_host for stage in stages_of)
+        if saves or any(value.in_host for value in self.record.arguments):
             check_host_memory(f"plan of {self.record.step}", jax.local_devices()[0])
 
     # Shardings

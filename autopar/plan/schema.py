@@ -53,7 +53,8 @@ class Decisions:
 
     Layouts and strategies are tables. `of_op` maps an operation to its strategy; `raw` and `placed` map a value to its
     unreduced and its reduced layout; `copies` holds (value, readers, layout); `wires` maps a SEND operation to the
-    layout of its operand; `in_host` are the arguments in the memory of the host between steps. `operations` has
+    layout of its operand; `in_host` are the arguments in the memory of the host between steps, `saved_in_host` the
+    values that are there between the forward and the backward pass. `operations` has
     `SIGNATURE_DIGITS` digits for each operation of `of_op` and `wires`, in the order of their numbers
     (`autopar.plan.signatures`).
     """
@@ -66,6 +67,7 @@ class Decisions:
     copies: tuple[tuple[int, str, int], ...]
     wires: dict[int, int] = dataclasses.field(default_factory=dict)
     in_host: tuple[int, ...] = ()
+    saved_in_host: tuple[int, ...] = ()
     operations: str = ""
 
 
@@ -139,9 +141,9 @@ class Predicted:
     `product_time_s`: of the computation, the matrix products and attention kernels; the rest waits for memory. None in
     files that were written before it was recorded.
 
-    For state in the memory of the host: `host_bytes` kept by a device (one number for each group of devices, none
-    without such state), `host_copied_bytes` copied from and to the host in a step, and `host_time_s` of these copies;
-    for a pipeline means over the devices.
+    For state and activations in the memory of the host: `host_bytes` kept by a device (one number for each group of
+    devices, none without such arrays; of activations as many as there are at once), `host_copied_bytes` copied from and
+    to the host in a step, and `host_time_s` of these copies; for a pipeline means over the devices.
     """
 
     step_time_s: float

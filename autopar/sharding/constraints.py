@@ -69,10 +69,13 @@ class AxisUse:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """The use of each axis of a mesh, in its order; and whether the optimiser's state is in the host's memory."""
+    """The use of each axis of a mesh, in its order; and whether the optimiser's state, and what is saved for the
+    backward pass, are in the memory of the host.
+    """
 
     axes: tuple[AxisUse, ...]
     offloads_optimizer: bool = False
+    offloads_activations: bool = False
 
     def in_host(self, graph: OpGraph) -> frozenset[int]:
         """The arguments of a described graph, or of a stage of one, that are kept in the memory of the host."""
@@ -249,12 +252,13 @@ class Binding:
     """A mesh whose axes are for something: the size of each, None for all devices that the others leave.
 
     Several axes without a size are equally large. `offloads_optimizer`: between steps, the optimiser's state is in the
-    memory of the host.
+    memory of the host; `offloads_activations`: between the passes, what is saved for the backward pass.
     """
 
     axes: tuple[AxisUse, ...]
     sizes: tuple[int | None, ...]
     offloads_optimizer: bool = False
+    offloads_activations: bool = False
 
     @property
     def blockwise_attention(self) -> bool:
@@ -292,7 +296,11 @@ class Binding:
                 got=names,
                 hint="leave one of them at 1",
             )
-        constraints = Constraints(axes=tuple(a for a, _ in used), offloads_optimizer=self.offloads_optimizer)
+        constraints = Constraints(
+            axes=tuple(a for a, _ in used),
+            offloads_optimizer=self.offloads_optimizer,
+            offloads_activations=self.offloads_activations,
+        )
         return LogicalMesh(axis_sizes=tuple(n for _, n in used)), constraints
 
     def _equal_size(self, num_devices: int) -> int:

@@ -210,11 +210,23 @@ def programs(draw):
 
 
 @given(programs(), st.sampled_from([0, 2, 100]))
-def test_the_end_lies_between_the_longer_sum_and_both(program, combined_bytes):
+def test_the_end_lies_between_the_longest_sum_and_all(program, combined_bytes):
     ran = run(program, combined_bytes)
-    assert max(ran.compute_s, ran.send_s) <= ran.end_s <= ran.compute_s + ran.send_s
+    assert max(ran.compute_s, ran.send_s, ran.host_s) <= ran.end_s <= ran.compute_s + ran.send_s + ran.host_s
     assert ran.compute_s == sum(w.seconds for w in program if w.stream is Stream.COMPUTE)
-    assert ran.compute_s + ran.send_s == sum(w.seconds for w in program)
+    assert ran.host_s == sum(w.seconds for w in program if w.stream is Stream.HOST)
+    assert ran.compute_s + ran.send_s + ran.host_s == sum(w.seconds for w in program)
+
+
+def test_copies_to_the_host_run_beside_computing_and_collectives():
+    copies = [StreamWork(name=f"copy {n}", stream=Stream.HOST, seconds=2.0, reads=(n,), makes=(f"{n}'",)) for n in "ab"]
+    program = [compute("a", 3.0), copies[0], send("c", 3.0, "a"), compute("b", 1.0, "a"), copies[1]]
+    ran = run(program)
+    # The first copy, the collective and the second product start at 3; the second copy waits for the first.
+    assert dict(zip((w.name for w in ran.order), ran.starts_s, strict=True)) == {
+        "a": 0.0, "copy a": 3.0, "c": 3.0, "b": 3.0, "copy b": 5.0,
+    }  # fmt: skip
+    assert (ran.end_s, ran.host_s, ran.hidden_s) == (7.0, 4.0, 4.0)
 
 
 @given(programs(), st.sampled_from([0, 2, 100]))

@@ -325,7 +325,7 @@ def test_devices_without_memory_kinds_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     with pytest.raises(UnsupportedError, match=r"pinned_host.*got cpu devices with 'device'") as caught:
         step(new_state(), batch)
-    assert "without offload='optimizer'" in str(caught.value)
+    assert "without offload=" in str(caught.value)
     with pytest.raises(UnsupportedError, match="pinned_host"):
         step.init(new_state)
 

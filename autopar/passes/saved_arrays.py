@@ -1,0 +1,42 @@
+"""What the passes over a micro-batch hold between them, once it is decided what is computed again."""
+
+from __future__ import annotations
+
+from autopar.errors import UnsupportedError
+from autopar.ir.graph import OpGraph, OpKind, Purpose, Section, read_by
+from autopar.passes.remat import is_kept
+
+
+def saved_arrays(graph: OpGraph) -> frozenset[int]:
+    """Activations that the forward pass makes, or another stage sends it, and that the backward pass reads: results of
+    products and of attention, and what recomputation starts from.
+
+    Whatever else is saved follows from these in a few elementwise operations, which compilers do again where they read
+    it (they fuse them): it takes less memory than its arrays do. Numbers are left out, and sums over micro-batches.
+    """
+    repeating = {v for i, v in enumerate(graph.block.inputs) if i in graph.repeating}
+    forward = [op for op in graph.block.ops if op.section is Section.FORWARD and op.kind is not OpKind.SPLIT]
+    made = {v for op in forward for v in op.outputs} | repeating.intersection(v for op in forward for v in read_by(op))
+    backward = [op for op in graph.block.ops if op.section.is_backward]
+    read = {v for op in backward for v in read_by(op)}
+    kept = read.intersection(v for op in forward if is_kept(op) for v in op.outputs)
+    starts = made.intersection(v for op in backward if op.kind is OpKind.BARRIER for v in read_by(op))
+    values = (graph.values[v] for v in kept | starts)
+    return frozenset(value.id for value in values if value.purpose is Purpose.ACTIVATION and value.shape)
+
+
+def check_saved_arrays(graph: OpGraph, step: str) -> None:
+    """Raises: UnsupportedError for a step of which no saved arrays can be kept elsewhere: one without a backward pass,
+    or whose layers are a loop, which makes the arrays of all layers before any of them could leave.
+    """
+    read = {v for op in graph.block.ops if op.section.is_backward for v in read_by(op)}
+    loops = {OpKind.SCAN, OpKind.WHILE}
+    loop = next((op for op in graph.block.ops if op.kind in loops and not read.isdisjoint(op.outputs)), None)
+    if read and loop is None:
+        return
+    raise UnsupportedError(
+        where=f"{step}, offload='activations'",
+        expected="a backward pass that reads what layers of the forward pass make, one after the other",
+        got="no backward pass" if loop is None else f"layers in a loop ({loop.module or loop.primitive})",
+        hint="leave it out" if loop is None else "write the layers out in a Python loop, or leave it out",
+    )
