@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from autopar.calls.nnx_objects import unwrapped
 from autopar.calls.plan_sources import DEFAULT_CACHE
 from autopar.calls.step_options import StepOptions
 from autopar.common.units import bytes_of_text
+from autopar.cost.compiler_options import requested_options
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.options import Attention
@@ -37,6 +38,7 @@ def parallelize(
     static_argnames: str | Sequence[str] = (),
     follow: Step | None = None,
     batch: str | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = DEFAULT_CACHE,
     time_limit_s: float | None = None,
     show_progress: bool = True,
@@ -68,6 +70,8 @@ def parallelize(
         follow: Another step whose layout of the state this one adopts (for an evaluation step).
         batch: The batch that each process of several passes: "local", its own rows (the batch is the rows of all, in
             process order), "global", the whole batch, identical in all; None decides by the first batch.
+        compiler_options: XLA's options by name, as `jax.jit` takes them, beside those that plans set for the cluster's
+            platform (`plan.compiler_options`), or in their place; None in place of a value leaves one to XLA.
         cache_dir: Directory in which plans are kept between runs; None keeps nothing.
         time_limit_s: Seconds that planning may take, except for the pass in progress; then the best plan so far is
             taken (with 0 the first one that fits), and its notes list the untried rest. None: searches end by proof
@@ -124,11 +128,22 @@ def parallelize(
             got=f"a plan, and num_microbatches={num_microbatches!r}, schedule={schedule!r}",
             hint="leave out plan, or the wishes",
         )
+    wanted_options = requested_options(compiler_options)
+    if isinstance(plan, Plan) and wanted_options:
+        raise InvalidArgumentError(
+            where="parallelize(plan=..., compiler_options=...)", expected="a plan, which has options of its own",
+            got="a plan, and compiler_options", hint="plan with them: plan.compiler_options tells those of a plan",
+        )  # fmt: skip
     recipe = plan if isinstance(plan, Recipe) else Recipe()
     request = dataclasses.replace(plan_request(recipe, num_microbatches, schedule), attention=Attention(attention))
     options = StepOptions(
         plan=plan if isinstance(plan, Plan) else None,
-        request=dataclasses.replace(request, memory_limit_bytes=memory_limit_bytes, time_limit_s=time_limit_s),
+        request=dataclasses.replace(
+            request,
+            memory_limit_bytes=memory_limit_bytes,
+            time_limit_s=time_limit_s,
+            compiler_options=wanted_options,
+        ),
         has_recipe=recipe != Recipe(),
         cluster=cluster,
         batch_argnums=_argnums(batch_argnums),

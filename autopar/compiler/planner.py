@@ -13,6 +13,7 @@ from autopar.compiler.no_plan import no_plan_error
 from autopar.compiler.pin_costs import price_of_pins
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
 from autopar.compiler.write_plan import plan_of
+from autopar.cost.compiler_options import check_options, options_of
 from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.build_graph import build_graph
@@ -59,6 +60,8 @@ def make_plans(
     stages.
     """
     check_request(request, cluster)
+    platform = cluster.device.platform
+    check_options(options_of(request.compiler_options, platform), platform)
     context = ask_sources(planning_context(traced, cluster, request, rules, progress, keep_tolerance))
     chosen = choose(context)
     if chosen is None:

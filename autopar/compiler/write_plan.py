@@ -19,12 +19,12 @@ from autopar.compiler.write_record import (
     together,
 )
 from autopar.compiler.write_values import planned_values, staged_values
+from autopar.cost.compiler_options import options_of, unlike_assumed
 from autopar.cost.roofline import flops_of
 from autopar.inter_op.evaluate import PipelineCandidate
 from autopar.intra_op import baselines
 from autopar.intra_op.spmd_candidate import SpmdCandidate
-from autopar.ir.graph import OpGraph, OpKind
-from autopar.ir.traced_step import TracedStep
+from autopar.ir.graph import OpKind
 from autopar.plan.codec import decisions_of
 from autopar.plan.context import Candidate, PlanningContext, Rejection
 from autopar.plan.plan import Plan, Trees
@@ -73,6 +73,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         fingerprint=traced.fingerprint,
         blockwise_attention=traced.blockwise_attention,
         cluster=context.cluster,
+        compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform),
         axis_sizes=(),
         memory_limit_bytes=context.limit_bytes,
         arguments=tuple(arguments),
@@ -83,7 +84,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         modules=tuple(row for number, planned in enumerate(staged.stages) for row in stage_rows(planned, number)),
         axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
         tried=(),
-        notes=_notes_of(traced, graph),
+        notes=_notes_of(context),
         pipeline=pipeline_record(staged, choice.policies, choice.chunks, candidate.hoist_casts),
         weighed=candidate.weighed,
     )
@@ -101,6 +102,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         fingerprint=traced.fingerprint,
         blockwise_attention=traced.blockwise_attention,
         cluster=context.cluster,
+        compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform),
         axis_sizes=best.sharding.mesh.axis_sizes,
         memory_limit_bytes=context.limit_bytes,
         arguments=tuple(arguments),
@@ -111,7 +113,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         modules=module_rows(graph, best.lowered, best.model, prediction.collectives),
         axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(context.views.annotated)),),
         tried=_trials(context),
-        notes=(*_notes_of(traced, graph), *notes),
+        notes=(*_notes_of(context), *notes),
         timeline=timeline,
     )
 
@@ -136,8 +138,10 @@ def _trials(context: PlanningContext) -> tuple[MeshTrial, ...]:
     return tuple(trials)
 
 
-def _notes_of(traced: TracedStep, graph: OpGraph) -> tuple[str, ...]:
+def _notes_of(context: PlanningContext) -> tuple[str, ...]:
     """Notes that apply to a step whatever its plan."""
+    traced, graph = context.traced, context.graph
+    unlike = unlike_assumed(context.request.compiler_options, context.cluster.device.platform)
     untied = sorted(i for i in traced.donated if i not in traced.tied)
     notes = list(replicated_notes(graph))
     if untied:
@@ -146,4 +150,5 @@ def _notes_of(traced: TracedStep, graph: OpGraph) -> tuple[str, ...]:
             f"{len(untied)} leaves of the donated arguments come back in no result with the same tree ({paths}, ...): "
             "their memory is not reused"
         )
+    notes += [unlike] if unlike else []
     return (*notes, *(attention_left(graph) if traced.blockwise_attention else ()))

@@ -24,22 +24,29 @@ def compile_tasks(
     stages: Sequence[LoweredStage],
     meshes: Sequence[Mesh | None],
     weak: Mapping[int, bool] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """The executable of each task; `meshes` are those of the stages, None for stages on devices of other processes.
 
-    `weak` tells, for buffers that hold results of the step, whether their types are weak.
+    `weak` tells, for buffers that hold results of the step, whether their types are weak. `options` are XLA's.
     """
     groups = groups_of_examples(stages)
     out = []
     for number, task in enumerate(program.tasks):
         mesh, stage = meshes[task.stage], stages[task.stage]
-        out.append(None if mesh is None else compile_task(program, number, stage, mesh, groups, weak or {}))
+        out.append(None if mesh is None else compile_task(program, number, stage, mesh, groups, weak or {}, options))
     return out
 
 
 @jax_compat.no_mesh_set()
 def compile_task(
-    program: StagedProgram, number: int, stage: LoweredStage, mesh: Mesh, groups: int, weak: Mapping[int, bool]
+    program: StagedProgram,
+    number: int,
+    stage: LoweredStage,
+    mesh: Mesh,
+    groups: int,
+    weak: Mapping[int, bool],
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Lowers and compiles one task. Its arguments are flat, in the order of the task's inputs."""
     task, linked = program.tasks[number], program.pipeline.tasks[number]
@@ -67,7 +74,7 @@ def compile_task(
         out_shardings=tuple(sharding_of(key, mesh) for key in outputs),
         donate_argnums=tuple(i for i, b in enumerate(positions) if b in donated),
     )
-    return jitted.lower(*avals).compile()
+    return jitted.lower(*avals).compile(dict(options or {}))
 
 
 def compile_joined(
@@ -76,19 +83,24 @@ def compile_joined(
     stages: Sequence[LoweredStage],
     meshes: Sequence[Mesh | None],
     weak: Mapping[int, bool],
+    options: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """The executable of each chain of runs that is one program."""
     groups, flow = groups_of_examples(stages), dataflow(program.pipeline, executed.num_microbatches)
-    out = []
+    out: list[Any] = []
     for joined in executed.joined:
         stage = program.tasks[joined.parts[0][0]].stage
         mesh = meshes[stage]
-        out.append(None if mesh is None else _compile_chain(program, flow, joined, stages[stage], mesh, groups, weak))
+        if mesh is None:
+            out.append(None)
+            continue
+        lowered = _lower_chain(program, flow, joined, stages[stage], mesh, groups, weak)
+        out.append(lowered.compile(dict(options or {})))
     return out
 
 
 @jax_compat.no_mesh_set()
-def _compile_chain(
+def _lower_chain(
     program: StagedProgram,
     flow: Dataflow,
     joined: Joined,
@@ -97,7 +109,7 @@ def _compile_chain(
     groups: int,
     weak: Mapping[int, bool],
 ) -> Any:
-    """Lowers and compiles one chain: the functions of its tasks, one after the other."""
+    """Lowers one chain: the functions of its tasks, one after the other."""
     linked = [program.pipeline.tasks[number] for number, _ in joined.parts]
     tasks = [program.tasks[number] for number, _ in joined.parts]
     functions = [task_function(task, stage, mesh, groups) for task in tasks]
@@ -122,7 +134,7 @@ def _compile_chain(
         out_shardings=tuple(sharding_of(key_of[b], mesh) for b, _ in joined.makes),
         donate_argnums=joined.donated,
     )
-    return jitted.lower(*(aval_of(stage, key_of[b]) for b, _ in joined.reads)).compile()
+    return jitted.lower(*(aval_of(stage, key_of[b]) for b, _ in joined.reads))
 
 
 def task_function(task: StageTask, stage: LoweredStage, mesh: Mesh, groups: int) -> Callable[..., tuple[Any, ...]]:

@@ -105,8 +105,9 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
     lowered = [p.lowered for p in staged.stages]
     local_meshes = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
     weak = weak_results(staged, traced)
-    executables = compile_tasks(staged.staged, lowered, local_meshes, weak)
-    executables += compile_joined(staged.staged, program, lowered, local_meshes, weak)
+    options = plan.compiler_options_on(meshes[0].devices.flat[0])
+    executables = compile_tasks(staged.staged, lowered, local_meshes, weak, options)
+    executables += compile_joined(staged.staged, program, lowered, local_meshes, weak, options)
     stages = [task.stage for task in staged.staged.tasks]
     stages += [stages[joined.parts[0][0]] for joined in program.joined]
     in_flight = [in_flight_on(list(meshes[stage].devices.flat)) for stage in stages]

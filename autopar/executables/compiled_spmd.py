@@ -97,7 +97,7 @@ class LoweredWhole:
         return Compiled(
             plan=self.plan,
             traced=self.traced,
-            executable=self.lowered.compile(),
+            executable=self.lowered.compile(self.plan.compiler_options_on(self.mesh.devices.flat[0])),
             constants=self.constants,
             constant_shardings=self.constant_shardings,
             leaf_shardings=self.leaf_shardings,

@@ -36,6 +36,7 @@ class PlanRequest:
         binding: The one mesh, with the uses of its axes.
         pins: Required layouts of some arguments and values.
         attention: How attention is run; under a recipe with a ring always in blocks.
+        compiler_options: XLA's options beside those that plans set themselves, or in their place; None: XLA's own.
     """
 
     memory_limit_bytes: int | None = None
@@ -52,6 +53,7 @@ class PlanRequest:
     binding: Binding | None = None
     pins: Pins | None = None
     attention: Attention = Attention.AS_WRITTEN
+    compiler_options: tuple[tuple[str, bool | int | float | str | None], ...] = ()
 
     @property
     def names_pipeline(self) -> bool:

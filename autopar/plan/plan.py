@@ -35,7 +35,7 @@ from autopar.plan.file import decode, encode
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan_dict import dict_of
 from autopar.plan.plan_timeline import timeline_of
-from autopar.plan.schema import PlannedValue, PlanRecord, Predicted
+from autopar.plan.schema import OptionValue, PlannedValue, PlanRecord, Predicted
 from autopar.plan.sharding_trees import shardings_in
 from autopar.plan.why_not import WhyNot
 
@@ -91,6 +91,16 @@ class Plan:
             return LogicalMesh(axis_sizes=self.record.axis_sizes), 0
         stage_record = self.record.pipeline.stages[stage]
         return LogicalMesh(axis_sizes=stage_record.axis_sizes), stage_record.first_device
+
+    @property
+    def compiler_options(self) -> dict[str, OptionValue]:
+        """XLA's options for the cluster's devices: those on which the prediction rests, and those that were given."""
+        return dict(self.record.compiler_options)
+
+    def compiler_options_on(self, device: Any) -> dict[str, OptionValue]:
+        """The options that the compiler for a device gets: none for another platform than the cluster's."""
+        platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+        return self.compiler_options if platform == self.cluster.device.platform else {}
 
     def with_note(self, note: str) -> Plan:
         """The plan with one more note, unless it has it."""

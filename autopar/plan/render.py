@@ -47,6 +47,8 @@ def table(record: PlanRecord) -> str:
         f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
         f"{record.solver.classes}"
     )
+    if record.compiler_options:
+        out.line("compiler options: " + ", ".join(f"{name}={value}" for name, value in record.compiler_options.items()))
     if record.pipeline is not None:
         out.table(_stages_table(record.pipeline))
     out.table(_values_table(record))

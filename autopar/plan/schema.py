@@ -11,6 +11,8 @@ from autopar.ir.layout import Layout
 from autopar.lowering.decisions import SolverReport
 
 FORMAT_VERSION = 7
+# Of an option of XLA.
+OptionValue = bool | int | float | str
 # Of 16, for each operation in `Decisions.operations`: one of 65,536 wrong operations has the right signature.
 SIGNATURE_DIGITS = 4
 NO_TIMELINE = Timeline(rows=(), links=(), events=())
@@ -324,7 +326,8 @@ class PlanRecord:
     (`autopar.compiler.axis_roles`). `timeline`: that of a step in one program; a pipeline has its own.
     `blockwise_attention`: the graph has attention as single operations, and decisions are by the numbers of that graph.
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
-    `autopar.verify` found beside the predictions.
+    `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
+    platform.
     """
 
     format_version: int
@@ -350,3 +353,4 @@ class PlanRecord:
     pinned: PinsRecord | None = None
     rejected: tuple[RejectionRecord, ...] = ()
     measured: tuple[MeasuredRecord, ...] = ()
+    compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)

@@ -173,12 +173,12 @@ def test_the_compiled_stages_need_less():
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
 def test_a_stage_compiled_for_tpu_hands_on_what_it_saves_in_the_hosts_memory():
-    cluster = autopar.Cluster.preset("tpu-v5e", topology="2x2")
+    cluster = autopar.Cluster.preset("tpu-v5e", topology="2x4")
     options = {"pp": 2, "num_microbatches": 4, "recompute": "matmuls"}
     stats = {}
     for offload in ("nothing", "activations"):
         staged, plan = staged_under(recipes.combine(**options, offload=offload), cluster)
-        mesh = aot.target_mesh("tpu:v5e:1x2", plan.mesh.axis_sizes, plan.mesh.axis_names)
+        mesh = aot.target_mesh("tpu:v5e:2x2", plan.mesh.axis_sizes, plan.mesh.axis_names)
         stages = [planned.lowered for planned in staged.stages]
         groups = groups_of_examples(stages)
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):

@@ -1,0 +1,105 @@
+"""XLA's options for a platform, on which the predicted overlap rests, and what a user puts in their place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from autopar.cost.stream_simulator import overlap_of
+from autopar.errors import InvalidArgumentError
+from autopar.hardware.kinds import Platform
+from autopar.plan.schema import OptionValue
+
+# A value of an option; None: XLA's own.
+Requested = tuple[tuple[str, OptionValue | None], ...]
+_WHERE = "parallelize(compiler_options=...)"
+# The options of these compilers have one table: each knows those of the other, and no more.
+_SHARING = (Platform.CPU, Platform.GPU)
+
+
+def assumed_options(platform: Platform) -> dict[str, OptionValue]:
+    """The options that say what `stream_simulator.overlap_of` says: collectives run beside computation, and reductions
+    are combined up to a size. They are the defaults of jaxlib 0.10.2 and libtpu 0.0.42 (programs compiled with them are
+    the same), and hold here whatever a later version or `XLA_FLAGS` has.
+
+    Sources: "GPU performance tips" (docs.jax.dev/en/latest/gpu_performance_tips.html) for the scheduler and the combine
+    thresholds; "XLA flags guidance" (openxla.org/xla/flags_guidance), "v5e/Async", for asynchronous gathers on TPU.
+    """
+    if platform is Platform.GPU:
+        combined_bytes = overlap_of(platform).combined_bytes
+        return {
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_all_reduce_combine_threshold_bytes": combined_bytes,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": combined_bytes,
+        }
+    if platform is Platform.TPU:
+        return {
+            "xla_tpu_enable_latency_hiding_scheduler": True,
+            "xla_tpu_enable_async_collective_fusion": True,
+            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+            "xla_enable_async_collective_permute": True,
+        }
+    return {}
+
+
+def options_of(requested: Requested, platform: Platform) -> dict[str, OptionValue]:
+    """The options of a plan: those assumed, with the requested ones added or in their place."""
+    options = {**assumed_options(platform), **dict(requested)}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def unlike_assumed(requested: Requested, platform: Platform) -> str | None:
+    """A note on requested options of which the prediction takes other values; None where there are none."""
+    assumed = assumed_options(platform)
+    unlike = [f"{name}={assumed[name]}" for name, value in requested if name in assumed and value != assumed[name]]
+    return f"the prediction assumes {', '.join(unlike)}, and not what compiler_options say" if unlike else None
+
+
+def requested_options(options: object) -> Requested:
+    """Options as a user gives them, ordered by name. Raises: InvalidArgumentError for what are none."""
+    if options is None:
+        return ()
+    kinds = (bool, int, float, str, type(None))
+    named = options.items() if isinstance(options, Mapping) else ()
+    if isinstance(options, Mapping) and all(isinstance(k, str) and isinstance(v, kinds) for k, v in named):
+        return tuple(sorted(named))
+    raise InvalidArgumentError(
+        where=_WHERE,
+        expected="a dict from names of XLA's options to True, False, numbers or text (None: XLA's own value)",
+        got=f"{options!r:.80}",
+        hint="as for jax.jit: compiler_options={'xla_gpu_all_gather_combine_threshold_bytes': 1 << 28}",
+    )
+
+
+def check_options(options: Mapping[str, OptionValue], platform: Platform) -> None:
+    """Tries options on an empty program, where a compiler of the platform is at hand; what compiles for TPU is only
+    where TPUs are.
+
+    Raises: InvalidArgumentError for an option that the compiler does not know, or a value that it refuses.
+    """
+    here = Platform(jax.default_backend()) if jax.default_backend() in tuple(Platform) else None
+    if here is None or (here is not platform and not {here, platform}.issubset(_SHARING)):
+        return
+    for name, value in options.items():
+        refusal = _refusal(name, value)
+        if refusal:
+            raise InvalidArgumentError(
+                where=f"{_WHERE}, {name!r}",
+                expected=f"an option of XLA's compiler for {platform.value} devices (jax {jax.__version__})",
+                got=refusal,
+                hint="correct it; None in place of a value leaves out an option that plans set themselves",
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _refusal(name: str, value: OptionValue) -> str:
+    """Why the compiler at hand refuses an option; empty: it does not."""
+    options: dict[str, Any] = {name: value}
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).removeprefix("INVALID_ARGUMENT: ")
+    return ""
