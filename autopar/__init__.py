@@ -6,6 +6,7 @@ from autopar.constraining import constrain
 from autopar.executables.compiled_spmd import Compiled
 from autopar.fitting import Fitting, fit
 from autopar.hardware.cluster import Cluster
+from autopar.kernels.call import kernel
 from autopar.plan.plan import Plan
 from autopar.step import Step
 from autopar.tuning import Timed, Tuning, tune
@@ -24,6 +25,7 @@ __all__ = [
     "distributed",
     "errors",
     "fit",
+    "kernel",
     "parallelize",
     "plan",
     "recipes",

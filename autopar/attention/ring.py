@@ -35,7 +35,7 @@ from autopar.attention.form import (
     sizes_of,
 )
 from autopar.attention.query_blocks import QueryBlocks
-from autopar.common import jax_compat
+from autopar.common import jax_compat, jax_local
 from autopar.ir.graph import Factor, FactorKind, Rule
 
 
@@ -272,8 +272,8 @@ def run(form: AttentionForm, gradients: Gradients | None, places: Places, args: 
     return backward(form, gradients, places, (query, key, value), (out, largest, total), change, arrays)
 
 
-FORWARD = jax_compat.primitive("attention", _here)
-BACKWARD = jax_compat.primitive("attention_backward", _here)
+FORWARD = jax_local.primitive("attention", _here)
+BACKWARD = jax_local.primitive("attention_backward", _here)
 PRIMITIVES = frozenset({FORWARD.name, BACKWARD.name})
 
 

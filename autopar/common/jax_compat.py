@@ -20,7 +20,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jax_core
 from jax.extend import source_info_util
 from jax.extend.mlir import ir, passmanager
-from jax.interpreters import mlir
 
 _OURS = str(Path(__file__).parents[1])
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
@@ -101,6 +100,11 @@ def source_line(eqn: Any) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
+def present_line() -> str:
+    """`file:line (function)` of the user's code that is running, or an empty string."""
+    return source_info_util.summarize(source_info_util.current())
+
+
 def line_of_error(error: BaseException) -> str:
     """`file:line (function)` of the user's code in which an error was raised, or an empty string.
 
@@ -142,6 +146,14 @@ def jaxprs_in(eqn: Any) -> list[Any]:
     return [open_jaxpr(v) for v in params if is_jaxpr(v)]
 
 
+def equations_in(jaxpr: Any) -> Iterator[Any]:
+    """The equations of an open jaxpr and of those inside of it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in(eqn):
+            yield from equations_in(inner)
+
+
 def call_back(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates the equation of a callback in a program over any number of devices.
 
@@ -160,22 +172,6 @@ def call_back(eqn: Any, args: Sequence[Any]) -> list[Any]:
     with _context(eqn):
         jax.experimental.io_callback(called, None, *args, ordered=True)
     return []
-
-
-def primitive(name: str, function: Callable[..., Any]) -> Any:
-    """A new primitive with several results that does what a function of arrays and static parameters does."""
-    new_primitive = jax_core.Primitive(name)
-    new_primitive.multiple_results = True
-
-    def shapes(*avals: Any, **params: Any) -> list[Any]:
-        args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        out = jax.eval_shape(functools.partial(function, **params), *args)
-        return [jax.core.ShapedArray(a.shape, a.dtype) for a in out]
-
-    new_primitive.def_abstract_eval(shapes)
-    new_primitive.def_impl(function)
-    mlir.register_lowering(new_primitive, mlir.lower_fun(function, multiple_results=True))
-    return new_primitive
 
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())

@@ -19,6 +19,7 @@ from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind, values_of, 
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import is_summing_type, sums_locally
+from autopar.kernels.operation import admits
 from autopar.lowering.decisions import ShardingPlan
 from autopar.passes.remat import Recompute
 from autopar.passes.stage_graph import StageGraph
@@ -263,6 +264,7 @@ def signature_of(op: Op, graph: OpGraph, plan: ShardingPlan) -> Signature:
         result_shapes=tuple(graph.values[v].shape for v in op.outputs),
         sums_partially=sums and sums_locally(op.eqn) and is_summing_type(op.eqn),
         linear=(members,) if members else (),
+        admits=admits(op.eqn),
     )
 
 

@@ -15,7 +15,16 @@ from autopar.common.jax_compat import jax_version
 from autopar.cost.attention_cost import attention_s, kernel_under
 from autopar.cost.product_rate import ProductRate, product_rate
 from autopar.cost.ring_permutes import ring_permutes
-from autopar.cost.roofline import Work, copies_are_fused, flops_of, is_fusible, time_s, transposed, transposing_s
+from autopar.cost.roofline import (
+    Work,
+    copies_are_fused,
+    flops_of,
+    is_fusible,
+    local_s,
+    time_s,
+    transposed,
+    transposing_s,
+)
 from autopar.cost.stream_simulator import Overlap, overlap_of
 from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
 from autopar.hardware import host_cpu
@@ -24,6 +33,7 @@ from autopar.ir.graph import Atom, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
+from autopar.kernels.local import runs_locally
 from autopar.sharding.resharding import MeshLinks, StepKind
 from autopar.sharding.strategies import Strategy, replicated_strategy
 
@@ -192,12 +202,14 @@ class NodeCosts:
         mesh = self.model.links.mesh
         parts = tuple(layout.shards(mesh) for layout in strategy.operands)
         result_parts = tuple(layout.shards(mesh) for layout in strategy.results)
+        moved = zip((*work.operand_bytes, *work.result_bytes), (*parts, *result_parts), strict=True)
+        moved_bytes = sum(n / shards for n, shards in moved)
         if op.primitive in ring.PRIMITIVES:
             turns = mesh.size(strategy.ring)
             kernel = kernel_under(op, self.model.device, turns)
-            moved = zip((*work.operand_bytes, *work.result_bytes), (*parts, *result_parts), strict=True)
-            moved_bytes = sum(n / shards for n, shards in moved)
             seconds = attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns)
+        elif runs_locally(op.eqn):
+            seconds = local_s(op, strategy, moved_bytes, self.model.device)
         else:
             seconds = time_s(work, strategy, (parts, result_parts), self.model.device)
         if work.transposed and self.model.device.transposing:

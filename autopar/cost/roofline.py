@@ -16,7 +16,8 @@ from autopar.attention.work import flops as attention_flops
 from autopar.hardware.cluster import DeviceKind
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import FactorKind, Op
-from autopar.ir.primitives import MATRIX_PRODUCTS, multiplications
+from autopar.ir.primitives import MATRIX_PRODUCTS, is_inexact, multiplications
+from autopar.kernels.local import local_work, runs_locally
 from autopar.sharding.strategies import Strategy
 
 # Primitives that XLA does not fuse into their neighbours. The others are elementwise, or only move or make values.
@@ -26,6 +27,7 @@ _NOT_FUSED = MATRIX_PRODUCTS | {
     "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
     "random_bits", "threefry2x32", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod",
     "argmax", "argmin", "concatenate", "pad", "dynamic_update_slice", "attention", "attention_backward",
+    "kernel", "pallas_call", "ffi_call", "tpu_custom_call",
 }  # fmt: skip
 # A fused operation makes no memory traffic of its own but shares its kernel's reads and writes. This is an assumption,
 # not a measurement: it only has to make replicated elementwise work cost something, in the order of its real cost.
@@ -64,12 +66,25 @@ def flops_of(op: Op) -> float:
     assert op.rule is not None, "only equations have a rule"
     if op.primitive in ring.PRIMITIVES:
         return attention_flops(op.eqn)
+    if runs_locally(op.eqn):
+        return local_work(op.eqn).flops
     if (multiplied := multiplications(op.eqn)) is not None:
         return 2.0 * multiplied
     sizes = [v.aval.size for v in op.eqn.outvars]
     if any(f.kind in (FactorKind.SUM, FactorKind.EXTREMUM) for f in op.rule.factors):
         sizes += [v.aval.size for v in op.eqn.invars]
     return float(max(sizes, default=0))
+
+
+def local_s(op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKind) -> float:
+    """Seconds of one run on one device of what runs on each device's part by itself, and reads and writes so many bytes
+    of operands and results: its arithmetic, or the memory traffic that it says it has, whichever is longer.
+    """
+    work = local_work(op.eqn)
+    dtype = next((str(v.aval.dtype) for v in op.eqn.invars if is_inexact(v.aval.dtype)), "float32")
+    traffic = moved_bytes if work.nbytes is None else work.nbytes / strategy.split
+    arithmetic_s = work.flops / strategy.split / device.flops_per_s(dtype) + device.fill_s(dtype)
+    return max(arithmetic_s, device.memory_s(traffic, traffic)) + device.launch_overhead_s
 
 
 def time_s(

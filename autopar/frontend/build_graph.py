@@ -12,9 +12,12 @@ from autopar.attention.score_kernels import mark_score_kernels
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
-from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
+from autopar.frontend.fingerprints import program_fingerprint
+from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Rule, Value, walk
 from autopar.ir.rewrite import remove_dead
 from autopar.ir.traced_step import TracedStep
+from autopar.kernels.opaque import is_opaque, opaque_rule
+from autopar.kernels.operation import is_kernel, rule_of
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
@@ -110,6 +113,8 @@ class _Builder:
         op = self._op(OpKind.EQUATION, eqn, ins, outputs, stack, count, key=equation_key(eqn))
         if is_callback(eqn):  # each is called for itself, on whole arrays
             op = dataclasses.replace(op, key=f"{op.key}#{op.id}", rule=replicated_rule(eqn, ""))
+        elif (rule := local_rule(op.eqn)) is not None:
+            op = dataclasses.replace(op, key=f"{op.key}#{program_fingerprint(op.eqn)}", rule=rule)
         ops.append(op)
         return outputs
 
@@ -175,6 +180,13 @@ class _Builder:
         outputs = tuple(self.value(v) for v in eqn.outvars)
         ops.append(self._op(kind, eqn, ins, outputs, stack, count, blocks=blocks, **counts))
         return outputs
+
+
+def local_rule(eqn: Any) -> Rule | None:
+    """The rule of an equation that runs on each device's part by itself; None for others."""
+    if is_kernel(eqn):
+        return rule_of(eqn)
+    return opaque_rule(eqn) if is_opaque(eqn) else None
 
 
 def called_jaxpr(eqn: Any) -> Any | None:

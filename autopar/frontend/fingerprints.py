@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from autopar.common import jax_compat
+from autopar.kernels.operation import is_kernel, program_of
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}|\b[0-9]{12,}\b")  # also as `id` writes it
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, np.dtype)
@@ -28,6 +29,11 @@ _TREE = type(jax.tree.structure(0))
 def jaxpr_fingerprint(closed: Any) -> str:
     """A hash of a closed jaxpr that is the same in every process: equations, parameters, shapes and constants."""
     return _Hasher().of(closed).hex()[:32]
+
+
+def program_fingerprint(eqn: Any) -> str:
+    """A hash of an equation whose text does not tell what it computes: that of a kernel, or with jaxprs inside."""
+    return _Hasher().of_equation(eqn, {}).hex()[:32]
 
 
 def module_fingerprint(jaxpr: Any) -> str:
@@ -145,6 +151,8 @@ class _Hasher:
         operands = [self._of_atom(v, number) for v in eqn.invars]
         params = [part for key in sorted(eqn.params.keys() - {"weak_type"}) for part in (key, self.of(eqn.params[key]))]
         results = [self._of_atom(v, number) for v in eqn.outvars]
+        if is_kernel(eqn):
+            params.append(self.of(program_of(eqn)))
         return _digest(eqn.primitive.name, *operands, *params, *results)
 
     def _of_atom(self, atom: Any, number: dict[Any, int]) -> bytes:

@@ -11,6 +11,7 @@ from autopar.ir.layout import Layout, enumerate_layouts, enumerate_with_partial,
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import is_summing_type, sums_locally
 from autopar.ir.value_state import ALL
+from autopar.kernels.operation import admits
 from autopar.passes.fold_step import ONE_EACH, Weights
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.strategies import Signature, Strategy, enumerate_strategies, following
@@ -231,6 +232,7 @@ class _Builder:
             result_shapes=tuple(self.graph.values[v].shape for v in op.outputs),
             sums_partially=sums and sums_locally(op.eqn) and is_summing_type(op.eqn),
             linear=(members,) if passes else (),
+            admits=admits(op.eqn),
         )
 
     def may_be_partial(self, atom: Atom) -> bool:

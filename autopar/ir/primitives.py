@@ -31,7 +31,7 @@ MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_
 SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "gather"})
 # Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of
 # what is summed. A gather is not, but for a lookup in a table (`autopar.lowering.split_tables`).
-LOCALLY_SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add"})
+LOCALLY_SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "kernel"})
 # Primitives whose reduced factors combine by an idempotent or associative operation other than a sum.
 COMBINING = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "reduce_prod"})
 

@@ -24,6 +24,7 @@ from autopar.ir.graph import Constant, OpGraph, OpKind
 from autopar.ir.jax_sharding import DEVICE_MEMORY, named_sharding, partition_spec
 from autopar.ir.layout import Layout
 from autopar.ir.value_state import HOST, UNREDUCED
+from autopar.kernels.local import runs_locally
 from autopar.lowering import split_tables
 from autopar.lowering.dynamic_slices import with_starts_in_range
 from autopar.lowering.instructions import (
@@ -40,6 +41,7 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
+from autopar.lowering.local_parts import run_on_parts
 from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
 from autopar.sharding.resharding import ReshardStep, StepKind
 from autopar.sharding.strategies import replicated_strategy
@@ -151,6 +153,9 @@ class Emitter:
             outs = jax.vmap(lambda *xs: jax_compat.bind(op.eqn, xs), in_axes=axes, out_axes=0)(*operands)
         elif instruction.strategy is not None and is_grouped(op.eqn):
             outs = self.grouped_convolution(instruction, operands)
+        elif runs_locally(op.eqn):
+            reads = [place and place[0] for place in instruction.reads]
+            outs = run_on_parts(op.eqn, reads, instruction.results, self.mesh, operands)
         elif instruction.written_out:
             outs = self.sum_by_hand(instruction, operands)
         elif op.primitive in ring.PRIMITIVES:

@@ -13,6 +13,7 @@ from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import ALL, REDUCED, UNREDUCED
+from autopar.kernels.operation import is_kernel
 from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.instructions import (
     Accumulate,
@@ -236,8 +237,8 @@ class _Lowering:
         sums = strategy is not None and any(
             result.partial for result in strategy.results if not any(o.partial for o in strategy.operands)
         )
-        written_out = False
-        if sums:
+        written_out = sums and is_kernel(op.eqn)  # each device's summand is what it makes
+        if sums and not written_out:
             (value,) = op.outputs
             (partial,) = results
             target = self.plan.reduced.get(value, partial)

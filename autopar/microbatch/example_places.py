@@ -7,7 +7,9 @@ from typing import Any
 
 # Of each operand the dimension that holds the examples; None where it is the same for all of them.
 Places = Sequence[int | None]
-Rule = Callable[[Any, Places], list[int]]
+# Of each result that dimension; None where the result is a sum over examples.
+Results = Sequence[int | None]
+Rule = Callable[[Any, Places], Results]
 
 COMBINES = "it combines examples"
 BY_POSITION = "it addresses examples by their position in the batch"
@@ -117,7 +119,7 @@ def windowed(eqn: Any, places: Places) -> list[int]:
 def of_keys(rule: Rule) -> Rule:
     """Random numbers of one key for each example. Only threefry gives for many keys the numbers of each single key."""
 
-    def keys(eqn: Any, places: Places) -> list[int]:
+    def keys(eqn: Any, places: Places) -> Results:
         if str(eqn.invars[0].aval.dtype) != "key<fry>":
             raise MixesExamples("what it makes of a key depends on the other keys")
         if places[0] is None:

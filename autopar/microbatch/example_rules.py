@@ -6,7 +6,8 @@ micro-batch has neither the other micro-batches nor the positions of its rows in
 
 A rule of `APART` takes an equation and, for each operand, the dimension that holds the examples (None: the operand is
 the same for all examples), and returns that dimension of each result. It promises that slice i of each result is a
-function of slice i of those operands alone, the same function for each i, whatever the number of examples. A rule of
+function of slice i of those operands alone, the same function for each i, whatever the number of examples; a result
+for which it returns None is the sum of those for disjoint parts of the examples. A rule of
 `SUMS` returns whether the result is the sum of the results for disjoint parts of the examples. A primitive that is in
 neither table, or that has other parameters, is taken to mix the examples.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 from autopar.attention import ring
 from autopar.attention.form import counted, letters
+from autopar.kernels import operation
 from autopar.microbatch import indexing_rules
 from autopar.microbatch.example_places import (
     AGAINST_OTHERS,
@@ -28,6 +30,7 @@ from autopar.microbatch.example_places import (
     UNKNOWN,
     MixesExamples,
     Places,
+    Results,
     Rule,
     along,
     common_place,
@@ -43,7 +46,7 @@ from autopar.microbatch.example_places import (
 )
 
 
-def places_of_results(eqn: Any, places: Places) -> list[int]:
+def places_of_results(eqn: Any, places: Places) -> Results:
     """The dimension of each result that holds the examples, given that of each operand.
 
     Raises: MixesExamples where they are not kept apart.
@@ -172,6 +175,22 @@ def _attention(eqn: Any, places: Places) -> list[int]:
     return [names.index(letter) for names in results]
 
 
+def _kernel(eqn: Any, places: Places) -> list[int | None]:
+    """Examples are a factor that may be split. Gradients of operands that all examples share are sums over them."""
+    rule = eqn.params["function"].rule
+    names = {x[p] for x, p in zip(rule.operands, places, strict=True) if p is not None}
+    if len(names) != 1:
+        raise MixesExamples(SEVERAL)
+    (name,) = names
+    if name not in rule.split:
+        raise MixesExamples(COMBINES)
+    if any((name in x) != (p is not None) for x, p in zip(rule.operands, places, strict=True)):
+        raise MixesExamples(AGAINST_OTHERS)
+    if name not in rule.summed and any(name not in x for x in rule.results):
+        raise MixesExamples(COMBINES)
+    return [x.index(name) if name in x else None for x in rule.results]
+
+
 _ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
     "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "cos", "cosh",
@@ -225,6 +244,7 @@ APART: dict[str, Rule] = {
     "triangular_solve": matrices(2, 2),
     "tridiagonal_solve": matrices(1, 1, 1, 2),
     **dict.fromkeys(ring.PRIMITIVES, _attention),
+    operation.NAME: _kernel,
     # Indices
     "dynamic_slice": indexing_rules.dynamic_slice,
     "dynamic_update_slice": indexing_rules.dynamic_update_slice,

@@ -18,7 +18,7 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind
 from autopar.ir.primitives import linear_operands
-from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, MixesExamples
+from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, MixesExamples, Results
 from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
 
 
@@ -157,11 +157,17 @@ class Follower:
             dims, outer = self._reshaped(op, states[0])
         else:
             dims = self._apart(op, part, places)
-        results = [State(form=Form.SPLIT, dim=dim, outer=outer) for dim in dims]
+        cause = CombinesExamples(op, "it sums over examples")
+        results = [
+            State(form=Form.PARTIAL_SUM, cause=cause) if dim is None else State(form=Form.SPLIT, dim=dim, outer=outer)
+            for dim in dims
+        ]
         for value, state in zip(op.outputs, results, strict=True):
-            if not self.is_part(value, state.dim):
+            is_split = state.form is Form.SPLIT
+            if not (self.is_part(value, state.dim) if is_split else self.same_shape(value) and _can_be_summed(op)):
                 raise CombinesExamples(op, "its result does not follow the number of examples")
-            self.cuts(value, state)
+            if is_split:
+                self.cuts(value, state)
         return results
 
     def _summed(self, op: Op, states: Sequence[State]) -> list[State]:
@@ -176,7 +182,7 @@ class Follower:
         cause = CombinesExamples(op, "it sums over examples")
         return [State(form=Form.PARTIAL_SUM, cause=cause) for _ in op.outputs]
 
-    def _reshaped(self, op: Op, state: State) -> tuple[list[int], int]:
+    def _reshaped(self, op: Op, state: State) -> tuple[Results, int]:
         """(the dimension of the result that holds the examples, its blocks)."""
         (operand,), (result,) = op.inputs, op.outputs
         assert isinstance(operand, int), "literals hold no examples"
@@ -186,8 +192,8 @@ class Follower:
             raise CombinesExamples(op, "it takes the examples apart")
         return [place[0]], place[1]
 
-    def _apart(self, op: Op, part: Op, places: Sequence[int | None]) -> list[int]:
-        """The dimensions of an equation's results that hold the examples."""
+    def _apart(self, op: Op, part: Op, places: Sequence[int | None]) -> Results:
+        """The dimensions of an equation's results that hold the examples; None of sums over them."""
         try:
             results = places_of_results(op.eqn, places)
             if results == places_of_results(part.eqn, places):

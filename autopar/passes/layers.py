@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from autopar.ir.canonical_form import CanonicalForm
 from autopar.ir.graph import Op, OpGraph, OpKind, Section, read_by, walk
 from autopar.ir.primitives import MATRIX_PRODUCTS
+from autopar.kernels.local import runs_locally
 from autopar.passes.layer_labels import cluster_labels, module_labels, repetition_labels
 
 # Work that a stage would rather receive than do once more. Everything else streams through its operands.
@@ -86,6 +87,11 @@ def layer_ops(graph: OpGraph) -> list[Op]:
     return [op for op in graph.block.ops if op.section is Section.FORWARD and op.kind not in _AT_THE_LOOP]
 
 
+def is_costly(op: Op) -> bool:
+    """Whether an operation is too much work to do twice."""
+    return op.primitive in _COSTLY or runs_locally(op.eqn)
+
+
 def is_product(op: Op) -> bool:
     """Whether it is a matrix product or a convolution, or a loop with one inside."""
     return op.primitive in MATRIX_PRODUCTS or any(is_product(inner) for block in op.blocks for inner in walk(block))
@@ -106,7 +112,7 @@ def portable_ops(graph: OpGraph) -> frozenset[int]:
         if op.kind is OpKind.BARRIER:
             fixed |= {out for a, out in zip(op.inputs, op.outputs, strict=True) if a in bound}
             continue
-        cheap = op.kind in (OpKind.EQUATION, OpKind.SPLIT) and op.primitive not in _COSTLY
+        cheap = op.kind in (OpKind.EQUATION, OpKind.SPLIT) and not is_costly(op)
         if cheap and (op.kind is OpKind.SPLIT or not bound):
             portable.add(op.id)
         if not cheap or bound:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from autopar.attention import ring
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
+from autopar.kernels.local import runs_locally
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.layers import Layers, is_product
 
@@ -151,10 +152,10 @@ def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[
 
 
 def is_kept(op: Op) -> bool:
-    """Whether results are kept where only cheap ones are computed again: of products, and of attention, whose result is
-    a product's and which has no scores to keep.
+    """Whether results are kept where only cheap ones are computed again: of products, of kernels, and of attention,
+    whose result is a product's and which has no scores to keep.
     """
-    return is_product(op) or op.primitive in ring.PRIMITIVES
+    return is_product(op) or op.primitive in ring.PRIMITIVES or runs_locally(op.eqn)
 
 
 def _recomputation(

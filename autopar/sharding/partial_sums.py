@@ -100,7 +100,10 @@ def _forward(
             origins[result] = origins[summand]
             carriers[result] = (op, frozenset({0}))
             wanted.append(result)
-        if op.kind is not OpKind.EQUATION or op.rule is None or len(op.outputs) != 1:
+        if op.kind is not OpKind.EQUATION or op.rule is None:
+            continue
+        if len(op.outputs) != 1:
+            origins.update(dict.fromkeys(_summands(op), frozenset({op.id})))
             continue
         (result,) = op.outputs
         summed = [f for f in op.rule.factors if f.kind is FactorKind.SUM]
@@ -122,6 +125,16 @@ def _forward(
         carriers[result] = (op, members)
         if op.primitive in _ADDING and all(of_each) and of_each[0].isdisjoint(of_each[1]):
             wanted.append(result)
+
+
+def _summands(op: Op) -> list[int]:
+    """The results of an operation with several that lack one of its summed factors."""
+    assert op.rule is not None, "equations have rules"
+    summed = {i for i, f in enumerate(op.rule.factors) if f.kind is FactorKind.SUM}
+    if not summed or not (sums_locally(op.eqn) and is_summing_type(op.eqn)):
+        return []
+    results = zip(op.outputs, op.rule.results, strict=True)
+    return [v for v, dims in results if summed - {f for dim in dims for f in dim}]
 
 
 def _readers(block: Block) -> dict[int, list[Op | None]]:

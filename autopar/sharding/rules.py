@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,17 @@ class RuleBook:
         return self._known[key]
 
 
+def rule_of_parts(function: Callable[..., Any], avals: Sequence[Any]) -> Rule:
+    """The rule of a whole function that each device would run on its part by itself.
+
+    Numbers of positions (`iota`) and arrays that are written into it are then those of the part: dimensions along which
+    they differ are fixed.
+    """
+    (eqn,) = jax.make_jaxpr(lambda *args: jax.jit(function)(*args))(*avals).eqns
+    (rule,) = _read_rules(_lower_side_by_side([eqn]), [eqn], numbered=True)
+    return rule
+
+
 _BATCH = 64  # equations per lowering; a failure bisects, so this only amortises the pass manager's start
 
 
@@ -129,10 +140,10 @@ def _variables(eqn: Any) -> list[Any]:
     return [v for v in eqn.invars if not isinstance(v, jax_compat.Literal)]
 
 
-def _read_rules(module: Any, eqns: Sequence[Any]) -> list[Rule]:
-    """One rule for each equation of a module made by `_lower_side_by_side`."""
+def _read_rules(module: Any, eqns: Sequence[Any], *, numbered: bool = False) -> list[Rule]:
+    """One rule for each equation of a module made by `_lower_side_by_side`; `numbered` as in `_Join`."""
     functions = jax_compat.module_functions(module)
-    join = _Join()
+    join = _Join(numbered)
     block = functions["main"].regions[0].blocks[0]
     arguments = [join.tensor(_shape(a)) for a in block.arguments]
     results = _walk_body(join, functions, block, arguments)
@@ -157,9 +168,13 @@ class _Class:
 
 
 class _Join:
-    """Union of the factors of ops that share tensors. A tensor is a list of dimensions, each a list of factors."""
+    """Union of the factors of ops that share tensors. A tensor is a list of dimensions, each a list of factors.
 
-    def __init__(self) -> None:
+    `numbered`: what is made of nothing (iota, constants) depends on the place in the whole.
+    """
+
+    def __init__(self, numbered: bool = False) -> None:
+        self.numbered = numbered
         self._sets = DisjointSet()
         self._class: list[_Class] = []  # by factor: of the set that it is the root of
 
@@ -296,7 +311,7 @@ def _walk_body(
         if name in ("func.return", "stablehlo.return"):
             return ins
         if name == "func.call":
-            callee = functions[str(op.attributes["callee"]).lstrip("@")]
+            callee = functions[op.attributes["callee"].value]
             outs = _walk_body(join, functions, callee.regions[0].blocks[0], ins)
         else:
             outs = [join.tensor(_shape(v)) for v in op.results]
@@ -335,7 +350,16 @@ def _constrain(join: _Join, op: Any, name: str, ins: list[list[list[int]]], outs
             join.connect(tensor, outs[0])
     elif ins:
         join.fix(f for tensor in (*ins, *outs) for dim in tensor for f in dim)
-    # An op without operands (iota, constant) may be made in any layout.
+    elif join.numbered:
+        join.fix(f for tensor in outs for d, dim in enumerate(tensor) if _differs_along(op, name, d) for f in dim)
+    # Else an op without operands (iota, constant) may be made in any layout.
+
+
+def _differs_along(op: Any, name: str, dim: int) -> bool:
+    """Whether what an op makes of nothing differs along a dimension, or may."""
+    if name == "stablehlo.iota":
+        return int(op.attributes["iota_dimension"]) == dim
+    return not (name == "stablehlo.constant" and bool(op.attributes["value"].is_splat))
 
 
 def _same_sizes(join: _Join, one: list[list[int]], other: list[list[int]]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from autopar.ir.graph import FactorKind, Rule
 from autopar.ir.layout import Layout, replicated
@@ -45,7 +45,8 @@ class Signature:
     """What the strategies of an operation depend on.
 
     `sums_partially`: results may be left partial. `linear`: sets of operands in which it is linear, when partial
-    operands may reach it, else empty.
+    operands may reach it, else empty. `admits` of the shapes of operands and results on one device says whether the
+    operation takes them.
     """
 
     rule: Rule
@@ -53,6 +54,7 @@ class Signature:
     result_shapes: Shapes
     sums_partially: bool
     linear: tuple[frozenset[int], ...] = ()
+    admits: Callable[[Shapes, Shapes], bool] | None = None
 
 
 @functools.cache
@@ -106,12 +108,31 @@ def _strategy(
         operands.append(layout)
     results = []
     for dims, shape in zip(rule.results, signature.result_shapes, strict=True):
-        layout = _layout(dims, shape, rule, mesh, by_factor, tuple(sorted((*summed, *passed))))
+        # A result that has a summed factor is split there, and no summand (gradients of a kernel beside one another).
+        own = {a for dim in dims for f in dim for a in by_factor.get(f, ())}
+        layout = _layout(dims, shape, rule, mesh, by_factor, tuple(sorted({*summed, *passed} - own)))
         if layout is None:
             return None
         results.append(layout)
+    if signature.admits is not None and not _is_admitted(signature, operands, results, mesh):
+        return None
     split = mesh.size(a for axes in by_factor.values() for a in axes)
     return Strategy(tuple(operands), tuple(results), split, tuple(sorted(combined)), ring)
+
+
+def _is_admitted(
+    signature: Signature, operands: Sequence[Layout], results: Sequence[Layout], mesh: LogicalMesh
+) -> bool:
+    """Whether the operation takes the parts of one device."""
+    sides = (
+        tuple(
+            tuple(n // mesh.size(on) for n, on in zip(shape, layout.dims, strict=True))
+            for shape, layout in zip(shapes, layouts, strict=True)
+        )
+        for shapes, layouts in ((signature.operand_shapes, operands), (signature.result_shapes, results))
+    )
+    assert signature.admits is not None, "asked only where there is something to ask"
+    return signature.admits(*sides)
 
 
 def _layout(
