@@ -19,7 +19,7 @@ from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind, values_of, 
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import is_summing_type, sums_locally
-from autopar.kernels.operation import admits
+from autopar.kernels.local import admits
 from autopar.lowering.decisions import ShardingPlan
 from autopar.passes.remat import Recompute
 from autopar.passes.stage_graph import StageGraph

@@ -21,6 +21,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.inter_op.evaluate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.traced_step import TracedStep
+from autopar.kernels.islands import check_islands
 from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import Attention, PlanRequest
@@ -87,6 +88,7 @@ def planning_context(
     deadline = Deadline.after(request.time_limit_s)
     with progress.pass_("graph"):
         graph = build_graph(traced, rules)
+    check_islands(graph, cluster.num_devices)
     if rings:
         check_blockwise(graph)
     return PlanningContext(

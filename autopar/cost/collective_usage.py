@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.cost.cost_model import CostModel
+from autopar.cost.island_collectives import island_collectives
 from autopar.cost.ring_permutes import Moment, ring_permutes
 from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
-from autopar.ir.graph import OpGraph, OpKind, Value
+from autopar.ir.graph import Op, OpGraph, OpKind, Value
 from autopar.ir.layout import local_bytes
 from autopar.lowering.instructions import (
     Compute,
@@ -19,6 +20,7 @@ from autopar.lowering.instructions import (
     Move,
 )
 from autopar.sharding.resharding import ReshardStep
+from autopar.sharding.strategies import Strategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +115,34 @@ def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> lis
     return out
 
 
+def uses_of_island(op: Op, strategy: Strategy, model: CostModel) -> list[CollectiveUse]:
+    """The collectives that an island is written with; none of other operations."""
+    mesh, uses = model.links.mesh, []
+    for sent in island_collectives(op, strategy, mesh):
+        nbytes = sent.result_bytes * model.widening(sent.dtype)
+        uses.append(
+            CollectiveUse(
+                kind=sent.kind,
+                axes=sent.axes,
+                sent_bytes=float(sent_bytes(sent.kind, nbytes, mesh.size(sent.axes))),
+                count=op.count * sent.count,
+                time_s=op.count * sent.count * model.links.time_s(sent.kind, nbytes, sent.axes),
+                module=op.module,
+                value=f"{sent.dtype} in shard_map",
+            )
+        )
+    return uses
+
+
 def uses_of_ring(compute: Compute, model: CostModel) -> list[tuple[Moment, CollectiveUse]]:
     """The permutes by which parts of an operation's operands go round the devices that split it, and those by which
-    positions change places before and after.
+    positions change places before and after; and what an island sends, as if that came before it.
     """
     op, strategy = compute.op, compute.strategy
-    if strategy is None or not strategy.ring:
+    if strategy is None:
         return []
+    if not strategy.ring:
+        return [(Moment.BEFORE, use) for use in uses_of_island(op, strategy, model)]
     return [
         (
             permute.moment,

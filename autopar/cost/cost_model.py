@@ -13,6 +13,7 @@ import numpy as np
 from autopar.attention import ring
 from autopar.common.jax_compat import jax_version
 from autopar.cost.attention_cost import attention_s, kernel_under
+from autopar.cost.island_collectives import island_collectives
 from autopar.cost.product_rate import ProductRate, product_rate
 from autopar.cost.ring_permutes import ring_permutes
 from autopar.cost.roofline import (
@@ -220,6 +221,10 @@ class NodeCosts:
                 widening = self.model.widening(self.graph.values[v].dtype)
                 nbytes = self.graph.values[v].nbytes / n * widening
                 seconds += self.model.links.time_s(StepKind.ALL_REDUCE.value, nbytes, strategy.combined)
+        if sends:
+            for sent in island_collectives(op, strategy, mesh):
+                nbytes = sent.result_bytes * self.model.widening(sent.dtype)
+                seconds += sent.count * self.model.links.time_s(sent.kind, nbytes, sent.axes)
         if sends and strategy.ring:
             seconds += sum(
                 permute.time_s for permute in ring_permutes(op, strategy, self.model.device, self.model.links)

@@ -13,11 +13,10 @@ from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
-from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Rule, Value, walk
+from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
 from autopar.ir.rewrite import remove_dead
 from autopar.ir.traced_step import TracedStep
-from autopar.kernels.opaque import is_opaque, opaque_rule
-from autopar.kernels.operation import is_kernel, rule_of
+from autopar.kernels.local import local_rule
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
@@ -28,7 +27,7 @@ _LOOPS = {"scan": OpKind.SCAN, "while": OpKind.WHILE, "cond": OpKind.COND}
 def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     """The graph of a traced step, with the sharding rule of every operation.
 
-    Raises: UnsupportedError for equations with a mesh of their own (`shard_map`).
+    Raises: UnsupportedError for equations with a mesh of their own that no plan can host (`jax.pmap`).
     """
     builder = _Builder()
     inputs = [builder.value(v, f"constant {i}") for i, v in enumerate(traced.jaxpr.constvars)]
@@ -180,13 +179,6 @@ class _Builder:
         outputs = tuple(self.value(v) for v in eqn.outvars)
         ops.append(self._op(kind, eqn, ins, outputs, stack, count, blocks=blocks, **counts))
         return outputs
-
-
-def local_rule(eqn: Any) -> Rule | None:
-    """The rule of an equation that runs on each device's part by itself; None for others."""
-    if is_kernel(eqn):
-        return rule_of(eqn)
-    return opaque_rule(eqn) if is_opaque(eqn) else None
 
 
 def called_jaxpr(eqn: Any) -> Any | None:

@@ -11,7 +11,7 @@ from autopar.ir.layout import Layout, enumerate_layouts, enumerate_with_partial,
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import is_summing_type, sums_locally
 from autopar.ir.value_state import ALL
-from autopar.kernels.operation import admits
+from autopar.kernels.local import admits
 from autopar.passes.fold_step import ONE_EACH, Weights
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.strategies import Signature, Strategy, enumerate_strategies, following

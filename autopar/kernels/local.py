@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.kernels.opaque import is_opaque
-from autopar.kernels.operation import is_kernel
-from autopar.kernels.work import KernelWork, call_work
+from autopar.ir.graph import Rule
+from autopar.kernels.islands import IslandAdmits, is_island, island_of, island_rule
+from autopar.kernels.opaque import is_opaque, opaque_rule
+from autopar.kernels.operation import Admits, is_kernel, rule_of
+from autopar.kernels.work import KernelWork, call_work, flops_in
 
 
 def runs_locally(eqn: Any) -> bool:
-    """Whether an equation is a program for one device, which the partitioner cannot split."""
-    return is_kernel(eqn) or is_opaque(eqn)
+    """Whether an equation is a program for one device's part, which the partitioner cannot split."""
+    return is_kernel(eqn) or is_opaque(eqn) or is_island(eqn)
+
+
+def local_rule(eqn: Any) -> Rule | None:
+    """The rule of an equation that is a program for one device's part; None for others.
+
+    Raises: UnsupportedError for islands that are not taken.
+    """
+    if is_kernel(eqn):
+        return rule_of(eqn)
+    if is_island(eqn):
+        return island_rule(eqn)
+    return opaque_rule(eqn) if is_opaque(eqn) else None
+
+
+def admits(eqn: Any) -> Admits | IslandAdmits | None:
+    """What a strategy of such an equation is asked before it is one; None where every strategy is."""
+    if is_kernel(eqn):
+        return Admits(eqn.params["function"], tuple(v.aval.dtype for v in eqn.invars))
+    return IslandAdmits(island_of(eqn)) if is_island(eqn) else None
 
 
 def local_work(eqn: Any) -> KernelWork:
@@ -19,4 +40,6 @@ def local_work(eqn: Any) -> KernelWork:
     if is_kernel(eqn):
         work: KernelWork = eqn.params["function"].work([v.aval for v in eqn.invars])
         return work
+    if is_island(eqn):
+        return KernelWork(flops=island_of(eqn).shards * flops_in(eqn.params["jaxpr"]))
     return call_work(eqn)

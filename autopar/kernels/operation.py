@@ -16,6 +16,8 @@ import jax
 from autopar.common import jax_local
 from autopar.errors import AutoparError
 from autopar.ir.graph import Rule
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.factors import KernelRule, graph_rule
 from autopar.kernels.work import KernelWork, counted_work
 
@@ -127,15 +129,10 @@ class Admits:
     function: LocalFunction
     dtypes: tuple[Any, ...]
 
-    def __call__(self, operands: Shapes, results: Shapes) -> bool:
+    def __call__(self, operands: Shapes, results: Shapes, layouts: tuple[Layout, ...], mesh: LogicalMesh) -> bool:
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(operands, self.dtypes, strict=True)]
         try:
             made = self.function.program(structs).out_avals
         except Exception:  # the user's own code does not take these shapes
             return False
         return tuple(tuple(a.shape) for a in made) == results
-
-
-def admits(eqn: Any) -> Admits | None:
-    """What a strategy of a kernel is asked; None for other equations."""
-    return Admits(eqn.params["function"], tuple(v.aval.dtype for v in eqn.invars)) if is_kernel(eqn) else None

@@ -45,8 +45,8 @@ class Signature:
     """What the strategies of an operation depend on.
 
     `sums_partially`: results may be left partial. `linear`: sets of operands in which it is linear, when partial
-    operands may reach it, else empty. `admits` of the shapes of operands and results on one device says whether the
-    operation takes them.
+    operands may reach it, else empty. `admits` of the shapes of operands and results on one device, and of all their
+    layouts, says whether the operation takes them.
     """
 
     rule: Rule
@@ -54,7 +54,7 @@ class Signature:
     result_shapes: Shapes
     sums_partially: bool
     linear: tuple[frozenset[int], ...] = ()
-    admits: Callable[[Shapes, Shapes], bool] | None = None
+    admits: Callable[[Shapes, Shapes, tuple[Layout, ...], LogicalMesh], bool] | None = None
 
 
 @functools.cache
@@ -132,7 +132,8 @@ def _is_admitted(
         for shapes, layouts in ((signature.operand_shapes, operands), (signature.result_shapes, results))
     )
     assert signature.admits is not None, "asked only where there is something to ask"
-    return signature.admits(*sides)
+    read, made = sides
+    return signature.admits(read, made, (*operands, *results), mesh)
 
 
 def _layout(

@@ -1,0 +1,186 @@
+"""Runs an island on one device's part, under the mesh of a plan.
+
+The body was traced under the mesh of the island, whose name its types carry, so that it is evaluated anew, equation by
+equation. Where no mesh axes stand for an axis of the island, a device has the operands of all its parts. With
+collectives over such an axis the parts are computed side by side (`jax.vmap` with the axis' name), without any one
+after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopar.common import jax_compat
+from autopar.kernels.islands import Island, Spec
+
+# What only changes the type of a value that differs, or does not differ, between the devices.
+_TYPE_CHANGES = frozenset({"pvary", "pcast", "pbroadcast", "reduced_vary_cast"})
+
+
+def collective_axes(eqn: Any) -> tuple[str, ...]:
+    """The axes over which an equation sends, or whose devices it numbers; none of other equations."""
+    if eqn.primitive.name in _TYPE_CHANGES:
+        return ()
+    for param in ("axis_name", "axes"):
+        value = eqn.params.get(param)
+        names = value if isinstance(value, (tuple, list)) else (value,)
+        if value is not None and all(isinstance(name, str) for name in names):
+            return tuple(names)
+    return ()
+
+
+def run_parts(eqn: Any, island: Island, mapped: Mapping[str, Any], parts: Sequence[Any]) -> list[Any]:
+    """The results on one device, of operands as it has them; mesh axes stand for the `mapped` axes of the island."""
+    whole = [name for name in island.sizes if name not in mapped]
+    jaxpr = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+    sends = {name for inner in jax_compat.equations_in(jaxpr) for name in collective_axes(inner)}
+
+    def body(*args: Any) -> list[Any]:
+        return evaluate(jaxpr, args)
+
+    run: Callable[..., list[Any]] = body
+    for name in reversed(whole):
+        run = _over_parts(run, island, name, together=name in sends or island.sizes[name] == 1)
+    args = [_taken_apart(a, spec, island, whole) for a, spec in zip(parts, island.operands, strict=True)]
+    made = run(*args)
+    return [_put_together(a, spec, island, whole) for a, spec in zip(made, island.results, strict=True)]
+
+
+def _over_parts(run: Callable[..., list[Any]], island: Island, name: str, *, together: bool) -> Callable[..., Any]:
+    """The function over all parts of an axis, which is the first dimension of the operands that it splits."""
+    split = [any(name in dim for dim in spec) for spec in island.operands]
+    n = island.sizes[name]
+    if together:
+        axes = tuple(0 if s else None for s in split)
+        return jax.vmap(run, in_axes=axes, out_axes=0, axis_name=name, axis_size=n)
+
+    def one_after_the_other(*args: Any) -> Any:
+        def part(number: Any) -> Any:
+            taken = [
+                lax.dynamic_index_in_dim(a, number, 0, keepdims=False) if s else a
+                for a, s in zip(args, split, strict=True)
+            ]
+            return run(*taken)
+
+        return lax.map(part, jnp.arange(n))
+
+    return one_after_the_other
+
+
+def _taken_apart(array: Any, spec: Spec, island: Island, whole: Sequence[str]) -> Any:
+    """An operand with the axes that stand for nothing as its first dimensions."""
+    shape: list[int] = []
+    first: dict[str, int] = {}
+    for n, names in zip(array.shape, spec, strict=True):
+        apart = [name for name in names if name in whole]
+        for name in apart:
+            first[name] = len(shape)
+            shape.append(island.sizes[name])
+        shape.append(n // math.prod(island.sizes[name] for name in apart))
+    front = [first[name] for name in whole if name in first]
+    rest = [d for d in range(len(shape)) if d not in front]
+    return jnp.transpose(array.reshape(shape), [*front, *rest])
+
+
+def _put_together(array: Any, spec: Spec, island: Island, whole: Sequence[str]) -> Any:
+    """The inverse for a result, which has all these axes first, also those whose parts are all alike."""
+    used = {name for names in spec for name in names}
+    for position, name in reversed(list(enumerate(whole))):
+        if name not in used:
+            array = lax.index_in_dim(array, 0, position, keepdims=False)
+    front = [name for name in whole if name in used]
+    own = array.shape[len(front) :]
+    order, shape = [], []
+    for d, (n, names) in enumerate(zip(own, spec, strict=True)):
+        apart = [name for name in names if name in whole]
+        order += [*(front.index(name) for name in apart), len(front) + d]
+        shape.append(n * math.prod(island.sizes[name] for name in apart))
+    return jnp.transpose(array, order).reshape(shape)
+
+
+# The body
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
+    """The results of an open jaxpr, traced under the mesh that is set now rather than that of its types."""
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jax_compat.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        with jax_compat.standing_at(eqn):
+            outs = [_without_mesh(a) for a in _equation(eqn, [read(v) for v in eqn.invars])]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _without_mesh(array: Any) -> Any:
+    """A number that is known already has the type of the mesh under which its equation was traced."""
+    return array if jax_compat.is_tracer(array) or jax_compat.is_key_dtype(array.dtype) else np.asarray(array)
+
+
+def _closed(closed: Any, args: Sequence[Any]) -> list[Any]:
+    return evaluate(jax_compat.open_jaxpr(closed), args, jax_compat.jaxpr_consts(closed))
+
+
+def _equation(eqn: Any, args: list[Any]) -> Sequence[Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in _TYPE_CHANGES:
+        return args
+    if name == "psum_invariant":
+        summed: Sequence[Any] = lax.psum(args, params["axes"])
+        return summed
+    if name == "all_gather_invariant":
+        return [
+            lax.all_gather(a, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"])
+            for a in args
+        ]
+    inner = jax_compat.INLINED_CALLS.get(name) or ("jaxpr" if name in jax_compat.REMAT_CALLS else None)
+    if inner is not None:
+        return _closed(next(params[k] for k in (inner, "jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), args)
+    if name == "scan":
+        return _scan(eqn, args)
+    if name == "while":
+        k, n = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        going: Sequence[Any] = lax.while_loop(
+            lambda carry: _closed(params["cond_jaxpr"], [*args[:k], *carry])[0],
+            lambda carry: _like(_closed(params["body_jaxpr"], [*args[k:n], *carry]), eqn.outvars),
+            _like(args[n:], eqn.outvars),
+        )
+        return going
+    if name == "cond":
+        index = args[0].astype(jnp.int32) if args[0].dtype == jnp.bool_ else args[0]
+        branches = [lambda *xs, branch=branch: _closed(branch, xs) for branch in params["branches"]]
+        taken: Sequence[Any] = lax.switch(index, branches, *args[1:])
+        return taken
+    named = {k: v for k, v in params.items() if isinstance(v, jax.sharding.Sharding)}  # after the island's own mesh
+    return jax_compat.bind(eqn.replace(params={**params, **dict.fromkeys(named)}) if named else eqn, args)
+
+
+def _like(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """What a loop carries, of the types that it was traced with, weak ones included."""
+    pairs = zip(arrays, variables, strict=True)
+    return [jax_compat.with_weak_type(jnp.asarray(a), bool(v.aval.weak_type)) for a, v in pairs]
+
+
+def _scan(eqn: Any, args: list[Any]) -> Sequence[Any]:
+    params = eqn.params
+    (k, c), inner = jax_compat.scan_counts(params), jax_compat.open_jaxpr(params["jaxpr"])
+
+    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = _closed(params["jaxpr"], [*args[:k], *carry, *slices])
+        return _like(outs[:c], inner.outvars[:c]), outs[c:]
+
+    carry, stacked = lax.scan(
+        body, _like(args[k : k + c], inner.invars[k : k + c]), list(args[k + c :]), length=params["length"], reverse=params["reverse"],
+        unroll=params["unroll"],
+    )  # fmt: skip
+    return [*carry, *stacked]
