@@ -20,6 +20,7 @@ from autopar.cost.peak_memory import allocated_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole
 from autopar.executables.compiled_step import CompiledStep
+from autopar.kernels.check_twins import check_twins
 from autopar.plan.plan import Plan
 from autopar.plan.schema import MeasuredRecord, Predicted
 from autopar.runtime.simulation.simulator import simulate
@@ -95,7 +96,8 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         compile_for: Hardware that need not be here, such as "tpu:v5e:2x4" (needs the extra `autopar[tpu]`) or
             "gpu:h100:2x8", two hosts of eight (needs `autopar[gpu]`).
 
-    Raises: what planning and compiling raise.
+    Raises: what planning and compiling raise; InvalidArgumentError where a kernel (`autopar.kernel`) does not compute
+    what its twin computes.
     """
     check_is_step("autopar.verify", step)
     args = nnx_objects.split(args)
@@ -112,6 +114,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
     )
     difference, worst = None, ""
     arrays = all(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
+    check_twins(compiled.traced.jaxpr)
     if compile_for is None and arrays:
         difference, worst = compare_numbers(step, compiled, args)
     return Verification(

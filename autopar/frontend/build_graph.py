@@ -53,6 +53,21 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     return blockwise(graph) if traced.blockwise_attention else mark_score_kernels(graph)
 
 
+def graph_of_body(jaxpr: Any) -> OpGraph:
+    """The graph of an island's body (an open or closed jaxpr) on one part; its operations have no rules."""
+    builder, inner = _Builder(), jax_compat.open_jaxpr(jaxpr)
+    ops: list[Op] = []
+    top = [builder.value(v, f"constant {i}") for i, v in enumerate(inner.constvars)]
+    builder.constants += jax_compat.jaxpr_consts(jaxpr)
+    inputs = [builder.value(v) for v in inner.invars]
+    outputs = builder.inline(inner, [*top, *inputs], "", 1.0, ops)
+    block = Block(inputs=(*top, *builder.inner_constants, *inputs), outputs=tuple(outputs), ops=tuple(ops))
+    return OpGraph(
+        values=tuple(builder.values), block=remove_dead(block), constants=tuple(builder.constants), tied=(),
+        donated=frozenset(), batch=frozenset(),
+    )  # fmt: skip
+
+
 class _Builder:
     """Numbers values and operations while jaxprs are walked."""
 

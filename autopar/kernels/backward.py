@@ -80,7 +80,7 @@ class _Differentiated:
         forward_rule = dataclasses.replace(self.rule, results=(*self.rule.results, *(names[i] for i in made)))
         kept = [names[i] if source is None else self.rule.operands[source] for i, source in enumerate(saved)]
         return Passes(
-            forward=dataclasses.replace(self.function, function=forward, rule=forward_rule, twin=None),
+            forward=dataclasses.replace(self.function, function=forward, rule=forward_rule),
             backward=self.backward(kept, lambda residuals: residuals),
             saved=saved,
             differentiated=self.wrt,

@@ -30,7 +30,8 @@ class LocalFunction:
     """A function from arrays to a tuple of arrays that runs on one device's part.
 
     `work_on` says what it does on operands of given shapes and types; by default its own program is counted. `twin`
-    computes the same in plain JAX, on whole arrays; None where there is none, or for a backward pass.
+    computes the results, without residuals, in plain JAX on whole arrays; None where there is none, or for a backward
+    pass.
     """
 
     name: str

@@ -21,12 +21,12 @@ from autopar.common import jax_compat
 from autopar.kernels.islands import Island, Spec
 
 # What only changes the type of a value that differs, or does not differ, between the devices.
-_TYPE_CHANGES = frozenset({"pvary", "pcast", "pbroadcast", "reduced_vary_cast"})
+TYPE_CHANGES = frozenset({"pvary", "pcast", "pbroadcast", "reduced_vary_cast"})
 
 
 def collective_axes(eqn: Any) -> tuple[str, ...]:
     """The axes over which an equation sends, or whose devices it numbers; none of other equations."""
-    if eqn.primitive.name in _TYPE_CHANGES:
+    if eqn.primitive.name in TYPE_CHANGES:
         return ()
     for param in ("axis_name", "axes"):
         value = eqn.params.get(param)
@@ -113,7 +113,10 @@ def evaluate(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> lis
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom: Any) -> Any:
-        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jax_compat.Literal) else env[atom]
+        if not isinstance(atom, jax_compat.Literal):
+            return env[atom]
+        aval: Any = atom.aval
+        return np.asarray(atom.val, aval.dtype)
 
     for eqn in jaxpr.eqns:
         with jax_compat.standing_at(eqn):
@@ -133,7 +136,7 @@ def _closed(closed: Any, args: Sequence[Any]) -> list[Any]:
 
 def _equation(eqn: Any, args: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in _TYPE_CHANGES:
+    if name in TYPE_CHANGES:
         return args
     if name == "psum_invariant":
         summed: Sequence[Any] = lax.psum(args, params["axes"])
@@ -180,7 +183,7 @@ def _scan(eqn: Any, args: list[Any]) -> Sequence[Any]:
         return _like(outs[:c], inner.outvars[:c]), outs[c:]
 
     carry, stacked = lax.scan(
-        body, _like(args[k : k + c], inner.invars[k : k + c]), list(args[k + c :]), length=params["length"], reverse=params["reverse"],
-        unroll=params["unroll"],
+        body, _like(args[k : k + c], inner.invars[k : k + c]), list(args[k + c :]),
+        length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
     )  # fmt: skip
     return [*carry, *stacked]

@@ -17,6 +17,7 @@ from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Va
 from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.alignment import with_literals_of
+from autopar.microbatch.island_states import island_states
 from autopar.microbatch.loop_sections import LoopSections
 from autopar.microbatch.microbatch_analysis import Follower, Form
 from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
@@ -60,7 +61,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
 def _over_micro_batches(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int) -> OpGraph:
     """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch."""
     _check_same_operations(traced.name, whole.block, part.block)
-    follower = Follower(whole, part, num_microbatches)
+    follower = Follower(whole, part, num_microbatches, island_states=island_states)
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
     states = find_states(whole, part, follower, {num_constants + i for i in example_leaves(traced)})
     writer = _LoopWriter(whole, part, follower, states, LoopSections(traced.name, whole, states))
@@ -168,6 +169,13 @@ class _LoopWriter:
         """A value leaves the loop: as a sum, or joined."""
         s = self.states.of[v]
         sums = s.form is Form.PARTIAL_SUM
+        if s.laid is not None and s.form is Form.SPLIT:
+            raise UnsupportedError(
+                where=f"shard_map in {maker.module or 'the step'}",
+                expected="results of a shard_map that are split by example alone, where they leave a micro-batch",
+                got=f"parts of devices side by side ({s.laid.spec})",
+                hint="return from the shard_map what is whole along its other axes, or use num_microbatches=1",
+            )
         if not sums:
             self.follower.cuts(v, s)
         return Op(

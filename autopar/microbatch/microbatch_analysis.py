@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind
 from autopar.ir.primitives import linear_operands
+from autopar.kernels.islands import Spec, is_island
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, MixesExamples, Results
 from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
 
@@ -38,6 +39,16 @@ class Form(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class IslandLayout:
+    """Of a value that an island made for another one: its spec, and the axes of the island that examples lie on. The
+    parts of an INVARIANT are then alike on all devices of these axes.
+    """
+
+    spec: Spec
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """The relation of a value of one micro-batch to that of the whole batch.
 
@@ -45,7 +56,8 @@ class State:
     micro-batch i has the i-th of equal slices. `zero`: all elements are zero. `early`: the whole value can be computed
     before the first micro-batch. `streams`: the value is computed for each micro-batch; other values are known before
     or after the loop. `cut`: the SPLIT is a slice of the whole value, and is not computed. `cause`: the operation that
-    combined examples (PARTIAL_SUM and UNAVAILABLE).
+    combined examples (PARTIAL_SUM and UNAVAILABLE). `laid`: how an island lays the parts of its devices side by side,
+    where that is not by example; only islands read such a SPLIT.
     """
 
     form: Form
@@ -55,6 +67,7 @@ class State:
     early: bool = False
     streams: bool = True
     cut: bool = False
+    laid: IslandLayout | None = None
     cause: CombinesExamples | None = dataclasses.field(default=None, compare=False)
 
 
@@ -76,13 +89,14 @@ class Follower:
 
     Both graphs have the same operations on values of the same numbers. `runs` is the number of equal runs into which
     the examples of a micro-batch can be split in all dimensions found so far: a dimension of pairs of neighbouring
-    examples has half as many runs as examples.
+    examples has half as many runs as examples. `island_states` follows a `shard_map` in the same way.
     """
 
     whole: OpGraph
     part: OpGraph
     num_microbatches: int
     runs: int = 0
+    island_states: Callable[[Op, Op, Sequence[State], int], list[State]] | None = None
 
     def same_shape(self, value: int) -> bool:
         return self.whole.values[value].shape == self.part.values[value].shape
@@ -129,6 +143,8 @@ class Follower:
             return self._while(op, part, states, around)
         if op.kind is OpKind.COND:
             return self._cond(op, part, states, around)
+        if is_island(op.eqn) and self.island_states is not None and any(s.form is not Form.INVARIANT for s in states):
+            return self._checked(op, self.island_states(op, part, states, self.num_microbatches))
         zero = op.primitive in _ZERO_KEEPING and all(s.zero for s in _summands_of(op, states))
         if any(s.form is Form.SPLIT for s in states):
             results = self._examples(op, part, states)
@@ -144,6 +160,8 @@ class Follower:
         outers = {s.outer for s in states if s.form is Form.SPLIT}
         if len(outers) != 1:
             raise CombinesExamples(op, SEVERAL)
+        if any(s.form is Form.SPLIT and s.laid is not None for s in states):
+            raise CombinesExamples(op, "it reads the parts of a shard_map outside of one")
         (outer,) = outers
         for atom, s in zip(op.inputs, states, strict=True):
             if s.form is Form.INVARIANT and isinstance(atom, int) and not self.same_shape(atom):
@@ -162,9 +180,15 @@ class Follower:
             State(form=Form.PARTIAL_SUM, cause=cause) if dim is None else State(form=Form.SPLIT, dim=dim, outer=outer)
             for dim in dims
         ]
+        return self._checked(op, results)
+
+    def _checked(self, op: Op, results: list[State]) -> list[State]:
+        """Results whose shapes are those of their forms; records those of which each micro-batch has a part."""
         for value, state in zip(op.outputs, results, strict=True):
             is_split = state.form is Form.SPLIT
-            if not (self.is_part(value, state.dim) if is_split else self.same_shape(value) and _can_be_summed(op)):
+            sums = state.form is Form.PARTIAL_SUM
+            is_like = self.is_part(value, state.dim) if is_split else self.same_shape(value)
+            if not is_like or (sums and not _can_be_summed(op)):
                 raise CombinesExamples(op, "its result does not follow the number of examples")
             if is_split:
                 self.cuts(value, state)
@@ -237,6 +261,10 @@ class Follower:
         raise CombinesExamples(op, "it counts the examples")
 
     # Blocks
+
+    def block_states(self, block: Block, part: Block, states: Sequence[State]) -> list[State]:
+        """The states of the outputs of a block that reads nothing from around it."""
+        return self._block(block, part, states, {})
 
     def _block(self, block: Block, part: Block, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         """The states of a block's outputs from those of its inputs."""
@@ -314,7 +342,7 @@ def _is_zero(constant: Constant) -> bool:
 
 def _inside(state: State) -> State:
     """A state as the body of a loop reads it, without what is known outside."""
-    return State(form=state.form, dim=state.dim, outer=state.outer, zero=state.zero, cause=state.cause)
+    return dataclasses.replace(state, early=False, streams=True, cut=False)
 
 
 def _join(op: Op, first: State, second: State) -> State:

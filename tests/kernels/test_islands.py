@@ -1,0 +1,104 @@
+"""`jax.shard_map` in a step: equal to plain `jax.jit` under every kind of plan, on the devices that the plan gives it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import MixedExamplesError, UnsupportedError
+from tests.kernels.island_steps import P, arguments, megatron, mesh_of, normalised, rows, step_of
+from tests.kernels.test_kernels import parallel, splits
+from tests.small_steps import assert_close
+
+HERE = "island_steps.py"
+PIPELINE = recipes.pipeline(2, num_microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("island", "names", "recipe", "devices", "split"),
+    [
+        (rows(1), ("square",), None, 1, 1),
+        (rows(4), ("square",), None, 4, 4),
+        (rows(4), ("square",), None, 8, 4),
+        (rows(4), ("square",), recipes.data_parallel(), 4, 4),
+        (rows(2), ("square",), recipes.data_parallel(), 4, 1),
+        (normalised(4), ("square",), None, 4, 4),
+        (normalised(2), ("square",), recipes.data_parallel(), 4, 1),
+        (megatron(2, 2), ("up", "down"), None, 4, 4),
+        (megatron(2, 4), ("up", "down"), None, 8, 8),
+        (megatron(4, 1), ("up", "down"), recipes.zero(3), 4, 4),
+        (megatron(1, 2), ("up", "down"), recipes.tensor_parallel(), 2, 2),
+    ],
+)
+def test_a_step_with_islands_equals_plain_jit_and_sends_what_was_predicted(island, names, recipe, devices, split):
+    step, args = step_of(island, *names), arguments()
+    expected = jax.jit(step)(*args)
+    made = parallel(step, recipe, devices)
+    assert_close(made(*args), expected)
+    assert splits(made, args, "shard_map") == [split] * 4
+    verified = autopar.verify(made, *args)
+    assert {c.name: c.compiled for c in verified.collectives} == {c.name: c.predicted for c in verified.collectives}
+
+
+@pytest.mark.parametrize(
+    ("island", "names", "recipe", "devices"),
+    [
+        (rows(1), ("square",), PIPELINE, 2),
+        (rows(2), ("square",), PIPELINE, 4),
+        (megatron(1, 2), ("up", "down"), PIPELINE, 4),
+        (megatron(2, 2), ("up", "down"), PIPELINE, 8),
+        (megatron(2, 2), ("up", "down"), recipes.cut(recipes.zero(2), num_microbatches=2), 4),
+    ],
+)
+def test_islands_in_micro_batches_and_stages(island, names, recipe, devices):
+    step, args = step_of(island, *names), arguments()
+    expected = jax.jit(step)(*args)
+    assert_close(parallel(step, recipe, devices)(*args), expected)
+
+
+def test_an_island_that_mixes_examples_is_not_cut_into_micro_batches():
+    with pytest.raises(MixedExamplesError, match="it combines examples") as caught:
+        parallel(step_of(normalised(2), "square"), PIPELINE, 4)(*arguments())
+    assert f"{HERE}:" in caught.value.where
+
+
+def test_an_island_that_numbers_the_devices_of_its_examples_is_not_cut_into_micro_batches():
+    def body(x, w):
+        return x @ w * (1.0 + jax.lax.axis_index("x"))
+
+    island = jax.shard_map(body, mesh=mesh_of(x=2), in_specs=(P("x"), P()), out_specs=P("x"))
+    with pytest.raises(MixedExamplesError, match="by their position"):
+        parallel(step_of(island, "square"), PIPELINE, 4)(*arguments())
+
+
+def test_an_island_for_another_mesh_names_the_sizes_that_fit():
+    with pytest.raises(UnsupportedError, match="of 1, 2, 4 devices") as caught:
+        parallel(step_of(rows(8), "square"), None, 4).plan(*arguments())
+    assert "one of 8 devices (x 8)" in caught.value.got
+    assert f"{HERE}:" in caught.value.where
+
+
+def test_islands_that_are_manual_over_some_axes_are_refused():
+    island = jax.shard_map(
+        lambda x, w: jnp.tanh(x @ w), mesh=mesh_of(x=2, y=2), in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}
+    )
+    with pytest.raises(UnsupportedError, match="leaves y to the compiler") as caught:
+        parallel(step_of(island, "square"), None, 4).plan(*arguments())
+    assert f"{HERE}:" in caught.value.where
+
+
+def test_a_branch_and_a_while_loop_inside_of_an_island():
+    def body(x, w):
+        x = jax.lax.fori_loop(0, jnp.int32(3), lambda i, c: jnp.tanh(c @ w) + i, x)
+        return jax.lax.cond(jax.lax.psum(jnp.sum(x), "x") > 0, lambda x: x, lambda x: -x, x)
+
+    island = jax.shard_map(body, mesh=mesh_of(x=4), in_specs=(P("x"), P()), out_specs=P("x"))
+
+    def step(state, batch):
+        return state, island(batch["x"], state["square"])
+
+    args = arguments()
+    for devices in (4, 8):
+        assert_close(parallel(step, None, devices)(*args), jax.jit(step)(*args))
+    assert_close(parallel(step, recipes.data_parallel(), 8)(*args), jax.jit(step)(*args))
