@@ -22,6 +22,7 @@ from jax.extend import source_info_util
 from jax.extend.mlir import ir, passmanager
 
 _OURS = str(Path(__file__).parents[1])
+source_info_util.register_exclusion(_OURS)  # lines of kernels and of their errors are the user's
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 Literal = jax_core.Literal
 DropVar = jax_core.DropVar

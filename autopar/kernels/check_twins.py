@@ -16,14 +16,21 @@ from autopar.kernels.operation import is_kernel
 
 def check_twins(jaxpr: Any) -> None:
     """Raises: InvalidArgumentError for a kernel whose results are not those of its twin to half of their digits."""
-    checked = set()
-    for eqn in jax_compat.equations_in(jaxpr):
+    _check_all(jaxpr, "", set())
+
+
+def _check_all(jaxpr: Any, line: str, checked: set[Any]) -> None:
+    """`line` is that of the call around a jaxpr, `checked` the functions that are done."""
+    for eqn in jaxpr.eqns:
+        here = jax_compat.source_line(eqn) or line
         if is_kernel(eqn) and eqn.params["function"].twin is not None and eqn.params["function"] not in checked:
             checked.add(eqn.params["function"])
-            _check(eqn)
+            _check(eqn, here)
+        for inner in jax_compat.jaxprs_in(eqn):
+            _check_all(inner, here, checked)
 
 
-def _check(eqn: Any) -> None:
+def _check(eqn: Any, line: str) -> None:
     function = eqn.params["function"]
     keys = jax.random.split(jax.random.key(0), len(eqn.invars))
     args = [_random(key, v.aval) for key, v in zip(keys, eqn.invars, strict=True)]
@@ -36,8 +43,8 @@ def _check(eqn: Any) -> None:
         digits = math.sqrt(float(jnp.finfo(want.dtype).eps)) if is_inexact(want.dtype) else 0.0
         if not off <= digits * largest:  # also where it is no number
             raise InvalidArgumentError(
-                where=f"kernel {function.name} at {jax_compat.source_line(eqn)}",
-                expected=f"the numbers of its twin (like=) in result {i}, to {digits:.1e} of the largest ({largest:.3g})",
+                where=f"kernel {function.name} at {line}",
+                expected=f"the numbers of its twin (like=) in result {i}, to {digits:.1e} of the largest",
                 got=f"a difference of {off:.3g}, on random operands",
                 hint="one of the two is wrong, or they compute different things (a scale, a mask, a layout)",
             )

@@ -1,4 +1,4 @@
-"""`jax.shard_map` in a step: equal to plain `jax.jit` under every kind of plan, on the devices that the plan gives it."""
+"""`jax.shard_map` in a step: equal to plain `jax.jit` under every kind of plan, on the devices it is split over."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import MixedExamplesError, UnsupportedError
 from tests.kernels.island_steps import P, arguments, megatron, mesh_of, normalised, rows, step_of
-from tests.kernels.test_kernels import parallel, splits
-from tests.small_steps import assert_close
+from tests.kernels.test_kernels import assert_equals_jit, parallel, splits
 
 HERE = "island_steps.py"
 PIPELINE = recipes.pipeline(2, num_microbatches=2)
@@ -33,9 +32,7 @@ PIPELINE = recipes.pipeline(2, num_microbatches=2)
 )
 def test_a_step_with_islands_equals_plain_jit_and_sends_what_was_predicted(island, names, recipe, devices, split):
     step, args = step_of(island, *names), arguments()
-    expected = jax.jit(step)(*args)
-    made = parallel(step, recipe, devices)
-    assert_close(made(*args), expected)
+    made = assert_equals_jit(step, recipe, devices, args)
     assert splits(made, args, "shard_map") == [split] * 4
     verified = autopar.verify(made, *args)
     assert {c.name: c.compiled for c in verified.collectives} == {c.name: c.predicted for c in verified.collectives}
@@ -52,9 +49,7 @@ def test_a_step_with_islands_equals_plain_jit_and_sends_what_was_predicted(islan
     ],
 )
 def test_islands_in_micro_batches_and_stages(island, names, recipe, devices):
-    step, args = step_of(island, *names), arguments()
-    expected = jax.jit(step)(*args)
-    assert_close(parallel(step, recipe, devices)(*args), expected)
+    assert_equals_jit(step_of(island, *names), recipe, devices, arguments())
 
 
 def test_an_island_that_mixes_examples_is_not_cut_into_micro_batches():
@@ -98,7 +93,5 @@ def test_a_branch_and_a_while_loop_inside_of_an_island():
     def step(state, batch):
         return state, island(batch["x"], state["square"])
 
-    args = arguments()
-    for devices in (4, 8):
-        assert_close(parallel(step, None, devices)(*args), jax.jit(step)(*args))
-    assert_close(parallel(step, recipes.data_parallel(), 8)(*args), jax.jit(step)(*args))
+    for recipe, devices in ((None, 4), (None, 8), (recipes.data_parallel(), 8)):
+        assert_equals_jit(step, recipe, devices, arguments())

@@ -25,13 +25,21 @@ def parallel(step, recipe, devices):
     return autopar.parallelize(step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False)
 
 
+def assert_equals_jit(step, recipe, devices, args):
+    """The step under a plan, whose state is replaced, against plain jit."""
+    expected = jax.jit(step)(*args)
+    made = parallel(step, recipe, devices)
+    assert_close(made(*jax.tree.map(jnp.copy, args)), expected)
+    return made
+
+
 def splits(step, args, primitive):
     """Among how many devices each operation of a primitive is split."""
     compiled = step.compile(*args)
     decisions = compiled.plan.record.decisions
     graph = build_graph(compiled.traced, RuleBook())
     return [
-        decisions.strategies[decisions.of_op[op.id][1]].split if op.id in decisions.of_op else 1
+        decisions.strategies[decisions.of_op[op.id]].split if op.id in decisions.of_op else 1
         for op in graph.ops()
         if op.primitive == primitive
     ]
@@ -52,9 +60,7 @@ def splits(step, args, primitive):
     ],
 )
 def test_a_step_with_pallas_kernels_equals_plain_jit(recipe, devices):
-    args = steps.arguments()
-    expected = jax.jit(train_step)(*args)
-    assert_close(parallel(train_step, recipe, devices)(*args), expected)
+    assert_equals_jit(train_step, recipe, devices, steps.arguments())
 
 
 def test_kernels_are_split_and_what_they_send_is_what_was_predicted():
@@ -66,9 +72,8 @@ def test_kernels_are_split_and_what_they_send_is_what_was_predicted():
 
 
 def test_gradients_of_shared_operands_are_reduced_once_a_step_not_once_a_micro_batch():
-    step, args = parallel(train_step, recipes.cut(recipes.data_parallel(), num_microbatches=2), 2), steps.arguments()
-    assert_close(step(*args), jax.jit(train_step)(*args))
-    made = autopar.verify(step, *args)
+    recipe, args = recipes.cut(recipes.data_parallel(), num_microbatches=2), steps.arguments()
+    made = autopar.verify(assert_equals_jit(train_step, recipe, 2, args), *args)
     parameters = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[0]))
     assert {c.name: c.compiled for c in made.collectives}["total"] == pytest.approx(parameters, rel=0.01)
 
@@ -98,9 +103,8 @@ def test_a_split_that_the_kernel_cannot_take_is_no_strategy():
 
     args = jnp.ones((1, 1, 8, 8)), {"q": jax.random.normal(jax.random.key(0), (1, 1, 8, 8))}
     for devices, split in ((2, 2), (4, 2)):
-        made = parallel(step, None, devices)
+        made = assert_equals_jit(step, None, devices, args)
         assert max(splits(made, args, "kernel")) <= split
-        assert_close(made(*args), jax.jit(step)(*args))
 
 
 def test_residuals_have_the_factors_with_which_they_grow():
@@ -152,20 +156,21 @@ def test_a_factor_may_leave_summands():
     ]
     assert [f.kind for f in op.rule.factors] == [FactorKind.PASS, FactorKind.SUM, FactorKind.PASS]
     for devices in (2, 4):
-        assert_close(parallel(step, None, devices)(*args), jax.jit(step)(*args))
+        assert_equals_jit(step, None, devices, args)
 
 
 def test_kernels_inside_of_a_scan():
     def step(state, batch):
         def loss(state):
-            out, _ = jax.lax.scan(lambda x, w: (x + steps.scale(x, w), None), batch["x"], state)
+            out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(steps.scale(x, w["s"]) @ w["m"]), None), batch["x"], state)
             return jnp.mean(out**2)
 
-        return state - 0.1 * jax.grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, jax.grad(loss)(state))
 
-    args = 0.3 * jnp.ones((4, 16)), {"x": jax.random.normal(jax.random.key(0), (8, 16, 16))}
+    state = {"s": 0.3 * jnp.ones((4, 16)), "m": jax.random.normal(jax.random.key(1), (4, 16, 16))}
+    args = state, {"x": jax.random.normal(jax.random.key(0), (8, 16, 16))}
     for recipe, devices in ((None, 4), (recipes.pipeline(2, num_microbatches=2), 2)):
-        assert_close(parallel(step, recipe, devices)(*args), jax.jit(step)(*args))
+        assert_equals_jit(step, recipe, devices, args)
 
 
 def test_flops_and_bytes_may_be_given():
@@ -191,8 +196,7 @@ def test_a_pallas_call_without_a_rule_runs_whole_and_the_plan_says_so(devices):
         return state + jnp.mean(batch["x"]), plain_call(batch["x"] @ state)
 
     args = jnp.ones((8, 8)), {"x": jax.random.normal(jax.random.key(0), (8, 8))}
-    made = parallel(step, None, devices)
-    assert_close(made(*args), jax.jit(step)(*args))
+    made = assert_equals_jit(step, None, devices, args)
     (note,) = [n for n in made.plan(*args).record.notes if "Pallas call" in n]
     assert f"{HERE}:" in note
     assert "autopar.kernel(fun, rule=...)" in note
@@ -209,8 +213,7 @@ def test_calls_that_differ_only_in_their_bodies_are_two():
         return state, call(jnp.sin, batch["x"]), call(jnp.cos, batch["x"])
 
     args = jnp.ones(()), {"x": jnp.arange(8.0).reshape(2, 4)}
-    made = parallel(step, None, 2)
-    assert_close(made(*args), jax.jit(step)(*args))
+    made = assert_equals_jit(step, None, 2, args)
     graph = build_graph(made.compile(*args).traced, RuleBook())
     assert len({op.key for op in graph.ops() if op.primitive == "pallas_call"}) == 2
 
