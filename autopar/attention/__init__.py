@@ -3,5 +3,5 @@
 In: An `OpGraph`.
 Out: The graph with one operation for each pass of each attention, and the JAX function of that operation; or the graph
 of attention as it is written, with what its kernels move.
-May import: common, ir, hardware, sharding.
+May import: common, ir, hardware, sharding, kernels.
 """

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from autopar.errors import UnsupportedError
 from autopar.frontend.build_graph import build_graph, module_path, role_of
 from autopar.frontend.tracing import trace
-from autopar.ir.graph import OpKind, Role
+from autopar.ir.graph import Factor, FactorKind, OpKind, Role
 from autopar.sharding.rules import RuleBook
 
 BOOK = RuleBook()
@@ -227,12 +226,13 @@ def test_every_equation_has_a_rule_and_loops_have_none():
     assert [(op.primitive, op.rule is None) for op in graph.ops()] == [("scan", True), ("sin", False)]
 
 
-def test_a_step_with_a_mesh_of_its_own_is_refused():
+def test_a_shard_map_is_one_operation_whose_axes_are_factors():
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     spec = jax.sharding.PartitionSpec("x")
     step = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
-    with pytest.raises(UnsupportedError, match="shard_map"):
-        graph_of(step, shape(4))
+    (op,) = graph_of(step, shape(6)).block.ops
+    assert op.rule.factors == (Factor(2, FactorKind.PASS), Factor(3, FactorKind.FIXED))
+    assert (op.rule.operands, op.rule.results) == ((((0, 1),),), (((0, 1),),))
 
 
 @pytest.mark.parametrize(

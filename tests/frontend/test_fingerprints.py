@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 import autopar
-from autopar.common import jax_compat
+from autopar.common import jax_local
 from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint, module_fingerprint
 from tests.small_steps import mlp_batch, mlp_loss, new_mlp_state, python, slow_cluster
 
@@ -28,7 +28,7 @@ class Opaque:
 
 def holding(value):
     """An identity as an equation that keeps a static value, as libraries with primitives of their own do."""
-    keeping = jax_compat.primitive("keeping", lambda x, **_: [x])
+    keeping = jax_local.primitive("keeping", lambda x, **_: [x])
     return lambda x: keeping.bind(x, kept=value)[0]
 
 
