@@ -46,7 +46,7 @@ INLINED_CALLS = {
     "custom_lin": None,
 }
 REMAT_CALLS = frozenset({"remat", "remat2", "checkpoint"})
-OPAQUE_CALLS = frozenset({"custom_partitioning", "xla_pmap"})
+OPAQUE_CALLS = frozenset({"xla_pmap"})
 
 
 def open_jaxpr(jaxpr: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src import custom_partitioning_sharding_rule as sharding_rules
 from jax.extend import core as jax_core
 from jax.interpreters import batching, mlir
 
@@ -30,3 +31,17 @@ def primitive(name: str, function: Callable[..., Any], batched: Callable[..., An
     if batched is not None:
         batching.primitive_batchers[new_primitive] = batched
     return new_primitive
+
+
+def sharding_rule_of(eqn: Any) -> Any | None:
+    """The sharding rule of an equation of `custom_partitioning`, in Shardy's terms; None where it has none.
+
+    Raises: what the user's function for the rule raises.
+    """
+    rule, sizes = eqn.params["sharding_rule"], {}
+    if callable(rule):
+        types = [[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in of] for of in (eqn.invars, eqn.outvars)]
+        rule = rule(*eqn.params["static_args"], jax.sharding.AbstractMesh((), ()), *types)
+        if isinstance(rule, (list, tuple)) and len(rule) == 2:
+            rule, sizes = rule
+    return sharding_rules.str_to_sdy_sharding_rule(rule, **sizes) if isinstance(rule, str) else rule

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autopar.attention.match import attention_left
 from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
+from autopar.compiler.island_notes import island_notes
 from autopar.compiler.memory_breakdown import memory_of_program
 from autopar.compiler.recipe_notes import bound_stages, bound_step, recipe_notes
 from autopar.compiler.write_record import (
@@ -113,7 +114,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         modules=module_rows(graph, best.lowered, best.model, prediction.collectives),
         axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(context.views.annotated)),),
         tried=_trials(context),
-        notes=(*_notes_of(context), *notes),
+        notes=(*_notes_of(context), *island_notes(graph, best.sharding), *notes),
         timeline=timeline,
     )
 

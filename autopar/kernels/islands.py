@@ -29,11 +29,15 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Island:
-    """What an equation of `shard_map` says: the sizes of its axes, and which of them split what."""
+    """What an equation of `shard_map` says: its axes with their sizes, and which of them split what."""
 
-    sizes: dict[str, int]
+    axes: tuple[tuple[str, int], ...]
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.axes)
 
     @property
     def shards(self) -> int:
@@ -60,7 +64,7 @@ def island_of(eqn: Any) -> Island:
             hint="name all axes (leave axis_names out), and join nested calls of shard_map to one",
         )
     return Island(
-        sizes={name: n for name, n in sizes.items() if name in manual},
+        axes=tuple((name, n) for name, n in sizes.items() if name in manual),
         operands=_specs(params["in_specs"], eqn.invars),
         results=_specs(params["out_specs"], eqn.outvars),
     )
@@ -134,7 +138,7 @@ def mesh_axes(island: Island, layouts: Sequence[Layout], mesh: LogicalMesh) -> d
     return {name: axes for name, axes in found.items() if mesh.size(axes) > 1}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True)
 class IslandAdmits:
     """Whether mesh axes stand for an island's axes under a strategy."""
 

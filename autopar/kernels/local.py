@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.ir.graph import Rule
+from autopar.kernels.custom_partitions import custom_partition_rule, is_custom_partition
 from autopar.kernels.islands import IslandAdmits, is_island, island_of, island_rule
 from autopar.kernels.opaque import is_opaque, opaque_rule
 from autopar.kernels.operation import Admits, is_kernel, rule_of
@@ -13,7 +14,7 @@ from autopar.kernels.work import KernelWork, call_work, flops_in
 
 def runs_locally(eqn: Any) -> bool:
     """Whether an equation is a program for one device's part, which the partitioner cannot split."""
-    return is_kernel(eqn) or is_opaque(eqn) or is_island(eqn)
+    return is_kernel(eqn) or is_opaque(eqn) or is_island(eqn) or is_custom_partition(eqn)
 
 
 def local_rule(eqn: Any) -> Rule | None:
@@ -25,6 +26,8 @@ def local_rule(eqn: Any) -> Rule | None:
         return rule_of(eqn)
     if is_island(eqn):
         return island_rule(eqn)
+    if is_custom_partition(eqn):
+        return custom_partition_rule(eqn)
     return opaque_rule(eqn) if is_opaque(eqn) else None
 
 
@@ -42,4 +45,6 @@ def local_work(eqn: Any) -> KernelWork:
         return work
     if is_island(eqn):
         return KernelWork(flops=island_of(eqn).shards * flops_in(eqn.params["jaxpr"]))
+    if is_custom_partition(eqn):
+        return KernelWork(flops=flops_in(eqn.params["call"]))
     return call_work(eqn)

@@ -12,6 +12,7 @@ from autopar.common import jax_compat
 from autopar.ir.jax_sharding import partition_spec
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
+from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes
 from autopar.kernels.operation import is_kernel
 from autopar.kernels.run_island import run_parts
@@ -20,6 +21,8 @@ from autopar.kernels.run_island import run_parts
 def run_on_parts(eqn: Any, reads: Sequence[Layout | None], results: Sequence[Layout], mesh: Mesh, operands: Any) -> Any:
     """The results of an equation whose operands lie as `reads` says (None: whole), as `results` says."""
     layouts = [at or replicated(len(v.aval.shape)) for at, v in zip(reads, eqn.invars, strict=True)]
+    if is_custom_partition(eqn):  # its own function is asked how, by the partitioner
+        return jax_compat.bind(eqn, operands)
     if is_island(eqn):
         return _run_island(eqn, layouts, results, mesh, operands)
 

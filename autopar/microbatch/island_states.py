@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.frontend.build_graph import graph_of_body
 from autopar.ir.graph import Op
-from autopar.kernels.islands import Spec, island_of
+from autopar.kernels.islands import Spec, is_island, island_of
 from autopar.kernels.run_island import TYPE_CHANGES, collective_axes
 from autopar.microbatch.example_places import BY_POSITION, COMBINES, SEVERAL, UNKNOWN
 from autopar.microbatch.microbatch_analysis import CombinesExamples, Follower, Form, IslandLayout, State
@@ -20,6 +20,20 @@ from autopar.microbatch.microbatch_analysis import CombinesExamples, Follower, F
 # Collectives that combine or send elements in their places.
 _IN_PLACE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "ppermute"})
 _SUMS = frozenset({"psum", "psum_invariant"})
+
+
+def body_states(op: Op, part: Op, states: Sequence[State], num_microbatches: int) -> list[State]:
+    """The states of the results of an operation with a body. Raises: CombinesExamples where they have no form."""
+    if is_island(op.eqn):
+        return island_states(op, part, states, num_microbatches)
+    whole, smaller = graph_of_body(op.eqn.params["call"]), graph_of_body(part.eqn.params["call"])
+    follower = Follower(whole, smaller, num_microbatches, body_states=body_states)
+    constants = [follower.by_shape(v) for v in whole.block.inputs[: len(whole.constants)]]
+    inside = [dataclasses.replace(s, early=False, streams=True, cut=False) for s in states]
+    try:
+        return follower.block_states(whole.block, smaller.block, [*constants, *inside])
+    except CombinesExamples as error:
+        raise CombinesExamples(op, f"in its body, {error.op.primitive}: {error.why}") from None
 
 
 def island_states(op: Op, part: Op, states: Sequence[State], num_microbatches: int) -> list[State]:

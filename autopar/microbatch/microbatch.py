@@ -17,7 +17,7 @@ from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Va
 from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.alignment import with_literals_of
-from autopar.microbatch.island_states import island_states
+from autopar.microbatch.island_states import body_states
 from autopar.microbatch.loop_sections import LoopSections
 from autopar.microbatch.microbatch_analysis import Follower, Form
 from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
@@ -61,7 +61,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
 def _over_micro_batches(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int) -> OpGraph:
     """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch."""
     _check_same_operations(traced.name, whole.block, part.block)
-    follower = Follower(whole, part, num_microbatches, island_states=island_states)
+    follower = Follower(whole, part, num_microbatches, body_states=body_states)
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
     states = find_states(whole, part, follower, {num_constants + i for i in example_leaves(traced)})
     writer = _LoopWriter(whole, part, follower, states, LoopSections(traced.name, whole, states))

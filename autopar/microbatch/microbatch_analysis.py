@@ -18,6 +18,7 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind
 from autopar.ir.primitives import linear_operands
+from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import Spec, is_island
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, MixesExamples, Results
 from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
@@ -89,14 +90,15 @@ class Follower:
 
     Both graphs have the same operations on values of the same numbers. `runs` is the number of equal runs into which
     the examples of a micro-batch can be split in all dimensions found so far: a dimension of pairs of neighbouring
-    examples has half as many runs as examples. `island_states` follows a `shard_map` in the same way.
+    examples has half as many runs as examples. `body_states` follows what has a body on one part of its operands: a
+    `shard_map`, and what has a partitioner of its own.
     """
 
     whole: OpGraph
     part: OpGraph
     num_microbatches: int
     runs: int = 0
-    island_states: Callable[[Op, Op, Sequence[State], int], list[State]] | None = None
+    body_states: Callable[[Op, Op, Sequence[State], int], list[State]] | None = None
 
     def same_shape(self, value: int) -> bool:
         return self.whole.values[value].shape == self.part.values[value].shape
@@ -143,8 +145,10 @@ class Follower:
             return self._while(op, part, states, around)
         if op.kind is OpKind.COND:
             return self._cond(op, part, states, around)
-        if is_island(op.eqn) and self.island_states is not None and any(s.form is not Form.INVARIANT for s in states):
-            return self._checked(op, self.island_states(op, part, states, self.num_microbatches))
+        has_body = self.body_states is not None and (is_island(op.eqn) or is_custom_partition(op.eqn))
+        if has_body and any(s.form is not Form.INVARIANT for s in states):
+            assert self.body_states is not None
+            return self._checked(op, self.body_states(op, part, states, self.num_microbatches))
         zero = op.primitive in _ZERO_KEEPING and all(s.zero for s in _summands_of(op, states))
         if any(s.form is Form.SPLIT for s in states):
             results = self._examples(op, part, states)

@@ -53,6 +53,15 @@ def test_islands_in_micro_batches_and_stages(island, names, recipe, devices):
     assert_equals_jit(step_of(island, *names), recipe, devices, arguments())
 
 
+def test_the_plan_says_which_islands_it_does_not_split():
+    plan = parallel(step_of(rows(2), "square"), recipes.data_parallel(), 4).plan(*arguments())
+    (note,) = [n for n in plan.record.notes if "shard_map" in n]
+    assert f"{HERE}:" in note
+    assert "(x 2) is split among 1 of its 2 devices" in note
+    split = parallel(step_of(rows(4), "square"), recipes.data_parallel(), 4).plan(*arguments())
+    assert not [n for n in split.record.notes if "shard_map" in n]
+
+
 def test_an_island_that_mixes_examples_is_not_cut_into_micro_batches():
     with pytest.raises(MixedExamplesError, match="it combines examples") as caught:
         parallel(step_of(normalised(2), "square"), PIPELINE, 4)(*arguments())
