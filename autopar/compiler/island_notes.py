@@ -19,7 +19,7 @@ def island_notes(graph: OpGraph, sharding: ShardingPlan) -> tuple[str, ...]:
         if split < island.shards and sharding.mesh.num_devices > 1:
             sizes = ", ".join(f"{name} {n}" for name, n in island.axes)
             notes.setdefault(
-                f"shard_map at {jax_compat.source_line(op.eqn)} ({sizes}) is split among {split} of its {island.shards} "
-                "devices; each runs the other parts too"
+                f"shard_map at {jax_compat.source_line(op.eqn)} ({sizes}) is split among {split} of its {island.shards}"
+                " devices; each runs the other parts too"
             )
     return tuple(notes)
