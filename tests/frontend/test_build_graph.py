@@ -231,8 +231,9 @@ def test_a_shard_map_is_one_operation_whose_axes_are_factors():
     spec = jax.sharding.PartitionSpec("x")
     step = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
     (op,) = graph_of(step, shape(6)).block.ops
-    assert op.rule.factors == (Factor(2, FactorKind.PASS), Factor(3, FactorKind.FIXED))
-    assert (op.rule.operands, op.rule.results) == ((((0, 1),),), (((0, 1),),))
+    rest = Factor(3, FactorKind.FIXED)
+    assert op.rule.factors == (Factor(2, FactorKind.PASS), rest, rest)
+    assert (op.rule.operands, op.rule.results) == ((((0, 1),),), (((0, 2),),))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import FactorKind
 from autopar.kernels.factors import parse
+from autopar.microbatch.example_places import MixesExamples
+from autopar.microbatch.example_rules import places_of_results
 from autopar.sharding.rules import RuleBook
 from tests.kernels import pallas_steps as steps
 from tests.kernels.pallas_steps import plain_attention, train_step
@@ -171,6 +173,21 @@ def test_kernels_inside_of_a_scan():
     args = state, {"x": jax.random.normal(jax.random.key(0), (8, 16, 16))}
     for recipe, devices in ((None, 4), (recipes.pipeline(2, num_microbatches=2), 2)):
         assert_equals_jit(step, recipe, devices, args)
+
+
+def test_examples_are_a_factor_that_may_be_split():
+    x, w = jnp.ones((8, 16, 16)), jnp.ones(16)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x, w: steps.scale(x, w).sum(), (0, 1)))(x, w)
+    forward, backward = (e for e in jaxpr.eqns if e.primitive.name == "kernel")
+    assert places_of_results(forward, (0, None)) == [0]
+    assert places_of_results(backward, (0, None, 0)) == [0, None]  # the gradient of the vector is a sum over examples
+    assert places_of_results(forward, (2, 0)) == [2]
+    for places in ((0, 0), (None, 0)):
+        with pytest.raises(MixesExamples):
+            places_of_results(forward, places)
+    (attention,) = jax.make_jaxpr(steps.attention)(*[jnp.ones((2, 4, 8, 8))] * 3).eqns[0].params["call_jaxpr"].eqns
+    with pytest.raises(MixesExamples):
+        places_of_results(attention, (3, 3, 3))
 
 
 def test_flops_and_bytes_may_be_given():

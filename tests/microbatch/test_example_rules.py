@@ -172,8 +172,9 @@ GROUPS = {
     "floats": FLOATS, "special": SPECIAL, "integers": INTEGERS, "shapes": SHAPES, "reductions": REDUCTIONS,
     "products": PRODUCTS, "indices": INDICES, "keys": KEYS,
 }  # fmt: skip
-# Primitives of one version of jax only, or that other tests have: attention in test_attention_patterns.
-ELSEWHERE = {"attention", "attention_backward", "log2", "mulhi", "one_minus_square"}
+# Primitives of one version of jax only, or that other tests have: attention in test_attention_patterns, kernels in
+# tests/kernels.
+ELSEWHERE = {"attention", "attention_backward", "kernel", "log2", "mulhi", "one_minus_square"}
 
 # What addresses examples by their position, or depends on their order or on all of them.
 BY_POSITION = {
