@@ -18,7 +18,7 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.ir.primitives import is_inexact
 from autopar.kernels.factors import UNNAMED, KernelRule, Names
-from autopar.kernels.operation import LocalFunction
+from autopar.kernels.operation import GradientOf, LocalFunction, vjp_in
 
 # Sizes of a factor at which a kernel is traced to see what grows with it, as parts of the present one.
 _OTHER_SIZES = ((1, 2), (2, 1), (3, 1))
@@ -52,13 +52,7 @@ class _Differentiated:
         self.num_results = len(function.rule.results)
 
     def vjp(self, *operands: Any) -> tuple[tuple[Any, ...], Any]:
-        def of_wrt(*moving: Any) -> tuple[Any, ...]:
-            args = list(operands)
-            for i, a in zip(self.wrt, moving, strict=True):
-                args[i] = a
-            return self.function(*args)
-
-        return jax.vjp(of_wrt, *(operands[i] for i in self.wrt))
+        return vjp_in(self.function, self.wrt, operands)
 
     def with_residuals(self, *operands: Any) -> list[Any]:
         out, pull = self.vjp(*operands)
@@ -126,7 +120,12 @@ class _Differentiated:
             whole=self.rule.whole | {x for names in kept for x in names if x not in split},
             summed=frozenset(x for x in split if any(x not in names for names in results)),
         )
-        return LocalFunction(name=f"{self.function.name}, backward", function=run, rule=rule)
+        twin = self.function.twin
+        gradient_of = twin and GradientOf(
+            function=self.function.function, twin=twin, operands=tuple(self.structs), differentiated=self.wrt
+        )
+        name = f"{self.function.name}, backward"
+        return LocalFunction(name=name, function=run, rule=rule, gradient_of=gradient_of)
 
     # Factors of residuals
 

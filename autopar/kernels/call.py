@@ -15,7 +15,7 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.ir.primitives import is_inexact
 from autopar.kernels.backward import passes_of
 from autopar.kernels.factors import KernelRule, check_results, parse, sizes_of
-from autopar.kernels.operation import LocalFunction, bind
+from autopar.kernels.operation import LocalFunction, bind, vjp_in
 from autopar.kernels.twin import agreed
 from autopar.kernels.work import KernelWork, counted_work, flops_in
 
@@ -200,13 +200,7 @@ def _of_twin(function: LocalFunction, twin: Callable[..., Any], structs: Sequenc
         return tuple(bind(function, operands)), operands
 
     def backward(operands: Any, changes: Any) -> tuple[Any, ...]:
-        def of_wrt(*moving: Any) -> Any:
-            args = list(operands)
-            for i, a in zip(wrt, moving, strict=True):
-                args[i] = a
-            return twin(*args)
-
-        _, pull = jax.vjp(of_wrt, *(operands[i] for i in wrt))
+        _, pull = vjp_in(twin, wrt, operands)
         return _at(wrt, pull(tuple(changes)), len(operands))
 
     return forward, backward

@@ -25,13 +25,23 @@ Shapes = tuple[tuple[int, ...], ...]
 NAME = "kernel"
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GradientOf:
+    """What a backward pass is the gradient of: the kernel and its twin, operands, and which of them are differentiated."""
+
+    function: Callable[..., tuple[Any, ...]]
+    twin: Callable[..., tuple[Any, ...]]
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    differentiated: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LocalFunction:
     """A function from arrays to a tuple of arrays that runs on one device's part.
 
     `work_on` says what it does on operands of given shapes and types; by default its own program is counted. `twin`
     computes the results, without residuals, in plain JAX on whole arrays; None where there is none, or for a backward
-    pass.
+    pass, which has `gradient_of` instead.
     """
 
     name: str
@@ -39,6 +49,7 @@ class LocalFunction:
     rule: KernelRule = dataclasses.field(compare=False)
     work_on: Callable[[Sequence[Any]], KernelWork] | None = dataclasses.field(default=None, compare=False)
     twin: Callable[..., tuple[Any, ...]] | None = dataclasses.field(default=None, compare=False)
+    gradient_of: GradientOf | None = dataclasses.field(default=None, compare=False)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         return tuple(self.function(*arrays))
@@ -64,6 +75,18 @@ class LocalFunction:
 
     def work(self, avals: Sequence[Any]) -> KernelWork:
         return self.work_on(avals) if self.work_on is not None else counted_work(self.program(avals))
+
+
+def vjp_in(function: Callable[..., Any], differentiated: Sequence[int], operands: Sequence[Any]) -> tuple[Any, Any]:
+    """`jax.vjp` of a function in some of its operands."""
+
+    def of_moving(*moving: Any) -> Any:
+        args = list(operands)
+        for i, a in zip(differentiated, moving, strict=True):
+            args[i] = a
+        return function(*args)
+
+    return jax.vjp(of_moving, *(operands[i] for i in differentiated))
 
 
 def _whole(*args: Any, function: LocalFunction, rule: str) -> tuple[Any, ...]:

@@ -53,6 +53,28 @@ def test_islands_in_micro_batches_and_stages(island, names, recipe, devices):
     assert_equals_jit(step_of(island, *names), recipe, devices, arguments())
 
 
+@pytest.mark.parametrize(
+    ("recipe", "devices"),
+    [(None, 2), (PIPELINE, 4), (recipes.cut(recipes.zero(3), num_microbatches=2), 2)],
+)
+def test_islands_in_a_scan_over_layers(recipe, devices):
+    island = megatron(1, 2)
+
+    def step(state, batch):
+        def body(x, p):
+            return jnp.tanh(x + island(x, p["up"], p["down"])) @ p["square"], None
+
+        def loss(state):
+            x, _ = jax.lax.scan(jax.checkpoint(body), batch["x"], state)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, jax.grad(loss)(state))
+
+    state, batch = arguments()
+    layers = {name: jnp.stack([state[name]] * 4) for name in ("up", "down", "square")}
+    assert_equals_jit(step, recipe, devices, (layers, batch))
+
+
 def test_the_plan_says_which_islands_it_does_not_split():
     plan = parallel(step_of(rows(2), "square"), recipes.data_parallel(), 4).plan(*arguments())
     (note,) = [n for n in plan.record.notes if "shard_map" in n]

@@ -190,6 +190,25 @@ def test_examples_are_a_factor_that_may_be_split():
         places_of_results(attention, (3, 3, 3))
 
 
+def test_kernels_under_rematerialisation():
+    def step(state, batch):
+        def layer(x, p):
+            q, k, v = (jnp.einsum("blw,whd->bhld", x, p[n]) for n in "qkv")
+            x = x + jnp.einsum("bhld,hdw->blw", steps.attention(q, k, v), p["o"])
+            return x + jnp.tanh(steps.scale(x, p["scale"]) @ p["w"])
+
+        def loss(state):
+            x = batch["x"]
+            for p in state:
+                x = jax.checkpoint(layer)(x, p)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, jax.grad(loss)(state))
+
+    for recipe, devices in ((recipes.data_parallel(), 4), (recipes.pipeline(2, num_microbatches=2), 2)):
+        assert_equals_jit(step, recipe, devices, steps.arguments())
+
+
 def test_flops_and_bytes_may_be_given():
     called = autopar.kernel(
         lambda x: jnp.sin(x), "b d -> b d", flops=lambda x: 1e9 * x.size, bytes=lambda x: 12.0 * x.size
@@ -297,6 +316,22 @@ def test_verify_finds_a_kernel_that_does_not_compute_what_its_twin_computes():
     made = parallel(step, None, 2)
     with pytest.raises(InvalidArgumentError, match="the numbers of its twin") as caught:
         autopar.verify(made, jnp.ones(()), {"x": jnp.ones((4, 4))})
+    assert f"{HERE}:" in caught.value.where
+
+
+def test_verify_finds_a_gradient_that_is_not_that_of_the_twin():
+    @jax.custom_vjp
+    def doubled(x):
+        return 2.0 * x
+
+    doubled.defvjp(lambda x: (2.0 * x, None), lambda _, g: (2.1 * g,))
+    wrong = autopar.kernel(doubled, "b d -> b d", like=lambda x: 2.0 * x)
+
+    def step(state, batch):
+        return state - jax.grad(lambda s: wrong(batch["x"] * s).sum())(state)
+
+    with pytest.raises(InvalidArgumentError, match=r"twin .* in gradient 0") as caught:
+        autopar.verify(parallel(step, None, 2), jnp.ones(()), {"x": jnp.ones((4, 4))})
     assert f"{HERE}:" in caught.value.where
 
 
