@@ -1,4 +1,4 @@
-"""Compares the kernels of a step, and their gradients, with their twins: on random numbers, in the shapes of the calls."""
+"""Compares the kernels of a step, and their gradients, with their twins, on random numbers."""
 
 from __future__ import annotations
 

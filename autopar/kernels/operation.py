@@ -27,7 +27,7 @@ NAME = "kernel"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GradientOf:
-    """What a backward pass is the gradient of: the kernel and its twin, operands, and which of them are differentiated."""
+    """What a backward pass is the gradient of: the kernel and its twin, in those of the operands that are named."""
 
     function: Callable[..., tuple[Any, ...]]
     twin: Callable[..., tuple[Any, ...]]
