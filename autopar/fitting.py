@@ -19,7 +19,7 @@ from autopar.common.units import text_of_bytes, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
-from autopar.step import Step, batch_argnums_of, fresh, on_cluster
+from autopar.step import Step, batch_argnums_of, on_cluster, with_whole_batch
 
 COLUMNS, BAR_COLUMNS = 100, 24
 # A batch of more examples than this is not looked for: what fits so often fits always.
@@ -99,6 +99,9 @@ def fit(
 ) -> Fitting:
     """Finds the largest batch that fits, by bisection over plans for batches of other sizes; nothing is run.
 
+    The batch is whole, as in micro-batches nearly every batch fits: a step whose options name a number of them, stages
+    or a schedule keeps these.
+
     Args:
         step: A step of `autopar.parallelize`, which keeps its options, or a function.
         args: Its arguments, arrays or `jax.ShapeDtypeStruct`s. The leaves of the batch have their examples first, all
@@ -141,7 +144,7 @@ def _weighed(step: Step, args: Sequence[Any], argnums: Sequence[int], size: int)
 
     def share(count: int) -> float:
         # A step that has a plan keeps it for shorter batches: each size is a step of its own.
-        found[count] = planned_for(fresh(step), resized(args, argnums, count * size), count * size)
+        found[count] = planned_for(with_whole_batch(step), resized(args, argnums, count * size), count * size)
         return found[count][0].peak_bytes / found[count][0].limit_bytes
 
     largest(share, MOST_EXAMPLES // size)

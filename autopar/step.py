@@ -324,9 +324,12 @@ def on_cluster(step: Step, cluster: Cluster) -> Step:
     return Step(function_of(step), dataclasses.replace(step._options, cluster=cluster))
 
 
-def fresh(step: Step) -> Step:
-    """The same step without its plans."""
-    return Step(function_of(step), step._options)
+def with_whole_batch(step: Step) -> Step:
+    """The same step without its plans, its batch in one micro-batch unless its options name stages or micro-batches."""
+    request = step._options.request
+    if not request.names_pipeline:
+        request = dataclasses.replace(request, num_microbatches=1)
+    return Step(function_of(step), dataclasses.replace(step._options, request=request))
 
 
 def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:

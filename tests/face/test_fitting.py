@@ -62,7 +62,8 @@ def test_the_largest_batch_fits_and_one_more_does_not(cluster):
     assert size > multiple
 
     def plan(examples):
-        made = autopar.parallelize(mlp_step, cluster=cluster, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+        options = OPTIONS | {"memory_limit_bytes": LIMIT_BYTES, "num_microbatches": 1}
+        made = autopar.parallelize(mlp_step, cluster=cluster, **options)
         return made.plan(MLP_STATE, batch_of(examples))
 
     own = plan(size)
@@ -89,6 +90,14 @@ def test_several_clusters_with_prices():
             assert row.price is None
     assert f"flat-2: the largest batch that fits is {found.largest('flat-2')} (of multiples of 32)" in str(found)
     assert json.loads(json.dumps(found.to_dict()))["largest"] == {n: found.largest(n) for n in ("flat-2", "flat-4")}
+
+
+def test_micro_batches_that_are_named_are_kept():
+    def most(**options):
+        step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS, **options)
+        return autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)], multiple=64).largest()
+
+    assert most(num_microbatches=8) > most() > 0
 
 
 def test_nothing_fits_where_the_state_alone_is_too_large():
