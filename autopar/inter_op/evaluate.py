@@ -226,6 +226,26 @@ class PipelineEvaluator:
             if terms != choice.terms:
                 self.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
 
+    def refine_in_other_numbers(self, cut: Callable[[int], MicrobatchedStep | None], numbers: Sequence[int]) -> None:
+        """Where one stage under ZeRO is the best, evaluates it in the next smaller and larger number of micro-batches
+        while that is faster: over all devices, and over each host alone, where parameters are gathered faster. `cut`
+        gives the step in a number of micro-batches, None where it admits none.
+        """
+        bindings, tried = dict(baseline_bindings(self.cluster)), set[int]()
+        while self.best is not None and self.best.name in bindings and not self.deadline.passed:
+            before = self.best
+            m, sharded = before.staged.graph.num_microbatches, bindings[before.name].axes[-1]
+            near = (max((n for n in numbers if n < m), default=m), min((n for n in numbers if n > m), default=m))
+            for n in sorted(set(near) - tried - {m}):
+                microbatched = cut(n)
+                if microbatched is not None and len(microbatched.layers) == len(before.choice.policies):
+                    for name, binding in bindings.items():
+                        if binding.axes[-1] == sharded:
+                            self.refined(n, before.choice, name, binding)
+            tried.update((m, *near))
+            if self.best is before:
+                return
+
     def refined(self, m: int, choice: StageChoice, name: str, binding: Binding | None = None) -> None:
         """Evaluates another choice, before the deadline."""
         if self.deadline.passed:

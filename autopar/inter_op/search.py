@@ -114,6 +114,9 @@ class _Search:
                 self.one_stage_in_other_numbers(step, cuts, decided, builder, estimated_s)
             hides = cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))).overlap.kinds
             builder.refine_one_stage((LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
+            if requested is None:
+                numbers = divisors(num_examples(self.context.traced))
+                builder.refine_in_other_numbers(lambda m: self.cut_in(step, m, cuts), numbers)
         builder.work_out_near(problems, of_problem, answers)
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # the reason is not memory
         copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
@@ -138,6 +141,16 @@ class _Search:
         if error_of_last is not None and not cuts:
             raise error_of_last
         return cuts
+
+    def cut_in(self, step: SplitStep, m: int, cuts: dict[int, MicrobatchedStep]) -> MicrobatchedStep | None:
+        """The step in a number of micro-batches, which is added to the dictionary; None where it does not admit it."""
+        if m not in cuts:
+            try:
+                with self.context.progress.pass_(f"{m} micro-batches"):
+                    cuts[m] = self.microbatched(step, m, self.context.graph)
+            except (UnsupportedError, BatchMismatchError):
+                return None  # as in `cuts`
+        return cuts[m]
 
     def one_stage_in_other_numbers(
         self,
@@ -183,14 +196,11 @@ class _Search:
         """The step time of one stage in a number of micro-batches, by the tables; inf: it does not fit, or the step
         admits no such split. The pipeline is built where it may be the best.
         """
-        if m not in cuts:
-            try:
-                with self.context.progress.pass_(f"{m} micro-batches"):
-                    cuts[m] = self.microbatched(step, m, self.context.graph)
-            except (UnsupportedError, BatchMismatchError):
-                return math.inf  # as in `cuts`
+        microbatched = self.cut_in(step, m, cuts)
+        if microbatched is None:
+            return math.inf
         with self.context.progress.pass_("layer costs"):
-            priced = self.priced(cuts[m], [self.context.cluster.num_devices], decided)
+            priced = self.priced(microbatched, [self.context.cluster.num_devices], decided)
         name = schedules_of(self.context.request)[0]
         for problem, options in self.on_schedule(step, cuts[m], name, priced, (1,)):
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
