@@ -35,6 +35,7 @@ NONE = {
     "attention.query_blocks.QUERY_BLOCK": "of the program that runs: the same for every plan",
     "solver.anytime.compiled_loops.SAFETY": "rounding",
     "solver.stages.dynamic_program.EQUAL": "rounding",
+    "microbatch.example_places.SHARED": "a mark, not a size",
     "kernels.backward._OTHER_SIZES": "sizes at which shapes are looked at: change no answer",
     "cost.attention_cost._PASSES_OF_EXCHANGE": "reads and writes of the program that runs",
     "cost.xla_fusion.SEVERAL": "a mark, not a size",

@@ -118,9 +118,9 @@ def graph_rule(rule: KernelRule, operands: Sequence[Any], results: Sequence[Any]
     def kind(name: str) -> FactorKind:
         if name in rule.whole:
             return FactorKind.FIXED
-        if any(name not in names for names in rule.results):  # sums in any order are accepted of floating point only
-            return FactorKind.FIXED if integers or name not in rule.summed else FactorKind.SUM
-        return FactorKind.PASS
+        if name not in rule.summed or all(name in names for names in rule.results):
+            return FactorKind.PASS  # a residual without it depends on nothing that has it
+        return FactorKind.FIXED if integers else FactorKind.SUM  # sums in any order are of floating point only
 
     def dims(names: Names, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         out: list[tuple[int, ...]] = []

@@ -7,8 +7,9 @@ from typing import Any
 
 # Of each operand the dimension that holds the examples; None where it is the same for all of them.
 Places = Sequence[int | None]
-# Of each result that dimension; None where the result is a sum over examples.
+# Of each result that dimension; None where the result is a sum over examples, `SHARED` where it reads none of them.
 Results = Sequence[int | None]
+SHARED = -1
 Rule = Callable[[Any, Places], Results]
 
 COMBINES = "it combines examples"

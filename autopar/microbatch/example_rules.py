@@ -27,6 +27,7 @@ from autopar.microbatch.example_places import (
     BY_POSITION,
     COMBINES,
     SEVERAL,
+    SHARED,
     UNKNOWN,
     MixesExamples,
     Places,
@@ -186,9 +187,8 @@ def _kernel(eqn: Any, places: Places) -> list[int | None]:
         raise MixesExamples(COMBINES)
     if any((name in x) != (p is not None) for x, p in zip(rule.operands, places, strict=True)):
         raise MixesExamples(AGAINST_OTHERS)
-    if name not in rule.summed and any(name not in x for x in rule.results):
-        raise MixesExamples(COMBINES)
-    return [x.index(name) if name in x else None for x in rule.results]
+    without = None if name in rule.summed else SHARED
+    return [x.index(name) if name in x else without for x in rule.results]
 
 
 _ELEMENTWISE = (

@@ -20,7 +20,7 @@ from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind
 from autopar.ir.primitives import linear_operands
 from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import Spec, is_island
-from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, MixesExamples, Results
+from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, SHARED, MixesExamples, Results
 from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
 
 
@@ -179,12 +179,13 @@ class Follower:
             dims, outer = self._reshaped(op, states[0])
         else:
             dims = self._apart(op, part, places)
-        cause = CombinesExamples(op, "it sums over examples")
-        results = [
-            State(form=Form.PARTIAL_SUM, cause=cause) if dim is None else State(form=Form.SPLIT, dim=dim, outer=outer)
-            for dim in dims
-        ]
-        return self._checked(op, results)
+        return self._checked(op, [self._made(op, dim, outer) for dim in dims])
+
+    def _made(self, op: Op, dim: int | None, outer: int) -> State:
+        """The state of a result with the examples in a dimension, as `example_places.Results` says it."""
+        if dim is None:
+            return State(form=Form.PARTIAL_SUM, cause=CombinesExamples(op, "it sums over examples"))
+        return State(form=Form.INVARIANT) if dim == SHARED else State(form=Form.SPLIT, dim=dim, outer=outer)
 
     def _checked(self, op: Op, results: list[State]) -> list[State]:
         """Results whose shapes are those of their forms; records those of which each micro-batch has a part."""

@@ -124,6 +124,25 @@ def test_residuals_have_the_factors_with_which_they_grow():
     assert "rule=b [d], [d], b, b [d] -> b [d], [d], summed over b\n" in text
 
 
+def test_a_residual_that_reads_no_operand_keeps_every_factor():
+    """As the blocks of a mask that splash attention hands to its backward pass."""
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * jnp.arange(4.0)
+
+    scaled.defvjp(lambda x: (x * jnp.arange(4.0), jnp.arange(4.0)), lambda kept, g: (g * kept,))
+    called = autopar.kernel(scaled, "b d -> b d", whole=("d",))
+
+    def step(state, batch):
+        return jax.tree.map(lambda p, g: p - g, state, jax.grad(lambda s: jnp.sum(called(batch["x"] @ s)))(state))
+
+    args = jnp.ones((4, 4)), {"x": jax.random.normal(jax.random.key(0), (8, 4))}
+    made = assert_equals_jit(step, recipes.data_parallel(), 4, args)
+    assert splits(made, args, "kernel") == [4, 4]
+    assert_equals_jit(step, recipes.cut(recipes.data_parallel(), num_microbatches=2), 2, args)
+
+
 def test_a_residual_that_cannot_be_told_is_computed_again():
     @jax.custom_vjp
     def scaled(x):
