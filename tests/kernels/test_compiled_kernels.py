@@ -1,4 +1,4 @@
-"""What XLA's compiler for TPUs makes of kernels with a rule: jax's own Pallas kernels, on one device's shapes."""
+"""What XLA makes for TPUs of kernels with a rule: those of jax in Pallas, on parts of a device's shapes."""
 
 import importlib.util
 import math
