@@ -95,6 +95,7 @@ def _add_planning(add: Add) -> None:
         metavar="SIZE",
         help="memory of one device that the step may use: 80GB, 16GiB or 1000000",
     )
+    plan.add_argument("--effort", choices=("quick", "default", "thorough"), help="how far to search for a faster plan")
     plan.add_argument("--save", metavar="PATH", help="write the plan as JSON")
     plan.add_argument("--report", metavar="PATH", help="write the plan as a page for a browser")
     plan.add_argument("--table", action="store_true", help="print every row of the plan")

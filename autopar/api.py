@@ -15,7 +15,7 @@ from autopar.common.units import bytes_of_text
 from autopar.cost.compiler_options import requested_options
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
-from autopar.plan.options import Attention
+from autopar.plan.options import Attention, Effort, checked_effort
 from autopar.plan.plan import Plan
 from autopar.recipes import Recipe, plan_request
 from autopar.step import Step, followed, function_of
@@ -40,6 +40,7 @@ def parallelize(
     batch: str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = DEFAULT_CACHE,
+    effort: str = Effort.DEFAULT,
     time_limit_s: float | None = None,
     show_progress: bool = True,
 ) -> Any:
@@ -73,6 +74,10 @@ def parallelize(
         compiler_options: XLA's options by name, as `jax.jit` takes them, beside those that plans set for the cluster's
             platform (`plan.compiler_options`), or in their place; None in place of a value leaves one to XLA.
         cache_dir: Directory in which plans are kept between runs; None keeps nothing.
+        effort: How far the search goes on: "default", until no plan can be faster by more than costs are known (half a
+            percent); "quick", the best program on a mesh of one axis or two, and pipelines only where none fits;
+            "thorough", with every mesh and with pipelines, whatever they can still gain. `plan.gap` is what another
+            plan could save at most, `step.replan()` searches on, and the plan's rejections list what was not tried.
         time_limit_s: Seconds that planning may take, except for the pass in progress; then the best plan so far is
             taken (with 0 the first one that fits), and its notes list the untried rest. None: searches end by proof
             or by rounds.
@@ -136,6 +141,7 @@ def parallelize(
         )  # fmt: skip
     recipe = plan if isinstance(plan, Recipe) else Recipe()
     request = dataclasses.replace(plan_request(recipe, num_microbatches, schedule), attention=Attention(attention))
+    request = dataclasses.replace(request, effort=checked_effort("parallelize(effort=...)", effort))
     options = StepOptions(
         plan=plan if isinstance(plan, Plan) else None,
         request=dataclasses.replace(

@@ -38,7 +38,8 @@ def plan(parsed: argparse.Namespace) -> Output:
     _check_folder("--report", parsed.report)
     cluster = Cluster.parse(parsed.cluster)
     step, arguments = shapes_only(parsed.function)
-    made = autopar.plan(step, *arguments, cluster=cluster, memory_limit_bytes=parsed.memory_limit_bytes)
+    options = {"effort": parsed.effort} if parsed.effort else {}
+    made = autopar.plan(step, *arguments, cluster=cluster, memory_limit_bytes=parsed.memory_limit_bytes, **options)
     if parsed.save:
         made.save(parsed.save)
     if parsed.report:

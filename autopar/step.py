@@ -35,6 +35,7 @@ from autopar.executables.lowered_step import Lowered
 from autopar.frontend.tracing import name_of
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
+from autopar.plan.options import Effort, checked_effort
 from autopar.plan.plan import Plan, Trees
 from autopar.runtime.execution.dispatch import turn
 
@@ -148,6 +149,30 @@ class Step:
         """The plan for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
         args = self._batches.with_whole_batch(nnx_objects.split(self._signature.places(args, kwargs)))
         with turn:
+            return self._planned(args)[1]
+
+    def replan(
+        self, *args: Any, effort: str = Effort.THOROUGH, time_limit_s: float | None = None, **kwargs: Any
+    ) -> Plan:
+        """Plans again for arguments of these shapes, with more effort or time; returns the faster of both plans.
+
+        The next call compiles a new plan and moves the state to its layouts. `effort` and `time_limit_s` as in
+        `parallelize`. Raises: what planning raises, InvalidArgumentError for a step that was given its plan.
+        """
+        if self._options.plan is not None:
+            raise InvalidArgumentError(
+                where=f"{self.__name__}.replan",
+                expected="a step whose plan is searched for",
+                got="one that was given a plan",
+                hint="leave plan out: autopar.parallelize(fun, ...)",
+            )
+        again = checked_effort(f"{self.__name__}.replan(effort=...)", effort)
+        args = self._batches.with_whole_batch(nnx_objects.split(self._signature.places(args, kwargs)))
+        with turn:
+            key, _ = self._arguments.key(args), self._planned(args)
+            if self._plans.improve(key, again, time_limit_s):
+                self._compiled.pop(key, None)
+                self._fast = None
             return self._planned(args)[1]
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:

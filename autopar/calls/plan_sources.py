@@ -23,7 +23,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.cache import DiskCache, plan_key
 from autopar.plan.file import decode, encode
-from autopar.plan.options import PlanRequest
+from autopar.plan.options import Effort, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.runtime.processes.agreement import agree
 from autopar.sharding.rules import RuleBook
@@ -47,17 +47,38 @@ class PlanSources:
         given = self._given_plan(traced, trees)
         if jax.process_count() == 1:
             return given or self._searched(traced, trees, progress)
+        agreed = self._of_process_0(traced, trees, progress, None, given)
+        return given or agreed
+
+    def again(
+        self, traced: TracedStep, trees: Trees, progress: Progress, effort: Effort, time_limit_s: float | None
+    ) -> Plan:
+        """The plan of another search with more effort or time; in a program of several processes that of process 0."""
+        cluster, request = self.request(traced)
+        requested = cluster, dataclasses.replace(request, effort=effort, time_limit_s=time_limit_s)
+        if jax.process_count() == 1:
+            return self._searched(traced, trees, progress, requested)
+        return self._of_process_0(traced, trees, progress, requested, None)
+
+    def _of_process_0(
+        self,
+        traced: TracedStep,
+        trees: Trees,
+        progress: Progress,
+        requested: tuple[Cluster, PlanRequest] | None,
+        given: Plan | None,
+    ) -> Plan:
         options = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
         computation = traced.fingerprint, jax_compat.lowering_flags()
-        parts = (*computation, leaves, repr(options), encode(given.record) if given is not None else None)
+        parts = (*computation, leaves, repr(options), encode(given.record) if given is not None else repr(requested))
         with progress.pass_("plan of process 0"):
             data = agree(
                 self._name,
                 plan_key(parts),
-                lambda: encode((given or self._searched(traced, trees, progress)).record),
+                lambda: encode((given or self._searched(traced, trees, progress, requested)).record),
             )
-        return given or Plan(decode(data, "the plan of process 0"), trees)
+        return Plan(decode(data, "the plan of process 0"), trees)
 
     def request(self, traced: TracedStep) -> tuple[Cluster, PlanRequest]:
         """The cluster to plan for, and what is requested of the search."""
@@ -81,7 +102,9 @@ class PlanSources:
         anything but the layouts, stages and memory. Raises: the errors of the search.
         """
         own = self._options.request
-        request = dataclasses.replace(request, time_limit_s=own.time_limit_s, attention=own.attention)
+        request = dataclasses.replace(
+            request, time_limit_s=own.time_limit_s, attention=own.attention, effort=own.effort
+        )
         progress = Progress(f"autopar {self._name}, instead", show=self._options.show_progress)
         return self._searched(traced, trees, progress, (plan.cluster, request))
 

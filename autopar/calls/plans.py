@@ -13,7 +13,7 @@ from autopar.common.progress import Progress
 from autopar.executables.short_batches import for_short_batch
 from autopar.frontend.drop_shardings import placement_note
 from autopar.ir.traced_step import TracedStep, is_same_step
-from autopar.plan.options import PlanRequest
+from autopar.plan.options import Effort, PlanRequest
 from autopar.plan.plan import Plan, Trees
 
 logger = logging.getLogger("autopar")
@@ -73,6 +73,19 @@ class StepPlans:
             self._by_key[key] = (traced, self._bound(plan, traced, trees))
             self.last_progress = progress
         return self._by_key[key]
+
+    def improve(self, key: Any, effort: Effort, time_limit_s: float | None) -> bool:
+        """Whether a new search finds a faster plan for a key that has one, which then takes the place of the old."""
+        traced, plan = self._by_key[key]
+        assert plan.trees is not None, "the plan of a step knows its arguments"
+        progress = Progress(f"autopar {self._name}, again", show=self._show_progress)
+        with collected_seldom():
+            other = self._sources.again(traced, plan.trees, progress, effort, time_limit_s)
+        self.last_progress = progress
+        if other.predicted.step_time_s >= plan.predicted.step_time_s:
+            return False
+        self._by_key[key] = traced, self._bound(other, traced, plan.trees)
+        return True
 
     def _bound(self, plan: Plan, traced: TracedStep, trees: Trees) -> Plan:
         """The plan with the arguments of its step, which it can plan anew."""

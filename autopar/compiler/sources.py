@@ -13,11 +13,12 @@ from autopar.hardware.cluster import Cluster
 from autopar.inter_op.evaluate import SOURCE as PIPELINES
 from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
-from autopar.intra_op.baselines import baseline_candidates
+from autopar.intra_op.baselines import baseline_candidates, why_not_tried
 from autopar.intra_op.memory_refusals import check_state_fits
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import LONG_STEP, mesh_candidates
 from autopar.plan.context import Candidate, PlanningContext, Rejection
+from autopar.plan.options import Effort
 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.
@@ -106,7 +107,11 @@ def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None
     request = context.request
     if request.admits_one_program and not request.leaves_layouts_free:
         return []  # stages would not have the layouts that were asked for
-    if not request.names_pipeline and not pipeline_may_pay(best, context.cluster):
+    untried = why_not_tried(context) if best is not None and not request.names_pipeline else ""
+    if untried:
+        return [Rejection(source=PIPELINES, why=f"not searched: {untried}")]
+    thorough = request.effort is Effort.THOROUGH and context.cluster.num_devices > 1
+    if not request.names_pipeline and not thorough and not pipeline_may_pay(best, context.cluster):
         return [NOT_WORTH_SEARCHING]
     if best is not None and context.deadline.passed:
         why = f"no pipeline was searched for: {context.deadline.text}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from autopar.cost.cost_model import cost_model
@@ -13,6 +14,7 @@ from autopar.ir.graph import OpGraph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
+from autopar.plan.options import Effort
 from autopar.sharding.constraints import Binding
 from autopar.sharding.parallelisms import data_axis, replica_axis
 
@@ -32,6 +34,10 @@ def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Re
     candidates = [c for c in context.candidates if isinstance(c, SpmdCandidate)]
     sends = any(c.model.overlap.kinds and c.sends for c in candidates)
     if not context.request.leaves_layouts_free or not sends or context.deadline.passed:
+        return
+    untried = why_not_tried(context)
+    if untried:
+        yield Rejection(source=SOURCE, text="data parallelism and ZeRO", why=f"not tried: {untried}")
         return
     row = LogicalMesh(axis_sizes=(context.cluster.num_devices,))
     along_largest = state_along_largest(context.graph, row)
@@ -55,6 +61,14 @@ def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Re
             yield dataclasses.replace(found, source=SOURCE, text=name)
         else:
             yield dataclasses.replace(found, source=SOURCE, name=name)
+
+
+def why_not_tried(context: PlanningContext) -> str:
+    """Why nothing but the best program on each mesh is looked for; empty where there is more to find."""
+    if not context.may_gain:
+        return context.why_no_gain
+    quick = context.request.effort is Effort.QUICK and context.fastest_s < math.inf
+    return "effort='quick' takes the best program on a mesh of one axis or two" if quick else ""
 
 
 def baseline_bindings(cluster: Cluster) -> list[tuple[str, Binding]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.hardware.cluster import Cluster
 from autopar.ir.mesh import LogicalMesh, factorisations, orderings
 from autopar.plan.context import PlanningContext
+from autopar.plan.options import Effort
 from autopar.sharding.pins import PinsOnMesh, on_meshes
 
 
@@ -21,7 +22,8 @@ def logical_meshes(context: PlanningContext) -> list[tuple[LogicalMesh, PinsOnMe
         return [(request.binding.on(cluster.num_devices)[0], None)]
     if request.axis_sizes is not None:
         return [(LogicalMesh(axis_sizes=request.axis_sizes), None)]
-    return [(mesh, None) for mesh in distinct_meshes(cluster, request.max_mesh_axes)]
+    most_axes = min(request.max_mesh_axes, 2) if request.effort is Effort.QUICK else request.max_mesh_axes
+    return [(mesh, None) for mesh in distinct_meshes(cluster, most_axes)]
 
 
 def distinct_meshes(cluster: Cluster, max_axes: int) -> tuple[LogicalMesh, ...]:

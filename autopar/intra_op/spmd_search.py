@@ -29,6 +29,7 @@ from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.fold_step import ONE_EACH, FoldedStep
 from autopar.plan.context import PlanningContext, Rejection
+from autopar.plan.options import Effort
 from autopar.sharding.pins import PinsOnMesh
 from autopar.solver import Solution, Status
 
@@ -58,6 +59,8 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
         fits = any(c.peak_bytes <= context.limit_bytes for c in candidates)
         if deadline.passed and fits:
             outcome: SpmdCandidate | Rejection = not_tried(mesh, deadline.text)
+        elif fits and not context.may_gain:
+            outcome = not_tried(mesh, context.why_no_gain)
         elif not worth_trying(mesh, context):
             outcome = not_tried(mesh, f"the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}")
         else:
@@ -89,7 +92,7 @@ def worth_trying(mesh: LogicalMesh, context: PlanningContext) -> bool:
     The search on three axes costs more than all others together. Where no plan fits yet, every mesh is tried.
     """
     num_axes = len(mesh.axis_sizes)
-    if num_axes < 3:
+    if num_axes < 3 or context.request.effort is Effort.THOROUGH:
         return True
     times_s: dict[int, float] = {}
     for outcome in context.results:
@@ -281,7 +284,9 @@ class _MeshSearch:
         """
         model, best, least_s = self.intra_op.model, None, math.inf
         # A recipe means the plan that its source describes, which does not count on what is hidden.
-        hides = model.overlap.kinds and self.context.request.binding is None and model.links.mesh.num_devices > 1
+        request = self.context.request
+        hides = model.overlap.kinds and request.binding is None and model.links.mesh.num_devices > 1
+        hides = hides and request.effort is not Effort.QUICK
         weighed: set[tuple[int, ...]] = set()
         for fraction in (1.0, *(EXPOSED_FRACTIONS if hides else ())):
             if fraction == 1.0:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
+from autopar.common.units import text_of_s
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph
@@ -76,6 +77,7 @@ class PlanningContext:
         deadline: The end of `request.time_limit_s`.
         keep_tolerance: Candidates that take at most this many times as long as the best are wanted too; 1: none.
         to_beat_s: Step time of the best plan so far; slower candidates need no evaluation.
+        least_s: Time that a step takes under any plan.
         results: The candidates and rejections of earlier sources.
         views: The graph with its repeated layers folded, and annotated.
     """
@@ -91,6 +93,7 @@ class PlanningContext:
     deadline: Deadline = dataclasses.field(default_factory=Deadline)
     keep_tolerance: float = 1.0
     to_beat_s: float = math.inf
+    least_s: float = 0.0
     results: tuple[Candidate | Rejection, ...] = ()
 
     @property
@@ -105,6 +108,18 @@ class PlanningContext:
     def fastest_s(self) -> float:
         """Step time of the fastest candidate so far that fits; inf: there is none."""
         return min((c.step_time_s for c in self.candidates if c.peak_bytes <= self.limit_bytes), default=math.inf)
+
+    @property
+    def may_gain(self) -> bool:
+        """Whether another plan may be faster than the best so far by as much as is looked for."""
+        wants_others = self.keep_tolerance > 1
+        return wants_others or self.least_s < self.fastest_s * (1 - self.request.effort.least_gain)
+
+    @property
+    def why_no_gain(self) -> str:
+        """What is said of what was not tried for that."""
+        share = 1 - self.least_s / self.fastest_s
+        return f"no plan can take less than {text_of_s(self.least_s)}, {share:.1%} less than the best so far"
 
     def after(self, results: Iterable[Candidate | Rejection]) -> PlanningContext:
         """The context for the next source, with these results added."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from autopar.errors import InvalidArgumentError
 from autopar.ir.layout import Layout
 from autopar.sharding.constraints import Binding
 from autopar.sharding.pins import Pins
@@ -15,6 +16,35 @@ class Attention(enum.StrEnum):
 
     AS_WRITTEN = "as written"
     BLOCKWISE = "blockwise"  # one operation a pass, which keeps no scores (`autopar.attention.ring`)
+
+
+class Effort(enum.StrEnum):
+    """How far a search goes on for a faster plan."""
+
+    QUICK = "quick"
+    DEFAULT = "default"
+    THOROUGH = "thorough"
+
+    @property
+    def least_gain(self) -> float:
+        """The share of a step's time that a better plan must be able to save for the search to go on."""
+        return {Effort.QUICK: QUICK_GAIN, Effort.DEFAULT: DEFAULT_GAIN, Effort.THOROUGH: 0.0}[self]
+
+
+def checked_effort(where: str, effort: object) -> Effort:
+    """Raises: InvalidArgumentError for a word that names none."""
+    if effort not in tuple(Effort):
+        raise InvalidArgumentError(
+            where=where,
+            expected=" or ".join(repr(str(e)) for e in Effort),
+            got=repr(effort),
+            hint="leave it out to search until nothing worth looking for is left",
+        )
+    return Effort(str(effort))
+
+
+# What a quick search leaves alone, and what no search but a thorough one looks for: costs are not known better.
+QUICK_GAIN, DEFAULT_GAIN = 0.1, 0.005
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +66,7 @@ class PlanRequest:
         binding: The one mesh, with the uses of its axes.
         pins: Required layouts of some arguments and values.
         attention: How attention is run; under a recipe with a ring always in blocks.
+        effort: How far the search goes on.
         compiler_options: XLA's options beside those that plans set themselves, or in their place; None: XLA's own.
     """
 
@@ -53,6 +84,7 @@ class PlanRequest:
     binding: Binding | None = None
     pins: Pins | None = None
     attention: Attention = Attention.AS_WRITTEN
+    effort: Effort = Effort.DEFAULT
     compiler_options: tuple[tuple[str, bool | int | float | str | None], ...] = ()
 
     @property

@@ -325,6 +325,7 @@ class PlanRecord:
     recipe or pins gave the axes (data, tensor); `axis_roles`: for each stage, the roles that follow from its decisions
     (`autopar.compiler.axis_roles`). `timeline`: that of a step in one program; a pipeline has its own.
     `blockwise_attention`: the graph has attention as single operations, and decisions are by the numbers of that graph.
+    `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
     platform.
@@ -352,5 +353,6 @@ class PlanRecord:
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
     rejected: tuple[RejectionRecord, ...] = ()
+    least_step_time_s: float | None = None
     measured: tuple[MeasuredRecord, ...] = ()
     compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)

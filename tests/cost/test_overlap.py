@@ -307,7 +307,7 @@ def test_on_gpus_gradients_are_reduced_behind_the_backward_pass():
     # All but the last one, which nothing is left to hide, and what the loss sends.
     gradients = next(c for c in found.predicted.collectives if c.sent_bytes > MEGABYTE)
     assert found.predicted.hidden_time_s > 0.6 * gradients.time_s
-    assert "of it hidden" in str(found)
+    assert "of it hidden" in found.table()
 
 
 def test_on_gpus_parameters_are_gathered_ahead():
@@ -382,8 +382,8 @@ def test_a_pipeline_waits_for_the_memory_that_it_gave_back():
     assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
     assert {e.name for e in timeline_of(fresh.record).events if e.category == "memory"} == {"memory for results"}
     assert fresh.predicted.bubble_fraction == pytest.approx(known.predicted.bubble_fraction)
-    assert "new memory" in str(fresh)
-    assert "new memory" not in str(known)
+    assert "new memory" in fresh.table()
+    assert "new memory" not in known.table()
     assert_one_number(fresh)
     cut = plan(cpus(1e8), args=args, plan=autopar.recipes.pipeline(2, num_microbatches=64))
     assert cut.predicted.allocation_time_s == 0  # all that is held at a time is kept

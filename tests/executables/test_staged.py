@@ -491,7 +491,7 @@ def test_copies_of_the_state_are_made_in_each_micro_batch_where_they_do_not_fit_
     limit_bytes = max(roomy.predicted.peak_bytes) - less_bytes
     tight = autopar.plan(halved_step, *halved_arguments(256), **options, memory_limit_bytes=limit_bytes)
     assert not tight.record.pipeline.keeps_copies
-    assert "copies of the state made in each anew" in str(tight)
+    assert "copies of the state made in each anew" in tight.table()
     assert max(tight.predicted.peak_bytes) <= limit_bytes
 
 

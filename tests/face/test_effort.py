@@ -1,0 +1,101 @@
+"""How far the search goes on, what is said of the rest, and searching again."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.errors import InvalidArgumentError
+from autopar.hardware import presets
+from autopar.hardware.cluster import Cluster, Link
+from autopar.inter_op.evaluate import SOURCE as PIPELINES
+from autopar.intra_op.baselines import SOURCE as BASELINES
+from tests.small_steps import assert_close, chain_step, mlp_batch, mlp_step, new_mlp_state, slow_cluster
+
+PARAMS = [jax.ShapeDtypeStruct((16_384, 16_384), jnp.float32)] * 8
+EXAMPLES = jax.ShapeDtypeStruct((32_768, 16_384), jnp.float32)
+CHAIN = PARAMS, {"x": EXAMPLES, "y": EXAMPLES}
+# Two stages are the fastest where hosts have a slow link between them.
+HOSTS = Cluster(
+    name="two hosts",
+    device=presets.H100,
+    num_hosts=2,
+    devices_per_host=2,
+    inside_host=presets.NVLINK4,
+    between_hosts=Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s"),
+)
+
+
+def planned(cluster=HOSTS, step=chain_step, args=CHAIN, **options):
+    return autopar.parallelize(step, cluster=cluster, cache_dir=None, show_progress=False, **options).plan(*args)
+
+
+def untried(plan, source):
+    return [
+        r.why for r in plan.record.rejected if r.source == source and ("not tried" in r.why or "not searched" in r.why)
+    ]
+
+
+def test_a_quick_search_takes_the_best_program_and_says_what_it_left():
+    quick, default = planned(effort="quick"), planned()
+    assert quick.record.pipeline is None
+    assert default.record.pipeline is not None
+    assert default.predicted.step_time_s < quick.predicted.step_time_s
+    assert "effort='quick'" in untried(quick, PIPELINES)[0]
+    assert "effort='quick'" in untried(quick, BASELINES)[0]
+    assert not untried(default, PIPELINES)
+
+
+def test_a_quick_search_takes_pipelines_where_no_program_fits():
+    quick = planned(effort="quick", memory_limit_bytes="9GB")
+    assert quick.record.pipeline is not None
+    assert max(quick.predicted.peak_bytes) <= 9 * 10**9
+
+
+def test_the_gap_is_what_no_plan_can_save():
+    quick, default = planned(effort="quick"), planned()
+    assert quick.record.least_step_time_s == default.record.least_step_time_s <= default.predicted.step_time_s
+    assert 0 <= default.gap < quick.gap < 1
+    assert default.gap == 1 - default.record.least_step_time_s / default.predicted.step_time_s
+
+
+def test_where_nothing_can_be_gained_nothing_more_is_tried():
+    """Large batches over links that cost nothing: data parallelism is as fast as any plan can be."""
+    free = Cluster.flat(4, device=presets.H100, links=(Link(latency_s=1e-9, bytes_per_s=1e16, source="made up"),))
+    default, thorough = planned(free), planned(free, effort="thorough")
+    assert default.gap < 0.005
+    (meshes,) = [r for r in default.record.tried if r.axis_sizes == (2, 2)]
+    assert "no plan can take less than" in meshes.status
+    assert "no plan can take less than" in untried(default, PIPELINES)[0]
+    assert not untried(thorough, PIPELINES)
+    assert thorough.predicted.step_time_s <= default.predicted.step_time_s
+
+
+def test_a_step_planned_again_takes_the_faster_plan_and_moves_the_state():
+    step = autopar.parallelize(mlp_step, cluster=slow_cluster(4), cache_dir=None, show_progress=False, effort="quick")
+    expected = state = new_mlp_state()
+    state, _ = step(state, mlp_batch())
+    expected, _ = mlp_step(expected, mlp_batch())
+    before = step.plan(state, mlp_batch())
+    found = step.replan(state, mlp_batch())
+    assert found.predicted.step_time_s <= before.predicted.step_time_s
+    assert step.plan(state, mlp_batch()).record == found.record
+    assert_close(step(state, mlp_batch()), mlp_step(expected, mlp_batch()))
+
+
+def test_a_faster_plan_comes_in_place_of_the_old_one():
+    step = autopar.parallelize(chain_step, cluster=HOSTS, cache_dir=None, show_progress=False, effort="quick")
+    before = step.plan(*CHAIN)
+    found = step.replan(*CHAIN, effort="default")
+    assert before.record.pipeline is None
+    assert found.record.pipeline is not None
+    assert step.plan(*CHAIN).record == found.record
+    assert step.replan(*CHAIN, effort="quick").record == found.record
+
+
+def test_a_word_that_is_no_effort_is_refused():
+    with pytest.raises(InvalidArgumentError, match="'quick' or 'default' or 'thorough'"):
+        planned(effort="hasty")
+    step = autopar.parallelize(chain_step, plan=planned(effort="quick"), cluster=HOSTS)
+    with pytest.raises(InvalidArgumentError, match="given a plan"):
+        step.replan(*CHAIN)
