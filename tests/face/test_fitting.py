@@ -54,7 +54,9 @@ def batch_of(examples: int):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), MLP_BATCH)
 
 
-@pytest.mark.parametrize("cluster", ["local:4", "dgx-h100", "tpu-v5e:2x4"])
+@pytest.mark.parametrize(
+    "cluster", ["local:4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dgx-h100", "tpu-v5e:2x4"))]
+)
 def test_the_largest_batch_fits_and_one_more_does_not(cluster):
     step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
     found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[cluster])
