@@ -25,7 +25,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.passes.assign_stages import balanced
 from autopar.passes.remat_cheap import copies_state
 from autopar.passes.remat_policy import policies_of
-from autopar.passes.saved_arrays import check_saved_arrays
+from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
 from autopar.passes.split_scan import one_part_a_group, split_scans
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import PlanRequest
@@ -83,6 +83,7 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
                 check_attention(microbatched.graph)
             if binding.offloads_activations:
                 check_saved_arrays(microbatched.graph, traced.name)
+                check_passes_apart(traced.name, cluster.device.platform, num_stages)
     pinned: list[PinsOnMesh] = []
     if request.pins is not None:
         (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(microbatched.layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import UnsupportedError
+from autopar.hardware.kinds import Platform
 from autopar.ir.graph import OpGraph, OpKind, Purpose, Section, read_by
 from autopar.passes.remat import is_kept
 
@@ -39,4 +40,23 @@ def check_saved_arrays(graph: OpGraph, step: str) -> None:
         expected="a backward pass that reads what layers of the forward pass make, one after the other",
         got="no backward pass" if loop is None else f"layers in a loop ({loop.module or loop.primitive})",
         hint="leave it out" if loop is None else "write the layers out in a Python loop, or leave it out",
+    )
+
+
+def check_passes_apart(step: str, platform: Platform, num_stages: int) -> None:
+    """Raises: UnsupportedError where arrays would leave and come back within one program for TPU.
+
+    Its compiler removes the barriers that hold arrays back until they are read, schedules copies by its own rules, and
+    needs no less memory, even more (`tests/lowering/test_activation_offload.py` compiles such a program). With stages
+    the passes are programs of their own, and what waits between them is in no device's memory.
+    """
+    if platform is not Platform.TPU or num_stages > 1:
+        return
+    raise UnsupportedError(
+        where=f"{step}, offload='activations' on TPU",
+        expected="stages, whose forward and backward passes are programs of their own",
+        got="one stage: both passes in one program, in which the compiler for TPU brings the arrays back early, so "
+        "that its memory does not fall",
+        hint="ask for stages (pp=2 of recipes.combine, stages=2 of recipes.cut), compute layers again "
+        "(recompute='input'), or leave it out",
     )

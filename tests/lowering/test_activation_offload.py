@@ -66,6 +66,7 @@ def test_it_computes_what_plain_jit_does(options):
     assert plan.predicted.host_copied_bytes > 0
 
 
+@pytest.mark.slow
 def test_with_the_optimisers_state():
     case = CASES["gpt_adamw"](layers=2, batch=16)
     _, plan = verified(case, recipes.zero(1, offload="optimizer and activations"))
@@ -147,6 +148,7 @@ def test_memory_falls_and_the_copies_are_timed():
     assert on_device.predicted.peak_bytes[0] - plan.predicted.peak_bytes[0] > 0.5 * saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("platform", "hides"), [("dgx-h100", True), ("tpu-v5e", True), ("CPU", False)])
 def test_copies_hide_where_the_compiler_makes_them_asynchronous(platform, hides):
     cluster = {
@@ -154,8 +156,9 @@ def test_copies_hide_where_the_compiler_makes_them_asynchronous(platform, hides)
         "tpu-v5e": lambda: autopar.Cluster.preset("tpu-v5e", topology="2x4"),
         "CPU": slow_cluster,
     }[platform]()
-    _, plan = staged_under(recipes.combine(recompute="input", offload="activations"), cluster)
-    _, without = staged_under(recipes.combine(recompute="input"), cluster)
+    options = {"pp": 2, "num_microbatches": 4, "recompute": "input"}
+    _, plan = staged_under(recipes.combine(**options, offload="activations"), cluster)
+    _, without = staged_under(recipes.combine(**options), cluster)
     hidden_s = plan.predicted.hidden_time_s - without.predicted.hidden_time_s
     assert (hidden_s > 0) is hides
     assert plan.predicted.step_time_s <= without.predicted.step_time_s + plan.predicted.host_time_s + 1e-12
@@ -209,6 +212,14 @@ def test_layers_in_a_loop_are_refused():
     with pytest.raises(UnsupportedError, match="layers in a loop") as caught:
         step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
     assert "write the layers out" in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1, "recompute": "input", "num_microbatches": 2}], ids=["", "zero"])
+def test_one_program_for_tpu_is_refused(options):
+    cluster = autopar.Cluster.preset("tpu-v5e", topology="2x4")
+    with pytest.raises(UnsupportedError, match="one stage: both passes in one program") as caught:
+        staged_under(recipes.combine(**options, offload="activations"), cluster)
+    assert "pp=2" in str(caught.value)
 
 
 def test_a_step_without_a_backward_pass_is_refused():
