@@ -46,9 +46,10 @@ def check_saved_arrays(graph: OpGraph, step: str) -> None:
 def check_passes_apart(step: str, platform: Platform, num_stages: int) -> None:
     """Raises: UnsupportedError where arrays would leave and come back within one program for TPU.
 
-    Its compiler removes the barriers that hold arrays back until they are read, schedules copies by its own rules, and
-    needs no less memory, even more (`tests/lowering/test_activation_offload.py` compiles such a program). With stages
-    the passes are programs of their own, and what waits between them is in no device's memory.
+    Its compiler removes the barriers that say when a copy starts and starts copies where it likes: to the host late,
+    back early. Such a program needs more memory of the device than one that keeps the arrays there, and so does
+    `jax.checkpoint` with `save_and_offload_only_these_names` on layers that are written out. With stages the passes are
+    programs of their own, and what waits between them is in no device's memory.
     """
     if platform is not Platform.TPU or num_stages > 1:
         return

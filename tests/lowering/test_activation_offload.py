@@ -10,6 +10,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.compiler.materialize import make_staged
+from autopar.cost.peak_memory import allocated_bytes
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.executables.compile_tasks import compile_task
 from autopar.hardware import presets
@@ -156,9 +157,10 @@ def test_copies_hide_where_the_compiler_makes_them_asynchronous(platform, hides)
         "tpu-v5e": lambda: autopar.Cluster.preset("tpu-v5e", topology="2x4"),
         "CPU": slow_cluster,
     }[platform]()
-    options = {"pp": 2, "num_microbatches": 4, "recompute": "input"}
-    _, plan = staged_under(recipes.combine(**options, offload="activations"), cluster)
-    _, without = staged_under(recipes.combine(**options), cluster)
+    # Programs for TPU offload between stages only.
+    options = {"pp": 2, "num_microbatches": 4} if platform == "tpu-v5e" else {}
+    _, plan = staged_under(recipes.combine(**options, recompute="input", offload="activations"), cluster)
+    _, without = staged_under(recipes.combine(**options, recompute="input"), cluster)
     hidden_s = plan.predicted.hidden_time_s - without.predicted.hidden_time_s
     assert (hidden_s > 0) is hides
     assert plan.predicted.step_time_s <= without.predicted.step_time_s + plan.predicted.host_time_s + 1e-12
@@ -194,6 +196,26 @@ def test_a_stage_compiled_for_tpu_hands_on_what_it_saves_in_the_hosts_memory():
     assert forward.host_output_size_in_bytes >= saved
     assert backward.host_argument_size_in_bytes == forward.host_output_size_in_bytes
     assert stats["nothing", TaskKind.FORWARD].output_size_in_bytes - forward.output_size_in_bytes >= saved
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
+def test_one_program_compiled_for_tpu_needs_no_less():
+    """Why it is refused. If this fails, the compiler has learned to keep arrays in the host's memory."""
+    stats = {}
+    for offload in ("nothing", "activations"):
+        # Planned for other devices, for which it is not refused.
+        staged, plan = staged_under(recipes.combine(recompute="input", offload=offload))
+        mesh = aot.target_mesh("tpu:v5e:2x4", plan.mesh.axis_sizes, plan.mesh.axis_names)
+        lowered = staged.stages[0].lowered
+        number = next(i for i, t in enumerate(staged.staged.tasks) if t.kind is TaskKind.FORWARD)
+        compiled = compile_task(staged.staged, number, lowered, mesh, groups_of_examples([lowered]), {})
+        stats[offload] = compiled.memory_analysis()
+    without, made = stats["nothing"], stats["activations"]
+    # The arrays are in the host's memory at some time, and counted there, apart from those of the device.
+    assert without.host_temp_size_in_bytes == 0
+    assert made.host_temp_size_in_bytes > 0
+    assert allocated_bytes(made) >= allocated_bytes(without)
 
 
 # Errors
