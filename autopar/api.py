@@ -166,6 +166,13 @@ def parallelize(
     return _make_step(fun, options) if fun is not None else lambda function: _make_step(function, options)
 
 
+def as_step(step: Callable[..., Any] | Step) -> Step:
+    """What `parallelize` made as it is, and a plain function with the defaults of `parallelize`."""
+    parallel = step if isinstance(step, Step) else parallelize(step)
+    assert isinstance(parallel, Step), "given a function, it makes a step"
+    return parallel
+
+
 def _make_step(fun: Any, options: StepOptions) -> Step:
     function = unwrapped(function_of(fun) if isinstance(fun, Step) else fun)
     if not callable(function):

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 import autopar
+from autopar.api import as_step
 from autopar.common.cache_dir import default_directory
 from autopar.doctor import diagnose
 from autopar.errors import InvalidArgumentError
@@ -162,9 +163,7 @@ def load(path: str) -> Plan:
 
 def _planned_for(step: Callable[..., Any], cluster: Cluster) -> autopar.Step:
     """A step on a cluster: what `parallelize` made as it is, a plain function with its defaults."""
-    parallel = step if isinstance(step, autopar.Step) else autopar.parallelize(step)
-    assert isinstance(parallel, autopar.Step), "given a function, it makes a step"
-    return on_cluster(parallel, cluster)
+    return on_cluster(as_step(step), cluster)
 
 
 def _check_folder(where: str, path: str | None) -> None:

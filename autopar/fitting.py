@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.api import parallelize
+from autopar.api import as_step
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
@@ -112,8 +112,9 @@ def fit(
 
     Raises: InvalidArgumentError; what planning raises, except for what does not fit.
     """
-    parallel = step if isinstance(step, Step) else parallelize(step)
-    assert isinstance(parallel, Step), "given a function, it makes a step"
+    parallel = as_step(step)
+    named = {c if isinstance(c, str) else c.name: Cluster.parse(c) if isinstance(c, str) else c for c in clusters}
+    _check_clusters(list(named), len(clusters), prices or {})
     if multiple is not None and (not isinstance(multiple, int) or multiple < 1):
         raise InvalidArgumentError(
             where="autopar.fit(multiple=...)",
@@ -126,9 +127,7 @@ def fit(
     rows: list[FitRow] = []
     multiples: dict[str, int] = {}
     plans: dict[str, Plan] = {}
-    for named in clusters:
-        cluster = Cluster.parse(named) if isinstance(named, str) else named
-        name = named if isinstance(named, str) else cluster.name
+    for name, cluster in named.items():
         size = multiples[name] = multiple or cluster.num_devices
         made = _weighed(on_cluster(parallel, cluster), args, argnums, size)
         rows += [_priced(dataclasses.replace(row, cluster=name), (prices or {}).get(name)) for row, _ in made]
@@ -136,6 +135,26 @@ def fit(
         if fitting:
             plans[name] = fitting[-1]
     return Fitting(rows=tuple(rows), multiples=multiples, plans=plans)
+
+
+def _check_clusters(names: Sequence[str], count: int, prices: Mapping[str, float]) -> None:
+    """Raises: InvalidArgumentError for no cluster, two of one name, and the price of one that is not asked for."""
+    wrong = "none" if not names else f"{count} clusters, some of one name" if len(names) < count else ""
+    if wrong:
+        raise InvalidArgumentError(
+            where="autopar.fit(clusters=...)",
+            expected="one cluster or several, each of another name",
+            got=wrong,
+            hint="name them as text: clusters=['dgx-h100', 'tpu-v5e:2x4']",
+        )
+    for name in prices:
+        if name not in names:
+            raise InvalidArgumentError(
+                where="autopar.fit(prices=...)",
+                expected=f"prices of {', '.join(map(repr, names))}",
+                got=repr(name),
+                hint="write the name as in clusters",
+            )
 
 
 def _weighed(step: Step, args: Sequence[Any], argnums: Sequence[int], size: int) -> list[tuple[FitRow, Plan | None]]:

@@ -171,7 +171,7 @@ class Step:
         with turn:
             key, _ = self._arguments.key(args), self._planned(args)
             if self._plans.improve(key, again, time_limit_s):
-                self._compiled.pop(key, None)
+                self._compiled.clear()
                 self._fast = None
             return self._planned(args)[1]
 

@@ -80,8 +80,15 @@ THRESHOLDS = [
         ("LEAST_PIPELINE_S", "length of a step below which no pipeline is searched", TASKS),
     ),
     *_of(
+        "plan.options",
+        (
+            "NEARLY_EQUAL",
+            "difference below which fewer axes are taken, and less than which is not searched for",
+            "costs are not known better",
+        ),
+    ),
+    *_of(
         "intra_op.spmd_search",
-        ("NEARLY_EQUAL", "difference below which the mesh with fewer axes is taken", "costs are not known better"),
         ("GAIN_OF_AN_AXIS", "gain of a second mesh axis from which three are tried", "planning time"),
         ("MEMORY_ROUNDS", "prices of a byte that are tried until a plan fits", PRICES),
         ("FIRST_PRICE", "the first of these prices, as a part of step time / peak", PRICES),

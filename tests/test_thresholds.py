@@ -10,7 +10,7 @@ from benchmarks.thresholds import RESULTS, THRESHOLDS
 
 ROOT = Path(__file__).parent.parent
 PLANNER = ("compiler", "inter_op", "intra_op", "cost", "sharding", "solver")
-GRAPH = ("attention", "ir", "kernels", "lowering", "microbatch", "passes")
+GRAPH = ("attention", "ir", "kernels", "lowering", "microbatch", "passes", "plan/options.py")
 
 # Numbers of these packages that are no thresholds, and why.
 NONE = {
@@ -43,6 +43,7 @@ NONE = {
     "passes.layer_equivalence._NOWHERE": "a mark, not a size",
     "intra_op.spmd_search.EXPOSED_FRACTIONS": "both of cost.cost_model",
     "intra_op.baselines.ZERO_STAGES": "names of stages",
+    "plan.options.QUICK_GAIN": "what a quick search is: only where it is asked for",
     "sharding.rules._BATCH": "how many rules are asked for at once: changes no answer",
     "solver.ilp.exact.THREADS": "changes no answer",
     "solver.stages.dynamic_program.FIRST_LABELS": "room at first: grows as needed",
@@ -56,8 +57,9 @@ NONE = {
 
 
 def constants(package: str) -> Iterator[str]:
-    """Module and name of each number, or tuple of numbers, that a module of a package names."""
-    for file in sorted((ROOT / "autopar" / package).rglob("*.py")):
+    """Module and name of each number, or tuple of numbers, that a module of a package, or a file, names."""
+    path = ROOT / "autopar" / package
+    for file in [path] if path.suffix else sorted(path.rglob("*.py")):
         module = ".".join(file.relative_to(ROOT / "autopar").with_suffix("").parts)
         for statement in ast.parse(file.read_text()).body:
             if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ class PlanSources:
         given = self._given_plan(traced, trees)
         if jax.process_count() == 1:
             return given or self._searched(traced, trees, progress)
-        agreed = self._of_process_0(traced, trees, progress, None, given)
+        inputs = encode(given.record) if given is not None else None
+        agreed = self._of_process_0(
+            traced, trees, progress, inputs, lambda: given or self._searched(traced, trees, progress)
+        )
         return given or agreed
 
     def again(
@@ -58,25 +62,28 @@ class PlanSources:
         requested = cluster, dataclasses.replace(request, effort=effort, time_limit_s=time_limit_s)
         if jax.process_count() == 1:
             return self._searched(traced, trees, progress, requested)
-        return self._of_process_0(traced, trees, progress, requested, None)
+        return self._of_process_0(
+            traced, trees, progress, repr(requested), lambda: self._searched(traced, trees, progress, requested)
+        )
 
     def _of_process_0(
         self,
         traced: TracedStep,
         trees: Trees,
         progress: Progress,
-        requested: tuple[Cluster, PlanRequest] | None,
-        given: Plan | None,
+        inputs: Any,
+        make: Callable[[], Plan],
     ) -> Plan:
+        """What `make` makes in process 0, in all processes, whose steps, options and inputs have to be equal."""
         options = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
         computation = traced.fingerprint, jax_compat.lowering_flags()
-        parts = (*computation, leaves, repr(options), encode(given.record) if given is not None else repr(requested))
+        parts = (*computation, leaves, repr(options), inputs)
         with progress.pass_("plan of process 0"):
             data = agree(
                 self._name,
                 plan_key(parts),
-                lambda: encode((given or self._searched(traced, trees, progress, requested)).record),
+                lambda: encode(make().record),
             )
         return Plan(decode(data, "the plan of process 0"), trees)
 

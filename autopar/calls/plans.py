@@ -10,6 +10,7 @@ from typing import Any
 from autopar.calls.plan_sources import PlanSources
 from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
+from autopar.errors import InvalidArgumentError
 from autopar.executables.short_batches import for_short_batch
 from autopar.frontend.drop_shardings import placement_note
 from autopar.ir.traced_step import TracedStep, is_same_step
@@ -75,7 +76,18 @@ class StepPlans:
         return self._by_key[key]
 
     def improve(self, key: Any, effort: Effort, time_limit_s: float | None) -> bool:
-        """Whether a new search finds a faster plan for a key that has one, which then takes the place of the old."""
+        """Whether a new search finds a faster plan for a key that has one, which then takes the place of the old: for
+        all keys that share the plan, and for what was carried over from it to short batches.
+
+        Raises: InvalidArgumentError for the key of a short batch, which follows the plan of the longer one.
+        """
+        if key in self._short_batches:
+            raise InvalidArgumentError(
+                where=f"{self._name}.replan",
+                expected="a batch of the size that the plan was made for",
+                got="a shorter one, which keeps the layouts of that plan",
+                hint="give a batch of the usual size, as an array or a jax.ShapeDtypeStruct",
+            )
         traced, plan = self._by_key[key]
         assert plan.trees is not None, "the plan of a step knows its arguments"
         progress = Progress(f"autopar {self._name}, again", show=self._show_progress)
@@ -84,7 +96,10 @@ class StepPlans:
         self.last_progress = progress
         if other.predicted.step_time_s >= plan.predicted.step_time_s:
             return False
-        self._by_key[key] = traced, self._bound(other, traced, plan.trees)
+        for shared, (its_trace, its_plan) in self._by_key.items():
+            if its_plan.record is plan.record and its_plan.trees is not None:
+                self._by_key[shared] = its_trace, self._bound(other, its_trace, its_plan.trees)
+        self._short_batches.clear()
         return True
 
     def _bound(self, plan: Plan, traced: TracedStep, trees: Trees) -> Plan:

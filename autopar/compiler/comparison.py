@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.inter_op.evaluate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
-from autopar.intra_op.spmd_search import NEARLY_EQUAL
 from autopar.plan.context import Candidate, PlanningContext, Rejection
+from autopar.plan.options import NEARLY_EQUAL
 
 
 def best_program(context: PlanningContext) -> SpmdCandidate | None:

@@ -9,7 +9,6 @@ from autopar.cost.cost_model import CostModel
 from autopar.inter_op.isomorphism import canonical_graph, carried_over
 from autopar.inter_op.staged import solve_stage, stage_problem, transfer_layouts_of
 from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
-from autopar.intra_op.memory_prices import state_values
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.decisions import ShardingPlan
@@ -108,11 +107,11 @@ class StageDecider:
         )
 
     def cannot_fit(self, at: int, limit_bytes: int) -> bool:
-        """Whether the state of a stage exceeds the memory under whatever decisions are allowed."""
+        """Whether the state of a stage exceeds the memory of a device under whatever decisions are allowed."""
         if self.pieces:
             return False  # layouts of slices are fixed by another stage
-        source, problem = self.problems[self.key(at, {})]
-        return problem.least_bytes(state_values(self.stages[source].graph)) > limit_bytes
+        _, problem = self.problems[self.key(at, {})]
+        return problem.least_state_bytes() > limit_bytes
 
     def pinned(self, at: int) -> dict[int, PinnedLayout]:
         """The pins of values of a stage."""

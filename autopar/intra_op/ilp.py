@@ -26,7 +26,7 @@ from autopar.intra_op.formulation import (
     to_solver,
 )
 from autopar.intra_op.masks import Masks
-from autopar.intra_op.memory_prices import MemoryPrices, least_bytes, price_memory, priced_bytes
+from autopar.intra_op.memory_prices import MemoryPrices, least_bytes, price_memory, priced_bytes, state_values
 from autopar.intra_op.slack import discount_overlap, slacks_s
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, replicated
@@ -188,9 +188,10 @@ class IntraOp:
         """Bytes on one device that have a price, under a choice."""
         return priced_bytes(self.base, self.graph, prices, tuple(choice))
 
-    def least_bytes(self, values: frozenset[tuple[int, str]]) -> float:
-        """Bytes of values that a device holds at least."""
-        return least_bytes(self.base, self.graph, values)
+    def least_state_bytes(self) -> float:
+        """Bytes of the state that a device holds at least, what lies in the memory of the host left out."""
+        held = frozenset((v, state) for v, state in state_values(self.graph) if v not in self.in_host)
+        return least_bytes(self.base, self.graph, held)
 
     def decode(self, solution: solver.Solution) -> ShardingPlan:
         """The decisions of a solution."""

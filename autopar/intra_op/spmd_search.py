@@ -29,13 +29,11 @@ from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.fold_step import ONE_EACH, FoldedStep
 from autopar.plan.context import PlanningContext, Rejection
-from autopar.plan.options import Effort
+from autopar.plan.options import NEARLY_EQUAL, Effort
 from autopar.sharding.pins import PinsOnMesh
 from autopar.solver import Solution, Status
 
 SOURCE = "logical meshes"
-# Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
-NEARLY_EQUAL = 0.005
 GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be tried
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from autopar.common import jax_local
-from autopar.errors import AutoparError
 from autopar.ir.graph import Rule
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -65,8 +64,6 @@ class LocalFunction:
             structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
             try:
                 self._programs[key] = jax.make_jaxpr(lambda *args: self(*args))(*structs)
-            except AutoparError as error:
-                self._programs[key] = error
             except Exception as error:  # the user's own code: whatever it raises, it does not take these shapes
                 self._programs[key] = error
         if isinstance(self._programs[key], Exception):

@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from autopar.common import jax_compat
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import Op, OpGraph, OpKind, Role
+from autopar.kernels.local import runs_locally
 from autopar.microbatch.microbatch_analysis import CombinesExamples, Follower, Form, State, is_number, state_of
 
-# What is not worth doing for the whole batch outside of the loop.
+# What is not worth doing for the whole batch outside of the loop, beside kernels and islands.
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "cholesky", "lu", "qr", "eigh", "svd"})
 
 
@@ -78,7 +79,7 @@ class _StateFinder:
 
     def _known(self, op: Op, part: Op, states: list[State]) -> list[State]:
         """All operands are known before the first micro-batch."""
-        if op.kind is OpKind.EQUATION and op.primitive not in _HEAVY and not any(s.cut for s in states):
+        if _is_light(op) and not any(s.cut for s in states):
             try:
                 results = self.follower.follow(op, part, states, self.states)
                 return [dataclasses.replace(s, early=True, streams=False) for s in results]
@@ -170,7 +171,7 @@ def _is_known(state: State) -> bool:
 
 
 def _is_light(op: Op) -> bool:
-    return op.kind is OpKind.EQUATION and op.primitive not in _HEAVY
+    return op.kind is OpKind.EQUATION and op.primitive not in _HEAVY and not runs_locally(op.eqn)
 
 
 def _cause(mixes: CombinesExamples, states: Sequence[State]) -> CombinesExamples:

@@ -28,7 +28,7 @@ class Effort(enum.StrEnum):
     @property
     def least_gain(self) -> float:
         """The share of a step's time that a better plan must be able to save for the search to go on."""
-        return {Effort.QUICK: QUICK_GAIN, Effort.DEFAULT: DEFAULT_GAIN, Effort.THOROUGH: 0.0}[self]
+        return {Effort.QUICK: QUICK_GAIN, Effort.DEFAULT: NEARLY_EQUAL, Effort.THOROUGH: 0.0}[self]
 
 
 def checked_effort(where: str, effort: object) -> Effort:
@@ -43,8 +43,10 @@ def checked_effort(where: str, effort: object) -> Effort:
     return Effort(str(effort))
 
 
-# What a quick search leaves alone, and what no search but a thorough one looks for: costs are not known better.
-QUICK_GAIN, DEFAULT_GAIN = 0.1, 0.005
+# Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
+NEARLY_EQUAL = 0.005
+# What a quick search does not go on for.
+QUICK_GAIN = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

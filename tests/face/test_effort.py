@@ -93,6 +93,24 @@ def test_a_faster_plan_comes_in_place_of_the_old_one():
     assert step.replan(*CHAIN, effort="quick").record == found.record
 
 
+def test_a_short_batch_follows_the_plan_of_the_longer_one():
+    step = autopar.parallelize(mlp_step, cluster=slow_cluster(2), cache_dir=None, show_progress=False, effort="quick")
+    state, _ = step(new_mlp_state(), mlp_batch())
+    short = jax.tree.map(lambda x: x[: x.shape[0] // 2], mlp_batch())
+    state, _ = step(state, short)
+    with pytest.raises(InvalidArgumentError, match="a shorter one"):
+        step.replan(state, short)
+
+
+def test_keys_that_share_a_plan_get_the_new_one():
+    step = autopar.parallelize(chain_step, cluster=HOSTS, cache_dir=None, show_progress=False, effort="quick")
+    other = [jax.ShapeDtypeStruct(p.shape, p.dtype, weak_type=True) for p in PARAMS], CHAIN[1]
+    assert step.plan(*CHAIN).record is step.plan(*other).record
+    found = step.replan(*CHAIN, effort="default")
+    assert found.record.pipeline is not None
+    assert step.plan(*other).record is found.record
+
+
 def test_a_word_that_is_no_effort_is_refused():
     with pytest.raises(InvalidArgumentError, match="'quick' or 'default' or 'thorough'"):
         planned(effort="hasty")

@@ -133,3 +133,16 @@ def test_what_does_not_fit_is_told_without_times():
     text = str(Fitting(rows=(row,), multiples={"c": 8}, plans={}))
     assert "does not fit" in text
     assert "2 kB of 1 kB" in text
+
+
+@pytest.mark.parametrize(
+    ("clusters", "prices", "got"),
+    [
+        ([], {}, "got none"),
+        (["local:2", "local:2"], {}, "2 clusters, some of one name"),
+        (["local:2"], {"locl:2": 1.0}, "'locl:2'"),
+    ],
+)
+def test_clusters_have_names_of_their_own_and_prices_theirs(clusters, prices, got):
+    with pytest.raises(InvalidArgumentError, match=got):
+        autopar.fit(mlp_step, MLP_STATE, MLP_BATCH, clusters=clusters, prices=prices)

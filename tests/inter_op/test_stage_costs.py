@@ -18,7 +18,7 @@ from autopar.inter_op.build_stages import LEANER, BuildLimits, StageChoice, buil
 from autopar.inter_op.layer_decisions import layer_decisions
 from autopar.inter_op.search import tables
 from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
-from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
+from autopar.intra_op.ilp import GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, price_memory, saved_values, state_values
 from autopar.ir.graph import OpKind, Section
 from autopar.ir.mesh import LogicalMesh
@@ -233,10 +233,14 @@ def test_the_least_bytes_of_state_are_those_that_the_constraints_leave(zero, par
     graph = cut(2).annotated.graph
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
     constraints = Binding(axes=(data_axis(zero),), sizes=(None,)).on(2)[1]
-    state = state_values(graph)
-    whole = sum(graph.values[v].nbytes for v, at in state if at == UNREDUCED)
-    assert IntraOp(graph, model, constraints=constraints).least_bytes(state) == pytest.approx(whole / parts, abs=8)
-    assert IntraOp(graph, model).least_bytes(state) == pytest.approx(whole / 2, abs=8)
+    whole = sum(graph.values[v].nbytes for v, at in state_values(graph) if at == UNREDUCED)
+    assert IntraOp(graph, model, constraints=constraints).least_state_bytes() == pytest.approx(whole / parts, abs=8)
+    assert IntraOp(graph, model).least_state_bytes() == pytest.approx(whole / 2, abs=8)
+    # State in the memory of the host takes none of the device's.
+    hosted = frozenset(graph.block.inputs[i] for i in sorted(graph.donated)[:2])
+    rest = whole - sum(graph.values[v].nbytes for v in hosted)
+    given = GivenLayouts(in_host=hosted)
+    assert IntraOp(graph, model, given).least_state_bytes() == pytest.approx(rest / 2, abs=8)
 
 
 @pytest.mark.parametrize(

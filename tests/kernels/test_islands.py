@@ -53,6 +53,29 @@ def test_islands_in_micro_batches_and_stages(island, names, recipe, devices):
     assert_equals_jit(step_of(island, *names), recipe, devices, arguments())
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_kernels_and_islands_run_in_the_loop_over_micro_batches(num_microbatches):
+    """They are work on examples, not something to do for the whole batch before the loop."""
+    tanh_product = autopar.kernel(lambda a, b: jnp.tanh(a @ b), "m [k], [k] [n] -> m [n]")
+    island = megatron(2, 2)
+
+    def step(state, batch):
+        def loss(p):
+            x = batch["x"] + tanh_product(batch["x"], p["square"])
+            x = x + island(x, p["up"], p["down"])
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = {"square": (8, 8), "up": (8, 16), "down": (16, 8)}
+    state = {name: 0.3 * jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=False)}
+    batch = {"x": jax.random.normal(keys[3], (16, 8)), "y": jax.random.normal(keys[4], (16, 8))}
+    recipe = recipes.combine(zero=3, recompute="matmuls", num_microbatches=num_microbatches)
+    assert_equals_jit(step, recipe, 8, (state, batch))
+
+
 @pytest.mark.parametrize(
     ("recipe", "devices"),
     [(None, 2), (PIPELINE, 4), (recipes.cut(recipes.zero(3), num_microbatches=2), 2)],
