@@ -64,13 +64,13 @@ def test_a_printed_plan_has_them_in_one_line():
 
 
 def test_options_of_a_user_are_added_or_come_in_place():
-    wanted = {THRESHOLD: 1 << 20, "xla_gpu_enable_pipelined_all_gather": True}
+    wanted = {THRESHOLD: 1 << 20, "xla_gpu_enable_while_loop_double_buffering": True}
     plan = planned(H100S, compiler_options=wanted)
     assert plan.compiler_options == assumed_options(Platform.GPU) | wanted
     assert f"the prediction assumes {THRESHOLD}=31457280, and not what compiler_options say" in plan.record.notes
     without = planned(H100S, compiler_options={THRESHOLD: None})
     assert THRESHOLD not in without.compiler_options
-    added = planned(H100S, compiler_options={"xla_gpu_enable_pipelined_all_gather": True})
+    added = planned(H100S, compiler_options={"xla_gpu_enable_while_loop_double_buffering": True})
     assert not any("compiler_options" in note for note in added.record.notes)
 
 
