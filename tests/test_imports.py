@@ -31,6 +31,11 @@ PACKAGES = (
     "compiler",
     "executables",
     "calls",
+    "mixed_precision",
+    "data",
+    "checkpoint",
+    "monitoring",
+    "launch",
     "",
 )
 # Anyone may import these.
