@@ -15,6 +15,7 @@ from autopar.common.units import bytes_of_text
 from autopar.cost.compiler_options import requested_options
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
+from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.options import Attention, Effort, checked_effort
 from autopar.plan.plan import Plan
 from autopar.recipes import Recipe, plan_request
@@ -29,6 +30,7 @@ def parallelize(
     num_microbatches: int | str = "auto",
     schedule: str = "auto",
     attention: str = Attention.AS_WRITTEN,
+    constraints: str = ShardingsInCode.ADVICE,
     memory_limit_bytes: int | str | None = None,
     batch_argnums: int | Sequence[int] = (1,),
     donate_argnums: int | Sequence[int] = (0,),
@@ -59,6 +61,9 @@ def parallelize(
         attention: "as written", or "blockwise": attention that is found in the step, however it is spelled, becomes one
             operation a pass that keeps no scores: cuDNN's kernel on a GPU, the flash attention kernel of jax on a TPU,
             where they have its form and type, else blocks of queries. The plan's notes name attention that stays.
+        constraints: How layouts in the step's code (`with_sharding_constraint`, `reshard`, `out_sharding=`) are used:
+            "advice": they make one more candidate, which is taken where it is faster than the search's plan; "pins":
+            they are kept; "ignore": they are dropped.
         memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); None: 90 %
             of the device's memory.
         batch_argnums: The arguments whose leaves hold examples. Where argument 1 is or holds an NNX object, the
@@ -116,6 +121,11 @@ def parallelize(
             where="parallelize(attention=...)", expected=" or ".join(repr(str(a)) for a in Attention),
             got=repr(attention), hint="leave it out to run attention as it is written",
         )  # fmt: skip
+    if constraints not in tuple(ShardingsInCode):
+        raise InvalidArgumentError(
+            where="parallelize(constraints=...)", expected=" or ".join(repr(str(c)) for c in ShardingsInCode),
+            got=repr(constraints), hint="leave it out to have shardings in the code weighed beside the search's",
+        )  # fmt: skip
     if memory_limit_bytes is not None and memory_limit_bytes <= 0:
         raise InvalidArgumentError(
             where="parallelize(memory_limit_bytes=...)", expected="a positive number of bytes for one device",
@@ -146,6 +156,7 @@ def parallelize(
         plan=plan if isinstance(plan, Plan) else None,
         request=dataclasses.replace(
             request,
+            constraints=ShardingsInCode(constraints),
             memory_limit_bytes=memory_limit_bytes,
             time_limit_s=time_limit_s,
             compiler_options=wanted_options,

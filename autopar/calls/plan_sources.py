@@ -21,7 +21,7 @@ from autopar.compiler.memory_errors import check_given_plan_fits
 from autopar.compiler.planner import make_plan
 from autopar.frontend.fingerprints import module_fingerprint
 from autopar.hardware.cluster import Cluster
-from autopar.ir.traced_step import TracedStep
+from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.plan.cache import DiskCache, plan_key
 from autopar.plan.file import decode, encode
 from autopar.plan.options import Effort, PlanRequest
@@ -78,7 +78,7 @@ class PlanSources:
         options = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
         computation = traced.fingerprint, jax_compat.lowering_flags()
-        parts = (*computation, leaves, repr(options), inputs)
+        parts = (*computation, leaves, traced.layouts_in_code, repr(options), inputs)
         with progress.pass_("plan of process 0"):
             data = agree(
                 self._name,
@@ -86,6 +86,11 @@ class PlanSources:
                 lambda: encode(make().record),
             )
         return Plan(decode(data, "the plan of process 0"), trees)
+
+    @property
+    def constraints(self) -> ShardingsInCode:
+        """What shardings in the step's code are to its plans."""
+        return self._options.request.constraints
 
     def request(self, traced: TracedStep) -> tuple[Cluster, PlanRequest]:
         """The cluster to plan for, and what is requested of the search."""
@@ -110,7 +115,11 @@ class PlanSources:
         """
         own = self._options.request
         request = dataclasses.replace(
-            request, time_limit_s=own.time_limit_s, attention=own.attention, effort=own.effort
+            request,
+            time_limit_s=own.time_limit_s,
+            attention=own.attention,
+            effort=own.effort,
+            constraints=own.constraints,
         )
         progress = Progress(f"autopar {self._name}, instead", show=self._options.show_progress)
         return self._searched(traced, trees, progress, (plan.cluster, request))
@@ -125,8 +134,9 @@ class PlanSources:
         """The plan of an earlier search for the same step, cluster and request, else that of a new search."""
         cluster, request = requested or self.request(traced)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
+        written = traced.layouts_in_code
         names = (traced.name, traced.in_paths, traced.out_paths, module_fingerprint(traced.jaxpr))
-        key = plan_key((traced.fingerprint, jax_compat.lowering_flags(), leaves, names, cluster, request))
+        key = plan_key((traced.fingerprint, jax_compat.lowering_flags(), leaves, names, written, cluster, request))
         with progress.pass_("cache"):
             cached = self._disk.load_plan(key, lambda record: check_plan(Plan(record), traced))
         if cached is not None:

@@ -67,7 +67,7 @@ class StepPlans:
                     logger.warning("%s: arguments of new shapes or types: planning again", self._name)
                 plan = self._sources.plan(traced, trees, progress)
             if traced.placements:
-                note = placement_note(traced.placements)
+                note = placement_note(traced, self._sources.constraints)
                 if not self._by_key:
                     logger.warning("%s: %s", self._name, note)
                 plan = plan.with_note(note)

@@ -36,7 +36,7 @@ def price_of_pins(context: PlanningContext, chosen: SpmdCandidate | PipelineCand
 
 def _alone_s(context: PlanningContext, chosen: SpmdCandidate, pins: PinsOnMesh) -> dict[Pin, float]:
     """The step time with each pin alone, on the mesh of the plan, where that plan fits."""
-    several = pins.pinned.pins.pins
+    several = pins.pinned.pins.every
     if len(several) == 1:
         return {several[0]: chosen.step_time_s}
     alone = {}
@@ -59,7 +59,7 @@ def _free_stages_s(context: PlanningContext) -> float | None:
 
 def _record(pins: PinsOnMesh, step_time_s: float, free_s: float | None, alone: Mapping[Pin, float]) -> PinsRecord:
     rows = []
-    for pin in pins.pinned.pins.pins:
+    for pin in pins.pinned.pins.every:
         count, of = pins.pinned.num_named(pin)
         rows.append(PinRecord(pattern=pin.pattern, spec=pin.text, count=count, of=of, alone_s=alone.get(pin)))
     return PinsRecord(pins=tuple(rows), step_time_s=step_time_s, free_step_time_s=free_s)

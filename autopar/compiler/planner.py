@@ -8,6 +8,7 @@ from autopar.attention.match import check_blockwise
 from autopar.common import jax_compat
 from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
+from autopar.compiler.advice import advice_note, with_pins_of_code
 from autopar.compiler.comparison import choose, near, notes, rejections
 from autopar.compiler.no_plan import no_plan_error
 from autopar.compiler.pin_costs import price_of_pins
@@ -66,12 +67,14 @@ def make_plans(
     check_request(request, cluster)
     platform = cluster.device.platform
     check_options(options_of(request.compiler_options, platform), platform)
-    context = ask_sources(planning_context(traced, cluster, request, rules, progress, keep_tolerance))
+    context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance))
+    context = ask_sources(context)
     chosen = choose(context)
     if chosen is None:
         raise no_plan_error(context, trees)
-    plan = plan_of(context, chosen, trees, _notes(context), rejections(context, chosen))
-    if chosen.pins is not None:
+    told = [*_notes(context), *advice_note(context, chosen)]
+    plan = plan_of(context, chosen, trees, told, rejections(context, chosen))
+    if chosen.pins is not None and context.request.pins is not None:
         plan = _with_pins(plan, context, chosen)
     others = near(chosen, _all_candidates(context), context.limit_bytes, context.keep_tolerance)
     return (plan, *(plan_of(context, other, trees, _notes(context)) for other in others))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.attention.checks import check_attention
+from autopar.compiler.advice import advised
 from autopar.compiler.comparison import best_program
 from autopar.compiler.no_plan import refuse_large_state
 from autopar.errors import BatchMismatchError, UnsupportedError
@@ -39,12 +40,14 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
     """
     request = context.request
     if request.is_built_as_asked:
+        context = context.after(advised(context))
         return context.after(requested_pipelines(context))
     if request.leaves_layouts_free and not request.in_host and len(context.graph.block.ops) > LONG_STEP:
         check_state_fits(context)
     context = _bound(context)
     if admits_one_program(context):
         context = context.after(one_program(context))
+        context = context.after(advised(context))
         refuse_large_state(context)
     best = best_program(context)
     if best is not None:

@@ -15,7 +15,7 @@ from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
 from autopar.ir.rewrite import remove_dead
-from autopar.ir.traced_step import TracedStep
+from autopar.ir.traced_step import TracedStep, WrittenLayout
 from autopar.kernels.local import local_rule
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule
 
@@ -29,7 +29,7 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
 
     Raises: UnsupportedError for equations with a mesh of their own that no plan can host (`jax.pmap`).
     """
-    builder = _Builder()
+    builder = _Builder(traced.written)
     inputs = [builder.value(v, f"constant {i}") for i, v in enumerate(traced.jaxpr.constvars)]
     builder.constants += traced.constants
     inputs += [builder.value(v, path) for v, path in zip(traced.jaxpr.invars, traced.in_paths, strict=True)]
@@ -49,6 +49,7 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
         tied=tuple((offset + i, o) for i, o in sorted(traced.tied.items())),
         donated=frozenset(offset + i for i in traced.donated),
         batch=frozenset(offset + i for i in traced.batch),
+        written=tuple(builder.written),
     )
     return blockwise(graph) if traced.blockwise_attention else mark_score_kernels(graph)
 
@@ -71,7 +72,11 @@ def graph_of_body(jaxpr: Any) -> OpGraph:
 class _Builder:
     """Numbers values and operations while jaxprs are walked."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: Sequence[tuple[Any, WrittenLayout]] = ()) -> None:
+        self._written_of: dict[Any, list[WrittenLayout]] = {}
+        for var, layout in written:
+            self._written_of.setdefault(var, []).append(layout)
+        self.written: list[tuple[int, WrittenLayout]] = []
         self.values: list[Value] = []
         self.constants: list[Any] = []
         self.inner_constants: list[int] = []
@@ -105,6 +110,9 @@ class _Builder:
             ins = [read(v) for v in eqn.invars]
             outs = self._equation(eqn, ins, stack_of(eqn, stack), count, ops)
             env.update(zip(eqn.outvars, outs, strict=True))
+        if self._written_of:
+            for var, atom in env.items():
+                self.written += [(atom, w) for w in self._written_of.get(var, ()) if isinstance(atom, int)]
         return [read(v) for v in jaxpr.outvars]
 
     def _equation(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> Sequence[Atom]:

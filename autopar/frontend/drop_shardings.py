@@ -12,13 +12,14 @@ weak types themselves, and one plan holds for both.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.common import jax_compat
-from autopar.ir.traced_step import Placement
+from autopar.ir.traced_step import Placement, ShardingsInCode, TracedStep, WrittenLayout
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
 _PLACING = {
@@ -30,27 +31,59 @@ _PLACING = {
 }
 
 
-def without_placements(closed: Any) -> tuple[Any, tuple[Placement, ...]]:
-    """(a closed jaxpr without shardings and devices of its equations, the removed ones by line of code)."""
+# The parameter of these that says how the value lies.
+_LAYING = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Removed:
+    """What was removed: by line of code, and the layouts, by the variables of the cleaned jaxpr."""
+
+    placements: tuple[Placement, ...]
+    written: tuple[tuple[Any, WrittenLayout], ...]
+
+
+def without_placements(closed: Any) -> tuple[Any, Removed]:
+    """(a closed jaxpr without shardings and devices of its equations, the removed ones)."""
     remover = _PlacementRemover()
     cleaned = remover.jaxpr(closed)
-    return cleaned, tuple(remover.placements)
+    return cleaned, Removed(tuple(remover.placements), tuple(remover.written))
 
 
-def placement_note(placements: Sequence[Placement]) -> str:
-    """The note for the user on removed placements."""
+def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:
+    """The note for the user on removed placements, by what is done with them."""
+    written = dict.fromkeys(w.place for w in traced.layouts_in_code)
+    if constraints is ShardingsInCode.IGNORE or not written:
+        return _dropped(traced.placements)
+    what = _told(tuple(written))
+    if constraints is ShardingsInCode.PINS:
+        text = f"{what} are pins: the values lie as they say"
+    else:
+        text = (
+            f"{what} are advice: the plan decides where values lie; "
+            "parallelize(constraints='pins') or pins of autopar.constrain have them kept"
+        )
+    others = [p for p in traced.placements if p not in written]
+    return f"{text}; {_dropped(others)}" if others else text
+
+
+def _dropped(placements: Sequence[Placement]) -> str:
+    kept = "pin with autopar.constrain to have them kept"
+    return f"{_told(placements)} are dropped: the plan decides where values lie; {kept}"
+
+
+def _told(placements: Sequence[Placement]) -> str:
     names = ", ".join(dict.fromkeys(p.name for p in placements))
     count = f"{len(placements)} places" if len(placements) > 1 else "1 place"
     line = next((p.line for p in placements if p.line), "")
-    return (
-        f"shardings that the step's code names at {count} ({names}{f'; first at {line}' if line else ''}) are dropped: "
-        "the plan decides where values lie; pin with autopar.constrain to have them kept"
-    )
+    return f"shardings that the step's code names at {count} ({names}{f'; first at {line}' if line else ''})"
 
 
 class _PlacementRemover:
     def __init__(self) -> None:
         self.placements: dict[Placement, None] = {}
+        self.written: list[tuple[Any, WrittenLayout]] = []
+        self._num_eqns = 0
 
     def jaxpr(self, closed: Any) -> Any:
         """An open or closed jaxpr, rewritten; the same object where there is nothing to remove."""
@@ -69,8 +102,11 @@ class _PlacementRemover:
         constvars, invars = [renamed(v) for v in inner.constvars], [renamed(v) for v in inner.invars]
         eqns, changed = [], bool(replacement)
         for eqn in inner.eqns:
+            self._num_eqns += 1
             ins = [read(a) for a in eqn.invars]
             if self.places(eqn):
+                if eqn.primitive.name in _LAYING:
+                    self.write(ins[0], eqn, eqn.params[_LAYING[eqn.primitive.name]])
                 replacement.update(zip(eqn.outvars, ins, strict=True))
                 changed = True
                 continue
@@ -79,6 +115,9 @@ class _PlacementRemover:
             params = {name: self.param(name, value) if is_rewritten else value for name, value in eqn.params.items()}
             params_are_same = all(params[name] is value for name, value in eqn.params.items())
             outs = [renamed(v) for v in eqn.outvars]
+            if any(getattr(eqn.params.get("out_sharding"), "spec", ())):
+                self.placements.setdefault(Placement("out_sharding", jax_compat.source_line(eqn)))
+                self.write(outs[0], eqn, eqn.params["out_sharding"])
             changed = changed or bool(replacement) or not params_are_same
             eqns.append(eqn.replace(invars=ins, outvars=outs, params=eqn.params if params_are_same else params))
         if not changed:
@@ -107,6 +146,26 @@ class _PlacementRemover:
         if name != "reshard" or any(eqn.params["dst_sharding"].spec):
             self.placements.setdefault(Placement(_PLACING[name], jax_compat.source_line(eqn)))
         return True
+
+    def write(self, atom: Any, eqn: Any, sharding: Any) -> None:
+        """Records the layout that an equation gives to a variable."""
+        name = eqn.primitive.name
+        if isinstance(atom, jax_compat.Literal) or not isinstance(sharding, NamedSharding):
+            return
+        if name != "sharding_constraint" and not any(sharding.spec):
+            return  # what jax reshards by itself
+        entries = (*sharding.spec, *(None,) * (len(atom.aval.shape) - len(sharding.spec)))
+        dims: list[tuple[str, ...] | None] = []
+        for entry in entries:
+            axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            dims.append(None if axes is PartitionSpec.UNCONSTRAINED else tuple(axes))
+        layout = WrittenLayout(
+            place=Placement(_PLACING.get(name, "out_sharding"), jax_compat.source_line(eqn)),
+            dims=tuple(dims),
+            axis_sizes=tuple((str(axis), int(n)) for axis, n in sharding.mesh.shape.items()),
+            number=self._num_eqns,
+        )
+        self.written.append((atom, layout))
 
     def param(self, name: str, value: Any) -> Any:
         if isinstance(value, (Sharding, PartitionSpec)):

@@ -127,7 +127,7 @@ def trace(
     name = name_of(function)
     flat, results = _flat_function(function, name, in_tree, in_paths, names)
     original = jax.make_jaxpr(flat)(*in_avals)
-    closed, placements = without_placements(original)
+    closed, removed = without_placements(original)
     fingerprint = jaxpr_fingerprint(closed)
     check_effects(closed, name)
     jaxpr = jax_compat.open_jaxpr(closed)
@@ -153,7 +153,8 @@ def trace(
         retrace=jax_compat.under_present_mesh(
             lambda avals: without_placements(jax.make_jaxpr(lambda *a: flat(*a))(*avals))[0]
         ),
-        placements=placements,
+        placements=removed.placements,
+        written=removed.written,
         changed_in_place=results.changed_in_place,
     )
 

@@ -226,13 +226,15 @@ def pinned_nodes(graph: OpGraph, choices: ChoiceGraph, pins: Mapping[int, Pinned
     for value, pin in pins.items():
         site = choices.reduced.get(value)
         if site is None:
-            if not pin.allows(replicated(len(graph.values[value].shape))):
+            if not pin.is_wish and not pin.allows(replicated(len(graph.values[value].shape))):
                 raise pin.impossible("it cannot be split")
             continue
         good = pin.allowed(site.layouts)
-        if not good.any():
+        if not good.any() and not pin.is_wish:
             raise pin.impossible("no strategy of its operation leaves it so")
-        allowed[site.node] = allowed[site.node] & good if site.node in allowed else good
-        if not allowed[site.node].any():
+        together = allowed[site.node] & good if site.node in allowed else good
+        if together.any():
+            allowed[site.node] = together
+        elif not pin.is_wish:
             raise pin.impossible("another pin constrains an operation that is decided together with it")
     return allowed

@@ -11,6 +11,8 @@ import enum
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from autopar.ir.traced_step import WrittenLayout
+
 _Atom = TypeVar("_Atom")
 
 
@@ -222,6 +224,7 @@ class OpGraph:
     `num_microbatches`, the top block's operations stand in the order of their sections, and `repeating` are the inputs
     that arrive once for each micro-batch (from another stage). A batch may be cut into as many runs of neighbouring
     examples as divide `runs_of_examples`, of each of which a micro-batch takes its share (0: into any number).
+    `written` are layouts that the step's code gives to values.
     """
 
     values: tuple[Value, ...]
@@ -233,6 +236,7 @@ class OpGraph:
     num_microbatches: int = 1
     repeating: frozenset[int] = frozenset()
     runs_of_examples: int = 0
+    written: tuple[tuple[int, WrittenLayout], ...] = ()
 
     @property
     def is_cut(self) -> bool:

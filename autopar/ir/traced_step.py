@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
+
+class ShardingsInCode(enum.StrEnum):
+    """What layouts that the step's code names are to a plan."""
+
+    ADVICE = "advice"  # one more candidate beside those of the search
+    PINS = "pins"  # kept
+    IGNORE = "ignore"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,6 +27,18 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenLayout:
+    """A layout that the step's code gives to a value: the axes that split each dimension (None: left open), over a mesh
+    of the code's own. `number` tells apart two that are alike but for what they are written of.
+    """
+
+    place: Placement
+    dims: tuple[tuple[str, ...] | None, ...]
+    axis_sizes: tuple[tuple[str, int], ...]
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
     """A function traced to a jaxpr. Leaves are numbered over all dynamic arguments in order.
 
@@ -25,7 +46,8 @@ class TracedStep:
     step, found for each donated argument; `fingerprint` identifies the jaxpr between processes; `retrace` traces the
     function once more, on the leaves' shapes or on others. `blockwise_attention`: its graphs have attention as one
     operation a pass (`autopar.attention.ring`). `changed_in_place` are the paths of leaves that the function replaced
-    in the containers it was given.
+    in the containers it was given. `placements` are what was removed from the code, `written` the layouts among them,
+    by the variable of the jaxpr that each is written of.
     """
 
     name: str
@@ -45,10 +67,16 @@ class TracedStep:
     retrace: Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
     blockwise_attention: bool = False
     placements: tuple[Placement, ...] = ()
+    written: tuple[tuple[Any, WrittenLayout], ...] = ()
     changed_in_place: tuple[str, ...] = ()
+
+    @property
+    def layouts_in_code(self) -> tuple[WrittenLayout, ...]:
+        """The written layouts without their variables, equal for every trace of the same code."""
+        return tuple(layout for _, layout in self.written)
 
 
 def is_same_step(first: TracedStep, second: TracedStep) -> bool:
     """Whether two traces have the same computation and the same trees, so that a plan of one holds for the other."""
-    parts = ("fingerprint", "in_tree", "out_tree", "tied", "donated", "batch")
+    parts = ("fingerprint", "in_tree", "out_tree", "tied", "donated", "batch", "layouts_in_code")
     return all(getattr(first, part) == getattr(second, part) for part in parts)

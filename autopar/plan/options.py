@@ -7,6 +7,7 @@ import enum
 
 from autopar.errors import InvalidArgumentError
 from autopar.ir.layout import Layout
+from autopar.ir.traced_step import ShardingsInCode
 from autopar.sharding.constraints import Binding
 from autopar.sharding.pins import Pins
 
@@ -69,6 +70,7 @@ class PlanRequest:
         pins: Required layouts of some arguments and values.
         attention: How attention is run; under a recipe with a ring always in blocks.
         effort: How far the search goes on.
+        constraints: What layouts that the step's code names are to the plan.
         compiler_options: XLA's options beside those that plans set themselves, or in their place; None: XLA's own.
     """
 
@@ -87,6 +89,7 @@ class PlanRequest:
     pins: Pins | None = None
     attention: Attention = Attention.AS_WRITTEN
     effort: Effort = Effort.DEFAULT
+    constraints: ShardingsInCode = ShardingsInCode.ADVICE
     compiler_options: tuple[tuple[str, bool | int | float | str | None], ...] = ()
 
     @property

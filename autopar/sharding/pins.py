@@ -50,15 +50,23 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """Pins and the sizes of those of their axes for which one was given."""
+    """Pins and the sizes of those of their axes for which one was given. `in_code` are those of values of the step's
+    graph, by number, that its code names (`pins_in_code`).
+    """
 
     pins: tuple[Pin, ...]
     axis_sizes: tuple[tuple[str, int], ...] = ()
+    in_code: tuple[tuple[int, Pin], ...] = ()
+
+    @property
+    def every(self) -> tuple[Pin, ...]:
+        """The pins by pattern, then those of the step's code, each once."""
+        return (*self.pins, *dict.fromkeys(pin for _, pin in self.in_code))
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every axis, in the order in which they are first spoken of."""
-        used = (name for pin in self.pins for axes in pin.dims for name in axes or ())
+        used = (name for pin in self.every for axes in pin.dims for name in axes or ())
         return tuple(dict.fromkeys([*(name for name, _ in self.axis_sizes), *used]))
 
     def found(self, traced: TracedStep, graph: OpGraph) -> Pinned:
@@ -83,25 +91,30 @@ class Pins:
                 _agree(of_leaf.setdefault(i, pin), pin, leaves[i])
             for module in inside:
                 _agree(of_module.setdefault(module, pin), pin, module)
-        return Pinned(pins=self, leaves=of_leaf, modules=of_module, paths=tuple(leaves))
+        return Pinned(pins=self, leaves=of_leaf, modules=of_module, paths=tuple(leaves), in_code=dict(self.in_code))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
     """What is pinned in one step: leaves of its arguments by number, results of modules by the module's path.
 
-    `paths` are those of all leaves, in parts.
+    `paths` are those of all leaves, in parts. `in_code`: values that the step's code lays. A wish is
+    kept where it can be.
     """
 
     pins: Pins
     leaves: Mapping[int, Pin]
     modules: Mapping[str, Pin]
     paths: tuple[str, ...]
+    in_code: Mapping[int, Pin] = dataclasses.field(default_factory=dict)
+    is_wish: bool = False
 
     def num_named(self, pin: Pin) -> tuple[int, str]:
         """How many things a pin names, and what they are."""
         leaves = sum(p is pin for p in self.leaves.values())
         modules = sum(p is pin for p in self.modules.values())
+        if values := sum(p is pin for p in self.in_code.values()):
+            return values, "values"
         return (leaves, "leaves") if leaves else (modules, "modules")
 
     def only(self, pin: Pin) -> Pinned:
@@ -110,6 +123,7 @@ class Pinned:
             self,
             leaves={i: p for i, p in self.leaves.items() if p is pin},
             modules={m: p for m, p in self.modules.items() if p is pin},
+            in_code={v: p for v, p in self.in_code.items() if p is pin},
         )
 
     def values(self, graph: OpGraph, leaf_of: Sequence[int] | None = None) -> Iterator[tuple[Value, str, Pin]]:
@@ -129,6 +143,7 @@ class Pinned:
             if results and not long_enough:
                 raise _too_long(pin, f"the result of {module}", results[0].shape)
             yield from ((v, f"the result of {module}", pin) for v in long_enough)
+        yield from ((graph.values[v], pin.pattern, pin) for v, pin in self.in_code.items())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +153,7 @@ class PinnedLayout:
     name: str
     text: str
     dims: tuple[tuple[int, ...] | None, ...]
+    is_wish: bool = False
 
     def allowed(self, layouts: Sequence[Layout]) -> np.ndarray:
         """Which of the layouts are as pinned."""
@@ -174,10 +190,13 @@ class PinsOnMesh:
         for value, name, pin in self.pinned.values(graph, leaf_of):
             named = (*pin.dims, *((),) * (len(value.shape) - len(pin.dims)))
             dims = tuple(None if axes is None else self._axes(axes) for axes in named)
-            for d, axes in enumerate(dims):
-                if axes and value.shape[d] % self.mesh.size(axes):
-                    raise _does_not_divide(pin, name, value.shape, d, self.mesh.size(axes))
-            found[value.id] = PinnedLayout(name=name, text=pin.text, dims=dims)
+            uneven = [d for d, axes in enumerate(dims) if axes and value.shape[d] % self.mesh.size(axes)]
+            if uneven and self.pinned.is_wish:
+                continue
+            if uneven:
+                d = uneven[0]
+                raise _does_not_divide(pin, name, value.shape, d, self.mesh.size(dims[d] or ()))
+            found[value.id] = PinnedLayout(name=name, text=pin.text, dims=dims, is_wish=self.pinned.is_wish)
         return found
 
     def _axes(self, names: Sequence[str]) -> tuple[int, ...]:
@@ -218,7 +237,9 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
     names = [name for name in pinned.pins.names if given.get(name) != 1]
     if n == 1:
         names = [name for name in names if name in given]
-    before = {pair for pin in pinned.pins.pins for axes in pin.dims if axes for pair in itertools.combinations(axes, 2)}
+    before = {
+        pair for pin in pinned.pins.every for axes in pin.dims if axes for pair in itertools.combinations(axes, 2)
+    }
     found: dict[tuple, PinsOnMesh] = {}
     for mesh in factorisations(n, max_axes):
         for sizes in dict.fromkeys([mesh.axis_sizes, *itertools.permutations(mesh.axis_sizes)]):

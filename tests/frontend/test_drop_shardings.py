@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.common import jax_compat
-from autopar.frontend.drop_shardings import without_placements
+from autopar.frontend.drop_shardings import Removed, without_placements
 from autopar.ir.traced_step import Placement
 from tests.small_steps import assert_close, slow_cluster, verified_step
 
@@ -138,15 +138,15 @@ def test_they_are_taken_out_of_every_body():
     assert "sharding_constraint" in str(closed)
     assert "device_put" in str(closed)
     assert not any(name in text for name in ("sharding_constraint", "device_put", "NamedSharding"))
-    assert {p.name for p in found} == {"with_sharding_constraint", "device_put", "shardings of jax.jit"}
-    assert all("frontend/test_drop_shardings.py" in p.line for p in found)
+    assert {p.name for p in found.placements} == {"with_sharding_constraint", "device_put", "shardings of jax.jit"}
+    assert all("frontend/test_drop_shardings.py" in p.line for p in found.placements)
     run = lambda jaxpr: jax.core.eval_jaxpr(jax_compat.open_jaxpr(jaxpr), jax_compat.jaxpr_consts(jaxpr), *args)
     assert_close(run(made), run(closed))
 
 
 def test_what_names_no_place_is_left_as_it_is():
     closed = jax.make_jaxpr(lambda x: jax.jit(lambda x: jax.device_put(x) + 1)(x))(1.0)
-    assert without_placements(closed) == (closed, ())
+    assert without_placements(closed) == (closed, Removed((), ()))
     assert Placement("a", "b") == Placement("a", "b")
 
 
