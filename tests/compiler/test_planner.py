@@ -85,6 +85,7 @@ def test_the_whole_batch_as_one_micro_batch_is_what_the_search_finds_without_a_r
             lambda: Cluster.preset("dgx-h100").submesh(1, 4),
             {"memory_limit_bytes": 3_000_000},
             1,
+            marks=pytest.mark.slow,
             id="one stage in micro-batches",
         ),
     ],

@@ -59,7 +59,16 @@ def test_the_free_search(cluster):
     assert plan.record.cluster.device.name != "CPU"
 
 
-@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"inference"}))
+QUICK = ("1f1b", "interleaved", "zb-h2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in sorted(set(SCHEDULES) - {"inference"})
+    ],
+)
 def test_pipelines(name):
     cluster = CLUSTERS[name in CHUNKED]
     chunks = {"chunks": 2} if name in CHUNKED else {}

@@ -81,7 +81,11 @@ def test_state_is_shared_by_the_devices_of_a_group_alone():
             {"replica": ACROSS, "data": [[0, 2], [1, 3], [4, 6], [5, 7]]},
         ),
         # The devices that share a sequence share the state too.
-        ({"sp": 2, "zero_size": 4}, {"replica": ACROSS, "data": [[0, 2], [1, 3], [4, 6], [5, 7]]}),
+        pytest.param(
+            {"sp": 2, "zero_size": 4},
+            {"replica": ACROSS, "data": [[0, 2], [1, 3], [4, 6], [5, 7]]},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"sp": 4, "zero_size": 4}, {"replica": ACROSS}, marks=pytest.mark.slow),
         pytest.param({"dp": 8, "zero_size": 4}, {"replica": ACROSS, "data": WITHIN}, marks=pytest.mark.slow),
         ({"zero_size": 8}, {"data": [list(range(8))]}),

@@ -108,8 +108,8 @@ def test_ulysses_exchanges_positions_for_heads_and_back():
     ("wanted", "runs"),
     [
         ({"dp": 2, "sp": 4, "zero": 1}, 1),
-        ({"dp": 2, "sp": 4, "zero": 3}, 1),
-        ({"dp": 2, "sp": 2, "tp": 2}, 1),
+        pytest.param({"dp": 2, "sp": 4, "zero": 3}, 1, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "sp": 2, "tp": 2}, 1, marks=pytest.mark.slow),
         ({"dp": 1, "sp": 4, "pp": 2, "num_microbatches": 2}, 2),
     ],
     ids=["zero 1", "zero 3", "tensor", "pipeline"],
@@ -139,7 +139,7 @@ def test_ulysses_leaves_experts_alone():
     [
         ({"dp": 1, "sp": 8}, 1),
         ({"dp": 2, "sp": 4, "zero": 3}, 1),
-        ({"dp": 2, "sp": 2, "tp": 2}, 1),
+        pytest.param({"dp": 2, "sp": 2, "tp": 2}, 1, marks=pytest.mark.slow),
         ({"dp": 1, "sp": 4, "pp": 2, "num_microbatches": 2}, 2),
     ],
     ids=["alone", "zero 3", "tensor", "pipeline"],
@@ -172,13 +172,13 @@ def test_a_ring_never_holds_all_scores():
     ("case", "turns", "exchanged"),
     [
         # Of causal attention the halves of 14 arrays of each layer change places.
-        (CASES["gpt_bf16"](batch=8), 2 * 6, 2 * 14),
+        pytest.param(CASES["gpt_bf16"](batch=8), 2 * 6, 2 * 14, marks=pytest.mark.slow),
         (MOE, 2 * 6, 2 * 14),
         # Scores are computed again: keys and values come round once more, and four arrays more change places, for in
         # the first forward pass nobody reads the numbers of rows.
         (CASES["gpt_scan_remat"](layers=2, batch=8), 2 * 8, 2 * 18),
         (CASES["gpt_scan"](layers=2, batch=8), 2 * 6, 2 * 14),
-        (CASES["bert"](), 2 * 6, 0),
+        pytest.param(CASES["bert"](), 2 * 6, 0, marks=pytest.mark.slow),
     ],
     ids=["bfloat16", "moe", "recomputed", "scan", "padded"],
 )
@@ -232,8 +232,8 @@ def test_three_kinds_of_parallelism_together(case):
 
 
 def test_stages_of_one_device_take_several_examples_at_a_time():
-    _, plan = verified(CASES["mlp"](layers=8, batch=8), recipes.combine(pp=8, num_microbatches=4), 8)
-    assert [stage.axis_sizes for stage in plan.record.pipeline.stages] == [(1,)] * 8
+    _, plan = verified(CASES["mlp"](layers=4, batch=8), recipes.combine(pp=4, num_microbatches=4), 4)
+    assert [stage.axis_sizes for stage in plan.record.pipeline.stages] == [(1,)] * 4
     assert plan.predicted.sent_bytes == 0
 
 

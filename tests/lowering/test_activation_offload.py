@@ -44,16 +44,16 @@ def copies_of(stage):
     return [i for i in stage.lowered.lowered.instructions if isinstance(i, HostCopy)]
 
 
-# Numbers
+# Numbers. `test_a_saved_plan_keeps_it` and `test_the_compiled_stages_need_less` compare them too.
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero": 3, "recompute": "matmuls"},
+        pytest.param({"zero": 3, "recompute": "matmuls"}, marks=pytest.mark.slow),
         pytest.param({"zero": 1, "recompute": "input", "num_microbatches": 2}, marks=pytest.mark.slow),
         pytest.param({"tp": 2}, marks=pytest.mark.slow),
-        {"pp": 2, "recompute": "matmuls", "num_microbatches": 4},
+        pytest.param({"pp": 2, "recompute": "matmuls", "num_microbatches": 4}, marks=pytest.mark.slow),
         pytest.param(
             {"pp": 2, "recompute": "input", "num_microbatches": 4, "schedule": "zb-h1"}, marks=pytest.mark.slow
         ),

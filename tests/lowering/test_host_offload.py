@@ -85,7 +85,9 @@ def test_experts_moments_are_kept_in_parts():
     assert all(v.layout.shards(plan.mesh) == 8 for v in expert)
 
 
-@pytest.mark.parametrize("case", [GPT, CASES["gpt_scan"](layers=2, batch=16)], ids=["gpt", "scan"])
+@pytest.mark.parametrize(
+    "case", [GPT, pytest.param(CASES["gpt_scan"](layers=2, batch=16), marks=pytest.mark.slow)], ids=["gpt", "scan"]
+)
 def test_stages_keep_the_state_of_their_layers(case):
     recipe = recipes.combine(dp=4, pp=2, zero=1, num_microbatches=4, offload="optimizer")
     _, plan = verified(dataclasses.replace(case, tolerance=1e-5), recipe)

@@ -168,6 +168,7 @@ def test_a_global_norm_crosses_the_stages_as_scalars():
     assert_same_numbers(graph, found.graph, args)
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_cut_anywhere():
     graph, args = zoo_step(encoder_decoder(), 2)
     found = one_a_layer(graph)

@@ -136,7 +136,7 @@ GROUPS = {"row": [[0, 2], [1, 3], [4, 6], [5, 7]], "column": [[0, 1], [2, 3], [4
 OVER_FOUR_APART = [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-@pytest.mark.parametrize("case", [GPT, MOE], ids=["gpt", "moe"])
+@pytest.mark.parametrize("case", [GPT, pytest.param(MOE, marks=pytest.mark.slow)], ids=["gpt", "moe"])
 @pytest.mark.parametrize(
     ("recipe", "first_axis", "parts"),
     [
