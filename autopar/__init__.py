@@ -7,6 +7,7 @@ from autopar.executables.compiled_spmd import Compiled
 from autopar.fitting import Fitting, fit
 from autopar.hardware.cluster import Cluster
 from autopar.kernels.call import kernel
+from autopar.monitoring.monitor import Monitor
 from autopar.plan.plan import Plan
 from autopar.step import Step
 from autopar.tuning import Timed, Tuning, tune
@@ -16,6 +17,7 @@ __all__ = [
     "Cluster",
     "Compiled",
     "Fitting",
+    "Monitor",
     "Plan",
     "Step",
     "Timed",

@@ -52,6 +52,10 @@ class MissingCompilerError(AutoparError, ImportError):
     """The compiler for absent hardware is not installed."""
 
 
+class MissingPackageError(AutoparError, ImportError):
+    """A package that only some uses need is not installed."""
+
+
 class NotEnoughDevicesError(AutoparError):
     """A plan or a cluster names more devices than this program has."""
 

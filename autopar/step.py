@@ -66,6 +66,11 @@ class Step:
         """The progress of the latest planning, with its seconds by pass; None before there is a plan."""
         return self._plans.last_progress
 
+    @property
+    def latest_plan(self) -> Plan | None:
+        """The plan of the latest call or `plan`; None before there is one."""
+        return self._plans.latest()
+
     # Calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,122 @@
+"""The use of a run's time: steps that count, and what is lost to each other activity, over all restarts.
+
+Goodput is the time of the steps that the run keeps divided by all time since it first began, as in Google's ML Goodput
+Measurement. Steps that a restart repeats, and the time between the end of one process and the start of the next, are
+lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import InvalidArgumentError
+
+RUNS_FILE = "runs.jsonl"
+REPEATED, BETWEEN_RUNS, OTHER = "repeated steps", "between runs", "other"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One process's part of a training run: `steps` that ended from `first_step` on, of `step_time_s` each.
+
+    `began_s` and `last_s` are times of the system's clock; `spent_s` are the seconds of other activities by name.
+    """
+
+    began_s: float
+    last_s: float
+    first_step: int
+    steps: int
+    step_time_s: float
+    spent_s: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """`fraction` of `total_s` was spent in steps that the run keeps; `lost_s` is the rest by cause."""
+
+    fraction: float
+    total_s: float
+    lost_s: Mapping[str, float]
+
+
+def goodput(runs: Sequence[RunRecord]) -> Goodput:
+    """The goodput of runs that went on from one another, in the order in which they began."""
+    total_s = max(runs[-1].last_s - runs[0].began_s, 1e-9)
+    lost: dict[str, float] = {}
+    kept_s = 0.0
+    for run, following in zip(runs, [*runs[1:], None], strict=True):
+        kept = run.steps
+        if following is not None:
+            kept = min(max(following.first_step - run.first_step, 0), run.steps)
+            lost[BETWEEN_RUNS] = lost.get(BETWEEN_RUNS, 0.0) + max(following.began_s - run.last_s, 0.0)
+        kept_s += kept * run.step_time_s
+        if kept < run.steps:
+            lost[REPEATED] = lost.get(REPEATED, 0.0) + (run.steps - kept) * run.step_time_s
+        for name, spent_s in run.spent_s.items():
+            lost[name] = lost.get(name, 0.0) + spent_s
+    rest_s = total_s - kept_s - sum(lost.values())
+    if rest_s > 0:
+        lost[OTHER] = rest_s
+    largest_first = dict(sorted(lost.items(), key=lambda item: -item[1]))
+    return Goodput(fraction=min(kept_s / total_s, 1.0), total_s=total_s, lost_s=largest_first)
+
+
+class RunsFile:
+    """The runs of a folder, a line of JSON each; the present one is written anew at each report."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / RUNS_FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        self.earlier, self._size = _read(self._path)
+
+    def write(self, run: RunRecord) -> None:
+        line = json.dumps(dataclasses.asdict(run))
+        with self._path.open("r+b" if self._path.exists() else "w+b") as file:
+            file.seek(self._size)
+            file.write(line.encode() + b"\n")
+            file.truncate()
+
+
+def _read(path: Path) -> tuple[tuple[RunRecord, ...], int]:
+    """The runs, and the bytes that they take. A last line that a kill cut off is left out.
+
+    Raises: InvalidArgumentError for a file of another kind.
+    """
+    if not path.exists():
+        return (), 0
+    found, size, lines = [], 0, path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(_record(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines) and not line.endswith(b"\n"):
+                break
+            raise InvalidArgumentError(
+                where=f"{path}, line {number}",
+                expected="a run of autopar.Monitor",
+                got=repr(line[:60]),
+                hint="give the monitor another folder, or remove the file",
+            ) from error
+        size += len(line)
+    return tuple(found), size
+
+
+def _record(value: Any) -> RunRecord:
+    return RunRecord(
+        began_s=float(value["began_s"]),
+        last_s=float(value["last_s"]),
+        first_step=int(value["first_step"]),
+        steps=int(value["steps"]),
+        step_time_s=float(value["step_time_s"]),
+        spent_s={str(name): float(spent_s) for name, spent_s in dict(value["spent_s"]).items()},
+    )
+
+
+def now_s() -> float:
+    """The system's clock, which goes on between processes."""
+    return time.time()
