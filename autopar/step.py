@@ -35,9 +35,12 @@ from autopar.executables.lowered_step import Lowered
 from autopar.frontend.tracing import name_of
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
+from autopar.monitoring.step_profile import StepProfile, step_profile
 from autopar.plan.options import Effort, checked_effort
 from autopar.plan.plan import Plan, Trees
 from autopar.runtime.execution.dispatch import turn
+from autopar.xla.profile_events import recorded
+from autopar.xla.program_operations import operations_of
 
 
 class Step:
@@ -224,6 +227,21 @@ class Step:
         processes' data do not match.
         """
         return self._batches.put(data, batch)
+
+    def profile(self, *args: Any, **kwargs: Any) -> StepProfile:
+        """Runs the step once under JAX's profiler: a profile beside the plan, with the `results` of the step.
+
+        It is a call of the step: arguments are donated, and the step is planned and compiled first where it is not yet.
+        The first run of a program is slower than later ones: profile a step after a few others. Of several processes
+        each profiles its own devices, and all have to call this.
+        """
+        args = self._signature.places(args, kwargs)
+        plan, compiled = self.plan(*args), self.compile(*args)
+        jax.block_until_ready(args)
+        with recorded() as events:
+            results = self(*args)
+            jax.block_until_ready(results)
+        return step_profile(plan.record, operations_of(compiled.as_text()), events(), results)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the original function under plain `jax.jit`, on one device; donates nothing.

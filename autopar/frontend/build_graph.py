@@ -240,6 +240,15 @@ def module_path(stack: str) -> str:
     return "/".join(parts)
 
 
+def stack_of_module(module: str, role: Role) -> str:
+    """The name stack that a module's operations have under `jax.grad`; `module_path` and `role_of` invert it."""
+    first, *rest = module.split("/", 1)
+    if role is Role.UPDATE:
+        return module
+    first = f"jvp({first})" if role is Role.FORWARD else f"transpose(jvp({first}))"
+    return "/".join((first, *rest))
+
+
 def split_stack(stack: str) -> list[str]:
     """Splits at slashes outside of parentheses."""
     parts, depth, start = [], 0, 0

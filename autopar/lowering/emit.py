@@ -42,6 +42,7 @@ from autopar.lowering.instructions import (
     Stack,
 )
 from autopar.lowering.local_parts import run_on_parts
+from autopar.lowering.module_names import named
 from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
 from autopar.sharding.resharding import ReshardStep, StepKind
 from autopar.sharding.strategies import replicated_strategy
@@ -87,6 +88,10 @@ class Emitter:
         return jax.lax.with_sharding_constraint(array, named_sharding(layout, self.mesh))
 
     def run(self, instruction: Instruction, env: Environment) -> None:
+        with named(instruction):
+            self.evaluate(instruction, env)
+
+    def evaluate(self, instruction: Instruction, env: Environment) -> None:
         if isinstance(instruction, Move):
             self.move(instruction, env)
         elif isinstance(instruction, Compute):

@@ -41,8 +41,8 @@ def warning_text(times: StepTimes, lane: str) -> str:
     causes = {
         "data": f"the devices wait {idle} a step for the next batch; prefetch more, or make batches faster",
         "host": f"the devices wait {idle} a step for Python; read the metrics of an earlier step, and less often",
-        "devices": "the programs on the devices take longer than predicted; python -m autopar measure calibrates the "
-        "predictions",
+        "devices": "the programs on the devices take longer than predicted; step.profile(state, batch) says which "
+        "modules and collectives do, and python -m autopar measure calibrates the predictions",
     }
     step, predicted = text_of_s(times.step_s), text_of_s(times.predicted_s)
     return f"a step takes {step}, {ratio:.2g} times the predicted {predicted}: {causes[lane]}"

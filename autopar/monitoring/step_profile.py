@@ -1,0 +1,210 @@
+"""A step as it ran beside the step that the plan predicted: lanes, modules, and both in one timeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.common.trace_events import Timeline, TraceEvent, chrome_trace
+from autopar.common.units import text_of_s
+from autopar.plan.plan_timeline import timeline_of
+from autopar.plan.schema import PlanRecord
+from autopar.xla.profile_events import DeviceEvent
+from autopar.xla.program_operations import COMPUTE, ProgramOperation
+
+ROWS_SHOWN = 10
+Span = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """Seconds of a step that a device spends with something, as the plan predicted and as they were."""
+
+    name: str
+    predicted_s: float | None
+    measured_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTime:
+    """Seconds that a device spends with a module's computation, or with its collectives of one kind."""
+
+    module: str
+    kind: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def difference_s(self) -> float:
+        return self.measured_s - self.predicted_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """A measured step beside its plan.
+
+    `results` are what the step returned. `lanes` and `modules` are means over the devices of this process; modules are
+    in the order of their differences, largest first. `predicted` and `measured` are timelines.
+    """
+
+    results: Any
+    step: str
+    lanes: tuple[Lane, ...]
+    modules: tuple[ModuleTime, ...]
+    predicted: Timeline
+    measured: Timeline
+
+    def save(self, path: str | Path) -> None:
+        """Writes both timelines as one file for https://ui.perfetto.dev: predicted lanes above measured ones."""
+        traces = [chrome_trace(self.predicted), chrome_trace(self.measured)]
+        events = []
+        for number, (title, trace) in enumerate(zip(("predicted", "measured"), traces, strict=True)):
+            for event in trace["traceEvents"]:
+                event = {**event, "pid": event["pid"] + 2 * number}
+                if event["name"] == "process_name":
+                    event["args"] = {"name": f"{title} {event['args']['name']}"}
+                events.append(event)
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lanes and modules as values for JSON."""
+        return {
+            "step": self.step,
+            "lanes": [dataclasses.asdict(lane) for lane in self.lanes],
+            "modules": [dataclasses.asdict(module) for module in self.modules],
+        }
+
+    def __str__(self) -> str:
+        lanes = Table("lane", "predicted", "measured", title=f"Profile of {self.step}", title_justify="left")
+        for lane in self.lanes:
+            predicted = "" if lane.predicted_s is None else text_of_s(lane.predicted_s)
+            lanes.add_row(lane.name, predicted, text_of_s(lane.measured_s))
+        rows = Table("module", "", "predicted", "measured", title="The largest differences", title_justify="left")
+        for row in self.modules[:ROWS_SHOWN]:
+            rows.add_row(row.module or "(no module)", row.kind, text_of_s(row.predicted_s), text_of_s(row.measured_s))
+        console = Console(width=100, record=True, file=io.StringIO(), highlight=False, markup=False)
+        console.print(lanes)
+        console.print(rows)
+        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+
+def step_profile(
+    record: PlanRecord,
+    operations: Mapping[tuple[str, str], ProgramOperation],
+    events: Sequence[DeviceEvent],
+    results: Any,
+) -> StepProfile:
+    """What the events of one step show. Events of other programs, and of operations that hold others, are left out."""
+    known = [(e, operations[e.program, e.operation]) for e in events if (e.program, e.operation) in operations]
+    return StepProfile(
+        results=results,
+        step=record.step,
+        lanes=_lanes(record, known),
+        modules=_modules(record, known),
+        predicted=timeline_of(record),
+        measured=_timeline(known),
+    )
+
+
+Known = Sequence[tuple[DeviceEvent, ProgramOperation]]
+
+
+def _lanes(record: PlanRecord, known: Known) -> tuple[Lane, ...]:
+    predicted = record.predicted
+    devices = sorted({e.device for e, _ in known})
+    compute, collectives, either, whole = [], [], [], []
+    for device in devices:
+        own = [(e, op) for e, op in known if e.device == device]
+        compute.append(_length((e.start_s, e.end_s) for e, op in own if op.kind == COMPUTE))
+        collectives.append(_length((e.start_s, e.end_s) for e, op in own if op.kind != COMPUTE))
+        either.append(_length((e.start_s, e.end_s) for e, _ in own))
+    if known:
+        whole.append(max(e.end_s for e, _ in known) - min(e.start_s for e, _ in known))
+    step_s, compute_s, collectives_s, busy_s = map(_mean, (whole, compute, collectives, either))
+    exposed_s = predicted.collective_time_s - predicted.hidden_time_s
+    return (
+        Lane(name="step", predicted_s=predicted.step_time_s, measured_s=step_s),
+        Lane(name="computation", predicted_s=predicted.compute_time_s, measured_s=compute_s),
+        Lane(name="collectives", predicted_s=predicted.collective_time_s, measured_s=collectives_s),
+        Lane(name="collectives that nothing hides", predicted_s=exposed_s, measured_s=busy_s - compute_s),
+        Lane(
+            name="no work on a device",
+            predicted_s=predicted.bubble_fraction * predicted.step_time_s,
+            measured_s=step_s - busy_s,
+        ),
+    )
+
+
+def _modules(record: PlanRecord, known: Known) -> tuple[ModuleTime, ...]:
+    predicted: dict[tuple[str, str], float] = {}
+    for row in record.modules:
+        for kind, seconds in [(COMPUTE, row.compute_time_s), *((c.kind, c.time_s) for c in row.collectives)]:
+            predicted[row.module, kind] = predicted.get((row.module, kind), 0.0) + seconds
+    spans: dict[tuple[str, str], dict[int, list[Span]]] = {}
+    for event, op in known:
+        by_device = spans.setdefault((op.module, op.kind), {})
+        by_device.setdefault(event.device, []).append((event.start_s, event.end_s))
+    measured = {key: _mean([_length(s) for s in by_device.values()]) for key, by_device in spans.items()}
+    keys = dict.fromkeys([*predicted, *measured])
+    rows = [
+        ModuleTime(module=m, kind=k, predicted_s=predicted.get((m, k), 0.0), measured_s=measured.get((m, k), 0.0))
+        for m, k in keys
+    ]
+    return tuple(sorted(rows, key=lambda row: -abs(row.difference_s)))
+
+
+def _timeline(known: Known) -> Timeline:
+    """A row for the computation of each device, and a link's for its collectives. The first event starts at 0."""
+    start_s = min((e.start_s for e, _ in known), default=0.0)
+    devices = sorted({e.device for e, _ in known})
+    runs = _runs(event for event, _ in known)
+    events = [
+        TraceEvent(
+            process=0 if op.kind == COMPUTE else 1,
+            row=devices.index(event.device),
+            name=(op.module or event.operation) if op.kind == COMPUTE else f"{op.kind} {op.module}".strip(),
+            category=_task(event, runs[event.program, event.device]),
+            start_s=event.start_s - start_s,
+            end_s=event.end_s - start_s,
+        )
+        for event, op in known
+    ]
+    names = tuple(f"device {device}" for device in devices)
+    return Timeline(rows=names, links=names, events=tuple(events))
+
+
+def _runs(events: Iterable[DeviceEvent]) -> dict[tuple[str, int], list[int]]:
+    """The runs of each program on each device, in their order: of a pipeline's task those of the micro-batches."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for event in sorted(events, key=lambda e: e.start_s):
+        runs = found.setdefault((event.program, event.device), [])
+        if event.run not in runs:
+            runs.append(event.run)
+    return found
+
+
+def _task(event: DeviceEvent, runs: Sequence[int]) -> str:
+    """`F of stage 0, micro-batch 2`; only the program where it runs once."""
+    name = event.program.removeprefix("jit_").replace("_", " ")
+    return f"{name}, micro-batch {runs.index(event.run)}" if len(runs) > 1 else name
+
+
+def _length(spans: Iterable[Span]) -> float:
+    """The length of the union of intervals."""
+    total = 0.0
+    end = float("-inf")
+    for start_s, end_s in sorted(spans):
+        total += max(0.0, end_s - max(start_s, end))
+        end = max(end, end_s)
+    return total
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
