@@ -20,13 +20,13 @@ class StepCall:
     Attributes:
         called_s: When the loop had its batch; None where that is not known.
         data_s: The time that the loop waited for its batch.
-        is_interrupted: The loop did something else since the step before: a checkpoint, an evaluation, a new plan.
+        other_s: The time that went to something else since the step before: a checkpoint, an evaluation, a new plan.
     """
 
     step: int
     called_s: float | None
     data_s: float
-    is_interrupted: bool
+    other_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,8 +115,8 @@ class Monitor:
         if progress is not loop.progress and progress is not None:
             self._spend(PLANNING, sum(progress.spent_s.values()))
             loop.progress = progress
-        call = StepCall(step=step, called_s=loop.called_s, data_s=loop.data_s, is_interrupted=loop.is_interrupted)
-        loop.called_s, loop.data_s, loop.is_interrupted = None, 0.0, False
+        call = StepCall(step=step, called_s=loop.called_s, data_s=loop.data_s, other_s=loop.other_s)
+        loop.called_s, loop.data_s, loop.other_s = None, 0.0, 0.0
         self._completions.add(call, metrics)
 
     def batches(self, data: Iterable[Any]) -> Iterator[Any]:
@@ -153,7 +153,7 @@ class Monitor:
                 self._report()
         finally:
             for sink in self._sinks:
-                sink.close()
+                sink.close(self.goodput)
 
     def __enter__(self) -> Monitor:
         return self
@@ -170,7 +170,7 @@ class Monitor:
     def _spend(self, activity: str, seconds: float) -> None:
         with self._lock:
             self._spent_s[activity] = self._spent_s.get(activity, 0.0) + seconds
-            self._loop.is_interrupted = True
+            self._loop.other_s += seconds
 
     # In the thread that waits for steps
 
@@ -210,10 +210,12 @@ class Monitor:
             memory_bytes=_peak_bytes(),
             data_s=seen.data_s,
             idle_s=seen.idle_s,
-            goodput=self._goodput(),
+            goodput=self.goodput,
         )
 
-    def _goodput(self) -> Goodput:
+    @property
+    def goodput(self) -> Goodput:
+        """The goodput of the run until now, over its restarts where it has a log."""
         with self._lock:
             spent_s = dict(self._spent_s)
         run = RunRecord(
@@ -237,7 +239,7 @@ class _Loop:
     progress: Progress | None
     called_s: float | None = None
     data_s: float = 0.0
-    is_interrupted: bool = True
+    other_s: float = 0.0
 
 
 def _batch_size(plan: Plan) -> int | None:

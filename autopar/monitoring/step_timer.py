@@ -8,6 +8,9 @@ import statistics
 
 from autopar.monitoring.completions import Completion
 
+# From this share of the time between two steps on, something else that the loop did makes it no step's time. A call
+# that does nothing, as that of a checkpointer in most steps, takes less.
+INTERRUPTION = 0.01
 # The steps whose median is the time of a step of the run.
 KEPT_STEPS = 1000
 WAITING_FOR_DATA, WAITING_FOR_PYTHON = "waiting for data", "waiting for Python"
@@ -51,9 +54,11 @@ class StepTimer:
         last, self._last = self._last, ended
         self.num_steps += 1
         self._since.append(ended)
-        if last is None or ended.call.is_interrupted:
+        if last is None:
             return
         interval_s = ended.ended_s - last.ended_s
+        if ended.call.other_s > INTERRUPTION * interval_s:
+            return
         self._intervals_s.append(interval_s)
         idle_s = 0.0
         if ended.call.called_s is not None:

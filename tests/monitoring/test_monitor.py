@@ -21,8 +21,8 @@ def step(params, batch):
     return params - 0.1 * gradient, {"loss": loss, "norms": {"g": jnp.linalg.norm(gradient)}, "all": gradient}
 
 
-def ended(step, ended_s, called_s=None, data_s=0.0, is_interrupted=False):
-    call = StepCall(step=step, called_s=called_s, data_s=data_s, is_interrupted=is_interrupted)
+def ended(step, ended_s, called_s=None, data_s=0.0, other_s=0.0):
+    call = StepCall(step=step, called_s=called_s, data_s=data_s, other_s=other_s)
     return Completion(call=call, ended_s=ended_s, metrics={"loss": float(step)})
 
 
@@ -31,7 +31,7 @@ def test_step_times_are_those_between_ends_without_interruption():
     for completion in [
         ended(0, 0.0),
         ended(1, 1.0),
-        ended(2, 9.0, is_interrupted=True),
+        ended(2, 9.0, other_s=4.0),
         ended(3, 12.0),
         ended(4, 14.0),
     ]:
@@ -145,6 +145,8 @@ def test_a_run_is_followed(tmp_path, caplog, capfd):
     assert written[9]["autopar/goodput"] == row.goodput.fraction
     shown = capfd.readouterr().err.splitlines()
     assert [line.split()[1] for line in shown if line.startswith("step ")] == ["3", "7", "9"]
+    assert shown[-1].startswith("goodput ")
+    assert "planning" in shown[-1]
     assert list(tmp_path.glob("events.out.tfevents.*"))
     assert RunsFile(tmp_path).earlier[0].steps == 10
     said = [r.getMessage() for r in caplog.records if "times the predicted" in r.getMessage()]
