@@ -73,7 +73,7 @@ def parallelize(
         static_argnums: Arguments that are not arrays; each value of them is a step of its own.
         batch_argnames, donate_argnames, static_argnames: The same by name, also for keyword-only arguments; the first
             two replace the defaults, or extend given argument numbers.
-        follow: Another step whose layout of the state this one adopts (for an evaluation step).
+        follow: Another step whose layout of the state this one adopts, stages included (for an evaluation step).
         batch: The batch that each process of several passes: "local", its own rows (the batch is the rows of all, in
             process order), "global", the whole batch, identical in all; None decides by the first batch.
         compiler_options: XLA's options by name, as `jax.jit` takes them, beside those that plans set for the cluster's

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.ir.traced_step import TracedStep
-from autopar.plan.options import PlanRequest
+from autopar.plan.options import FollowedStages, PlanRequest
 from autopar.plan.plan import Plan
+from autopar.plan.schema import PipelineRecord, PlannedValue
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,12 +21,12 @@ class FollowedStep:
 
 
 def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: TracedStep, name: str) -> PlanRequest:
-    """The request with the mesh of a followed step's plan and its layouts for the leaves of its state.
+    """The request with the mesh of a followed step's plan, or its stages, and its layouts for the leaves of its state.
 
     The leaves are the arguments of consecutive numbers with the state's shapes; else, where a step takes a part of the
     state (the model of a model and its optimizer), those of equal path, shape and type.
     Raises: InvalidArgumentError where the followed step has no plan or no argument matches its state; UnsupportedError
-    where its plan has stages.
+    where its stages cannot be followed.
     """
     where = f"{name}, follow={followed.name}"
     plan = followed.latest_plan()
@@ -36,32 +37,59 @@ def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: 
             got="none yet",
             hint=f"call {followed.name}, or {followed.name}.plan(state, batch), before {name}",
         )
-    if plan.record.pipeline is not None:
-        raise UnsupportedError(
+    matched = _matched(plan, traced)
+    if not matched:
+        state = [v for v in plan.record.arguments if v.kind == "state"]
+        raise InvalidArgumentError(
             where=where,
-            expected="a step that runs as one program on all devices",
-            got=f"one whose state lies on {len(plan.record.pipeline.stages)} stages",
-            hint=f"leave follow out: {name} then plans for itself, and its calls move the state to where it wants it",
+            expected=f"an argument with the {len(state)} state leaves of {followed.name}",
+            got=f"arguments with {len(traced.in_avals)} leaves of other shapes",
+            hint="pass the same state object to both steps",
         )
-    state = [v for v in plan.record.arguments if v.kind == "state"]
-    avals = traced.in_avals
+    in_host = tuple(i for i, v in matched if v.in_host)
+    request = dataclasses.replace(request, in_host=in_host)
+    if plan.record.pipeline is not None:
+        return _with_stages(request, plan.record.pipeline, matched, where)
+    fixed = tuple((i, v.layout) for i, v in matched)
+    return dataclasses.replace(request, axis_sizes=plan.record.axis_sizes, fixed=fixed)
+
+
+def _matched(plan: Plan, traced: TracedStep) -> tuple[tuple[int, PlannedValue], ...]:
+    """The leaves of the followed state among those of a step, by number."""
+    state, avals = [v for v in plan.record.arguments if v.kind == "state"], traced.in_avals
     shapes = [(v.shape, v.dtype) for v in state]
     for first in range(len(avals) - len(state) + 1):
-        window = avals[first : first + len(state)]
-        if [(tuple(a.shape), str(a.dtype)) for a in window] == shapes:
-            fixed = tuple((first + i, v.layout) for i, v in enumerate(state))
-            in_host = tuple(first + i for i, v in enumerate(state) if v.in_host)
-            return dataclasses.replace(request, axis_sizes=plan.record.axis_sizes, fixed=fixed, in_host=in_host)
+        if [(tuple(a.shape), str(a.dtype)) for a in avals[first : first + len(state)]] == shapes:
+            return tuple((first + i, v) for i, v in enumerate(state))
     by_path = {(v.path, v.shape, v.dtype): v for v in state}
     leaves = enumerate(zip(traced.in_paths, avals, strict=True))
-    matched = [(i, by_path.get((path, tuple(a.shape), str(a.dtype)))) for i, (path, a) in leaves]
-    if any(v is not None for _, v in matched):
-        fixed = tuple((i, v.layout) for i, v in matched if v is not None)
-        in_host = tuple(i for i, v in matched if v is not None and v.in_host)
-        return dataclasses.replace(request, axis_sizes=plan.record.axis_sizes, fixed=fixed, in_host=in_host)
-    raise InvalidArgumentError(
-        where=where,
-        expected=f"an argument with the {len(state)} state leaves of {followed.name}",
-        got=f"arguments with {len(avals)} leaves of other shapes",
-        hint="pass the same state object to both steps",
+    found = [(i, by_path.get((path, tuple(a.shape), str(a.dtype)))) for i, (path, a) in leaves]
+    return tuple((i, v) for i, v in found if v is not None)
+
+
+def _with_stages(
+    request: PlanRequest, pipeline: PipelineRecord, matched: tuple[tuple[int, PlannedValue], ...], where: str
+) -> PlanRequest:
+    """The request for the stages of a followed plan. Raises: UnsupportedError for stages in the form of a V."""
+    if pipeline.schedule == "zb-v":
+        raise UnsupportedError(
+            where=where,
+            expected="stages that follow one another from one group of devices to the next",
+            got="schedule zb-v, whose stages go back from the last group to the first",
+            hint="train under 'zb-h1' or 'interleaved', or leave follow out: then calls move the state",
+        )
+    sliced = [v.path for _, v in matched if v.stages]
+    if sliced:
+        raise UnsupportedError(
+            where=where,
+            expected="layers that are written out, each with state of its own",
+            got=f"a scan over layers, of whose state ({sliced[0]}, ...) each stage holds a slice",
+            hint="write the layers out in a Python loop, or leave follow out: then calls move the state",
+        )
+    groups = pipeline.stages[: len(pipeline.stages) // pipeline.chunks]
+    followed = FollowedStages(
+        schedule=pipeline.schedule,
+        group_axis_sizes=tuple(stage.axis_sizes for stage in groups),
+        leaves=matched,
     )
+    return dataclasses.replace(request, followed_stages=followed, num_stages=len(groups), chunks=pipeline.chunks)

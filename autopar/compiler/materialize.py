@@ -107,7 +107,8 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     check_transfers(shardings, graphs.stages, graphs.schedule.mesh_of_stage, name)
     staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
     staged = joined_as_named(staged, record.joined, name)
-    arguments, results = staged_values(traced, staged)
+    leaves = dict(enumerate(v for v in plan.record.arguments if v.kind != "constant"))
+    arguments, results = staged_values(traced, staged, leaves)
     check_values(plan.record.arguments, arguments, "$.plan.arguments", name)
     check_values(plan.record.results, results, "$.plan.results", name)
     return staged

@@ -64,7 +64,8 @@ def plan_of(
 def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> PlanRecord:
     traced, graph = context.traced, context.graph
     staged, choice = candidate.staged, candidate.choice
-    arguments, results = staged_values(traced, staged)
+    followed = context.request.followed_stages
+    arguments, results = staged_values(traced, staged, dict(followed.leaves) if followed is not None else None)
     values = dimensions_of(staged.graph)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     reports = [planned.sharding.report for planned in staged.stages]

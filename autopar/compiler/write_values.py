@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.errors import UnsupportedError
 from autopar.inter_op.staged import StagedStep
@@ -26,8 +26,12 @@ def planned_values(
     return _arguments(graph, num_constants, places), _results(traced, result_places)
 
 
-def staged_values(traced: TracedStep, staged: StagedStep) -> tuple[list[PlannedValue], list[PlannedValue]]:
+def staged_values(
+    traced: TracedStep, staged: StagedStep, places: Mapping[int, PlannedValue] | None = None
+) -> tuple[list[PlannedValue], list[PlannedValue]]:
     """(arguments, constants first; results) of a pipeline, each on its first stage.
+
+    Leaves that no stage reads stay where `places` has them, by number.
 
     Raises: UnsupportedError where the slices of a leaf cannot form one array.
     """
@@ -43,6 +47,11 @@ def staged_values(traced: TracedStep, staged: StagedStep) -> tuple[list[PlannedV
     arguments = _arguments(graph, first_constant, [argument_places.get(p) for p in range(len(graph.block.inputs))])
     results = _results(step.traced, [result_places.get(p) for p in range(len(step.traced.out_avals))])
     leaves = leaves_of_pieces(arguments[first_constant:], step.arguments, traced.in_paths)
+    read = {step.arguments[p - first_constant].leaf for p in argument_places if p >= first_constant}
+    for leaf, at in (places or {}).items():
+        if leaf not in read:
+            where = {name: getattr(at, name) for name in ("layout", "stage", "stages", "in_host")}
+            leaves[leaf] = dataclasses.replace(leaves[leaf], **where)
     return [*arguments[:first_constant], *leaves], leaves_of_pieces(results, step.results, traced.out_paths)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -128,13 +128,6 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
             read_leaves.add(leaf)
             leaf_of_input.append(leaf)
     first = {leaf: shardings[i] for i, leaf in enumerate(leaf_of_input) if leaf >= 0}
-    unread = NamedSharding(meshes[0], PartitionSpec())
-    in_slices = dict(enumerate(stage_sharded[0].leaves)) if stage_sharded is not None else {}
-    per_leaf = [
-        sharded.sharding if (sharded := in_slices.get(piece.leaf)) is not None else first.get(i, unread)
-        for i, piece in enumerate(staged.step.arguments)
-        if piece.part == 0
-    ]
     literals = [
         (position, result_like(atom.literal.val, traced.out_avals[staged.step.results[position].leaf]))
         for position, atom in enumerate(staged.graph.block.outputs)
@@ -146,7 +139,7 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
         staged=staged,
         executables=tuple(executables),
         executor=executor,
-        leaf_shardings=tuple(per_leaf),
+        leaf_shardings=_leaf_shardings(staged, plan, first, stage_sharded),
         donated=frozenset(traced.tied),
         leaf_of_input=tuple(leaf_of_input),
         copies=tuple(copies),
@@ -176,6 +169,21 @@ def _stage_sharded(staged: StagedStep, plan: Plan) -> tuple[StageShardedLeaves, 
             hint="write the layers out in a Python loop, or use a plan of one stage",
         )
     return arguments, results
+
+
+def _leaf_shardings(
+    staged: StagedStep, plan: Plan, read: Mapping[int, NamedSharding], stage_sharded: Any
+) -> tuple[NamedSharding, ...]:
+    """The sharding of each leaf: of slices as one array, on the first stage that reads it, else as planned."""
+    in_slices = dict(enumerate(stage_sharded[0].leaves)) if stage_sharded is not None else {}
+    planned = [value for value in plan.record.arguments if value.kind != "constant"]
+    out = []
+    for i, piece in enumerate(staged.step.arguments):
+        if piece.part == 0:
+            sharded = in_slices.get(piece.leaf)
+            whole = read[i] if i in read else plan.sharding_of(planned[piece.leaf])
+            out.append(whole if sharded is None else sharded.sharding)
+    return tuple(out)
 
 
 def _across(traced: TracedStep, staged: StagedStep, plan: Plan, input_shardings: Sequence[NamedSharding]) -> GlobalStep:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.common.cached_attribute import lazy
 from autopar.cost.cost_model import CostModel
 from autopar.errors import UnsupportedError
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.decide_stages import StageDecider
+from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
 from autopar.inter_op.joined_tasks import join_where_it_pays
 from autopar.inter_op.layer_decisions import lowest_price
 from autopar.inter_op.staged import (
@@ -29,6 +29,7 @@ from autopar.inter_op.staged import (
 )
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.graph import OpGraph, OpKind
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.layers import Layers
@@ -203,20 +204,25 @@ def build(
     limits: BuildLimits,
     constraints: Constraints | None = None,
     pins: PinsOnMesh | None = None,
+    followed: Mapping[int, Layout] | None = None,
 ) -> StagedStep:
     """Builds a choice: recomputation, stages, decisions, instructions, tasks, the instruction list, its simulation.
 
     Stages that exceed the memory are decided again under higher prices of a byte, a few times at most, unless their
     state exceeds it whatever is decided, or the step takes too long already. Pins apply to every stage.
+    `followed`: layouts of leaves in another step's plan.
     """
     limit_bytes = limits.limit_bytes
     graphs = stage_graphs(microbatched, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
     graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
     submeshes = place(choice.group_meshes, schedule)
     models = [model_of(cluster, s.mesh) for s in submeshes]
-    pinned = pins.layouts(graph, microbatched.leaves) if pins is not None else {}
+    given = GivenStageLayouts(
+        pins=pins.layouts(graph, microbatched.leaves) if pins is not None else {},
+        followed=_of_arguments(microbatched, followed or {}),
+    )
     meshes = [s.mesh for s in submeshes]
-    decider = StageDecider(stages, models, meshes, limits.time_limit_s, pieces_of(microbatched), constraints, pinned)
+    decider = StageDecider(stages, models, meshes, limits.time_limit_s, pieces_of(microbatched), constraints, given)
     terms, costs = _first_terms(choice, models, constraints), TaskCosts()
     planned: list[PlannedStage] = []
     for leaner in range(LEANER + 1):
@@ -245,6 +251,12 @@ def build(
             in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
             terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)
     return join_where_it_pays(staged, limit_bytes)
+
+
+def _of_arguments(microbatched: MicrobatchedStep, of_leaf: Mapping[int, Layout]) -> dict[int, Layout]:
+    """Layouts of leaves by the positions of the arguments that they are, or whose slices these are."""
+    first = len(microbatched.graph.constants)
+    return {first + i: of_leaf[leaf] for i, leaf in enumerate(microbatched.leaves) if leaf in of_leaf}
 
 
 def _first_terms(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,14 @@ from autopar.lowering.decisions import ShardingPlan
 from autopar.passes.stage_graph import StageGraph
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GivenStageLayouts:
+    """Layouts that stages are given: pins by value, those of another step's plan by the position of an argument."""
+
+    pins: Mapping[int, PinnedLayout]
+    followed: Mapping[int, Layout]
 
 
 class StageDecider:
@@ -33,10 +42,10 @@ class StageDecider:
         time_limit_s: float,
         pieces: Mapping[int, int],
         constraints: Constraints | None,
-        pins: Mapping[int, PinnedLayout],
+        given: GivenStageLayouts,
     ) -> None:
         self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
-        self.pieces, self.constraints, self.pins = pieces, constraints, pins
+        self.pieces, self.constraints, self.given = pieces, constraints, given
         self.transfer_layouts = transfer_layouts_of(stages, meshes, constraints)
         self.shapes = [canonical_graph(stage.graph) for stage in stages]
         numbers: dict[Any, int] = {}
@@ -56,7 +65,7 @@ class StageDecider:
             stage = self.stages[at]
             inputs = zip(stage.arguments, stage.graph.block.inputs, strict=False)
             leaf_of = {v: self.pieces[p] for p, v in inputs if p in self.pieces}
-            fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts}
+            fixed = {v: layouts[leaf] for v, leaf in leaf_of.items() if leaf in layouts} | self.followed(at)
             number = self.number(at, terms[at], fixed)
             decided[at] = number, self.of_stage(number, at)
             for v, leaf in leaf_of.items():
@@ -108,7 +117,7 @@ class StageDecider:
 
     def cannot_fit(self, at: int, limit_bytes: int) -> bool:
         """Whether the state of a stage exceeds the memory of a device under whatever decisions are allowed."""
-        if self.pieces:
+        if self.pieces or self.given.followed:
             return False  # layouts of slices are fixed by another stage
         _, problem = self.problems[self.key(at, {})]
         return problem.least_state_bytes() > limit_bytes
@@ -116,7 +125,13 @@ class StageDecider:
     def pinned(self, at: int) -> dict[int, PinnedLayout]:
         """The pins of values of a stage."""
         values = set(self.shapes[at].values)
-        return {v: pin for v, pin in self.pins.items() if v in values}
+        return {v: pin for v, pin in self.given.pins.items() if v in values}
+
+    def followed(self, at: int) -> dict[int, Layout]:
+        """The layouts that another step's plan gives to arguments of a stage."""
+        stage = self.stages[at]
+        inputs = zip(stage.arguments, stage.graph.block.inputs, strict=False)
+        return {v: self.given.followed[p] for p, v in inputs if p in self.given.followed}
 
     def of_stage(self, number: int, at: int) -> ShardingPlan:
         """Decisions in the operation and value numbers of a stage."""

@@ -19,6 +19,7 @@ from autopar.inter_op.build_stages import (
     layers_of_pieces,
 )
 from autopar.inter_op.evaluate import PipelineCandidate, retry_without_hoisted_casts
+from autopar.inter_op.followed_stages import followed_choice, schedule_beside
 from autopar.inter_op.search_space import few_bubbles, is_long, meshes_inside, microbatch_numbers, submesh_sizes
 from autopar.inter_op.staged import default_chunks, part_of
 from autopar.ir.mesh import LogicalMesh
@@ -66,7 +67,8 @@ def one_stage_candidates(context: PlanningContext) -> Iterator[PipelineCandidate
 def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineCandidate, ...], bool]:
     """(the best of the logical meshes; whether the copies of the state could be made in each micro-batch instead)"""
     request, cluster, traced, rules = context.request, context.cluster, context.traced, context.rules
-    binding, name = request.binding, request.schedule or "1f1b"
+    binding, followed = request.binding, request.followed_stages
+    name = request.schedule or ("1f1b" if followed is None else schedule_beside(followed, context.graph))
     chunks = request.chunks or default_chunks(name)
     num_stages = (request.num_stages or 1) * chunks
     with context.progress.pass_("micro-batches"):
@@ -91,13 +93,17 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
         part = part_of(cluster, size)
         pinned = on_meshes(resolved_pins, part, request.max_mesh_axes, binding, microbatched.graph, microbatched.leaves)
     meshes = [at.mesh for at in pinned] or None
-    choices = equal_choice(microbatched, cluster, name, num_stages, chunks, binding, request.recompute, meshes)
+    if followed is not None:
+        choices = [followed_choice(microbatched, followed, name, chunks)]
+    else:
+        choices = equal_choice(microbatched, cluster, name, num_stages, chunks, binding, request.recompute, meshes)
+    layouts = {leaf: value.layout for leaf, value in followed.leaves} if followed is not None else None
     built = []
     for choice, pins in itertools.zip_longest(choices, pinned):
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
         with context.progress.pass_("build stages"):
             limits = BuildLimits(limit_bytes=context.limit_bytes, time_limit_s=context.deadline.solve_s())
-            staged = build(microbatched, choice, cluster, limits, constraints, pins)
+            staged = build(microbatched, choice, cluster, limits, constraints, pins, layouts)
         built.append(
             PipelineCandidate(
                 staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, pins=pins, source=SOURCE

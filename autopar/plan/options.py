@@ -8,6 +8,7 @@ import enum
 from autopar.errors import InvalidArgumentError
 from autopar.ir.layout import Layout
 from autopar.ir.traced_step import ShardingsInCode
+from autopar.plan.schema import PlannedValue
 from autopar.sharding.constraints import Binding
 from autopar.sharding.pins import Pins
 
@@ -51,6 +52,21 @@ QUICK_GAIN = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FollowedStages:
+    """The stages of another step's plan, whose state this step reads where it lies.
+
+    Attributes:
+        schedule: That of the other step, for a step with a backward pass of its own.
+        group_axis_sizes: The mesh of each group of devices.
+        leaves: The place of each leaf of that state, by its number among this step's.
+    """
+
+    schedule: str
+    group_axis_sizes: tuple[tuple[int, ...], ...]
+    leaves: tuple[tuple[int, PlannedValue], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """The options of planning. None, or the default, leaves a choice to the search.
 
@@ -61,6 +77,7 @@ class PlanRequest:
         axis_sizes: The only logical mesh of a step in one program.
         fixed: Required layouts of argument leaves (by number).
         in_host: Argument leaves (by number) that come from the memory of the host.
+        followed_stages: Stages of another step, of which `num_stages` and `chunks` are taken too.
         num_stages: Groups of devices of a pipeline; each runs `chunks` stages.
         num_microbatches: The number of parts of the batch.
         schedule: The order in which stages run micro-batches.
@@ -80,6 +97,7 @@ class PlanRequest:
     axis_sizes: tuple[int, ...] | None = None
     fixed: tuple[tuple[int, Layout], ...] = ()
     in_host: tuple[int, ...] = ()
+    followed_stages: FollowedStages | None = None
     num_stages: int | None = None
     num_microbatches: int | None = None
     schedule: str | None = None

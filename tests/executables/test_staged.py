@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError, UnsupportedError
+from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.inter_op import requested
 from autopar.inter_op.evaluate import PipelineCandidate
@@ -325,15 +325,6 @@ def test_a_second_batch_that_cannot_be_cut():
     step.plan(state, SMALL.batch(0))
     with pytest.raises(BatchMismatchError, match=words("4 equal micro-batches", "18 examples")):
         step.plan(state, odd.batch(0))
-
-
-def test_steps_in_stages_are_not_followed(small):
-    def evaluate(state, batch):
-        return SMALL.step(state, batch)[1]
-
-    step = autopar.parallelize(evaluate, follow=small, **OPTIONS)
-    with pytest.raises(UnsupportedError, match=words("evaluate, follow=step", "2 stages")):
-        step.plan(new_state(), SMALL.batch(0))
 
 
 # What is sent
