@@ -113,7 +113,7 @@ class Monitor:
         loop = self._loop
         progress = self._step.last_progress
         if progress is not loop.progress and progress is not None:
-            self._spend(PLANNING, sum(progress.spent_s.values()))
+            self._spend(PLANNING, progress.total_s)
             loop.progress = progress
         call = StepCall(step=step, called_s=loop.called_s, data_s=loop.data_s, other_s=loop.other_s)
         loop.called_s, loop.data_s, loop.other_s = None, 0.0, 0.0
