@@ -7,6 +7,7 @@ from autopar.executables.compiled_spmd import Compiled
 from autopar.fitting import Fitting, fit
 from autopar.hardware.cluster import Cluster
 from autopar.kernels.call import kernel
+from autopar.mixed_precision.policy import precision
 from autopar.plan.plan import Plan
 from autopar.step import Step
 from autopar.tuning import Timed, Tuning, tune
@@ -29,6 +30,7 @@ __all__ = [
     "kernel",
     "parallelize",
     "plan",
+    "precision",
     "recipes",
     "tune",
     "verify",
