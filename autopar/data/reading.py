@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.data.order import Batch, Order, Tail
+from autopar.data.order import Order, Tail
 from autopar.data.sources import NumberedExamples, StreamExamples, stacked
 
 
@@ -67,16 +67,19 @@ class NumberedReader:
             after = Place(epoch=epoch, batch=batch + 1)
             if after.batch == per_epoch:
                 after = Place(epoch=epoch + 1, batch=0)
-            return self._read(self._order.batch(epoch, batch), epoch, own, after)
+            return self._rows(epoch, batch, own, after)
 
         return read
 
-    def _read(self, batch: Batch, epoch: int, own: OwnRows, after: Place) -> HostRows:
-        num_rows = len(batch.examples)
+    def _rows(self, epoch: int, batch: int, own: OwnRows, after: Place) -> HostRows:
+        num_rows = self._order.num_rows(batch)
         rows = own(num_rows)
         # A process that holds nothing of a batch reads one example, for its shapes.
-        tree = self._examples.rows(batch.examples[rows if rows.size else slice(1)], epoch)
-        return HostRows(tree=tree, rows=rows, num_rows=num_rows, is_real=rows < batch.num_real, after=after)
+        examples = self._order.examples(epoch, batch, rows if rows.size else np.arange(1))
+        is_real = rows < self._order.num_real(batch)
+        return HostRows(
+            tree=self._examples.rows(examples, epoch), rows=rows, num_rows=num_rows, is_real=is_real, after=after
+        )
 
 
 class StreamReader:

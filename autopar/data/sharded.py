@@ -212,6 +212,8 @@ def shard(
     Raises: InvalidArgumentError; ImportError without Grain.
     """
     kind = _checked(batch_size, seed, epoch, epochs, tail, prefetch, step)
+    if prefetch:
+        grain_library()
     stop_epoch = None if epochs is None else epoch + epochs
     settings = {"seed": seed, "batch_size": batch_size, "tail": str(kind)}
     if is_stream(source):

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from autopar.data.libraries import grain_library
 from autopar.errors import InvalidArgumentError
 
 _WHERE = "autopar.data.shard(source)"
+MOST_EXAMPLES = 2**32  # what Grain's index shuffle counts in
 
 
 class NumberedExamples(Protocol):
@@ -48,16 +48,15 @@ class ArrayExamples:
         return jax.tree.map(lambda x: np.asarray(x[examples]), self._arrays)
 
 
-class GrainExamples:
-    """A `grain.MapDataset`, or any source with `__len__` and `__getitem__` through one."""
+class ExamplesByNumber:
+    """A source with `__len__` and `__getitem__`; with `__getitems__` too, it is asked for several at once."""
 
     def __init__(self, source: Any) -> None:
-        map_dataset = grain_library().MapDataset
-        self._dataset = source if isinstance(source, map_dataset) else map_dataset.source(source)
-        self._size = len(self._dataset)
-        if not 0 < self._size < 2**32:  # what Grain's index shuffle counts in
+        self._source, self._size = source, len(source)
+        self._is_grain = any(kind.__module__.split(".")[0] == "grain" for kind in type(source).__mro__)
+        if not 0 < self._size < MOST_EXAMPLES:
             raise InvalidArgumentError(
-                where=_WHERE, expected="from 1 to 2**32 - 1 examples", got=f"{self._size} in {source!r:.80}",
+                where=_WHERE, expected="from 1 to 2**32 - 1 examples", got=f"{self._size} in {type(source).__name__}",
                 hint="leave repeat() out: epochs=... counts the epochs, None for no end",
             )  # fmt: skip
 
@@ -66,17 +65,16 @@ class GrainExamples:
 
     def rows(self, examples: np.ndarray, epoch: int) -> Any:
         # Grain counts on through the epochs, and its random transformations draw by these numbers.
-        first = epoch * self._size
-        return stacked([self._example(first + int(i)) for i in examples])
-
-    def _example(self, number: int) -> Any:
-        example = self._dataset[number]
-        if example is None:
-            raise InvalidArgumentError(
-                where=f"{_WHERE}, example {number % self._size}", expected="an example for each number", got="None",
-                hint="after filter() pass dataset.to_iter_dataset(), which leaves out what is filtered",
-            )  # fmt: skip
-        return example
+        numbers = (examples + epoch * self._size if self._is_grain else examples).tolist()
+        several = getattr(self._source, "__getitems__", None)
+        found = [self._source[i] for i in numbers] if several is None else several(numbers)
+        for number, example in zip(numbers, found, strict=True):
+            if example is None:
+                raise InvalidArgumentError(
+                    where=f"{_WHERE}, example {number % self._size}", expected="an example for each number", got="None",
+                    hint="after filter() pass dataset.to_iter_dataset(), which leaves out what is filtered",
+                )  # fmt: skip
+        return stacked(found)
 
 
 def is_stream(source: Any) -> bool:
@@ -89,7 +87,7 @@ def numbered(source: Any) -> NumberedExamples:
     if _is_arrays(source):
         return ArrayExamples(source)
     if _is_numbered(source):
-        return GrainExamples(source)
+        return ExamplesByNumber(source)
     raise InvalidArgumentError(
         where=_WHERE,
         expected="arrays, a Grain dataset, an object with __len__ and __getitem__, or an iterable",
@@ -101,6 +99,8 @@ def numbered(source: Any) -> NumberedExamples:
 def _is_arrays(source: Any) -> bool:
     if isinstance(source, list):
         return False  # a list of examples
+    if isinstance(source, Iterator):
+        return False  # a generator is a leaf, of which jax warns
     leaves = jax.tree.leaves(source)
     return bool(leaves) and all(isinstance(x, (np.ndarray, jax.Array)) for x in leaves)
 
