@@ -53,7 +53,8 @@ class ExamplesByNumber:
 
     def __init__(self, source: Any) -> None:
         self._source, self._size = source, len(source)
-        self._is_grain = any(kind.__module__.split(".")[0] == "grain" for kind in type(source).__mro__)
+        kinds = type(source).__mro__
+        self._counts_on = any(k.__name__ == "MapDataset" and k.__module__.startswith("grain.") for k in kinds)
         if not 0 < self._size < MOST_EXAMPLES:
             raise InvalidArgumentError(
                 where=_WHERE, expected="from 1 to 2**32 - 1 examples", got=f"{self._size} in {type(source).__name__}",
@@ -64,8 +65,8 @@ class ExamplesByNumber:
         return self._size
 
     def rows(self, examples: np.ndarray, epoch: int) -> Any:
-        # Grain counts on through the epochs, and its random transformations draw by these numbers.
-        numbers = (examples + epoch * self._size if self._is_grain else examples).tolist()
+        # A `grain.MapDataset` counts on through the epochs, and its random transformations draw by these numbers.
+        numbers = (examples + epoch * self._size if self._counts_on else examples).tolist()
         several = getattr(self._source, "__getitems__", None)
         found = [self._source[i] for i in numbers] if several is None else several(numbers)
         for number, example in zip(numbers, found, strict=True):

@@ -34,14 +34,20 @@ class Rows:
         [0, 1, 2, 3],
         range(4),
         grain.MapDataset.range(4),
+        grain.sources.RangeDataSource(0, 4, 1),
         grain.MapDataset.range(4).to_iter_dataset(),
         (i for i in range(4)),
         iter(grain.MapDataset.range(4).to_iter_dataset()),
     ],
-    ids=["numpy", "jax", "list", "range", "grain map", "grain iter", "generator", "grain iterator"],
+    ids=["numpy", "jax", "list", "range", "grain map", "grain source", "grain iter", "generator", "grain iterator"],
 )
 def test_sources_of_numbers(source):
     assert [b.tolist() for b in batches(source)] == [[0, 1], [2, 3]]
+
+
+def test_sources_of_numbers_in_a_second_epoch():
+    for source in (grain.sources.RangeDataSource(0, 4, 1), grain.MapDataset.range(4), range(4)):
+        assert [b.tolist() for b in batches(source, epochs=2)] == [[0, 1], [2, 3]] * 2
 
 
 def test_trees_of_arrays_and_of_examples():

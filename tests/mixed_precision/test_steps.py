@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import MixedExamplesError
+from autopar.errors import MixedExamplesError, NonFiniteError
+from autopar.mixed_precision import stop_if_not_finite
 from tests.mixed_precision.small_training import batches, run, training
 from tests.small_steps import MLP_BATCH, mlp_batch, mlp_loss, mlp_state, new_mlp_state, slow_cluster
 
@@ -65,6 +66,26 @@ def test_losses_are_those_of_plain_jit_up_to_roundings(name, plan):
     difference = max(abs(float(a["loss"]) - float(b["loss"])) for a, b in zip(metrics, expected, strict=True))
     print(f"{name}: losses differ by at most {difference:.1e}")
     assert difference <= ROUNDING[name] / 4
+
+
+@pytest.mark.parametrize("plan", [SEARCHED, PIPELINE], ids=["one program", "stages"])
+def test_a_run_stops_with_the_step_and_the_module_that_is_not_finite(plan):
+    create, function = training("fp16")
+
+    def named(state, batch):
+        with jax.named_scope("model"):
+            return function(state, batch)
+
+    step, state = parallel(named, plan), create(jax.random.key(0))
+    for batch in batches(2):
+        state, metrics = step(state, batch)
+        stop_if_not_finite(metrics["finite"], 0, step, state, batch)
+    bad = batches(3, overflows_at=2)[2]
+    state, metrics = step(state, bad)
+    with pytest.raises(NonFiniteError, match=r"step 2, model at .*small_training\.py") as raised:
+        stop_if_not_finite(metrics["finite"], 2, step, state, bad)
+    print(raised.value)
+    assert int(state["steps"]) == 2  # the state is there: that before the step
 
 
 def test_float8_products_are_not_split_into_micro_batches():
