@@ -1,5 +1,8 @@
 """Training steps under policies, parallelised: beside plain jit under the same policy."""
 
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -7,9 +10,11 @@ import pytest
 import autopar
 from autopar.errors import MixedExamplesError, NonFiniteError
 from autopar.mixed_precision import stop_if_not_finite
+from tests.in_processes import launch
 from tests.mixed_precision.small_training import batches, run, training
 from tests.small_steps import MLP_BATCH, mlp_batch, mlp_loss, mlp_state, new_mlp_state, slow_cluster
 
+PROGRAM = str(Path(__file__).with_name("processes_with_overflow.py"))
 PIPELINE = autopar.recipes.pipeline(2, "1f1b", num_microbatches=4)
 ONE_MICROBATCH = autopar.recipes.pipeline(2, "1f1b", num_microbatches=1)
 SEARCHED = None
@@ -66,6 +71,21 @@ def test_losses_are_those_of_plain_jit_up_to_roundings(name, plan):
     difference = max(abs(float(a["loss"]) - float(b["loss"])) for a, b in zip(metrics, expected, strict=True))
     print(f"{name}: losses differ by at most {difference:.1e}")
     assert difference <= ROUNDING[name] / 4
+
+
+@pytest.mark.slow
+def test_a_step_that_overflows_is_left_out_in_all_processes(tmp_path):
+    steps, overflows_at = 5, 2
+    ended = launch(tmp_path, 2, 2, 280.0, program=PROGRAM, steps=steps, overflows_at=overflows_at)
+    assert [code for code, _, _ in ended] == [0, 0], "\n".join(text[-3000:] for _, text, _ in ended)
+    create, function = training("fp16")
+    _, expected = run(jax.jit(function), create, batches(steps, overflows_at))
+    for process in range(2):
+        for rows in json.loads((tmp_path / f"found{process}.json").read_text()).values():
+            assert [finite for finite, _, _ in rows] == [i != overflows_at for i in range(steps)]
+            assert [is_same for _, is_same, _ in rows] == [i == overflows_at for i in range(steps)]
+            losses = [loss for *_, loss in rows]
+            np.testing.assert_allclose(losses, [m["loss"] for m in expected], rtol=0, atol=ROUNDING["fp16"] / 4)
 
 
 @pytest.mark.parametrize("plan", [SEARCHED, PIPELINE], ids=["one program", "stages"])
