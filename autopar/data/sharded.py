@@ -60,17 +60,24 @@ class ShardedData:
         self._first = Place(epoch=first_epoch, batch=0)
         self._shapes: Shapes | None = None
         self._ahead: _Ahead | None = None
-        self._num_taken = 0
+        self._num_taken, self._is_over = 0, False
         self._begin(self._first)
 
     def __iter__(self) -> ShardedData:
         return self
 
     def __next__(self) -> Any:
-        placed = self._following()
+        if self._is_over:
+            raise StopIteration
+        try:
+            placed = self._following()
+        except Exception:
+            self._begin(self._next)  # or what was read ahead would follow, without the batch that failed
+            raise
         self._num_taken += 1
         if placed.after is None:
             self.close()
+            self._is_over = True
             raise StopIteration
         self._next = placed.after
         return placed.batch
@@ -108,14 +115,15 @@ class ShardedData:
         self._begin(Place(epoch=epoch, batch=batch))
 
     def close(self) -> None:
-        """Ends the reading ahead; the next batch begins it again."""
+        """Ends the reading ahead. The next batch begins it again, where the source is no iterator that is used up."""
+        if self._ahead is not None:
+            self._begin(self._next)
+
+    def _begin(self, place: Place) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.batches.close()  # type: ignore[attr-defined]
-
-    def _begin(self, place: Place) -> None:
-        self.close()
-        self._next, self._num_taken, self._read = place, 0, self._reader.begin(place)
+        self._next, self._num_taken, self._is_over, self._read = place, 0, False, self._reader.begin(place)
 
     def _following(self) -> _Placed:
         shardings = self._shardings()

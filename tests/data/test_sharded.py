@@ -108,13 +108,15 @@ def test_batches_are_read_ahead_of_the_step_as_many_as_asked_for():
     assert not set(threading.enumerate()) - threads
 
 
-def test_an_error_of_the_source_reaches_the_loop():
+def test_an_error_of_the_source_reaches_the_loop_and_no_batch_is_left_out():
+    broken = [True]
+
     class Source:
         def __len__(self):
             return 64
 
         def __getitem__(self, number):
-            if number == 40:
+            if number == 40 and broken[0]:
                 raise OSError("the disk is gone")
             return {name: array[number % 41] for name, array in EXAMPLES.items()}
 
@@ -123,4 +125,44 @@ def test_an_error_of_the_source_reaches_the_loop():
     data = autopar.data.shard(Source(), step, batch_size=16, seed=None)
     assert [len(next(data)["x"]) for _ in range(2)] == [16, 16]
     with pytest.raises(OSError, match="the disk is gone"):
+        next(data)
+    broken[0] = False
+    np.testing.assert_array_equal(next(data)["x"], EXAMPLES["x"][np.arange(32, 48) % 41])
+
+
+@pytest.mark.parametrize("begins_again", [True, False], ids=["iterable", "generator"])
+def test_a_stream_is_read_ahead_in_order_before_and_after_there_is_a_plan(begins_again):
+    class Stream:
+        def __iter__(self):
+            return ({name: array[i] for name, array in EXAMPLES.items()} for i in range(41))
+
+    step, source = new_step(autopar.recipes.data_parallel()), Stream()
+    data = autopar.data.shard(source if begins_again else iter(source), step, batch_size=16, epochs=1)
+    seen = [next(data)]
+    step.plan(MLP_STATE, MLP_BATCH)
+    seen.append(next(data))
+    data._step = new_step(autopar.recipes.tensor_parallel())
+    data._step.plan(MLP_STATE, MLP_BATCH)
+    seen += list(data)
+    wanted = [np.arange(16), np.arange(16, 32), [*range(32, 41), *range(32, 39)]]
+    for batch, numbers in zip(seen, wanted, strict=True):
+        np.testing.assert_array_equal(batch["x"], EXAMPLES["x"][numbers])
+    assert list(data) == []
+    if begins_again:
+        data.restore({**data.position(), "epoch": 0, "batch": 2})
+        np.testing.assert_array_equal(next(data)["x"], seen[2]["x"])
+
+
+def test_reading_goes_on_after_close_but_for_an_iterator():
+    step = new_step(autopar.recipes.data_parallel())
+    step.plan(MLP_STATE, MLP_BATCH)
+    rows = [{name: array[i] for name, array in EXAMPLES.items()} for i in range(32)]
+    data = autopar.data.shard(rows, step, batch_size=16, seed=None)
+    next(data)
+    data.close()
+    np.testing.assert_array_equal(next(data)["x"], EXAMPLES["x"][16:32])
+    data = autopar.data.shard(iter(rows), step, batch_size=16)
+    next(data)
+    data.close()
+    with pytest.raises(autopar.errors.InvalidArgumentError, match="an iterable that can begin again"):
         next(data)
