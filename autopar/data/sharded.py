@@ -57,7 +57,7 @@ class ShardedData:
     ) -> None:
         self._reader, self._step, self._settings, self._prefetch = reader, step, settings, prefetch
         self._batch_size, self._masks = settings["batch_size"], settings["tail"] == Tail.MASK
-        self._first = Place(epoch=first_epoch, batch=0)
+        self._first = self._next = Place(epoch=first_epoch, batch=0)
         self._shapes: Shapes | None = None
         self._ahead: _Ahead | None = None
         self._num_taken, self._is_over = 0, False
