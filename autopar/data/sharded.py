@@ -222,7 +222,8 @@ def shard(
     kind = _checked(batch_size, seed, epoch, epochs, tail, prefetch, step)
     if prefetch:
         grain_library()
-    stop_epoch = None if epochs is None else epoch + epochs
+    batch_size, seed, epoch = int(batch_size), None if seed is None else int(seed), int(epoch)
+    stop_epoch = None if epochs is None else epoch + int(epochs)
     settings = {"seed": seed, "batch_size": batch_size, "tail": str(kind)}
     if is_stream(source):
         stream = StreamReader(StreamExamples(source), batch_size, kind, stop_epoch)

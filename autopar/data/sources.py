@@ -55,11 +55,6 @@ class ExamplesByNumber:
         self._source, self._size = source, len(source)
         kinds = type(source).__mro__
         self._counts_on = any(k.__name__ == "MapDataset" and k.__module__.startswith("grain.") for k in kinds)
-        if not 0 < self._size < MOST_EXAMPLES:
-            raise InvalidArgumentError(
-                where=_WHERE, expected="from 1 to 2**32 - 1 examples", got=f"{self._size} in {type(source).__name__}",
-                hint="leave repeat() out: epochs=... counts the epochs, None for no end",
-            )  # fmt: skip
 
     def __len__(self) -> int:
         return self._size
@@ -84,17 +79,24 @@ def is_stream(source: Any) -> bool:
 
 
 def numbered(source: Any) -> NumberedExamples:
-    """Raises: InvalidArgumentError for what holds no examples."""
+    """Raises: InvalidArgumentError for what holds no examples, or more than can be numbered."""
+    examples: NumberedExamples
     if _is_arrays(source):
-        return ArrayExamples(source)
-    if _is_numbered(source):
-        return ExamplesByNumber(source)
-    raise InvalidArgumentError(
-        where=_WHERE,
-        expected="arrays, a Grain dataset, an object with __len__ and __getitem__, or an iterable",
-        got=type(source).__name__,
-        hint="wrap what reads an example by its number in a class with __len__ and __getitem__",
-    )
+        examples = ArrayExamples(source)
+    elif _is_numbered(source):
+        examples = ExamplesByNumber(source)
+    else:
+        raise InvalidArgumentError(
+            where=_WHERE, expected="arrays, a Grain dataset, an object with __len__ and __getitem__, or an iterable",
+            got=type(source).__name__,
+            hint="wrap what reads an example by its number in a class with __len__ and __getitem__",
+        )  # fmt: skip
+    if not 0 < len(examples) < MOST_EXAMPLES:
+        raise InvalidArgumentError(
+            where=_WHERE, expected="from 1 to 2**32 - 1 examples", got=f"{len(examples)} in {type(source).__name__}",
+            hint="leave repeat() out: epochs=... counts the epochs, None for no end",
+        )  # fmt: skip
+    return examples
 
 
 def _is_arrays(source: Any) -> bool:

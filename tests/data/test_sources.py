@@ -1,5 +1,6 @@
 """Every kind of source, and what is refused."""
 
+import json
 import sys
 
 import grain
@@ -101,6 +102,7 @@ def test_windows_of_a_token_file(tmp_path):
     ("source", "options", "said"),
     [
         (np.arange(4), dict(batch_size=0), "a whole number from 1"),
+        (np.arange(0), {}, "from 1 to"),
         (np.arange(4), dict(tail="wrap"), "'pad' or 'drop' or 'mask' or 'short'"),
         (np.arange(4), dict(batch_size=5, tail="drop"), "at least 5 examples"),
         ({"x": np.arange(4), "y": np.arange(3)}, {}, "one number of examples"),
@@ -121,7 +123,8 @@ def test_what_is_refused(source, options, said):
 
 
 def test_positions_of_other_data_are_refused():
-    data = autopar.data.shard(np.arange(8), NoPlan(), batch_size=2, epochs=2)
+    data = autopar.data.shard(np.arange(8), NoPlan(), batch_size=np.int64(2), epochs=2)
+    assert json.loads(json.dumps(data.position())) == data.position()
     assert len(data) == 8
     next(data)
     assert data.position() == {"epoch": 0, "batch": 1, "seed": 0, "batch_size": 2, "tail": "pad", "examples": 8}
