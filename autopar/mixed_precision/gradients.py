@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -28,17 +28,19 @@ class Types(Protocol):
     @property
     def float8(self) -> bool: ...
 
-    def cast_to_compute(self, tree: Any) -> Any: ...
+    def cast_to_compute(self, tree: Any, keep: Sequence[str]) -> Any: ...
 
     def cast_to_output(self, tree: Any) -> Any: ...
 
 
-def value_and_grad(policy: Types, function: Callable[..., Any], argnum: int, has_aux: bool) -> Callable[..., Any]:
+def value_and_grad(
+    policy: Types, function: Callable[..., Any], argnum: int, has_aux: bool, keep: Sequence[str]
+) -> Callable[..., Any]:
     """As `Policy.value_and_grad`."""
 
     def computed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """(loss, other results) in the output type."""
-        args, kwargs = policy.cast_to_compute((args, kwargs))
+        args, kwargs = policy.cast_to_compute((args, kwargs), keep)
         results = function(*args, **kwargs)
         loss, aux = results if has_aux else (results, None)
         return policy.cast_to_output((jnp.asarray(loss), aux))

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -59,8 +59,9 @@ class Policy:
     def cast_to_param(self, tree: T) -> T:
         return cast(tree, self.param_dtype)
 
-    def cast_to_compute(self, tree: T) -> T:
-        return cast(tree, self.compute_dtype)
+    def cast_to_compute(self, tree: T, keep: Sequence[str] = ()) -> T:
+        """Entries and fields of the names in `keep` keep their types."""
+        return cast(tree, self.compute_dtype, keep)
 
     def cast_to_output(self, tree: T) -> T:
         return cast(tree, self.output_dtype)
@@ -68,17 +69,18 @@ class Policy:
     # Gradients
 
     def value_and_grad(
-        self, function: Callable[..., Any], argnums: int = 0, has_aux: bool = False
+        self, function: Callable[..., Any], argnums: int = 0, has_aux: bool = False, keep: Sequence[str] = ()
     ) -> Callable[..., Any]:
         """`jax.value_and_grad` of a function that computes in `compute_dtype`: arguments are cast to it, results to
-        `output_dtype`; gradients come back in the parameters' type, or that of reductions where it is wider.
+        `output_dtype`; gradients come back in the parameters' type, or that of reductions where it is wider. Entries of
+        the arguments with a name in `keep`, such as a regression's targets, keep their types.
 
         What is returned takes one keyword more, `loss_scale`: the gradients are those of the scaled loss, unscaled.
 
         Raises: InvalidArgumentError under "fp8" where no product of the function has float8 operands; UnsupportedError
         for NNX objects.
         """
-        return value_and_grad(self, function, argnums, has_aux)
+        return value_and_grad(self, function, argnums, has_aux, keep)
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -187,12 +189,14 @@ def _invalid(got: str) -> InvalidArgumentError:
     )
 
 
-def cast(tree: T, dtype: Any) -> T:
-    """The tree with its floating arrays in a type; scales of float8 operands keep theirs."""
+def cast(tree: T, dtype: Any, keep: Sequence[str] = ()) -> T:
+    """The tree with its floating arrays in a type; those under names in `keep`, and scales of float8, keep theirs."""
 
     def leaf(path: Any, x: Any) -> Any:
         is_array = isinstance(x, (np.ndarray, np.generic, jax.Array))
         if not is_array or not jnp.issubdtype(x.dtype, jnp.floating) or is_scaling(path):
+            return x
+        if keep and any(getattr(key, "key", getattr(key, "name", None)) in keep for key in path):
             return x
         return x if x.dtype == dtype else x.astype(dtype)
 

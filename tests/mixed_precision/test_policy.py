@@ -62,6 +62,17 @@ def test_casts_change_floating_arrays_alone():
     assert policy.cast_to_compute(scaling)["_overwrite_with_gradient"]["scale"].dtype == jnp.float32
 
 
+def test_named_entries_keep_their_types():
+    policy, seen = autopar.precision("bf16"), {}
+
+    def loss_of(params, batch):
+        seen.update({name: x.dtype for name, x in batch.items()})
+        return mlp_loss(params, batch)
+
+    jax.eval_shape(policy.value_and_grad(loss_of, keep=("y",)), new_mlp_state(), mlp_batch())
+    assert seen == {"x": jnp.bfloat16, "y": jnp.float32}
+
+
 def test_gradients_come_back_in_the_type_of_parameters_or_of_reductions():
     for policy, expected in (("bf16", "float32"), ("p=bf16", "bfloat16"), ("p=bf16,r=f32", "float32")):
         made, seen = autopar.precision(policy), []
