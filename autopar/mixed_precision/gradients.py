@@ -34,9 +34,10 @@ class Types(Protocol):
 
 
 def value_and_grad(
-    policy: Types, function: Callable[..., Any], argnum: int, has_aux: bool, keep: Sequence[str]
+    policy: Types, function: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, keep: Sequence[str]
 ) -> Callable[..., Any]:
     """As `Policy.value_and_grad`."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def computed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """(loss, other results) in the output type."""
@@ -56,8 +57,8 @@ def value_and_grad(
             loss, aux = computed(*args, **kwargs)
             return loss if loss_scale is None else loss_scale.scale(loss), (loss, aux)
 
-        wide = (*args[:argnum], _widened(policy, args[argnum]), *args[argnum + 1 :])
-        (_, (loss, aux)), gradients = jax.value_and_grad(scaled, argnum, has_aux=True)(*wide, **kwargs)
+        wide = [_widened(policy, arg) if i in numbers else arg for i, arg in enumerate(args)]
+        (_, (loss, aux)), gradients = jax.value_and_grad(scaled, argnums, has_aux=True)(*wide, **kwargs)
         if loss_scale is not None:
             gradients = loss_scale.unscale(gradients)
         return ((loss, aux) if has_aux else loss), gradients

@@ -69,7 +69,11 @@ class Policy:
     # Gradients
 
     def value_and_grad(
-        self, function: Callable[..., Any], argnums: int = 0, has_aux: bool = False, keep: Sequence[str] = ()
+        self,
+        function: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        keep: Sequence[str] = (),
     ) -> Callable[..., Any]:
         """`jax.value_and_grad` of a function that computes in `compute_dtype`: arguments are cast to it, results to
         `output_dtype`; gradients come back in the parameters' type, or that of reductions where it is wider. Entries of

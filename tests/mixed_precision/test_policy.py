@@ -88,6 +88,15 @@ def test_gradients_come_back_in_the_type_of_parameters_or_of_reductions():
         assert loss.dtype == aux["predicted"].dtype == made.output_dtype
 
 
+def test_gradients_of_several_arguments():
+    policy = autopar.precision("p=bf16,r=f32")
+    value, (of_a, of_b) = policy.value_and_grad(lambda a, b, *, c: a * b * c, argnums=(0, 1))(
+        jnp.bfloat16(3), jnp.bfloat16(2), c=jnp.float32(5)
+    )
+    assert (float(value), float(of_a), float(of_b)) == (30, 10, 15)
+    assert of_a.dtype == of_b.dtype == jnp.float32
+
+
 def test_the_loss_scale_keeps_small_gradients():
     policy = autopar.precision("fp16")
 
