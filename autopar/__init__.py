@@ -1,12 +1,13 @@
 """autopar, an auto-parallel compiler for JAX: a training step written for one device runs on all devices."""
 
-from autopar import distributed, errors, recipes
+from autopar import data, distributed, errors, recipes
 from autopar.api import parallelize, plan
 from autopar.constraining import constrain
 from autopar.executables.compiled_spmd import Compiled
 from autopar.fitting import Fitting, fit
 from autopar.hardware.cluster import Cluster
 from autopar.kernels.call import kernel
+from autopar.mixed_precision.policy import precision
 from autopar.monitoring.monitor import Monitor
 from autopar.plan.plan import Plan
 from autopar.step import Step
@@ -24,12 +25,14 @@ __all__ = [
     "Tuning",
     "Verification",
     "constrain",
+    "data",
     "distributed",
     "errors",
     "fit",
     "kernel",
     "parallelize",
     "plan",
+    "precision",
     "recipes",
     "tune",
     "verify",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from autopar.calls import nan_check, nnx_objects
 from autopar.calls.aliasing import without_shared_memory
@@ -242,6 +242,10 @@ class Step:
             results = self(*args)
             jax.block_until_ready(results)
         return step_profile(plan.record, operations_of(compiled.as_text()), events(), results)
+
+    def batch_shardings_for(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[NamedSharding] | None:
+        """The layouts of the leaves of a batch with these shapes, in the latest plan for them; None without a plan."""
+        return self._batches.shardings_for(shapes)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the original function under plain `jax.jit`, on one device; donates nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ class StepBatches:
         self._name, self._arguments, self._plans = arguments.step_name, arguments, plans
         self._given_plan = options.plan
         self._of_processes = ProcessBatches(self._name, options.batch)
+        self._looked_up: list[Plan] = []  # the plans that the layouts below are those of
+        self._found: dict[Any, Sequence[NamedSharding] | None] = {}
 
     def with_whole_batch(self, args: Sequence[Any], *, is_run: bool = False) -> tuple[Any, ...]:
         """The arguments with the whole batch in place of this process's rows. `is_run`: the step runs on them."""
@@ -64,6 +67,17 @@ class StepBatches:
         if [tuple(np.shape(leaf)) for leaf in leaves] != shapes:
             return data  # another shape has another plan: the call makes it and puts the batch itself
         return jax.tree.unflatten(tree, put(leaves, shardings()))
+
+    def shardings_for(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[NamedSharding] | None:
+        """As `Step.batch_shardings_for`; the same object as long as the plans are the same."""
+        plans = self._plans.all()
+        if len(plans) != len(self._looked_up) or any(map(operator.is_not, plans, self._looked_up)):
+            self._looked_up, self._found = plans, {}
+        key = tuple(map(tuple, shapes))
+        if key not in self._found:
+            batch = next((b for b in reversed(self._planned()) if b.shapes == list(key)), None)
+            self._found[key] = None if batch is None else batch.shardings()
+        return self._found[key]
 
     def _planned(self) -> list[PlannedBatch]:
         """The batch of each plan, the latest last."""

@@ -4,3 +4,8 @@ In: A source of examples, a plan, a seed.
 Out: Batches as the step takes them, and the position of the next one.
 May import: common to calls, in the order of tests/test_imports.py.
 """
+
+from autopar.data.sharded import ShardedData, shard
+from autopar.data.tokens import TokenWindows, tokens
+
+__all__ = ["ShardedData", "TokenWindows", "shard", "tokens"]

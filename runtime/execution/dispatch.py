@@ -46,8 +46,7 @@ class InFlight:
         if len(self._made) <= self.most:
             return
         oldest = self._made.popleft()
-        if not oldest.is_deleted():
-            oldest.block_until_ready()
+        if _waited_for(oldest):
             self._unknown = 0
         elif self._unknown < self.most:
             self._unknown += 1  # a later program took it over: when that one has ended, so has this one
@@ -58,9 +57,27 @@ class InFlight:
 
     def drain(self) -> None:
         """Waits for all that is noted, and holds none of it any more."""
-        jax.block_until_ready([array for array in self._made if not array.is_deleted()])
+        for array in self._made:
+            _waited_for(array)
         self._made.clear()
         self._unknown = 0
+
+
+def _waited_for(array: jax.Array) -> bool:
+    """Waits for an array; False where a later program took it over.
+
+    On some devices only where the user holds a NumPy view of a part: that part stays, the others are donated, and the
+    array says that it is not deleted.
+    """
+    if array.is_deleted():
+        return False
+    try:
+        array.block_until_ready()
+    except jax.errors.JaxRuntimeError:
+        if any(shard.data.is_deleted() for shard in array.addressable_shards):
+            return False
+        raise
+    return True
 
 
 def smallest(avals: Sequence[Any], kept: Iterable[int] = ()) -> int | None:

@@ -229,3 +229,17 @@ def test_programs_that_were_all_taken_over_are_bounded_too():
         array.deleted = True
         last = i if array.waited_for else last
         assert i - last <= 2 * MOST_IN_FLIGHT + 1
+
+
+def test_an_array_that_was_donated_but_for_a_part_that_numpy_views():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    array = jax.device_put(jnp.arange(3), jax.NamedSharding(mesh, jax.P()))
+    view = np.asarray(array)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    assert not array.is_deleted()
+    assert any(shard.data.is_deleted() for shard in array.addressable_shards)
+    in_flight = InFlight(most=1)
+    for noted in (array, jnp.zeros(1), array):
+        in_flight.add(noted)
+    in_flight.drain()
+    assert view.tolist() == [0, 1, 2]

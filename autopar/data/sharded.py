@@ -1,0 +1,269 @@
+"""`shard`: batches of a source in the layouts of a step's plan, read ahead, from a position that can be saved."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.data.libraries import grain_library
+from autopar.data.order import Order, Tail
+from autopar.data.placing import evenly, from_rows, own_rows
+from autopar.data.reading import HostRows, NumberedReader, Place, StreamReader
+from autopar.data.sources import StreamExamples, is_stream, numbered
+from autopar.errors import InvalidArgumentError
+
+MASK = "mask"
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class PlansBatches(Protocol):
+    """What data are sharded for: an `autopar.Step`."""
+
+    def batch_shardings_for(self, shapes: Shapes) -> Sequence[NamedSharding] | None:
+        """The layouts of a batch's leaves in the latest plan for these shapes; None before there is one."""
+
+
+class _Placed(NamedTuple):
+    """A batch as the step takes it, and the place of the next one; `after` None: the place behind the last batch."""
+
+    batch: Any
+    after: Place | None
+
+
+class _Ahead(NamedTuple):
+    """Batches that are read ahead, and the layouts that they get."""
+
+    batches: Iterator[_Placed]
+    shardings: Sequence[NamedSharding]
+
+
+class ShardedData:
+    """An iterator of batches. Made by `autopar.data.shard`."""
+
+    def __init__(
+        self,
+        reader: NumberedReader | StreamReader,
+        step: PlansBatches,
+        settings: dict[str, Any],
+        first_epoch: int,
+        prefetch: int,
+    ) -> None:
+        self._reader, self._step, self._settings, self._prefetch = reader, step, settings, prefetch
+        self._batch_size, self._masks = settings["batch_size"], settings["tail"] == Tail.MASK
+        self._first = self._next = Place(epoch=first_epoch, batch=0)
+        self._shapes: Shapes | None = None
+        self._ahead: _Ahead | None = None
+        self._num_taken, self._is_over = 0, False
+        self._begin(self._first)
+
+    def __iter__(self) -> ShardedData:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        try:
+            placed = self._following()
+        except Exception:
+            self._begin(self._next)  # or what was read ahead would follow, without the batch that failed
+            raise
+        self._num_taken += 1
+        if placed.after is None:
+            self.close()
+            self._is_over = True
+            raise StopIteration
+        self._next = placed.after
+        return placed.batch
+
+    def __len__(self) -> int:
+        """The number of batches of all epochs. Raises: TypeError where the source or the epochs have no end."""
+        number = self._reader.num_batches(self._first)
+        if number is None:
+            raise TypeError("the number of batches is not known: the source is an iterable, or epochs is None")
+        return number
+
+    def position(self) -> dict[str, Any]:
+        """The place of the next batch, as values that JSON has: the same in all processes, whatever their number."""
+        return {"epoch": self._next.epoch, "batch": self._next.batch, **self._settings}
+
+    def restore(self, position: dict[str, Any]) -> None:
+        """Goes on from a position. Raises: InvalidArgumentError for one of other data or of batches of another size."""
+        where = "autopar.data, restore(position)"
+        for name, value in self._settings.items():
+            if name not in position or position[name] != value:
+                raise InvalidArgumentError(
+                    where=where, expected=f"a position with {name} {value!r}, as here",
+                    got=repr(position.get(name, "none")),
+                    hint="shard the same data with the same options as in the run that saved it; for others, begin "
+                    "with shard(..., epoch=...) and restore nothing",
+                )  # fmt: skip
+        epoch, batch = position.get("epoch"), position.get("batch")
+        if not all(isinstance(n, int) and n >= 0 for n in (epoch, batch)):
+            raise InvalidArgumentError(
+                where=where, expected="an epoch and a batch from 0 on", got=f"{epoch!r} and {batch!r}",
+                hint="give what position() returned",
+            )  # fmt: skip
+        assert isinstance(epoch, int), "checked above"
+        assert isinstance(batch, int), "checked above"
+        self._begin(Place(epoch=epoch, batch=batch))
+
+    def close(self) -> None:
+        """Ends the reading ahead. The next batch begins it again, where the source is no iterator that is used up."""
+        if self._ahead is not None:
+            self._begin(self._next)
+
+    def _begin(self, place: Place) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.batches.close()  # type: ignore[attr-defined]
+        self._next, self._num_taken, self._is_over, self._read = place, 0, False, self._reader.begin(place)
+
+    def _following(self) -> _Placed:
+        shardings = self._shardings()
+        if shardings is None or self._prefetch == 0:
+            return self._placed(self._read, shardings, self._num_taken)
+        if self._ahead is not None and self._ahead.shardings is not shardings and self._reader.can_begin_again:
+            # In the same batch in all processes, and not when a thread sees the new plan.
+            self._begin(self._next)
+        if self._ahead is None:
+            self._ahead = _Ahead(self._reading_ahead(shardings), shardings)
+        return next(self._ahead.batches)
+
+    def _shardings(self) -> Sequence[NamedSharding] | None:
+        if self._shapes is None:
+            example = self._with_mask(self._reader.example(), np.ones(1, bool))
+            self._shapes = tuple((self._batch_size, *x.shape[1:]) for x in jax.tree.leaves(example))
+        return self._step.batch_shardings_for(self._shapes)
+
+    def _reading_ahead(self, shardings: Sequence[NamedSharding]) -> Iterator[_Placed]:
+        grain = grain_library()
+        numbers = grain.MapDataset.range(self._num_taken, sys.maxsize)
+        threads = 1 if self._reader.is_sequential else self._prefetch
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self._prefetch)
+        read = functools.partial(self._placed, self._read, shardings)
+        batches: Iterator[_Placed] = iter(numbers.map(read).to_iter_dataset(options))
+        return batches
+
+    def _placed(
+        self, read: Callable[..., HostRows | None], shardings: Sequence[NamedSharding] | None, number: int
+    ) -> _Placed:
+        """A batch in the layouts of the plan; one that the plan has none for as host data, or evenly over devices."""
+        host = read(number, lambda num_rows: self._own_rows(shardings, num_rows))
+        if host is None:
+            return _Placed(None, None)
+        leaves, tree = jax.tree.flatten(self._with_mask(host.tree, host.is_real))
+        if shardings is None or host.num_rows != self._batch_size:
+            if jax.process_count() == 1:
+                return _Placed(jax.tree.unflatten(tree, leaves), host.after)
+            shardings = [evenly(host.num_rows)] * len(leaves)
+        arrays = from_rows(leaves, host.rows, host.num_rows, shardings)
+        return _Placed(jax.tree.unflatten(tree, arrays), host.after)
+
+    def _own_rows(self, shardings: Sequence[NamedSharding] | None, num_rows: int) -> np.ndarray:
+        if jax.process_count() == 1:
+            return np.arange(num_rows)
+        if shardings is None or num_rows != self._batch_size:
+            return own_rows([(num_rows,)], [evenly(num_rows)])
+        assert self._shapes is not None, "known before there are layouts for them"
+        return own_rows(self._shapes, shardings)
+
+    def _with_mask(self, tree: Any, is_real: np.ndarray) -> Any:
+        if not self._masks:
+            return tree
+        if not isinstance(tree, dict):
+            return tree, is_real
+        if MASK in tree:
+            raise InvalidArgumentError(
+                where="autopar.data.shard(tail='mask')", expected=f"examples without an entry {MASK!r}",
+                got=", ".join(map(str, tree)), hint="rename it: the mask of the batch is put there",
+            )  # fmt: skip
+        return {**tree, MASK: is_real}
+
+
+def shard(
+    source: Any,
+    step: PlansBatches,
+    *,
+    batch_size: int,
+    seed: int | None = 0,
+    epoch: int = 0,
+    epochs: int | None = 1,
+    tail: str = Tail.PAD,
+    prefetch: int = 2,
+) -> ShardedData:
+    """Batches of a source for a step: each process reads the examples of its own devices, for the plan at hand.
+
+    The batches are those of all processes together, in the same order whatever their number. Before the step has a
+    plan they are host data (in several processes, rows over all devices); from then on they come in the plan's layouts.
+
+    Args:
+        source: Examples: a NumPy array or a pytree of arrays (dimension 0 counts examples), `autopar.data.tokens`, a
+            `grain.MapDataset`, anything with `__len__` and `__getitem__` (a list, a Hugging Face dataset), or an
+            iterable (a `grain.IterDataset`), which is read in its own order, by every process in full.
+        step: The step that takes the batches, made by `autopar.parallelize`.
+        batch_size: The number of examples of a whole batch, over all processes.
+        seed: Of the permutation, another one in each epoch; None leaves the order of the source.
+        epoch: The first epoch.
+        epochs: How many; None has no end.
+        tail: The last examples of an epoch where they are no whole batch: "pad" (filled with the first examples of the
+            epoch; of an iterable, with the same ones again), "drop", "mask" (as "pad", and each batch has an array of
+            bools, True for what counts: under "mask" where examples are dicts, else as the second of a pair), "short".
+        prefetch: The number of batches that are read and put on the devices ahead of the step, in threads; 0: none.
+
+    Raises: InvalidArgumentError; ImportError without Grain.
+    """
+    kind = _checked(batch_size, seed, epoch, epochs, tail, prefetch, step)
+    if prefetch:
+        grain_library()
+    batch_size, seed, epoch = int(batch_size), None if seed is None else int(seed), int(epoch)
+    stop_epoch = None if epochs is None else epoch + int(epochs)
+    settings = {"seed": seed, "batch_size": batch_size, "tail": str(kind)}
+    if is_stream(source):
+        stream = StreamReader(StreamExamples(source), batch_size, kind, stop_epoch)
+        return ShardedData(stream, step, {**settings, "seed": None, "examples": None}, epoch, prefetch)
+    examples = numbered(source)
+    order = Order(num_examples=len(examples), batch_size=batch_size, seed=seed, tail=kind)
+    if order.batches_per_epoch == 0:
+        raise InvalidArgumentError(
+            where="autopar.data.shard", expected=f"at least {batch_size} examples, a batch (tail='drop')",
+            got=f"{len(examples)}", hint="take a smaller batch_size, or tail='pad'",
+        )  # fmt: skip
+    reader = NumberedReader(examples, order, stop_epoch)
+    return ShardedData(reader, step, {**settings, "examples": len(examples)}, epoch, prefetch)
+
+
+def _checked(batch_size: Any, seed: Any, epoch: Any, epochs: Any, tail: Any, prefetch: Any, step: Any) -> Tail:
+    """Raises: InvalidArgumentError."""
+    numbers: tuple[tuple[str, Any, int, bool], ...] = (
+        ("batch_size", batch_size, 1, False),
+        ("seed", seed, 0, True),
+        ("epoch", epoch, 0, False),
+        ("epochs", epochs, 1, True),
+        ("prefetch", prefetch, 0, False),
+    )
+    for name, value, least, may_be_none in numbers:
+        is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= least
+        if not is_number and not (value is None and may_be_none):
+            raise InvalidArgumentError(
+                where=f"autopar.data.shard({name}=...)",
+                expected=f"a whole number from {least} on" + (", or None" if may_be_none else ""),
+                got=repr(value), hint="batch_size is the whole batch, of all processes together",
+            )  # fmt: skip
+    if tail not in tuple(Tail):
+        raise InvalidArgumentError(
+            where="autopar.data.shard(tail=...)", expected=" or ".join(repr(str(t)) for t in Tail), got=repr(tail),
+            hint="'pad' is what DistributedSampler does",
+        )  # fmt: skip
+    if not hasattr(step, "batch_shardings_for"):
+        raise InvalidArgumentError(
+            where="autopar.data.shard(source, step)", expected="a step made by autopar.parallelize",
+            got=type(step).__name__, hint="decorate the step first, and pass what parallelize returned",
+        )  # fmt: skip
+    return Tail(tail)

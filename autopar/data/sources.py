@@ -1,0 +1,176 @@
+"""Sources of examples by what they offer: arrays, examples by number, or examples one after the other.
+
+An example is a pytree of arrays and numbers; lists of numbers in it are arrays, as Hugging Face's datasets have them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from autopar.errors import InvalidArgumentError
+
+_WHERE = "autopar.data.shard(source)"
+MOST_EXAMPLES = 2**32  # what Grain's index shuffle counts in
+
+
+class NumberedExamples(Protocol):
+    """Examples that are read by their numbers, in any order."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, examples: np.ndarray, epoch: int) -> Any:
+        """These examples, stacked leaf by leaf."""
+
+
+class ArrayExamples:
+    """Arrays whose leading axis counts examples; memory-mapped arrays are read only where examples are asked for."""
+
+    def __init__(self, arrays: Any) -> None:
+        self._arrays = jax.tree.map(lambda x: x if isinstance(x, np.ndarray) else np.asarray(x), arrays)
+        sizes = {x.shape[:1] for x in jax.tree.leaves(self._arrays)}
+        if len(sizes) != 1 or sizes == {()}:
+            raise InvalidArgumentError(
+                where=_WHERE, expected="arrays with one number of examples in dimension 0",
+                got=", ".join(sorted(str(x.shape) for x in jax.tree.leaves(self._arrays))) or "no arrays",
+                hint="give arrays of equal length, or a source with __len__ and __getitem__",
+            )  # fmt: skip
+        ((self._size,),) = sizes
+
+    def __len__(self) -> int:
+        return int(self._size)
+
+    def rows(self, examples: np.ndarray, epoch: int) -> Any:
+        return jax.tree.map(lambda x: np.asarray(x[examples]), self._arrays)
+
+
+class ExamplesByNumber:
+    """A source with `__len__` and `__getitem__`; with `__getitems__` too, it is asked for several at once."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self._size = source, len(source)
+        kinds = type(source).__mro__
+        self._counts_on = any(k.__name__ == "MapDataset" and k.__module__.startswith("grain.") for k in kinds)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def rows(self, examples: np.ndarray, epoch: int) -> Any:
+        # A `grain.MapDataset` counts on through the epochs, and its random transformations draw by these numbers.
+        numbers = (examples + epoch * self._size if self._counts_on else examples).tolist()
+        several = getattr(self._source, "__getitems__", None)
+        found = [self._source[i] for i in numbers] if several is None else several(numbers)
+        for number, example in zip(numbers, found, strict=True):
+            if example is None:
+                raise InvalidArgumentError(
+                    where=f"{_WHERE}, example {number % self._size}", expected="an example for each number", got="None",
+                    hint="after filter() pass dataset.to_iter_dataset(), which leaves out what is filtered",
+                )  # fmt: skip
+        return stacked(found)
+
+
+def is_stream(source: Any) -> bool:
+    """Whether examples only come one after the other."""
+    return hasattr(source, "__iter__") and not _is_numbered(source) and not _is_arrays(source)
+
+
+def numbered(source: Any) -> NumberedExamples:
+    """Raises: InvalidArgumentError for what holds no examples, or more than can be numbered."""
+    examples: NumberedExamples
+    if _is_arrays(source):
+        examples = ArrayExamples(source)
+    elif _is_numbered(source):
+        examples = ExamplesByNumber(source)
+    else:
+        raise InvalidArgumentError(
+            where=_WHERE, expected="arrays, a Grain dataset, an object with __len__ and __getitem__, or an iterable",
+            got=type(source).__name__,
+            hint="wrap what reads an example by its number in a class with __len__ and __getitem__",
+        )  # fmt: skip
+    if not 0 < len(examples) < MOST_EXAMPLES:
+        raise InvalidArgumentError(
+            where=_WHERE, expected="from 1 to 2**32 - 1 examples", got=f"{len(examples)} in {type(source).__name__}",
+            hint="leave repeat() out: epochs=... counts the epochs, None for no end",
+        )  # fmt: skip
+    return examples
+
+
+def _is_arrays(source: Any) -> bool:
+    if isinstance(source, list):
+        return False  # a list of examples
+    if isinstance(source, Iterator):
+        return False  # a generator is a leaf, of which jax warns
+    leaves = jax.tree.leaves(source)
+    return bool(leaves) and all(isinstance(x, (np.ndarray, jax.Array)) for x in leaves)
+
+
+def _is_numbered(source: Any) -> bool:
+    return hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, (dict, str, bytes))
+
+
+class StreamExamples:
+    """An iterable of examples, begun again for each epoch. The position is reached by skipping."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._is_once = iter(source) is source
+        self._is_begun = False
+
+    @property
+    def can_begin_again(self) -> bool:
+        return not self._is_once
+
+    def first(self) -> Any:
+        """The first example. Raises: InvalidArgumentError where there is none."""
+        examples = iter(self._source)
+        for example in examples:
+            if self._is_once:
+                self._source = itertools.chain([example], examples)
+            return example
+        raise InvalidArgumentError(
+            where=_WHERE, expected="an iterable of examples", got=f"an empty one, {type(self._source).__name__}",
+            hint="look for where the examples are read; an iterator that was read before is empty",
+        )  # fmt: skip
+
+    def epoch(self, epoch: int, skip: int) -> Iterator[Any]:
+        """The examples of an epoch after the first `skip`. Raises: InvalidArgumentError for an iterator at its end."""
+        if self._is_once and (self._is_begun or epoch):
+            raise InvalidArgumentError(
+                where=_WHERE, expected="an iterable that can begin again, for another epoch or position",
+                got=f"an iterator, {type(self._source).__name__}",
+                hint="pass the dataset itself, or an object whose __iter__ opens the data anew",
+            )  # fmt: skip
+        self._is_begun = True
+        return itertools.islice(iter(self._source), skip, None)
+
+
+def stacked(examples: Sequence[Any]) -> Any:
+    """Examples of one structure as one tree of arrays. Raises: InvalidArgumentError where they differ."""
+    if not examples:
+        return None
+    leaves_of, trees = zip(*(jax.tree.flatten(x, is_leaf=_is_number_list) for x in examples), strict=True)
+    if any(tree != trees[0] for tree in trees):
+        odd = next(tree for tree in trees if tree != trees[0])
+        raise InvalidArgumentError(
+            where=_WHERE, expected=f"examples of one structure, {trees[0]}", got=f"{odd}",
+            hint="map the source to examples that are alike",
+        )  # fmt: skip
+    try:
+        leaves = [np.stack([np.asarray(x) for x in column]) for column in zip(*leaves_of, strict=True)]
+    except ValueError as error:
+        shapes = sorted({str(np.shape(x)) for column in zip(*leaves_of, strict=True) for x in column})
+        raise InvalidArgumentError(
+            where=_WHERE, expected="examples of one shape", got=f"{', '.join(shapes[:4])} ({error})",
+            hint="pad, cut or pack them to one shape in the source (grain: dataset.map(...))",
+        ) from error  # fmt: skip
+    return jax.tree.unflatten(trees[0], leaves)
+
+
+def _is_number_list(x: Any) -> bool:
+    return isinstance(x, list) and all(
+        _is_number_list(y) if isinstance(y, list) else isinstance(y, (bool, int, float)) for y in x
+    )
