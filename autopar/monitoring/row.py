@@ -17,7 +17,8 @@ class MonitorRow:
         predicted_s: The step time of the plan.
         mfu: The model's operations over what the devices do at their peak rate in the step's time.
         memory_bytes: The highest peak of this process's devices, where their runtime counts it.
-        data_s, idle_s: Means of a step: waiting for its batch; devices without work after the step before.
+        data_s: The mean wait of the loop for a batch.
+        idle_s: The median of the time that devices have no work after the step before.
     """
 
     step: int

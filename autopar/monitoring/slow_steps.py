@@ -13,7 +13,7 @@ SLOW = 1.2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Means of a step in seconds: from end to end, predicted, waiting for its batch, devices without work before it.
+    """Seconds of a usual step: from end to end, predicted, waiting for its batch, devices without work before it.
 
     `idle_s` includes `data_s`; None where nobody said when steps were called.
     """

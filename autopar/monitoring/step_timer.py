@@ -18,7 +18,7 @@ WAITING_FOR_DATA, WAITING_FOR_PYTHON = "waiting for data", "waiting for Python"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SeenSteps:
-    """What was seen of some steps. `step_s` is the median from end to end, `data_s` and `idle_s` are means.
+    """What was seen of some steps. `step_s`, from end to end, and `idle_s` are medians, `data_s` is a mean.
 
     None: no step followed another one without interruption; nobody said when steps were called.
     """
@@ -76,7 +76,7 @@ class StepTimer:
             last=self._since[-1],
             step_s=statistics.median(self._intervals_s) if self._intervals_s else None,
             data_s=statistics.fmean(c.call.data_s for c in self._since),
-            idle_s=statistics.fmean(self._idle_s) if self._idle_s else None,
+            idle_s=statistics.median(self._idle_s) if self._idle_s else None,
         )
         self._since, self._intervals_s, self._idle_s = [], [], []
         return seen
