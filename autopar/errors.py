@@ -52,6 +52,10 @@ class MissingCompilerError(AutoparError, ImportError):
     """The compiler for absent hardware is not installed."""
 
 
+class MissingPackageError(AutoparError, ImportError):
+    """A package that only some uses need is not installed."""
+
+
 class NotEnoughDevicesError(AutoparError):
     """A plan or a cluster names more devices than this program has."""
 
@@ -62,6 +66,18 @@ class PlanFormatError(AutoparError, ValueError):
 
 class PlanMismatchError(AutoparError):
     """A plan was made for another step, other shapes or another mesh."""
+
+
+class CheckpointNotFoundError(AutoparError):
+    """There is no checkpoint in a folder, or none of the step that is asked for."""
+
+
+class CheckpointFormatError(AutoparError, ValueError):
+    """A checkpoint cannot be read: a newer format, a damaged file, or paths that lead out of its folder."""
+
+
+class CheckpointMismatchError(AutoparError):
+    """A checkpoint holds another tree, other shapes or other types than the state that it is to become."""
 
 
 class DonatedStateError(AutoparError):

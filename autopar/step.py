@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from autopar.calls import nan_check, nnx_objects
 from autopar.calls.aliasing import without_shared_memory
@@ -65,6 +65,11 @@ class Step:
     def last_progress(self) -> Progress | None:
         """The progress of the latest planning, with its seconds by pass; None before there is a plan."""
         return self._plans.last_progress
+
+    @property
+    def latest_plan(self) -> Plan | None:
+        """The plan that was made last; None before there is one."""
+        return self._plans.latest()
 
     # Calls
 
@@ -208,6 +213,13 @@ class Step:
         state to the layouts of its plan.
         """
         return init_state(function, args, lambda leaves: state_shardings(leaves, self._plans, self._options))
+
+    def state_shardings(self, leaves: Sequence[Any]) -> list[NamedSharding]:
+        """The shardings that `init` gives to the leaves of a state, arrays or shapes: of the plan where there is one.
+
+        Raises: NotEnoughDevicesError.
+        """
+        return state_shardings(leaves, self._plans, self._options)
 
     def put_batch(self, data: Any, /, *, batch: str | None = None) -> Any:
         """Places host data in the layouts of the plan. Without a plan, the first call places them.
