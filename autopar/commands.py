@@ -12,9 +12,9 @@ import msgspec
 
 import autopar
 from autopar.api import as_step
-from autopar.checkpoint.checkpointer import array_files
 from autopar.checkpoint.description import describe
 from autopar.checkpoint.export import export
+from autopar.checkpoint.restoring import array_files
 from autopar.common.cache_dir import default_directory
 from autopar.doctor import diagnose
 from autopar.errors import InvalidArgumentError

@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from autopar.calls import nnx_objects
-from autopar.checkpoint.leaves import named_leaves, nested, tree_of
+from autopar.checkpoint.leaves import named_leaves
 from autopar.checkpoint.manifest import FORMAT_VERSION, Manifest, complete_steps, encoded, find, read
 from autopar.checkpoint.preemption import Preempted, PreemptionNotice
-from autopar.checkpoint.stored_arrays import (
-    number_of,
-    record_of,
-    restored_array,
-    stored_array,
-    stored_shape,
-    stored_sharding,
-)
-from autopar.checkpoint.targets import (
-    PlannedStep,
-    Target,
-    shardings_for,
-    structure_of_plan,
-    targets_of,
-    targets_of_all,
-)
+from autopar.checkpoint.restoring import array_files, restored
+from autopar.checkpoint.stored_arrays import record_of, stored_array
+from autopar.checkpoint.targets import PlannedStep, structure_of_plan
 from autopar.checkpoint.unfinished import no_wait, wait_at_exit
-from autopar.errors import InvalidArgumentError, MissingPackageError
+from autopar.common.jax_distributed import shared_store
+from autopar.errors import InvalidArgumentError, ProcessMismatchError
+from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.plan.file import encode
 from autopar.plan.plan import Plan
-from autopar.runtime.execution.cross_process import absent
-from autopar.runtime.execution.global_arrays import aval_of, from_whole
 
 # Where checkpoints that are no longer kept go until they are removed: a removal that is cut off leaves nothing half
 # there under the name of a checkpoint.
 _DELETED = "deleted"
+AGREEMENT_S = 300.0  # for which process 0 is waited for, as jax waits for those that start
 
 
 class HasPosition(Protocol):
@@ -76,6 +63,7 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         self.every, self.keep = every, keep
         self._writer: Any = None
+        self._times_asked = 0
         self._here: int | None = None  # the step that this run saved or restored last
         self._notice = PreemptionNotice() if on_preemption else None
         self._removal: threading.Thread | None = None
@@ -147,7 +135,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Returns when what was saved is complete. Raises: the error of what could not be written."""
         if self._writer is not None:
-            self._writer.wait_until_finished()
+            with_process_lost_errors(self._writer.wait_until_finished)
             self._remove_deleted()
             if self._removal is not None:
                 self._removal.join()
@@ -160,6 +148,8 @@ class Checkpointer:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
+                if not jax.process_index():
+                    shutil.rmtree(self.folder / _DELETED, ignore_errors=True)
                 no_wait(self)
             if self._notice is not None:
                 self._notice.close()
@@ -175,7 +165,7 @@ class Checkpointer:
             data=None if data is None else data.position(),
         )
         files = array_files("Checkpointer.save")
-        self._open(files)
+        with_process_lost_errors(lambda: self._open(files))
         self._check_is_later(step_number)
         self._remove_deleted()
         arrays = {
@@ -183,7 +173,7 @@ class Checkpointer:
             for leaf, record in zip(leaves, records, strict=True)
             if record.is_stored
         }
-        files.save(self._writer, step_number, arrays, encoded(file))
+        with_process_lost_errors(lambda: files.save(self._writer, step_number, arrays, encoded(file)))
         self._here = step_number
 
     def _open(self, files: ModuleType) -> None:
@@ -208,7 +198,7 @@ class Checkpointer:
         """Removes the checkpoints of later steps, of a run that went back to `step_number`; returns their numbers."""
         self.wait()
         self._open(array_files("Checkpointer.discard_after"))
-        later = [step for step in self.steps() if step > step_number]
+        later = [step for step in self._writer.all_steps() if step > step_number]
         for step in later:
             self._writer.delete(step)
         self._here = None
@@ -220,7 +210,8 @@ class Checkpointer:
         at = self.folder / _DELETED
         if jax.process_index() or not at.is_dir() or (self._removal is not None and self._removal.is_alive()):
             return
-        self._removal = threading.Thread(target=shutil.rmtree, args=(at,), kwargs={"ignore_errors": True})
+        gone = list(at.iterdir())  # the folder stays while more may come into it
+        self._removal = threading.Thread(target=_remove, args=(gone,))
         self._removal.start()
 
     # Restoring
@@ -247,8 +238,7 @@ class Checkpointer:
         Every process calls it. Raises: CheckpointNotFoundError; CheckpointMismatchError where the state has other
         leaves, shapes or types; CheckpointFormatError and PlanFormatError for a damaged or hostile checkpoint.
         """
-        self.wait()
-        number = find(self.folder, step_number)
+        number = find(self.folder, step_number, self._shared_steps())
         file = read(self.folder, number)
         where = f"restore({number}) from {self.folder}"
         planned = step.latest_plan if step is not None else plan
@@ -261,7 +251,7 @@ class Checkpointer:
                 got="neither",
                 hint="pass like=jax.eval_shape(create), or plan first: train_step.plan(shapes, batch)",
             )
-        state = _restored(self.folder, number, file, like, where, (step, plan, shardings), partial=partial)
+        state = restored(self.folder, number, file, like, where, (step, plan, shardings), partial=partial)
         if data is not None:
             data.restore(file.data)
         self._here = number
@@ -279,75 +269,36 @@ class Checkpointer:
         With a `step`, the state is made (`step.init`) and restored in its layouts. `data` goes to where it was.
         Raises: as `restore`.
         """
-        self.wait()
-        if self.latest() is None:
+        steps = self._shared_steps()
+        if not steps:
             return (create(*args) if step is None else step.init(create, *args)), 0
         shapes = jax.eval_shape(lambda *values: nnx_objects.split((create(*values),))[0], *args)
-        state = self.restore(step=step, like=shapes, data=data)
-        assert self._here is not None, "restore sets it"
-        return nnx_objects.merged(state), self._here
+        return nnx_objects.merged(self.restore(steps[-1], step=step, like=shapes, data=data)), steps[-1]
+
+    def _shared_steps(self) -> list[int]:
+        """The steps that are there when all is written, the same in all processes: those that process 0 sees."""
+        self.wait()
+        self._times_asked += 1
+        key, store = f"autopar/checkpoint/{self.folder}/{self._times_asked}", shared_store()
+        if store is None or jax.process_count() == 1:
+            return self.steps()
+        if jax.process_index() == 0:
+            store.set(key, json.dumps(self.steps()))
+        text = with_process_lost_errors(lambda: store.wait_for(key, AGREEMENT_S))
+        if text is None:
+            raise ProcessMismatchError(
+                where=f"{self.folder}, in process {jax.process_index()}",
+                expected="all processes to restore together",
+                got=f"no answer of process 0 for {AGREEMENT_S:.0f} s",
+                hint="call restore and restore_or in every process, as often in each",
+            )
+        steps: list[int] = json.loads(text)
+        return steps
 
 
-def _restored(
-    folder: Path,
-    number: int,
-    file: Manifest,
-    like: Any,
-    where: str,
-    layout: tuple[PlannedStep | None, Plan | None, Any],
-    *,
-    partial: bool,
-) -> Any:
-    """The state of a checkpoint in the structure and the layout that is asked for."""
-    if like is None:
-        wanted = targets_of_all(file)
-        return nested(dict(zip([t.record.name for t in wanted], _values(folder, number, wanted), strict=True)))
-    step, plan, shardings = layout
-    leaves, structure = named_leaves(like)
-    placed = shardings_for(leaves, structure, step=step, plan=plan, shardings=shardings)
-    wanted = targets_of(file, leaves, placed, where, partial=partial)
-    return tree_of(structure, _values(folder, number, wanted))
-
-
-def _values(folder: Path, number: int, wanted: list[Target]) -> list[Any]:
-    files = array_files("Checkpointer.restore")
-    reads = {
-        t.record.name: files.Wanted(
-            shape=stored_shape(t.record),
-            dtype=_type_read(t),
-            sharding=None if t.sharding is None else stored_sharding(t.record, t.sharding),
-        )
-        for t in wanted
-        if t.record.is_stored and (t.sharding is None or t.sharding.addressable_devices)
-    }
-    arrays = files.load(folder, number, reads) if reads else {}
-    return [_value(t, arrays) for t in wanted]
-
-
-def _type_read(target: Target) -> Any:
-    record = target.record
-    if record.kind == "array" and record.stored_dtype == record.dtype and target.dtype is not None:
-        return target.dtype
-    return np.dtype(record.stored_dtype)
-
-
-def _value(target: Target, arrays: dict[str, Any]) -> Any:
-    record, sharding = target.record, target.sharding
-    if record.name in arrays:
-        return restored_array(arrays[record.name], record, sharding)
-    if record.kind == "number":
-        number = number_of(record)
-        if sharding is None:
-            return number
-        value = np.asarray(number, target.dtype)
-    elif sharding is not None and not sharding.addressable_devices:
-        return absent(record.shape, target.dtype, sharding)
-    elif record.kind == "key":
-        raw = jax.numpy.zeros(stored_shape(record), record.stored_dtype)
-        value = jax.random.wrap_key_data(raw, impl=record.dtype)
-    else:
-        value = np.zeros(record.shape, target.dtype)
-    return value if sharding is None else from_whole(value, aval_of(value), sharding)
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _plan_text(plan: Plan | PlannedStep | None) -> str:
@@ -361,17 +312,3 @@ def _plan_text(plan: Plan | PlannedStep | None) -> str:
             )
         plan = plan.latest_plan
     return "" if plan is None else encode(plan.record).decode()
-
-
-def array_files(where: str) -> ModuleType:
-    """The module that imports orbax. Raises: MissingPackageError."""
-    try:
-        files = import_module("autopar.checkpoint.array_files")
-    except ModuleNotFoundError as error:
-        raise MissingPackageError(
-            where=where,
-            expected="the packages of autopar[train]",
-            got=f"no {error.name}",
-            hint="pip install autopar[train]",
-        ) from error
-    return files

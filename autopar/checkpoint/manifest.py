@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,11 +84,16 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if str(int(name)) == name and (folder / name / _COMMITTED).is_file())
 
 
-def find(folder: Path, step: int | None) -> int:
-    """The number of a checkpoint of a folder: of a step, or the latest. Raises: CheckpointNotFoundError."""
-    steps = complete_steps(folder)
+def find(folder: Path, step: int | None, steps: Sequence[int] | None = None) -> int:
+    """The number of a checkpoint of a folder: of a step, or the latest; `steps` are those in it, if they are known.
+
+    Raises: CheckpointNotFoundError.
+    """
+    steps = complete_steps(folder) if steps is None else steps
     if not steps or (step is not None and step not in steps):
-        there = "no folder" if not folder.is_dir() else f"steps {steps}" if steps else "no complete checkpoint in it"
+        there = (
+            "no folder" if not folder.is_dir() else f"steps {list(steps)}" if steps else "no complete checkpoint in it"
+        )
         raise CheckpointNotFoundError(
             where=str(folder),
             expected="a checkpoint" if step is None else f"a checkpoint of step {step}",
@@ -104,6 +110,13 @@ def read(folder: Path, step: int) -> Manifest:
     PlanFormatError for a plan file that was changed.
     """
     at = folder / str(step)
+    if not at.is_dir():
+        raise CheckpointNotFoundError(
+            where=str(at),
+            expected="the checkpoint that process 0 sees",
+            got="no such folder in this process",
+            hint="save to a folder that all processes share",
+        )
     _check_paths(at)
     path = at / MANIFEST / _MANIFEST_FILE
     where = str(path)

@@ -13,6 +13,17 @@ from tests.in_processes import join
 KINDS = ("one program", "stages", "offload")
 
 
+def autopar_join(task: dict[str, Any]) -> None:
+    """Makes this process one of the program, with failure detection."""
+    import jax
+
+    import autopar
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", task["devices"])
+    autopar.distributed.initialize(task["coordinator"], task["processes"], task["process"])
+
+
 def recipe(kind: str) -> Any:
     import autopar
 
@@ -86,11 +97,29 @@ def train_until_told_to_end(task: dict[str, Any], folder: Path) -> None:
         checkpoints.save(i, {"n": jnp.int32(i)})
 
 
+def train_until_one_is_killed(task: dict[str, Any], folder: Path) -> None:
+    """Saves every step; the last process is killed in the middle of a save."""
+    import jax.numpy as jnp
+
+    from autopar.checkpoint import Checkpointer
+
+    checkpoints = Checkpointer(folder)
+    for i in range(1, 50):
+        checkpoints.save(i, {"n": jnp.int32(i), "w": jnp.full((1024, 1024), float(i))})
+        if i == 5 and task["process"] == task["processes"] - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(task: dict[str, Any]) -> None:
-    join(task)
+    if task["what"] == "kill":
+        autopar_join(task)
+    else:
+        join(task)
     folder = Path(task["folder"])
     if task["what"] == "preemption":
         train_until_told_to_end(task, folder / "run")
+    elif task["what"] == "kill":
+        train_until_one_is_killed(task, folder / "run")
     else:
         (folder / f"result{task['process']}").write_text(json.dumps(restore_onto_each_other(folder)))
 

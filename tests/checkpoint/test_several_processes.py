@@ -27,6 +27,19 @@ def test_states_of_two_processes_open_under_any_plan_and_in_one_process(tmp_path
         assert checkpoints.plan() is not None
 
 
+def test_the_loss_of_a_process_while_it_saves_is_named_and_leaves_a_checkpoint(tmp_path):
+    ended = launch(tmp_path, 2, 1, 120, program=in_processes.__file__, what="kill")
+    (code, text, seconds), (killed, _, killed_s) = ended
+    assert killed == -9
+    assert code not in (0, -9), text
+    assert "process 1" in text
+    assert seconds - killed_s < 60
+    checkpoints = Checkpointer(tmp_path / "run", on_preemption=False)
+    state = checkpoints.restore()
+    assert int(state["n"]) == checkpoints.latest() >= 4
+    assert state["w"].min() == state["w"].max() == float(checkpoints.latest())
+
+
 def test_a_signal_to_one_process_ends_all_after_the_same_step(tmp_path):
     ended = launch(tmp_path, 2, 1, 120, program=in_processes.__file__, what="preemption")
     assert [code for code, _, _ in ended] == [143, 143], ended[0][1] + ended[1][1]
