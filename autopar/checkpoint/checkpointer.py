@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 import threading
 from collections.abc import Callable
@@ -21,7 +22,12 @@ from autopar.checkpoint.stored_arrays import record_of, stored_array
 from autopar.checkpoint.targets import PlannedStep, structure_of_plan
 from autopar.checkpoint.unfinished import no_wait, wait_at_exit
 from autopar.common.jax_distributed import shared_store
-from autopar.errors import InvalidArgumentError, ProcessMismatchError
+from autopar.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    InvalidArgumentError,
+    ProcessMismatchError,
+)
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.plan.file import encode
 from autopar.plan.plan import Plan
@@ -114,6 +120,7 @@ class Checkpointer:
         folder has a later step; UnsupportedError for leaves that are neither arrays nor numbers; the error of the
         checkpoint before, if it could not be written.
         """
+        step_number = _checked(step_number)
         preempted = self.preempted(step_number)
         if not (force or preempted or step_number % self.every == 0):
             return False
@@ -162,7 +169,7 @@ class Checkpointer:
             step=step_number,
             leaves=tuple(records),
             plan=_plan_text(plan),
-            data=None if data is None else data.position(),
+            data=None if data is None else _position(data),
         )
         files = array_files("Checkpointer.save")
         with_process_lost_errors(lambda: self._open(files))
@@ -180,6 +187,13 @@ class Checkpointer:
         """Begins to write to the folder: what unfinished saves and removals left in it goes."""
         if self._writer is None:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if (self.folder / _DELETED).is_symlink():  # what lies there is removed
+                raise CheckpointFormatError(
+                    where=str(self.folder / _DELETED),
+                    expected="a folder",
+                    got="a symbolic link",
+                    hint="remove the link: checkpoints that are no longer kept go there, and are removed",
+                )
             self._writer = files.manager(self.folder, self.keep, _DELETED)
             wait_at_exit(self, self.wait)
 
@@ -253,6 +267,13 @@ class Checkpointer:
             )
         state = restored(self.folder, number, file, like, where, (step, plan, shardings), partial=partial)
         if data is not None:
+            if file.data is None:
+                raise CheckpointMismatchError(
+                    where=where,
+                    expected="a position of the data",
+                    got="none: the checkpoint was saved without",
+                    hint="leave data out, or give it to save: save(..., data=data)",
+                )
             data.restore(file.data)
         self._here = number
         return state
@@ -272,7 +293,7 @@ class Checkpointer:
         steps = self._shared_steps()
         if not steps:
             return (create(*args) if step is None else step.init(create, *args)), 0
-        shapes = jax.eval_shape(lambda *values: nnx_objects.split((create(*values),))[0], *args)
+        shapes = jax.eval_shape(lambda: nnx_objects.split((create(*args),))[0])
         return nnx_objects.merged(self.restore(steps[-1], step=step, like=shapes, data=data)), steps[-1]
 
     def _shared_steps(self) -> list[int]:
@@ -294,6 +315,32 @@ class Checkpointer:
             )
         steps: list[int] = json.loads(text)
         return steps
+
+
+def _checked(step_number: Any) -> int:
+    """A number of steps. Raises: InvalidArgumentError."""
+    if not hasattr(step_number, "__index__") or operator.index(step_number) < 0:
+        raise InvalidArgumentError(
+            where="save(step_number, ...)",
+            expected="the number of steps done, a whole number from 0",
+            got=repr(step_number)[:40],
+            hint="such as save(i + 1, state) after step i",
+        )
+    return operator.index(step_number)
+
+
+def _position(data: HasPosition) -> Any:
+    """Raises: InvalidArgumentError for a position that JSON cannot hold."""
+    position = data.position()
+    try:
+        return json.loads(json.dumps(position, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            where="save(data=...)",
+            expected="a position of numbers, texts, lists and dictionaries, as JSON has them",
+            got=f"{position!r:.60} ({error})",
+            hint="convert numbers of numpy and jax: int(x)",
+        ) from error
 
 
 def _remove(folders: list[Path]) -> None:

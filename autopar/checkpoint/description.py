@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from autopar.checkpoint.manifest import LeafRecord, complete_steps, find, read
-from autopar.checkpoint.stored_arrays import dtype_of
 from autopar.common import jax_compat
 from autopar.common.units import text_of_bytes
 from autopar.plan.plan import Plan
@@ -78,7 +77,7 @@ def bytes_of(leaf: LeafRecord) -> int:
     """Bytes of a leaf, whole; numbers of Python count as none."""
     if leaf.kind == "number":
         return 0
-    return math.prod(leaf.shape) * jax_compat.itemsize(jax.ShapeDtypeStruct((), dtype_of(leaf)))
+    return math.prod(leaf.shape) * jax_compat.itemsize(jax.ShapeDtypeStruct((), leaf.leaf_dtype))
 
 
 def _row(leaf: LeafRecord) -> dict[str, Any]:
@@ -88,7 +87,7 @@ def _row(leaf: LeafRecord) -> dict[str, Any]:
 
 def _type(leaf: LeafRecord) -> str:
     if leaf.kind == "number":
-        return f"{leaf.dtype} {leaf.number}"
+        return f"{leaf.dtype} {leaf.value!r}"
     return f"{'keys of ' if leaf.kind == 'key' else ''}{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.checkpoint.description import bytes_of
 from autopar.checkpoint.manifest import LeafRecord, find, read
+from autopar.checkpoint.restoring import read_arrays
 from autopar.checkpoint.stored_arrays import restored_array
 from autopar.errors import InvalidArgumentError, UnsupportedError
 
@@ -75,7 +76,7 @@ def export(
         for leaf in selected.values():
             if leaf.is_stored:
                 wanted = files.Wanted(shape=leaf.shape, dtype=np.dtype(leaf.stored_dtype), sharding=None)
-                stored = files.load(at, number, {leaf.name: wanted})[leaf.name]
+                stored = read_arrays(files, at, number, {leaf.name: wanted})[leaf.name]
                 file.write(np.ascontiguousarray(restored_array(stored, leaf, None)).tobytes())
     os.replace(unfinished, path)
     return list(selected)

@@ -7,6 +7,7 @@ them. Reading it needs no devices. Nothing in it is run or unpickled, and its pa
 from __future__ import annotations
 
 import collections
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +15,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from autopar.checkpoint.leaf_types import array_dtype, key_dtype, number_of
 from autopar.common.json_files import JsonFaultError, decoded
 from autopar.errors import CheckpointFormatError, CheckpointNotFoundError, PlanFormatError
 from autopar.plan.file import decode
 from autopar.plan.plan import Plan
+
+logger = logging.getLogger("autopar")
 
 FORMAT_VERSION = 1
 STATE, MANIFEST = "state", "manifest"
@@ -47,6 +51,16 @@ class LeafRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stored_dtype: str = ""
     is_numpy: bool = False
     number: str = ""
+
+    @property
+    def leaf_dtype(self) -> Any:
+        """The type of an array or of random keys. Raises: TypeError, ValueError for no type, an unknown one."""
+        return key_dtype(self.dtype) if self.kind == "key" else array_dtype(self.dtype)
+
+    @property
+    def value(self) -> Any:
+        """The value of a number of Python. Raises: ValueError."""
+        return number_of(self.dtype, self.number)
 
     @property
     def is_stored(self) -> bool:
@@ -144,11 +158,16 @@ def read(folder: Path, step: int) -> Manifest:
     for leaf in manifest.leaves:
         if any(size < 0 for size in leaf.shape):
             raise _fault(f"{where}, {leaf.name}", "a shape", str(leaf.shape))
+        try:
+            _ = leaf.value if leaf.kind == "number" else leaf.leaf_dtype
+        except (TypeError, ValueError) as error:
+            raise _fault(f"{where}, {leaf.name}", "a type and a value", f"{leaf.kind} {leaf.dtype!r}") from error
     _check_arrays(at, manifest)
     try:
         manifest.plan_of(where)
     except PlanFormatError:
         if _other_plan_format(manifest.plan):
+            logger.warning("%s: its plan is of an older format and left out; the state opens under any plan", at)
             return msgspec.structs.replace(manifest, plan="")
         raise
     return manifest

@@ -12,9 +12,9 @@ import numpy as np
 
 from autopar.checkpoint.leaves import named_leaves, nested, tree_of
 from autopar.checkpoint.manifest import Manifest
-from autopar.checkpoint.stored_arrays import number_of, restored_array, stored_shape, stored_sharding
+from autopar.checkpoint.stored_arrays import restored_array, stored_shape, stored_sharding
 from autopar.checkpoint.targets import PlannedStep, Target, shardings_for, targets_of, targets_of_all
-from autopar.errors import MissingPackageError
+from autopar.errors import CheckpointFormatError, MissingPackageError
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.plan.plan import Plan
 from autopar.runtime.execution.cross_process import absent
@@ -53,8 +53,25 @@ def _values(folder: Path, number: int, wanted: list[Target]) -> list[Any]:
         for t in wanted
         if t.record.is_stored and (t.sharding is None or t.sharding.addressable_devices)
     }
-    arrays = with_process_lost_errors(lambda: files.load(folder, number, reads)) if reads else {}
+    arrays = with_process_lost_errors(lambda: read_arrays(files, folder, number, reads)) if reads else {}
     return [_value(t, arrays) for t in wanted]
+
+
+def read_arrays(files: ModuleType, folder: Path, number: int, reads: dict[str, Any]) -> dict[str, Any]:
+    """Raises: CheckpointFormatError where arrays cannot be read."""
+    try:
+        arrays: dict[str, Any] = files.load(folder, number, reads)
+    except (jax.errors.JaxRuntimeError, MemoryError):
+        raise
+    except Exception as error:  # orbax and tensorstore raise whatever they do, and `Exception` itself
+        cause = str(error.__cause__ or error).splitlines() or [type(error).__name__]
+        raise CheckpointFormatError(
+            where=str(folder / str(number)),
+            expected="arrays that can be read as they were saved",
+            got=cause[0][:300],
+            hint="restore another step of the folder (autopar checkpoint show FOLDER lists them)",
+        ) from error
+    return arrays
 
 
 def _type_read(target: Target) -> Any:
@@ -69,7 +86,7 @@ def _value(target: Target, arrays: dict[str, Any]) -> Any:
     if record.name in arrays:
         return restored_array(arrays[record.name], record, sharding)
     if record.kind == "number":
-        number = number_of(record)
+        number = record.value
         if sharding is None:
             return number
         value = np.asarray(number, target.dtype)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from autopar.checkpoint.leaf_types import NUMBERS, text_of, type_of
 from autopar.checkpoint.leaves import NamedLeaf
 from autopar.checkpoint.manifest import LeafRecord
 from autopar.common import jax_compat
@@ -26,8 +27,8 @@ _BITS = "uint8"
 def record_of(leaf: NamedLeaf) -> LeafRecord:
     """What a checkpoint says of a leaf. Raises: UnsupportedError for what is neither an array nor a number."""
     value = leaf.value
-    if isinstance(value, bool | int | float | complex | str) and not isinstance(value, np.generic):
-        return LeafRecord(name=leaf.name, kind="number", dtype=_type_of(value), number=_text_of(value))
+    if isinstance(value, NUMBERS) and not isinstance(value, np.generic):
+        return LeafRecord(name=leaf.name, kind="number", dtype=type_of(value), number=text_of(value))
     if isinstance(value, jax.Array) and jax_compat.is_key_dtype(value.dtype):
         raw, _ = jax_compat.raw_key(value.dtype)
         implementation = str(jax.random.key_impl(value))
@@ -74,7 +75,7 @@ def stored_shape(record: LeafRecord) -> tuple[int, ...]:
     """The shape of the array on disk."""
     if record.kind != "key":
         return record.shape
-    return (*record.shape, *jax_compat.raw_key(key_dtype(record.dtype))[1])
+    return (*record.shape, *jax_compat.raw_key(record.leaf_dtype)[1])
 
 
 def stored_sharding(record: LeafRecord, sharding: Any) -> Any:
@@ -85,53 +86,14 @@ def stored_sharding(record: LeafRecord, sharding: Any) -> Any:
 def restored_array(stored: Any, record: LeafRecord, sharding: Any) -> Any:
     """The leaf of an array that was read."""
     if not isinstance(stored, jax.Array):
-        return stored.view(jax.numpy.dtype(record.dtype)) if record.stored_dtype != record.dtype else stored
+        return stored.view(record.leaf_dtype) if record.stored_dtype != record.dtype else stored
     if record.kind == "key":
         wrap = functools.partial(jax.random.wrap_key_data, impl=record.dtype)
-        return _by_shards(stored, wrap, record.shape, key_dtype(record.dtype), sharding)
+        return _by_shards(stored, wrap, record.shape, record.leaf_dtype, sharding)
     if record.stored_dtype != record.dtype:
-        dtype = jax.numpy.dtype(record.dtype)
+        dtype = record.leaf_dtype
         return _by_shards(stored, lambda part: np.asarray(part).view(dtype), record.shape, dtype, sharding)
     return stored
-
-
-def dtype_of(record: LeafRecord) -> Any:
-    """The type of a leaf that is an array or random keys."""
-    return key_dtype(record.dtype) if record.kind == "key" else jax.numpy.dtype(record.dtype)
-
-
-def key_dtype(implementation: str) -> Any:
-    """The type of random keys of an implementation by its name."""
-    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
-
-
-def number_of(record: LeafRecord) -> Any:
-    """The value of a number of Python. Raises: ValueError."""
-    match record.dtype:
-        case "bool":
-            return {"True": True, "False": False}[record.number]
-        case "int":
-            return int(record.number)
-        case "float":
-            return float.fromhex(record.number)
-        case "complex":
-            real, _, imaginary = record.number.partition(" ")
-            return complex(float.fromhex(real), float.fromhex(imaginary))
-        case "str":
-            return record.number
-    raise ValueError(f"no type of numbers: {record.dtype!r}")
-
-
-def _type_of(value: Any) -> str:
-    return next(kind.__name__ for kind in (bool, int, float, complex, str) if isinstance(value, kind))
-
-
-def _text_of(value: Any) -> str:
-    if isinstance(value, bool | int | str):
-        return str(value)
-    if isinstance(value, float):
-        return value.hex()
-    return f"{value.real.hex()} {value.imag.hex()}"
 
 
 @functools.cache

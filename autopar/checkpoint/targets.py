@@ -12,11 +12,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from autopar.checkpoint.leaves import NamedLeaf, named_leaves
 from autopar.checkpoint.manifest import LeafRecord, Manifest
-from autopar.checkpoint.stored_arrays import dtype_of, number_of
 from autopar.common import jax_compat
 from autopar.errors import CheckpointMismatchError, InvalidArgumentError
 from autopar.plan.plan import Plan
 from autopar.plan.sharding_trees import shardings_in
+from autopar.runtime.execution.global_arrays import aval_of
 
 NAMED = 4  # leaves that an error names
 
@@ -75,15 +75,13 @@ def shardings_for(
     """
     if shardings is not None:
         return _given(shardings, structure)
-    on_devices = [leaf for leaf in leaves if hasattr(leaf.value, "shape")]
     if step is not None:
-        planned = step.state_shardings([leaf.value for leaf in on_devices])
+        planned = step.state_shardings([aval_of(leaf.value) for leaf in leaves])
     elif plan is not None:
-        planned = _of_plan(plan, on_devices)
+        planned = _of_plan(plan, leaves)
     else:
         return [getattr(leaf.value, "sharding", None) for leaf in leaves]
-    by_name = dict(zip([leaf.name for leaf in on_devices], planned, strict=True))
-    return [by_name.get(leaf.name) for leaf in leaves]
+    return [s if hasattr(leaf.value, "shape") else None for leaf, s in zip(leaves, planned, strict=True)]
 
 
 def targets_of(
@@ -113,7 +111,7 @@ def targets_of_all(manifest: Manifest) -> list[Target]:
     return [
         Target(
             record=record,
-            dtype=None if record.kind == "number" else dtype_of(record),
+            dtype=None if record.kind == "number" else record.leaf_dtype,
             sharding=None if record.kind == "number" or record.is_numpy else default,
         )
         for record in manifest.leaves
@@ -141,7 +139,8 @@ def _of_plan(plan: Plan, leaves: Sequence[NamedLeaf]) -> list[Any]:
     else:
         planned = [value for value in plan.record.arguments if value.kind == "state"]
     for i, leaf in enumerate(leaves):
-        wanted = (tuple(leaf.value.shape), str(leaf.value.dtype))
+        shape = aval_of(leaf.value)
+        wanted = (tuple(shape.shape), str(shape.dtype))
         has = (planned[i].shape, planned[i].dtype) if i < len(planned) else None
         if wanted != has:
             raise CheckpointMismatchError(
@@ -181,12 +180,12 @@ def _some(names: Sequence[str]) -> str:
 def _checked_dtype(record: LeafRecord, value: Any, where: str) -> Any:
     """The type that a leaf is restored to. Raises: CheckpointMismatchError for another shape or type."""
     if not hasattr(value, "shape"):  # a number of Python takes what was saved in its place
-        return None if record.kind == "number" else dtype_of(record)
+        return None if record.kind == "number" else record.leaf_dtype
     if record.kind == "number":
-        saved: Any = jax.eval_shape(lambda: jax.numpy.asarray(number_of(record)))
+        saved: Any = jax.eval_shape(lambda: jax.numpy.asarray(record.value))
         dtype = saved.dtype
     else:
-        dtype = dtype_of(record)
+        dtype = record.leaf_dtype
     canonical = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     if record.shape == tuple(value.shape) and value.dtype in (dtype, canonical):
         return value.dtype

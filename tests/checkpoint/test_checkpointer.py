@@ -11,7 +11,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import autopar
 from autopar.checkpoint import Checkpointer, Preempted
@@ -125,6 +127,35 @@ def test_a_layout_without_a_structure_is_refused(saved):
         checkpointer(saved).restore(shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
+def test_the_objects_of_a_run_go_on_where_they_were(tmp_path):
+    def create(seed):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    with checkpointer(tmp_path) as checkpoints:
+        (model, optimizer), start = checkpoints.restore_or(create, 0)
+        model.kernel[...] = model.kernel + 1
+        checkpoints.save(1, (model, optimizer))
+        (again, its_optimizer), next_start = checkpoints.restore_or(create, 0)
+    assert (start, next_start) == (0, 1)
+    assert isinstance(its_optimizer, nnx.Optimizer)
+    assert np.array_equal(again.kernel[...], model.kernel[...])
+
+
+def test_a_number_of_python_stays_one_under_a_plan(tmp_path):
+    def step(state, batch):
+        return {"w": state["w"] + batch.sum(0), "n": state["n"] + 1}, {}
+
+    train_step = autopar.parallelize(step, plan=autopar.recipes.zero(3), cache_dir=None, show_progress=False)
+    state = {"w": jnp.arange(8.0), "n": 3}
+    train_step.plan(state, jnp.ones((8, 8)))
+    with checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        back = checkpoints.restore(like=state, step=train_step)
+    assert_equal(back, state)
+    assert len(back["w"].sharding.device_set) == 8
+
+
 def test_a_leaf_that_is_no_array_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match=r"\['f'\]: expected arrays.*got object"):
         checkpointer(tmp_path).save(1, {"f": object()})
@@ -139,6 +170,24 @@ def test_a_plan_that_is_none_is_refused(tmp_path):
 def test_bad_options_are_refused(tmp_path, option, value):
     with pytest.raises(InvalidArgumentError, match=rf"{option}=.*got {value}"):
         checkpointer(tmp_path, **{option: value})
+
+
+def test_a_position_that_is_no_json_is_refused(tmp_path):
+    data = Batches()
+    data.number = np.int64(3)
+    with pytest.raises(InvalidArgumentError, match="expected a position of numbers"):
+        checkpointer(tmp_path).save(1, {"w": jnp.zeros(2)}, data=data)
+
+
+def test_a_position_that_was_not_saved_is_not_restored(saved):
+    with pytest.raises(CheckpointMismatchError, match="expected a position of the data"):
+        checkpointer(saved).restore(data=Batches())
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, "1"])
+def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path, number):
+    with pytest.raises(InvalidArgumentError, match="expected the number of steps done"):
+        checkpointer(tmp_path).save(number, {"w": jnp.zeros(2)})
 
 
 # Hostile and damaged checkpoints
@@ -169,6 +218,38 @@ def test_a_checkpoint_that_is_a_link_is_refused(saved, tmp_path_factory):
     (saved / "1").rename(elsewhere / "1")
     (saved / "1").symlink_to(elsewhere / "1")
     with pytest.raises(CheckpointFormatError, match="got a symbolic link"):
+        checkpointer(saved).restore()
+
+
+def test_what_is_removed_is_never_behind_a_link(tmp_path, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "precious").mkdir()
+    (tmp_path / "deleted").symlink_to(elsewhere)
+    with pytest.raises(CheckpointFormatError, match=r"deleted: expected a folder, got a symbolic link"):
+        checkpointer(tmp_path).save(1, {"w": jnp.zeros(2)})
+    assert (elsewhere / "precious").is_dir()
+
+
+def test_damaged_arrays_are_refused(saved):
+    for path in (saved / "1" / "state").rglob("d/*"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(CheckpointFormatError, match="arrays that can be read"):
+        checkpointer(saved).restore()
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        {"kind": "number", "dtype": "int", "number": "__import__('os')"},
+        {"kind": "number", "dtype": "object", "number": "1"},
+        {"kind": "array", "dtype": "nothing", "shape": [0]},
+        {"kind": "key", "dtype": "nothing", "shape": [0]},
+        {"kind": "array", "dtype": "float32", "shape": [-1]},
+    ],
+)
+def test_leaves_of_no_type_are_refused(saved, leaf):
+    edited(saved, leaves=[{"name": "x", **leaf}])
+    with pytest.raises(CheckpointFormatError, match="metadata, x: expected a"):
         checkpointer(saved).restore()
 
 
