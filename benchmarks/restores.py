@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -277,9 +278,10 @@ def main() -> None:
 def page(bits: list[list[str]], bytes_: list[list[str]]) -> str:
     by_bits = markdown(("devices", "restored as", "equal bit for bit", "in the plan's layout", "median"), bits)
     columns = ("saved as, devices", "restored in", "restored as", "state", "share", "peak", "peak / share", "", "time")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("orbax-checkpoint", "tensorstore"))
     return f"""# Restores
 
-`python -m benchmarks.restores --keep`. {description()}
+`python -m benchmarks.restores --keep`. {description()} {versions}.
 
 States saved on {", ".join(map(str, DEVICES))} CPU devices under {"; ".join(KINDS)} (one device:
 {" and ".join(ON_ONE_DEVICE)}), each restored under each plan of each number of devices, and as plain JAX:

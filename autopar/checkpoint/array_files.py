@@ -1,8 +1,7 @@
 """Arrays written and read by orbax: what it cannot do with the arrays of pipelines, and how much it may read at once.
 
 orbax's released API is used (`orbax.checkpoint.CheckpointManager` and its handlers): in 0.12 its v1 API is below
-`experimental`, "subject to change without notice". This module alone imports orbax; it is imported when a checkpoint is
-saved or restored.
+`experimental`, "subject to change without notice". This module is imported when a checkpoint is saved or restored.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,9 +16,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from autopar.checkpoint.manifest import MANIFEST, STATE
+from autopar.checkpoint.quiet_orbax import quiet_orbax
+
+ocp: Any = quiet_orbax()
+ArrayHandler: Any = ocp.type_handlers.ArrayHandler
 
 # Arrays on disk are in chunks of at most so many bytes: whoever reads a part of an array reads little else.
 CHUNK_BYTES = 4 << 20
@@ -89,7 +90,7 @@ def _handler(budget_bytes: int | None) -> Any:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-class _StageArrays(ocp.type_handlers.ArrayHandler):
+class _StageArrays(ArrayHandler):
     """orbax's handler of arrays, also for those that lie on the devices of some processes alone."""
 
     def __init__(self, budget_bytes: int | None) -> None:
@@ -152,14 +153,3 @@ class _InFlight:
         async with self._changed:
             self._used_bytes -= requested_bytes
             self._changed.notify_all()
-
-
-class _WithoutOrbax(logging.Filter):
-    """Leaves out what orbax says while it works: its errors are raised."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "/orbax/" not in record.pathname or record.levelno >= logging.ERROR
-
-
-# orbax speaks through absl's logger, also in its threads.
-logging.getLogger("absl").addFilter(_WithoutOrbax())

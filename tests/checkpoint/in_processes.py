@@ -81,7 +81,23 @@ def restore_onto_each_other(folder: Path) -> dict[str, Any]:
             pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(plain), strict=True)
             unequal += [(kind, name, i) for i, (array, whole) in enumerate(pairs) if not holds_its_parts(array, whole)]
         in_host += sum(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(back["offload"]))
-    return {"digests": digests, "unequal": unequal, "in_host": in_host}
+    return {"digests": digests, "unequal": unequal, "in_host": in_host, "mixed": mixed_leaves(folder / "mixed")}
+
+
+def mixed_leaves(folder: Path) -> bool:
+    """Whether what each process has whole comes back: arrays of numpy and of one device, keys, numbers."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from autopar.checkpoint import Checkpointer
+    from tests.checkpoint.trees import bits
+
+    state = {"np": np.arange(5), "one": jnp.arange(4.0), "key": jax.random.key(3), "n": 7, "none": jnp.zeros((0, 2))}
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, state)
+        back = checkpoints.restore(like=state)
+    return jax.tree.map(bits, back) == jax.tree.map(bits, state)
 
 
 def train_until_told_to_end(task: dict[str, Any], folder: Path) -> None:

@@ -1,5 +1,6 @@
 """States saved and restored: every type, every tree, onto other layouts and other plans, bit for bit."""
 
+import asyncio
 import tempfile
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.checkpoint import Checkpointer
+from autopar.checkpoint.array_files import _InFlight
 from benchmarks.zoo import CASES
 from tests.checkpoint.trees import assert_equal
 
@@ -34,6 +36,26 @@ def saved(tmp_path: Any, state: Any, **options: Any) -> Checkpointer:
     checkpoints = Checkpointer(tmp_path, on_preemption=False)
     checkpoints.save(1, state, **options)
     return checkpoints
+
+
+def test_reads_on_their_way_stay_within_the_budget_and_a_larger_one_goes_alone():
+    limiter, now, seen = _InFlight(10), [], []
+
+    async def read(size: int) -> None:
+        await limiter.wait_for_bytes(size)
+        now.append(size)
+        seen.append(tuple(now))
+        await asyncio.sleep(0)
+        now.remove(size)
+        await limiter.release_bytes(size)
+
+    async def all_at_once() -> None:
+        await asyncio.wait_for(asyncio.gather(*map(read, [4, 6, 5, 20, 10, 1])), timeout=10)
+
+    asyncio.run(all_at_once())
+    assert sorted(sizes[-1] for sizes in seen) == [1, 4, 5, 6, 10, 20]
+    assert all(sum(sizes) <= 10 or sizes == (20,) for sizes in seen)
+    assert (4, 6) in seen
 
 
 class Moments(NamedTuple):

@@ -19,6 +19,7 @@ def test_states_of_two_processes_open_under_any_plan_and_in_one_process(tmp_path
     results = [json.loads((tmp_path / f"result{i}").read_text()) for i in range(2)]
     assert [result["unequal"] for result in results] == [[], []]
     assert results[0]["in_host"] > 0
+    assert [result["mixed"] for result in results] == [True, True]
     shapes = jax.eval_shape(CASES["mlp"]().init, jax.random.key(0))
     for kind in in_processes.KINDS:
         checkpoints = Checkpointer(tmp_path / kind, on_preemption=False)
