@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import operator
 import shutil
@@ -35,6 +36,8 @@ from autopar.plan.plan import Plan
 # Where checkpoints that are no longer kept go until they are removed: a removal that is cut off leaves nothing half
 # there under the name of a checkpoint.
 _DELETED = "deleted"
+# How often process 0 was asked what a folder has.
+_times_asked: collections.Counter[Path] = collections.Counter()
 AGREEMENT_S = 300.0  # for which process 0 is waited for, as jax waits for those that start
 
 
@@ -69,9 +72,9 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         self.every, self.keep = every, keep
         self._writer: Any = None
-        self._times_asked = 0
         self._here: int | None = None  # the step that this run saved or restored last
         self._notice = PreemptionNotice() if on_preemption else None
+        self._last_plan: tuple[Plan | None, str] | None = None
         self._removal: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -168,7 +171,7 @@ class Checkpointer:
             format_version=FORMAT_VERSION,
             step=step_number,
             leaves=tuple(records),
-            plan=_plan_text(plan),
+            plan=self._plan_text(_plan_of(plan)),
             data=None if data is None else _position(data),
         )
         files = array_files("Checkpointer.save")
@@ -182,6 +185,12 @@ class Checkpointer:
         }
         with_process_lost_errors(lambda: files.save(self._writer, step_number, arrays, encoded(file)))
         self._here = step_number
+
+    def _plan_text(self, plan: Plan | None) -> str:
+        """The file of a plan, which seldom is another than that of the last checkpoint."""
+        if self._last_plan is None or self._last_plan[0] is not plan:
+            self._last_plan = plan, "" if plan is None else encode(plan.record).decode()
+        return self._last_plan[1]
 
     def _open(self, files: ModuleType) -> None:
         """Begins to write to the folder: what unfinished saves and removals left in it goes."""
@@ -299,8 +308,8 @@ class Checkpointer:
     def _shared_steps(self) -> list[int]:
         """The steps that are there when all is written, the same in all processes: those that process 0 sees."""
         self.wait()
-        self._times_asked += 1
-        key, store = f"autopar/checkpoint/{self.folder}/{self._times_asked}", shared_store()
+        _times_asked[self.folder] += 1
+        key, store = f"autopar/checkpoint/{self.folder}/{_times_asked[self.folder]}", shared_store()
         if store is None or jax.process_count() == 1:
             return self.steps()
         if jax.process_index() == 0:
@@ -348,14 +357,15 @@ def _remove(folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _plan_text(plan: Plan | PlannedStep | None) -> str:
-    if plan is not None and not isinstance(plan, Plan):
-        if not hasattr(plan, "latest_plan"):
-            raise InvalidArgumentError(
-                where="save(plan=...)",
-                expected="a plan, or a step made by autopar.parallelize",
-                got=type(plan).__name__,
-                hint="such as plan=train_step",
-            )
-        plan = plan.latest_plan
-    return "" if plan is None else encode(plan.record).decode()
+def _plan_of(plan: Plan | PlannedStep | None) -> Plan | None:
+    """Raises: InvalidArgumentError for what is neither a plan nor a step."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if not hasattr(plan, "latest_plan"):
+        raise InvalidArgumentError(
+            where="save(plan=...)",
+            expected="a plan, or a step made by autopar.parallelize",
+            got=type(plan).__name__,
+            hint="such as plan=train_step",
+        )
+    return plan.latest_plan

@@ -58,6 +58,11 @@ class LeafRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return key_dtype(self.dtype) if self.kind == "key" else array_dtype(self.dtype)
 
     @property
+    def is_host(self) -> bool:
+        """Whether it was a number of Python or an array of numpy."""
+        return self.kind == "number" or self.is_numpy
+
+    @property
     def value(self) -> Any:
         """The value of a number of Python. Raises: ValueError."""
         return number_of(self.dtype, self.number)

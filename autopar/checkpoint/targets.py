@@ -74,8 +74,8 @@ def shardings_for(
     Raises: CheckpointMismatchError where the plan is of another state; NotEnoughDevicesError.
     """
     if shardings is not None:
-        return _given(shardings, structure)
-    if step is not None:
+        planned = _given(shardings, structure)
+    elif step is not None:
         planned = step.state_shardings([aval_of(leaf.value) for leaf in leaves])
     elif plan is not None:
         planned = _of_plan(plan, leaves)
@@ -181,13 +181,10 @@ def _checked_dtype(record: LeafRecord, value: Any, where: str) -> Any:
     """The type that a leaf is restored to. Raises: CheckpointMismatchError for another shape or type."""
     if not hasattr(value, "shape"):  # a number of Python takes what was saved in its place
         return None if record.kind == "number" else record.leaf_dtype
-    if record.kind == "number":
-        saved: Any = jax.eval_shape(lambda: jax.numpy.asarray(record.value))
-        dtype = saved.dtype
-    else:
-        dtype = record.leaf_dtype
-    canonical = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
-    if record.shape == tuple(value.shape) and value.dtype in (dtype, canonical):
+    dtype = record.leaf_dtype if record.kind != "number" else np.dtype(type(record.value))
+    # What was not an array of JAX becomes one as jax makes it of it.
+    becomes = dtype if record.kind == "key" or not record.is_host else jax.dtypes.canonicalize_dtype(dtype)
+    if record.shape == tuple(value.shape) and value.dtype in (dtype, becomes) and _fits(record, value.dtype):
         return value.dtype
     raise CheckpointMismatchError(
         where=where,
@@ -196,3 +193,10 @@ def _checked_dtype(record: LeafRecord, value: Any, where: str) -> Any:
         hint="restore with the configuration that it was saved with; plain dictionaries of what is there, to convert "
         "by hand, come from restore() without like, step and plan",
     )
+
+
+def _fits(record: LeafRecord, dtype: Any) -> bool:
+    """Whether a number of Python is one of a type."""
+    if record.kind != "number" or not np.issubdtype(dtype, np.integer):
+        return record.dtype != "str"
+    return bool(np.iinfo(dtype).min <= record.value <= np.iinfo(dtype).max)

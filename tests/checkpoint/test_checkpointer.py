@@ -22,6 +22,7 @@ from autopar.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     InvalidArgumentError,
+    MissingPackageError,
     PlanFormatError,
     UnsupportedError,
 )
@@ -115,11 +116,38 @@ def test_a_missing_checkpoint_says_what_there_is(saved, tmp_path):
         ({"params": {"w": jnp.zeros(4), "b": jnp.zeros(1)}, "n": 3}, "a checkpoint without 'params/b'"),
         ({"params": {"w": jnp.zeros(5)}, "n": 3}, r"\['params'\]\['w'\]: expected float32\[5\].*got float32\[4\]"),
         ({"params": {"w": jnp.zeros(4, "int32")}, "n": 3}, r"expected int32\[4\].*got float32\[4\]"),
+        ({"params": {"w": jnp.zeros(4)}, "n": jnp.float32(0)}, r"\['n'\]: expected float32\[\].*got int64\[\]"),
     ],
 )
 def test_another_state_is_refused_with_its_leaf(saved, like, message):
     with pytest.raises(CheckpointMismatchError, match=message):
         checkpointer(saved).restore(like=like)
+
+
+def test_numbers_become_arrays_where_they_fit(tmp_path):
+    with checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"n": 3, "x": 0.5, "np": np.arange(3), "large": 2**40, "text": "a"})
+        like = {"n": jnp.int32(0), "x": jnp.float32(0), "np": jnp.zeros(3, "int32")}
+        expected = {"n": jnp.int32(3), "x": jnp.float32(0.5), "np": jnp.arange(3)}
+        assert_equal(checkpoints.restore(like=like, partial=True), expected)
+        for name in ("large", "text"):
+            with pytest.raises(CheckpointMismatchError, match=rf"\['{name}'\]: expected int32"):
+                checkpoints.restore(like={name: jnp.int32(0)}, partial=True)
+
+
+def test_an_array_of_jax_is_never_rounded(tmp_path):
+    with checkpointer(tmp_path) as checkpoints:
+        with jax.enable_x64(True):
+            checkpoints.save(1, {"w": jnp.arange(3.0)})
+        with pytest.raises(CheckpointMismatchError, match=r"expected float32\[3\].*got float64\[3\]"):
+            checkpoints.restore(like={"w": jnp.zeros(3)})
+
+
+def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    monkeypatch.delitem(sys.modules, "autopar.checkpoint.array_files", raising=False)
+    with pytest.raises(MissingPackageError, match=r"pip install autopar\[train\]"):
+        checkpointer(tmp_path).save(1, {"w": jnp.zeros(2)})
 
 
 def test_a_layout_without_a_structure_is_refused(saved):
