@@ -120,8 +120,8 @@ class Checkpointer:
         says of its position is saved with the state.
 
         Raises: Preempted when the program was told to end, once the state is on disk; InvalidArgumentError where the
-        folder has a later step; UnsupportedError for leaves that are neither arrays nor numbers; the error of the
-        checkpoint before, if it could not be written.
+        folder has a later step; UnsupportedError for leaves that are neither arrays nor numbers; DonatedStateError; the
+        error of the checkpoint before, if it could not be written.
         """
         step_number = _checked(step_number)
         preempted = self.preempted(step_number)

@@ -18,15 +18,26 @@ from autopar.checkpoint.leaf_types import NUMBERS, text_of, type_of
 from autopar.checkpoint.leaves import NamedLeaf
 from autopar.checkpoint.manifest import LeafRecord
 from autopar.common import jax_compat
-from autopar.errors import UnsupportedError
+from autopar.errors import DonatedStateError, UnsupportedError
 from autopar.runtime.execution.global_arrays import aval_of, from_whole, is_whole
 
 _BITS = "uint8"
 
 
 def record_of(leaf: NamedLeaf) -> LeafRecord:
-    """What a checkpoint says of a leaf. Raises: UnsupportedError for what is neither an array nor a number."""
+    """What a checkpoint says of a leaf.
+
+    Raises: UnsupportedError for what is neither an array nor a number; DonatedStateError for an array that a step has
+    taken over.
+    """
     value = leaf.value
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise DonatedStateError(
+            where=f"save, {leaf.path or leaf.name}",
+            expected="the state that the last step returned",
+            got="an array that was donated to a step",
+            hint="state, metrics = train_step(state, batch), then save(i + 1, state)",
+        )
     if isinstance(value, NUMBERS) and not isinstance(value, np.generic):
         return LeafRecord(name=leaf.name, kind="number", dtype=type_of(value), number=text_of(value))
     if isinstance(value, jax.Array) and jax_compat.is_key_dtype(value.dtype):

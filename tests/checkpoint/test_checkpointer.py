@@ -21,6 +21,7 @@ from autopar.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    DonatedStateError,
     InvalidArgumentError,
     MissingPackageError,
     PlanFormatError,
@@ -187,6 +188,13 @@ def test_a_number_of_python_stays_one_under_a_plan(tmp_path):
 def test_a_leaf_that_is_no_array_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match=r"\['f'\]: expected arrays.*got object"):
         checkpointer(tmp_path).save(1, {"f": object()})
+
+
+def test_a_state_that_was_donated_is_refused(tmp_path):
+    state = {"w": jnp.arange(4.0)}
+    jax.jit(lambda x: x + 1, donate_argnums=0)(state["w"])
+    with pytest.raises(DonatedStateError, match=r"\['w'\]: expected the state that the last step returned"):
+        checkpointer(tmp_path).save(1, state)
 
 
 def test_a_plan_that_is_none_is_refused(tmp_path):
