@@ -1,6 +1,6 @@
 """autopar, an auto-parallel compiler for JAX: a training step written for one device runs on all devices."""
 
-from autopar import data, distributed, errors, recipes
+from autopar import checkpoint, data, distributed, errors, recipes
 from autopar.api import parallelize, plan
 from autopar.constraining import constrain
 from autopar.executables.compiled_spmd import Compiled
@@ -24,6 +24,7 @@ __all__ = [
     "Timed",
     "Tuning",
     "Verification",
+    "checkpoint",
     "constrain",
     "data",
     "distributed",

@@ -11,6 +11,8 @@
     autopar tune FILE:FUNCTION --save plan.json
     autopar measure --save cluster.json
     autopar doctor
+    autopar checkpoint show FOLDER
+    autopar checkpoint export FOLDER params.safetensors
 
 FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. For absent hardware it
 is traced, not run, so its state may exceed the memory of this machine. Every verb takes --json. The exit status is 0,
@@ -60,22 +62,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"autopar {_version()}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(
-        name: str, command: Callable[[argparse.Namespace], commands.Output], text: str, example: str
-    ) -> argparse.ArgumentParser:
-        verb = verbs.add_parser(name, help=text, description=text, epilog=f"example: autopar {example}")
-        verb.add_argument("--json", action="store_true", help="print the result as JSON")
-        verb.set_defaults(command=command)
-        return verb
-
+    add = _adding_to(verbs)
     _add_planning(add)
     _add_reading(add)
     _add_running(add)
+    text = "what is in a folder of checkpoints, and parameters out of it"
+    checkpoint = verbs.add_parser("checkpoint", help=text, description=text)
+    _add_checkpoints(_adding_to(checkpoint.add_subparsers(required=True, metavar="COMMAND")))
     return parser
 
 
 Add = Callable[[str, Callable[[argparse.Namespace], commands.Output], str, str], argparse.ArgumentParser]
+
+
+def _adding_to(verbs: Any) -> Add:
+    """Adds verbs to the parser that `verbs` are of."""
+
+    def add(
+        name: str, command: Callable[[argparse.Namespace], commands.Output], text: str, example: str
+    ) -> argparse.ArgumentParser:
+        verb: argparse.ArgumentParser = verbs.add_parser(
+            name, help=text, description=text, epilog=f"example: autopar {example}"
+        )
+        verb.add_argument("--json", action="store_true", help="print the result as JSON")
+        verb.set_defaults(command=command)
+        return verb
+
+    return add
 
 
 def _cluster(verb: argparse.ArgumentParser, text: str, **options: Any) -> None:
@@ -169,6 +182,23 @@ def _add_running(add: Add) -> None:
     )  # fmt: skip
     measure.add_argument("--devices", type=int, metavar="N", help="the first N devices only")
     measure.add_argument("--save", metavar="PATH", help="write the cluster, for --cluster PATH, not to the cache")
+
+
+def _add_checkpoints(add: Add) -> None:
+    """The verbs of `autopar checkpoint`."""
+    show = add(
+        "show", commands.show_checkpoint, "the steps of a folder; of one its leaves, plan and data position",
+        "checkpoint show runs/a --json",
+    )  # fmt: skip
+    export = add(
+        "export", commands.export_checkpoint, "write parameters as a safetensors file",
+        "checkpoint export runs/a params.safetensors --select params",
+    )  # fmt: skip
+    for verb in (show, export):
+        verb.add_argument("folder", metavar="FOLDER", help="the folder of autopar.checkpoint.Checkpointer")
+        verb.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (the latest)")
+    export.add_argument("file", metavar="FILE.safetensors")
+    export.add_argument("--select", metavar="PATH", help="the part of the state, as show prints it (params)")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ import msgspec
 
 import autopar
 from autopar.api import as_step
+from autopar.checkpoint.description import describe
+from autopar.checkpoint.export import export
+from autopar.checkpoint.restoring import array_files
 from autopar.common.cache_dir import default_directory
 from autopar.doctor import diagnose
 from autopar.errors import InvalidArgumentError
@@ -150,6 +153,19 @@ def measure(parsed: argparse.Namespace) -> Output:
             told = f"Not saved: {directory} cannot be written (choose a file with --save)"
     values = {"saved": None if path is None else str(path), "fits": [msgspec.to_builtins(f) for f in measurement.fits]}
     return Output(f"{measurement}\n\n{told}", values)
+
+
+def show_checkpoint(parsed: argparse.Namespace) -> Output:
+    """Describes a checkpoint."""
+    found = describe(parsed.folder, parsed.step)
+    return Output(str(found), found.to_dict())
+
+
+def export_checkpoint(parsed: argparse.Namespace) -> Output:
+    """Writes the parameters of a checkpoint as safetensors."""
+    _check_folder("FILE.safetensors", parsed.file)
+    names = export(parsed.folder, parsed.file, array_files("autopar checkpoint export"), parsed.step, parsed.select)
+    return Output(f"Written to {parsed.file}: {len(names)} arrays", {"file": parsed.file, "names": names})
 
 
 def load(path: str) -> Plan:

@@ -68,6 +68,18 @@ class PlanMismatchError(AutoparError):
     """A plan was made for another step, other shapes or another mesh."""
 
 
+class CheckpointNotFoundError(AutoparError):
+    """There is no checkpoint in a folder, or none of the step that is asked for."""
+
+
+class CheckpointFormatError(AutoparError, ValueError):
+    """A checkpoint cannot be read: a newer format, a damaged file, or paths that lead out of its folder."""
+
+
+class CheckpointMismatchError(AutoparError):
+    """A checkpoint holds another tree, other shapes or other types than the state that it is to become."""
+
+
 class DonatedStateError(AutoparError):
     """A state was used again after a step took it over (its buffers now hold the new state)."""
 

@@ -215,7 +215,11 @@ class Step:
         Before the step has a plan, every leaf is split as evenly as possible. The first call of the step then moves the
         state to the layouts of its plan.
         """
-        return init_state(function, args, lambda leaves: state_shardings(leaves, self._plans, self._options))
+        return init_state(function, args, self.state_shardings)
+
+    def state_shardings(self, leaves: Sequence[Any]) -> list[NamedSharding]:
+        """The shardings that `init` gives to the leaves of a state: those of the plan where there is one."""
+        return state_shardings(leaves, self._plans, self._options)
 
     def put_batch(self, data: Any, /, *, batch: str | None = None) -> Any:
         """Places host data in the layouts of the plan. Without a plan, the first call places them.

@@ -4,3 +4,8 @@ In: A state, its plan and a data position; a folder.
 Out: The same state, bit for bit, laid out by another plan or by none.
 May import: common to data, in the order of tests/test_imports.py.
 """
+
+from autopar.checkpoint.checkpointer import Checkpointer
+from autopar.checkpoint.preemption import Preempted
+
+__all__ = ["Checkpointer", "Preempted"]

@@ -42,6 +42,7 @@ def test_wrong_arguments_are_value_errors_too():
         errors.InvalidArgumentError,
         errors.BatchMismatchError,
         errors.PlanFormatError,
+        errors.CheckpointFormatError,
     }
 
 

@@ -1,0 +1,155 @@
+"""Arrays written and read by orbax: what it cannot do with the arrays of pipelines, and how much it may read at once.
+
+orbax's released API is used (`orbax.checkpoint.CheckpointManager` and its handlers): in 0.12 its v1 API is below
+`experimental`, "subject to change without notice". This module is imported when a checkpoint is saved or restored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.checkpoint.manifest import MANIFEST, STATE
+from autopar.checkpoint.quiet_orbax import quiet_orbax
+
+ocp: Any = quiet_orbax()
+ArrayHandler: Any = ocp.type_handlers.ArrayHandler
+
+# Arrays on disk are in chunks of at most so many bytes: whoever reads a part of an array reads little else.
+CHUNK_BYTES = 4 << 20
+# The part of what a process restores that may be on its way at once, beside what has arrived.
+IN_FLIGHT = 0.1
+
+
+def manager(folder: Path, keep: int | None, deleted: str) -> Any:
+    """Writes checkpoints into a folder, in the background, and keeps the latest ones: others go to `deleted` in it."""
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        todelete_subdir=deleted,
+        cleanup_tmp_directories=True,
+        save_root_metadata=False,
+    )
+    handlers = {STATE: _handler(None), MANIFEST: ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
+
+
+def save(writer: Any, step: int, arrays: Mapping[str, Any], manifest: Any) -> None:
+    """Begins to write a checkpoint; returns when the arrays may change."""
+    items = {MANIFEST: ocp.args.JsonSave(manifest)}
+    if arrays:
+        chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
+        items[STATE] = ocp.args.PyTreeSave(dict(arrays), save_args=chunks)
+    writer.save(step, args=ocp.args.Composite(**items), force=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """An array to read: shape and type of it, and its sharding, or None for an array of numpy."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any | None
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes in this process."""
+        if self.sharding is None:
+            return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        shards = len(self.sharding.addressable_devices)
+        return shards * math.prod(self.sharding.shard_shape(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+def load(folder: Path, step: int, wanted: Mapping[str, Wanted]) -> dict[str, Any]:
+    """The arrays of a checkpoint by name: each process reads what its devices get."""
+    budget_bytes = math.ceil(IN_FLIGHT * sum(w.local_bytes for w in wanted.values()))
+    how = {name: _restore_args(w) for name, w in wanted.items()}
+    with contextlib.closing(ocp.Checkpointer(_handler(budget_bytes))) as reader:
+        args = ocp.args.PyTreeRestore(dict.fromkeys(wanted, 0), restore_args=how, partial_restore=True)
+        arrays: dict[str, Any] = reader.restore(folder / str(step) / STATE, args=args)
+    return arrays
+
+
+def _restore_args(wanted: Wanted) -> Any:
+    if wanted.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=wanted.dtype)
+    return ocp.ArrayRestoreArgs(sharding=wanted.sharding, global_shape=wanted.shape, dtype=wanted.dtype)
+
+
+def _handler(budget_bytes: int | None) -> Any:
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, _StageArrays(budget_bytes)), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+class _StageArrays(ArrayHandler):
+    """orbax's handler of arrays, also for those that lie on the devices of some processes alone."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        super().__init__(enable_write_sharding_file=False)
+        self._budget_bytes = budget_bytes
+
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
+        return await super().serialize([_StageArray(v) for v in values], infos, args)
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
+        if self._budget_bytes is not None:
+            limiter = _InFlight(self._budget_bytes)
+            infos = [info.replace(byte_limiter=limiter) for info in infos]
+        return await super().deserialize(infos, args)
+
+
+class _StageArray:
+    """An array as orbax has to see it, which knows global arrays alone.
+
+    It refuses arrays that lie in one process altogether, and takes the shape of the chunks from the first shard of each
+    process, of which process 0 describes all arrays: where a process has none, it gets one that others write.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.shape, self.dtype, self.sharding = array.shape, array.dtype, array.sharding
+        self.size, self.ndim, self.itemsize = array.size, array.ndim, array.dtype.itemsize
+        part = _Part(shape=array.sharding.shard_shape(array.shape))
+        self.addressable_shards = array.addressable_shards or [_OthersShard(data=part)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _OthersShard:
+    data: _Part
+    replica_id: int = 2**31 - 1  # beyond the copies that are written
+
+
+class _InFlight:
+    """Lets reads begin while no more than a budget is on its way; one that is larger goes alone."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes, self._used_bytes, self._changed = budget_bytes, 0, asyncio.Condition()
+
+    async def wait_for_bytes(self, requested_bytes: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: not self._used_bytes or self._used_bytes + requested_bytes <= self._budget_bytes
+            )
+            self._used_bytes += requested_bytes
+
+    async def release_bytes(self, requested_bytes: int) -> None:
+        async with self._changed:
+            self._used_bytes -= requested_bytes
+            self._changed.notify_all()

@@ -1,0 +1,371 @@
+"""`Checkpointer`, the checkpoints of a training run in one folder."""
+
+from __future__ import annotations
+
+import collections
+import json
+import operator
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Protocol
+
+import jax
+
+from autopar.calls import nnx_objects
+from autopar.checkpoint.leaves import named_leaves
+from autopar.checkpoint.manifest import FORMAT_VERSION, Manifest, complete_steps, encoded, find, read
+from autopar.checkpoint.preemption import Preempted, PreemptionNotice
+from autopar.checkpoint.restoring import array_files, restored
+from autopar.checkpoint.stored_arrays import record_of, stored_array
+from autopar.checkpoint.targets import PlannedStep, structure_of_plan
+from autopar.checkpoint.unfinished import no_wait, wait_at_exit
+from autopar.common.jax_distributed import shared_store
+from autopar.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    InvalidArgumentError,
+    ProcessMismatchError,
+)
+from autopar.executables.multiprocess import with_process_lost_errors
+from autopar.plan.file import encode
+from autopar.plan.plan import Plan
+
+# Where checkpoints that are no longer kept go until they are removed: a removal that is cut off leaves nothing half
+# there under the name of a checkpoint.
+_DELETED = "deleted"
+# How often process 0 was asked what a folder has.
+_times_asked: collections.Counter[Path] = collections.Counter()
+AGREEMENT_S = 300.0  # for which process 0 is waited for, as jax waits for those that start
+
+
+class HasPosition(Protocol):
+    """Batches with a position that JSON can hold: those of `autopar.data.shard`, or any other with these methods."""
+
+    def position(self) -> Any: ...
+
+    def restore(self, position: Any) -> None: ...
+
+
+class Checkpointer:
+    """Saves and restores the state of a training run, its plan and the position in its data.
+
+    `folder` is one that all processes see. Every `every`-th step is saved, and the latest `keep` checkpoints are kept
+    (None: all). With `on_preemption`, SIGTERM makes the next `save` write the state and end the program.
+
+    Saving runs in the background: `save` returns when the state is copied to the memory of the host. A checkpoint
+    counts once it is complete; a program that ends waits for the last one. A `with` block, or `close`, does so too, and
+    gives the signal back.
+    """
+
+    def __init__(self, folder: str | Path, *, every: int = 1, keep: int | None = 3, on_preemption: bool = True) -> None:
+        for name, number in (("every", every), ("keep", keep)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise InvalidArgumentError(
+                    where=f"Checkpointer({name}=...)",
+                    expected="a whole number from 1" + (", or None to keep all" if name == "keep" else ""),
+                    got=repr(number),
+                    hint=f"such as Checkpointer(folder, {name}=3)",
+                )
+        self.folder = Path(folder).absolute()
+        self.every, self.keep = every, keep
+        self._writer: Any = None
+        self._here: int | None = None  # the step that this run saved or restored last
+        self._notice = PreemptionNotice() if on_preemption else None
+        self._last_plan: tuple[Plan | None, str] | None = None
+        self._removal: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer of {self.folder}, steps {self.steps()}>"
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What is there
+
+    def steps(self) -> list[int]:
+        """The numbers of the complete checkpoints, ascending."""
+        return complete_steps(self.folder)
+
+    def latest(self) -> int | None:
+        """The number of the latest complete checkpoint; None where there is none."""
+        return next(iter(reversed(self.steps())), None)
+
+    def plan(self, step_number: int | None = None) -> Plan | None:
+        """The plan that a checkpoint was saved under, the latest by default. Raises: as `restore`."""
+        number = find(self.folder, step_number)
+        return read(self.folder, number).plan_of(str(self.folder / str(number)))
+
+    # Saving
+
+    def save(
+        self,
+        step_number: int,
+        state: Any,
+        *,
+        plan: Plan | PlannedStep | None = None,
+        data: HasPosition | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves the state after `step_number` steps where it is time, or with `force`; returns whether it does.
+
+        Every process calls it after every step. `plan` is a plan, or the step, whose latest plan is taken. What `data`
+        says of its position is saved with the state.
+
+        Raises: Preempted when the program was told to end, once the state is on disk; InvalidArgumentError where the
+        folder has a later step; UnsupportedError for leaves that are neither arrays nor numbers; DonatedStateError; the
+        error of the checkpoint before, if it could not be written.
+        """
+        step_number = _checked(step_number)
+        preempted = self.preempted(step_number)
+        if not (force or preempted or step_number % self.every == 0):
+            return False
+        is_new = step_number != self._here
+        if is_new:
+            self._write(step_number, state, plan, data)
+        if preempted:
+            self.wait()
+            raise Preempted(step_number)
+        return is_new
+
+    def preempted(self, step_number: int) -> bool:
+        """Whether the program was told to end, by SIGTERM, so that `save` will write the state of this step and end it.
+
+        In a program of several processes all get the same answer for a step.
+        """
+        return self._notice is not None and self._notice.reached(step_number)
+
+    def wait(self) -> None:
+        """Returns when what was saved is complete. Raises: the error of what could not be written."""
+        if self._writer is not None:
+            with_process_lost_errors(self._writer.wait_until_finished)
+            self._remove_deleted()
+            if self._removal is not None:
+                self._removal.join()
+
+    def close(self) -> None:
+        """Waits, and gives back the signal and the threads; `save` begins anew."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+                if not jax.process_index():
+                    shutil.rmtree(self.folder / _DELETED, ignore_errors=True)
+                no_wait(self)
+            if self._notice is not None:
+                self._notice.close()
+
+    def _write(self, step_number: int, state: Any, plan: Plan | PlannedStep | None, data: HasPosition | None) -> None:
+        leaves, _ = named_leaves(state)
+        records = [record_of(leaf) for leaf in leaves]
+        file = Manifest(
+            format_version=FORMAT_VERSION,
+            step=step_number,
+            leaves=tuple(records),
+            plan=self._plan_text(_plan_of(plan)),
+            data=None if data is None else _position(data),
+        )
+        files = array_files("Checkpointer.save")
+        with_process_lost_errors(lambda: self._open(files))
+        self._check_is_later(step_number)
+        self._remove_deleted()
+        arrays = {
+            record.name: stored_array(leaf.value, record)
+            for leaf, record in zip(leaves, records, strict=True)
+            if record.is_stored
+        }
+        with_process_lost_errors(lambda: files.save(self._writer, step_number, arrays, encoded(file)))
+        self._here = step_number
+
+    def _plan_text(self, plan: Plan | None) -> str:
+        """The file of a plan, which seldom is another than that of the last checkpoint."""
+        if self._last_plan is None or self._last_plan[0] is not plan:
+            self._last_plan = plan, "" if plan is None else encode(plan.record).decode()
+        return self._last_plan[1]
+
+    def _open(self, files: ModuleType) -> None:
+        """Begins to write to the folder: what unfinished saves and removals left in it goes."""
+        if self._writer is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (self.folder / _DELETED).is_symlink():  # what lies there is removed
+                raise CheckpointFormatError(
+                    where=str(self.folder / _DELETED),
+                    expected="a folder",
+                    got="a symbolic link",
+                    hint="remove the link: checkpoints that are no longer kept go there, and are removed",
+                )
+            self._writer = files.manager(self.folder, self.keep, _DELETED)
+            wait_at_exit(self, self.wait)
+
+    def _check_is_later(self, step_number: int) -> None:
+        latest = self._writer.latest_step()
+        if latest is not None and latest >= step_number:
+            raise InvalidArgumentError(
+                where=f"save({step_number}, ...) in {self.folder}",
+                expected=f"a step after {latest}, which the folder has",
+                got=f"step {step_number}",
+                hint="go on from it (Checkpointer.restore_or), take another folder for another run, or, where this run "
+                f"went back on purpose, drop what came later: Checkpointer.discard_after({step_number - 1})",
+            )
+
+    def discard_after(self, step_number: int) -> list[int]:
+        """Removes the checkpoints of later steps, of a run that went back to `step_number`; returns their numbers."""
+        self.wait()
+        self._open(array_files("Checkpointer.discard_after"))
+        later = [step for step in self._writer.all_steps() if step > step_number]
+        for step in later:
+            self._writer.delete(step)
+        self._here = None
+        self.wait()
+        return later
+
+    def _remove_deleted(self) -> None:
+        """Removes what is no longer kept, in the background, in one process."""
+        at = self.folder / _DELETED
+        if jax.process_index() or not at.is_dir() or (self._removal is not None and self._removal.is_alive()):
+            return
+        gone = list(at.iterdir())  # the folder stays while more may come into it
+        self._removal = threading.Thread(target=_remove, args=(gone,))
+        self._removal.start()
+
+    # Restoring
+
+    def restore(
+        self,
+        step_number: int | None = None,
+        *,
+        step: PlannedStep | None = None,
+        plan: Plan | None = None,
+        shardings: Any = None,
+        like: Any = None,
+        data: HasPosition | None = None,
+        partial: bool = False,
+    ) -> Any:
+        """The state of a checkpoint, the latest by default, bit for bit, under another plan or under none.
+
+        `like` has the structure: a state, or its shapes (`jax.eval_shape(create)`); a `step` that has a plan knows it.
+        Without either the result is dictionaries in dictionaries. The leaves are laid out by `shardings` (one, or one
+        for each leaf), by the `step` or the `plan`, else as the arrays of `like` are, else on the first device. Each
+        process reads only the parts of its devices. `data` goes to where it was. With `partial`, leaves of the
+        checkpoint that `like` does not have are left out.
+
+        Every process calls it. Raises: CheckpointNotFoundError; CheckpointMismatchError where the state has other
+        leaves, shapes or types; CheckpointFormatError and PlanFormatError for a damaged or hostile checkpoint.
+        """
+        number = find(self.folder, step_number, self._shared_steps())
+        file = read(self.folder, number)
+        where = f"restore({number}) from {self.folder}"
+        planned = step.latest_plan if step is not None else plan
+        if like is None and planned is not None and (planned.trees is not None or step is not None):
+            like = structure_of_plan(planned, where)
+        elif like is None and (step is not None or plan is not None or shardings is not None):
+            raise InvalidArgumentError(
+                where=where,
+                expected="the structure of the state, in like, or by a step that has a plan",
+                got="neither",
+                hint="pass like=jax.eval_shape(create), or plan first: train_step.plan(shapes, batch)",
+            )
+        state = restored(self.folder, number, file, like, where, (step, plan, shardings), partial=partial)
+        if data is not None:
+            if file.data is None:
+                raise CheckpointMismatchError(
+                    where=where,
+                    expected="a position of the data",
+                    got="none: the checkpoint was saved without",
+                    hint="leave data out, or give it to save: save(..., data=data)",
+                )
+            data.restore(file.data)
+        self._here = number
+        return state
+
+    def restore_or(
+        self,
+        create: Callable[..., Any],
+        *args: Any,
+        step: Any = None,
+        data: HasPosition | None = None,
+    ) -> tuple[Any, int]:
+        """(state, number of steps done): the latest checkpoint, or else `create(*args)` and 0.
+
+        With a `step`, the state is made (`step.init`) and restored in its layouts. `data` goes to where it was.
+        Raises: as `restore`.
+        """
+        steps = self._shared_steps()
+        if not steps:
+            return (create(*args) if step is None else step.init(create, *args)), 0
+        shapes = jax.eval_shape(lambda: nnx_objects.split((create(*args),))[0])
+        return nnx_objects.merged(self.restore(steps[-1], step=step, like=shapes, data=data)), steps[-1]
+
+    def _shared_steps(self) -> list[int]:
+        """The steps that are there when all is written, the same in all processes: those that process 0 sees."""
+        self.wait()
+        _times_asked[self.folder] += 1
+        key, store = f"autopar/checkpoint/{self.folder}/{_times_asked[self.folder]}", shared_store()
+        if store is None or jax.process_count() == 1:
+            return self.steps()
+        if jax.process_index() == 0:
+            store.set(key, json.dumps(self.steps()))
+        text = with_process_lost_errors(lambda: store.wait_for(key, AGREEMENT_S))
+        if text is None:
+            raise ProcessMismatchError(
+                where=f"{self.folder}, in process {jax.process_index()}",
+                expected="all processes to restore together",
+                got=f"no answer of process 0 for {AGREEMENT_S:.0f} s",
+                hint="call restore and restore_or in every process, as often in each",
+            )
+        steps: list[int] = json.loads(text)
+        return steps
+
+
+def _checked(step_number: Any) -> int:
+    """A number of steps. Raises: InvalidArgumentError."""
+    if not hasattr(step_number, "__index__") or operator.index(step_number) < 0:
+        raise InvalidArgumentError(
+            where="save(step_number, ...)",
+            expected="the number of steps done, a whole number from 0",
+            got=repr(step_number)[:40],
+            hint="such as save(i + 1, state) after step i",
+        )
+    return operator.index(step_number)
+
+
+def _position(data: HasPosition) -> Any:
+    """Raises: InvalidArgumentError for a position that JSON cannot hold."""
+    position = data.position()
+    try:
+        return json.loads(json.dumps(position, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            where="save(data=...)",
+            expected="a position of numbers, texts, lists and dictionaries, as JSON has them",
+            got=f"{position!r:.60} ({error})",
+            hint="convert numbers of numpy and jax: int(x)",
+        ) from error
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _plan_of(plan: Plan | PlannedStep | None) -> Plan | None:
+    """Raises: InvalidArgumentError for what is neither a plan nor a step."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if not hasattr(plan, "latest_plan"):
+        raise InvalidArgumentError(
+            where="save(plan=...)",
+            expected="a plan, or a step made by autopar.parallelize",
+            got=type(plan).__name__,
+            hint="such as plan=train_step",
+        )
+    return plan.latest_plan

@@ -1,0 +1,82 @@
+"""The leaves of a state by name: `params/dense/kernel`, whether the state is a dictionary, a dataclass or NNX objects.
+
+The same name for an attribute, a key and an index: what was saved from a `TrainState` opens as plain dictionaries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+
+from autopar.calls import nnx_objects
+
+# The name of the one leaf of a state that is an array itself.
+WHOLE = "state"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NamedLeaf:
+    """A leaf: its name in a checkpoint, its path as Python writes it, and its value."""
+
+    name: str
+    path: str
+    value: Any
+
+
+def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
+    """(leaves, structure) of a tree, with NNX objects split. No two names are equal."""
+    (split,) = nnx_objects.split((tree,))
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(split)
+    leaves, taken = [], set[str]()
+    for path, value in with_paths:
+        name = plain = "/".join(_parts(path)) or WHOLE
+        copies = 1
+        while name in taken:  # {"a/b": x, "a": {"b": y}}
+            copies += 1
+            name = f"{plain}~{copies}"
+        taken.add(name)
+        leaves.append(NamedLeaf(name=name, path=jax.tree_util.keystr(path), value=value))
+    return leaves, structure
+
+
+def tree_of(structure: Any, values: list[Any]) -> Any:
+    """The tree of a structure that `named_leaves` gave, with new NNX objects in place of split ones."""
+    return nnx_objects.merged(jax.tree.unflatten(structure, values))
+
+
+def nested(values: dict[str, Any]) -> Any:
+    """Dictionaries in dictionaries, by the parts of the names."""
+    if list(values) == [WHOLE]:
+        return values[WHOLE]
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *folders, last = name.split("/")
+        place = tree
+        for folder in folders:
+            inner = place.setdefault(folder, {})
+            if not isinstance(inner, dict):  # there is a leaf of that name too
+                place, last = tree, name
+                break
+            place = inner
+        place[last] = value
+    return tree
+
+
+def _parts(path: tuple[Any, ...]) -> list[str]:
+    parts: list[str] = []
+    for i, entry in enumerate(path):
+        match entry:
+            case jax.tree_util.GetAttrKey(name="value") if i == len(path) - 1:
+                pass  # the box of a variable: Flax's `Partitioned`, an `nnx.State`
+            case jax.tree_util.GetAttrKey(name=name):
+                parts.append(str(name))
+            case jax.tree_util.DictKey(key=key) | jax.tree_util.FlattenedIndexKey(key=key):
+                parts.append(str(key))
+            case jax.tree_util.SequenceKey(idx=index):
+                parts.append(str(index))
+            case _:  # `.layers[0].kernel`, the path inside of an NNX object
+                parts += [text.strip("'\"") for text in re.split(r"[.\[\]]+", str(entry)) if text]
+    return parts

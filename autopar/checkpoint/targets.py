@@ -1,0 +1,202 @@
+"""What a checkpoint is restored to: the structure of the state, and where each leaf of it is to lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from autopar.checkpoint.leaves import NamedLeaf, named_leaves
+from autopar.checkpoint.manifest import LeafRecord, Manifest
+from autopar.common import jax_compat
+from autopar.errors import CheckpointMismatchError, InvalidArgumentError
+from autopar.plan.plan import Plan
+from autopar.plan.sharding_trees import shardings_in
+from autopar.runtime.execution.global_arrays import aval_of
+
+NAMED = 4  # leaves that an error names
+
+
+class PlannedStep(Protocol):
+    """A step made by `autopar.parallelize`."""
+
+    @property
+    def latest_plan(self) -> Plan | None: ...
+
+    def state_shardings(self, state: Any) -> list[Any]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A leaf to restore: its record, and the shape, type and sharding that it is to have.
+
+    `sharding` is None for numbers of Python and arrays of numpy.
+    """
+
+    record: LeafRecord
+    dtype: Any
+    sharding: Any | None
+
+
+def structure_of_plan(plan: Plan, where: str) -> Any:
+    """The state of the step of a plan as a tree of shapes, with the plan's shardings.
+
+    Raises: InvalidArgumentError for a plan of a file, which knows no structure; UnsupportedError where a class in it
+    accepts only arrays.
+    """
+    if plan.trees is None:
+        raise InvalidArgumentError(
+            where=where,
+            expected="the structure of the state: like=, or a step that has a plan",
+            got="the plan of a file, which knows no structure",
+            hint="pass like=jax.eval_shape(create): the state's shapes",
+        )
+    arguments = []
+    for i in sorted(plan.trees.donated):
+        leaves = plan.argument_leaves(frozenset({i}))
+        shapes = [
+            jax.ShapeDtypeStruct(v.shape, jax_compat.struct(v.shape, v.dtype).dtype, sharding=plan.sharding_of(v))
+            for v in leaves
+        ]
+        arguments.append(shardings_in(plan.trees.arguments[i], shapes, where))
+    return arguments[0] if len(arguments) == 1 else tuple(arguments)
+
+
+def shardings_for(
+    leaves: Sequence[NamedLeaf], structure: Any, *, step: PlannedStep | None, plan: Plan | None, shardings: Any
+) -> list[Any | None]:
+    """The sharding of each leaf: as asked for, by the step or its plan, or as the leaf itself has it.
+
+    Raises: CheckpointMismatchError where the plan is of another state; NotEnoughDevicesError.
+    """
+    if shardings is not None:
+        planned = _given(shardings, structure)
+    elif step is not None:
+        planned = step.state_shardings([aval_of(leaf.value) for leaf in leaves])
+    elif plan is not None:
+        planned = _of_plan(plan, leaves)
+    else:
+        return [getattr(leaf.value, "sharding", None) for leaf in leaves]
+    return [s if hasattr(leaf.value, "shape") else None for leaf, s in zip(leaves, planned, strict=True)]
+
+
+def targets_of(
+    manifest: Manifest, leaves: Sequence[NamedLeaf], shardings: Sequence[Any | None], where: str, *, partial: bool
+) -> list[Target]:
+    """The targets of the leaves of a state, in order.
+
+    Raises: CheckpointMismatchError that names leaves, what the state wants and what the checkpoint has.
+    """
+    records = {record.name: record for record in manifest.leaves}
+    _check_names(records, leaves, where, partial=partial)
+    default = SingleDeviceSharding(jax.local_devices()[0])
+    out = []
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        record, value = records[leaf.name], leaf.value
+        is_host = isinstance(value, np.ndarray | np.generic) or not hasattr(value, "shape")
+        dtype = _checked_dtype(record, value, f"{where}, {leaf.path or leaf.name}")
+        if sharding is None and not (is_host and (record.kind == "number" or record.is_numpy)):
+            sharding = default
+        out.append(Target(record=record, dtype=dtype, sharding=sharding))
+    return out
+
+
+def targets_of_all(manifest: Manifest) -> list[Target]:
+    """The leaves of a checkpoint as they are, on the first device."""
+    default = SingleDeviceSharding(jax.local_devices()[0])
+    return [
+        Target(
+            record=record,
+            dtype=None if record.kind == "number" else record.leaf_dtype,
+            sharding=None if record.kind == "number" or record.is_numpy else default,
+        )
+        for record in manifest.leaves
+    ]
+
+
+def _given(shardings: Any, structure: Any) -> list[Any]:
+    if isinstance(shardings, Sharding):
+        return [shardings] * structure.num_leaves
+    given, _ = named_leaves(shardings)
+    if len(given) != structure.num_leaves:
+        raise InvalidArgumentError(
+            where="restore(shardings=...)",
+            expected=f"one sharding, or one for each of the {structure.num_leaves} leaves of the state",
+            got=f"{len(given)}",
+            hint="give a tree of the structure of like, such as plan.state_shardings",
+        )
+    return [leaf.value for leaf in given]
+
+
+def _of_plan(plan: Plan, leaves: Sequence[NamedLeaf]) -> list[Any]:
+    plan.check_devices()
+    if plan.trees is not None:
+        planned = plan.argument_leaves(plan.trees.donated)
+    else:
+        planned = [value for value in plan.record.arguments if value.kind == "state"]
+    for i, leaf in enumerate(leaves):
+        shape = aval_of(leaf.value)
+        wanted = (tuple(shape.shape), str(shape.dtype))
+        has = (planned[i].shape, planned[i].dtype) if i < len(planned) else None
+        if wanted != has:
+            raise CheckpointMismatchError(
+                where=f"restore(plan=...), {leaf.path or leaf.name}",
+                expected=f"{wanted[1]}{list(wanted[0])}, as the state has it",
+                got="no such leaf in the plan" if has is None else f"{has[1]}{list(has[0])} in the plan",
+                hint="give the plan of the step that takes this state; without plan= the state is restored as like is",
+            )
+    return [plan.sharding_of(value) for value in planned[: len(leaves)]]
+
+
+def _check_names(records: dict[str, LeafRecord], leaves: Sequence[NamedLeaf], where: str, *, partial: bool) -> None:
+    missing = [leaf.name for leaf in leaves if leaf.name not in records]
+    wanted = {leaf.name for leaf in leaves}
+    extra = [] if partial else [name for name in records if name not in wanted]
+    if not missing and not extra:
+        return
+    got = []
+    if missing:
+        got.append(f"a checkpoint without {_some(missing)}")
+    if extra:
+        got.append(f"{'one' if got else 'a checkpoint'} with {_some(extra)} beside them")
+    raise CheckpointMismatchError(
+        where=where,
+        expected=f"the {len(leaves)} leaves of the state",
+        got=", and ".join(got),
+        hint="restore into the structure that was saved (autopar checkpoint show FOLDER prints it)"
+        + ("" if missing else "; partial=True takes the leaves of like alone"),
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(repr(name) for name in names[:NAMED]) + more
+
+
+def _checked_dtype(record: LeafRecord, value: Any, where: str) -> Any:
+    """The type that a leaf is restored to. Raises: CheckpointMismatchError for another shape or type."""
+    if not hasattr(value, "shape"):  # a number of Python takes what was saved in its place
+        return None if record.kind == "number" else record.leaf_dtype
+    dtype = record.leaf_dtype if record.kind != "number" else np.dtype(type(record.value))
+    # What was not an array of JAX becomes one as jax makes it of it.
+    becomes = dtype if record.kind == "key" or not record.is_host else jax.dtypes.canonicalize_dtype(dtype)
+    if record.shape == tuple(value.shape) and value.dtype in (dtype, becomes) and _fits(record, value.dtype):
+        return value.dtype
+    raise CheckpointMismatchError(
+        where=where,
+        expected=f"{value.dtype}{list(value.shape)}, as the state has it",
+        got=f"{dtype}{list(record.shape)} in the checkpoint",
+        hint="restore with the configuration that it was saved with; plain dictionaries of what is there, to convert "
+        "by hand, come from restore() without like, step and plan",
+    )
+
+
+def _fits(record: LeafRecord, dtype: Any) -> bool:
+    """Whether a number of Python is one of a type."""
+    if record.kind != "number" or not np.issubdtype(dtype, np.integer):
+        return record.dtype != "str"
+    return bool(np.iinfo(dtype).min <= record.value <= np.iinfo(dtype).max)

@@ -1,0 +1,400 @@
+"""What is kept, where a run goes on, what is refused, and what a kill or a preemption leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import autopar
+from autopar.checkpoint import Checkpointer, Preempted
+from autopar.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    DonatedStateError,
+    InvalidArgumentError,
+    MissingPackageError,
+    PlanFormatError,
+    UnsupportedError,
+)
+from benchmarks.zoo import CASES
+from tests.checkpoint.trees import assert_equal
+
+ROOT = Path(__file__).parents[2]
+
+
+class Batches:
+    """Batches with a position."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def position(self) -> dict[str, int]:
+        return {"batch": self.number}
+
+    def restore(self, position: dict[str, int]) -> None:
+        self.number = position["batch"]
+
+
+def checkpointer(folder, **options) -> Checkpointer:
+    return Checkpointer(folder, on_preemption=False, **options)
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A folder with the checkpoint of step 1."""
+    with checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"params": {"w": jnp.arange(4.0)}, "n": 3})
+    return tmp_path
+
+
+def test_every_second_step_is_saved_and_the_latest_two_are_kept(tmp_path):
+    with checkpointer(tmp_path, every=2, keep=2) as checkpoints:
+        begun = [checkpoints.save(i, {"w": jnp.full(2, i)}) for i in range(1, 9)]
+        checkpoints.save(9, {"w": jnp.full(2, 9)}, force=True)
+    assert begun == [False, True] * 4
+    assert checkpoints.steps() == [8, 9]
+    assert sorted(os.listdir(tmp_path)) == ["8", "9"]
+    assert checkpoints.restore()["w"].tolist() == [9, 9]
+    assert checkpoints.restore(8)["w"].tolist() == [8, 8]
+
+
+def test_a_run_begins_and_then_goes_on_where_it_was(tmp_path):
+    case = CASES["mlp"]()
+    step = autopar.parallelize(case.step, plan=autopar.recipes.zero(3), cache_dir=None, show_progress=False)
+    data = Batches()
+    with checkpointer(tmp_path) as checkpoints:
+        state, start = checkpoints.restore_or(case.init, jax.random.key(0), step=step, data=data)
+        assert start == 0
+        state, _ = step(state, case.batch(0))
+        data.number = 7
+        checkpoints.save(1, state, plan=step, data=data)
+        expected = jax.tree.map(np.asarray, state)
+        data.number = 0
+        again, start = checkpoints.restore_or(case.init, jax.random.key(0), step=step, data=data)
+    assert (start, data.number) == (1, 7)
+    assert_equal(jax.tree.map(np.asarray, again), expected)
+    planned = step.state_shardings(jax.tree.leaves(again))
+    assert [x.sharding for x in jax.tree.leaves(again)] == planned
+
+
+def test_a_step_of_another_past_is_refused_until_later_ones_are_dropped(tmp_path):
+    with checkpointer(tmp_path) as checkpoints:
+        for i in (1, 2, 3):
+            checkpoints.save(i, {"w": jnp.full(2, i)})
+        assert not checkpoints.save(3, {"w": jnp.zeros(2)})  # it is there already
+        checkpoints.restore(1)
+        with pytest.raises(InvalidArgumentError, match="expected a step after 3"):
+            checkpoints.save(2, {"w": jnp.zeros(2)})
+        assert checkpoints.discard_after(1) == [2, 3]
+        checkpoints.save(2, {"w": jnp.full(2, 20)})
+    assert checkpoints.steps() == [1, 2]
+    assert checkpoints.restore()["w"].tolist() == [20, 20]
+
+
+def test_a_missing_checkpoint_says_what_there_is(saved, tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match=r"a checkpoint of step 5, got steps \[1\]"):
+        checkpointer(saved).restore(5)
+    with pytest.raises(CheckpointNotFoundError, match="no folder"):
+        checkpointer(tmp_path / "nowhere").restore()
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"params": {"w": jnp.zeros(4)}}, "with 'n' beside them"),
+        ({"params": {"w": jnp.zeros(4), "b": jnp.zeros(1)}, "n": 3}, "a checkpoint without 'params/b'"),
+        ({"params": {"w": jnp.zeros(5)}, "n": 3}, r"\['params'\]\['w'\]: expected float32\[5\].*got float32\[4\]"),
+        ({"params": {"w": jnp.zeros(4, "int32")}, "n": 3}, r"expected int32\[4\].*got float32\[4\]"),
+        ({"params": {"w": jnp.zeros(4)}, "n": jnp.float32(0)}, r"\['n'\]: expected float32\[\].*got int64\[\]"),
+    ],
+)
+def test_another_state_is_refused_with_its_leaf(saved, like, message):
+    with pytest.raises(CheckpointMismatchError, match=message):
+        checkpointer(saved).restore(like=like)
+
+
+def test_numbers_become_arrays_where_they_fit(tmp_path):
+    with checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"n": 3, "x": 0.5, "np": np.arange(3), "large": 2**40, "text": "a"})
+        like = {"n": jnp.int32(0), "x": jnp.float32(0), "np": jnp.zeros(3, "int32")}
+        expected = {"n": jnp.int32(3), "x": jnp.float32(0.5), "np": jnp.arange(3)}
+        assert_equal(checkpoints.restore(like=like, partial=True), expected)
+        for name in ("large", "text"):
+            with pytest.raises(CheckpointMismatchError, match=rf"\['{name}'\]: expected int32"):
+                checkpoints.restore(like={name: jnp.int32(0)}, partial=True)
+
+
+def test_an_array_of_jax_is_never_rounded(tmp_path):
+    with checkpointer(tmp_path) as checkpoints:
+        with jax.enable_x64(True):
+            checkpoints.save(1, {"w": jnp.arange(3.0)})
+        with pytest.raises(CheckpointMismatchError, match=r"expected float32\[3\].*got float64\[3\]"):
+            checkpoints.restore(like={"w": jnp.zeros(3)})
+
+
+def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    monkeypatch.delitem(sys.modules, "autopar.checkpoint.array_files", raising=False)
+    with pytest.raises(MissingPackageError, match=r"pip install autopar\[train\]"):
+        checkpointer(tmp_path).save(1, {"w": jnp.zeros(2)})
+
+
+def test_a_layout_without_a_structure_is_refused(saved):
+    with pytest.raises(InvalidArgumentError, match="the structure of the state"):
+        checkpointer(saved).restore(shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def test_the_objects_of_a_run_go_on_where_they_were(tmp_path):
+    def create(seed):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    with checkpointer(tmp_path) as checkpoints:
+        (model, optimizer), start = checkpoints.restore_or(create, 0)
+        model.kernel[...] = model.kernel + 1
+        checkpoints.save(1, (model, optimizer))
+        (again, its_optimizer), next_start = checkpoints.restore_or(create, 0)
+    assert (start, next_start) == (0, 1)
+    assert isinstance(its_optimizer, nnx.Optimizer)
+    assert np.array_equal(again.kernel[...], model.kernel[...])
+
+
+def test_a_number_of_python_stays_one_under_a_plan(tmp_path):
+    def step(state, batch):
+        return {"w": state["w"] + batch.sum(0), "n": state["n"] + 1}, {}
+
+    train_step = autopar.parallelize(step, plan=autopar.recipes.zero(3), cache_dir=None, show_progress=False)
+    state = {"w": jnp.arange(8.0), "n": 3}
+    train_step.plan(state, jnp.ones((8, 8)))
+    with checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        back = checkpoints.restore(like=state, step=train_step)
+    assert_equal(back, state)
+    assert len(back["w"].sharding.device_set) == 8
+
+
+def test_a_leaf_that_is_no_array_is_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"\['f'\]: expected arrays.*got object"):
+        checkpointer(tmp_path).save(1, {"f": object()})
+
+
+def test_a_state_that_was_donated_is_refused(tmp_path):
+    state = {"w": jnp.arange(4.0)}
+    jax.jit(lambda x: x + 1, donate_argnums=0)(state["w"])
+    with pytest.raises(DonatedStateError, match=r"\['w'\]: expected the state that the last step returned"):
+        checkpointer(tmp_path).save(1, state)
+
+
+def test_a_plan_that_is_none_is_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match=r"expected a plan, or a step.*got function"):
+        checkpointer(tmp_path).save(1, {"w": jnp.zeros(2)}, plan=lambda: None)
+
+
+@pytest.mark.parametrize(("option", "value"), [("every", 0), ("keep", 0), ("every", 1.5)])
+def test_bad_options_are_refused(tmp_path, option, value):
+    with pytest.raises(InvalidArgumentError, match=rf"{option}=.*got {value}"):
+        checkpointer(tmp_path, **{option: value})
+
+
+def test_a_position_that_is_no_json_is_refused(tmp_path):
+    data = Batches()
+    data.number = np.int64(3)
+    with pytest.raises(InvalidArgumentError, match="expected a position of numbers"):
+        checkpointer(tmp_path).save(1, {"w": jnp.zeros(2)}, data=data)
+
+
+def test_a_position_that_was_not_saved_is_not_restored(saved):
+    with pytest.raises(CheckpointMismatchError, match="expected a position of the data"):
+        checkpointer(saved).restore(data=Batches())
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, "1"])
+def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path, number):
+    with pytest.raises(InvalidArgumentError, match="expected the number of steps done"):
+        checkpointer(tmp_path).save(number, {"w": jnp.zeros(2)})
+
+
+# Hostile and damaged checkpoints
+
+
+def edited(folder: Path, **changes) -> None:
+    path = folder / "1" / "manifest" / "metadata"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", ["../w", "/etc/passwd", "a/../../b", "a\0b"])
+def test_names_that_lead_out_of_the_folder_are_refused(saved, name):
+    edited(saved, leaves=[{"name": name, "kind": "array", "shape": [4], "dtype": "float32"}])
+    with pytest.raises(CheckpointFormatError, match="names of leaves"):
+        checkpointer(saved).restore()
+
+
+def test_links_are_refused(saved, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (saved / "1" / "state" / "d").rename(elsewhere / "d")
+    (saved / "1" / "state" / "d").symlink_to(elsewhere / "d")
+    with pytest.raises(CheckpointFormatError, match=r"state/d.*got a symbolic link"):
+        checkpointer(saved).restore()
+
+
+def test_a_checkpoint_that_is_a_link_is_refused(saved, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (saved / "1").rename(elsewhere / "1")
+    (saved / "1").symlink_to(elsewhere / "1")
+    with pytest.raises(CheckpointFormatError, match="got a symbolic link"):
+        checkpointer(saved).restore()
+
+
+def test_what_is_removed_is_never_behind_a_link(tmp_path, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "precious").mkdir()
+    (tmp_path / "deleted").symlink_to(elsewhere)
+    with pytest.raises(CheckpointFormatError, match=r"deleted: expected a folder, got a symbolic link"):
+        checkpointer(tmp_path).save(1, {"w": jnp.zeros(2)})
+    assert (elsewhere / "precious").is_dir()
+
+
+def test_damaged_arrays_are_refused(saved):
+    for path in (saved / "1" / "state").rglob("d/*"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(CheckpointFormatError, match="arrays that can be read"):
+        checkpointer(saved).restore()
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        {"kind": "number", "dtype": "int", "number": "__import__('os')"},
+        {"kind": "number", "dtype": "object", "number": "1"},
+        {"kind": "array", "dtype": "nothing", "shape": [0]},
+        {"kind": "key", "dtype": "nothing", "shape": [0]},
+        {"kind": "array", "dtype": "float32", "shape": [-1]},
+    ],
+)
+def test_leaves_of_no_type_are_refused(saved, leaf):
+    edited(saved, leaves=[{"name": "x", **leaf}])
+    with pytest.raises(CheckpointFormatError, match="metadata, x: expected a"):
+        checkpointer(saved).restore()
+
+
+def test_arrays_in_files_by_name_are_refused(saved):
+    path = saved / "1" / "state" / "_METADATA"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_ocdbt": False}))
+    with pytest.raises(CheckpointFormatError, match="one OCDBT database"):
+        checkpointer(saved).restore()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"format_version": 99}, CheckpointFormatError, "got format version 99"),
+        ({"leaves": 3}, CheckpointFormatError, r"\$\.leaves"),
+        ({"step": 4}, CheckpointFormatError, "got that of step 4"),
+        ({"plan": '{"format_version": 1000000, "plan": {}}'}, PlanFormatError, "plan: expected format version"),
+        ({"plan": "cos\nsystem\n(S'true'\ntR."}, PlanFormatError, "plan: expected a plan saved by autopar"),
+    ],
+)
+def test_a_changed_checkpoint_is_refused(saved, changes, error, message):
+    edited(saved, **changes)
+    with pytest.raises(error, match=message):
+        checkpointer(saved).restore()
+
+
+def test_a_folder_without_an_end_is_no_checkpoint(saved):
+    (saved / "2").mkdir()
+    (saved / "7.orbax-checkpoint-tmp").mkdir()
+    assert checkpointer(saved).steps() == [1]
+
+
+# Kills and preemption, in a process of their own
+
+PROGRAM = """
+import sys, time
+import jax, jax.numpy as jnp
+from autopar.checkpoint import Checkpointer
+folder, pause_s = sys.argv[1], float(sys.argv[2])
+checkpoints = Checkpointer(folder, keep=2)
+state, start = checkpoints.restore_or(lambda: {"w": jnp.zeros((256, 1024)), "n": jnp.int32(0)})
+advance = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+for i in range(start, 10_000):
+    state = advance(state)
+    checkpoints.save(i + 1, state)
+    print(i + 1, flush=True)
+    time.sleep(pause_s)
+"""
+
+
+def begun(folder: Path, pause_s: float = 0) -> subprocess.Popen:
+    """A run that has saved some steps."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(pause_s)]
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for _ in range(3):
+        assert run.stdout.readline()
+    return run
+
+
+def test_sigterm_saves_and_ends(tmp_path):
+    run = begun(tmp_path, pause_s=0.02)
+    run.send_signal(signal.SIGTERM)
+    out, errors = run.communicate(timeout=60)
+    assert (run.returncode, errors) == (143, "")
+    last = checkpointer(tmp_path).latest()
+    assert last > max([3, *map(int, out.split())])  # the save that ended it said nothing
+    assert int(checkpointer(tmp_path).restore()["n"]) == last
+
+
+def test_a_program_that_ends_waits_for_its_last_checkpoint(tmp_path):
+    program = f"{PROGRAM.replace('10_000', '2')}\nimport logging\nprint(logging.root.handlers)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", program, str(tmp_path), "0"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout, ended.stderr) == ("1\n2\n[]\n", "")  # no handler of the root logger
+    assert checkpointer(tmp_path).steps() == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_time_leaves_a_checkpoint_that_opens(tmp_path):
+    last = 0
+    for wait_s in np.random.default_rng(0).uniform(0, 0.2, size=8):
+        run = begun(tmp_path)
+        time.sleep(wait_s)
+        run.kill()
+        run.communicate()
+        state = checkpointer(tmp_path).restore()
+        assert int(state["n"]) == checkpointer(tmp_path).latest() >= last
+        assert np.unique(np.asarray(state["w"])).tolist() == [int(state["n"])]
+        last = int(state["n"])
+    with checkpointer(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(last + 1, state)
+    assert sorted(os.listdir(tmp_path), key=int) == [str(n) for n in checkpoints.steps()]  # and nothing else
+
+
+def test_a_handler_that_was_there_is_called_and_gets_its_signal_back(tmp_path):
+    arrived = []
+    earlier = signal.signal(signal.SIGTERM, lambda *_: arrived.append("SIGTERM"))
+    try:
+        checkpoints = Checkpointer(tmp_path)
+        assert not checkpoints.preempted(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpoints.preempted(1)
+        with pytest.raises(Preempted) as raised:
+            checkpoints.save(1, {"w": jnp.ones(2)})
+        checkpoints.close()
+        assert (raised.value.step_number, raised.value.code, checkpoints.steps()) == (1, 143, [1])
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+    assert arrived == ["SIGTERM"] * 2

@@ -1,0 +1,49 @@
+"""Two processes of two devices save together and restore onto each other's plans; one process opens what they saved."""
+
+import json
+
+import jax
+import pytest
+
+from autopar.checkpoint import Checkpointer
+from benchmarks.zoo import CASES
+from tests.checkpoint import in_processes
+from tests.in_processes import launch
+
+pytestmark = pytest.mark.slow
+
+
+def test_states_of_two_processes_open_under_any_plan_and_in_one_process(tmp_path):
+    ended = launch(tmp_path, 2, 2, 240, program=in_processes.__file__, what="matrix")
+    assert [code for code, _, _ in ended] == [0, 0], ended[0][1] + ended[1][1]
+    results = [json.loads((tmp_path / f"result{i}").read_text()) for i in range(2)]
+    assert [result["unequal"] for result in results] == [[], []]
+    assert results[0]["in_host"] > 0
+    assert [result["mixed"] for result in results] == [True, True]
+    shapes = jax.eval_shape(CASES["mlp"]().init, jax.random.key(0))
+    for kind in in_processes.KINDS:
+        checkpoints = Checkpointer(tmp_path / kind, on_preemption=False)
+        here = in_processes.digest(checkpoints.restore(like=shapes))
+        assert {here} == {result["digests"][kind] for result in results}
+        assert checkpoints.plan() is not None
+
+
+def test_the_loss_of_a_process_while_it_saves_is_named_and_leaves_a_checkpoint(tmp_path):
+    ended = launch(tmp_path, 2, 1, 120, program=in_processes.__file__, what="kill")
+    (code, text, seconds), (killed, _, killed_s) = ended
+    assert killed == -9
+    assert code not in (0, -9), text
+    assert "process 1" in text
+    assert seconds - killed_s < 60
+    checkpoints = Checkpointer(tmp_path / "run", on_preemption=False)
+    state = checkpoints.restore()
+    assert int(state["n"]) == checkpoints.latest() >= 4
+    assert state["w"].min() == state["w"].max() == float(checkpoints.latest())
+
+
+def test_a_signal_to_one_process_ends_all_after_the_same_step(tmp_path):
+    ended = launch(tmp_path, 2, 1, 120, program=in_processes.__file__, what="preemption")
+    assert [code for code, _, _ in ended] == [143, 143], ended[0][1] + ended[1][1]
+    checkpoints = Checkpointer(tmp_path / "run", on_preemption=False)
+    assert 5 < checkpoints.latest() < 2000
+    assert int(checkpoints.restore()["n"]) == checkpoints.latest()
