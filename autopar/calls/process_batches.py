@@ -24,8 +24,9 @@ import numpy as np
 from autopar.calls.batch_mode import GLOBAL, BatchDecision, Leaf, PassedBatch, Shape, decide
 from autopar.common import jax_compat
 from autopar.frontend.tracing import abstract, flatten_arguments
-from autopar.runtime.execution.global_arrays import aval_of, is_whole, place
+from autopar.runtime.execution.global_arrays import aval_of, is_whole
 from autopar.runtime.processes.agreement import exchange
+from autopar.runtime.processes.moves import place
 from autopar.runtime.processes.process_rows import ProcessRows, place_rows
 
 logger = logging.getLogger("autopar")

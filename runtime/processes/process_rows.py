@@ -23,9 +23,9 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.transfer_layouts import refined
 from autopar.runtime.execution.cross_process import absent, crosser, crossing, is_here
 from autopar.runtime.execution.cut_shards import End
-from autopar.runtime.execution.global_arrays import aval_of, move
-from autopar.runtime.processes.agreement import meet
+from autopar.runtime.execution.global_arrays import aval_of
 from autopar.runtime.processes.heartbeat import the_watch
+from autopar.runtime.processes.moves import move, waits_for_all
 
 
 class ProcessRows:
@@ -146,7 +146,7 @@ def _to_stages(ways: tuple[_Way, ...]) -> Callable[[Sequence[Any]], list[Any]]:
             crossings.append(crossing((count, *row_shape), dtype, source, _end(target, (count, *row_shape))))
             if process == here:
                 senders.append(source.sharding)
-    cross = crosser(crossings, _wait_for_all if jax.devices()[0].platform == "cpu" else None)
+    cross = crosser(crossings, waits_for_all("the rows of a batch"))
     join = [jax.jit(_one_after_the_other, out_shardings=target) if is_here(target) else None for *_, target in ways]
 
     def place(rows: Sequence[Any]) -> list[Any]:
@@ -156,15 +156,6 @@ def _to_stages(ways: tuple[_Way, ...]) -> Callable[[Sequence[Any]], list[Any]]:
         return [None if f is None else f(*found) for f, found in zip(join, pieces, strict=True)]
 
     return place
-
-
-def _wait_for_all(arrived: list[Any]) -> None:
-    """Returns when all processes have what they were sent.
-
-    The CPU client serves what it sends with the few threads that also wait in collectives: so none may begin before.
-    """
-    jax.block_until_ready(arrived)
-    meet("the rows of a batch")
 
 
 def _sender(devices: Any, shape: tuple[int, ...], target: NamedSharding) -> End:

@@ -1,0 +1,35 @@
+"""One of two processes that move arrays between meshes (test_moves.py)."""
+
+import json
+import sys
+
+from tests.in_processes import join
+
+SHAPES = ((128,), (64, 32), (), (128, 4, 8))
+SOURCES = ((0,), (1, 0), (2, 3), (3,))
+
+
+def main() -> None:
+    join(json.loads(sys.argv[1]))
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from autopar.runtime.execution.global_arrays import aval_of, from_whole
+    from autopar.runtime.processes.moves import move
+
+    devices = np.array(sorted(jax.devices(), key=lambda d: d.id))
+    for source in SOURCES:
+        at = NamedSharding(Mesh(devices[list(source)], ("x",)), PartitionSpec())
+        for shape in SHAPES:
+            value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+            array = from_whole(value, aval_of(value), at)
+            for spec in (PartitionSpec(), PartitionSpec("y") if shape else PartitionSpec()):
+                moved = move(array, NamedSharding(Mesh(devices, ("y",)), spec))
+                for shard in moved.addressable_shards:
+                    np.testing.assert_array_equal(shard.data, value[shard.index] if shape else value)
+    print("moved")
+
+
+if __name__ == "__main__":
+    main()
