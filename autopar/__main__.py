@@ -11,6 +11,8 @@
     autopar tune FILE:FUNCTION --save plan.json
     autopar measure --save cluster.json
     autopar doctor
+    autopar cache list
+    autopar cache clear --kind plans
 
 FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. For absent hardware it
 is traced, not run, so its state may exceed the memory of this machine. Every verb takes --json. The exit status is 0,
@@ -29,6 +31,7 @@ from typing import Any
 
 from autopar import commands
 from autopar.errors import AutoparError
+from autopar.kept_files import Kind
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,6 +63,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"autopar {_version()}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+    add = _adder(verbs)
+    _add_planning(add)
+    _add_reading(add)
+    _add_running(add)
+    _add_cache(verbs)
+    return parser
+
+
+Add = Callable[[str, Callable[[argparse.Namespace], commands.Output], str, str], argparse.ArgumentParser]
+
+
+def _adder(verbs: Any) -> Add:
+    """A function that adds a verb to the parsers `verbs`."""
 
     def add(
         name: str, command: Callable[[argparse.Namespace], commands.Output], text: str, example: str
@@ -69,13 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.set_defaults(command=command)
         return verb
 
-    _add_planning(add)
-    _add_reading(add)
-    _add_running(add)
-    return parser
-
-
-Add = Callable[[str, Callable[[argparse.Namespace], commands.Output], str, str], argparse.ArgumentParser]
+    return add
 
 
 def _cluster(verb: argparse.ArgumentParser, text: str, **options: Any) -> None:
@@ -169,6 +179,19 @@ def _add_running(add: Add) -> None:
     )  # fmt: skip
     measure.add_argument("--devices", type=int, metavar="N", help="the first N devices only")
     measure.add_argument("--save", metavar="PATH", help="write the cluster, for --cluster PATH, not to the cache")
+
+
+def _add_cache(verbs: Any) -> None:
+    """The verbs of the cache, one level below."""
+    text = "what autopar keeps on this machine: plans, sharding rules, measurements"
+    cache = verbs.add_parser("cache", help=text, description=text, epilog="example: autopar cache list")
+    add = _adder(cache.add_subparsers(required=True, metavar="ACTION"))
+    add("list", commands.cache_list, "list what is kept, with sizes and dates", "cache list --json")
+    clear = add(
+        "clear", commands.cache_clear, "remove what is kept; it is made anew when wanted", "cache clear --kind plans"
+    )
+    kinds = [str(kind) for kind in Kind]
+    clear.add_argument("--kind", action="append", choices=kinds, help="only this kind; may be repeated (all kinds)")
 
 
 if __name__ == "__main__":

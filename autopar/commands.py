@@ -17,6 +17,7 @@ from autopar.doctor import diagnose
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import calibrate
 from autopar.hardware.cluster import Cluster
+from autopar.kept_files import Kind, clear, kept_in
 from autopar.plan.plan import Plan
 from autopar.plan.render import differences
 from autopar.recipe_text import recipe_of
@@ -95,6 +96,18 @@ def doctor(parsed: argparse.Namespace) -> Output:
     """Looks at this machine."""
     found = diagnose()
     return Output(str(found), found.to_dict())
+
+
+def cache_list(parsed: argparse.Namespace) -> Output:
+    """What the cache holds."""
+    kept = kept_in(default_directory())
+    return Output(str(kept), kept.to_dict())
+
+
+def cache_clear(parsed: argparse.Namespace) -> Output:
+    """Empties the cache."""
+    removed = clear(default_directory(), [Kind(kind) for kind in parsed.kind or Kind])
+    return Output(str(removed), removed.to_dict())
 
 
 def verify(parsed: argparse.Namespace) -> Output:

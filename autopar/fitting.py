@@ -104,8 +104,8 @@ def fit(
 
     Args:
         step: A step of `autopar.parallelize`, which keeps its options, or a function.
-        args: Its arguments, arrays or `jax.ShapeDtypeStruct`s. The leaves of the batch have their examples first, all
-            of them as many; other numbers of examples take their place.
+        args: Its arguments, arrays or shapes (`jax.ShapeDtypeStruct`). The leaves of the batch have their examples
+            first, all of them as many; other numbers of examples take their place.
         clusters: The hardware to plan for, also as text. Of each the largest batch is found.
         multiple: Batches are multiples of this; None: of the number of devices.
         prices: Of an hour on the whole cluster, by its name: rows then have the price of a million examples.

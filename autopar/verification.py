@@ -92,7 +92,8 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
 
     Args:
         step: What `autopar.parallelize` made.
-        args: Its arguments, arrays or `jax.ShapeDtypeStruct`s (then no numbers are compared). Nothing is donated.
+        args: Its arguments, arrays or shapes (`jax.ShapeDtypeStruct`; then no numbers are compared). Nothing is
+            donated.
         compile_for: Hardware that need not be here, such as "tpu:v5e:2x4" (needs the extra `autopar[tpu]`) or
             "gpu:h100:2x8", two hosts of eight (needs `autopar[gpu]`).
 

@@ -79,7 +79,7 @@ class Plan:
     @property
     def gap(self) -> float | None:
         """The share of the step's time that any other plan could save at most, by the model of costs: all but
-        computation that every device has its share of. None where it is not known: of an old file.
+        computation that every device has its share of. None where it is not known, as of an old file.
         """
         least_s = self.record.least_step_time_s
         return None if least_s is None else max(0.0, 1 - least_s / self.predicted.step_time_s)
