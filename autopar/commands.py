@@ -39,7 +39,7 @@ def plan(parsed: argparse.Namespace) -> Output:
     _check_folder("--save", parsed.save)
     _check_folder("--report", parsed.report)
     cluster = Cluster.parse(parsed.cluster)
-    step, arguments = shapes_only(parsed.function)
+    step, arguments = shapes_only(parsed.function, parsed.arg)
     options = {"effort": parsed.effort} if parsed.effort else {}
     made = autopar.plan(step, *arguments, cluster=cluster, memory_limit_bytes=parsed.memory_limit_bytes, **options)
     if parsed.save:
@@ -58,7 +58,7 @@ def explain(parsed: argparse.Namespace) -> Output:
 def why_not(parsed: argparse.Namespace) -> Output:
     """Compares the plan of a step with that of a recipe."""
     recipe = recipe_of(parsed.recipe)
-    step, arguments = shapes_only(parsed.function)
+    step, arguments = shapes_only(parsed.function, parsed.arg)
     found = _planned_for(step, Cluster.parse(parsed.cluster)).plan(*arguments).why_not(recipe)
     return Output(str(found), found.to_dict())
 
@@ -86,7 +86,7 @@ def compare(parsed: argparse.Namespace) -> Output:
 
 def fit(parsed: argparse.Namespace) -> Output:
     """Finds the largest batch that fits on each cluster."""
-    step, arguments = shapes_only(parsed.function)
+    step, arguments = shapes_only(parsed.function, parsed.arg)
     prices = dict(_price(text) for text in parsed.price or ())
     found = autopar.fit(step, *arguments, clusters=parsed.cluster or ["local"], multiple=parsed.multiple, prices=prices)
     return Output(str(found), found.to_dict())
@@ -122,7 +122,7 @@ def verify(parsed: argparse.Namespace) -> Output:
             got=parsed.cluster,
             hint="verify where the hardware is, with --cluster local",
         )
-    step, arguments = returned_by(parsed.function) if is_local else shapes_only(parsed.function)
+    step, arguments = returned_by(parsed.function, parsed.arg) if is_local else shapes_only(parsed.function, parsed.arg)
     found = autopar.verify(_planned_for(step, cluster), *arguments, compile_for=compile_for)
     rows = [msgspec.to_builtins(row) for row in found.plan.record.measured]
     return Output(str(found), {"target": found.target, "difference": found.difference, "measured": rows})
@@ -139,7 +139,7 @@ def tune(parsed: argparse.Namespace) -> Output:
         )
     _check_folder("--save", parsed.save)
     cluster = Cluster.parse(parsed.cluster)
-    step, arguments = returned_by(parsed.function)
+    step, arguments = returned_by(parsed.function, parsed.arg)
     tuned = autopar.tune(_planned_for(step, cluster), *arguments)
     if parsed.save:
         tuned.plan.save(parsed.save)

@@ -352,6 +352,6 @@ def test_wrong_arguments_are_another_status(capsys):
 
 
 def test_a_page_in_no_folder_is_refused_before_planning(job, capsys, monkeypatch):
-    monkeypatch.setattr("autopar.commands.shapes_only", lambda name: pytest.fail("planned"))
+    monkeypatch.setattr("autopar.commands.shapes_only", lambda *given: pytest.fail("planned"))
     assert main(["plan", f"{job}:job", "--report", "nowhere/plan.html"]) == 1
     assert "--report: expected a path in a folder that is there" in capsys.readouterr().err
