@@ -1,0 +1,46 @@
+"""Settings of Sphinx for the pages of this folder, which `bash scripts/docs.sh` builds."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+FOLDER = Path(__file__).parent
+
+project = "autopar"
+release = metadata.version("autopar")
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+
+# Pages that are read in a repository browser too: headings are linked to as they are there.
+myst_heading_anchors = 4
+# Code blocks of pages run in tests/test_pages.py; notebooks are shown as `python -m examples.notebooks` executed them.
+nb_execution_mode = "off"
+
+html_theme = "sphinx_book_theme"
+html_title = "autopar"
+html_show_copyright = False
+
+# In docstrings `name` is code, not a link that must lead somewhere.
+default_role = "code"
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+# Types of fields that have no entry of their own in the API's page.
+nitpick_ignore_regex = [("py:class", r"autopar\..*|jax\..*|numpy\..*")]
+
+
+def read(app: Sphinx, name: str, source: list[str]) -> None:
+    """Changes the text of a page for the site.
+
+    Links to Markdown outside this folder, which is no page of the site, become links to the files. A pattern of the
+    index that no page matches is left out: Sphinx would warn of it.
+    """
+    source[0] = re.sub(r"\]\((\.\./[^)#]+\.md)(?:#[^)]*)?\)", r"](path:\1)", source[0])
+    if name == "index":
+        lines = source[0].splitlines(keepends=True)
+        source[0] = "".join(line for line in lines if not line.endswith("*\n") or any(FOLDER.glob(line.strip())))
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", read)
