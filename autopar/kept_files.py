@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from autopar.common.text_console import text_console
 from autopar.common.units import text_of_bytes
 from autopar.errors import InvalidArgumentError
 
@@ -79,7 +79,7 @@ class Kept:
             cells = (file.kind, Path(file.path).name, file.what, text_of_bytes(file.size_bytes), file.written)
             table.add_row(*map(escape, cells))
         buffer = io.StringIO()
-        Console(file=buffer, width=COLUMNS, no_color=True, highlight=False).print(table)
+        text_console(buffer, COLUMNS).print(table)
         return f"{self.directory}: {told}\n" + "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
