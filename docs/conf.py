@@ -14,7 +14,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
 # Pages that are read in a repository browser too: headings are linked to as they are there.
 myst_heading_anchors = 4
-# Code blocks of pages run in tests/test_pages.py; notebooks are shown as `python -m examples.notebooks` executed them.
+# Code blocks of pages run in tests/test_pages.py; notebooks are shown as docs/execute_notebooks.py left them.
 nb_execution_mode = "off"
 
 html_theme = "sphinx_book_theme"

@@ -68,6 +68,7 @@ def test_what_the_package_imports_is_a_dependency():
     ("folders", "extras"),
     [
         (["examples"], ["examples"]),
+        (["docs"], ["docs"]),
         (["benchmarks", "tests"], ["dev", "plots", "published", "tpu", "tunix", "levanter", "torchax"]),
     ],
 )
