@@ -29,13 +29,21 @@ autodoc_member_order = "bysource"
 nitpick_ignore_regex = [("py:class", r"autopar\..*|jax\..*|numpy\..*")]
 
 
-def read(app: Sphinx, name: str, source: list[str]) -> None:
-    """Changes the text of a page for the site.
-
-    Links to Markdown outside this folder, which is no page of the site, become links to the files. A pattern of the
-    index that no page matches is left out: Sphinx would warn of it.
+def outward(link: re.Match[str]) -> str:
+    """A link to what is outside this folder: to the file where it is Markdown, which is no page of the site; its text
+    alone where it is a folder. Sphinx itself takes other files.
     """
-    source[0] = re.sub(r"\]\((\.\./[^)#]+\.md)(?:#[^)]*)?\)", r"](path:\1)", source[0])
+    text, path = link["text"], link["path"]
+    if (FOLDER / path).is_dir():
+        return text
+    return f"[{text}](path:{path})" if path.endswith(".md") else link[0]
+
+
+def read(app: Sphinx, name: str, source: list[str]) -> None:
+    """Changes the text of a page for the site: its outward links; and patterns of the index that no page matches are
+    left out, as Sphinx would warn of them.
+    """
+    source[0] = re.sub(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<path>\.\./[^)#]+)(?:#[^)]*)?\)", outward, source[0])
     if name == "index":
         lines = source[0].splitlines(keepends=True)
         source[0] = "".join(line for line in lines if not line.endswith("*\n") or any(FOLDER.glob(line.strip())))
