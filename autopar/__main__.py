@@ -13,10 +13,12 @@
     autopar doctor
     autopar checkpoint show FOLDER
     autopar checkpoint export FOLDER params.safetensors
+    autopar cache list
+    autopar cache clear --kind plans
 
-FUNCTION takes no arguments and returns a step and its arguments, `(train_step, state, batch)`. For absent hardware it
-is traced, not run, so its state may exceed the memory of this machine. Every verb takes --json. The exit status is 0,
-1 after an error that autopar has words for, 2 for wrong arguments.
+FUNCTION returns a step and its arguments, `(train_step, state, batch)`; its own are given as `--arg layers=48`. For
+absent hardware it is traced, not run, so its state may exceed the memory of this machine. Every verb takes --json. The
+exit status is 0, 1 after an error that autopar has words for, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any
 
 from autopar import commands
 from autopar.errors import AutoparError
+from autopar.kept_files import Kind
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "what is in a folder of checkpoints, and parameters out of it"
     checkpoint = verbs.add_parser("checkpoint", help=text, description=text)
     _add_checkpoints(_adding_to(checkpoint.add_subparsers(required=True, metavar="COMMAND")))
+    _add_cache(verbs)
     return parser
 
 
@@ -95,13 +99,19 @@ def _cluster(verb: argparse.ArgumentParser, text: str, **options: Any) -> None:
     verb.add_argument("--cluster", **({"default": "local", "help": f"{text} (%(default)s)"} | options))
 
 
+def _function(verb: argparse.ArgumentParser, text: str) -> None:
+    verb.add_argument("function", metavar="FILE:FUNCTION", help=text)
+    told = "an argument of FUNCTION: a literal, or @FILE:NAME for an object of a file or module; may be repeated"
+    verb.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help=told)
+
+
 def _add_planning(add: Add) -> None:
     """The verbs that plan a step."""
     plan = add(
         "plan", commands.plan, "plan a step for a cluster, here or not, and print the plan",
         "plan train.py:job --cluster dgx-h100x2 --save plan.json --report plan.html",
     )  # fmt: skip
-    plan.add_argument("function", metavar="FILE:FUNCTION", help="a function that returns (step, *arguments)")
+    _function(plan, "a function that returns (step, *arguments), in a file or in a module: package.module:FUNCTION")
     _cluster(plan, "local, dgx-h100x16, tpu-v5e:2x4 or a .json file")
     plan.add_argument(
         "--memory-limit-bytes",
@@ -117,7 +127,7 @@ def _add_planning(add: Add) -> None:
         "why-not", commands.why_not, "what a recipe would give instead of the plan, and where it loses",
         'why-not train.py:job "tensor_parallel(size=8)" --cluster dgx-h100x2',
     )  # fmt: skip
-    why_not.add_argument("function", metavar="FILE:FUNCTION", help="as for plan")
+    _function(why_not, "as for plan")
     why_not.add_argument("recipe", metavar="RECIPE", help="a call of autopar.recipes: 'zero(1)', 'combine(pp=2, tp=4)'")
     _cluster(why_not, "as for plan")
 
@@ -125,7 +135,7 @@ def _add_planning(add: Add) -> None:
         "fit", commands.fit, "the largest batch that fits, and the time of an example",
         "fit train.py:job --cluster dgx-h100 --cluster tpu-v5e:2x4 --price dgx-h100=98.3",
     )  # fmt: skip
-    fit.add_argument("function", metavar="FILE:FUNCTION", help="as for plan; its batch gets other sizes")
+    _function(fit, "as for plan; its batch gets other sizes")
     text = "as for plan; several are compared (local)"
     _cluster(fit, text, action="append", default=None, help=text)
     fit.add_argument("--multiple", type=int, metavar="N", help="batches are multiples of N (the number of devices)")
@@ -164,14 +174,14 @@ def _add_running(add: Add) -> None:
         "verify", commands.verify, "hold a step's plan against the program that XLA makes of it",
         "verify train.py:job --cluster tpu-v5e:2x4",
     )  # fmt: skip
-    verify.add_argument("function", metavar="FILE:FUNCTION", help="as for plan; run where the cluster is local")
+    _function(verify, "as for plan; run where the cluster is local")
     _cluster(verify, "local, or tpu-v5e:2x4 or dgx-h100x2 to compile for it")
 
     tune = add(
         "tune", commands.tune, "time the plans predicted to be the fastest on the devices here",
         "tune train.py:job --save plan.json",
     )  # fmt: skip
-    tune.add_argument("function", metavar="FILE:FUNCTION", help="as for plan; run for real")
+    _function(tune, "as for plan; run for real")
     _cluster(tune, "what to plan for: local, local:4, or a .json file for these")
     tune.add_argument("--save", metavar="PATH", help="write the fastest plan as JSON")
 
@@ -199,6 +209,19 @@ def _add_checkpoints(add: Add) -> None:
         verb.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (the latest)")
     export.add_argument("file", metavar="FILE.safetensors")
     export.add_argument("--select", metavar="PATH", help="the part of the state, as show prints it (params)")
+
+
+def _add_cache(verbs: Any) -> None:
+    """The verbs of the cache, one level below."""
+    text = "what autopar keeps on this machine: plans, sharding rules, measurements"
+    cache = verbs.add_parser("cache", help=text, description=text, epilog="example: autopar cache list")
+    add = _adding_to(cache.add_subparsers(required=True, metavar="ACTION"))
+    add("list", commands.cache_list, "list what is kept, with sizes and dates", "cache list --json")
+    clear = add(
+        "clear", commands.cache_clear, "remove what is kept; it is made anew when wanted", "cache clear --kind plans"
+    )
+    kinds = [str(kind) for kind in Kind]
+    clear.add_argument("--kind", action="append", choices=kinds, help="only this kind; may be repeated (all kinds)")
 
 
 if __name__ == "__main__":

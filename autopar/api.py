@@ -197,7 +197,7 @@ def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster | str, **o
     """The plan of a step for hardware that need not be here; nothing is run and nothing is allocated.
 
     `cluster` may be text as on the command line: `dgx-h100x2`, `tpu-v5e:2x4`. `args` are arrays or
-    `jax.ShapeDtypeStruct`s, `options` those of `parallelize`.
+    shapes (`jax.ShapeDtypeStruct`), `options` those of `parallelize`.
     """
     function = function_of(fun) if isinstance(fun, Step) else fun
     return parallelize(function, cluster=cluster, **options).plan(*args)

@@ -20,6 +20,7 @@ from autopar.doctor import diagnose
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import calibrate
 from autopar.hardware.cluster import Cluster
+from autopar.kept_files import Kind, clear, kept_in
 from autopar.plan.plan import Plan
 from autopar.plan.render import differences
 from autopar.recipe_text import recipe_of
@@ -41,7 +42,7 @@ def plan(parsed: argparse.Namespace) -> Output:
     _check_folder("--save", parsed.save)
     _check_folder("--report", parsed.report)
     cluster = Cluster.parse(parsed.cluster)
-    step, arguments = shapes_only(parsed.function)
+    step, arguments = shapes_only(parsed.function, parsed.arg)
     options = {"effort": parsed.effort} if parsed.effort else {}
     made = autopar.plan(step, *arguments, cluster=cluster, memory_limit_bytes=parsed.memory_limit_bytes, **options)
     if parsed.save:
@@ -60,7 +61,7 @@ def explain(parsed: argparse.Namespace) -> Output:
 def why_not(parsed: argparse.Namespace) -> Output:
     """Compares the plan of a step with that of a recipe."""
     recipe = recipe_of(parsed.recipe)
-    step, arguments = shapes_only(parsed.function)
+    step, arguments = shapes_only(parsed.function, parsed.arg)
     found = _planned_for(step, Cluster.parse(parsed.cluster)).plan(*arguments).why_not(recipe)
     return Output(str(found), found.to_dict())
 
@@ -88,7 +89,7 @@ def compare(parsed: argparse.Namespace) -> Output:
 
 def fit(parsed: argparse.Namespace) -> Output:
     """Finds the largest batch that fits on each cluster."""
-    step, arguments = shapes_only(parsed.function)
+    step, arguments = shapes_only(parsed.function, parsed.arg)
     prices = dict(_price(text) for text in parsed.price or ())
     found = autopar.fit(step, *arguments, clusters=parsed.cluster or ["local"], multiple=parsed.multiple, prices=prices)
     return Output(str(found), found.to_dict())
@@ -98,6 +99,18 @@ def doctor(parsed: argparse.Namespace) -> Output:
     """Looks at this machine."""
     found = diagnose()
     return Output(str(found), found.to_dict())
+
+
+def cache_list(parsed: argparse.Namespace) -> Output:
+    """What the cache holds."""
+    kept = kept_in(default_directory())
+    return Output(str(kept), kept.to_dict())
+
+
+def cache_clear(parsed: argparse.Namespace) -> Output:
+    """Empties the cache."""
+    removed = clear(default_directory(), [Kind(kind) for kind in parsed.kind or Kind])
+    return Output(str(removed), removed.to_dict())
 
 
 def verify(parsed: argparse.Namespace) -> Output:
@@ -112,7 +125,7 @@ def verify(parsed: argparse.Namespace) -> Output:
             got=parsed.cluster,
             hint="verify where the hardware is, with --cluster local",
         )
-    step, arguments = returned_by(parsed.function) if is_local else shapes_only(parsed.function)
+    step, arguments = returned_by(parsed.function, parsed.arg) if is_local else shapes_only(parsed.function, parsed.arg)
     found = autopar.verify(_planned_for(step, cluster), *arguments, compile_for=compile_for)
     rows = [msgspec.to_builtins(row) for row in found.plan.record.measured]
     return Output(str(found), {"target": found.target, "difference": found.difference, "measured": rows})
@@ -129,7 +142,7 @@ def tune(parsed: argparse.Namespace) -> Output:
         )
     _check_folder("--save", parsed.save)
     cluster = Cluster.parse(parsed.cluster)
-    step, arguments = returned_by(parsed.function)
+    step, arguments = returned_by(parsed.function, parsed.arg)
     tuned = autopar.tune(_planned_for(step, cluster), *arguments)
     if parsed.save:
         tuned.plan.save(parsed.save)

@@ -17,6 +17,7 @@ from autopar.common.cache_dir import default_directory
 from autopar.common.units import text_of_bytes, text_of_rate
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
+from autopar.kept_files import Kind, kept_in
 
 OURS, OPTIONAL = ("autopar", "jax", "jaxlib", "flax", "ortools"), ("libtpu", "jax_cuda13_plugin")
 
@@ -105,10 +106,9 @@ def _cache(directory: Path | None) -> list[Finding]:
         return [Finding(what="cache", state="none", advice="plans are made anew in every run: set AUTOPAR_CACHE_DIR")]
     if not directory.is_dir():
         return [Finding(what="cache", state=f"{directory}, not there yet: the first plan makes it")]
-    files = [path for path in directory.iterdir() if path.is_file()]
-    plans = sum(path.name.startswith("plan-") for path in files)
-    measured = sum(path.name.startswith("measured-") for path in files)
-    total = text_of_bytes(sum(path.stat().st_size for path in files))
+    kept = kept_in(directory)
+    plans, measured = len(kept.of_kind(Kind.PLANS)), len(kept.of_kind(Kind.MEASUREMENTS))
+    total = text_of_bytes(sum(file.size_bytes for file in kept.files))
     state = f"{directory}: {plans} plans, {measured} measurements, {total}"
     advice = "" if os.access(directory, os.W_OK) else "it cannot be written: plans are made anew in every run"
     return [Finding(what="cache", state=state, advice=advice)]

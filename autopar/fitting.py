@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from autopar.api import as_step
+from autopar.common.text_console import text_console
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
@@ -69,7 +69,7 @@ class Fitting:
 
     def __str__(self) -> str:
         buffer = io.StringIO()
-        console = Console(file=buffer, width=COLUMNS, no_color=True, highlight=False)
+        console = text_console(buffer, COLUMNS)
         for name, multiple in self.multiples.items():
             largest = self.largest(name)
             found = f"the largest batch that fits is {largest}" if largest else "no batch fits"
@@ -104,8 +104,8 @@ def fit(
 
     Args:
         step: A step of `autopar.parallelize`, which keeps its options, or a function.
-        args: Its arguments, arrays or `jax.ShapeDtypeStruct`s. The leaves of the batch have their examples first, all
-            of them as many; other numbers of examples take their place.
+        args: Its arguments, arrays or shapes (`jax.ShapeDtypeStruct`). The leaves of the batch have their examples
+            first, all of them as many; other numbers of examples take their place.
         clusters: The hardware to plan for, also as text. Of each the largest batch is found.
         multiple: Batches are multiples of this; None: of the number of devices.
         prices: Of an hour on the whole cluster, by its name: rows then have the price of a million examples.

@@ -45,10 +45,10 @@ def zero(stage: int, *, size: int | None = None, offload: str = "nothing") -> Re
 def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | None = None) -> Recipe:
     """Sharded matrices, on a row of devices, a square, several squares or a cube.
 
-    "1d": by columns, then by rows, with an all-reduce behind each pair; attention by heads. Source: Shoeybi et al.,
-        "Megatron-LM", 2019, section 3.
-    "2d", "2.5d" with `depth` squares, "3d": blocks of every array, gathered for each product
-    (`autopar.sharding.tensor_grids`).
+    * "1d": by columns, then by rows, with an all-reduce behind each pair; attention by heads. Source: Shoeybi et al.,
+      "Megatron-LM", 2019, section 3.
+    * "2d", "2.5d" with `depth` squares, "3d": blocks of every array, gathered for each product
+      (`autopar.sharding.tensor_grids`).
 
     `size` devices hold a copy of the model, all of them where it is None; the remaining ones are data parallel. A mesh
     has three axes, so "2.5d" and "3d" leave none for that (more depth of "2.5d" has the same effect).

@@ -154,7 +154,7 @@ class Step:
     # Before calls
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
+        """The plan for arguments of these shapes (arrays, or `jax.ShapeDtypeStruct` each); nothing is run."""
         args = self._batches.with_whole_batch(nnx_objects.split(self._signature.places(args, kwargs)))
         with turn:
             return self._planned(args)[1]

@@ -1,10 +1,14 @@
-"""Steps named on the command line: `FILE:FUNCTION`, a function that returns a step and its arguments."""
+"""Steps named on the command line: `FILE:FUNCTION` or `MODULE:FUNCTION`, a function that returns a step and its
+arguments, and what it is called with (`--arg layers=48`).
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +18,7 @@ import jax
 from autopar.errors import InvalidArgumentError
 
 
-def shapes_only(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def shapes_only(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step that `FILE:FUNCTION` returns, and the shapes of its arguments: what the function makes takes no memory.
 
     Raises:
@@ -23,7 +27,7 @@ def shapes_only(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     steps = []
 
     def arguments() -> tuple[Any, ...]:
-        step, returned = returned_by(name)
+        step, returned = returned_by(name, given)
         steps.append(step)
         return returned
 
@@ -31,38 +35,19 @@ def shapes_only(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return steps[0], shapes
 
 
-def returned_by(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def returned_by(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step that `FILE:FUNCTION` returns, and its arguments.
 
+    Args:
+        name: A file, or a module that can be imported, and a function in it.
+        given: Arguments of the function, as `NAME=VALUE`: a number, a text or another literal of Python, or with
+            `@FILE:NAME` or `@MODULE:NAME` an object that stands there, such as a configuration.
+
     Raises:
-        InvalidArgumentError: No such file or function, or one that returns something else.
+        InvalidArgumentError: No such file or function, one that takes other arguments, or returns something else.
     """
-    path, _, function_name = name.rpartition(":")
-    if not path or Path(name).is_file():
-        raise InvalidArgumentError(
-            where=name,
-            expected="FILE:FUNCTION",
-            got="a file without a function"
-            if Path(name).is_file()
-            else "no colon, which a function would stand behind",
-            hint=f"name the function that returns (step, *arguments): {name}:FUNCTION",
-        )
-    if not Path(path).is_file():
-        raise InvalidArgumentError(
-            where=name,
-            expected="FILE:FUNCTION with a Python file",
-            got=f"no file {path!r}",
-            hint="name it as examples/a.py:f",
-        )
-    function = getattr(_module(Path(path)), function_name, None)
-    if not callable(function):
-        raise InvalidArgumentError(
-            where=path,
-            expected=f"a function {function_name!r}",
-            got="none of that name",
-            hint="it takes no arguments and returns (step, *arguments)",
-        )
-    returned = function()
+    function = _function(name)
+    returned = function(**_arguments(name, function, given))
     if not (isinstance(returned, tuple) and len(returned) > 1 and callable(returned[0])):
         raise InvalidArgumentError(
             where=name,
@@ -73,7 +58,93 @@ def returned_by(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return returned[0], returned[1:]
 
 
-def _module(path: Path) -> ModuleType:
+def _function(name: str) -> Callable[..., Any]:
+    path, _, function_name = name.rpartition(":")
+    if not path or Path(name).is_file():
+        raise InvalidArgumentError(
+            where=name,
+            expected="FILE:FUNCTION",
+            got="a file without a function"
+            if Path(name).is_file()
+            else "no colon, which a function would stand behind",
+            hint=f"name the function that returns (step, *arguments): {name}:FUNCTION",
+        )
+    function = getattr(_module(name, path), function_name, None)
+    if not callable(function):
+        raise InvalidArgumentError(
+            where=path,
+            expected=f"a function {function_name!r}",
+            got="none of that name",
+            hint="it returns (step, *arguments)",
+        )
+    return function
+
+
+def _arguments(name: str, function: Callable[..., Any], given: Sequence[str]) -> dict[str, Any]:
+    """The values of `NAME=VALUE`, as far as the function takes such names."""
+    values = {}
+    for text in given:
+        argument, equals, value = text.partition("=")
+        if not equals or not argument.isidentifier():
+            raise InvalidArgumentError(
+                where="--arg", expected="NAME=VALUE", got=repr(text), hint="such as --arg layers=48"
+            )
+        values[argument] = _value(value)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin says so itself when it is called
+        return values
+    try:
+        signature.bind(**values)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            where=name, expected=f"arguments of {getattr(function, '__name__', 'the function')}{signature}",
+            got=f"{' '.join(given) or 'none'} ({error})", hint="give each as --arg NAME=VALUE",
+        ) from error  # fmt: skip
+    return values
+
+
+def _value(text: str) -> Any:
+    if text.startswith("@"):
+        path, _, name = text[1:].rpartition(":")
+        module = _module(text, path)
+        if not hasattr(module, name):
+            raise InvalidArgumentError(
+                where=f"--arg ...={text}", expected=f"an object {name!r} in {path}", got="none of that name",
+                hint="name an object that is made where the module is imported",
+            )  # fmt: skip
+        return getattr(module, name)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # as a shell has it: --arg dtype=bfloat16
+
+
+def _module(where: str, path: str) -> ModuleType:
+    """A file by its path, or a module by the name under which it is imported.
+
+    Raises: InvalidArgumentError where there is neither.
+    """
+    if Path(path).is_file():
+        return _module_of_file(Path(path))
+    if all(part.isidentifier() for part in path.split(".")):
+        if "" not in sys.path:  # as `python -m` has it
+            sys.path.insert(0, "")
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            # One that the module itself imports is for its author to see.
+            if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+                raise
+    raise InvalidArgumentError(
+        where=where,
+        expected="FILE:FUNCTION with a Python file, or with a module that can be imported",
+        got=f"no file {path!r}",
+        hint="name it as examples/a.py:f, or package.module:f",
+    )
+
+
+def _module_of_file(path: Path) -> ModuleType:
     """Runs a file as Python runs scripts: its folder is where it imports from first."""
     specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None, f"{path} is no Python file"

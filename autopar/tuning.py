@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import jax
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from autopar.calls.placement import put_copies
 from autopar.calls.planning_problem import PlanningProblem
 from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
+from autopar.common.text_console import text_console
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
@@ -81,7 +81,7 @@ class Tuning:
 
     def __str__(self) -> str:
         buffer = io.StringIO()
-        console = Console(file=buffer, width=120, no_color=True, highlight=False)
+        console = text_console(buffer, 120)
         rows = Table(f"timed on {self.target}", "predicted", "measured", "half of its steps", "relative", "not timed")
         fastest_s = self.fastest.measured_s
         for row in self.rows:

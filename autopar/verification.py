@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from autopar.calls import nnx_objects
 from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
+from autopar.common.text_console import text_console
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole
@@ -69,7 +69,7 @@ class Verification:
 
     def __str__(self) -> str:
         buffer = io.StringIO()
-        console = Console(file=buffer, width=100, no_color=True, highlight=False)
+        console = text_console(buffer, 100)
         rows = Table(f"verified on {self.target}", "predicted", "compiled", "ratio")
         for row in self.collectives:
             rows.add_row(f"{row.name}, bytes", f"{row.predicted:,.0f}", f"{row.compiled:,.0f}", f"{row.ratio:.4f}")
@@ -92,7 +92,8 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
 
     Args:
         step: What `autopar.parallelize` made.
-        args: Its arguments, arrays or `jax.ShapeDtypeStruct`s (then no numbers are compared). Nothing is donated.
+        args: Its arguments, arrays or shapes (`jax.ShapeDtypeStruct`; then no numbers are compared). Nothing is
+            donated.
         compile_for: Hardware that need not be here, such as "tpu:v5e:2x4" (needs the extra `autopar[tpu]`) or
             "gpu:h100:2x8", two hosts of eight (needs `autopar[gpu]`).
 

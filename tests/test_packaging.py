@@ -75,7 +75,8 @@ def test_what_the_package_imports_is_a_dependency():
 @pytest.mark.parametrize(
     ("folders", "extras"),
     [
-        (["examples"], ["examples"]),
+        (["examples"], ["examples", "published", "train"]),
+        (["docs"], ["docs"]),
         (["benchmarks", "tests"], ["dev", "plots", "published", "tpu", "tunix", "levanter", "torchax"]),
     ],
 )

@@ -48,8 +48,8 @@ def kernel(
             and without a gradient of its own the kernel has that of the twin. `autopar.verify` compares the numbers.
         whole: Factors that need whole operands, as brackets say.
         summed: Factors over which each device's result is a summand of the whole.
-        flops: A function from the operands' shapes (`jax.ShapeDtypeStruct`s) to arithmetic operations; by default those
-            of the twin, or those that the kernel's own program says or shows.
+        flops: A function from the operands' shapes (each a `jax.ShapeDtypeStruct`) to arithmetic operations; by default
+            those of the twin, or those that the kernel's own program says or shows.
         bytes: The same for bytes of memory traffic; by default operands and results, once each.
 
     Raises: InvalidArgumentError for a rule that cannot be, with the line of the call; when called, for shapes that do

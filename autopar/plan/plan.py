@@ -78,8 +78,8 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """The share of the step's time that any other plan could save at most, by the model of costs: all but
-        computation that every device has its share of. None where it is not known: of an old file.
+        """The share of the step's time that any other plan could save at most, by the model of costs. That is
+        all but computation that every device has its share of. None where it is not known, as of an old file.
         """
         least_s = self.record.least_step_time_s
         return None if least_s is None else max(0.0, 1 - least_s / self.predicted.step_time_s)
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def compiler_options(self) -> dict[str, OptionValue]:
-        """XLA's options for the cluster's devices: those on which the prediction rests, and those that were given."""
+        """XLA's options for the cluster's devices, those on which the prediction rests and those that were given."""
         return dict(self.record.compiler_options)
 
     def compiler_options_on(self, device: Any) -> dict[str, OptionValue]:

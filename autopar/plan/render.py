@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from autopar.common.text_console import text_console
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
@@ -177,7 +177,7 @@ class _Text:
 
     def __init__(self) -> None:
         self._buffer = io.StringIO()
-        self._console = Console(file=self._buffer, width=WIDTH, no_color=True, highlight=False)
+        self._console = text_console(self._buffer, WIDTH)
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)

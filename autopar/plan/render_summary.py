@@ -6,10 +6,10 @@ import io
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from autopar.common.text_console import text_console
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan import summary
@@ -155,5 +155,5 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     for row in rows:
         table.add_row(*map(escape, row))
     buffer = io.StringIO()
-    Console(file=buffer, width=COLUMNS, no_color=True, highlight=False).print(table)
+    text_console(buffer, COLUMNS).print(table)
     return [line.rstrip() for line in buffer.getvalue().splitlines()]

@@ -7,10 +7,10 @@ import io
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from autopar.common.text_console import text_console
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.plan import summary
 from autopar.plan.schema import MemoryKind, ModuleRow, PlanRecord
@@ -166,7 +166,7 @@ class WhyNot:
 
     def __str__(self) -> str:
         buffer = io.StringIO()
-        console = Console(file=buffer, width=COLUMNS, no_color=True, highlight=False)
+        console = text_console(buffer, COLUMNS)
         console.print(f"Instead: {summary.sentence(self.other)}", markup=False)
         console.print(self.verdict, markup=False)
         table = Table("", "plan", "instead", "more")

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 
 import pytest
 
@@ -41,6 +42,11 @@ def wrong():
 
 number = 3
 """
+
+VERBS = (
+    "plan", "why-not", "fit", "explain", "diff", "report", "compare", "doctor", "verify", "tune", "measure",
+    "cache list", "cache clear", "checkpoint show", "checkpoint export",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -333,7 +339,7 @@ def test_the_doctor_says_what_there_is(capsys, monkeypatch, tmp_path):
     [
         ["--version"],
         ["--help"],
-        *([verb, "--help"] for verb in ("plan", "why-not", "fit", "report", "compare", "doctor")),
+        *([*verb.split(), "--help"] for verb in VERBS),
     ],
 )
 def test_help_and_version_are_no_errors(arguments, capsys):
@@ -342,7 +348,16 @@ def test_help_and_version_are_no_errors(arguments, capsys):
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith("autopar " if arguments == ["--version"] else "usage: autopar")
-    assert len(arguments) == 1 or f"example: autopar {arguments[0]}" in out
+    verb = " ".join(arguments[:-1])
+    assert not verb or (f"example: autopar {verb}" in out and "--json" in out)
+
+
+def test_the_verbs_of_these_tests_are_all_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    told = re.findall(r"^    ([a-z-]+)(?: {2,}|$)", out, re.MULTILINE)
+    assert sorted(told) == sorted({verb.split()[0] for verb in VERBS})
 
 
 def test_wrong_arguments_are_another_status(capsys):
@@ -352,6 +367,6 @@ def test_wrong_arguments_are_another_status(capsys):
 
 
 def test_a_page_in_no_folder_is_refused_before_planning(job, capsys, monkeypatch):
-    monkeypatch.setattr("autopar.commands.shapes_only", lambda name: pytest.fail("planned"))
+    monkeypatch.setattr("autopar.commands.shapes_only", lambda *given: pytest.fail("planned"))
     assert main(["plan", f"{job}:job", "--report", "nowhere/plan.html"]) == 1
     assert "--report: expected a path in a folder that is there" in capsys.readouterr().err

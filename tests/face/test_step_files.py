@@ -1,0 +1,85 @@
+"""What `FILE:FUNCTION` and `--arg` name: files, modules, literals, objects of configuration files."""
+
+import re
+import sys
+
+import jax
+import pytest
+
+from autopar.errors import InvalidArgumentError
+from autopar.step_files import returned_by, shapes_only
+
+JOB = """
+import dataclasses
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass
+class Config:
+    width: int = 8
+
+
+SMALL = Config(width=4)
+
+
+def step(state, batch):
+    return state, batch
+
+
+def job(layers=2, width=8, name="plain", config=None):
+    width = config.width if config else width
+    return step, [jnp.zeros((width, width))] * layers, name
+
+
+def needs(layers):
+    return step, layers
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "jobs_of_test").mkdir()
+    (tmp_path / "jobs_of_test" / "one.py").write_text(JOB)
+    (tmp_path / "broken_job_of_test.py").write_text("import a_module_that_is_nowhere")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def test_arguments_are_literals_and_other_text_is_text(folder):
+    _, (state, name) = returned_by("jobs_of_test/one.py:job", ["layers=3", "width=2", "name=bfloat16"])
+    assert (len(state), state[0].shape, name) == (3, (2, 2), "bfloat16")
+
+
+def test_a_configuration_is_an_object_of_a_file_or_a_module(folder):
+    for where in ("@jobs_of_test/one.py:SMALL", "@jobs_of_test.one:SMALL"):
+        _, (state, _) = returned_by("jobs_of_test.one:job", [f"config={where}"])
+        assert state[0].shape == (4, 4)
+
+
+def test_of_absent_hardware_arguments_give_shapes(folder):
+    _, (state,) = shapes_only("jobs_of_test/one.py:needs", ["layers=[1.0, 2.0]"])
+    assert state == [jax.ShapeDtypeStruct((), "float32", weak_type=True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("jobs_of_test/one.py:job", ["layers"], "--arg: expected NAME=VALUE, got 'layers'"),
+        ("jobs_of_test/one.py:job", ["=3"], "--arg: expected NAME=VALUE"),
+        ("jobs_of_test/one.py:job", ["depth=3"], "got an unexpected keyword argument 'depth'"),
+        ("jobs_of_test/one.py:needs", [], "missing a required argument: 'layers'"),
+        ("jobs_of_test/one.py:job", ["config=@jobs_of_test/one.py:BIG"], "expected an object 'BIG'"),
+        ("jobs_of_test/one.py:job", ["config=@nowhere.py:BIG"], "got no file 'nowhere.py'"),
+        ("jobs_of_test.other:job", [], "got no file 'jobs_of_test.other'"),
+        ("no_module_of_test:job", [], "got no file 'no_module_of_test'"),
+    ],
+)
+def test_what_is_wrong_says_what_is_expected(folder, name, given, message):
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        returned_by(name, given)
+
+
+def test_what_a_module_itself_lacks_is_its_own_error(folder):
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_nowhere"):
+        returned_by("broken_job_of_test:job")

@@ -1,0 +1,43 @@
+"""The code of the tutorial and of the how-to pages runs as it stands there."""
+
+import pytest
+
+from tests.pages import blocks_of, run_page
+from tests.small_steps import ROOT
+
+DOCS = ROOT / "docs"
+TIMEOUT_S = 1200.0
+
+# What each page is seen to print, beside running to its end.
+PRINTED = {
+    "tutorial": ("loss", "Plan of train_step on dgx-h100", "Instead:"),
+    "fit-a-large-model": ("expected at most 100 MB per device", "Instead:", "the largest batch that fits is"),
+    "plan-for-absent-hardware": ("tpu-v5e:2x4: ", "on h100-ethernet", "a million"),
+    "from-pjit": ("Plan of train_step on local-cpu-8", "Instead:"),
+    "from-fsdp": ("Instead:",),
+    "from-trainers": ("0.0",),
+    "command-line": ("Plan of train_step on dgx-h100", "state['w']", '"kind": "plans"', "removed"),
+}
+
+
+def test_a_page_runs(tmp_path):
+    assert "pins" in run_page(DOCS / "pin-what-is-known.md", tmp_path, TIMEOUT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRINTED)
+def test_every_page_runs(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "cache"))
+    printed = run_page(DOCS / f"{name}.md", tmp_path, TIMEOUT_S)
+    assert not [text for text in PRINTED[name] if text not in printed], printed[-3000:]
+
+
+def test_every_page_of_steps_to_follow_has_code_that_runs():
+    assert {name for name in (*PRINTED, "pin-what-is-known") if not blocks_of(DOCS / f"{name}.md")} == set()
+
+
+def test_a_block_that_fails_fails_the_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint('one')\n```\n\n```python\nraise ValueError('two')\n```\n")
+    with pytest.raises(AssertionError, match=r"(?s)one.*line 6.*two"):
+        run_page(page, tmp_path, TIMEOUT_S)
