@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed, xla_bridge
+from jax._src import clusters, distributed, xla_bridge
 
 
 class SharedStore:
@@ -68,6 +69,41 @@ def initialize_distributed(
         jax.distributed.initialize(*args, **options)
     finally:
         distributed._jax = module
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DetectedProcesses:
+    """The processes that a cluster has started. `device_ids` are the devices of this one; None: all there are."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    device_ids: tuple[int, ...] | None
+
+
+def detected_processes(timeout_s: int) -> DetectedProcesses | None:
+    """What `jax.distributed.initialize` without arguments would join; None where it finds no cluster.
+
+    Raises: what JAX raises for a cluster that it finds, but cannot read.
+    """
+    coordinator, processes, process, device_ids = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, timeout_s
+    )
+    if coordinator is None or processes is None or process is None:
+        return None
+    return DetectedProcesses(
+        coordinator=coordinator,
+        num_processes=processes,
+        process_id=process,
+        device_ids=None if device_ids is None else tuple(device_ids),
+    )
+
+
+def see_only(device_ids: Sequence[int]) -> None:
+    """Restricts this process to some GPUs, as `jax.distributed.initialize(local_device_ids=...)` does."""
+    visible = ",".join(map(str, device_ids))
+    jax.config.update("jax_cuda_visible_devices", visible)
+    jax.config.update("jax_rocm_visible_devices", visible)
 
 
 def process_of_distributed() -> tuple[int, int]:

@@ -1,0 +1,124 @@
+"""One start of the processes of this host, from its beginning until all of them have ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from autopar.common.launched import Reached, has_reached, say_lost
+from autopar.launch.child_process import ChildProcess
+from autopar.launch.first_error import Ended, first_error, follows, how_it_ended
+from autopar.launch.restart_policy import Outcome, Stop
+from autopar.launch.tagged_output import Tagger
+
+_POLL_S = 0.05
+_LOOK_S = 1.0  # how often it is looked whether another number of processes is asked for
+# After a failure the others end by themselves, with an error that names who failed (runtime/processes/heartbeat.py);
+# SIGTERM comes to those that have not.
+SETTLE_S = 15.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What the launcher still does to end the processes, by the clock of `time.monotonic`."""
+
+    stop: Stop
+    terminate_s: float | None
+    kill_s: float
+
+
+class OneStart:
+    """The processes of one start. `signals` are those that the launcher has got, oldest first."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        first_process: int,
+        folder: Path,
+        grace_s: float,
+        tagger: Tagger,
+    ) -> None:
+        self._folder, self._grace_s, self._tagger = folder, grace_s, tagger
+        self._ending: Ending | None = None
+        self._running = [
+            ChildProcess(first_process + i, command, environment, tagger) for i, environment in enumerate(environments)
+        ]
+        self.ended: dict[int, Ended] = {}
+
+    def run(self, signals: deque[signal.Signals], requested: Callable[[], int | None]) -> Outcome:
+        """Returns when all processes have ended. `requested` is the number of processes that is asked for, if any."""
+        count, looked_s = len(self._running), time.monotonic()
+        while self._running:
+            now = time.monotonic()
+            while signals:
+                self._pass_on(signals.popleft(), now)
+            self._collect(now)
+            if self._ending is None and now > looked_s + _LOOK_S:
+                looked_s = now
+                if (wanted := requested()) is not None and wanted != count:
+                    self._tagger.say(f"{wanted} processes are asked for instead of {count}: ends these with SIGTERM")
+                    self._begin_ending(Stop.RESIZE, now, signal.SIGTERM)
+            self._carry_out(now)
+            time.sleep(_POLL_S)
+        return self._outcome(count)
+
+    def _collect(self, now: float) -> None:
+        for child in list(self._running):
+            ended = child.poll()
+            if ended is None:
+                continue
+            self._running.remove(child)
+            self.ended[child.process] = ended
+            if ended.code == 0 or ended.by_launcher or self._ending is not None:
+                continue
+            if follows(ended) is None:
+                say_lost(self._folder, child.process, f"has ended: {how_it_ended(ended.code)}")
+            others = [c for c in self._running if not has_reached(self._folder, c.process, Reached.JOINED)]
+            for other in others:  # nothing tells them
+                other.end(signal.SIGTERM)
+            self._ending = Ending(stop=Stop.FAILED, terminate_s=now + SETTLE_S, kill_s=now + SETTLE_S + self._grace_s)
+
+    def _pass_on(self, number: signal.Signals, now: float) -> None:
+        again = self._ending is not None and self._ending.stop is Stop.SIGNAL and number is signal.SIGINT
+        for child in self._running:
+            child.send(number)
+        if again:  # as a user who presses Ctrl-C twice means it
+            self._ending = Ending(stop=Stop.SIGNAL, terminate_s=None, kill_s=now)
+        elif number in _ENDING:
+            self._ending = Ending(stop=Stop.SIGNAL, terminate_s=None, kill_s=now + self._grace_s)
+
+    def _begin_ending(self, stop: Stop, now: float, number: signal.Signals) -> None:
+        for child in self._running:
+            child.end(number)
+        self._ending = Ending(stop=stop, terminate_s=None, kill_s=now + self._grace_s)
+
+    def _carry_out(self, now: float) -> None:
+        ending = self._ending
+        if ending is None:
+            return
+        if ending.terminate_s is not None and now > ending.terminate_s:
+            for child in self._running:
+                child.end(signal.SIGTERM)
+            self._ending = dataclasses.replace(ending, terminate_s=None)
+        elif now > ending.kill_s:
+            for child in self._running:
+                child.end(signal.SIGKILL)
+
+    def _outcome(self, count: int) -> Outcome:
+        ended = list(self.ended.values())
+        error = first_error(ended)
+        stop = self._ending.stop if self._ending is not None else Stop.DONE
+        failed = [e for e in ended if e.code != 0 and not e.by_launcher]
+        return Outcome(
+            stop=stop,
+            processes=count,
+            code=error.code if error is not None else 0,
+            stepped=any(has_reached(self._folder, process, Reached.STEPPED) for process in self.ended),
+            not_started=sum(not has_reached(self._folder, e.process, Reached.JOINED) for e in failed),
+        )
