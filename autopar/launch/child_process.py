@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from autopar.launch.first_error import Ended
 from autopar.launch.tagged_output import OutputOfProcess, Tagger
@@ -65,6 +66,13 @@ class ChildProcess:
                 stderr=self._output.last_of_stderr,
             )
         return self._ended
+
+    def is_stopped(self) -> bool:
+        """Whether it got SIGSTOP: then SIGTERM does not reach it."""
+        try:
+            return Path(f"/proc/{self._popen.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+        except OSError:
+            return False
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal that somebody else sent the launcher."""

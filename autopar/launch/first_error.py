@@ -32,12 +32,16 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstError:
-    """The process that failed first. `code` is its exit code as a shell has it, `what` a line, `lines` its error."""
+    """The process that failed first. `code` is its exit code as a shell has it, `what` a line.
+
+    `lines` are its error; of a process that was stopped, that of another one, `printed_by`.
+    """
 
     process: int
     code: int
     what: str
     lines: tuple[str, ...]
+    printed_by: int
 
 
 def first_error(ended: Sequence[Ended]) -> FirstError | None:
@@ -49,7 +53,13 @@ def first_error(ended: Sequence[Ended]) -> FirstError | None:
     causes = [e for e in failed if follows(e) is None]
     if causes:
         first, code = causes[0], causes[0].code
-        return FirstError(process=first.process, code=shell_code(code), what=how_it_ended(code), lines=_error(first))
+        return FirstError(
+            process=first.process,
+            code=shell_code(code),
+            what=how_it_ended(code),
+            lines=_error(first),
+            printed_by=first.process,
+        )
     if failed:
         named = follows(failed[0])
         assert named is not None, "a follower names a process"
@@ -57,7 +67,7 @@ def first_error(ended: Sequence[Ended]) -> FirstError | None:
         own = next((e for e in ended if e.process == process), None)
         code = shell_code(failed[0].code) if own is None or own.by_launcher or own.code == 0 else shell_code(own.code)
         says = f"{what}, says process {failed[0].process}"
-        return FirstError(process=process, code=code, what=says, lines=_error(failed[0]))
+        return FirstError(process=process, code=code, what=says, lines=_error(failed[0]), printed_by=failed[0].process)
     return None
 
 
@@ -67,7 +77,7 @@ def report(error: FirstError, ended: Sequence[Ended]) -> list[str]:
     said = [f"{e.process} {'ended by the launcher' if e.by_launcher else how_it_ended(e.code)}" for e in others]
     lines = [
         f"process {error.process} failed first: {error.what}",
-        *(f"  [{error.process}] {line}" for line in error.lines),
+        *(f"  [{error.printed_by}] {line}" for line in error.lines),
     ]
     return [*lines, *([f"the others: {', '.join(said)}"] if said else [])]
 
@@ -87,10 +97,10 @@ def shell_code(code: int) -> int:
 
 
 def follows(ended: Ended) -> tuple[int, str] | None:
-    """The process that this one's error says is lost, and what it says of it; None where it names none."""
+    """The process that this one's error says is lost, and what it says of it; None where it names none, or itself."""
     for _, line in reversed(ended.stderr):
         if named := _FOLLOWS.search(line):
-            return int(named[1]), named[2]
+            return None if int(named[1]) == ended.process else (int(named[1]), named[2])
         if _JAX_FOLLOWS in line:
             return 0, "has ended, or JAX says so"
     return None

@@ -19,7 +19,7 @@ _POLL_S = 0.05
 _LOOK_S = 1.0  # how often it is looked whether another number of processes is asked for
 # After a failure the others end by themselves, with an error that names who failed (runtime/processes/heartbeat.py);
 # SIGTERM comes to those that have not.
-SETTLE_S = 15.0
+SETTLE_S = 10.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -30,6 +30,7 @@ class Ending:
     stop: Stop
     terminate_s: float | None
     kill_s: float
+    number: int = 0  # of the signal that somebody sent
 
 
 class OneStart:
@@ -89,9 +90,9 @@ class OneStart:
         for child in self._running:
             child.send(number)
         if again:  # as a user who presses Ctrl-C twice means it
-            self._ending = Ending(stop=Stop.SIGNAL, terminate_s=None, kill_s=now)
+            self._ending = Ending(stop=Stop.SIGNAL, terminate_s=None, kill_s=now, number=number)
         elif number in _ENDING:
-            self._ending = Ending(stop=Stop.SIGNAL, terminate_s=None, kill_s=now + self._grace_s)
+            self._ending = Ending(stop=Stop.SIGNAL, terminate_s=None, kill_s=now + self._grace_s, number=number)
 
     def _begin_ending(self, stop: Stop, now: float, number: signal.Signals) -> None:
         for child in self._running:
@@ -104,7 +105,7 @@ class OneStart:
             return
         if ending.terminate_s is not None and now > ending.terminate_s:
             for child in self._running:
-                child.end(signal.SIGTERM)
+                child.end(signal.SIGKILL if child.is_stopped() else signal.SIGTERM)
             self._ending = dataclasses.replace(ending, terminate_s=None)
         elif now > ending.kill_s:
             for child in self._running:
@@ -115,10 +116,13 @@ class OneStart:
         error = first_error(ended)
         stop = self._ending.stop if self._ending is not None else Stop.DONE
         failed = [e for e in ended if e.code != 0 and not e.by_launcher]
+        code = error.code if error is not None else 0
+        if code == 0 and self._ending is not None and any(e.by_launcher for e in ended):
+            code = 128 + self._ending.number  # the signal came, and they did not end of it
         return Outcome(
             stop=stop,
             processes=count,
-            code=error.code if error is not None else 0,
+            code=code,
             stepped=any(has_reached(self._folder, process, Reached.STEPPED) for process in self.ended),
             not_started=sum(not has_reached(self._folder, e.process, Reached.JOINED) for e in failed),
         )

@@ -44,6 +44,14 @@ def test_where_all_follow_the_process_that_they_name_is_first():
     found = first_error([ended(0, 1, 30.0, *FOLLOWER), ended(1, -9, 45.0, by_launcher=True)])
     assert found is not None
     assert (found.process, found.code, found.what) == (1, 1, "has ended, says process 0")
+    assert report(found, [])[1] == f"  [0] {FOLLOWER[0]}"
+
+
+def test_a_process_that_was_stuck_names_itself_and_is_first():
+    stood = (TRACEBACK[0], TRACEBACK[1], FOLLOWER[1])
+    found = first_error([ended(0, 1, 8.0, *FOLLOWER), ended(1, 1, 9.0, *stood)])
+    assert found is not None
+    assert (found.process, found.lines) == (1, stood)
 
 
 def test_a_chain_of_exceptions_is_shown_from_its_start():
