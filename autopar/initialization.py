@@ -29,15 +29,9 @@ def initialize(*, initialization_timeout: int = distributed.INITIALIZATION_TIMEO
     """
     launched = _launched()
     if launched is None:
-        found = jax_distributed.detected_processes(initialization_timeout)
-        if found is not None and found.num_processes > 1:
-            distributed.initialize(
-                found.coordinator,
-                found.num_processes,
-                found.process_id,
-                initialization_timeout=initialization_timeout,
-                **_options(found.coordinator, found.device_ids),
-            )
+        coordinator = jax_distributed.detected_coordinator(initialization_timeout)
+        if coordinator is not None:
+            distributed.initialize(initialization_timeout=initialization_timeout, **_binding(coordinator))
         return
     if launched.local_devices is not None:
         jax.config.update("jax_num_cpu_devices", launched.local_devices)
@@ -48,9 +42,10 @@ def initialize(*, initialization_timeout: int = distributed.INITIALIZATION_TIMEO
             launched.coordinator,
             launched.num_processes,
             launched.process_id,
+            local_device_ids=launched.device_ids,
             initialization_timeout=initialization_timeout,
             cluster_detection_method="deactivate",
-            **_options(launched.coordinator, launched.device_ids),
+            **_binding(launched.coordinator),
         )
     elif launched.device_ids is not None:
         jax_distributed.see_only(launched.device_ids)
@@ -70,9 +65,9 @@ def _launched() -> Launched | None:
         ) from None
 
 
-def _options(coordinator: str, device_ids: tuple[int, ...] | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"local_device_ids": device_ids} if device_ids is not None else {}
+def _binding(coordinator: str) -> dict[str, Any]:
+    """Where process 0 listens: JAX listens on all addresses of its host, unless it is told otherwise."""
     host, port = host_and_port(coordinator)
-    if is_loopback(host) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:  # else JAX listens on all addresses
-        options["coordinator_bind_address"] = address(LOOPBACK if host == "localhost" else host, port)
-    return options
+    if not is_loopback(host) or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
+        return {}
+    return {"coordinator_bind_address": address(LOOPBACK if host == "localhost" else host, port)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,32 +71,16 @@ def initialize_distributed(
         distributed._jax = module
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DetectedProcesses:
-    """The processes that a cluster has started. `device_ids` are the devices of this one; None: all there are."""
-
-    coordinator: str
-    num_processes: int
-    process_id: int
-    device_ids: tuple[int, ...] | None
-
-
-def detected_processes(timeout_s: int) -> DetectedProcesses | None:
-    """What `jax.distributed.initialize` without arguments would join; None where it finds no cluster.
+def detected_coordinator(timeout_s: int) -> str | None:
+    """host:port of process 0 as `jax.distributed.initialize` without arguments finds it; None for a single process.
 
     Raises: what JAX raises for a cluster that it finds, but cannot read.
     """
-    coordinator, processes, process, device_ids = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, None, timeout_s
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    coordinator, processes, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        given, None, None, None, None, timeout_s
     )
-    if coordinator is None or processes is None or process is None:
-        return None
-    return DetectedProcesses(
-        coordinator=coordinator,
-        num_processes=processes,
-        process_id=process,
-        device_ids=None if device_ids is None else tuple(device_ids),
-    )
+    return coordinator if process is not None and processes is not None and processes > 1 else None
 
 
 def see_only(device_ids: Sequence[int]) -> None:
