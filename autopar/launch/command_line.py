@@ -46,11 +46,13 @@ def parse(arguments: Sequence[str]) -> Options:
     parser = _parser()
     found = parser.parse_args(arguments)
     elastic = found.elastic
-    processes = found.processes if found.processes is not None else (elastic[1] if elastic else 1)
-    if elastic is not None and not elastic[0] <= processes <= elastic[1]:
+    processes = found.processes if found.processes is not None else (elastic[1] if elastic and found.nodes == 1 else 1)
+    if elastic is not None and found.nodes == 1 and not elastic[0] <= processes <= elastic[1]:
         parser.error(f"--processes {processes} is not within --elastic {elastic[0]}:{elastic[1]}")
     if found.size_file is not None and elastic is None:
         parser.error("--size-file needs --elastic MIN:MAX")
+    if found.size_file is not None and found.nodes > 1:
+        parser.error("--size-file is for one host: with --nodes the number follows the hosts that are there")
     if not 0 <= found.node_rank < found.nodes:
         parser.error(f"--node-rank must be from 0 to {found.nodes - 1}, got {found.node_rank}")
     if found.nodes > 1 and found.coordinator is None:
@@ -91,14 +93,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--processes", type=_count, metavar="N", help="processes on this host; 1, or MAX with --elastic")
+    add("--processes", type=_count, metavar="N", help="processes on this host; 1, or on one host MAX")
     add("--devices-per-process", type=_count, metavar="M", help="CPU devices, or GPUs of this host, of each process")
     add("--restarts", type=_count_or_none, default=0, metavar="K", help="starts after failures, at most; 0")
     add(
         "--elastic",
         type=_range,
         metavar="MIN:MAX",
-        help="processes on this host, at least and at most, after a restart",
+        help="processes in all, at least and at most",
     )
     add(
         "--size-file",

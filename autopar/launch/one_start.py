@@ -52,8 +52,8 @@ class OneStart:
         ]
         self.ended: dict[int, Ended] = {}
 
-    def run(self, signals: deque[signal.Signals], requested: Callable[[], int | None]) -> Outcome:
-        """Returns when all processes have ended. `requested` is the number of processes that is asked for, if any."""
+    def run(self, signals: deque[signal.Signals], asked_to_end: Callable[[], str | None]) -> Outcome:
+        """Returns when all processes have ended. `asked_to_end` says why they should, and start in another number."""
         count, looked_s = len(self._running), time.monotonic()
         while self._running:
             now = time.monotonic()
@@ -62,8 +62,8 @@ class OneStart:
             self._collect(now)
             if self._ending is None and now > looked_s + _LOOK_S:
                 looked_s = now
-                if (wanted := requested()) is not None and wanted != count:
-                    self._tagger.say(f"{wanted} processes are asked for instead of {count}: ends these with SIGTERM")
+                if (why := asked_to_end()) is not None:
+                    self._tagger.say(f"{why}: ends these with SIGTERM")
                     self._begin_ending(Stop.RESIZE, now, signal.SIGTERM)
             self._carry_out(now)
             time.sleep(_POLL_S)
@@ -115,7 +115,7 @@ class OneStart:
         ended = list(self.ended.values())
         error = first_error(ended)
         stop = self._ending.stop if self._ending is not None else Stop.DONE
-        failed = [e for e in ended if e.code != 0 and not e.by_launcher]
+        failed = [e for e in ended if e.code != 0 and not e.by_launcher and follows(e) is None]
         code = error.code if error is not None else 0
         if code == 0 and self._ending is not None and any(e.by_launcher for e in ended):
             code = 128 + self._ending.number  # the signal came, and they did not end of it
@@ -124,5 +124,6 @@ class OneStart:
             processes=count,
             code=code,
             stepped=any(has_reached(self._folder, process, Reached.STEPPED) for process in self.ended),
+            is_cause=error is not None and error.printed_by == error.process,
             not_started=sum(not has_reached(self._folder, e.process, Reached.JOINED) for e in failed),
         )

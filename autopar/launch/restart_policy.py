@@ -23,7 +23,8 @@ class Outcome:
     """How a start of the processes ended.
 
     `code` is the exit code of the first that failed. `stepped`: a step has ended since the start. `not_started` counts
-    processes that ended before they had joined the others, by themselves.
+    processes that ended before they had joined the others, by themselves. `is_cause`: `code` is of one that failed
+    by itself, not because of another one.
     """
 
     stop: Stop
@@ -31,6 +32,7 @@ class Outcome:
     code: int = 0
     stepped: bool = False
     not_started: int = 0
+    is_cause: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

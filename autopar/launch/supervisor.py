@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -14,9 +13,11 @@ from types import FrameType
 from autopar.common.launched import STUCK_AFTER_S
 from autopar.launch.command_line import Options
 from autopar.launch.first_error import first_error, report
+from autopar.launch.hosts import Hosts, OneHost
+from autopar.launch.member import SeveralHosts
 from autopar.launch.one_start import OneStart
-from autopar.launch.placement import Placement, environments, on_one_host
-from autopar.launch.restart_policy import Outcome, Policy, Stop, next_start
+from autopar.launch.placement import Placement, environments
+from autopar.launch.restart_policy import Outcome, Stop
 from autopar.launch.tagged_output import Tagger
 
 WRONG_ARGUMENTS = 2
@@ -25,61 +26,65 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 def launch(options: Options) -> int:
     """Runs the program until it has ended for good, and returns the exit code of the launcher."""
-    tagger, signals, outcomes = Tagger(), _receive_signals(), list[Outcome]()
-    processes, delay_s = options.processes, 0.0
+    tagger, signals = Tagger(), _receive_signals()
+    hosts = _hosts(options, tagger)
+    try:
+        return _launch(options, hosts, tagger, signals)
+    finally:
+        hosts.close()
+
+
+def _launch(options: Options, hosts: Hosts, tagger: Tagger, signals: deque[signal.Signals]) -> int:
+    outcome: Outcome | None = None
     while True:
-        _wait(delay_s, signals)
+        start = hosts.next(outcome, lambda: bool(signals))
+        if isinstance(start, int):
+            return start
+        if start is not None and outcome is not None:
+            count, delay_s = start.placement.num_processes, start.delay_s
+            tagger.say(f"starts {count} processes again in {delay_s:.0f} s (restart {start.placement.restart})")
+        if start is not None:
+            _wait(start.delay_s, signals)
         if (number := _ending_signal(signals)) is not None:
             return 128 + number
-        placement = on_one_host(len(outcomes), processes)
-        folder = Path(tempfile.mkdtemp(prefix="autopar-launch-"))
-        try:
-            outcome = _start(options, placement, folder, tagger, signals)
-        except ValueError as error:  # too few GPUs
-            tagger.say(str(error))
-            return WRONG_ARGUMENTS
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        outcomes.append(outcome)
-        following = next_start(options.policy, outcomes, requested(options.policy, options.size_file))
-        if isinstance(following, int):
-            return following
-        processes, delay_s = following.processes, following.delay_s
-        failures = sum(o.stop is Stop.FAILED for o in outcomes)
-        of = f"restart {failures} of {options.policy.restarts}" if outcome.stop is Stop.FAILED else "a new number"
-        tagger.say(f"starts {processes} processes again in {delay_s:.0f} s ({of})")
+        if start is not None:
+            try:
+                outcome = _start(options, start.placement, hosts, tagger, signals)
+            except ValueError as error:  # too few GPUs
+                tagger.say(str(error))
+                return WRONG_ARGUMENTS
+
+
+def _hosts(options: Options, tagger: Tagger) -> Hosts:
+    if options.nodes == 1:
+        return OneHost(options.processes, options.policy, options.size_file)
+    assert options.coordinator is not None, "checked with the arguments"
+    return SeveralHosts(
+        options.coordinator, options.nodes, options.node_rank, options.processes, options.policy, tagger.say
+    )
 
 
 def _start(
-    options: Options, placement: Placement, folder: Path, tagger: Tagger, signals: deque[signal.Signals]
+    options: Options, placement: Placement, hosts: Hosts, tagger: Tagger, signals: deque[signal.Signals]
 ) -> Outcome:
     environment = dict(os.environ)
     if options.stuck_after_s is not None:
         environment[STUCK_AFTER_S] = str(options.stuck_after_s)
-    start = OneStart(
-        options.command,
-        environments(placement, options.devices_per_process, folder, environment),
-        placement.first_process,
-        folder,
-        options.grace_s,
-        tagger,
-    )
-    outcome = start.run(signals, lambda: requested(options.policy, options.size_file))
+    with tempfile.TemporaryDirectory(prefix="autopar-launch-", ignore_cleanup_errors=True) as folder:
+        start = OneStart(
+            options.command,
+            environments(placement, options.devices_per_process, Path(folder), environment),
+            placement.first_process,
+            Path(folder),
+            options.grace_s,
+            tagger,
+        )
+        outcome = start.run(signals, hosts.asked_to_end)
     error = first_error(list(start.ended.values()))
     if error is not None and outcome.stop is Stop.FAILED:
         for line in report(error, list(start.ended.values())):
             tagger.say(line)
     return outcome
-
-
-def requested(policy: Policy, size_file: Path | None) -> int | None:
-    """The number of processes that the file asks for, as far as it is allowed; None where it asks for none."""
-    if size_file is None:
-        return None
-    try:
-        return policy.clamped(int(size_file.read_text()))
-    except (OSError, ValueError):  # not there, or just being written
-        return None
 
 
 def _receive_signals() -> deque[signal.Signals]:

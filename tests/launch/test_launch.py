@@ -75,7 +75,7 @@ def test_a_restart_is_numbered_and_ends_with_success(script):
     ended = launch("--processes", "1", "--restarts", "2", path)
     assert ended.code == 0
     assert ended.stdout.splitlines() == [f"[0] restart {i}" for i in range(3)]
-    assert "starts 1 processes again in 2 s (restart 2 of 2)" in ended.stderr
+    assert "starts 1 processes again in 2 s (restart 2)" in ended.stderr
     assert launch("--processes", "1", "--restarts", "1", path).code == 3
 
 
