@@ -93,7 +93,7 @@ class Run:
         found = {}
         with contextlib.suppress(OSError):
             for pid in Path(f"/proc/{self._popen.pid}/task/{self._popen.pid}/children").read_text().split():
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError):  # it has just been started, or has ended
                     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                     (number,) = [e.split(b"=")[1] for e in environment if e.startswith(b"AUTOPAR_PROCESS_ID=")]
                     if is_running(int(pid)):

@@ -4,8 +4,9 @@
 (2) A process stands still while none of its Python threads moves, it uses hardly any processor time, and it does not
     wait for a disk. A process that compiles, computes, loads or writes does not stand still.
 (3) It is stuck where it stands still, its devices have nothing left to do, and others have begun what it has not.
-(4) All are stuck where the devices of each have a step to end, none has ended one, and all stand still, for much longer
-    than any step took. Until `SEEN` steps have ended nothing is known of steps, and the limit is `UNSEEN_S`.
+(4) It is stuck too where it stands still, its devices do not end a step, and no other process has ended one, for much
+    longer than any step took: the others wait for their devices as well, or have begun more. Until `SEEN` steps have
+    ended nothing is known of steps, and the limit is `UNSEEN_S`.
 (5) Two processes differ where the n-th step that they begin is not the same.
 Who is behind but does not stand still is no error: the first process may write a checkpoint. It is worth a warning.
 """
@@ -101,19 +102,22 @@ def stuck(signs: Mapping[int, Sign], stuck_after_s: float) -> tuple[int, str] | 
                 process,
                 f"{ALIVE} has stood still for {sign.still_s:.0f} s after step {sign.steps}, {_at(sign)}",
             )
-    waiting = [sign for sign in signs.values() if sign.state == "alive" and sign.ended < sign.steps]
-    if len(waiting) < len(signs):
+    waiting = {p: s for p, s in signs.items() if s.ended < s.steps}
+    if not waiting or any(sign.state != "alive" for sign in signs.values()):
         return None
-    since_s = min(min(sign.last_ended_s, sign.still_s) for sign in waiting)
+    process = min(waiting, key=lambda p: (waiting[p].ended, p))
+    sign = signs[process]
+    if any(p not in waiting and s.begun <= sign.begun for p, s in signs.items()):
+        return None  # that one has to come yet
+    since_s = min(*(s.last_ended_s for s in signs.values()), *(s.still_s for s in waiting.values()))
     limit_s = UNSEEN_S
-    if all(sign.ended >= SEEN for sign in waiting):
-        limit_s = max(stuck_after_s, TIMES_LONGEST * max(sign.longest_s for sign in waiting))
+    if all(s.ended >= SEEN for s in waiting.values()):
+        limit_s = max(stuck_after_s, TIMES_LONGEST * max(s.longest_s for s in waiting.values()))
     if since_s <= limit_s:
         return None
-    process = min(signs, key=lambda p: (signs[p].ended, p))
-    ended = signs[process].ended
-    others = "nor has any other process" if all(s.ended == ended for s in waiting) else "and the others wait for it"
-    return process, f"{ALIVE} has not ended step {ended + 1} in {since_s:.0f} s, {others}, {_at(signs[process])}"
+    is_alone = any(s.ended > sign.ended for s in signs.values())
+    others = "and the others wait for it" if is_alone else "nor has any other process"
+    return process, f"{ALIVE} has not ended step {sign.ended + 1} in {since_s:.0f} s, {others}, {_at(sign)}"
 
 
 def behind(signs: Mapping[int, Sign]) -> tuple[int, str] | None:

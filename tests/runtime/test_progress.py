@@ -69,11 +69,20 @@ def test_all_wait_for_their_devices_for_much_longer_than_steps_take():
         ("the first steps may compile elsewhere", {"ended": 2, "steps": 3}),
         ("a step has just ended", {"last_ended_s": 5.0}),
         ("its host is busy: devices of a CPU", {"still_s": 5.0}),
-        ("its devices have nothing to do", {"ended": 5}),
+        ("it has to begin yet what the others wait for", {"ended": 4, "steps": 4, "joint": 4, "still_s": 0.0}),
     ],
 )
 def test_a_long_step_is_no_error(case, fields):
     assert stuck({0: WAITS, 1: changed(WAITS, **fields)}, LIMIT_S) is None, case
+
+
+def test_devices_of_one_that_end_nothing_while_the_others_are_ahead():
+    """The others wait in a meeting, where they move."""
+    ahead = changed(WAITS, steps=9, joint=9, ended=9, met=1, still_s=0.5)
+    found = stuck({0: ahead, 1: WAITS}, LIMIT_S)
+    assert found is not None
+    assert (found[0], "and the others wait for it" in found[1]) == (1, True)
+    assert stuck({0: changed(ahead, last_ended_s=5.0), 1: WAITS}, LIMIT_S) is None
 
 
 def test_first_steps_are_stuck_after_ten_minutes():
