@@ -38,6 +38,7 @@ def initialize(*, initialization_timeout: int = distributed.INITIALIZATION_TIMEO
     if launched.num_processes > 1:
         if launched.transfer_address is not None:  # read by the client of CPU devices only
             jax.config.update("jax_cross_host_transfer_socket_address", launched.transfer_address)
+            jax_distributed.gloo_at(host_and_port(launched.transfer_address)[0])
         distributed.initialize(
             launched.coordinator,
             launched.num_processes,

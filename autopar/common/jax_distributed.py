@@ -83,6 +83,20 @@ def detected_coordinator(timeout_s: int) -> str | None:
     return coordinator if process is not None and processes is not None and processes > 1 else None
 
 
+def gloo_at(host: str) -> None:
+    """Makes the collectives of CPU devices listen at an address of this host; JAX takes that of the host's name."""
+    module = xla_bridge._jax
+
+    class Around:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(module, name)
+
+        def make_gloo_tcp_collectives(self, *args: Any, **how: Any) -> Any:
+            return module.make_gloo_tcp_collectives(*args, **({"hostname": host} | how))
+
+    xla_bridge._jax = Around()
+
+
 def see_only(device_ids: Sequence[int]) -> None:
     """Restricts this process to some GPUs, as `jax.distributed.initialize(local_device_ids=...)` does."""
     visible = ",".join(map(str, device_ids))

@@ -35,7 +35,8 @@ class ChildProcess:
 
     def __init__(self, process: int, command: Sequence[str], environment: Mapping[str, str], tagger: Tagger) -> None:
         self.process = process
-        self._by_launcher = False
+        self._by_launcher, self._why = False, ""
+        self._stopped_since_s: float | None = None
         # Started from the main thread: the signal comes with the end of the thread that started the process.
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *command],
@@ -62,28 +63,38 @@ class ChildProcess:
                 process=self.process,
                 code=code,
                 time_s=ended_s,
-                by_launcher=self._by_launcher and -code in (signal.SIGTERM, signal.SIGKILL),
+                why=self._why,
+                by_launcher=self._by_launcher and not self._why and -code in (signal.SIGTERM, signal.SIGKILL),
                 stderr=self._output.last_of_stderr,
             )
         return self._ended
 
-    def is_stopped(self) -> bool:
-        """Whether it got SIGSTOP: then SIGTERM does not reach it."""
+    def stopped_s(self) -> float:
+        """How long it has been seen to be stopped, as SIGSTOP does: then SIGTERM does not reach it."""
         try:
-            return Path(f"/proc/{self._popen.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+            state = Path(f"/proc/{self._popen.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
-            return False
+            state = ""
+        now = time.monotonic()
+        if state != "T":  # under a debugger it is another one
+            self._stopped_since_s = None
+        elif self._stopped_since_s is None:
+            self._stopped_since_s = now
+        return now - self._stopped_since_s if self._stopped_since_s is not None else 0.0
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal that somebody else sent the launcher."""
         if self.poll() is None:
             self._popen.send_signal(number)
 
-    def end(self, number: signal.Signals) -> None:
-        """Sends a signal of the launcher's own, to the whole group where it is SIGKILL."""
+    def end(self, number: signal.Signals, why: str = "") -> None:
+        """Sends a signal of the launcher's own, to the whole group where it is SIGKILL.
+
+        `why` is what the process itself has done; without it another one has failed, or somebody ends them all.
+        """
         if self.poll() is not None:
             return
-        self._by_launcher = True
+        self._by_launcher, self._why = True, why
         if number is signal.SIGKILL:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._popen.pid, signal.SIGKILL)

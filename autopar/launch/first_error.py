@@ -20,13 +20,14 @@ _JAX_FOLLOWS = "the JAX distributed service detected fatal errors"
 class Ended:
     """How a process ended. `code` is negative for a signal; `time_s` and those of the lines are of one clock.
 
-    `by_launcher`: the launcher ended it because another one had failed.
+    `by_launcher`: the launcher ended it because another one had failed. `why`: it ended it for something of its own.
     """
 
     process: int
     code: int
     time_s: float
     by_launcher: bool = False
+    why: str = ""
     stderr: tuple[tuple[float, str], ...] = ()
 
 
@@ -56,7 +57,7 @@ def first_error(ended: Sequence[Ended]) -> FirstError | None:
         return FirstError(
             process=first.process,
             code=shell_code(code),
-            what=how_it_ended(code),
+            what=first.why or how_it_ended(code),
             lines=_error(first),
             printed_by=first.process,
         )

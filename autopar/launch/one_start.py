@@ -20,6 +20,7 @@ _LOOK_S = 1.0  # how often it is looked whether another number of processes is a
 # After a failure the others end by themselves, with an error that names who failed (runtime/processes/heartbeat.py);
 # SIGTERM comes to those that have not.
 SETTLE_S = 10.0
+STOPPED_AFTER_S = 15.0  # before the others find it silent: they may not have joined yet, and would wait for minutes
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -33,6 +34,14 @@ class Ending:
     number: int = 0  # of the signal that somebody sent
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """From SIGTERM to SIGKILL, and how long a process may be stopped; 0: for ever."""
+
+    grace_s: float
+    stopped_after_s: float
+
+
 class OneStart:
     """The processes of one start. `signals` are those that the launcher has got, oldest first."""
 
@@ -42,10 +51,11 @@ class OneStart:
         environments: Sequence[Mapping[str, str]],
         first_process: int,
         folder: Path,
-        grace_s: float,
+        limits: Limits,
         tagger: Tagger,
     ) -> None:
-        self._folder, self._grace_s, self._tagger = folder, grace_s, tagger
+        self._folder, self._tagger = folder, tagger
+        self._grace_s, self._stopped_after_s = limits.grace_s, limits.stopped_after_s
         self._ending: Ending | None = None
         self._running = [
             ChildProcess(first_process + i, command, environment, tagger) for i, environment in enumerate(environments)
@@ -62,6 +72,7 @@ class OneStart:
             self._collect(now)
             if self._ending is None and now > looked_s + _LOOK_S:
                 looked_s = now
+                self._end_stopped()
                 if (why := asked_to_end()) is not None:
                     self._tagger.say(f"{why}: ends these with SIGTERM")
                     self._begin_ending(Stop.RESIZE, now, signal.SIGTERM)
@@ -79,11 +90,16 @@ class OneStart:
             if ended.code == 0 or ended.by_launcher or self._ending is not None:
                 continue
             if follows(ended) is None:
-                say_lost(self._folder, child.process, f"has ended: {how_it_ended(ended.code)}")
+                say_lost(self._folder, child.process, f"has ended: {ended.why or how_it_ended(ended.code)}")
             others = [c for c in self._running if not has_reached(self._folder, c.process, Reached.JOINED)]
             for other in others:  # nothing tells them
                 other.end(signal.SIGTERM)
             self._ending = Ending(stop=Stop.FAILED, terminate_s=now + SETTLE_S, kill_s=now + SETTLE_S + self._grace_s)
+
+    def _end_stopped(self) -> None:
+        for child in self._running:
+            if self._stopped_after_s and child.stopped_s() > self._stopped_after_s:
+                child.end(signal.SIGKILL, f"stopped (SIGSTOP) for {self._stopped_after_s:.0f} s")
 
     def _pass_on(self, number: signal.Signals, now: float) -> None:
         again = self._ending is not None and self._ending.stop is Stop.SIGNAL and number is signal.SIGINT
@@ -105,7 +121,7 @@ class OneStart:
             return
         if ending.terminate_s is not None and now > ending.terminate_s:
             for child in self._running:
-                child.end(signal.SIGKILL if child.is_stopped() else signal.SIGTERM)
+                child.end(signal.SIGKILL if child.stopped_s() else signal.SIGTERM)
             self._ending = dataclasses.replace(ending, terminate_s=None)
         elif now > ending.kill_s:
             for child in self._running:

@@ -15,7 +15,7 @@ from autopar.launch.command_line import Options
 from autopar.launch.first_error import first_error, report
 from autopar.launch.hosts import Hosts, OneHost
 from autopar.launch.member import SeveralHosts
-from autopar.launch.one_start import OneStart
+from autopar.launch.one_start import STOPPED_AFTER_S, Limits, OneStart
 from autopar.launch.placement import Placement, environments
 from autopar.launch.restart_policy import Outcome, Stop
 from autopar.launch.tagged_output import Tagger
@@ -70,13 +70,15 @@ def _start(
     environment = dict(os.environ)
     if options.stuck_after_s is not None:
         environment[STUCK_AFTER_S] = str(options.stuck_after_s)
+    stopped_after_s = 0.0 if options.stuck_after_s == 0 else STOPPED_AFTER_S
+    limits = Limits(grace_s=options.grace_s, stopped_after_s=stopped_after_s)
     with tempfile.TemporaryDirectory(prefix="autopar-launch-", ignore_cleanup_errors=True) as folder:
         start = OneStart(
             options.command,
             environments(placement, options.devices_per_process, Path(folder), environment),
             placement.first_process,
             Path(folder),
-            options.grace_s,
+            limits,
             tagger,
         )
         outcome = start.run(signals, hosts.asked_to_end)

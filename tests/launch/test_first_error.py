@@ -54,6 +54,13 @@ def test_a_process_that_was_stuck_names_itself_and_is_first():
     assert (found.process, found.lines) == (1, stood)
 
 
+def test_what_the_launcher_ended_a_process_for_is_the_error():
+    stopped = Ended(process=1, code=-9, time_s=20.0, why="stopped (SIGSTOP) for 15 s")
+    found = first_error([stopped, ended(0, -15, 21.0, by_launcher=True)])
+    assert found is not None
+    assert (found.process, found.code, found.what) == (1, 137, "stopped (SIGSTOP) for 15 s")
+
+
 def test_a_chain_of_exceptions_is_shown_from_its_start():
     chain = ("noise", TRACEBACK[0], "KeyError: 'a'", "", "During handling of the above exception, another exception:")
     found = first_error([ended(0, 1, 2.0, "Traceback (most recent call last):", "old", *chain, *TRACEBACK)])

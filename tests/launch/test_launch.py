@@ -153,6 +153,19 @@ def test_processes_end_with_a_launcher_that_is_killed(script):
     wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
+@pytest.mark.slow
+def test_a_process_that_is_stopped_is_ended_and_named_before_it_has_joined(script):
+    path = script("""
+        if who == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+    """)
+    ended = launch("--processes", "2", path)
+    assert ended.code == 137
+    assert ended.stderr.startswith("autopar.launch: process 1 failed first: stopped (SIGSTOP) for 15 s\n")
+    assert ended.seconds < 30.0
+
+
 def test_what_a_process_leaves_running_ends_with_it(script):
     path = script("""
         import subprocess
