@@ -31,7 +31,7 @@ def initialize(*, initialization_timeout: int = distributed.INITIALIZATION_TIMEO
     if launched is None:
         coordinator = jax_distributed.detected_coordinator(initialization_timeout)
         if coordinator is not None:
-            distributed.initialize(initialization_timeout=initialization_timeout, **_binding(coordinator))
+            distributed.initialize(initialization_timeout=initialization_timeout, **binding(coordinator))
         return
     if launched.local_devices is not None:
         jax.config.update("jax_num_cpu_devices", launched.local_devices)
@@ -46,7 +46,7 @@ def initialize(*, initialization_timeout: int = distributed.INITIALIZATION_TIMEO
             local_device_ids=launched.device_ids,
             initialization_timeout=initialization_timeout,
             cluster_detection_method="deactivate",
-            **_binding(launched.coordinator),
+            **binding(launched.coordinator),
         )
     elif launched.device_ids is not None:
         jax_distributed.see_only(launched.device_ids)
@@ -66,7 +66,7 @@ def _launched() -> Launched | None:
         ) from None
 
 
-def _binding(coordinator: str) -> dict[str, Any]:
+def binding(coordinator: str) -> dict[str, Any]:
     """Where process 0 listens: JAX listens on all addresses of its host, unless it is told otherwise."""
     host, port = host_and_port(coordinator)
     if not is_loopback(host) or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
