@@ -12,8 +12,9 @@ _WITHOUT_TRACEBACK = 8  # last lines shown of a process that printed none
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINS = ("The above exception was the direct cause", "During handling of the above exception")
 _FOLLOWS = re.compile(r"ProcessLostError: .*got process (\d+) (.*)")
-# What JAX's own client says in C++ where another process has ended: with autopar.initialize it rarely comes to that.
-_JAX_FOLLOWS = "the JAX distributed service detected fatal errors"
+# What JAX's client and the collectives of CPU devices say in C++ of a connection to a process that has ended; they end
+# their process within a hundredth of a second, before Python can say which one it is.
+_CONNECTION_IS_LOST = ("the JAX distributed service detected fatal errors", "gloo::")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,8 @@ def first_error(ended: Sequence[Ended]) -> FirstError | None:
     A process whose error names another one follows. Where all that failed follow, the one they name is the first.
     """
     failed = sorted((e for e in ended if e.code != 0 and not e.by_launcher), key=_time_of_error)
-    causes = [e for e in failed if follows(e) is None]
+    named = [e for e in failed if follows(e) is not None]
+    causes = [e for e in failed if not is_follower(e)] or ([] if named else failed)
     if causes:
         first, code = causes[0], causes[0].code
         return FirstError(
@@ -61,14 +63,13 @@ def first_error(ended: Sequence[Ended]) -> FirstError | None:
             lines=_error(first),
             printed_by=first.process,
         )
-    if failed:
-        named = follows(failed[0])
-        assert named is not None, "a follower names a process"
-        process, what = named
+    if named:
+        process, what = follows(named[0]) or (0, "")
         own = next((e for e in ended if e.process == process), None)
-        code = shell_code(failed[0].code) if own is None or own.by_launcher or own.code == 0 else shell_code(own.code)
-        says = f"{what}, says process {failed[0].process}"
-        return FirstError(process=process, code=code, what=says, lines=_error(failed[0]), printed_by=failed[0].process)
+        code = named[0].code if own is None or own.by_launcher or own.code == 0 else own.code
+        says = f"{what}, says process {named[0].process}"
+        lines = _error(named[0])
+        return FirstError(process=process, code=shell_code(code), what=says, lines=lines, printed_by=named[0].process)
     return None
 
 
@@ -102,9 +103,16 @@ def follows(ended: Ended) -> tuple[int, str] | None:
     for _, line in reversed(ended.stderr):
         if named := _FOLLOWS.search(line):
             return None if int(named[1]) == ended.process else (int(named[1]), named[2])
-        if _JAX_FOLLOWS in line:
-            return 0, "has ended, or JAX says so"
     return None
+
+
+def is_follower(ended: Ended) -> bool:
+    """Whether it failed because of another process, which it may not name."""
+    if follows(ended) is not None:
+        return True
+    return ended.code == -signal.SIGABRT and any(
+        text in line for _, line in ended.stderr for text in _CONNECTION_IS_LOST
+    )
 
 
 def _time_of_error(ended: Ended) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autopar.common.launched import Reached, has_reached, say_lost
 from autopar.launch.child_process import ChildProcess
-from autopar.launch.first_error import Ended, first_error, follows, how_it_ended
+from autopar.launch.first_error import Ended, first_error, how_it_ended, is_follower
 from autopar.launch.restart_policy import Outcome, Stop
 from autopar.launch.tagged_output import Tagger
 
@@ -89,7 +89,7 @@ class OneStart:
             self.ended[child.process] = ended
             if ended.code == 0 or ended.by_launcher or self._ending is not None:
                 continue
-            if follows(ended) is None:
+            if not is_follower(ended):
                 say_lost(self._folder, child.process, f"has ended: {ended.why or how_it_ended(ended.code)}")
             others = [c for c in self._running if not has_reached(self._folder, c.process, Reached.JOINED)]
             for other in others:  # nothing tells them
@@ -131,7 +131,7 @@ class OneStart:
         ended = list(self.ended.values())
         error = first_error(ended)
         stop = self._ending.stop if self._ending is not None else Stop.DONE
-        failed = [e for e in ended if e.code != 0 and not e.by_launcher and follows(e) is None]
+        failed = [e for e in ended if e.code != 0 and not e.by_launcher and not is_follower(e)]
         code = error.code if error is not None else 0
         if code == 0 and self._ending is not None and any(e.by_launcher for e in ended):
             code = 128 + self._ending.number  # the signal came, and they did not end of it

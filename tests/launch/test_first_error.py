@@ -47,6 +47,16 @@ def test_where_all_follow_the_process_that_they_name_is_first():
     assert report(found, [])[1] == f"  [0] {FOLLOWER[0]}"
 
 
+def test_an_abort_for_a_lost_connection_is_no_cause_where_there_is_another():
+    aborted = ended(0, -6, 2.0, "terminate called after throwing an instance of 'gloo::EnforceNotMet'")
+    found = first_error([aborted, ended(1, -9, 2.05)])
+    assert found is not None
+    assert found.process == 1
+    alone = first_error([aborted])
+    assert alone is not None
+    assert (alone.process, alone.what) == (0, "killed by SIGABRT")
+
+
 def test_a_process_that_was_stuck_names_itself_and_is_first():
     stood = (TRACEBACK[0], TRACEBACK[1], FOLLOWER[1])
     found = first_error([ended(0, 1, 8.0, *FOLLOWER), ended(1, 1, 9.0, *stood)])
