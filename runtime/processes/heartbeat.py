@@ -56,7 +56,7 @@ LOST_AFTER_S = 20.0  # a process that holds Python's lock this long in one call 
 _ALIVE, _FAILED, _ENDED = "alive", "failed", "ended"
 _PREFIX = "autopar/alive/"
 _VERDICT = "autopar/lost"
-_TELL_S = 60.0  # between warnings of a process that is behind
+_WARN_EVERY_S = 30.0  # of a process that is behind
 
 
 class Watch:
@@ -79,7 +79,7 @@ class Watch:
         begun = time.monotonic()
         self._seen: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", begun))
         self._last_signs: dict[int, tuple[str, str, str]] = {}
-        self._answered, self._level = begun, begun
+        self._answered, self._warn_at = begun, begun + self._stuck_after_s
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._is_told, self._lost_at, self._has_stepped = False, begun, False
@@ -237,18 +237,18 @@ class Watch:
         if verdict is None and self._stuck_after_s:
             found = differing(signs) or stuck(signs, self._stuck_after_s)
             verdict = None if found is None else f"{found[0]} {found[1]}"
-            self._tell_of_one_behind(signs, now)
+            self._warn_of_one_behind(signs, now)
         if verdict is not None:
             self._store.set(_VERDICT, verdict)
         return verdict
 
-    def _tell_of_one_behind(self, signs: dict[int, Sign], now: float) -> None:
+    def _warn_of_one_behind(self, signs: dict[int, Sign], now: float) -> None:
         late = behind(signs)
         if late is None:
-            self._level = now
-        elif now > self._level + max(self._stuck_after_s, _TELL_S / 2):
+            self._warn_at = now + self._stuck_after_s
+        elif now > self._warn_at:
             logger.warning("process %d %s; the others wait for it", *late)
-            self._level = now + _TELL_S / 2
+            self._warn_at = now + _WARN_EVERY_S
 
     def _look_at_the_judge(self) -> str | None:
         """The verdict on process 0, which does not judge any more once it has ended."""

@@ -1,6 +1,5 @@
 """The templates of examples/launch: their syntax, and that they name what is there."""
 
-import importlib.util
 import re
 import subprocess
 
@@ -54,10 +53,8 @@ def test_the_jobset_is_structured_as_kubernetes_reads_it():
     assert all(re.fullmatch(r"(  )*(- )?[\w.\"/-]+:?( .*)?", line) for line in lines), "keys in steps of two spaces"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="without PyYAML")
 def test_the_jobset_starts_as_many_pods_as_it_needs():
-    import yaml
-
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with other packages only")
     *_, jobset = yaml.safe_load_all((FOLDER / "jobset.yaml").read_text())
     (workers,) = jobset["spec"]["replicatedJobs"]
     job = workers["template"]["spec"]
