@@ -70,8 +70,11 @@ def main() -> None:
             with (folder / "losses").open("a") as file:
                 file.write(f"{i} {loss.hex()} {jax.process_count()} {restart}\n")
         time.sleep(STEP_S)
-        if (i + 1) % EVERY == 0:
+        is_preempted = jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(i)
+        if (i + 1) % EVERY == 0 or is_preempted:
             saved.save(i + 1, state)
+        if is_preempted:  # SIGTERM has come; in the same step of all processes
+            return
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Watch:
         begun = time.monotonic()
         self._seen: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", begun))
         self._last_signs: dict[int, tuple[str, str, str]] = {}
-        self._answered, self._warn_at = begun, begun + self._stuck_after_s
+        self._answered, self._differ_since, self._warn_at = begun, begun, begun + self._stuck_after_s
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._is_told, self._lost_at, self._has_stepped = False, begun, False
@@ -103,9 +103,10 @@ class Watch:
         """`array` is there when this process's devices have done the last step; None where it has no such."""
         self._steps.await_result(array)
 
-    def begin_meeting(self) -> None:
-        """Counts what all processes agree upon before they go on."""
+    def begin_meeting(self, name: str, key: str) -> None:
+        """Counts what all processes agree upon before they go on; `key` is the same in all."""
         self._met += 1
+        self._steps.note(name, key)
 
     def begin_joint_work(self) -> None:
         """Counts what all processes have to do together, such as a step, or moving rows. Raises: ProcessLostError."""
@@ -235,12 +236,19 @@ class Watch:
             elif silent_s > self._lost_after_s and process != self._process:
                 verdict = f"{process} has shown no sign of life for {silent_s:.0f} s, since step {steps}"
         if verdict is None and self._stuck_after_s:
-            found = differing(signs) or stuck(signs, self._stuck_after_s)
+            found = self._differing_for_long(signs, now) or stuck(signs, self._stuck_after_s)
             verdict = None if found is None else f"{found[0]} {found[1]}"
             self._warn_of_one_behind(signs, now)
         if verdict is not None:
             self._store.set(_VERDICT, verdict)
         return verdict
+
+    def _differing_for_long(self, signs: dict[int, Sign], now: float) -> tuple[int, str] | None:
+        """What differs, once those that wait for one another have had the time to say more about it."""
+        found = differing(signs)
+        if found is None:
+            self._differ_since = now
+        return found if now > self._differ_since + GRACE_S else None
 
     def _warn_of_one_behind(self, signs: dict[int, Sign], now: float) -> None:
         late = behind(signs)

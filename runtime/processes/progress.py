@@ -7,7 +7,7 @@
 (4) It is stuck too where it stands still, its devices do not end a step, and no other process has ended one, for much
     longer than any step took: the others wait for their devices as well, or have begun more. Until `SEEN` steps have
     ended nothing is known of steps, and the limit is `UNSEEN_S`.
-(5) Two processes differ where the n-th step that they begin is not the same.
+(5) Two processes differ where the n-th that they begin, a step or an agreement before one, is not the same.
 Who is behind but does not stand still is no error: the first process may write a checkpoint. It is worth a warning.
 """
 
@@ -35,7 +35,7 @@ UNSEEN_S = 600.0
 IDLE_SHARE = 0.2  # of a processor, also with the threads that watch
 ALIVE = "is alive but"  # begins what is said of a process that is stuck
 _DIFFERS = "has begun another step"
-RECENT = 4  # steps by which two processes are compared: each may be a few ahead of its devices
+RECENT = 8  # steps and meetings by which two processes are compared: one may be a few ahead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Sign:
     """What a process shows of itself. `joint` counts work of all together, `met` what is agreed upon before it.
 
     `ended` counts steps that the devices have done, `last_ended_s` is how long ago the last was, `longest_s` the
-    longest time between two. `recent` are the last steps begun, (number, digest of all up to it), `name` is the last
-    one's. `still_s` says how long the process has stood still, `where` at which line.
+    longest time between two. `recent` are the last steps and agreements, (number, digest of all up to it), `name` is
+    that of the last one. `still_s` says how long the process has stood still, `where` at which line.
     """
 
     beats: int = 0
@@ -139,8 +139,7 @@ def differing(signs: Mapping[int, Sign]) -> tuple[int, str] | None:
     for process, sign in sorted(signs.items()):
         for number, digest in sign.recent:
             if known.get(number, digest) != digest:
-                names = f"{sign.name}, where that of process 0 is {first.name}"
-                return process, f"{_DIFFERS} than process 0 as step {number}: its last one is {names}"
+                return process, f"{_DIFFERS} than process 0, {sign.name} where that of process 0 is {first.name}"
     return None
 
 
@@ -159,7 +158,7 @@ class Steps:
     def __init__(self) -> None:
         self.begun, self.ended, self.longest_s = 0, 0, 0.0
         self.name, self._digest = "-", 0
-        self._recent: collections.deque[tuple[int, int]] = collections.deque(maxlen=RECENT)
+        self._noted, self._recent = 0, collections.deque[tuple[int, int]](maxlen=RECENT)
         self._results: collections.deque[tuple[int, Any]] = collections.deque()
         self._last_ended = time.monotonic()
 
@@ -167,9 +166,14 @@ class Steps:
         if self.ended == self.begun:  # the devices had nothing to do
             self._last_ended = time.monotonic()
         self.begun += 1
+        self.note(name, fingerprint)
+
+    def note(self, name: str, fingerprint: str) -> None:
+        """Notes what all processes have to do in the same order."""
         self.name = name.replace(" ", "_") or "-"
+        self._noted += 1
         self._digest = zlib.crc32(fingerprint.encode(), self._digest)
-        self._recent.append((self.begun, self._digest))
+        self._recent.append((self._noted, self._digest))
 
     def await_result(self, array: Any) -> None:
         """`array` is there when the devices have done the last step that has begun; None: nobody knows when."""

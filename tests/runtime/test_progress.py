@@ -110,7 +110,7 @@ def test_another_step_is_named():
     assert found is not None
     assert found == (
         1,
-        "has begun another step than process 0 as step 4: its last one is evaluate, where that of process 0 is train",
+        "has begun another step than process 0, evaluate where that of process 0 is train",
     )
     assert is_mismatch(found[1])
 
@@ -124,7 +124,17 @@ def test_digests_are_of_all_steps_up_to_one():
 
     assert recent("a", "b", "a") == recent("a", "b", "a")
     assert recent("a", "b")[2] != recent("b", "b")[2]
-    assert list(recent(*"abcdefg")) == [4, 5, 6, 7]
+    assert list(recent(*"abcdefghij")) == list(range(3, 11))
+
+
+def test_agreements_have_their_place_among_steps():
+    one, other = Steps(), Steps()
+    one.begin("step", "a")
+    one.note("step", "key")
+    other.note("step", "key")
+    other.begin("step", "a")
+    assert (one.begun, other.begun) == (1, 1)
+    assert not set(one.recent) & set(other.recent)
 
 
 class Result:
