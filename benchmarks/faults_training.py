@@ -59,7 +59,9 @@ def main() -> None:
     autopar.initialize(initialization_timeout=60)
     from tests.small_steps import mlp_batch, mlp_state, mlp_step
 
-    step = autopar.parallelize(mlp_step, batch="global", cache_dir=str(folder / "cache"), show_progress=False)
+    plan = autopar.recipes.zero(3)  # each step gathers the state from all processes, and sums gradients over them
+    options = {"batch": "global", "cache_dir": str(folder / "cache"), "show_progress": False}
+    step = autopar.parallelize(mlp_step, plan=plan, **options)
     saved = Saved(folder)
     state, start = saved.restore() or (step.init(mlp_state, jax.random.key(0)), 0)
     restart = int(os.environ["AUTOPAR_RESTART"])
