@@ -1,10 +1,11 @@
 """autopar, an auto-parallel compiler for JAX: a training step written for one device runs on all devices."""
 
+import itertools
 import sys
 
 # Python imports this package before `python -m autopar.launch`, which starts processes and needs neither the compiler
 # nor JAX. While Python looks for a module that it is to run, argv[0] is "-m".
-if not (sys.argv[:1] == ["-m"] and "autopar.launch" in sys.orig_argv):
+if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwise(sys.orig_argv)):
     from autopar import distributed, errors, recipes
     from autopar.api import parallelize, plan
     from autopar.constraining import constrain
