@@ -12,9 +12,13 @@ _WITHOUT_TRACEBACK = 8  # last lines shown of a process that printed none
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINS = ("The above exception was the direct cause", "During handling of the above exception")
 _FOLLOWS = re.compile(r"ProcessLostError: .*got process (\d+) (.*)")
-# What JAX's client and the collectives of CPU devices say in C++ of a connection to a process that has ended; they end
-# their process within a hundredth of a second, before Python can say which one it is.
-_CONNECTION_IS_LOST = ("the JAX distributed service detected fatal errors", "gloo::")
+# What JAX's client and collectives say of a connection to a process that has ended, within a hundredth of a second and
+# before anybody knows which one it is: JAX's service, Gloo (CPU devices; it may abort the process), NCCL.
+_CONNECTION_IS_LOST = re.compile(
+    r"the JAX distributed service detected fatal errors|instance of 'gloo::"
+    r"|Gloo \w+ failed: .*(Connection (reset|closed)|Broken pipe|[Tt]imed out)"
+    r"|remote process exited or there was a network error"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,9 +114,7 @@ def is_follower(ended: Ended) -> bool:
     """Whether it failed because of another process, which it may not name."""
     if follows(ended) is not None:
         return True
-    return ended.code == -signal.SIGABRT and any(
-        text in line for _, line in ended.stderr for text in _CONNECTION_IS_LOST
-    )
+    return any(_CONNECTION_IS_LOST.search(line) for _, line in ended.stderr)
 
 
 def _time_of_error(ended: Ended) -> float:

@@ -87,10 +87,16 @@ class OneStart:
                 continue
             self._running.remove(child)
             self.ended[child.process] = ended
-            if ended.code == 0 or ended.by_launcher or self._ending is not None:
+            if (
+                ended.code == 0
+                or ended.by_launcher
+                or (self._ending is not None and self._ending.stop is not Stop.FAILED)
+            ):
                 continue
             if not is_follower(ended):
                 say_lost(self._folder, child.process, f"has ended: {ended.why or how_it_ended(ended.code)}")
+            if self._ending is not None:
+                continue
             others = [c for c in self._running if not has_reached(self._folder, c.process, Reached.JOINED)]
             for other in others:  # nothing tells them
                 other.end(signal.SIGTERM)

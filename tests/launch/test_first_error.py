@@ -1,5 +1,7 @@
 """Which of several processes failed first, from how each ended."""
 
+import pytest
+
 from autopar.launch.first_error import Ended, first_error, how_it_ended, report, shell_code
 
 TRACEBACK = ("Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: no data")
@@ -47,14 +49,26 @@ def test_where_all_follow_the_process_that_they_name_is_first():
     assert report(found, [])[1] == f"  [0] {FOLLOWER[0]}"
 
 
-def test_an_abort_for_a_lost_connection_is_no_cause_where_there_is_another():
-    aborted = ended(0, -6, 2.0, "terminate called after throwing an instance of 'gloo::EnforceNotMet'")
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (-6, "terminate called after throwing an instance of 'gloo::EnforceNotMet'"),
+        (
+            1,
+            "ValueError: UNKNOWN: Gloo AllGather failed: [pair.cc:538] Read error: Connection reset by peer",
+        ),
+        (1, "jax.errors.JaxRuntimeError: INTERNAL: NCCL: remote process exited or there was a network error"),
+    ],
+    ids=["gloo aborts", "gloo raises", "nccl"],
+)
+def test_the_error_of_a_lost_connection_is_no_cause_where_there_is_another(code, line):
+    aborted = ended(0, code, 2.0, line)
     found = first_error([aborted, ended(1, -9, 2.05)])
     assert found is not None
     assert found.process == 1
     alone = first_error([aborted])
     assert alone is not None
-    assert (alone.process, alone.what) == (0, "killed by SIGABRT")
+    assert (alone.process, alone.what) == (0, how_it_ended(code))
 
 
 def test_a_process_that_was_stuck_names_itself_and_is_first():
