@@ -1,18 +1,25 @@
 """autopar, an auto-parallel compiler for JAX: a training step written for one device runs on all devices."""
 
-from autopar import checkpoint, data, distributed, errors, recipes
-from autopar.api import parallelize, plan
-from autopar.constraining import constrain
-from autopar.executables.compiled_spmd import Compiled
-from autopar.fitting import Fitting, fit
-from autopar.hardware.cluster import Cluster
-from autopar.kernels.call import kernel
-from autopar.mixed_precision.policy import precision
-from autopar.monitoring.monitor import Monitor
-from autopar.plan.plan import Plan
-from autopar.step import Step
-from autopar.tuning import Timed, Tuning, tune
-from autopar.verification import Verification, verify
+import itertools
+import sys
+
+# Python imports this package before `python -m autopar.launch`, which starts processes and needs neither the compiler
+# nor JAX. While Python looks for a module that it is to run, argv[0] is "-m".
+if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwise(sys.orig_argv)):
+    from autopar import checkpoint, data, distributed, errors, recipes
+    from autopar.api import parallelize, plan
+    from autopar.constraining import constrain
+    from autopar.executables.compiled_spmd import Compiled
+    from autopar.fitting import Fitting, fit
+    from autopar.hardware.cluster import Cluster
+    from autopar.initialization import initialize
+    from autopar.kernels.call import kernel
+    from autopar.mixed_precision.policy import precision
+    from autopar.monitoring.monitor import Monitor
+    from autopar.plan.plan import Plan
+    from autopar.step import Step
+    from autopar.tuning import Timed, Tuning, tune
+    from autopar.verification import Verification, verify
 
 __all__ = [
     "Cluster",
@@ -30,6 +37,7 @@ __all__ = [
     "distributed",
     "errors",
     "fit",
+    "initialize",
     "kernel",
     "parallelize",
     "plan",

@@ -9,7 +9,8 @@ from typing import Any
 from autopar.common import jax_distributed
 from autopar.errors import ProcessLostError
 from autopar.runtime.processes.coordinator_relay import CoordinatorLink
-from autopar.runtime.processes.heartbeat import begin_watch, leave, lost_error, wait_until_stuck
+from autopar.runtime.processes.heartbeat import begin_watch
+from autopar.runtime.processes.leaving import leave, lost_error, wait_until_stuck
 from autopar.runtime.processes.roll_call import RollCall
 
 _AT = "autopar.distributed.initialize"

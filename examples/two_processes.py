@@ -2,7 +2,8 @@
 
     python examples/two_processes.py
 
-starts itself twice. On two machines start it by hand on each, with the address of the first one in both:
+starts itself twice, to show what happens; `python -m autopar.launch` does it for any script (docs/launch.md). On two
+machines start it by hand on each, with the address of the first one in both:
 
     python examples/two_processes.py --process 0 --coordinator 10.0.0.1:9000 --address 10.0.0.1:9001
     python examples/two_processes.py --process 1 --coordinator 10.0.0.1:9000 --address 10.0.0.2:9001

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed, xla_bridge
+from jax._src import clusters, distributed, xla_bridge
 
 
 class SharedStore:
@@ -68,6 +69,39 @@ def initialize_distributed(
         jax.distributed.initialize(*args, **options)
     finally:
         distributed._jax = module
+
+
+def detected_coordinator(timeout_s: int) -> str | None:
+    """host:port of process 0 as `jax.distributed.initialize` without arguments finds it; None for a single process.
+
+    Raises: what JAX raises for a cluster that it finds, but cannot read.
+    """
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    coordinator, processes, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        given, None, None, None, None, timeout_s
+    )
+    return coordinator if process is not None and processes is not None and processes > 1 else None
+
+
+def gloo_at(host: str) -> None:
+    """Makes the collectives of CPU devices listen at an address of this host; JAX takes that of the host's name."""
+    module = xla_bridge._jax
+
+    class Around:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(module, name)
+
+        def make_gloo_tcp_collectives(self, *args: Any, **how: Any) -> Any:
+            return module.make_gloo_tcp_collectives(*args, **({"hostname": host} | how))
+
+    xla_bridge._jax = Around()
+
+
+def see_only(device_ids: Sequence[int]) -> None:
+    """Restricts this process to some GPUs, as `jax.distributed.initialize(local_device_ids=...)` does."""
+    visible = ",".join(map(str, device_ids))
+    jax.config.update("jax_cuda_visible_devices", visible)
+    jax.config.update("jax_rocm_visible_devices", visible)
 
 
 def process_of_distributed() -> tuple[int, int]:

@@ -46,7 +46,9 @@ class Compiled(LeafwiseStep):
 
     def _run_across(self, leaves: Sequence[Any]) -> Any:
         assert self.across is not None, "for programs of several processes"
-        return self._run(self.across.arguments(leaves))
+        results = self._run(self.across.arguments(leaves))
+        self.across.await_end(results)
+        return results
 
     def _run(self, leaves: Sequence[Any]) -> Any:
         results = self.executable(self.constants, *leaves)

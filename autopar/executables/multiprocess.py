@@ -38,6 +38,7 @@ class GlobalStep:
         result_shardings: Sequence[NamedSharding | None],
     ) -> None:
         self._reads = [(leaf, traced.in_avals[leaf], sharding) for leaf, sharding in reads]
+        self._name, self._fingerprint = traced.name, _fingerprint(traced)
         state = set(traced.tied.values())
         everybody = set(range(jax.process_count()))
         self._absent, self._shared = [], []
@@ -52,6 +53,10 @@ class GlobalStep:
                 everywhere = NamedSharding(sharding.mesh, PartitionSpec())
                 crossing = to_all_processes(aval.shape, aval.dtype, everywhere)
                 self._shared.append((position, everywhere, crossing))
+        here = [i for i, s in enumerate(result_shardings) if s is not None and is_here(s)]
+        here += [position for position, _, _ in self._shared]
+        # Kept until it is there: one that no later step takes away, if there is one, and a small one.
+        self._awaited = min(here, key=lambda i: (i in state, traced.out_avals[i].size, i), default=None)
 
     def arguments(self, leaves: Sequence[Any]) -> list[Any]:
         """The step's inputs, from the leaves of its arguments; None for inputs that are constants.
@@ -60,8 +65,14 @@ class GlobalStep:
         """
         watch = the_watch()
         if watch is not None:
-            watch.begin_step()
+            watch.begin_step(self._name, self._fingerprint)
         return [None if leaf < 0 else place(leaves[leaf], aval, sharding) for leaf, aval, sharding in self._reads]
+
+    def await_end(self, results: Sequence[Any]) -> None:
+        """Shows the others when the devices of this process have made the results."""
+        watch = the_watch()
+        if watch is not None:
+            watch.await_result(None if self._awaited is None else results[self._awaited])
 
     def results(self, results: Sequence[Any]) -> list[Any]:
         """The results as global arrays; small ones are readable in every process."""
@@ -73,7 +84,14 @@ class GlobalStep:
             readable = cross([crossing for _, _, crossing in self._shared], replicated)
             for (position, _, _), array in zip(self._shared, readable, strict=True):
                 out[position] = array
+        self.await_end(out)
         return out
+
+
+def _fingerprint(traced: TracedStep) -> str:
+    """The same in all processes that run this step on arguments of these shapes."""
+    shapes = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in traced.in_avals)
+    return f"{traced.fingerprint} {shapes}"
 
 
 def with_process_lost_errors(run: Callable[[], Any]) -> Any:

@@ -2,5 +2,5 @@
 
 In: A command line, and the number of processes.
 Out: The processes, their output by rank, one exit code.
-May import: common to monitoring, in the order of tests/test_imports.py.
+May import: `common.launched` and the standard library: the launcher starts without JAX.
 """

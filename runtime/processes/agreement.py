@@ -60,6 +60,7 @@ def exchange(name: str, key: str, text: str) -> list[str]:
             got="no coordination service",
             hint="call jax.distributed.initialize at the start of the program, in all processes",
         )
+    watch.begin_meeting(name, key)
     store.set(f"{key}/{jax.process_index()}", text)
     return [_wait(store, watch, f"{key}/{process}", name) for process in range(jax.process_count())]
 

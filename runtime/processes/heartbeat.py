@@ -4,11 +4,12 @@ jax ends all processes when one has been silent for its heartbeat timeout (100 s
 told otherwise), or at once, with a C++ stack and nothing else, when process 0 is gone. This is quicker, names the
 process, and lets Python say so:
 
-(1) Every process writes a sign of life each second: how many steps it has begun, how much joint work (steps, moves of
-    rows), and whether it is ending.
-(2) Process 0 finds one lost that is silent for `LOST_AFTER_S`, that ended on an exception, or that ended before a step
-    that another has begun; and tells all. The others find process 0 lost where its store does not answer for as long,
-    or where the link to it breaks (`coordinator_relay`, after `autopar.distributed.initialize`).
+(1) Every process writes a sign of life each second: how many steps it has begun and ended, how much joint work (steps,
+    moves of rows), whether it stands still, and whether it is ending.
+(2) Process 0 finds one lost that is silent for `LOST_AFTER_S`, that ended on an exception, that ended before a step
+    that another has begun, or that is alive but stuck (`progress`); and tells all. The others find process 0 lost where
+    its store does not answer for as long, or where the link to it breaks (`coordinator_relay`, after
+    `autopar.distributed.initialize`). Under `python -m autopar.launch` all hear from it who has ended.
 (3) Every process that hears of it logs it, and raises `ProcessLostError` at its next step. One that hangs in a wait,
     where no exception reaches it, is ended after `GRACE_S`, with the error and where it stood; so is, after `MOST_S`,
     one that computes on.
@@ -23,30 +24,39 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import os
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
 from autopar.common import jax_distributed
 from autopar.common.jax_distributed import SharedStore
-from autopar.errors import ProcessLostError
+from autopar.common.launched import Reached, lost_by_launcher, say_reached
+from autopar.errors import AutoparError
 from autopar.runtime.processes.coordinator_relay import CoordinatorLink, when_service_goes
+from autopar.runtime.processes.leaving import GRACE_S, leave, lost_error, mismatch_error, wait_until_stuck
+from autopar.runtime.processes.progress import (
+    ALIVE,
+    Sign,
+    Steps,
+    Stillness,
+    behind,
+    differing,
+    is_mismatch,
+    stuck,
+    stuck_after_s,
+)
 
 logger = logging.getLogger("autopar")
 
 BEAT_S = 1.0
 LOST_AFTER_S = 20.0  # a process that holds Python's lock this long in one call is taken for dead
-GRACE_S = 5.0
-MOST_S = 25.0
 _ALIVE, _FAILED, _ENDED = "alive", "failed", "ended"
 _PREFIX = "autopar/alive/"
 _VERDICT = "autopar/lost"
+_WARN_EVERY_S = 30.0  # of a process that is behind
 
 
 class Watch:
@@ -64,15 +74,16 @@ class Watch:
         link: CoordinatorLink | None = None,
     ) -> None:
         self._store, self._process, self._lost_after_s = store, process, LOST_AFTER_S
-        self._steps, self._joint, self._beats, self._state = 0, 0, 0, _ALIVE
+        self._joint, self._met, self._beats, self._state = 0, 0, 0, _ALIVE
+        self._steps, self._stillness, self._stuck_after_s = Steps(), Stillness(), stuck_after_s()
         begun = time.monotonic()
         self._seen: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", begun))
         self._last_signs: dict[int, tuple[str, str, str]] = {}
-        self._answered = begun
+        self._answered, self._differ_since, self._warn_at = begun, begun, begun + self._stuck_after_s
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._is_told, self._lost_at = False, begun
-        self.lost: ProcessLostError | None = None
+        self._is_told, self._lost_at, self._has_stepped = False, begun, False
+        self.lost: AutoparError | None = None
         runs = (self._show, self._look)
         self._threads = [threading.Thread(target=run, name="autopar liveness", daemon=True) for run in runs]
         for thread in self._threads:
@@ -83,10 +94,19 @@ class Watch:
             when_service_goes(jax_distributed.coordinator_address(), self._service_went)
         atexit.register(self._end)
 
-    def begin_step(self) -> None:
-        """Counts a step. Raises: ProcessLostError."""
-        self._steps += 1
+    def begin_step(self, name: str, fingerprint: str) -> None:
+        """Counts a step; `fingerprint` is the same in all processes that call it. Raises: ProcessLostError."""
+        self._steps.begin(name, fingerprint)
         self.begin_joint_work()
+
+    def await_result(self, array: Any) -> None:
+        """`array` is there when this process's devices have done the last step; None where it has no such."""
+        self._steps.await_result(array)
+
+    def begin_meeting(self, name: str, key: str) -> None:
+        """Counts what all processes agree upon before they go on; `key` is the same in all."""
+        self._met += 1
+        self._steps.note(name, key)
 
     def begin_joint_work(self) -> None:
         """Counts what all processes have to do together, such as a step, or moving rows. Raises: ProcessLostError."""
@@ -101,8 +121,7 @@ class Watch:
 
     def ahead(self) -> list[int]:
         """The processes that have begun more joint work than this one, or have ended."""
-        signs = {int(process): text.split() for process, text in self._store.below(_PREFIX).items()}
-        return sorted(p for p, (_, _, joint, state) in signs.items() if int(joint) > self._joint or state != _ALIVE)
+        return sorted(p for p, s in self._signs().items() if s.joint > self._joint or s.state != _ALIVE)
 
     def blame(self, error: BaseException) -> NoReturn:
         """Raises what made jax fail: the loss of a process, as soon as it is known, or else the error itself.
@@ -110,10 +129,20 @@ class Watch:
         Raises: ProcessLostError.
         """
         self._await_verdict()
+        if self.lost is None and (late := self._one_behind()) is not None:
+            self.lost = self._error_of(*late)
         if self.lost is None:
             raise error
         self._is_told = True
         raise self.lost from error
+
+    def _one_behind(self) -> tuple[int, str] | None:
+        """Another process for which this one may have waited in vain."""
+        try:
+            late = behind(self._signs())
+        except jax.errors.JaxRuntimeError:
+            return None
+        return None if late is None or late[0] == self._process else late
 
     def _await_verdict(self) -> None:
         deadline = time.monotonic() + self._lost_after_s + 3 * BEAT_S
@@ -132,16 +161,42 @@ class Watch:
             self._stop.wait(BEAT_S / 2)
 
     def _beat(self) -> None:
+        self._steps.look()
+        self._stillness.look()
+        if self._steps.ended > 0 and not self._has_stepped:
+            self._has_stepped = True
+            say_reached(Reached.STEPPED)
         with self._lock:
             self._beats += 1
             beats = self._beats
-        self._store.set(f"{_PREFIX}{self._process}", f"{beats} {self._steps} {self._joint} {self._state}")
+        steps = self._steps
+        sign = Sign(
+            beats=beats,
+            steps=steps.begun,
+            joint=self._joint,
+            state=self._state,
+            met=self._met,
+            ended=steps.ended,
+            last_ended_s=steps.last_ended_s,
+            longest_s=steps.longest_s,
+            still_s=self._stillness.seconds,
+            recent=steps.recent,
+            name=steps.name,
+            where=self._stillness.where,
+        )
+        self._store.set(f"{_PREFIX}{self._process}", sign.text())
+
+    def _signs(self) -> dict[int, Sign]:
+        return {int(process): Sign.read(text) for process, text in self._store.below(_PREFIX).items()}
 
     def _look(self) -> None:
         """Looks for who is lost."""
         while not self._is_over():
             try:
-                verdict = self._judge() if self._process == 0 else self._look_at_the_judge()
+                verdict = lost_by_launcher()
+                if verdict is not None and self._process == 0:
+                    self._store.set(_VERDICT, verdict)  # for other hosts
+                verdict = verdict or (self._judge() if self._process == 0 else self._look_at_the_judge())
                 # Read after the sign of process 0, which writes its verdict before it fails of it.
                 verdict = self._store.wait_for(_VERDICT, BEAT_S / 2) or verdict
             except jax.errors.JaxRuntimeError as error:
@@ -164,24 +219,44 @@ class Watch:
 
     def _judge(self) -> str | None:
         """The verdict, `number of the process, what is known`, when one is lost."""
-        signs = {int(process): text.split() for process, text in self._store.below(_PREFIX).items()}
-        now = time.monotonic()
-        furthest = max((int(steps) for _, steps, _, _ in signs.values()), default=0)
+        signs, now = self._signs(), time.monotonic()
+        furthest = max((sign.steps for sign in signs.values()), default=0)
         verdict = None
         for process in sorted(self._seen.keys() | signs.keys()):
-            beats, steps, _, state = signs.get(process, ("", "0", "0", _ALIVE))
+            sign = signs.get(process)
+            beats = str(sign.beats) if sign is not None else ""
             if self._seen.get(process, (None, 0.0))[0] != beats:
                 self._seen[process] = (beats, now)
             silent_s = now - self._seen[process][1]
+            state, steps = (sign.state, sign.steps) if sign is not None else (_ALIVE, 0)
             if state == _FAILED:
                 verdict = f"{process} ended on an exception in or after step {steps}"
-            elif state == _ENDED and int(steps) < furthest:
+            elif state == _ENDED and steps < furthest:
                 verdict = f"{process} ended after step {steps}, before step {furthest} that others have begun"
             elif silent_s > self._lost_after_s and process != self._process:
                 verdict = f"{process} has shown no sign of life for {silent_s:.0f} s, since step {steps}"
+        if verdict is None and self._stuck_after_s:
+            found = self._differing_for_long(signs, now) or stuck(signs, self._stuck_after_s)
+            verdict = None if found is None else f"{found[0]} {found[1]}"
+            self._warn_of_one_behind(signs, now)
         if verdict is not None:
             self._store.set(_VERDICT, verdict)
         return verdict
+
+    def _differing_for_long(self, signs: dict[int, Sign], now: float) -> tuple[int, str] | None:
+        """What differs, once those that wait for one another have had the time to say more about it."""
+        found = differing(signs)
+        if found is None:
+            self._differ_since = now
+        return found if now > self._differ_since + GRACE_S else None
+
+    def _warn_of_one_behind(self, signs: dict[int, Sign], now: float) -> None:
+        late = behind(signs)
+        if late is None:
+            self._warn_at = now + self._stuck_after_s
+        elif now > self._warn_at:
+            logger.warning("process %d %s; the others wait for it", *late)
+            self._warn_at = now + _WARN_EVERY_S
 
     def _look_at_the_judge(self) -> str | None:
         """The verdict on process 0, which does not judge any more once it has ended."""
@@ -189,37 +264,45 @@ class Watch:
         sign = self._store.wait_for(f"{_PREFIX}0", BEAT_S / 2)
         if sign is not None or (self._beats > 0 and self._store.wait_for(f"{_PREFIX}{self._process}", BEAT_S / 2)):
             self._answered = time.monotonic()
-        _, steps, _, state = (sign or f"0 0 0 {_ALIVE}").split()
+        shown = Sign.read(sign) if sign is not None else Sign()
         if now - self._answered > self._lost_after_s:
             return f"0 has not answered for {now - self._answered:.0f} s"
-        if state == _FAILED:
-            return f"0 ended on an exception in or after step {steps}"
-        if state == _ENDED and int(steps) < self._steps:
-            return f"0 has ended after step {steps}"
+        if shown.state == _FAILED:
+            return f"0 ended on an exception in or after step {shown.steps}"
+        if shown.state == _ENDED and shown.steps < self._steps.begun:
+            return f"0 has ended after step {shown.steps}"
         return None
 
     def _link_broke(self, link: CoordinatorLink) -> None:
-        if not self._is_over_soon():
-            self._hear(f"0 {link.lost}")
+        if self._is_over_soon():
+            return
+        if self._state == _FAILED:
+            leave()  # its error is printed, and its main thread may wait for an answer of process 0 for ever
+        self._hear(f"0 {link.lost}")
 
     def _service_went(self, why: str) -> None:
         if self._state == _ALIVE and not self._is_over():
             self._hear(f"0 {why}")
 
     def _hear(self, verdict: str) -> None:
-        process, text = verdict.split(" ", 1)
+        number, text = verdict.split(" ", 1)
+        process, is_alive = int(number), text.startswith(ALIVE) or is_mismatch(text)
         with self._lock:
-            if int(process) == self._process or self._state == _FAILED or self.lost is not None:
+            if (process == self._process and not is_alive) or self._state == _FAILED or self.lost is not None:
                 return
             self._lost_at = time.monotonic()
-            self.lost = lost_error(self._process, int(process), text, f"step {self._steps}")
-        logger.error("ProcessLostError: %s", self.lost)
+            self.lost = self._error_of(process, text)
+        logger.error("%s: %s", type(self.lost).__name__, self.lost)
         where = wait_until_stuck(lambda: self._is_told or self._is_over())
         if where is None:
             return  # the main thread ends with the error by itself
-        logger.error("process %d waits for process %s in vain: ended", self._process, process)
+        logger.error("process %d waits in vain: ended", self._process)
         self._stay_until_heard()
         leave(self.lost, where)
+
+    def _error_of(self, process: int, text: str) -> AutoparError:
+        at = f"step {self._steps.begun}"
+        return (mismatch_error if is_mismatch(text) else lost_error)(self._process, process, text, at)
 
     def _stay_until_heard(self) -> None:
         """Process 0 keeps what is told: it stays until all have had the time to hear it."""
@@ -261,59 +344,12 @@ class Watch:
             while time.monotonic() < deadline:
                 if self._process == 0:
                     self._judge()
-                states = [text.split()[2] for text in self._store.below(_PREFIX).values()]
-                if all(state != _ALIVE for state in states):
+                if all(sign.state != _ALIVE for sign in self._signs().values()):
                     return True
                 time.sleep(BEAT_S / 4)
         except jax.errors.JaxRuntimeError:
             return False  # process 0 is gone: nobody is left to be told
         return not linger
-
-
-def lost_error(here: int, lost: int, what: str, at: str) -> ProcessLostError:
-    return ProcessLostError(
-        where=f"process {here}, {at}",
-        expected=f"process {lost} to take part",
-        got=f"process {lost} {what}",
-        hint=f"look into the log of process {lost}; then start all processes again from the last checkpoint",
-    )
-
-
-def wait_until_stuck(is_told: Callable[[], bool]) -> str | None:
-    """Where the main thread stands, once it has stood still for `GRACE_S` or `MOST_S` are over; None: it was told."""
-    main, stood_still_s, at = threading.main_thread().ident, 0.0, None
-    begun = time.monotonic()
-    while stood_still_s < GRACE_S and time.monotonic() < begun + MOST_S:
-        if is_told():
-            return None
-        frame = sys._current_frames().get(main or 0)
-        here = (id(frame), frame.f_lasti if frame is not None else 0)
-        stood_still_s = stood_still_s + 0.5 if here == at else 0.0
-        at = here
-        del frame  # it would keep alive what the main thread has left
-        time.sleep(0.5)
-    frame = sys._current_frames().get(main or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""
-
-
-def leave(error: BaseException | None = None, stack: str = "") -> NoReturn:
-    """Ends the process at once, with an error as Python prints it."""
-    if error is not None:
-        kind = type(error)
-        text = f"Traceback (most recent call last):\n{stack}{kind.__module__}.{kind.__qualname__}: {error}\n"
-        os.write(2, text.encode())
-
-    def flush() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-    flushing = threading.Thread(target=flush, daemon=True)  # the main thread may hold their locks for ever
-    try:
-        flushing.start()
-        flushing.join(1.0)
-    except RuntimeError:  # from 3.12 on Python starts no thread at its end; then this is the main thread itself
-        flush()
-    os._exit(1)
 
 
 @functools.cache
