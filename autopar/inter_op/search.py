@@ -12,8 +12,9 @@ from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
-from autopar.inter_op.evaluate import SOURCE, PipelineCandidate, PipelineEvaluator, retry_without_hoisted_casts
+from autopar.inter_op.evaluate import PipelineEvaluator, retry_without_hoisted_casts
 from autopar.inter_op.layer_decisions import Decisions, layer_decisions
+from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate
 from autopar.inter_op.search_space import (
     finest,
     is_long,
