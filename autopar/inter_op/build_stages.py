@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.common.cached_attribute import lazy
 from autopar.errors import UnsupportedError
@@ -28,7 +28,9 @@ from autopar.inter_op.staged import (
 )
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import micro_batched
+from autopar.microbatch.smaller_step import smaller_step
 from autopar.passes.layers import Layers
 from autopar.passes.remat import Recompute, rematerialise
 from autopar.passes.remat_cheap import sink_cheap_ops
@@ -69,10 +71,19 @@ class MicrobatchedStep:
 
 
 def cut_layers(
-    step: SplitStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None, *, hoist_casts: bool = True
+    step: SplitStep,
+    num_microbatches: int,
+    rules: RuleBook,
+    whole: OpGraph | None = None,
+    *,
+    hoist_casts: bool = True,
+    on_fewer: Callable[[TracedStep, int], TracedStep] = smaller_step,
 ) -> MicrobatchedStep:
-    """A step in micro-batches and layers; `whole` is its graph with unsplit scans, if that exists already."""
-    graph = micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None)
+    """A step in micro-batches and layers; `whole` is its graph with unsplit scans, if that exists already, and
+    `on_fewer` gives it on fewer examples.
+    """
+    whole = whole if step.parts == 1 else None
+    graph = micro_batched(step.traced, num_microbatches, rules, whole, on_fewer)
     graph = sink_cheap_ops(graph, of_state=not hoist_casts)
     return MicrobatchedStep(step=step, graph=graph, layers=layers_of(graph), hoist_casts=hoist_casts)
 
