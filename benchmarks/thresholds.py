@@ -150,6 +150,7 @@ THRESHOLDS = [
         "inter_op.evaluate",
         ("MOST_BUILT", "pipelines that are built exactly", "planning time"),
         ("TIGHTENED", "searches with a lower limit where a built one does not fit", "planning time"),
+        ("ESTIMATE_ERROR", "how much slower than built an estimate of one stage may be", "order of magnitude"),
     ),
     *_of(
         "inter_op.joined_tasks",
@@ -169,10 +170,16 @@ THRESHOLDS = [
         ("SAVED_SHARE", "share of memory that saved values must take for leaner decisions", "planning time"),
     ),
     *_of(
-        "inter_op.build_stages",
+        "inter_op.fit_stages",
         ("LEANER", "decisions of a stage that does not fit with higher prices", PRICES),
         ("FIRST_PRICE", "the first of these prices", PRICES),
         ("PRICE_RISE", "factor from one price to the next", PRICES),
+    ),
+    *_of(
+        "inter_op.short_steps",
+        ("SHORT", "layers of a run with which a step in one stage is estimated", "tests/inter_op/test_short_steps.py"),
+        ("SHORTER", "layers of the step that it is compared with", "tests/inter_op/test_short_steps.py"),
+        ("WHOLE_UP_TO", "layers of a run up to which such a step is built whole", "planning time"),
     ),
     *_of(
         "cost.cost_model",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from autopar.compiler.comparison import best_program
 from autopar.compiler.sources import one_program
 from autopar.errors import SolverError
-from autopar.inter_op.evaluate import PipelineCandidate
+from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.inter_op.requested import requested_pipelines
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import search_mesh

@@ -21,7 +21,7 @@ from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.build_graph import build_graph
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.evaluate import PipelineCandidate
+from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep

@@ -11,7 +11,7 @@ from autopar.compiler.no_plan import refuse_large_state
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import any_callbacks
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.evaluate import SOURCE as PIPELINES
+from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
 from autopar.intra_op.baselines import baseline_candidates, why_not_tried

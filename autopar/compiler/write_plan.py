@@ -22,7 +22,7 @@ from autopar.compiler.write_record import (
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.compiler_options import options_of, unlike_assumed
 from autopar.cost.roofline import flops_of
-from autopar.inter_op.evaluate import PipelineCandidate
+from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op import baselines
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import OpKind

@@ -61,7 +61,7 @@ def first_difference(first: Any, second: Any) -> str:
 
 
 def _first_difference(hasher: _Hasher, first: Any, second: Any) -> str:
-    names: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
+    names: tuple[dict[Any, bytes], dict[Any, bytes]] = ({}, {})
     for a, b in zip(first.eqns, second.eqns, strict=False):
         if hasher.of_equation(a, names[0]) != hasher.of_equation(b, names[1]):
             inner = zip(_jaxprs(a.params), _jaxprs(b.params), strict=False)
@@ -137,28 +137,30 @@ class _Hasher:
 
     def _of_jaxpr(self, value: Any) -> bytes:
         if id(value) not in self._known:
-            number: dict[Any, int] = {}
+            met: dict[Any, bytes] = {}
             jaxpr = jax_compat.open_jaxpr(value)
             parts: list[bytes] = [_of_array(const) for const in jax_compat.jaxpr_consts(value)]
-            parts += [self._of_atom(v, number) for v in (*jaxpr.constvars, *jaxpr.invars)]
-            parts += [self.of_equation(eqn, number) for eqn in jaxpr.eqns]
-            parts += [self._of_atom(v, number) for v in jaxpr.outvars]
+            parts += [self._of_atom(v, met) for v in (*jaxpr.constvars, *jaxpr.invars)]
+            parts += [self.of_equation(eqn, met) for eqn in jaxpr.eqns]
+            parts += [self._of_atom(v, met) for v in jaxpr.outvars]
             self._known[id(value)] = value, _digest("jaxpr", *parts)
         return self._known[id(value)][1]
 
-    def of_equation(self, eqn: Any, number: dict[Any, int]) -> bytes:
-        """Of an equation whose variables are numbered in the order in which they are met."""
-        operands = [self._of_atom(v, number) for v in eqn.invars]
+    def of_equation(self, eqn: Any, met: dict[Any, bytes]) -> bytes:
+        """Of an equation whose variables are numbered in the order in which they are met; `met`: the hash of each."""
+        operands = [self._of_atom(v, met) for v in eqn.invars]
         params = [part for key in sorted(eqn.params.keys() - {"weak_type"}) for part in (key, self.of(eqn.params[key]))]
-        results = [self._of_atom(v, number) for v in eqn.outvars]
+        results = [self._of_atom(v, met) for v in eqn.outvars]
         if is_kernel(eqn):
             params.append(self.of(program_of(eqn)))
         return _digest(eqn.primitive.name, *operands, *params, *results)
 
-    def _of_atom(self, atom: Any, number: dict[Any, int]) -> bytes:
+    def _of_atom(self, atom: Any, met: dict[Any, bytes]) -> bytes:
         if isinstance(atom, jax_compat.Literal):
             return _digest("literal", self.of(_value(atom)), _type(atom.aval))
-        return _digest(str(number.setdefault(atom, len(number))), _type(atom.aval))
+        if atom not in met:
+            met[atom] = _digest(str(len(met)), _type(atom.aval))
+        return met[atom]
 
 
 def _value(literal: Any) -> Any:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.common.cached_attribute import lazy
-from autopar.cost.cost_model import CostModel
 from autopar.errors import UnsupportedError
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
+from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
 from autopar.inter_op.joined_tasks import join_where_it_pays
-from autopar.inter_op.layer_decisions import lowest_price
+from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import (
     PlannedStage,
     StagedStep,
@@ -27,11 +26,12 @@ from autopar.inter_op.staged import (
     schedule_of,
     stage_program,
 )
-from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import micro_batched
+from autopar.microbatch.smaller_step import smaller_step
 from autopar.passes.layers import Layers
 from autopar.passes.remat import Recompute, rematerialise
 from autopar.passes.remat_cheap import sink_cheap_ops
@@ -71,35 +71,20 @@ class MicrobatchedStep:
         return {}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StageChoice:
-    """Stages to build: the first layer of each, the mesh of each group of devices, the policy of each layer.
-
-    `terms`: the weights under which each stage is estimated to fit, where they are known. `over_limit`: whether its
-    state alone would exceed the memory under the lowest price of a byte.
-    """
-
-    schedule: str
-    chunks: int
-    first_layers: tuple[int, ...]
-    group_meshes: tuple[LogicalMesh, ...]
-    policies: tuple[str, ...]
-    terms: tuple[ObjectiveWeights, ...] = ()
-    over_limit: tuple[bool, ...] = ()
-
-    @property
-    def text(self) -> str:
-        meshes = [f"{n} x {mesh}" for mesh, n in _runs(self.group_meshes)]
-        policies = {p for p in self.policies if p != "nothing"}
-        recompute = f", recompute {' and '.join(sorted(policies))}" if policies else ""
-        return f"{len(self.first_layers)} stages on {' + '.join(meshes)}, {self.schedule}{recompute}"
-
-
 def cut_layers(
-    step: SplitStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None, *, hoist_casts: bool = True
+    step: SplitStep,
+    num_microbatches: int,
+    rules: RuleBook,
+    whole: OpGraph | None = None,
+    *,
+    hoist_casts: bool = True,
+    on_fewer: Callable[[TracedStep, int], TracedStep] = smaller_step,
 ) -> MicrobatchedStep:
-    """A step in micro-batches and layers; `whole` is its graph with unsplit scans, if that exists already."""
-    graph = micro_batched(step.traced, num_microbatches, rules, whole if step.parts == 1 else None)
+    """A step in micro-batches and layers; `whole` is its graph with unsplit scans, if that exists already, and
+    `on_fewer` gives it on fewer examples.
+    """
+    whole = whole if step.parts == 1 else None
+    graph = micro_batched(step.traced, num_microbatches, rules, whole, on_fewer)
     graph = sink_cheap_ops(graph, of_state=not hoist_casts)
     return MicrobatchedStep(step=step, graph=graph, layers=layers_of(graph), hoist_casts=hoist_casts)
 
@@ -180,23 +165,6 @@ def place(group_meshes: Sequence[LogicalMesh], schedule: PipelineSchedule) -> li
     return [groups[g] for g in schedule.mesh_of_stage]
 
 
-# A stage that exceeds the memory is decided again with a higher price on the bytes of its state, then with that price
-# also on values saved for backward passes, then with higher prices on both: the number of prices, the first one (as a
-# part of the stage's objective divided by the memory), and the ratio of neighbouring ones.
-LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BuildLimits:
-    """The memory of a device, the seconds that a solver may take, and the time of a step from which on a pipeline is of
-    no use, so that nothing need be done to make it fit.
-    """
-
-    limit_bytes: int
-    time_limit_s: float
-    to_beat_s: float = math.inf
-
-
 def build(
     microbatched: MicrobatchedStep,
     choice: StageChoice,
@@ -208,11 +176,9 @@ def build(
 ) -> StagedStep:
     """Builds a choice: recomputation, stages, decisions, instructions, tasks, the instruction list, its simulation.
 
-    Stages that exceed the memory are decided again under higher prices of a byte, a few times at most, unless their
-    state exceeds it whatever is decided, or the step takes too long already. Pins apply to every stage.
+    Stages that exceed the memory are decided again under higher prices (`fit_stages`). Pins apply to every stage.
     `followed`: layouts of leaves in another step's plan.
     """
-    limit_bytes = limits.limit_bytes
     graphs = stage_graphs(microbatched, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
     graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
     submeshes = place(choice.group_meshes, schedule)
@@ -223,74 +189,29 @@ def build(
     )
     meshes = [s.mesh for s in submeshes]
     decider = StageDecider(stages, models, meshes, limits.time_limit_s, pieces_of(microbatched), constraints, given)
-    terms, costs = _first_terms(choice, models, constraints), TaskCosts()
+    costs = TaskCosts()
     planned: list[PlannedStage] = []
-    for leaner in range(LEANER + 1):
-        decisions = decider.decide(terms)
-        if [n for n, _ in decisions] != [p.like for p in planned]:
-            planned = [
-                planned[q]
-                if planned and planned[q].like == like
-                else planned_stage(
-                    choice.first_layers[q], stages[q], models[q], sharding, schedule.mesh_of_stage[q], like
-                )
-                for q, (like, sharding) in enumerate(decisions)
-            ]
-            staged = stage_program(
-                microbatched.step, graph, microbatched.layers, planned, submeshes, schedule, cluster, costs
-            )
-        peak_bytes = staged.simulation.peak_bytes
-        over = [q for q, group in enumerate(schedule.mesh_of_stage) if peak_bytes[group] > limit_bytes]
-        if not over or leaner == LEANER or staged.simulation.step_time_s >= limits.to_beat_s:
-            break
-        if any(decider.cannot_fit(q, limit_bytes) for q in over):
-            break
-        for q in over:
-            dear = FIRST_PRICE * planned[q].sharding.report.objective_s / limit_bytes
-            known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
-            in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
-            terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)
-    return join_where_it_pays(staged, limit_bytes)
+
+    def staged(decisions: StageDecisions) -> StagedStep:
+        nonlocal planned
+        planned = [
+            planned[q]
+            if planned and planned[q].like == like
+            else planned_stage(choice.first_layers[q], stages[q], models[q], sharding, schedule.mesh_of_stage[q], like)
+            for q, (like, sharding) in enumerate(decisions)
+        ]
+        return stage_program(
+            microbatched.step, graph, microbatched.layers, planned, submeshes, schedule, cluster, costs
+        )
+
+    terms = first_terms(choice, models, constraints)
+    return join_where_it_pays(fit_stages(choice, schedule, decider, terms, limits, staged), limits.limit_bytes)
 
 
 def _of_arguments(microbatched: MicrobatchedStep, of_leaf: Mapping[int, Layout]) -> dict[int, Layout]:
     """Layouts of leaves by the positions of the arguments that they are, or whose slices these are."""
     first = len(microbatched.graph.constants)
     return {first + i: of_leaf[leaf] for i, leaf in enumerate(microbatched.leaves) if leaf in of_leaf}
-
-
-def _first_terms(
-    choice: StageChoice, models: Sequence[CostModel], constraints: Constraints | None
-) -> list[ObjectiveWeights]:
-    """The first weights of each stage: the lowest price of a byte, unless it is known that its state alone does not fit
-    under it, or that its saved values have a price.
-
-    Under a recipe, hideable communication is charged fully: the plan is that of the recipe's source.
-    """
-    lowest = [lowest_price(model) for model in models]
-    if not choice.terms:
-        fractions = [model.exposed_fraction if constraints is None else 1.0 for model in models]
-        return [ObjectiveWeights(s_per_byte=p, exposed_fraction=f) for p, f in zip(lowest, fractions, strict=True)]
-    return [
-        terms if over_limit or terms.in_flight else dataclasses.replace(terms, s_per_byte=price)
-        for terms, over_limit, price in zip(choice.terms, choice.over_limit, lowest, strict=True)
-    ]
-
-
-def _leaner(terms: ObjectiveWeights, sufficient_price: float, first_price: float, in_flight: int) -> ObjectiveWeights:
-    """Weights under which a stage needs less memory: the price that is known to suffice, then that price also on the
-    values saved for the micro-batches in flight, then higher prices.
-    """
-    if terms.s_per_byte < sufficient_price:
-        return dataclasses.replace(terms, s_per_byte=sufficient_price)
-    if not terms.in_flight:
-        return dataclasses.replace(terms, in_flight=_rounded_up(in_flight))
-    return dataclasses.replace(terms, s_per_byte=max(first_price, terms.s_per_byte * PRICE_RISE))
-
-
-def _rounded_up(n: int) -> int:
-    """The next power of two, so that stages that differ only in the micro-batches in flight are decided together."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def evened(microbatched: MicrobatchedStep, choice: StageChoice) -> StageChoice:
@@ -308,7 +229,3 @@ def evened(microbatched: MicrobatchedStep, choice: StageChoice) -> StageChoice:
         terms=choice.terms and (choice.terms[middle],) * num_stages,
         over_limit=choice.over_limit and (choice.over_limit[middle],) * num_stages,
     )
-
-
-def _runs(meshes: Sequence[LogicalMesh]) -> list[tuple[LogicalMesh, int]]:
-    return [(mesh, len(list(group))) for mesh, group in itertools.groupby(meshes)]

@@ -10,6 +10,7 @@ from autopar.cost.cost_model import CostModel
 from autopar.inter_op.isomorphism import canonical_graph, carried_over
 from autopar.inter_op.staged import solve_stage, stage_problem, transfer_layouts_of
 from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
+from autopar.ir.graph import Op
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.decisions import ShardingPlan
@@ -22,8 +23,8 @@ from autopar.sharding.pins import PinnedLayout
 class GivenStageLayouts:
     """Layouts that stages are given: pins by value, those of another step's plan by the position of an argument."""
 
-    pins: Mapping[int, PinnedLayout]
-    followed: Mapping[int, Layout]
+    pins: Mapping[int, PinnedLayout] = dataclasses.field(default_factory=dict)
+    followed: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
 
 
 class StageDecider:
@@ -31,7 +32,7 @@ class StageDecider:
 
     Isomorphic stages on equal meshes under equal weights share their decisions. Constraints and pins bind all stages.
     `pieces` gives the leaf that an input of the step is a slice of: all slices of a leaf have the layout that the
-    middle stage chooses, since it is like most others.
+    middle stage chooses, since it is like most others. `paired_ops` of the first stage are decided alike.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class StageDecider:
         pieces: Mapping[int, int],
         constraints: Constraints | None,
         given: GivenStageLayouts,
+        paired_ops: Sequence[tuple[Op, Op]] = (),
     ) -> None:
         self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
-        self.pieces, self.constraints, self.given = pieces, constraints, given
+        self.pieces, self.constraints, self.given, self.paired_ops = pieces, constraints, given, paired_ops
         self.transfer_layouts = transfer_layouts_of(stages, meshes, constraints)
         self.shapes = [canonical_graph(stage.graph) for stage in stages]
         numbers: dict[Any, int] = {}
@@ -85,6 +87,7 @@ class StageDecider:
                     fixed,
                     self.constraints,
                     self.pinned(at),
+                    self.paired_ops,
                 )
                 self.problems[key] = at, stage_problem(*args)
             source, problem = self.problems[key]
@@ -115,7 +118,7 @@ class StageDecider:
             str(pinned_dims),
         )
 
-    def cannot_fit(self, at: int, limit_bytes: int) -> bool:
+    def cannot_fit(self, at: int, limit_bytes: float) -> bool:
         """Whether the state of a stage exceeds the memory of a device under whatever decisions are allowed."""
         if self.pieces or self.given.followed:
             return False  # layouts of slices are fixed by another stage

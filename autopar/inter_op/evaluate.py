@@ -8,65 +8,34 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
-from autopar.inter_op.build_stages import BuildLimits, MicrobatchedStep, StageChoice, build, evened
+from autopar.inter_op.build_stages import MicrobatchedStep, build, evened
+from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate
+from autopar.inter_op.short_steps import ShortStep, estimate, short_step
+from autopar.inter_op.stage_choice import StageChoice, choice_of
 from autopar.inter_op.stage_costs import PricedOption
-from autopar.inter_op.staged import StagedStep
 from autopar.intra_op.baselines import baseline_bindings
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.schema import PipelineTrial
-from autopar.sharding.constraints import Binding
-from autopar.sharding.pins import PinsOnMesh
-from autopar.solver import NoStages, Schedule, Stage, StagePlan, StageProblem, best_stages
+from autopar.sharding.constraints import Binding, Constraints
+from autopar.solver import NoStages, Schedule, StagePlan, StageProblem, best_stages
 
-SOURCE = "pipelines"
 # The number of plans that are built: the best by the tables, for each number of micro-batches in turn. The best of one
 # stage comes on top.
 MOST_BUILT = 3
 # The number of searches with a lower limit, where a built plan needs more memory than estimated: for one schedule, for
 # another, and once more.
 TIGHTENED = 3
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineCandidate:
-    """A pipeline, built and simulated, and the pipelines that were compared with it."""
-
-    staged: StagedStep
-    choice: StageChoice
-    weighed: tuple[PipelineTrial, ...]
-    hoist_casts: bool
-    pins: PinsOnMesh | None = None
-    name: str = ""
-    source: str = SOURCE
-
-    @property
-    def step_time_s(self) -> float:
-        return self.staged.simulation.step_time_s
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.staged.simulation.peak_bytes)
-
-    @property
-    def text(self) -> str:
-        text = f"{self.staged.graph.num_microbatches} micro-batches, {self.choice.text}"
-        return text + (f", {self.name}" if self.name else "")
-
-    @property
-    def trial(self) -> PipelineTrial:
-        """The pipeline as one row of the plan's record."""
-        return PipelineTrial(text=self.text, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes)
-
-    def fits(self, limit_bytes: int) -> bool:
-        return self.peak_bytes <= limit_bytes
-
-    def rank(self, limit_bytes: int) -> tuple[bool, float]:
-        """The sort key: candidates that fit first, then the faster."""
-        return not self.fits(limit_bytes), self.step_time_s
+# The part of its time by which an estimate may be too long: layers that are decided alike for it are not where it is
+# built.
+ESTIMATE_ERROR = 0.01
 
 
 class PipelineEvaluator:
-    """Evaluates answers of the stage search exactly, and keeps the fastest that fits.
+    """Evaluates answers of the stage search, and keeps the fastest that fits.
+
+    What has one stage of many equal layers is estimated on fewer of them, and built where that makes it the best
+    (`settle`). Everything else is built.
 
     `in_stages` splits a scan in small parts into as many parts as there are stages. Candidates that fit, and take at
     most `context.keep_tolerance` times as long as the best candidate or as `context.to_beat_s`, are kept; 1 keeps none.
@@ -84,10 +53,13 @@ class PipelineEvaluator:
         self.weighed: list[PipelineTrial] = []
         self.built: set[tuple[int, StageChoice]] = set()  # a search under a lower limit may repeat an answer
         self.not_built: list[Rejection] = []
-        self.best: PipelineCandidate | None = None
+        self.best: PipelineCandidate | PipelineEstimate | None = None
+        self.best_built: PipelineCandidate | None = None
+        self.estimated: list[PipelineEstimate] = []
+        self.short_steps: dict[int, ShortStep | None] = {}  # by the number of micro-batches
         self.kept: list[PipelineCandidate] = []
-        # For (stages, micro-batches): the best candidate, and its estimated bytes.
-        self.best_of: dict[tuple[int, int], tuple[PipelineCandidate, int]] = {}
+        # For (stages, micro-batches): the best candidate, and its bytes by the tables.
+        self.best_of: dict[tuple[int, int], tuple[PipelineCandidate | PipelineEstimate, int]] = {}
 
     def search(
         self,
@@ -180,16 +152,53 @@ class PipelineEvaluator:
 
     def evaluate(
         self, m: int, choice: StageChoice, binding: Binding | None = None, name: str = "", to_beat_s: float = math.inf
-    ) -> PipelineCandidate:
-        """A choice lowered to instructions and simulated; under a binding, on its mesh and under its constraints. What
-        takes `to_beat_s` or longer is not made to fit.
+    ) -> PipelineCandidate | PipelineEstimate:
+        """The time and the memory of a choice; under a binding, on its mesh and under its constraints. What takes
+        `to_beat_s` or longer is not made to fit.
 
         Raises: SolverError where there is no solution in time.
         """
-        constraints = None
-        if binding is not None:
-            mesh, constraints = binding.on(self.cluster.num_devices)
-            choice = dataclasses.replace(choice, group_meshes=(mesh,), terms=(), over_limit=())
+        short = self.short(m) if len(choice.first_layers) == 1 and self.keep_tolerance <= 1 else None
+        if short is None:
+            return self.build(m, choice, binding, name, to_beat_s)
+        on_mesh, constraints = self.under(choice, binding)
+        with self.context.progress.pass_("estimate stages"):
+            found = estimate(short, on_mesh, self.cluster, self.limits(to_beat_s), constraints)
+        if found is None:
+            return self.build(m, choice, binding, name, to_beat_s)
+        (peak_bytes,) = found.peak_bytes
+        return PipelineEstimate(
+            num_microbatches=m,
+            choice=choice,
+            step_time_s=found.step_time_s,
+            peak_bytes=peak_bytes,
+            binding=binding,
+            name=name,
+            to_beat_s=to_beat_s,
+        )
+
+    def short(self, m: int) -> ShortStep | None:
+        """The step in m micro-batches with fewer of its equal layers."""
+        if m not in self.short_steps:
+            with self.context.progress.pass_("estimate stages"):
+                self.short_steps[m] = short_step(self.cuts[m], self.cluster)
+        return self.short_steps[m]
+
+    def under(self, choice: StageChoice, binding: Binding | None) -> tuple[StageChoice, Constraints | None]:
+        """A choice on the mesh of a binding, and its constraints."""
+        if binding is None:
+            return choice, None
+        mesh, constraints = binding.on(self.cluster.num_devices)
+        return dataclasses.replace(choice, group_meshes=(mesh,), terms=(), over_limit=()), constraints
+
+    def limits(self, to_beat_s: float) -> BuildLimits:
+        return BuildLimits(limit_bytes=self.limit_bytes, time_limit_s=self.deadline.solve_s(), to_beat_s=to_beat_s)
+
+    def build(
+        self, m: int, choice: StageChoice, binding: Binding | None, name: str, to_beat_s: float
+    ) -> PipelineCandidate:
+        """A choice lowered to instructions and simulated. Raises: SolverError."""
+        choice, constraints = self.under(choice, binding)
         with self.context.progress.pass_("build stages"):
             microbatched = self.cuts[m]
             if microbatched.step.parts > 1:
@@ -197,12 +206,31 @@ class PipelineEvaluator:
                 choice = evened(microbatched, choice)
             if binding is not None:
                 microbatched = microbatched.annotated
-            limits = BuildLimits(
-                limit_bytes=self.limit_bytes, time_limit_s=self.deadline.solve_s(), to_beat_s=to_beat_s
-            )
-            staged = build(microbatched, choice, self.cluster, limits, constraints)
+            staged = build(microbatched, choice, self.cluster, self.limits(to_beat_s), constraints)
         hoist_casts = microbatched.hoist_casts
         return PipelineCandidate(staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, name=name)
+
+    def settle(self) -> None:
+        """Builds estimates, the best first, until no other can be better than the best that is built, as far off as
+        estimates may be (`ESTIMATE_ERROR`).
+        """
+        while self.estimated:
+            found = min(self.estimated, key=lambda candidate: candidate.rank(self.limit_bytes))
+            if self.best_built is not None and not self.may_be_better(found, self.best_built):
+                break
+            self.estimated.remove(found)
+            row = self.weighed.index(found.trial)
+            try:
+                built = self.build(found.num_microbatches, found.choice, found.binding, found.name, found.to_beat_s)
+            except SolverError:  # there are others
+                continue
+            self.weighed[row] = built.trial
+            self.weigh(built)
+        self.best = self.best_built
+
+    def may_be_better(self, estimate: PipelineEstimate, built: PipelineCandidate) -> bool:
+        fits, time_s = estimate.fits(self.limit_bytes), (1 - ESTIMATE_ERROR) * estimate.step_time_s
+        return (not fits, time_s) < built.rank(self.limit_bytes)
 
     def refine_one_stage(self, counts: Iterable[float]) -> None:
         """Decides the best pipeline of one stage again where it is as fast as the best of all: with other fractions of
@@ -215,7 +243,7 @@ class PipelineEvaluator:
         is_best = best_one_stage.fits(self.limit_bytes) and best_one_stage.step_time_s <= self.best.step_time_s
         if best_one_stage is not self.best and not is_best:
             return
-        m, choice = best_one_stage.staged.graph.num_microbatches, best_one_stage.choice
+        m, choice = best_one_stage.num_microbatches, best_one_stage.choice
         keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
         for (name, binding), saving in itertools.product(
             baseline_bindings(self.cluster), dict.fromkeys((choice, keeps_all))
@@ -234,7 +262,7 @@ class PipelineEvaluator:
         bindings, tried = dict(baseline_bindings(self.cluster)), set[int]()
         while self.best is not None and self.best.name in bindings and not self.deadline.passed:
             before = self.best
-            m, sharded = before.staged.graph.num_microbatches, bindings[before.name].axes[-1]
+            m, sharded = before.num_microbatches, bindings[before.name].axes[-1]
             near = (max((n for n in numbers if n < m), default=m), min((n for n in numbers if n > m), default=m))
             for n in sorted(set(near) - tried - {m}):
                 microbatched = cut(n)
@@ -259,10 +287,15 @@ class PipelineEvaluator:
         self.weighed.append(candidate.trial)
         self.weigh(candidate)
 
-    def weigh(self, candidate: PipelineCandidate) -> None:
+    def weigh(self, candidate: PipelineCandidate | PipelineEstimate) -> None:
         """Makes a candidate the best, if it is, and keeps it, if it is within the tolerance."""
         if self.best is None or candidate.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
             self.best = candidate
+        if isinstance(candidate, PipelineEstimate):
+            self.estimated.append(candidate)
+            return
+        if self.best_built is None or candidate.rank(self.limit_bytes) < self.best_built.rank(self.limit_bytes):
+            self.best_built = candidate
         self.keep(candidate)
 
     def keep(self, candidate: PipelineCandidate) -> None:
@@ -307,7 +340,7 @@ class PipelineEvaluator:
                 continue
             self.built.add((m, choice))
             try:
-                candidate = self.evaluate(m, choice)
+                candidate = self.build(m, choice, None, "", math.inf)
             except (SolverError, UnsupportedError, BatchMismatchError):  # there are others
                 continue
             self.weighed.append(candidate.trial)
@@ -315,10 +348,12 @@ class PipelineEvaluator:
 
     def results(self) -> tuple[PipelineCandidate | Rejection, ...]:
         """The best, the others within the tolerance, fastest first, the rejections; nothing where none was built."""
-        if self.best is None:
+        self.settle()
+        best = self.best_built
+        if best is None:
             return ()
-        others = sorted((kept for kept in self.kept if kept is not self.best), key=lambda kept: kept.step_time_s)
-        candidates = (dataclasses.replace(candidate, weighed=tuple(self.weighed)) for candidate in (self.best, *others))
+        others = sorted((kept for kept in self.kept if kept is not best), key=lambda kept: kept.step_time_s)
+        candidates = (dataclasses.replace(candidate, weighed=tuple(self.weighed)) for candidate in (best, *others))
         return (*candidates, *self.not_built)
 
 
@@ -332,36 +367,6 @@ def in_turn(plans: Iterable[tuple[Hashable, float, int]]) -> list[int]:
         turn[kind] = turn.get(kind, -1) + 1
         by_turn.append((turn[kind], number))
     return [number for _, number in sorted(by_turn, key=lambda entry: entry[0])]
-
-
-def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[PricedOption]) -> StageChoice:
-    """The stages, meshes and policies of an answer of the dynamic programme."""
-    chosen = [options[stage.option] for stage in answer.stages]
-    groups = len(answer.stages) // problem.chunks
-    return StageChoice(
-        schedule=problem.schedule.value,
-        chunks=problem.chunks,
-        first_layers=tuple(stage.first for stage in answer.stages),
-        group_meshes=tuple(o.mesh for o in chosen[:groups]),
-        policies=tuple(
-            o.policy for o, stage in zip(chosen, answer.stages, strict=True) for _ in range(stage.first, stage.last)
-        ),
-        terms=tuple(o.terms for o in chosen),
-        over_limit=tuple(
-            o.over_limit or _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
-            for o, stage in zip(chosen, answer.stages, strict=True)
-        ),
-    )
-
-
-def _cheapest(options: Sequence[PricedOption], like: PricedOption) -> PricedOption:
-    """The option on the same mesh, with the same recomputation, that was decided under the lowest price of a byte."""
-    same_mesh = (o for o in options if (o.mesh, o.policy) == (like.mesh, like.policy))
-    return min(same_mesh, key=lambda o: o.terms.s_per_byte)
-
-
-def _state_bytes(option: PricedOption, stage: Stage) -> int:
-    return int(option.option.state_bytes[stage.first : stage.last].sum())
 
 
 def retry_without_hoisted_casts(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autopar.errors import UnsupportedError
-from autopar.inter_op.build_stages import MicrobatchedStep, StageChoice
+from autopar.inter_op.build_stages import MicrobatchedStep
+from autopar.inter_op.stage_choice import StageChoice
 from autopar.ir.graph import OpGraph, Role, read_by
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.assign_layers import assign_layers

@@ -12,8 +12,9 @@ from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
-from autopar.inter_op.evaluate import SOURCE, PipelineCandidate, PipelineEvaluator, retry_without_hoisted_casts
+from autopar.inter_op.evaluate import PipelineEvaluator, retry_without_hoisted_casts
 from autopar.inter_op.layer_decisions import Decisions, layer_decisions
+from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate
 from autopar.inter_op.search_space import (
     finest,
     is_long,
@@ -27,7 +28,7 @@ from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options,
 from autopar.inter_op.staged import default_chunks, part_of
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
-from autopar.microbatch.smaller_step import num_examples
+from autopar.microbatch.smaller_step import SmallerSteps, num_examples
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat_cheap import copies_state
@@ -65,9 +66,14 @@ def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate 
     """
     traced = context.traced
     refuse_callbacks(traced.jaxpr, traced.name)
-    yield from retry_without_hoisted_casts(
-        lambda hoist_casts: _Search(context=context, hoist_casts=hoist_casts).run(), context.limit_bytes
-    )
+    on_fewer = SmallerSteps()
+
+    def search(hoist_casts: bool) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
+        found = _Search(context=context, hoist_casts=hoist_casts, on_fewer=on_fewer)
+        results, may_help = found.run()
+        return (results, may_help) if found.confirms(results) else found.run()
+
+    yield from retry_without_hoisted_casts(search, context.limit_bytes)
 
 
 # A problem, with its number of micro-batches and its options.
@@ -76,10 +82,13 @@ _Posed = tuple[StageProblem, tuple[int, tuple[PricedOption, ...]]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """One search, with copies of the state hoisted out of the micro-batches or made in each of them."""
+    """One search, with copies of the state hoisted out of the micro-batches or made in each of them. `on_fewer`: the
+    step on the examples of a micro-batch.
+    """
 
     context: PlanningContext
     hoist_casts: bool
+    on_fewer: SmallerSteps
 
     def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
@@ -124,7 +133,16 @@ class _Search:
         return builder.results() or (nothing,), copies
 
     def microbatched(self, step: SplitStep, m: int, whole: OpGraph | None = None) -> MicrobatchedStep:
-        return cut_layers(step, m, self.context.rules, whole, hoist_casts=self.hoist_casts)
+        return cut_layers(step, m, self.context.rules, whole, hoist_casts=self.hoist_casts, on_fewer=self.on_fewer)
+
+    def confirms(self, results: Sequence[PipelineCandidate | Rejection]) -> bool:
+        """Whether the micro-batches of every pipeline found are what a trace gives."""
+        pipelines = [result.staged for result in results if isinstance(result, PipelineCandidate)]
+        steps = {(staged.step.parts, staged.graph.num_microbatches): staged.step.traced for staged in pipelines}
+        with self.context.progress.pass_("micro-batches"):
+            return all(
+                m == 1 or self.on_fewer.confirm(traced, num_examples(traced) // m) for (_, m), traced in steps.items()
+            )
 
     def cuts(self, step: SplitStep) -> dict[int, MicrobatchedStep]:
         """The step in each number of micro-batches that it admits. Raises: the reason, where it admits none."""

@@ -17,7 +17,7 @@ from autopar.inter_op.fit_schedule import fitted_schedule
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
 from autopar.intra_op.ilp import ROUNDS, GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, saved_values, state_values
-from autopar.ir.graph import OpGraph, OpKind, Section
+from autopar.ir.graph import Op, OpGraph, OpKind, Section
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.decisions import ShardingPlan
@@ -97,6 +97,15 @@ class StagedStep:
     transfer_s: tuple[float, ...]
     simulation: Simulation
     joined: tuple[JoinedTask, ...] = ()
+
+    @property
+    def step_time_s(self) -> float:
+        return self.simulation.step_time_s
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Of each group of devices."""
+        return tuple(self.simulation.peak_bytes)
 
     def program(self) -> Program:
         """The instruction list with every buffer."""
@@ -179,14 +188,15 @@ def stage_problem(
     fixed: Mapping[int, Layout] | None = None,
     constraints: Constraints | None = None,
     pins: Mapping[int, PinnedLayout] | None = None,
+    paired_ops: Sequence[tuple[Op, Op]] = (),
 ) -> IntraOp:
-    """The ILP of one stage on its mesh, over its forward, backward and update operations.
+    """The ILP of one stage on its mesh, over its forward, backward and update operations; pairs are decided alike.
 
     `fixed`: the one layout of an argument (by value). Raises: InvalidArgumentError for a pin that a value cannot have.
     """
     received, sent = transfers
     layouts = GivenLayouts(fixed=fixed or {}, transfers=sent, arrivals=received, pins=pins or {})
-    return IntraOp(stage.graph, model, layouts, constraints=constraints)
+    return IntraOp(stage.graph, model, layouts, constraints=constraints, paired_ops=paired_ops)
 
 
 def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) -> ShardingPlan:

@@ -8,9 +8,12 @@ from autopar.cost.cost_model import cost_model
 from autopar.cost.memory_program import place_names
 from autopar.errors import MemoryLimitError
 from autopar.intra_op.ilp import IntraOp
-from autopar.intra_op.spmd_candidate import SpmdCandidate, evaluated
+from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, memory_of
+from autopar.intra_op.unfold import unfold
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
+from autopar.lowering.host_copies import with_host_copies
+from autopar.lowering.lower import lower
 from autopar.plan.context import PlanningContext
 
 
@@ -38,34 +41,38 @@ def check_state_fits(context: PlanningContext) -> None:
 
 def cannot_fit(context: PlanningContext) -> MemoryLimitError | None:
     """The error of a step that needs too much memory even if every value of it were split over all devices."""
-    graph, cluster = context.graph, context.cluster
+    graph, cluster, step = context.graph, context.cluster, context.views.folded
     model = cost_model(cluster, LogicalMesh(axis_sizes=(1,)))
-    intra_op = IntraOp(graph, model)
-    alone = evaluated(graph, model, intra_op.decode(intra_op.solve(time_limit_s=context.deadline.solve_s())))
-    if alone.peak_bytes <= context.limit_bytes * cluster.num_devices:
+    intra_op = IntraOp(step.graph if step is not None else graph, model)
+    sharding = intra_op.decode(intra_op.solve(time_limit_s=context.deadline.solve_s()))
+    if step is not None:
+        sharding = unfold(sharding, context.views.partials, graph, step)
+    alone = memory_of(graph, with_host_copies(graph, lower(graph, sharding, model.links), sharding), model)
+    if alone.estimate.peak_bytes <= context.limit_bytes * cluster.num_devices:
         return None
     where = f"{context.traced.name}, if every value were split over all {cluster.num_devices} devices of {cluster.name}"
-    return _out_of_memory(where, graph, alone, context.limit_bytes, cluster.num_devices)
+    return _out_of_memory(where, graph, alone, sharding.mesh, context.limit_bytes, cluster.num_devices)
 
 
 def no_program_fits(context: PlanningContext, candidates: Sequence[SpmdCandidate]) -> MemoryLimitError:
     """The error for the smallest plan: the bytes over the limit, and the values that hold the memory."""
     least = min(candidates, key=lambda c: c.peak_bytes)
     where = f"{context.traced.name} on mesh {least.sharding.mesh}"
-    return _out_of_memory(where, context.graph, least, context.limit_bytes)
+    memory = ProgramMemory(program=least.program, estimate=least.estimate, stands_for=least.stands_for)
+    return _out_of_memory(where, context.graph, memory, least.sharding.mesh, context.limit_bytes)
 
 
 def _out_of_memory(
-    where: str, graph: OpGraph, candidate: SpmdCandidate, limit_bytes: int, shared_by: int = 1
+    where: str, graph: OpGraph, memory: ProgramMemory, mesh: LogicalMesh, limit_bytes: int, shared_by: int = 1
 ) -> MemoryLimitError:
     """The error of a plan that does not fit, whose bytes are shared by `shared_by` devices."""
     made_by = {v: f"{op.module}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
-    names = place_names(graph, candidate.stands_for, made_by, candidate.sharding.mesh)
+    names = place_names(graph, memory.stands_for, made_by, mesh)
     return MemoryLimitError(
         where=where,
         limit_bytes=limit_bytes,
-        needed_bytes=-(-candidate.peak_bytes // shared_by),
-        largest=[(names.get(v, "a temporary value"), n // shared_by) for v, n in candidate.estimate.at_peak[:5]],
+        needed_bytes=-(-memory.estimate.peak_bytes // shared_by),
+        largest=[(names.get(v, "a temporary value"), n // shared_by) for v, n in memory.estimate.at_peak[:5]],
         hint="use more devices, a smaller batch or gradient accumulation, jax.checkpoint around the layers whose "
         "activations are named here, or a smaller optimiser state (Adafactor, bfloat16 moments)",
     )

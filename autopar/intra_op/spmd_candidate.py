@@ -81,6 +81,22 @@ def timed_sharding(
     return TimedSharding(sharding=sharding, lowered=lowered, ran=timed(graph, lowered, model, costs), costs=costs)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramMemory:
+    """The memory of a lowered program: its values over time, their estimate, and the value and state of each."""
+
+    program: peak_memory.MemoryProgram
+    estimate: peak_memory.MemoryEstimate
+    stands_for: dict[int, tuple[int, Any]]
+
+
+def memory_of(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> ProgramMemory:
+    """The exact memory of a lowered program."""
+    program, stands_for = memory_program(graph, lowered, model)
+    estimate = peak_memory.estimate(program, model.compiler)
+    return ProgramMemory(program=program, estimate=estimate, stands_for=stands_for)
+
+
 def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> SpmdCandidate:
     """Lowers decisions, and computes their exact memory and time."""
     return with_memory(graph, model, timed_sharding(graph, model, sharding))
@@ -89,8 +105,7 @@ def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> SpmdC
 def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> SpmdCandidate:
     """The candidate of a timed sharding, with its memory."""
     sharding, lowered, ran = found.sharding, found.lowered, found.ran
-    program, stands_for = memory_program(graph, lowered, model)
-    estimate = peak_memory.estimate(program, model.compiler)
+    memory = memory_of(graph, lowered, model)
     seconds = compute_times_s(graph, lowered, model, found.costs)
     split = {op: s.split / model.links.mesh.num_devices for op, s in sharding.strategy.items()}
     least = 1 / model.links.mesh.num_devices
@@ -98,10 +113,10 @@ def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> SpmdC
         model=model,
         sharding=sharding,
         lowered=lowered,
-        program=program,
-        estimate=estimate,
-        stands_for=stands_for,
-        step_time_s=ran.end_s + host_cpu.page_fault_s(model.device, estimate.temporary_bytes),
+        program=memory.program,
+        estimate=memory.estimate,
+        stands_for=memory.stands_for,
+        step_time_s=ran.end_s + host_cpu.page_fault_s(model.device, memory.estimate.temporary_bytes),
         sends=ran.send_s > 0,
         shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
     )

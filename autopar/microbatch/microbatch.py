@@ -9,7 +9,7 @@ loop over micro-batches, in it, or after it (`loop_sections`). A step whose exam
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.errors import BatchMismatchError, InvalidArgumentError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
@@ -25,10 +25,17 @@ from autopar.microbatch.value_states import ValueStates, find_states
 from autopar.sharding.rules import RuleBook
 
 
-def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None) -> OpGraph:
+def micro_batched(
+    traced: TracedStep,
+    num_microbatches: int,
+    rules: RuleBook,
+    whole: OpGraph | None = None,
+    on_fewer: Callable[[TracedStep, int], TracedStep] = smaller_step,
+) -> OpGraph:
     """The graph of a step whose batch is split into `num_microbatches`.
 
-    `whole` is the graph of the whole batch, if it is built already. Inputs and outputs are those of the whole step.
+    `whole` is the graph of the whole batch, if it is built already; `on_fewer` gives the step on a number of examples,
+    as `SmallerSteps` does for several numbers. Inputs and outputs are those of the whole step.
     SPLIT, ACCUMULATE and STACK operations mark the values that enter and leave the loop; operations are ordered by
     section.
 
@@ -51,7 +58,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     whole = whole or build_graph(traced, rules)
     if num_microbatches == 1:
         return _over_micro_batches(traced, whole, whole, 1)
-    smaller = smaller_step(traced, examples // num_microbatches)
+    smaller = on_fewer(traced, examples // num_microbatches)
     jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
     constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
     part = build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)

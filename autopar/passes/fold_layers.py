@@ -86,20 +86,42 @@ def fold_layers(
         runs = [run for run in runs if folded not in run.layers]
 
 
+def runs_of_layers(graph: OpGraph, assignment: LayerAssignment, num_layers: int) -> list[list[int]]:
+    """The layers in runs of neighbours of equal structure."""
+    kinds = layer_kinds(graph, members_of(graph, assignment), num_layers)
+    return [list(run) for _, run in itertools.groupby(range(num_layers), key=lambda layer: kinds[layer])]
+
+
+def drop_layers(
+    graph: OpGraph, assignment: LayerAssignment, num_layers: int, runs: Mapping[tuple[int, ...], int]
+) -> FoldedGraph | None:
+    """A step of fewer layers: of each run of equal ones the first and the last stay, as many as are given for it, and
+    count for themselves. None where a run cannot be made shorter.
+    """
+    members = members_of(graph, assignment)
+    shorter = [_Run(layers=layers, ends_apart=True, ends_free=False, stay=stay) for layers, stay in runs.items()]
+    layer_of = dict(zip((op.id for op in graph.block.ops), assignment.layer_of, strict=True))
+    folded = _drop_inner_layers(shorter, graph, assignment, layer_of, members, num_layers)
+    return folded if isinstance(folded, FoldedGraph) else None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """Neighbouring layers of equal structure. `ends_apart` as in `fold_layers`; `ends_free`: the first and the last are
-    decided on their own.
+    decided on their own; `stay`: how many stay, each for itself (0: those that stand for the run).
     """
 
     layers: tuple[int, ...]
     ends_apart: bool
     ends_free: bool
+    stay: int = 0
 
     @property
     def staying(self) -> tuple[int, ...]:
         """The layers that stay, in order."""
         first, last = self.layers[0], self.layers[-1]
+        if self.stay:
+            return (*self.layers[: self.stay - 1], last)
         if self.ends_free:
             return first, first + 1, last - 1, last
         return tuple(sorted({first, first + 1, last} if self.ends_apart and last > first else {first, last}))
@@ -115,6 +137,8 @@ class _Run:
         return self.alike[-2], self.alike[-1]
 
     def weights(self) -> dict[int, float]:
+        if self.stay:
+            return dict.fromkeys(self.staying, 1.0)
         if self.ends_free:
             first, one, other, last = self.staying
             return {first: 1.0, last: 1.0} | dict.fromkeys((one, other), (len(self.layers) - 2) / 2)

@@ -12,7 +12,7 @@ import autopar
 from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumentError
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.inter_op import requested
-from autopar.inter_op.evaluate import PipelineCandidate
+from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.runtime.pipeline.verify import verify_program, verify_schedule
 from autopar.xla import collectives

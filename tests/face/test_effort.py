@@ -8,7 +8,7 @@ import autopar
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op.evaluate import SOURCE as PIPELINES
+from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.intra_op.baselines import SOURCE as BASELINES
 from tests.small_steps import assert_close, chain_step, mlp_batch, mlp_step, new_mlp_state, slow_cluster
 

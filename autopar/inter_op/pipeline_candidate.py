@@ -1,0 +1,86 @@
+"""Pipelines that are compared: built ones, and estimates of those that are not built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.inter_op.stage_choice import StageChoice
+from autopar.inter_op.staged import StagedStep
+from autopar.plan.schema import PipelineTrial
+from autopar.sharding.constraints import Binding
+from autopar.sharding.pins import PinsOnMesh
+
+SOURCE = "pipelines"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineEstimate:
+    """What a pipeline of one stage comes to by its estimate, and what it takes to build it."""
+
+    num_microbatches: int
+    choice: StageChoice
+    step_time_s: float
+    peak_bytes: int
+    to_beat_s: float
+    binding: Binding | None = None
+    name: str = ""
+
+    @property
+    def text(self) -> str:
+        return text_of(self.num_microbatches, self.choice, self.name)
+
+    @property
+    def trial(self) -> PipelineTrial:
+        return PipelineTrial(text=self.text, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes)
+
+    def fits(self, limit_bytes: int) -> bool:
+        return self.peak_bytes <= limit_bytes
+
+    def rank(self, limit_bytes: int) -> tuple[bool, float]:
+        return not self.fits(limit_bytes), self.step_time_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineCandidate:
+    """A pipeline, built and simulated, and the pipelines that were compared with it."""
+
+    staged: StagedStep
+    choice: StageChoice
+    weighed: tuple[PipelineTrial, ...]
+    hoist_casts: bool
+    pins: PinsOnMesh | None = None
+    name: str = ""
+    source: str = SOURCE
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.staged.graph.num_microbatches
+
+    @property
+    def step_time_s(self) -> float:
+        return self.staged.step_time_s
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.staged.peak_bytes)
+
+    @property
+    def text(self) -> str:
+        return text_of(self.num_microbatches, self.choice, self.name)
+
+    @property
+    def trial(self) -> PipelineTrial:
+        """The pipeline as one row of the plan's record."""
+        return PipelineTrial(text=self.text, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes)
+
+    def fits(self, limit_bytes: int) -> bool:
+        return self.peak_bytes <= limit_bytes
+
+    def rank(self, limit_bytes: int) -> tuple[bool, float]:
+        """The sort key: candidates that fit first, then the faster."""
+        return not self.fits(limit_bytes), self.step_time_s
+
+
+def text_of(num_microbatches: int, choice: StageChoice, name: str) -> str:
+    text = f"{num_microbatches} micro-batches, {choice.text}"
+    return text + (f", {name}" if name else "")

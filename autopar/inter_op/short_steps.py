@@ -1,0 +1,208 @@
+"""Pipelines of one stage that are estimated on fewer of their equal layers.
+
+Each layer of a run of equal ones takes as long, and holds as much, as the others. A step with six of forty is decided,
+lowered and simulated; the same decisions for four of them tell what two layers more take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from autopar.cost.stream_simulator import overlap_of
+from autopar.hardware.cluster import Cluster
+from autopar.inter_op.build_stages import MicrobatchedStep, place, stage_graphs
+from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
+from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
+from autopar.inter_op.stage_choice import StageChoice
+from autopar.inter_op.staged import StagedStep, model_of, planned_stage, stage_program
+from autopar.ir.graph import Op, OpGraph, OpKind, Section
+from autopar.ir.rewrite import renumbered
+from autopar.lowering.decisions import ShardingPlan
+from autopar.passes.assign_layers import LayerAssignment, assign_layers
+from autopar.passes.fold_layers import drop_layers, runs_of_layers
+from autopar.passes.layers import Layers
+from autopar.passes.stage_graph import StageGraph
+from autopar.sharding.constraints import Constraints
+from autopar.sharding.partial_sums import Partials, find_partials
+
+# The layers of a run that a short step has, and a shorter one: two apart, since a
+# collective may sum gradients of two layers. Runs of at most so many are built as they are.
+SHORT, SHORTER, WHOLE_UP_TO = 6, 4, 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShortStep:
+    """A step with some layers of its long runs left out: `kept[l]` is the layer of the whole step that its layer l is.
+
+    `runs`: for each such run its layers in the short step, and how many it has in the whole one; `of_whole`: how many
+    times as much state the whole step has.
+    """
+
+    microbatched: MicrobatchedStep
+    kept: tuple[int, ...]
+    runs: Mapping[tuple[int, ...], int]
+    of_whole: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The time of a step in one stage, and the peak of its devices."""
+
+    step_time_s: float
+    peak_bytes: tuple[int]
+
+
+def short_step(microbatched: MicrobatchedStep, cluster: Cluster) -> ShortStep | None:
+    """The step with `SHORT` layers of each long run; None where it has no such run, or a run cannot be made shorter, or
+    where the gradients of more than two layers may be summed by one collective: then no two layers are like the others.
+    """
+    graph, layers = microbatched.graph, microbatched.layers
+    if microbatched.step.parts > 1 or len(layers) <= WHOLE_UP_TO:
+        return None
+    assignment = assign_layers(graph, layers)
+    long = [tuple(run) for run in runs_of_layers(graph, assignment, len(layers)) if len(run) > WHOLE_UP_TO]
+    least_bytes = overlap_of(cluster.device.platform).combined_bytes * cluster.num_devices / (SHORT - SHORTER)
+    summed = _summed_bytes(graph, assignment)
+    if not long or any(summed.get(run[0], 0) < least_bytes for run in long):
+        return None
+    dropped = drop_layers(graph, assignment, len(layers), dict.fromkeys(long, SHORT))
+    if dropped is None:
+        return None
+    kept = tuple(layer for layer, like in enumerate(dropped.stands_for) if layer == like)
+    number = {op.id: at for at, op in enumerate(dropped.graph.ops())}
+    short = renumbered(dropped.graph)
+    at = {layer: n for n, layer in enumerate(kept)}
+    return ShortStep(
+        microbatched=dataclasses.replace(microbatched, graph=short, layers=_of_layers(layers, kept, number)),
+        kept=kept,
+        runs={tuple(at[layer] for layer in run if layer in at): len(run) for run in long},
+        of_whole=_state_bytes(graph) / max(1, _state_bytes(short)),
+    )
+
+
+def _summed_bytes(graph: OpGraph, assignment: LayerAssignment) -> dict[int | None, int]:
+    """Bytes of the sums over micro-batches of each layer, which are mostly of gradients."""
+    summed: dict[int | None, int] = {}
+    for op, layer in zip(graph.block.ops, assignment.layer_of, strict=True):
+        if op.kind is OpKind.ACCUMULATE:
+            summed[layer] = summed.get(layer, 0) + sum(graph.values[v].nbytes for v in op.outputs)
+    return summed
+
+
+def _of_layers(layers: Layers, kept: Sequence[int], number: Mapping[int, int]) -> Layers:
+    """The layers that were kept, with the new numbers of their operations."""
+    return Layers(
+        ops=tuple(tuple(number[op] for op in layers.ops[layer] if op in number) for layer in kept),
+        names=tuple(layers.names[layer] for layer in kept),
+        flops=tuple(layers.flops[layer] for layer in kept),
+        kind_of=tuple(layers.kind_of[layer] for layer in kept),
+        crossing_bytes=tuple(layers.crossing_bytes[layer] for layer in kept),
+    )
+
+
+def _state_bytes(graph: OpGraph) -> int:
+    return sum(graph.values[graph.block.inputs[i]].nbytes for i in graph.donated)
+
+
+def estimate(
+    short: ShortStep,
+    choice: StageChoice,
+    cluster: Cluster,
+    limits: BuildLimits,
+    constraints: Constraints | None = None,
+) -> Estimate | None:
+    """What a choice of one stage comes to when it is built: decided on the short step, as `build` decides, and told
+    from it and from shorter ones. None where the layers of a run have several policies, or differ in the stage.
+
+    Raises: SolverError where there is no solution in time.
+    """
+    microbatched = short.microbatched if constraints is None else short.microbatched.annotated
+    policies = tuple(choice.policies[layer] for layer in short.kept)
+    if any(len({policies[layer] for layer in run}) > 1 for run in short.runs):
+        return None
+    graphs = stage_graphs(microbatched, policies, choice.first_layers, choice.schedule, choice.chunks)
+    (stage,) = graphs.stages
+    shorter = _shorter_stages(stage, graphs.graph, microbatched.layers, short.runs)
+    if shorter is None:
+        return None
+    paired_ops = [pair for each in shorter for pair in each.paired_ops]
+    submeshes, step = place(choice.group_meshes, graphs.schedule), microbatched.step
+    models = [model_of(cluster, s.mesh) for s in submeshes]
+    meshes = [s.mesh for s in submeshes]
+    decider = StageDecider(
+        graphs.stages, models, meshes, limits.time_limit_s, {}, constraints, GivenStageLayouts(), paired_ops
+    )
+
+    def simulated(at: StageGraph, sharding: ShardingPlan) -> StagedStep:
+        planned = planned_stage(0, at, models[0], sharding, graphs.schedule.mesh_of_stage[0], 0)
+        return stage_program(step, graphs.graph, microbatched.layers, [planned], submeshes, graphs.schedule, cluster)
+
+    def of_whole(decisions: StageDecisions) -> Estimate:
+        ((_, sharding),) = decisions
+        at_short = simulated(stage, sharding)
+        step_time_s, peak_bytes = at_short.step_time_s, float(at_short.peak_bytes[0])
+        for each in shorter:
+            at_shorter = simulated(each.stage, dataclasses.replace(sharding, partials=each.partials))
+            step_time_s += each.more * (at_short.step_time_s - at_shorter.step_time_s)
+            peak_bytes += each.more * (at_short.peak_bytes[0] - at_shorter.peak_bytes[0])
+        return Estimate(step_time_s=step_time_s, peak_bytes=(int(peak_bytes),))
+
+    terms = first_terms(choice, models, constraints)
+    return fit_stages(choice, graphs.schedule, decider, terms, limits, of_whole, short.of_whole)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Shorter:
+    """A stage with `SHORTER` layers of a run: the whole step has `more` times the difference to the short one beyond
+    that. `paired_ops`: of neighbours in the run in the short stage, which are decided alike.
+    """
+
+    stage: StageGraph
+    partials: Partials
+    more: float
+    paired_ops: tuple[tuple[Op, Op], ...]
+
+
+def _shorter_stages(
+    stage: StageGraph, graph: OpGraph, layers: Layers, runs: Mapping[tuple[int, ...], int]
+) -> list[_Shorter] | None:
+    """A shorter stage for each run. `graph` is the step that was cut into the one stage."""
+    made = {op.id: op.outputs for op in graph.block.ops}
+    layer_of = {v: number for number, ops in enumerate(layers.ops) for op in ops for v in made[op]}
+    members: list[list[int]] = [[] for _ in layers.ops]
+    for op in stage.graph.block.ops:
+        if op.section is Section.FORWARD and op.outputs and op.outputs[0] in layer_of:
+            members[layer_of[op.outputs[0]]].append(op.id)
+    in_stage = dataclasses.replace(layers, ops=tuple(map(tuple, members)))
+    assignment = assign_layers(stage.graph, in_stage)
+    equal = [set(run) for run in runs_of_layers(stage.graph, assignment, len(layers))]
+    shorter: list[_Shorter] = []
+    for run, num_layers in runs.items():
+        dropped = drop_layers(stage.graph, assignment, len(layers), {run: SHORTER})
+        if dropped is None or not any(same.issuperset(run) for same in equal):
+            return None
+        neighbours = (zip(dropped.members[a], dropped.members[b], strict=True) for a, b in itertools.pairwise(run))
+        shorter.append(
+            _Shorter(
+                stage=_with_graph(stage, dropped.graph),
+                partials=find_partials(dropped.graph),
+                more=(num_layers - len(run)) / (SHORT - SHORTER),
+                paired_ops=tuple(pair for pairs in neighbours for pair in pairs),
+            )
+        )
+    return shorter
+
+
+def _with_graph(stage: StageGraph, graph: OpGraph) -> StageGraph:
+    """A stage that neither sends nor receives, with fewer of its operations, arguments and results."""
+    stay, whole = set(graph.block.inputs), stage.graph.block
+    made = stay.union(*(op.outputs for op in graph.block.ops))
+    results = zip(stage.results, whole.outputs, strict=True)
+    return dataclasses.replace(
+        stage,
+        graph=graph,
+        arguments=tuple(p for p, v in zip(stage.arguments, whole.inputs, strict=True) if v in stay),
+        results=tuple(p for p, atom in results if not isinstance(atom, int) or atom in made),
+    )

@@ -1,0 +1,99 @@
+"""A pipeline of one stage that is estimated on six of its layers takes what it takes when it is built."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.frontend.tracing import trace
+from autopar.hardware.cluster import Cluster
+from autopar.inter_op.build_stages import build, cut_layers
+from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.short_steps import SHORT, WHOLE_UP_TO, estimate, short_step
+from autopar.inter_op.stage_choice import StageChoice
+from autopar.ir.mesh import LogicalMesh
+from autopar.passes.split_scan import split_scans
+from autopar.sharding.constraints import Binding
+from autopar.sharding.parallelisms import data_axis
+from autopar.sharding.rules import RuleBook
+
+LAYERS, WIDTH, BATCH = 20, 6144, 16_384
+GRID = LogicalMesh(axis_sizes=(2, 4))
+ON = Cluster.preset("p3.16xlarge")
+MATRICES = {
+    "in": jax.ShapeDtypeStruct((WIDTH, 2 * WIDTH), jnp.float32),
+    "out": jax.ShapeDtypeStruct((2 * WIDTH, WIDTH), jnp.float32),
+}
+
+
+def residual_step(params, batch):
+    def loss(params):
+        x = batch["x"]
+        for w in params:
+            x = x + jnp.tanh(x @ w["in"]) @ w["out"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def cut(num_layers, num_microbatches):
+    examples = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    arguments = ([MATRICES] * num_layers, {"x": examples, "y": examples})
+    rules = RuleBook()
+    traced = trace(residual_step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
+    return cut_layers(split_scans(traced, 1, rules), num_microbatches, rules)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return cut(LAYERS, 4)
+
+
+def one_stage(step, policy, mesh=GRID):
+    policies = (policy,) * len(step.layers)
+    return StageChoice(schedule="1f1b", chunks=1, first_layers=(0,), group_meshes=(mesh,), policies=policies)
+
+
+def limits(limit_bytes=10**12):
+    return BuildLimits(limit_bytes=limit_bytes, time_limit_s=60.0, to_beat_s=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("policy", "zero", "limit_bytes"),
+    [
+        ("matmuls", None, 10**12),
+        ("nothing", 3, 10**12),
+        ("matmuls", None, 8 * 10**9),  # decided again, with a price on bytes
+    ],
+)
+def test_the_estimate_is_what_the_built_pipeline_takes(step, policy, zero, limit_bytes):
+    binding = None if zero is None else Binding(axes=(data_axis(zero),), sizes=(None,))
+    mesh, constraints = (GRID, None) if binding is None else binding.on(8)
+    choice = one_stage(step, policy, mesh)
+    found = estimate(short_step(step, ON), choice, ON, limits(limit_bytes), constraints)
+    built = build(step if binding is None else step.annotated, choice, ON, limits(limit_bytes), constraints)
+    assert found.step_time_s == pytest.approx(built.step_time_s, rel=1e-3)
+    assert found.peak_bytes[0] == pytest.approx(built.peak_bytes[0], rel=1e-3)
+
+
+def test_a_short_step_has_six_layers_of_a_run_and_what_is_beside_it(step):
+    short = short_step(step, ON)
+    ((run, num_layers),) = short.runs.items()
+    assert (len(run), num_layers) == (SHORT, LAYERS - 2)  # the first and the last layer differ from those between
+    assert len(short.microbatched.layers) == SHORT + 2
+    assert short.kept == (0, 1, 2, 3, 4, 5, LAYERS - 2, LAYERS - 1)
+    assert [op.id for op in short.microbatched.graph.ops()] == list(range(len(list(short.microbatched.graph.ops()))))
+    assert short.of_whole == pytest.approx(LAYERS / (SHORT + 2))
+
+
+def test_few_layers_are_built_as_they_are():
+    assert short_step(cut(WHOLE_UP_TO, 4), ON) is None
+
+
+def test_layers_of_several_policies_are_not_estimated(step):
+    choice = one_stage(step, "nothing")
+    mixed = dataclasses.replace(choice, policies=("nothing",) * 8 + ("matmuls",) * (LAYERS - 8))
+    assert estimate(short_step(step, ON), mixed, ON, limits()) is None
