@@ -238,6 +238,11 @@ class Step:
         function = self._signature.caller(self._function)
         return jax.jit(lambda *a: nnx_objects.pure(function, a, names), static_argnums=static)(*args)
 
+    def plain_leaves(self, *args: Any) -> list[Any]:
+        """The leaves of the arguments that are not static, on one device."""
+        dynamic = self._arguments.dynamic(self._signature.places(args, {}))
+        return jax.tree.leaves(on_one_device(tuple(dynamic)))
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The step of an instance, where the function is a method: `self` is bound, static, and not counted by argnums.
 

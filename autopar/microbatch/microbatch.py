@@ -11,15 +11,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar.errors import BatchMismatchError, InvalidArgumentError, UnsupportedError
+from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value
 from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
+from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns, scaling
 from autopar.microbatch.alignment import with_literals_of
+from autopar.microbatch.forms import Form
 from autopar.microbatch.island_states import body_states
 from autopar.microbatch.loop_sections import LoopSections
-from autopar.microbatch.microbatch_analysis import Follower, Form
+from autopar.microbatch.microbatch_analysis import Follower
 from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
 from autopar.microbatch.value_states import ValueStates, find_states
 from autopar.sharding.rules import RuleBook
@@ -50,22 +52,45 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
         )
     whole = whole or build_graph(traced, rules)
     if num_microbatches == 1:
-        return _over_micro_batches(traced, whole, whole, 1)
+        return _over_micro_batches(traced, whole, Follower(whole, whole, 1, body_states=body_states), rules)
     smaller = smaller_step(traced, examples // num_microbatches)
     jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
     constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
     part = build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)
-    return _over_micro_batches(traced, whole, part, num_microbatches)
+    try:
+        follower = Follower(whole, part, num_microbatches, body_states=body_states)
+        return _over_micro_batches(traced, whole, follower, rules)
+    except MixedExamplesError:
+        if not traced.per_microbatch:
+            raise
+    return _accumulated(traced, smaller, whole, num_microbatches, rules)
 
 
-def _over_micro_batches(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int) -> OpGraph:
+def _accumulated(
+    traced: TracedStep, smaller: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook
+) -> OpGraph:
+    """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch."""
+    check_patterns(traced, whole)
+    follower = AccumulatingFollower(
+        whole=whole,
+        part=build_graph(smaller, rules),
+        num_microbatches=num_microbatches,
+        body_states=body_states,
+        patterns=traced.per_microbatch,
+    )
+    graph = _over_micro_batches(traced, whole, follower, rules)
+    # Which examples share a micro-batch matters: those that stand beside one another, as in a user's own loop.
+    return dataclasses.replace(graph, per_microbatch=tuple(sorted(follower.mixing)), runs_of_examples=1)
+
+
+def _over_micro_batches(traced: TracedStep, whole: OpGraph, follower: Follower, rules: RuleBook) -> OpGraph:
     """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch."""
+    part, num_microbatches = follower.part, follower.num_microbatches
     _check_same_operations(traced.name, whole.block, part.block)
-    follower = Follower(whole, part, num_microbatches, body_states=body_states)
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
     states = find_states(whole, part, follower, {num_constants + i for i in example_leaves(traced)})
     writer = _LoopWriter(whole, part, follower, states, LoopSections(traced.name, whole, states))
-    ops = writer.ops()
+    ops = _with_rules_of_scales(writer.ops(), rules)
     outputs = tuple(writer.through(a) for a in whole.block.outputs)
     micro_batched_graph = dataclasses.replace(
         whole,
@@ -94,6 +119,15 @@ def _check_same_operations(step_name: str, block: Block, part: Block) -> None:
             got="others",
             hint="do not let Python branch on the number of examples",
         )
+
+
+def _with_rules_of_scales(ops: Sequence[Op], rules: RuleBook) -> tuple[Op, ...]:
+    """The operations, with the sharding rules of those that scale what leaves the loop."""
+    rules.learn((op.key, op.eqn) for op in ops if op.kind is OpKind.EQUATION and op.rule is None)
+    return tuple(
+        dataclasses.replace(op, rule=rules.rule(op.key)) if op.kind is OpKind.EQUATION and op.rule is None else op
+        for op in ops
+    )
 
 
 class _LoopWriter:
@@ -131,8 +165,8 @@ class _LoopWriter:
                 continue
             for v in op.outputs:
                 if v in self.sections.after and v not in self.sections.before and self.states.of[v].streams:
-                    crossing = self._leave(v, repeated)
-                    by_section[crossing.section].append(crossing)
+                    for crossing in self._leave(v, repeated):
+                        by_section[crossing.section].append(crossing)
         return tuple(op for section in Section for op in by_section[section])
 
     def through(self, atom: Atom) -> Atom:
@@ -154,8 +188,7 @@ class _LoopWriter:
 
     def _counterpart(self, v: int) -> int:
         """A new number for the micro-batch's counterpart of a value."""
-        self.values.append(dataclasses.replace(self.part.values[v], id=len(self.values), name=""))
-        self.micro[v] = len(self.values) - 1
+        self.micro[v] = self._new_value(self.part.values[v])
         return self.micro[v]
 
     def _split(self, v: int) -> Op:
@@ -165,8 +198,8 @@ class _LoopWriter:
             rule=None, role=Role.FORWARD, module="", count=1.0, section=Section.BEFORE, dim=self.states.of[v].dim,
         )  # fmt: skip
 
-    def _leave(self, v: int, maker: Op) -> Op:
-        """A value leaves the loop: as a sum, or joined."""
+    def _leave(self, v: int, maker: Op) -> list[Op]:
+        """A value leaves the loop: as a sum, or joined; where its weight is not 1, it is scaled behind the loop."""
         s = self.states.of[v]
         sums = s.form is Form.PARTIAL_SUM
         if s.laid is not None and s.form is Form.SPLIT:
@@ -176,13 +209,20 @@ class _LoopWriter:
                 got=f"parts of devices side by side ({s.laid.spec})",
                 hint="return from the shard_map what is whole along its other axes, or use num_microbatches=1",
             )
+        weight = self.follower.leaving_weight(s, self.whole.values[v], maker)
         if not sums:
             self.follower.cuts(v, s)
-        return Op(
+        joined = v if weight == 1.0 else self._new_value(self.whole.values[v])
+        crossing = Op(
             id=0, kind=OpKind.ACCUMULATE if sums else OpKind.STACK, primitive="accumulate" if sums else "stack_batch",
-            eqn=None, inputs=(self.micro[v],), outputs=(v,), rule=None, role=maker.role, module=maker.module,
+            eqn=None, inputs=(self.micro[v],), outputs=(joined,), rule=None, role=maker.role, module=maker.module,
             count=maker.count if sums else 1.0, section=maker.section if sums else Section.AFTER, dim=s.dim,
         )  # fmt: skip
+        return [crossing] if joined == v else [crossing, scaling(joined, v, self.whole.values[v], weight, maker)]
+
+    def _new_value(self, like: Value) -> int:
+        self.values.append(dataclasses.replace(like, id=len(self.values), name=""))
+        return len(self.values) - 1
 
     def _repeated(self, op: Op, part: Op, made_in: dict[int, Section]) -> Op:
         """An operation as each micro-batch runs it."""

@@ -12,11 +12,11 @@ from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpGraph, OpKind, Section
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import micro_batched
+from autopar.microbatch.plain_loop import run_graph
 from autopar.sharding.rules import RuleBook
 from benchmarks.zoo import CASES
 from benchmarks.zoo.comparison import worst_difference
 from tests import small_steps
-from tests.running_graphs import run_graph
 
 RULES = RuleBook()
 WIDTH, CLASSES = 6, 5
