@@ -27,12 +27,12 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.common.paths import matches
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.ir.graph import Constant, Op, OpGraph, OpKind, Role, Section, Value
+from autopar.ir.graph import Constant, Op, OpGraph, OpKind, Role, Value
 from autopar.ir.primitives import is_inexact, linear_operands
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.forms import CombinesExamples, Form, State
 from autopar.microbatch.microbatch_analysis import Follower, is_number
-from autopar.sharding.rules import equation_key
+from autopar.microbatch.running_state import state_updates
 
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 # What hands on the weight of its operands beside what `linear_operands` says: it scales with them, or moves them.
@@ -68,6 +68,9 @@ class AccumulatingFollower(Follower):
 
     patterns: tuple[str, ...]
     mixing: set[str] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.updates = state_updates(self.whole, self.part, self.permits)
 
     def permits(self, op: Op) -> bool:
         return any(names_module(pattern, op.module) for pattern in self.patterns)
@@ -202,17 +205,6 @@ def _joined(op: Op, weighed: Sequence[tuple[State, float | None]]) -> float | No
         return known.pop()
     depend = [w for s, w in weighed if s.form is not Form.INVARIANT or w is None]
     return None if depend and all(w is None for w in depend) else 1.0
-
-
-def scaling(source: int, target: int, value: Value, weight: float, maker: Op) -> Op:
-    """The operation behind the loop that multiplies a sum of all micro-batches; its rule is not known yet."""
-    aval = jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
-    (eqn,) = jax_compat.open_jaxpr(jax.make_jaxpr(lambda x: x * weight)(aval)).eqns
-    inputs = tuple(Constant(v) if isinstance(v, jax_compat.Literal) else source for v in eqn.invars)
-    return Op(
-        id=0, kind=OpKind.EQUATION, primitive=eqn.primitive.name, eqn=eqn, inputs=inputs, outputs=(target,), rule=None,
-        role=maker.role, module=maker.module, count=1.0, key=equation_key(eqn), section=Section.AFTER,
-    )  # fmt: skip
 
 
 def check_patterns(traced: TracedStep, graph: OpGraph) -> None:

@@ -13,15 +13,16 @@ from collections.abc import Sequence
 
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, read_by
 from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
-from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns, scaling
+from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
 from autopar.microbatch.alignment import with_literals_of
 from autopar.microbatch.forms import Form
 from autopar.microbatch.island_states import body_states
 from autopar.microbatch.loop_sections import LoopSections
 from autopar.microbatch.microbatch_analysis import Follower
+from autopar.microbatch.running_state import UpdateWriter, scaling
 from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
 from autopar.microbatch.value_states import ValueStates, find_states
 from autopar.sharding.rules import RuleBook
@@ -143,14 +144,25 @@ class _LoopWriter:
         self.whole, self.part, self.follower, self.states, self.sections = whole, part, follower, states, sections
         self.values: list[Value] = list(whole.values)
         self.micro: dict[int, int] = {}
+        self.update_writer = UpdateWriter(follower.updates, self.values, follower.num_microbatches)
+        by_updates = [op.id in follower.updates.ops for op in whole.block.ops]
+        readers = list(zip(by_updates, whole.block.ops, strict=True))
+        self.read_by_updates = {v for updates, op in readers if updates for v in read_by(op)}
+        self.read_otherwise = {v for updates, op in readers if not updates for v in self._read_after(op)}
+        self.read_otherwise |= {a for a in map(self.through, whole.block.outputs) if isinstance(a, int)}
 
     def ops(self) -> tuple[Op, ...]:
         by_section: dict[Section, list[Op]] = {section: [] for section in Section}
+        updates, parts_of_updates = self.follower.updates, []
         made_in: dict[int, Section] = {}
         for v in self.whole.block.inputs:
             if v in self.sections.each and self.states.of[v].cut:
                 by_section[Section.BEFORE].append(self._split(v))
         for op, part in zip(self.whole.block.ops, self.part.block.ops, strict=True):
+            if op.id in updates.ops:
+                inputs = tuple(self.through(a) for a in part.inputs)
+                parts_of_updates.append(dataclasses.replace(part, inputs=inputs))
+                continue
             if op.kind is not OpKind.BARRIER and (section := self.sections.run_once(op)) is not None:
                 inputs = tuple(self.through(a) for a in op.inputs)
                 by_section[section].append(dataclasses.replace(op, inputs=inputs, section=section))
@@ -165,9 +177,19 @@ class _LoopWriter:
                 continue
             for v in op.outputs:
                 if v in self.sections.after and v not in self.sections.before and self.states.of[v].streams:
-                    for crossing in self._leave(v, repeated):
+                    ways = self.update_writer.stack(v, self.micro[v], repeated) if v in self.read_by_updates else []
+                    if not ways or v in self.read_otherwise:
+                        ways += self._leave(v, repeated)
+                    for crossing in ways:
                         by_section[crossing.section].append(crossing)
+        if parts_of_updates:
+            by_section[Section.AFTER] += self.update_writer.write(parts_of_updates)
         return tuple(op for section in Section for op in by_section[section])
+
+    def _read_after(self, op: Op) -> Sequence[int]:
+        """The values that an operation behind the loop reads."""
+        is_after = op.kind is not OpKind.BARRIER and self.sections.run_once(op) is Section.AFTER
+        return [a for a in map(self.through, read_by(op)) if isinstance(a, int)] if is_after else []
 
     def through(self, atom: Atom) -> Atom:
         """The value of the whole batch behind barriers, which exist only in the loop."""

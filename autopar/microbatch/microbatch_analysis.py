@@ -22,6 +22,7 @@ from autopar.kernels.islands import is_island
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, SHARED, MixesExamples, Results
 from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
 from autopar.microbatch.forms import CombinesExamples, Form, State, inside_loop, join
+from autopar.microbatch.running_state import StateUpdates
 
 # Parameters that are sizes of results, whose shapes are looked at, and of the first operand's dimensions.
 _SIZES = frozenset({"shape", "new_sizes", "sizes", "sharding"})
@@ -42,7 +43,8 @@ class Follower:
     Both graphs have the same operations on values of the same numbers. `runs` is the number of equal runs into which
     the examples of a micro-batch can be split in all dimensions found so far: a dimension of pairs of neighbouring
     examples has half as many runs as examples. `body_states` follows what has a body on one part of its operands: a
-    `shard_map`, and what has a partitioner of its own.
+    `shard_map`, and what has a partitioner of its own. `updates` are those of state that run behind the loop, once for
+    each micro-batch.
     """
 
     whole: OpGraph
@@ -50,6 +52,7 @@ class Follower:
     num_microbatches: int
     runs: int = 0
     body_states: Callable[[Op, Op, Sequence[State], int], list[State]] | None = None
+    updates: StateUpdates = dataclasses.field(default_factory=StateUpdates)
 
     def same_shape(self, value: int) -> bool:
         return self.whole.values[value].shape == self.part.values[value].shape

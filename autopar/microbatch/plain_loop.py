@@ -33,7 +33,7 @@ def run_graph(graph: OpGraph, leaves: Sequence[Any]) -> list[Any]:
     for i in range(graph.num_microbatches):
         env = dict(shared)
         for op in splits:
-            env[op.outputs[0]] = part_of(env[op.inputs[0]], op.dim, i, graph.num_microbatches)
+            env[op.outputs[0]] = part_of(read(env, op.inputs[0]), op.dim, i, graph.num_microbatches)
         for section in (Section.FORWARD, Section.BACKWARD):
             for op in ops[section]:
                 if op.kind is OpKind.ACCUMULATE:

@@ -72,6 +72,9 @@ class _StateFinder:
         return [dataclasses.replace(s, cut=False) if s.streams else s for s in states]
 
     def _results(self, op: Op, part: Op, states: list[State]) -> list[State]:
+        if op.id in self.follower.updates.ops:
+            cause = CombinesExamples(op, "it updates state once for each micro-batch")
+            return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
         if self.follower.stays_in_loop(op, part, states):
             if all(s.form is Form.INVARIANT for s in states):
                 return self._of_own_literals(op, part, states)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopar
+from autopar import recipes
 from autopar.errors import InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.frontend.tracing import trace
 from autopar.microbatch.accumulation import names_module
@@ -24,13 +26,17 @@ def mean_of_parts(values):
 
 
 def accumulated(loss, update, state, batch, num_microbatches):
-    """A user's own loop: gradients, losses and metrics are averaged over the micro-batches, then the update is made."""
-    results = []
+    """A user's own loop: gradients, losses and metrics are averaged over the micro-batches, then the update is made.
+
+    Running statistics go from micro-batch to micro-batch, as Flax's batch_stats do under optax.MultiSteps.
+    """
+    results, running = [], state
     for i in range(num_microbatches):
         part = jax.tree.map(lambda x, i=i: jnp.split(x, num_microbatches)[i], batch)
-        results.append(jax.value_and_grad(loss, has_aux=True)(state["params"], state, part))
+        results.append(jax.value_and_grad(loss, has_aux=True)(state["params"], running, part))
+        running = running | results[-1][0][1].get("state", {})
     (value, aux), grads = mean_of_parts(results)
-    return update(state, value, aux, grads)
+    return update(state, value, aux | {"state": {k: v for k, v in running.items() if k != "params"}}, grads)
 
 
 def update(state, value, aux, grads):
@@ -98,7 +104,7 @@ def norm_loss(params, state, batch):
     return errors_of(params, batch, h).mean(), {"state": statistics}
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 3])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_batch_statistics(num_microbatches):
     graph = check(norm_loss, state_of(), batch_of(), ("BatchNorm",), num_microbatches)
     assert graph.per_microbatch == ("BatchNorm",)
@@ -128,12 +134,13 @@ def router_loss(params, state, batch):
     return errors_of(params, batch, h).mean() + 0.3 * balance + 0.1 * z, {"metrics": {"kept": kept, "balance": balance}}
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 3])
+@pytest.mark.parametrize("num_microbatches", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_router_with_a_capacity_and_a_balance_loss(num_microbatches):
     graph = check(router_loss, state_of(), batch_of(), ("moe",), num_microbatches)
     assert graph.per_microbatch == ("moe",)
 
 
+@pytest.mark.slow
 def test_a_balance_loss_whose_value_is_not_returned():
     def loss(params, state, batch):
         value, _ = router_loss(params, state, batch)
@@ -164,6 +171,30 @@ def test_dynamic_scales():
         return errors_of(params, batch, jnp.tanh(scaled_product(params, x))).mean(), {}
 
     check(loss, state_of(), batch_of(), ("quantised",))
+
+
+@pytest.mark.parametrize("recipe", ["pipeline", pytest.param("data parallel", marks=pytest.mark.slow)])
+def test_on_devices_that_split_the_batch(recipe):
+    plans = {
+        "pipeline": recipes.pipeline(2, num_microbatches=2),
+        "data parallel": recipes.cut(recipes.data_parallel(), num_microbatches=2),
+    }
+    step = autopar.parallelize(
+        step_of(norm_loss), plan=plans[recipe], per_microbatch="BatchNorm", cluster=autopar.Cluster.local(4),
+        cache_dir=None, show_progress=False,
+    )  # fmt: skip
+    state, batch = state_of(), jax.tree.map(jnp.asarray, batch_of())
+    verified = autopar.verify(step, state, batch)
+    assert verified.per_microbatch == ("BatchNorm",)
+    assert verified.difference is not None
+    assert verified.difference < 1e-5
+    assert "from a plain loop over micro-batches" in str(verified)
+    (note,) = [note for note in verified.plan.record.notes if "per micro-batch" in note]
+    assert note.startswith("BatchNorm: taken per micro-batch, so that the results are those of gradient accumulation")
+    restored = autopar.parallelize(step_of(norm_loss), plan=verified.plan, cache_dir=None, show_progress=False)
+    small_steps.assert_close(
+        restored(jax.tree.map(jnp.copy, state), batch), accumulated(norm_loss, update, state, batch, 2)
+    )
 
 
 def test_a_loss_that_is_a_sum_has_no_gradient_accumulation():
@@ -202,6 +233,11 @@ def test_a_step_that_keeps_examples_apart_stays_that_of_the_whole_batch():
 
     _, graph = graph_of(step_of(loss), state_of(), batch_of(), ("body",))
     assert graph.per_microbatch == ()
+
+
+def test_patterns_that_are_none():
+    with pytest.raises(InvalidArgumentError, match="patterns of modules"):
+        autopar.parallelize(step_of(norm_loss), per_microbatch=(3,))
 
 
 def test_names_of_modules():
