@@ -33,8 +33,8 @@ from benchmarks.zoo.published import PUBLISHED
 RESULTS = Path(__file__).parent / "results" / "published_recipes.json"
 DEVICES = (4, 8, 2)
 STEPS = 2
-# The modules that mix examples, of cases that do: in stages they are taken per micro-batch, and the results compared with
-# a plain loop over micro-batches.
+# The modules that mix examples, of cases that do: in stages they are taken per micro-batch, and the results compared
+# with a plain loop over micro-batches.
 PER_MICROBATCH = {
     "eqx_batch_norm": ("BatchNorm",),
     "hf_clip": ("**",),
