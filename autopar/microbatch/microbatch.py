@@ -1,6 +1,7 @@
 """The graph of a training step over micro-batches, with the results of the whole batch.
 
-The step is traced on the whole batch and on one micro-batch. Each value of the whole step is, in terms of the
+The step is traced on the whole batch and on one micro-batch; where it cannot be, the graph of a micro-batch is cut out
+of that of the whole batch (`cut_graph`). Each value of the whole step is, in terms of the
 micro-batches, the same in all of them, the concatenation of their values, or the sum of their values
 (`value_states`). Literals are those of the whole batch, so no sum needs a factor. Each operation then runs before the
 loop over micro-batches, in it, or after it (`loop_sections`). A step whose examples depend on one another is refused.
@@ -18,6 +19,7 @@ from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
 from autopar.microbatch.alignment import with_literals_of
+from autopar.microbatch.cut_graph import cut_graph
 from autopar.microbatch.forms import Form
 from autopar.microbatch.island_states import body_states
 from autopar.microbatch.loop_sections import LoopSections
@@ -54,17 +56,42 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     whole = whole or build_graph(traced, rules)
     if num_microbatches == 1:
         return _over_micro_batches(traced, whole, Follower(whole, whole, 1, body_states=body_states), rules)
-    smaller = smaller_step(traced, examples // num_microbatches)
-    jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
-    constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
-    part = build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)
+    smaller, part, unlike = _part_of(traced, whole, num_microbatches, rules)
     try:
         follower = Follower(whole, part, num_microbatches, body_states=body_states)
         return _over_micro_batches(traced, whole, follower, rules)
     except MixedExamplesError:
         if not traced.per_microbatch:
             raise
+        if smaller is None:  # the literals of a micro-batch are those of its trace
+            assert unlike is not None, "without a trace there is a reason"
+            raise unlike from None
     return _accumulated(traced, smaller, whole, num_microbatches, rules)
+
+
+def _part_of(
+    traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook
+) -> tuple[TracedStep | None, OpGraph, UnsupportedError | None]:
+    """(trace of a micro-batch, its graph with the literals of the whole batch, None), or without a trace that is like
+    that of the whole batch (None, the graph cut out of the whole batch's, the reason).
+
+    Raises: the reason, where the graph cannot be cut either.
+    """
+    try:
+        smaller = smaller_step(traced, num_examples(traced) // num_microbatches)
+        jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
+    except UnsupportedError as unlike:
+        first = len(whole.block.inputs) - len(traced.in_avals)
+        inputs = [first + i for i in example_leaves(traced)]
+        try:
+            return None, cut_graph(whole, inputs, num_microbatches, rules, traced.name), unlike
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                where=unlike.where, expected=unlike.expected, got=unlike.got,
+                hint=f"{unlike.hint} (nor can the whole batch's operations be cut: {error.where}: {error.got})",
+            ) from error  # fmt: skip
+    constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
+    return smaller, build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules), None
 
 
 def _accumulated(
