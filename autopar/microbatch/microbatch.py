@@ -21,6 +21,7 @@ from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
 from autopar.microbatch.alignment import with_literals_of
 from autopar.microbatch.cut_graph import cut_graph
 from autopar.microbatch.forms import Form
+from autopar.microbatch.hoist_draws import hoist_draws
 from autopar.microbatch.island_states import body_states
 from autopar.microbatch.loop_sections import LoopSections
 from autopar.microbatch.microbatch_analysis import Follower
@@ -57,6 +58,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     if num_microbatches == 1:
         return _over_micro_batches(traced, whole, Follower(whole, whole, 1, body_states=body_states), rules)
     smaller, part, unlike = _part_of(traced, whole, num_microbatches, rules)
+    whole_batch, (whole, part) = whole, hoist_draws(whole, part)
     try:
         follower = Follower(whole, part, num_microbatches, body_states=body_states)
         return _over_micro_batches(traced, whole, follower, rules)
@@ -66,7 +68,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
         if smaller is None:  # the literals of a micro-batch are those of its trace
             assert unlike is not None, "without a trace there is a reason"
             raise unlike from None
-    return _accumulated(traced, smaller, whole, num_microbatches, rules)
+    return _accumulated(traced, smaller, whole_batch, num_microbatches, rules)
 
 
 def _part_of(
@@ -99,9 +101,10 @@ def _accumulated(
 ) -> OpGraph:
     """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch."""
     check_patterns(traced, whole)
+    whole, part = hoist_draws(whole, build_graph(smaller, rules))
     follower = AccumulatingFollower(
         whole=whole,
-        part=build_graph(smaller, rules),
+        part=part,
         num_microbatches=num_microbatches,
         body_states=body_states,
         patterns=traced.per_microbatch,
