@@ -83,6 +83,8 @@ def _part_of(
         smaller = smaller_step(traced, num_examples(traced) // num_microbatches)
         jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
     except UnsupportedError as unlike:
+        if not traced.is_pure:  # what the whole batch's trace holds may have been meant for its examples alone
+            raise
         first = len(whole.block.inputs) - len(traced.in_avals)
         inputs = [first + i for i in example_leaves(traced)]
         try:
