@@ -31,6 +31,7 @@ def parallelize(
     schedule: str = "auto",
     attention: str = Attention.AS_WRITTEN,
     constraints: str = ShardingsInCode.ADVICE,
+    per_microbatch: str | Sequence[str] = (),
     memory_limit_bytes: int | str | None = None,
     batch_argnums: int | Sequence[int] = (1,),
     donate_argnums: int | Sequence[int] = (0,),
@@ -64,6 +65,9 @@ def parallelize(
         constraints: How layouts in the step's code (`with_sharding_constraint`, `reshard`, `out_sharding=`) are used:
             "advice": they make one more candidate, which is taken where it is faster than the search's plan; "pins":
             they are kept; "ignore": they are dropped.
+        per_microbatch: Modules, by patterns as those of `autopar.constrain`, that may mix the examples of their
+            micro-batch: batch statistics, a router's loss and capacity, dynamic scales (`"BatchNorm"`, `"*/router"`).
+            Where a plan has micro-batches, its results are then those of gradient accumulation; its notes say so.
         memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); None: 90 %
             of the device's memory.
         batch_argnums: The arguments whose leaves hold examples. Where argument 1 is or holds an NNX object, the
@@ -143,6 +147,11 @@ def parallelize(
             got=f"a plan, and num_microbatches={num_microbatches!r}, schedule={schedule!r}",
             hint="leave out plan, or the wishes",
         )
+    if isinstance(plan, Plan) and per_microbatch:
+        raise InvalidArgumentError(
+            where="parallelize(plan=..., per_microbatch=...)", expected="a plan, which has its own",
+            got=f"a plan, and per_microbatch={per_microbatch!r}", hint="leave it out, or plan anew",
+        )  # fmt: skip
     wanted_options = requested_options(compiler_options)
     if isinstance(plan, Plan) and wanted_options:
         raise InvalidArgumentError(
@@ -159,6 +168,7 @@ def parallelize(
             constraints=ShardingsInCode(constraints),
             memory_limit_bytes=memory_limit_bytes,
             time_limit_s=time_limit_s,
+            per_microbatch=_patterns(per_microbatch),
             compiler_options=wanted_options,
         ),
         has_recipe=recipe != Recipe(),
@@ -211,6 +221,17 @@ def _size(where: str, text: str) -> int:
             hint="kB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB of 1024",
         )  # fmt: skip
     return nbytes
+
+
+def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = _argnames(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern.strip("/"):
+            raise InvalidArgumentError(
+                where="parallelize(per_microbatch=...)", expected="patterns of modules, such as 'BatchNorm'",
+                got=repr(pattern), hint="write the name that the error or the plan prints, or '**' for all",
+            )  # fmt: skip
+    return patterns
 
 
 def _argnums(value: int | Sequence[int]) -> tuple[int, ...]:

@@ -35,12 +35,10 @@ from autopar.executables.lowered_step import Lowered
 from autopar.frontend.tracing import name_of
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
-from autopar.monitoring.step_profile import StepProfile, step_profile
+from autopar.monitoring.step_profile import StepProfile, profiled
 from autopar.plan.options import Effort, checked_effort
 from autopar.plan.plan import Plan, Trees
 from autopar.runtime.execution.dispatch import turn
-from autopar.xla.profile_events import recorded
-from autopar.xla.program_operations import operations_of
 
 
 class Step:
@@ -241,11 +239,7 @@ class Step:
         """
         args = self._signature.places(args, kwargs)
         plan, compiled = self.plan(*args), self.compile(*args)
-        jax.block_until_ready(args)
-        with recorded() as events:
-            results = self(*args)
-            jax.block_until_ready(results)
-        return step_profile(plan.record, operations_of(compiled.as_text()), events(), results)
+        return profiled(plan.record, compiled.as_text(), self, args)
 
     def batch_shardings_for(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[NamedSharding] | None:
         """The layouts of the leaves of a batch with these shapes, in the latest plan for them; None without a plan."""
@@ -263,6 +257,11 @@ class Step:
         names = self._arguments.names(len(args))
         function = self._signature.caller(self._function)
         return jax.jit(lambda *a: nnx_objects.pure(function, a, names), static_argnums=static)(*args)
+
+    def plain_leaves(self, *args: Any) -> list[Any]:
+        """The leaves of the arguments that are not static, on one device."""
+        dynamic = self._arguments.dynamic(self._signature.places(args, {}))
+        return jax.tree.leaves(on_one_device(tuple(dynamic)))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The step of an instance, where the function is a method: `self` is bound, static, and not counted by argnums.

@@ -16,14 +16,18 @@ from autopar.calls import nnx_objects
 from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
 from autopar.common.text_console import text_console
+from autopar.compiler.materialize import with_options_of
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole
 from autopar.executables.compiled_step import CompiledStep
 from autopar.kernels.check_twins import check_twins
+from autopar.microbatch.microbatch import micro_batched
+from autopar.microbatch.plain_loop import run_graph
 from autopar.plan.plan import Plan
 from autopar.plan.schema import MeasuredRecord, Predicted
 from autopar.runtime.simulation.simulator import simulate
+from autopar.sharding.rules import RuleBook
 from autopar.step import Step, check_is_step, lower_on
 from autopar.xla import aot, collectives
 
@@ -52,7 +56,9 @@ class Verification:
     For a pipeline both are sums over its stages, of one device of each, within the stage. `peak`: bytes of one device;
     for a pipeline, of the stage with the largest peak. `difference`: the largest difference of a result leaf from plain
     `jax.jit`, divided by that leaf's largest value, with the leaf's path; None where the numbers could not be compared
-    (shapes only, or compiled for other hardware). `plan`: the plan, whose page shows the comparison.
+    (shapes only, or compiled for other hardware). `per_microbatch`: the patterns of modules that the plan takes per
+    micro-batch; where there are any, the numbers are compared with a plain loop over micro-batches instead. `plan`: the
+    plan, whose page shows the comparison.
     """
 
     target: str
@@ -61,6 +67,7 @@ class Verification:
     peak: Compared
     difference: float | None
     worst_leaf: str
+    per_microbatch: tuple[str, ...]
     plan: Plan
 
     @property
@@ -79,9 +86,9 @@ class Verification:
         rows.add_row("peak memory, bytes", f"{peak.predicted:,.0f}", f"{peak.compiled:,.0f}", f"{peak.ratio:.3f}")
         console.print(rows)
         if self.difference is not None:
+            other = "a plain loop over micro-batches" if self.per_microbatch else "plain jax.jit"
             console.print(
-                f"numbers: at most {self.difference:.2e} of a leaf's largest value from plain jax.jit "
-                f"({self.worst_leaf})",
+                f"numbers: at most {self.difference:.2e} of a leaf's largest value from {other} ({self.worst_leaf})",
                 markup=False,
             )
         return buffer.getvalue().rstrip()
@@ -113,7 +120,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         predicted=float(max(compiled.plan.predicted.peak_bytes) + host_state_bytes(compiled)),
         compiled=float(peak_bytes(compiled)),
     )
-    difference, worst = None, ""
+    difference, worst, patterns = None, "", mixing_modules(compiled)
     arrays = all(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
     check_twins(compiled.traced.jaxpr)
     if compile_for is None and arrays:
@@ -125,6 +132,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         peak=peak,
         difference=difference,
         worst_leaf=worst,
+        per_microbatch=patterns,
         plan=with_measured(compiled.plan, (*collectives, peak), counts),
     )
 
@@ -206,8 +214,11 @@ def compare_traffic(
 
 
 def compare_numbers(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> tuple[float, str]:
-    """(largest relative difference of a result leaf from plain `jax.jit`, its path). The arguments survive."""
-    expected = step.plain(*args)
+    """(largest relative difference of a result leaf from plain `jax.jit`, its path). The arguments survive.
+
+    Where modules are taken per micro-batch it is that from a plain loop over micro-batches.
+    """
+    expected = in_a_loop(step, compiled, args) if mixing_modules(compiled) else step.plain(*args)
     got = step(*copy_of(args))
     worst, where = 0.0, ""
     paths = compiled.traced.out_paths
@@ -216,6 +227,20 @@ def compare_numbers(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> 
         if difference > worst or not where:
             worst, where = difference, path
     return worst, where
+
+
+def mixing_modules(compiled: CompiledStep | LoweredWhole) -> tuple[str, ...]:
+    """The patterns of modules that mix the examples of a micro-batch in the plan; none in one program."""
+    return compiled.staged.graph.per_microbatch if isinstance(compiled, CompiledPipeline) else ()
+
+
+def in_a_loop(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> Any:
+    """The results of a plain loop over the micro-batches of a plan on one device: gradient accumulation."""
+    assert isinstance(compiled, CompiledPipeline), "one program has no micro-batches"
+    traced = with_options_of(compiled.plan, compiled.traced)
+    graph = micro_batched(traced, compiled.staged.graph.num_microbatches, RuleBook())
+    leaves = step.plain_leaves(*args)
+    return jax.tree.unflatten(traced.out_tree, jax.jit(lambda xs: run_graph(graph, xs))(leaves))
 
 
 def leaf_difference(expected: Any, got: Any) -> float:

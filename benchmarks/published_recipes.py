@@ -25,6 +25,7 @@ import jax
 
 import autopar
 from autopar import recipes
+from autopar.verification import in_a_loop
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.comparison import worst_difference
 from benchmarks.zoo.published import PUBLISHED
@@ -32,11 +33,22 @@ from benchmarks.zoo.published import PUBLISHED
 RESULTS = Path(__file__).parent / "results" / "published_recipes.json"
 DEVICES = (4, 8, 2)
 STEPS = 2
+# The modules that mix examples, of cases that do: in stages they are taken per micro-batch, and the results compared
+# with a plain loop over micro-batches.
+PER_MICROBATCH = {
+    "eqx_batch_norm": ("BatchNorm",),
+    "hf_clip": ("**",),
+    "hk_resnet": ("*batchnorm*",),
+    "keras_convnet": ("batch_normalization",),
+    "ott_sinkhorn": ("**",),
+}
+STAGES_PER_MICROBATCH = "two stages, per micro-batch"
 TIMEOUT_S = 900.0  # of one row
 FREE = "free"
 RECIPES = {
     FREE: None,
     "two stages": recipes.pipeline(2, num_microbatches=2),
+    STAGES_PER_MICROBATCH: recipes.pipeline(2, num_microbatches=2),
     "data_parallel()": recipes.data_parallel(),
     "zero(1)": recipes.zero(1),
     "zero(3)": recipes.zero(3),
@@ -80,7 +92,10 @@ def run_row(case: Case, expected: tuple[PyTree, list[PyTree], PyTree], devices: 
             cluster=autopar.Cluster.local(devices, measured=False),
             cache_dir=None,
             show_progress=False,
+            per_microbatch=PER_MICROBATCH[case.name] if recipe == STAGES_PER_MICROBATCH else (),
         )
+        if recipe == STAGES_PER_MICROBATCH:
+            expected_metrics, expected_state = in_loops(case, step, initial)
         state, worst, leaf = jax.tree.map(lambda x: x.copy(), initial), 0.0, ""
         notes = [n for n in step.plan(state, case.batch(0)).record.notes if n.startswith("recipe")]
         for seed, metrics in enumerate(expected_metrics):
@@ -95,6 +110,16 @@ def run_row(case: Case, expected: tuple[PyTree, list[PyTree], PyTree], devices: 
     if of_state.relative > worst:
         worst, leaf = of_state.relative, of_state.path
     return row(EQUAL if worst <= case.tolerance else WRONG, difference=worst, said=leaf, notes=tuple(notes))
+
+
+def in_loops(case: Case, step: autopar.Step, initial: PyTree) -> tuple[list[PyTree], PyTree]:
+    """The metrics of each step and the last state, where each step is a plain loop over its micro-batches."""
+    state, metrics = initial, []
+    for seed in range(STEPS):
+        args = state, case.batch(seed)
+        state, found = in_a_loop(step, step.compile(*args), args)
+        metrics.append(found)
+    return metrics, state
 
 
 def case_of(name: str) -> Case:
@@ -216,6 +241,7 @@ def main() -> None:
         for name in args.cases or every:
             have = {} if args.again else load()
             wanted = [r for r in args.recipes if (name, devices, r) not in have]
+            wanted = [r for r in wanted if r != STAGES_PER_MICROBATCH or name in PER_MICROBATCH]
             if not wanted or importlib.util.find_spec(every[name]) is None:
                 continue
             rows = rows_of(name, devices, wanted)

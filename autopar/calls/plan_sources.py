@@ -120,6 +120,7 @@ class PlanSources:
             attention=own.attention,
             effort=own.effort,
             constraints=own.constraints,
+            per_microbatch=own.per_microbatch,
         )
         progress = Progress(f"autopar {self._name}, instead", show=self._options.show_progress)
         return self._searched(traced, trees, progress, (plan.cluster, request))

@@ -54,13 +54,21 @@ class ShardedFunction:
     failures: list[BaseException] | None
 
 
+def with_options_of(plan: Plan, traced: TracedStep) -> TracedStep:
+    """The traced step as the plan has it: its attention, and its modules that are taken per micro-batch."""
+    record = plan.record
+    return dataclasses.replace(
+        traced, blockwise_attention=record.blockwise_attention, per_microbatch=record.per_microbatch
+    )
+
+
 def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> ShardedFunction:
     """Traced step and plan -> graph -> instructions -> function on global arrays.
 
     Raises: PlanMismatchError when the plan was made for another step or other shapes.
     """
     check_plan(plan, traced)
-    traced = dataclasses.replace(traced, blockwise_attention=plan.record.blockwise_attention)
+    traced = with_options_of(plan, traced)
     graph = build_graph(traced, rules)
     model = cost_model(plan.cluster, plan.mesh)
     sharding = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)
@@ -83,7 +91,7 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     Raises: PlanMismatchError when the plan was made for another step or other shapes.
     """
     check_plan(plan, traced)
-    traced = dataclasses.replace(traced, blockwise_attention=plan.record.blockwise_attention)
+    traced = with_options_of(plan, traced)
     record = plan.record.pipeline
     assert record is not None, "a plan without a pipeline is one function"
     name, place = traced.name, "$.plan.pipeline"

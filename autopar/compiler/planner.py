@@ -90,7 +90,8 @@ def planning_context(
 ) -> PlanningContext:
     """The input of the sources of candidates: the step's graph, and the request in numbers."""
     rings = request.binding is not None and request.binding.blockwise_attention
-    traced = dataclasses.replace(traced, blockwise_attention=rings or request.attention is Attention.BLOCKWISE)
+    blockwise = rings or request.attention is Attention.BLOCKWISE
+    traced = dataclasses.replace(traced, blockwise_attention=blockwise, per_microbatch=request.per_microbatch)
     deadline = Deadline.after(request.time_limit_s)
     with progress.pass_("graph"):
         graph = build_graph(traced, rules)

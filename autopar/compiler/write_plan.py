@@ -74,6 +74,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         step=traced.name,
         fingerprint=traced.fingerprint,
         blockwise_attention=traced.blockwise_attention,
+        per_microbatch=traced.per_microbatch,
         cluster=context.cluster,
         compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform),
         least_step_time_s=context.least_s,
@@ -87,7 +88,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         modules=tuple(row for number, planned in enumerate(staged.stages) for row in stage_rows(planned, number)),
         axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
         tried=(),
-        notes=_notes_of(context),
+        notes=(*_notes_of(context), *_accumulation_note(staged.graph.per_microbatch, staged.graph.num_microbatches)),
         pipeline=pipeline_record(staged, choice.policies, choice.chunks, candidate.hoist_casts),
         weighed=candidate.weighed,
     )
@@ -104,6 +105,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         step=traced.name,
         fingerprint=traced.fingerprint,
         blockwise_attention=traced.blockwise_attention,
+        per_microbatch=traced.per_microbatch,
         cluster=context.cluster,
         compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform),
         least_step_time_s=context.least_s,
@@ -156,3 +158,13 @@ def _notes_of(context: PlanningContext) -> tuple[str, ...]:
         )
     notes += [unlike] if unlike else []
     return (*notes, *(attention_left(graph) if traced.blockwise_attention else ()))
+
+
+def _accumulation_note(patterns: Sequence[str], num_microbatches: int) -> tuple[str, ...]:
+    """A note on modules that are taken per micro-batch, where there are any."""
+    if not patterns:
+        return ()
+    return (
+        f"{', '.join(patterns)}: taken per micro-batch, so that the results are those of gradient accumulation over "
+        f"{num_microbatches} micro-batches, not those of the whole batch",
+    )

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterator
 
 from autopar.compiler.check_decisions import signature_of
-from autopar.compiler.materialize import recorded_stages, stage_shardings
+from autopar.compiler.materialize import recorded_stages, stage_shardings, with_options_of
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
@@ -45,8 +45,7 @@ def for_short_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
     examples = _fewer_examples(planned, traced)
     if examples is None:
         return None
-    attention = plan.record.blockwise_attention
-    planned, traced = (dataclasses.replace(t, blockwise_attention=attention) for t in (planned, traced))
+    planned, traced = (with_options_of(plan, t) for t in (planned, traced))
     if plan.record.pipeline is None:
         record = _in_one_program(plan, planned, traced, rules)
     else:

@@ -188,7 +188,7 @@ def traced_once(traced: TracedStep) -> TracedStep:
     def refuse(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         raise TypeError("two traces of the function differ: what a micro-batch does cannot be told from a trace")
 
-    return dataclasses.replace(traced, retrace=refuse)
+    return dataclasses.replace(traced, retrace=refuse, is_pure=False)
 
 
 def tie_state(

@@ -224,7 +224,8 @@ class OpGraph:
     `num_microbatches`, the top block's operations stand in the order of their sections, and `repeating` are the inputs
     that arrive once for each micro-batch (from another stage). A batch may be cut into as many runs of neighbouring
     examples as divide `runs_of_examples`, of each of which a micro-batch takes its share (0: into any number).
-    `written` are layouts that the step's code gives to values.
+    `written` are layouts that the step's code gives to values. `per_microbatch` are the patterns of modules that mix
+    the examples of a micro-batch: the step is then one of gradient accumulation.
     """
 
     values: tuple[Value, ...]
@@ -237,6 +238,7 @@ class OpGraph:
     repeating: frozenset[int] = frozenset()
     runs_of_examples: int = 0
     written: tuple[tuple[int, WrittenLayout], ...] = ()
+    per_microbatch: tuple[str, ...] = ()
 
     @property
     def is_cut(self) -> bool:

@@ -15,7 +15,8 @@ from autopar.ir.graph import Op
 from autopar.kernels.islands import Spec, is_island, island_of
 from autopar.kernels.run_island import TYPE_CHANGES, collective_axes
 from autopar.microbatch.example_places import BY_POSITION, COMBINES, SEVERAL, UNKNOWN
-from autopar.microbatch.microbatch_analysis import CombinesExamples, Follower, Form, IslandLayout, State
+from autopar.microbatch.forms import CombinesExamples, Form, IslandLayout, State
+from autopar.microbatch.microbatch_analysis import Follower
 
 # Collectives that combine or send elements in their places.
 _IN_PLACE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "ppermute"})

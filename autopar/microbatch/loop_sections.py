@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind, Section, free_values
-from autopar.microbatch.microbatch_analysis import Form
+from autopar.microbatch.forms import Form
 from autopar.microbatch.value_states import ValueStates
 
 

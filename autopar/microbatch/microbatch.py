@@ -1,6 +1,7 @@
 """The graph of a training step over micro-batches, with the results of the whole batch.
 
-The step is traced on the whole batch and on one micro-batch. Each value of the whole step is, in terms of the
+The step is traced on the whole batch and on one micro-batch; where it cannot be, the graph of a micro-batch is cut out
+of that of the whole batch (`cut_graph`). Each value of the whole step is, in terms of the
 micro-batches, the same in all of them, the concatenation of their values, or the sum of their values
 (`value_states`). Literals are those of the whole batch, so no sum needs a factor. Each operation then runs before the
 loop over micro-batches, in it, or after it (`loop_sections`). A step whose examples depend on one another is refused.
@@ -11,15 +12,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from autopar.errors import BatchMismatchError, InvalidArgumentError, UnsupportedError
+from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, read_by
 from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
+from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
 from autopar.microbatch.alignment import with_literals_of
+from autopar.microbatch.cut_graph import cut_graph
+from autopar.microbatch.forms import Form
+from autopar.microbatch.hoist_draws import hoist_draws
 from autopar.microbatch.island_states import body_states
 from autopar.microbatch.loop_sections import LoopSections
-from autopar.microbatch.microbatch_analysis import Follower, Form
+from autopar.microbatch.microbatch_analysis import Follower
+from autopar.microbatch.running_state import UpdateWriter, scaling
 from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
 from autopar.microbatch.value_states import ValueStates, find_states
 from autopar.sharding.rules import RuleBook
@@ -57,22 +63,80 @@ def micro_batched(
         )
     whole = whole or build_graph(traced, rules)
     if num_microbatches == 1:
-        return _over_micro_batches(traced, whole, whole, 1)
-    smaller = on_fewer(traced, examples // num_microbatches)
-    jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
+        return _over_micro_batches(traced, whole, Follower(whole, whole, 1, body_states=body_states), rules)
+    smaller, part, unlike = _part_of(traced, whole, num_microbatches, rules, on_fewer)
+    whole_batch, (whole, part) = whole, hoist_draws(whole, part)
+    try:
+        follower = Follower(whole, part, num_microbatches, body_states=body_states)
+        return _over_micro_batches(traced, whole, follower, rules)
+    except MixedExamplesError:
+        if not traced.per_microbatch:
+            raise
+        if smaller is None:  # the literals of a micro-batch are those of its trace
+            assert unlike is not None, "without a trace there is a reason"
+            raise unlike from None
+    return _accumulated(traced, smaller, whole_batch, num_microbatches, rules)
+
+
+def _part_of(
+    traced: TracedStep,
+    whole: OpGraph,
+    num_microbatches: int,
+    rules: RuleBook,
+    on_fewer: Callable[[TracedStep, int], TracedStep],
+) -> tuple[TracedStep | None, OpGraph, UnsupportedError | None]:
+    """(trace of a micro-batch, its graph with the literals of the whole batch, None), or without a trace that is like
+    that of the whole batch (None, the graph cut out of the whole batch's, the reason).
+
+    Raises: the reason, where the graph cannot be cut either.
+    """
+    if traced.per_microbatch:
+        on_fewer = smaller_step  # the literals of its trace are taken too
+    try:
+        smaller = on_fewer(traced, num_examples(traced) // num_microbatches)
+        jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
+    except UnsupportedError as unlike:
+        if not traced.is_pure:  # what the whole batch's trace holds may have been meant for its examples alone
+            raise
+        first = len(whole.block.inputs) - len(traced.in_avals)
+        inputs = [first + i for i in example_leaves(traced)]
+        try:
+            return None, cut_graph(whole, inputs, num_microbatches, rules, traced.name), unlike
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                where=unlike.where, expected=unlike.expected, got=unlike.got,
+                hint=f"{unlike.hint} (nor can the whole batch's operations be cut: {error.where}: {error.got})",
+            ) from error  # fmt: skip
     constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
-    part = build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)
-    return _over_micro_batches(traced, whole, part, num_microbatches)
+    return smaller, build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules), None
 
 
-def _over_micro_batches(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int) -> OpGraph:
+def _accumulated(
+    traced: TracedStep, smaller: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook
+) -> OpGraph:
+    """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch."""
+    check_patterns(traced, whole)
+    whole, part = hoist_draws(whole, build_graph(smaller, rules))
+    follower = AccumulatingFollower(
+        whole=whole,
+        part=part,
+        num_microbatches=num_microbatches,
+        body_states=body_states,
+        patterns=traced.per_microbatch,
+    )
+    graph = _over_micro_batches(traced, whole, follower, rules)
+    # Which examples share a micro-batch matters: those that stand beside one another, as in a user's own loop.
+    return dataclasses.replace(graph, per_microbatch=tuple(sorted(follower.mixing)), runs_of_examples=1)
+
+
+def _over_micro_batches(traced: TracedStep, whole: OpGraph, follower: Follower, rules: RuleBook) -> OpGraph:
     """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch."""
+    part, num_microbatches = follower.part, follower.num_microbatches
     _check_same_operations(traced.name, whole.block, part.block)
-    follower = Follower(whole, part, num_microbatches, body_states=body_states)
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
     states = find_states(whole, part, follower, {num_constants + i for i in example_leaves(traced)})
     writer = _LoopWriter(whole, part, follower, states, LoopSections(traced.name, whole, states))
-    ops = writer.ops()
+    ops = _with_rules_of_scales(writer.ops(), rules)
     outputs = tuple(writer.through(a) for a in whole.block.outputs)
     micro_batched_graph = dataclasses.replace(
         whole,
@@ -103,6 +167,15 @@ def _check_same_operations(step_name: str, block: Block, part: Block) -> None:
         )
 
 
+def _with_rules_of_scales(ops: Sequence[Op], rules: RuleBook) -> tuple[Op, ...]:
+    """The operations, with the sharding rules of those that scale what leaves the loop."""
+    rules.learn((op.key, op.eqn) for op in ops if op.kind is OpKind.EQUATION and op.rule is None)
+    return tuple(
+        dataclasses.replace(op, rule=rules.rule(op.key)) if op.kind is OpKind.EQUATION and op.rule is None else op
+        for op in ops
+    )
+
+
 class _LoopWriter:
     """Writes the operations section by section.
 
@@ -116,14 +189,25 @@ class _LoopWriter:
         self.whole, self.part, self.follower, self.states, self.sections = whole, part, follower, states, sections
         self.values: list[Value] = list(whole.values)
         self.micro: dict[int, int] = {}
+        self.update_writer = UpdateWriter(follower.updates, self.values, follower.num_microbatches)
+        by_updates = [op.id in follower.updates.ops for op in whole.block.ops]
+        readers = list(zip(by_updates, whole.block.ops, strict=True))
+        self.read_by_updates = {v for updates, op in readers if updates for v in read_by(op)}
+        self.read_otherwise = {v for updates, op in readers if not updates for v in self._read_after(op)}
+        self.read_otherwise |= {a for a in map(self.through, whole.block.outputs) if isinstance(a, int)}
 
     def ops(self) -> tuple[Op, ...]:
         by_section: dict[Section, list[Op]] = {section: [] for section in Section}
+        updates, parts_of_updates = self.follower.updates, []
         made_in: dict[int, Section] = {}
         for v in self.whole.block.inputs:
             if v in self.sections.each and self.states.of[v].cut:
                 by_section[Section.BEFORE].append(self._split(v))
         for op, part in zip(self.whole.block.ops, self.part.block.ops, strict=True):
+            if op.id in updates.ops:
+                inputs = tuple(self.through(a) for a in part.inputs)
+                parts_of_updates.append(dataclasses.replace(part, inputs=inputs))
+                continue
             if op.kind is not OpKind.BARRIER and (section := self.sections.run_once(op)) is not None:
                 inputs = tuple(self.through(a) for a in op.inputs)
                 by_section[section].append(dataclasses.replace(op, inputs=inputs, section=section))
@@ -138,9 +222,19 @@ class _LoopWriter:
                 continue
             for v in op.outputs:
                 if v in self.sections.after and v not in self.sections.before and self.states.of[v].streams:
-                    crossing = self._leave(v, repeated)
-                    by_section[crossing.section].append(crossing)
+                    ways = self.update_writer.stack(v, self.micro[v], repeated) if v in self.read_by_updates else []
+                    if not ways or v in self.read_otherwise:
+                        ways += self._leave(v, repeated)
+                    for crossing in ways:
+                        by_section[crossing.section].append(crossing)
+        if parts_of_updates:
+            by_section[Section.AFTER] += self.update_writer.write(parts_of_updates)
         return tuple(op for section in Section for op in by_section[section])
+
+    def _read_after(self, op: Op) -> Sequence[int]:
+        """The values that an operation behind the loop reads."""
+        is_after = op.kind is not OpKind.BARRIER and self.sections.run_once(op) is Section.AFTER
+        return [a for a in map(self.through, read_by(op)) if isinstance(a, int)] if is_after else []
 
     def through(self, atom: Atom) -> Atom:
         """The value of the whole batch behind barriers, which exist only in the loop."""
@@ -161,8 +255,7 @@ class _LoopWriter:
 
     def _counterpart(self, v: int) -> int:
         """A new number for the micro-batch's counterpart of a value."""
-        self.values.append(dataclasses.replace(self.part.values[v], id=len(self.values), name=""))
-        self.micro[v] = len(self.values) - 1
+        self.micro[v] = self._new_value(self.part.values[v])
         return self.micro[v]
 
     def _split(self, v: int) -> Op:
@@ -172,8 +265,8 @@ class _LoopWriter:
             rule=None, role=Role.FORWARD, module="", count=1.0, section=Section.BEFORE, dim=self.states.of[v].dim,
         )  # fmt: skip
 
-    def _leave(self, v: int, maker: Op) -> Op:
-        """A value leaves the loop: as a sum, or joined."""
+    def _leave(self, v: int, maker: Op) -> list[Op]:
+        """A value leaves the loop: as a sum, or joined; where its weight is not 1, it is scaled behind the loop."""
         s = self.states.of[v]
         sums = s.form is Form.PARTIAL_SUM
         if s.laid is not None and s.form is Form.SPLIT:
@@ -183,13 +276,20 @@ class _LoopWriter:
                 got=f"parts of devices side by side ({s.laid.spec})",
                 hint="return from the shard_map what is whole along its other axes, or use num_microbatches=1",
             )
+        weight = self.follower.leaving_weight(s, self.whole.values[v], maker)
         if not sums:
             self.follower.cuts(v, s)
-        return Op(
+        joined = v if weight == 1.0 else self._new_value(self.whole.values[v])
+        crossing = Op(
             id=0, kind=OpKind.ACCUMULATE if sums else OpKind.STACK, primitive="accumulate" if sums else "stack_batch",
-            eqn=None, inputs=(self.micro[v],), outputs=(v,), rule=None, role=maker.role, module=maker.module,
+            eqn=None, inputs=(self.micro[v],), outputs=(joined,), rule=None, role=maker.role, module=maker.module,
             count=maker.count if sums else 1.0, section=maker.section if sums else Section.AFTER, dim=s.dim,
         )  # fmt: skip
+        return [crossing] if joined == v else [crossing, scaling(joined, v, self.whole.values[v], weight, maker)]
+
+    def _new_value(self, like: Value) -> int:
+        self.values.append(dataclasses.replace(like, id=len(self.values), name=""))
+        return len(self.values) - 1
 
     def _repeated(self, op: Op, part: Op, made_in: dict[int, Section]) -> Op:
         """An operation as each micro-batch runs it."""

@@ -8,7 +8,6 @@ Every other operation mixes the examples.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,61 +15,14 @@ from typing import Any
 import numpy as np
 
 from autopar.common import jax_compat
-from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind
+from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Value
 from autopar.ir.primitives import linear_operands
 from autopar.kernels.custom_partitions import is_custom_partition
-from autopar.kernels.islands import Spec, is_island
+from autopar.kernels.islands import is_island
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, SHARED, MixesExamples, Results
 from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
-
-
-class CombinesExamples(Exception):
-    """An operation combines examples; raised where its results have no form. Internal."""
-
-    def __init__(self, op: Op, why: str) -> None:
-        super().__init__(why)
-        self.op, self.why = op, why
-
-
-class Form(enum.Enum):
-    INVARIANT = "invariant"  # the whole batch's value, in every micro-batch
-    SPLIT = "split"  # the micro-batches' values, joined, are the whole batch's
-    PARTIAL_SUM = "partial sum"  # the micro-batches' values add up to the whole batch's
-    UNAVAILABLE = "unavailable"  # a micro-batch alone has nothing of it
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class IslandLayout:
-    """Of a value that an island made for another one: its spec, and the axes of the island that examples lie on. The
-    parts of an INVARIANT are then alike on all devices of these axes.
-    """
-
-    spec: Spec
-    axes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """The relation of a value of one micro-batch to that of the whole batch.
-
-    `dim`, `outer`: dimension `dim` of a SPLIT holds `outer` blocks, each with the examples in order; for `outer` 1,
-    micro-batch i has the i-th of equal slices. `zero`: all elements are zero. `early`: the whole value can be computed
-    before the first micro-batch. `streams`: the value is computed for each micro-batch; other values are known before
-    or after the loop. `cut`: the SPLIT is a slice of the whole value, and is not computed. `cause`: the operation that
-    combined examples (PARTIAL_SUM and UNAVAILABLE). `laid`: how an island lays the parts of its devices side by side,
-    where that is not by example; only islands read such a SPLIT.
-    """
-
-    form: Form
-    dim: int = 0
-    outer: int = 1
-    zero: bool = False
-    early: bool = False
-    streams: bool = True
-    cut: bool = False
-    laid: IslandLayout | None = None
-    cause: CombinesExamples | None = dataclasses.field(default=None, compare=False)
-
+from autopar.microbatch.forms import CombinesExamples, Form, State, inside_loop, join
+from autopar.microbatch.running_state import StateUpdates
 
 # Parameters that are sizes of results, whose shapes are looked at, and of the first operand's dimensions.
 _SIZES = frozenset({"shape", "new_sizes", "sizes", "sharding"})
@@ -91,7 +43,8 @@ class Follower:
     Both graphs have the same operations on values of the same numbers. `runs` is the number of equal runs into which
     the examples of a micro-batch can be split in all dimensions found so far: a dimension of pairs of neighbouring
     examples has half as many runs as examples. `body_states` follows what has a body on one part of its operands: a
-    `shard_map`, and what has a partitioner of its own.
+    `shard_map`, and what has a partitioner of its own. `updates` are those of state that run behind the loop, once for
+    each micro-batch.
     """
 
     whole: OpGraph
@@ -99,6 +52,7 @@ class Follower:
     num_microbatches: int
     runs: int = 0
     body_states: Callable[[Op, Op, Sequence[State], int], list[State]] | None = None
+    updates: StateUpdates = dataclasses.field(default_factory=StateUpdates)
 
     def same_shape(self, value: int) -> bool:
         return self.whole.values[value].shape == self.part.values[value].shape
@@ -126,6 +80,14 @@ class Follower:
         self.runs = math.gcd(
             self.runs, self.whole.values[value].shape[state.dim] // (state.outer * self.num_microbatches)
         )
+
+    def stays_in_loop(self, op: Op, part: Op, states: Sequence[State]) -> bool:
+        """Whether an operation must run for each micro-batch even where its result is known before."""
+        return False
+
+    def leaving_weight(self, state: State, value: Value, maker: Op) -> float:
+        """By what the join of the micro-batches' values is multiplied where a value leaves the loop."""
+        return 1.0
 
     # Operations
 
@@ -283,13 +245,13 @@ class Follower:
         if op.trips != part.trips:
             raise CombinesExamples(op, "it goes over the examples one by one")
         (body,), (part_body,) = op.blocks, part.blocks
-        consts = [_inside(s) for s in states[: op.num_consts]]
-        carry = [_inside(s) for s in states[op.num_consts : op.num_consts + op.num_carry]]
+        consts = [inside_loop(s) for s in states[: op.num_consts]]
+        carry = [inside_loop(s) for s in states[op.num_consts : op.num_consts + op.num_carry]]
         xs = []
         for s in states[op.num_consts + op.num_carry :]:
             if s.form is Form.SPLIT and s.dim == 0:
                 raise CombinesExamples(op, "it goes over the examples one by one")
-            xs.append(dataclasses.replace(_inside(s), dim=s.dim - 1) if s.form is Form.SPLIT else _inside(s))
+            xs.append(dataclasses.replace(inside_loop(s), dim=s.dim - 1) if s.form is Form.SPLIT else inside_loop(s))
 
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
             outputs = self._block(body, part_body, [*consts, *carry, *xs], around)
@@ -301,7 +263,7 @@ class Follower:
     def _while(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         (condition, body), (other_condition, other_body) = op.blocks, part.blocks
         k, n = op.num_condition_consts, op.num_consts
-        inside = [_inside(s) for s in states]
+        inside = [inside_loop(s) for s in states]
 
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
             going_on = self._block(condition, other_condition, [*inside[:k], *carry], around)
@@ -315,7 +277,7 @@ class Follower:
         """The states of the carried values at their fixed point, and those of the stacked results."""
         for _ in range(_MAX_ROUNDS + len(carry)):
             carry_out, stacked = round_(carry)
-            joined = [_join(op, a, b) for a, b in zip(carry, carry_out, strict=True)]
+            joined = [join(op, a, b) for a, b in zip(carry, carry_out, strict=True)]
             if joined == carry:
                 return carry, stacked
             carry = joined
@@ -324,11 +286,11 @@ class Follower:
     def _cond(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         if states[0].form is not Form.INVARIANT:
             raise CombinesExamples(op, "which branch it takes depends on the examples")
-        inside = [_inside(s) for s in states[1:]]
+        inside = [inside_loop(s) for s in states[1:]]
         results: list[State] | None = None
         for block, part_block in zip(op.blocks, part.blocks, strict=True):
             branch = self._block(block, part_block, inside, around)
-            results = branch if results is None else [_join(op, a, b) for a, b in zip(results, branch, strict=True)]
+            results = branch if results is None else [join(op, a, b) for a, b in zip(results, branch, strict=True)]
         assert results is not None, "a cond has branches"
         return results
 
@@ -343,24 +305,6 @@ def _is_zero(constant: Constant) -> bool:
     if jax_compat.is_key_dtype(constant.literal.aval.dtype):
         return False
     return bool(np.all(np.asarray(constant.literal.val) == 0))
-
-
-def _inside(state: State) -> State:
-    """A state as the body of a loop reads it, without what is known outside."""
-    return dataclasses.replace(state, early=False, streams=True, cut=False)
-
-
-def _join(op: Op, first: State, second: State) -> State:
-    """The state of a value that is one of two."""
-    zero = first.zero and second.zero
-    for a, b in ((first, second), (second, first)):
-        if a.form is Form.PARTIAL_SUM and (b.form is Form.PARTIAL_SUM or b.zero):
-            return dataclasses.replace(a, zero=zero)
-    if first.form is not second.form or (
-        first.form is Form.SPLIT and (first.dim, first.outer) != (second.dim, second.outer)
-    ):
-        raise CombinesExamples(op, "what it carries depends on the examples in more ways than one")
-    return dataclasses.replace(first, zero=zero)
 
 
 def _summands_of(op: Op, states: Sequence[State]) -> Sequence[State]:

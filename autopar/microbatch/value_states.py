@@ -13,7 +13,9 @@ from autopar.common import jax_compat
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import Op, OpGraph, OpKind, Role
 from autopar.kernels.local import runs_locally
-from autopar.microbatch.microbatch_analysis import CombinesExamples, Follower, Form, State, is_number, state_of
+from autopar.microbatch.accumulation import shortest_name
+from autopar.microbatch.forms import CombinesExamples, Form, State
+from autopar.microbatch.microbatch_analysis import Follower, is_number, state_of
 
 # What is not worth doing for the whole batch outside of the loop, beside kernels and islands.
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "cholesky", "lu", "qr", "eigh", "svd"})
@@ -70,7 +72,14 @@ class _StateFinder:
         return [dataclasses.replace(s, cut=False) if s.streams else s for s in states]
 
     def _results(self, op: Op, part: Op, states: list[State]) -> list[State]:
-        if all(_is_known(s) for s in states):
+        if op.id in self.follower.updates.ops:
+            cause = CombinesExamples(op, "it updates state once for each micro-batch")
+            return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
+        if self.follower.stays_in_loop(op, part, states):
+            if all(s.form is Form.INVARIANT for s in states):
+                return self._of_own_literals(op, part, states)
+            states = [dataclasses.replace(s, early=False, streams=True) for s in states]
+        elif all(_is_known(s) for s in states):
             return self._known(op, part, states)
         late = [s for s in states if s.form is Form.UNAVAILABLE and not s.early]
         if any(s.form is Form.SPLIT and s.streams for s in states) and not late:
@@ -87,6 +96,13 @@ class _StateFinder:
                 pass
         zero = all(s.zero for s in states) and op.primitive in ("convert_element_type", "broadcast_in_dim", "reshape")
         return [dataclasses.replace(self.follower.by_shape(v), zero=zero) for v in op.outputs]
+
+    def _of_own_literals(self, op: Op, part: Op, states: list[State]) -> list[State]:
+        """The literals of a micro-batch's program are read, where it is known how they follow the examples."""
+        try:
+            return self._followed(op, part, states, early=False, promote=False)
+        except CombinesExamples:
+            return self._known(op, part, states)
 
     def _of_examples(self, op: Op, part: Op, states: list[State]) -> list[State]:
         """Some operands hold examples."""
@@ -160,7 +176,8 @@ class _StateFinder:
                 where=_place(cause.op),
                 expected="a step that works on each example alone until it sums over them",
                 got=f"{cause.op.primitive} mixes the examples of the batch ({cause.why}){beside}",
-                hint="use num_microbatches=1, or take what it needs of all examples from the state or the batch",
+                hint="use num_microbatches=1, take what it needs of all examples from the state or the batch, or let "
+                f"it mix those of its micro-batch, as gradient accumulation does: {_permission(cause.op)}",
             )
         return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
 
@@ -182,3 +199,10 @@ def _cause(mixes: CombinesExamples, states: Sequence[State]) -> CombinesExamples
 def _place(op: Op) -> str:
     line = jax_compat.source_line(op.eqn)
     return f"{op.module or op.primitive} at {line}" if line else op.module or op.primitive
+
+
+def _permission(op: Op) -> str:
+    """What a user writes so that an operation may mix the examples of a micro-batch."""
+    if not op.module:
+        return "call it under jax.named_scope('mixing'), and parallelize(..., per_microbatch=('mixing',))"
+    return f"parallelize(..., per_microbatch=({shortest_name(op.module)!r},))"

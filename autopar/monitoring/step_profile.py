@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -16,8 +17,8 @@ from autopar.common.trace_events import Timeline, TraceEvent, chrome_trace
 from autopar.common.units import text_of_s
 from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.schema import PlanRecord
-from autopar.xla.profile_events import DeviceEvent
-from autopar.xla.program_operations import COMPUTE, ProgramOperation
+from autopar.xla.profile_events import DeviceEvent, recorded
+from autopar.xla.program_operations import COMPUTE, ProgramOperation, operations_of
 
 ROWS_SHOWN = 10
 Span = tuple[float, float]
@@ -93,6 +94,15 @@ class StepProfile:
         console.print(lanes)
         console.print(rows)
         return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+
+def profiled(record: PlanRecord, text: str, step: Callable[..., Any], args: Sequence[Any]) -> StepProfile:
+    """Runs a step under the profiler once its arguments are there. `text` is that of its compiled programs."""
+    jax.block_until_ready(args)
+    with recorded() as events:
+        results = step(*args)
+        jax.block_until_ready(results)
+    return step_profile(record, operations_of(text), events(), results)
 
 
 def step_profile(

@@ -88,6 +88,7 @@ class PlanRequest:
         attention: How attention is run; under a recipe with a ring always in blocks.
         effort: How far the search goes on.
         constraints: What layouts that the step's code names are to the plan.
+        per_microbatch: Patterns of modules that may mix the examples of a micro-batch.
         compiler_options: XLA's options beside those that plans set themselves, or in their place; None: XLA's own.
     """
 
@@ -108,6 +109,7 @@ class PlanRequest:
     attention: Attention = Attention.AS_WRITTEN
     effort: Effort = Effort.DEFAULT
     constraints: ShardingsInCode = ShardingsInCode.ADVICE
+    per_microbatch: tuple[str, ...] = ()
     compiler_options: tuple[tuple[str, bool | int | float | str | None], ...] = ()
 
     @property

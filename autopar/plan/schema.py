@@ -325,6 +325,7 @@ class PlanRecord:
     recipe or pins gave the axes (data, tensor); `axis_roles`: for each stage, the roles that follow from its decisions
     (`autopar.compiler.axis_roles`). `timeline`: that of a step in one program; a pipeline has its own.
     `blockwise_attention`: the graph has attention as single operations, and decisions are by the numbers of that graph.
+    `per_microbatch`: patterns of modules that may mix the examples of a micro-batch.
     `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
@@ -350,6 +351,7 @@ class PlanRecord:
     axis_names: tuple[str, ...] = ()
     axis_roles: tuple[tuple[str, ...], ...] = ()
     blockwise_attention: bool = False
+    per_microbatch: tuple[str, ...] = ()
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
     rejected: tuple[RejectionRecord, ...] = ()

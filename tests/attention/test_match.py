@@ -15,8 +15,8 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import Role
 from autopar.microbatch.microbatch import micro_batched
+from autopar.microbatch.plain_loop import read, run_graph, run_ops
 from autopar.sharding.rules import RuleBook
-from tests.running_graphs import read, run_graph, run_ops
 
 B, L, H, D = 2, 8, 2, 4
 

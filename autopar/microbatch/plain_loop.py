@@ -1,7 +1,10 @@
 """Runs a graph of operations on one device, equation by equation, going over its micro-batches one after the other.
 
-What the graph of a step that is cut into micro-batches means, in the plainest way; for tests.
+What the graph of a step that is cut into micro-batches means, in the plainest way: what `autopar.verify` compares plans
+with whose modules are taken per micro-batch.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +33,7 @@ def run_graph(graph: OpGraph, leaves: Sequence[Any]) -> list[Any]:
     for i in range(graph.num_microbatches):
         env = dict(shared)
         for op in splits:
-            env[op.outputs[0]] = part_of(env[op.inputs[0]], op.dim, i, graph.num_microbatches)
+            env[op.outputs[0]] = part_of(read(env, op.inputs[0]), op.dim, i, graph.num_microbatches)
         for section in (Section.FORWARD, Section.BACKWARD):
             for op in ops[section]:
                 if op.kind is OpKind.ACCUMULATE:

@@ -1,0 +1,199 @@
+"""The graph of a micro-batch, cut out of the graph of the whole batch: sizes of examples are divided in its shapes.
+
+For steps that cannot be traced on fewer examples, or become other operations there: axes of a fixed size (Haliax,
+Levanter), sizes that are closed over, contractions ordered by size. Which dimensions hold examples is followed from the
+batch through the factors of the sharding rules, forward and backward: a dimension that shares a factor with one that is
+cut is cut as well. Sizes in the parameters of equations follow the shapes, and every equation is evaluated abstractly.
+
+That says nothing about what a step means by its examples: whether they are independent is for the analysis of both
+graphs to prove (`value_states`), as for a graph that was traced. Literals stay those of the whole batch.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from autopar.common import jax_compat
+from autopar.errors import UnsupportedError
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, walk
+from autopar.kernels.local import runs_locally
+from autopar.sharding.rules import RuleBook, equation_key
+
+# Parameters that are the last sizes of the last result, and those that are sizes of slices of the first operand.
+_SIZES = ("shape", "new_sizes")
+_SLICES = ("slice_sizes", "limit_indices")
+
+
+def cut_graph(
+    whole: OpGraph, inputs_with_examples: Collection[int], num_microbatches: int, rules: RuleBook, where: str
+) -> OpGraph:
+    """The graph on a micro-batch: the same operations on values of the same numbers.
+
+    `inputs_with_examples` are positions of inputs whose dimension 0 counts examples.
+    Raises: UnsupportedError for an operation that no change of sizes makes one on fewer examples.
+    """
+    cutter = _Cutter(whole, num_microbatches, where)
+    for position in inputs_with_examples:
+        cutter.dims[whole.block.inputs[position]].add(0)
+    while cutter.spread(whole.block):
+        pass
+    values = tuple(dataclasses.replace(v, shape=cutter.shape(v.id)) for v in whole.values)
+    block = cutter.rewritten(whole.block)
+    rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION and op.rule is None)
+    return dataclasses.replace(whole, values=values, block=_with_rules(block, rules))
+
+
+def _with_rules(block: Block, rules: RuleBook) -> Block:
+    ops = []
+    for op in block.ops:
+        if op.kind is OpKind.EQUATION and op.rule is None:
+            op = dataclasses.replace(op, rule=rules.rule(op.key))
+        ops.append(dataclasses.replace(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks)))
+    return dataclasses.replace(block, ops=tuple(ops))
+
+
+class _Cutter:
+    """`dims[v]` are the dimensions of a value that are cut."""
+
+    def __init__(self, whole: OpGraph, num_microbatches: int, where: str) -> None:
+        self.whole, self.num_microbatches, self.where = whole, num_microbatches, where
+        self.dims: dict[int, set[int]] = collections.defaultdict(set)
+        self._changed = False
+
+    def shape(self, v: int) -> tuple[int, ...]:
+        shape = self.whole.values[v].shape
+        return tuple(n // self.num_microbatches if d in self.dims[v] else n for d, n in enumerate(shape))
+
+    # Which dimensions are cut
+
+    def spread(self, block: Block) -> bool:
+        """Carries what is known about cut dimensions through all operations once; whether that was anything new."""
+        self._changed = False
+        self._spread(block)
+        return self._changed
+
+    def _spread(self, block: Block) -> None:
+        for op in block.ops:
+            for a, b, dropped in links(op):
+                self._link(a, b, dropped)
+            for inner in op.blocks:
+                self._spread(inner)
+            if op.rule is not None:
+                self._follow_factors(op)
+
+    def _cut(self, atom: Atom, dim: int) -> None:
+        if isinstance(atom, int) and dim not in self.dims[atom]:
+            if self.whole.values[atom].shape[dim] % self.num_microbatches:
+                raise self._refusal(None, f"{self.whole.values[atom].shape[dim]} in dimension {dim} of a value")
+            self.dims[atom].add(dim)
+            self._changed = True
+
+    def _link(self, a: Atom, b: Atom, dropped: int) -> None:
+        """Dimension d + `dropped` of a is dimension d of b."""
+        if not isinstance(a, int) or not isinstance(b, int):
+            return
+        if dropped and 0 in self.dims[a]:
+            raise self._refusal(None, "a scan that goes over the examples one by one")
+        for d in tuple(self.dims[a]):
+            self._cut(b, d - dropped)
+        for d in tuple(self.dims[b]):
+            self._cut(a, d + dropped)
+
+    def _follow_factors(self, op: Op) -> None:
+        rule, atoms = op.rule, (*op.inputs, *op.outputs)
+        assert rule is not None, "an equation has one"
+        cut: set[int] = set()
+        places = list(rule.factored_dims(atoms))
+        for atom, dim, factors in sorted(places, key=lambda place: len(place[2])):
+            if isinstance(atom, int) and dim in self.dims[atom] and cut.isdisjoint(factors):
+                divides = (f for f in factors if rule.factors[f].size % self.num_microbatches == 0)
+                cut |= {next(divides, factors[0])}
+        for atom, dim, factors in places:
+            if not cut.isdisjoint(factors):
+                self._cut(atom, dim)
+
+    # Equations of other sizes
+
+    def rewritten(self, block: Block) -> Block:
+        ops = []
+        for op in block.ops:
+            op = dataclasses.replace(op, blocks=tuple(self.rewritten(inner) for inner in op.blocks))
+            is_cut = any(self.dims[v] for v in (*op.inputs, *op.outputs) if isinstance(v, int))
+            ops.append(self._equation(op) if is_cut and op.kind is OpKind.EQUATION else op)
+        return dataclasses.replace(block, ops=tuple(ops))
+
+    def _equation(self, op: Op) -> Op:
+        if runs_locally(op.eqn):
+            raise self._refusal(op, "a kernel or an island")
+        invars = [
+            jax_compat.variable_like(v, self.shape(a)) if isinstance(a, int) else v
+            for a, v in zip(op.inputs, op.eqn.invars, strict=True)
+        ]
+        outvars = [jax_compat.variable_like(v, self.shape(a)) for a, v in zip(op.outputs, op.eqn.outvars, strict=True)]
+        eqn = op.eqn.replace(invars=invars, outvars=outvars, params=self._params(op))
+        expected = [tuple(v.aval.shape) for v in outvars]
+        try:
+            found = jax.eval_shape(
+                lambda *args: jax_compat.bind(eqn, args), *(jax_compat.struct_of(v.aval) for v in invars)
+            )
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise self._refusal(op, str(error).strip().split("\n")[0]) from error
+        if [tuple(v.shape) for v in found] != expected:
+            raise self._refusal(op, f"shapes {[tuple(v.shape) for v in found]} in place of {expected}")
+        return dataclasses.replace(op, eqn=eqn, key=equation_key(eqn), rule=None)
+
+    def _params(self, op: Op) -> dict[str, Any]:
+        params, shape = dict(op.eqn.params), self.shape(op.outputs[-1])
+        for name in _SIZES:
+            if isinstance(params.get(name), Sequence):
+                params[name] = type(params[name])(shape[len(shape) - len(params[name]) :])
+        source = op.inputs[0] if op.inputs else None
+        for name in _SLICES:
+            if isinstance(params.get(name), Sequence) and isinstance(source, int):
+                sizes = zip(params[name], self.whole.values[source].shape, self.shape(source), strict=True)
+                params[name] = type(params[name])(part if n == whole else n for n, whole, part in sizes)
+        return params
+
+    def _refusal(self, op: Op | None, got: str) -> UnsupportedError:
+        line = jax_compat.source_line(op.eqn) if op is not None else ""
+        name = f"{op.primitive}: {got}" if op is not None else got
+        return UnsupportedError(
+            where=f"{self.where} at {line}" if line else self.where,
+            expected=f"operations that exist for one of {self.num_microbatches} micro-batches",
+            got=name,
+            hint="take sizes from the arrays rather than writing them into the step",
+        )
+
+
+def links(op: Op) -> list[tuple[Atom, Atom, int]]:
+    """(a, b, dropped) for values that are one around and inside of an operation: dim d + dropped of a is d of b."""
+    pairs: list[tuple[Atom, Atom, int]] = []
+
+    def join(xs: Sequence[Atom], ys: Sequence[Atom], dropped: int = 0) -> None:
+        pairs.extend((x, y, dropped) for x, y in zip(xs, ys, strict=True))
+
+    if op.kind is OpKind.BARRIER:
+        join(op.inputs, op.outputs)
+    elif op.kind is OpKind.SCAN:
+        (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
+        join(op.inputs[:n], body.inputs[:n])
+        join(op.inputs[n:], body.inputs[n:], 1)
+        join(op.outputs[: n - k], body.outputs[: n - k])
+        join(op.outputs[: n - k], op.inputs[k:n])
+        join(op.outputs[n - k :], body.outputs[n - k :], 1)
+    elif op.kind is OpKind.WHILE:
+        (condition, body), j, n = op.blocks, op.num_condition_consts, op.num_consts
+        join(op.inputs[:j], condition.inputs[:j])
+        join(op.inputs[j:n], body.inputs[: n - j])
+        for inside in (condition.inputs[j:], body.inputs[n - j :], body.outputs, op.outputs):
+            join(op.inputs[n:], inside)
+    elif op.kind is OpKind.COND:
+        for block in op.blocks:
+            join(op.inputs[1:], block.inputs)
+            join(op.outputs, block.outputs)
+    return pairs

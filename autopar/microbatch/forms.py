@@ -1,0 +1,87 @@
+"""The form of a value of a micro-batch relative to that of the whole batch, and the form of one of two values."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from autopar.ir.graph import Op
+from autopar.kernels.islands import Spec
+
+
+class CombinesExamples(Exception):
+    """An operation combines examples; raised where its results have no form. Internal."""
+
+    def __init__(self, op: Op, why: str) -> None:
+        super().__init__(why)
+        self.op, self.why = op, why
+
+
+class Form(enum.Enum):
+    INVARIANT = "invariant"  # the whole batch's value, in every micro-batch
+    SPLIT = "split"  # the micro-batches' values, joined, are the whole batch's
+    PARTIAL_SUM = "partial sum"  # the micro-batches' values add up to the whole batch's
+    UNAVAILABLE = "unavailable"  # a micro-batch alone has nothing of it
+    OWN = "own"  # the micro-batch's alone, in a shape of its own (`accumulation`)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class IslandLayout:
+    """Of a value that an island made for another one: its spec, and the axes of the island that examples lie on. The
+    parts of an INVARIANT are then alike on all devices of these axes.
+    """
+
+    spec: Spec
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The relation of a value of one micro-batch to that of the whole batch.
+
+    `dim`, `outer`: dimension `dim` of a SPLIT holds `outer` blocks, each with the examples in order; for `outer` 1,
+    micro-batch i has the i-th of equal slices. `zero`: all elements are zero. `early`: the whole value can be computed
+    before the first micro-batch. `streams`: the value is computed for each micro-batch; other values are known before
+    or after the loop. `cut`: the SPLIT is a slice of the whole value, and is not computed. `cause`: the operation that
+    combined examples (PARTIAL_SUM and UNAVAILABLE). `laid`: how an island lays the parts of its devices side by side,
+    where that is not by example; only islands read such a SPLIT. `weight`: the whole batch's value is that many times
+    what its form says; other than 1 only where literals are a micro-batch's (`accumulation`).
+    """
+
+    form: Form
+    dim: int = 0
+    outer: int = 1
+    zero: bool = False
+    early: bool = False
+    streams: bool = True
+    cut: bool = False
+    laid: IslandLayout | None = None
+    weight: float | None = 1.0
+    cause: CombinesExamples | None = dataclasses.field(default=None, compare=False)
+
+
+def inside_loop(state: State) -> State:
+    """A state as the body of a loop reads it, without what is known outside."""
+    return dataclasses.replace(state, early=False, streams=True, cut=False)
+
+
+def join(op: Op, first: State, second: State) -> State:
+    """The state of a value that is one of two."""
+    zero = first.zero and second.zero
+    for a, b in ((first, second), (second, first)):
+        if a.form is Form.PARTIAL_SUM and (b.form is Form.PARTIAL_SUM or b.zero):
+            return dataclasses.replace(a, zero=zero, weight=_join_weights(op, a, b))
+    if first.form is not second.form or (
+        first.form is Form.SPLIT and (first.dim, first.outer) != (second.dim, second.outer)
+    ):
+        raise CombinesExamples(op, "what it carries depends on the examples in more ways than one")
+    return dataclasses.replace(first, zero=zero, weight=_join_weights(op, first, second))
+
+
+def _join_weights(op: Op, first: State, second: State) -> float | None:
+    """The weight of a value that is one of two; zeros have any."""
+    if first.zero or first.weight is None:
+        return second.weight
+    if second.zero or second.weight is None or first.weight == second.weight:
+        return first.weight
+    raise CombinesExamples(op, "what it carries is a sum over examples, and a mean over them")

@@ -1,0 +1,149 @@
+"""Random bits that a scan over layers draws for all examples, drawn by a scan of their own before it.
+
+Outside of loops, random bits of one key are drawn for the whole batch before the loop over micro-batches, each of which
+takes its part (`value_states`): their numbers depend on the position in the batch. In the body of a scan they are out
+of reach for that. Here what makes them, of keys alone, becomes a scan that returns the bits of all trips, and the scan
+over layers reads a slice of them. The bits of all layers are in memory, as they are where layers are written out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autopar.common import jax_compat
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value
+
+_DRAWS = "random_bits"
+
+
+def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
+    """Both graphs, of a whole batch and of a micro-batch, with such bits drawn in front of their scans.
+
+    Both have the same operations before and after. What is drawn of keys that follow the examples stays where it is.
+    """
+    if not any(op.kind is OpKind.SCAN for op in whole.block.ops):
+        return whole, part
+    values = list(whole.values), list(part.values)
+    ops: tuple[list[Op], list[Op]] = ([], [])
+    first_id = 1 + max(op.id for op in whole.ops())
+    for op, other in zip(whole.block.ops, part.block.ops, strict=True):
+        plan = _plan_of(op, whole, part) if op.kind is OpKind.SCAN else None
+        for loop, numbered, out in zip((op, other), values, ops, strict=True):
+            out += [loop] if plan is None else _apart(loop, plan, numbered, first_id + len(out))
+    return tuple(
+        dataclasses.replace(g, values=tuple(v), block=dataclasses.replace(g.block, ops=tuple(o)))
+        for g, v, o in zip((whole, part), values, ops, strict=True)
+    )  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What is drawn apart from a scan: positions of operations in its body, of its inputs, and values from around.
+
+    `fixed`: constants of the scan. `carried`: positions among the carried values. `slices`: inputs that are sliced.
+    """
+
+    draws: tuple[int, ...]
+    ops: tuple[int, ...]
+    fixed: tuple[int, ...]
+    carried: tuple[int, ...]
+    slices: tuple[int, ...]
+
+
+def _plan_of(op: Op, whole: OpGraph, part: OpGraph) -> _Plan | None:
+    """None where nothing is to be drawn apart, or where it is not of keys alone."""
+    (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
+
+    def follows_examples(v: int) -> bool:
+        return whole.values[v].shape != part.values[v].shape
+
+    draws = [
+        i for i, inner in enumerate(body.ops)
+        if inner.primitive == _DRAWS and any(map(follows_examples, inner.outputs))
+    ]  # fmt: skip
+    if not draws:
+        return None
+    made_by = {v: i for i, inner in enumerate(body.ops) for v in inner.outputs}
+    position = {v: i for i, v in enumerate(body.inputs)}
+    ops, inputs = set(draws), set()
+    remaining: list[Atom] = [a for i in draws for a in body.ops[i].inputs]
+    while remaining:
+        atom = remaining.pop()
+        if not isinstance(atom, int):
+            continue
+        if follows_examples(atom):
+            return None
+        if atom in position:
+            if position[atom] not in inputs:
+                inputs.add(position[atom])
+                if k <= position[atom] < n:
+                    remaining.append(body.outputs[position[atom] - k])
+        elif atom in made_by:
+            if body.ops[made_by[atom]].kind is not OpKind.EQUATION:
+                return None
+            if made_by[atom] not in ops:
+                ops.add(made_by[atom])
+                remaining += body.ops[made_by[atom]].inputs
+        else:
+            return None  # of a value from around the scan
+    return _Plan(
+        draws=tuple(draws),
+        ops=tuple(sorted(ops)),
+        fixed=tuple(sorted(i for i in inputs if i < k)),
+        carried=tuple(sorted(i - k for i in inputs if k <= i < n)),
+        slices=tuple(sorted(i for i in inputs if i >= n)),
+    )
+
+
+def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
+    """The scan that draws, and the scan that reads what it drew. Adds to the values."""
+    (body,), k = op.blocks, op.num_consts
+    drawn = [v for i in plan.draws for v in body.ops[i].outputs]
+    new: dict[int, int] = {}
+
+    def copy(v: int, shape: tuple[int, ...] | None = None) -> int:
+        values.append(
+            dataclasses.replace(values[v], id=len(values), name="", shape=values[v].shape if shape is None else shape)
+        )
+        return len(values) - 1
+
+    def named(atom: Atom) -> Atom:
+        return new[atom] if isinstance(atom, int) else atom
+
+    read = [*plan.fixed, *(k + j for j in plan.carried), *plan.slices]
+    for i in read:
+        new[body.inputs[i]] = copy(body.inputs[i])
+    inner = []
+    for i in plan.ops:
+        source = body.ops[i]
+        inputs = tuple(map(named, source.inputs))
+        for v in source.outputs:
+            new[v] = copy(v)
+        inner.append(dataclasses.replace(source, inputs=inputs, outputs=tuple(new[v] for v in source.outputs)))
+    inside = tuple(new[body.inputs[i]] for i in read)
+    results = [*(body.outputs[j] for j in plan.carried), *drawn]
+    block = Block(inputs=inside, outputs=tuple(map(named, results)), ops=tuple(inner))
+    stacked = [copy(v, (op.trips, *values[v].shape)) for v in drawn]
+    # A key that is carried on is read of the scan that draws, so that the next scan may draw of it too.
+    handed_on = {j: op.outputs[j] for j in plan.carried}
+    drawing = dataclasses.replace(
+        op, id=new_id, eqn=_with_inputs(op.eqn, read), inputs=tuple(op.inputs[i] for i in read),
+        outputs=(*handed_on.values(), *stacked), blocks=(block,), num_consts=len(plan.fixed),
+        num_carry=len(plan.carried),
+    )  # fmt: skip
+    outputs = tuple(copy(v) if j in handed_on else v for j, v in enumerate(op.outputs))
+    rest = tuple(inner_op for i, inner_op in enumerate(body.ops) if i not in plan.draws)
+    reading = dataclasses.replace(
+        op, inputs=(*op.inputs, *stacked), outputs=outputs,
+        blocks=(dataclasses.replace(body, inputs=(*body.inputs, *drawn), ops=rest),),
+    )  # fmt: skip
+    return [drawing, reading]
+
+
+def _with_inputs(eqn: Any, read: list[int]) -> Any:
+    """The equation of a scan whose body has some of its inputs; of its results only the operations above say more."""
+    jaxpr = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+    variables = [jaxpr.invars[i] for i in read]
+    inner = jaxpr.replace(constvars=[], invars=variables, outvars=variables, eqns=[])
+    return eqn.replace(params={**eqn.params, "jaxpr": inner})

@@ -1,0 +1,111 @@
+"""Graphs of micro-batches that are cut out of that of the whole batch: beside traced ones, and numbers against jit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.errors import MixedExamplesError, UnsupportedError
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.ir.graph import walk
+from autopar.microbatch.alignment import with_literals_of
+from autopar.microbatch.cut_graph import cut_graph
+from autopar.microbatch.microbatch import micro_batched
+from autopar.microbatch.plain_loop import run_graph
+from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
+from autopar.sharding.rules import RuleBook
+from benchmarks.zoo import CASES
+from tests import small_steps
+
+RULES = RuleBook()
+EXAMPLES, WIDTH = 8, 6
+
+
+def traced(step, state, batch):
+    return trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+
+
+@pytest.mark.parametrize(
+    "name", ["lstm", "dropout", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "moe", "bert", "unet"))]
+)
+def test_a_graph_that_is_cut_is_the_one_that_is_traced(name):
+    case = CASES[name]()
+    t = traced(case.step, jax.eval_shape(case.init, jax.random.key(0)), small_steps.shapes(case.batch(0)))
+    whole = build_graph(t, RULES)
+    first = len(whole.block.inputs) - len(t.in_avals)
+    cut = cut_graph(whole, [first + i for i in example_leaves(t)], 2, RULES, t.name)
+    smaller = smaller_step(t, num_examples(t) // 2)
+    part = build_graph(dataclasses.replace(smaller, jaxpr=with_literals_of(t.jaxpr, smaller.jaxpr, t.name)), RULES)
+    assert [op.key for op in walk(cut.block)] == [op.key for op in walk(part.block)]
+    assert [op.rule for op in walk(cut.block)] == [op.rule for op in walk(part.block)]
+    assert [op.key for op in walk(cut.block)] != [op.key for op in walk(whole.block)]
+
+
+def batch_of():
+    random = np.random.default_rng(0)
+    label = random.integers(0, WIDTH, EXAMPLES).astype(np.int32)
+    return {"x": jnp.asarray(random.normal(size=(EXAMPLES, WIDTH)).astype(np.float32)), "label": jnp.asarray(label)}
+
+
+def state_of():
+    first, second = jax.random.split(jax.random.key(0))
+    return {"a": jax.random.normal(first, (WIDTH, WIDTH)), "b": jax.random.normal(second, (WIDTH, WIDTH))}
+
+
+def fixed_axes(params, batch):
+    """Sizes are written, as named axes of a fixed size have them; in a scan, a branch and a loop too."""
+    assert batch["x"].shape[0] == EXAMPLES, "an axis of fixed size"
+    h = jnp.tanh(batch["x"] @ params["a"]).reshape(EXAMPLES // 2, 2, WIDTH)
+
+    def layer(carry, weight):
+        carry = jnp.tanh(carry @ weight + jnp.zeros((EXAMPLES // 2, 2, WIDTH)))
+        return carry, carry.sum(-1)
+
+    h, sums = jax.lax.scan(layer, h, jnp.stack([params["a"], params["b"], params["a"]]))
+    h = jax.lax.cond(params["a"][0, 0] > 0, lambda x: x, lambda x: 2 * x, h)
+    h = jax.lax.fori_loop(0, 2, lambda _, x: x + 1, h).reshape(EXAMPLES, WIDTH)
+    logits = h @ params["b"] + sums.reshape(3, EXAMPLES).T.sum(-1, keepdims=True)
+    kept = jax.random.bernoulli(jax.random.key(1), 0.7, (EXAMPLES, 1))
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits * kept), batch["label"][:, None], 1).sum() / EXAMPLES
+
+
+def step_of(loss):
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value}
+
+    return step
+
+
+@pytest.mark.parametrize("num_microbatches", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_axes_of_a_fixed_size(num_microbatches):
+    step, state, batch = step_of(fixed_axes), state_of(), batch_of()
+    t = traced(step, state, batch)
+    graph = micro_batched(t, num_microbatches, RULES)
+    got = jax.tree.unflatten(t.out_tree, jax.jit(lambda x: run_graph(graph, x))(jax.tree.leaves((state, batch))))
+    small_steps.assert_close(got, jax.jit(step)(state, batch))
+
+
+def test_what_addresses_examples_by_position_stays_refused():
+    def loss(params, batch):
+        h = jnp.tanh(batch["x"] @ params["a"])
+        return jnp.tanh(h[jnp.arange(EXAMPLES)[::-1]] @ params["b"]).sum()
+
+    def fixed(params, batch):
+        assert batch["x"].shape[0] == EXAMPLES, "an axis of fixed size"
+        return loss(params, batch)
+
+    with pytest.raises(MixedExamplesError, match="by their position"):
+        micro_batched(traced(step_of(fixed), state_of(), batch_of()), 2, RULES)
+
+
+def test_a_scan_over_the_examples_is_refused_as_before():
+    def loss(params, batch):
+        assert batch["x"].shape[0] == EXAMPLES, "an axis of fixed size"
+        return jax.lax.scan(lambda c, x: (jnp.tanh(c @ params["a"] + x), None), jnp.zeros(WIDTH), batch["x"])[0].sum()
+
+    with pytest.raises(UnsupportedError, match="an axis of fixed size"):
+        micro_batched(traced(step_of(loss), state_of(), batch_of()), 2, RULES)

@@ -1,0 +1,99 @@
+"""Random bits in a scan over layers: numbers against plain jit, in micro-batches and in stages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import MixedExamplesError
+from autopar.frontend.tracing import trace
+from autopar.ir.graph import OpKind, Section
+from autopar.microbatch.microbatch import micro_batched
+from autopar.microbatch.plain_loop import run_graph
+from autopar.sharding.rules import RuleBook
+from tests import small_steps
+
+RULES = RuleBook()
+LAYERS, WIDTH, EXAMPLES = 4, 8, 8
+
+
+def batch_of():
+    random = np.random.default_rng(0)
+    return {"x": jnp.asarray(random.normal(size=(EXAMPLES, WIDTH)).astype(np.float32)), "y": jnp.arange(8.0)}
+
+
+def state_of():
+    return {"layers": jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)), "out": jnp.ones(WIDTH)}
+
+
+def dropped(h, key):
+    return h * jax.random.bernoulli(key, 0.7, h.shape) / 0.7
+
+
+def of_sliced_keys(params, x, key):
+    def layer(h, xs):
+        weight, key = xs
+        return dropped(jnp.tanh(h @ weight), key), None
+
+    return jax.lax.scan(layer, x, (params["layers"], jax.random.split(key, LAYERS)))[0]
+
+
+def of_a_carried_key(params, x, key):
+    def layer(carry, weight):
+        h, key = carry
+        key, first, second = jax.random.split(key, 3)
+        return (dropped(jnp.tanh(dropped(h, first) @ weight), second), key), None
+
+    return jax.lax.scan(layer, (x, key), params["layers"])[0][0]
+
+
+def of_a_folded_key(params, x, key):
+    def layer(h, xs):
+        weight, number = xs
+        return dropped(jnp.tanh(h @ weight), jax.random.fold_in(key, number)), None
+
+    return jax.lax.scan(layer, x, (params["layers"], jnp.arange(LAYERS)))[0]
+
+
+def step_of(body):
+    def loss(params, batch):
+        return jnp.square(body(params, batch["x"], jax.random.key(3)) @ params["out"] - batch["y"]).mean()
+
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value}
+
+    return step
+
+
+@pytest.mark.parametrize("body", [of_sliced_keys, of_a_carried_key, of_a_folded_key])
+def test_random_bits_in_a_scan_are_those_of_the_whole_batch(body):
+    step, state, batch = step_of(body), state_of(), batch_of()
+    t = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = micro_batched(t, 2, RULES)
+    got = jax.tree.unflatten(t.out_tree, jax.jit(lambda x: run_graph(graph, x))(jax.tree.leaves((state, batch))))
+    small_steps.assert_close(got, jax.jit(step)(state, batch))
+    sections = [op.section for op in graph.block.ops if op.kind is OpKind.SCAN]
+    assert sections == [Section.BEFORE, Section.FORWARD, Section.BACKWARD]
+
+
+@pytest.mark.parametrize("body", [of_a_carried_key, pytest.param(of_sliced_keys, marks=pytest.mark.slow)])
+def test_two_stages(body):
+    step, state, batch = step_of(body), state_of(), batch_of()
+    piped = autopar.parallelize(
+        step, plan=recipes.pipeline(2, num_microbatches=2), cluster=autopar.Cluster.local(4), cache_dir=None,
+        show_progress=False,
+    )  # fmt: skip
+    expected = jax.jit(step)(state, batch)
+    small_steps.assert_close(piped(jax.tree.map(jnp.copy, state), batch), expected)
+
+
+def test_keys_that_depend_on_the_examples_are_refused():
+    def body(params, x, key):
+        return of_a_carried_key(params, x, jax.random.fold_in(key, (x @ params["out"]).sum().astype(jnp.int32)))
+
+    t = trace(step_of(body), (state_of(), batch_of()), names=("state", "batch"), donate=(0,), batch=(1,))
+    with pytest.raises(MixedExamplesError):
+        micro_batched(t, 2, RULES)
