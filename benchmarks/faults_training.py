@@ -2,8 +2,9 @@
 
     python -m autopar.launch --processes 2 benchmarks/faults_training.py FOLDER STEPS
 
-The batch of a step is a function of its number, so that losses do not depend on restarts, and the same in any number of
-processes. Process 0 writes `losses`, a line for each step that it sees: number, loss, number of processes, restart.
+The examples come from `autopar.data.shard`: a run goes on from the same one only if the position in the data was saved
+and restored. Process 0 writes `losses`, a line for each step that it sees: number, loss, number of processes, restart;
+while a checkpoint is written there is a file `saving`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 import autopar
 
@@ -24,34 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 EVERY = 5  # steps from one save to the next
 STEP_S = 0.05  # at least; so that a process can be lost in each part of a step
-SAVE_S = 0.1  # likewise
+SAVE_S = 0.1  # in which `saving` is there: the checkpoint is written in the background
 ROWS = 16
-
-
-class Saved:
-    """The state on disk; its interface is that of `autopar.checkpoint.Checkpointer`, which can take its place."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file, self._saving = folder / "state.npz", folder / "saving"
-
-    def save(self, step_number: int, state: dict[str, Any]) -> None:
-        """All processes call it; the first one writes."""
-        whole = multihost_utils.process_allgather(state, tiled=True) if jax.process_count() > 1 else state
-        if jax.process_index() == 0:
-            self._saving.touch()
-            new = self._file.with_suffix(".new.npz")
-            np.savez(new, step=step_number, **{name: np.asarray(leaf) for name, leaf in whole.items()})
-            time.sleep(SAVE_S)
-            os.replace(new, self._file)
-            self._saving.unlink()
-
-    def restore(self) -> tuple[dict[str, Any], int] | None:
-        """The last state and the number of steps that made it; None where there is none."""
-        if not self._file.exists():
-            return None
-        with np.load(self._file) as found:
-            arrays = {name: found[name] for name in found.files}
-        return arrays, int(arrays.pop("step"))
+EXAMPLES = 100  # no whole number of batches
 
 
 def main() -> None:
@@ -60,23 +34,27 @@ def main() -> None:
     from tests.small_steps import mlp_batch, mlp_state, mlp_step
 
     plan = autopar.recipes.zero(3)  # each step gathers the state from all processes, and sums gradients over them
-    options = {"batch": "global", "cache_dir": str(folder / "cache"), "show_progress": False}
-    step = autopar.parallelize(mlp_step, plan=plan, **options)
-    saved = Saved(folder)
-    state, start = saved.restore() or (step.init(mlp_state, jax.random.key(0)), 0)
-    restart = int(os.environ["AUTOPAR_RESTART"])
+    step = autopar.parallelize(mlp_step, plan=plan, cache_dir=str(folder / "cache"), show_progress=False)
+    examples = jax.tree.map(np.asarray, mlp_batch(EXAMPLES, seed=0))
+    data = autopar.data.shard(examples, step, batch_size=ROWS, seed=1, epochs=None)
+    checkpoints = autopar.checkpoint.Checkpointer(folder / "checkpoints", every=EVERY)
+    state, start = checkpoints.restore_or(mlp_state, jax.random.key(0), step=step, data=data)
+    restart, saving = int(os.environ["AUTOPAR_RESTART"]), folder / "saving"
     for i in range(start, steps):
-        state, metrics = step(state, mlp_batch(ROWS, seed=i))
+        state, metrics = step(state, next(data))
         loss = float(metrics["loss"])
         if jax.process_index() == 0:
             with (folder / "losses").open("a") as file:
                 file.write(f"{i} {loss.hex()} {jax.process_count()} {restart}\n")
         time.sleep(STEP_S)
-        is_preempted = jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(i)
-        if (i + 1) % EVERY == 0 or is_preempted:
-            saved.save(i + 1, state)
-        if is_preempted:  # SIGTERM has come; in the same step of all processes
-            return
+        saves = (i + 1) % EVERY == 0
+        if saves and jax.process_index() == 0:
+            saving.touch()
+        checkpoints.save(i + 1, state, plan=step, data=data)  # ends the program after SIGTERM
+        if saves:
+            time.sleep(SAVE_S)
+            saving.unlink(missing_ok=True)
+    checkpoints.close()
 
 
 if __name__ == "__main__":
