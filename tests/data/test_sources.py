@@ -113,8 +113,11 @@ def test_windows_of_a_token_file(tmp_path):
         (grain.MapDataset.range(4).filter(lambda x: x != 1), {}, "to_iter_dataset"),
         (iter(range(4)), dict(epochs=2), "an iterable that can begin again"),
     ],
-    ids=str,
-)
+    ids=[
+        "batches of none", "no examples", "another tail", "no whole batch", "unequal numbers", "an object",
+        "unequal shapes", "unequal structures", "repeated", "filtered", "an iterator twice",
+    ],
+)  # fmt: skip
 def test_what_is_refused(source, options, said):
     with pytest.raises(InvalidArgumentError, match=said):
         batches(source, **options)
