@@ -54,7 +54,7 @@ def parallel(recipe, devices, attention="blockwise"):
     [
         (None, 1),
         (None, 2),
-        (None, 4),
+        pytest.param(None, 4, marks=pytest.mark.slow),
         (recipes.zero(3), 4),
         (recipes.tensor_parallel(), 2),
         (recipes.pipeline(2, num_microbatches=2), 4),

@@ -184,6 +184,7 @@ print("ran")
 """
 
 
+@pytest.mark.slow
 def test_steps_of_which_no_result_is_read():
     """XLA's CPU client hangs, and ends the process after 40 s, with more than 32 programs in flight."""
     child = steps.python(UNREAD)

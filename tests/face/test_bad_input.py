@@ -248,8 +248,8 @@ TWICE = "old, _ = step(old, mlp_batch()); state, _ = step(old, mlp_batch())"
     ("steps", "examples"),
     [
         pytest.param(ONCE, 16, id="same shapes"),
-        pytest.param(TWICE, 16, id="same shapes, later"),
-        pytest.param(ONCE, 8, id="other shapes"),
+        pytest.param(TWICE, 16, id="same shapes, later", marks=pytest.mark.slow),
+        pytest.param(ONCE, 8, id="other shapes", marks=pytest.mark.slow),
     ],
 )
 def test_a_donated_state_used_again(steps, examples):

@@ -306,6 +306,7 @@ def test_what_is_no_recipe_is_refused_and_not_run(text):
         recipe_of(text)
 
 
+@pytest.mark.slow
 def test_the_largest_batch(job, capsys):
     made = json.loads(out_of(capsys, "fit", limited_job(job), "--cluster", "dgx-h100", "--json"))
     assert made["largest"]["dgx-h100"] > 8

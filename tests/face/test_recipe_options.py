@@ -58,6 +58,7 @@ def test_recomputation_and_micro_batches_of_grids(recipe, devices, axes, num_mic
     assert plan.record.axis_names == axes
 
 
+@pytest.mark.slow
 def test_stages_of_squares():
     cut = recipes.cut(recipes.tensor_parallel("2d", size=4), stages=2, num_microbatches=2)
     _, plan = verified(DEEP["gpt"], cut, 8)

@@ -131,6 +131,7 @@ print("purity" in step.last_progress.spent_s)
 """
 
 
+@pytest.mark.slow
 def test_plans_of_such_steps_come_from_the_cache_of_another_process(tmp_path):
     first, second = (python(CACHED, cache=tmp_path, devices=2) for _ in range(2))
     assert (first.stdout.strip(), second.stdout.strip()) == ("True", "False"), first.stderr + second.stderr

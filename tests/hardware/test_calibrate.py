@@ -361,7 +361,8 @@ print("measured", len(cluster.fits))
 """
 
 
-@pytest.mark.parametrize("devices", [4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [4, 5])
 def test_real_devices_are_measured(tmp_path, devices):
     """Virtual devices in a process of their own, small runs; several, for the machine may do other things too."""
     child = python(MEASURING, cache=tmp_path, devices=devices)

@@ -85,6 +85,7 @@ def test_micro_batches_make_room():
     assert max(found.predicted.peak_bytes) <= limit_bytes
 
 
+@pytest.mark.slow
 def test_where_the_batch_does_not_fit_no_number_of_micro_batches_of_zero_is_faster():
     """Fewer micro-batches than stages want: parameters are gathered in each of them."""
     args = arguments(layers=8, width=8192, batch=262_144)

@@ -75,6 +75,7 @@ def test_with_the_optimisers_state():
     assert plan.record.pipeline.stages[0].decisions.saved_in_host
 
 
+@pytest.mark.slow
 def test_a_saved_plan_keeps_it(tmp_path):
     _, plan = staged_under(recipes.combine(zero=1, recompute="input", offload="activations"))
     plan.save(tmp_path / "plan.json")

@@ -16,6 +16,7 @@ def run(results, *arguments):
     return subprocess.run(command, cwd=row_processes.ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_a_model_on_a_cpu_device_is_measured_and_kept_and_not_run_again(tmp_path):
     first = run(tmp_path, "lstm")
     assert first.returncode == 0, first.stdout + first.stderr

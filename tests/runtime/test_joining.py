@@ -119,6 +119,7 @@ def results(program):
     return [slots[slot] for slot in program.output_slots]
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 10**9)

@@ -56,6 +56,7 @@ def test_two_stages_in_two_processes_give_the_numbers_of_one(tmp_path):
     check_numbers(tmp_path, train(tmp_path, 2, 2, **MLP), **MLP)
 
 
+@pytest.mark.slow
 def test_two_processes_keep_moments_in_the_memory_of_their_hosts(tmp_path):
     task = MLP | {"offloads": True}  # without a plan first: the state is made in another layout, and moved
     check_numbers(tmp_path, train(tmp_path, 2, 2, **task), **task)
@@ -71,6 +72,7 @@ def test_a_process_that_dies_is_named_by_the_others(tmp_path):
     assert ended_s - died_s < 30.0  # jax's own limit is 100 s
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_after_the_last_barrier_holds_nobody_up(tmp_path):
     task = MLP | {"steps": 1, "stops_at_its_end": 0}
     (stopped, said, _), (code, text, _) = launch(tmp_path, 2, 2, 120.0, **task)
@@ -79,6 +81,7 @@ def test_a_process_that_is_stopped_after_the_last_barrier_holds_nobody_up(tmp_pa
     assert "only C++ is left" in text  # it did not leave before what others have registered for the end
 
 
+@pytest.mark.slow
 def test_processes_with_different_steps_are_refused(tmp_path):
     for code, text, _ in launch(tmp_path, 2, 1, 120.0, **MLP, differs=1):
         # JAX may abort a process that has raised its error, when it sees that the other has ended already.
