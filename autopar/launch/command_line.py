@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a file with the number of processes wanted; may change at any time",
     )
     add("--grace-s", type=_seconds, default=GRACE_S, metavar="S", help="from SIGTERM or SIGINT to SIGKILL; 30")
-    add("--stuck-after-s", type=_seconds, metavar="S", help="a process that stands still so long is lost; 0: never; 45")
+    add("--stuck-after-s", type=_seconds, metavar="S", help="a process that stands still so long is lost; 0: never; 40")
     add("--nodes", type=_count, default=1, metavar="N", help="hosts; on each of them the launcher is started once")
     add("--node-rank", type=int, default=0, metavar="R", help="the number of this host, from 0")
     add("--coordinator", metavar="HOST:PORT", help="with --nodes: where the hosts meet, on the host of node rank 0")

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.launch.hosts import Start
 from autopar.launch.placement import Placement
 from autopar.launch.ports import host_and_port, own_address_towards
-from autopar.launch.rendezvous import JOIN_S, Leader, outcome_text, send
+from autopar.launch.rendezvous import JOIN_S, Leader, keep_alive, outcome_text, send
 from autopar.launch.restart_policy import Outcome, Policy
 
 _AGAIN_S = 0.2
@@ -35,7 +35,8 @@ class SeveralHosts:
     def next(self, outcome: Outcome | None, is_interrupted: Callable[[], bool]) -> Start | int | None:
         self._end = None
         if outcome is not None and self._policy.elastic is not None:
-            self._offer = max(0, self._offer - outcome.not_started)
+            # Process 0 runs on node rank 0, at whose address the others meet.
+            self._offer = max(int(self._node == 0), self._offer - outcome.not_started)
         try:
             if self._connection is None and not self._connect(is_interrupted):
                 return None
@@ -71,6 +72,7 @@ class SeveralHosts:
         while not is_interrupted():
             try:
                 self._connection = socket.create_connection(host_and_port(self._coordinator), timeout=_AGAIN_S * 10)
+                keep_alive(self._connection)
                 return True
             except OSError:
                 if time.monotonic() > deadline:

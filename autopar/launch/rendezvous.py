@@ -30,7 +30,7 @@ _POLL_S = 0.1
 def enough(offers: Mapping[int, int], nodes: int, policy: Policy, waited_s: float) -> bool | None:
     """Whether the processes can start on the hosts that are there, by node rank; None: never any more."""
     if len(offers) == nodes:
-        return True
+        return True if policy.elastic is None or sum(offers.values()) >= policy.elastic[0] else None
     if policy.elastic is not None and sum(offers.values()) >= policy.elastic[0] and waited_s > ELASTIC_JOIN_S:
         return True
     return None if waited_s > JOIN_S else False
@@ -111,6 +111,7 @@ class Leader:
                 connection, _ = self._server.accept()
             except OSError:
                 return
+            keep_alive(connection)
             threading.Thread(target=self._follow, args=(connection,), name="autopar rendezvous", daemon=True).start()
 
     def _follow(self, connection: socket.socket) -> None:
@@ -172,11 +173,16 @@ class Leader:
             send(m.connection, {"stop": m.outcome.code})
             del members[m.node]
             self._ended.append(m.outcome)
+            self._since = time.monotonic()
         offers = {m.node: m.offer or 0 for m in members.values()}
         ready = enough(offers, self._nodes, self._policy, time.monotonic() - self._since)
         if ready is None:
             missing = sorted(set(range(self._nodes)) - set(offers))
-            self._tell_all({"stop": 1, "why": f"nodes {missing} have not come within {JOIN_S:.0f} s"})
+            why = f"nodes {missing} have not come within {JOIN_S:.0f} s"
+            if not missing:
+                why = f"the hosts have room for {sum(offers.values())} processes, fewer than --elastic asks for"
+            code = merged(outcomes, self._policy).code if outcomes else 0
+            self._tell_all({"stop": code or 1, "why": why})
         elif ready and 0 in offers:
             if outcomes:
                 self._outcomes.append(merged(outcomes, self._policy))
@@ -200,6 +206,16 @@ class Leader:
         for member in self._members.values():
             send(member.connection, message)
         self._has_stopped.set()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Lets the loss of a host that says nothing more (power, network) be noticed, within half a minute."""
+    options = {"SO_KEEPALIVE": (socket.SOL_SOCKET, 1)}
+    options |= {"TCP_KEEPIDLE": (socket.IPPROTO_TCP, 10), "TCP_KEEPINTVL": (socket.IPPROTO_TCP, 5)}
+    options["TCP_KEEPCNT"] = (socket.IPPROTO_TCP, 3)
+    for name, (level, value) in options.items():
+        if hasattr(socket, name):  # some are Linux's
+            connection.setsockopt(level, getattr(socket, name), value)
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:

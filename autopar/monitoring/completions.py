@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -55,11 +56,11 @@ class Completions:
             raise failed
         self._waiting.put((call, metrics))
 
-    def close(self) -> None:
-        """Waits for the steps that were called. Raises: what `ended` raised."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits for the steps that were called, at most `timeout_s`. Raises: what `ended` raised."""
         if self._thread.is_alive():
             self._waiting.put(None)
-            self._thread.join()
+            self._thread.join(timeout_s)
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed
@@ -67,15 +68,22 @@ class Completions:
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
             call, metrics = item
-            try:
-                jax.block_until_ready(metrics)
-            except RuntimeError:  # the step itself failed, or its metrics were donated: the loop sees that
-                continue
+            for leaf in jax.tree.leaves(metrics):
+                _wait(leaf)
             ended_s = time.perf_counter()
             try:
                 self._ended(Completion(call=call, ended_s=ended_s, metrics=numbers_of(metrics)))
             except Exception as error:
                 self._failed = error
+
+
+def _wait(leaf: Any) -> None:
+    """Waits for an array. One that is a part of the state may be donated to the next step meanwhile; and of a step that
+    failed the loop sees the error.
+    """
+    if isinstance(leaf, jax.Array):
+        with contextlib.suppress(RuntimeError):
+            leaf.block_until_ready()
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:
@@ -89,7 +97,7 @@ def numbers_of(metrics: Any) -> dict[str, float]:
 
 
 def _scalar(leaf: Any) -> float | None:
-    """A number, or None for what is none, or lies on the devices of other processes only."""
+    """A number, or None for what is none, is gone, or lies on the devices of other processes only."""
     if isinstance(leaf, jax.Array):
         if leaf.shape or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
             return None
@@ -99,4 +107,7 @@ def _scalar(leaf: Any) -> float | None:
             leaf = leaf.addressable_data(0)
     elif not isinstance(leaf, (bool, int, float, np.generic)):
         return None
-    return None if np.iscomplexobj(leaf) else float(leaf)
+    try:
+        return None if np.iscomplexobj(leaf) else float(leaf)
+    except RuntimeError:  # it was donated to a later step, or its own has failed
+        return None

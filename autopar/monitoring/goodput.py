@@ -49,11 +49,12 @@ def goodput(runs: Sequence[RunRecord]) -> Goodput:
     total_s = max(runs[-1].last_s - runs[0].began_s, 1e-9)
     lost: dict[str, float] = {}
     kept_s = 0.0
-    for run, following in zip(runs, [*runs[1:], None], strict=True):
-        kept = run.steps
-        if following is not None:
-            kept = min(max(following.first_step - run.first_step, 0), run.steps)
-            lost[BETWEEN_RUNS] = lost.get(BETWEEN_RUNS, 0.0) + max(following.began_s - run.last_s, 0.0)
+    for i, run in enumerate(runs):
+        if i + 1 < len(runs):
+            lost[BETWEEN_RUNS] = lost.get(BETWEEN_RUNS, 0.0) + max(runs[i + 1].began_s - run.last_s, 0.0)
+        # A later run repeats what lies behind its first step; one that ended before a step repeats nothing.
+        repeated_from = min((later.first_step for later in runs[i + 1 :] if later.steps), default=None)
+        kept = run.steps if repeated_from is None else min(max(repeated_from - run.first_step, 0), run.steps)
         kept_s += kept * run.step_time_s
         if kept < run.steps:
             lost[REPEATED] = lost.get(REPEATED, 0.0) + (run.steps - kept) * run.step_time_s

@@ -28,6 +28,7 @@ from autopar.plan.plan import Plan
 logger = logging.getLogger("autopar")
 
 KEPT_ROWS = 1000
+AFTER_AN_ERROR_S = 5.0
 COMPILING, PLANNING = "compiling", "planning"
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -141,14 +142,14 @@ class Monitor:
         finally:
             self._spend(activity, time.perf_counter() - begun_s)
 
-    def close(self) -> None:
-        """Waits for the steps that were called, writes the last row, and closes the files."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits for the steps that were called, at most `timeout_s`, writes the last row, and closes the files."""
         if self._completions is None:
             return
         completions, self._completions = self._completions, None
         jax.monitoring.unregister_event_duration_listener(self._heard)
         try:
-            completions.close()
+            completions.close(timeout_s)
             if self._timer.num_steps and self._timer.num_since_row:
                 self._report()
         finally:
@@ -158,8 +159,9 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error a step may never end: another process may be gone.
+        self.close(None if kind is None else AFTER_AN_ERROR_S)
 
     # What is heard, from any thread
 

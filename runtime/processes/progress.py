@@ -14,6 +14,7 @@ Who is behind but does not stand still is no error: the first process may write 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import sys
@@ -209,7 +210,7 @@ class Stillness:
 
     def __init__(self) -> None:
         self._positions: dict[int, tuple[int, int]] = {}
-        self._cpu_s, self._looked_s = time.process_time(), time.monotonic()
+        self._cpu_s, self._looked_s = _processor_s(), time.monotonic()
         self._since_s = self._looked_s
         self.where = ""
 
@@ -218,7 +219,7 @@ class Stillness:
         return self._looked_s - self._since_s
 
     def look(self) -> None:
-        now, cpu_s = time.monotonic(), time.process_time()
+        now, cpu_s = time.monotonic(), _processor_s()
         own = {t.ident for t in threading.enumerate() if t.name.startswith("autopar ")}
         frames = {ident: frame for ident, frame in sys._current_frames().items() if ident not in own}
         positions = {ident: (id(frame), frame.f_lasti) for ident, frame in frames.items()}
@@ -228,6 +229,17 @@ class Stillness:
         if positions != self._positions or is_busy or _waits_for_disk():
             self._since_s = now
         self._positions, self._cpu_s, self._looked_s = positions, cpu_s, now
+
+
+def _processor_s() -> float:
+    """Processor time of this process and of those that it has started, as a download or an export may be."""
+    seconds = time.process_time()
+    with contextlib.suppress(OSError, ValueError):
+        for task in Path("/proc/self/task").iterdir():
+            for child in (task / "children").read_text().split():
+                fields = Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()
+                seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # its own, and of its children
+    return seconds
 
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

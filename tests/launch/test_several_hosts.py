@@ -32,6 +32,7 @@ def test_elastic_hosts_go_on_without_those_that_do_not_come():
     assert enough({0: 2}, 2, ELASTIC, ELASTIC_JOIN_S - 1.0) is False
     assert enough({0: 2}, 2, ELASTIC, ELASTIC_JOIN_S + 1.0) is True
     assert enough({0: 1}, 2, ELASTIC, ELASTIC_JOIN_S + 1.0) is False
+    assert enough({0: 1, 1: 0}, 2, ELASTIC, 0.0) is None  # all are there, with room for fewer than are asked for
 
 
 def test_processes_are_numbered_by_node_rank():

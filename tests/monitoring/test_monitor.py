@@ -170,3 +170,20 @@ def test_what_is_no_step_is_refused():
         autopar.Monitor(step)
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         autopar.Monitor(autopar.parallelize(step), every=0)
+
+
+def test_a_run_without_steps_repeats_none_and_a_later_one_all_behind_its_first():
+    assert "repeated steps" not in goodput([run(0.0, 100.0, 0, 100), run(100.0, 101.0, 0, 0)]).lost_s
+    made = goodput([run(0.0, 100.0, 0, 100), run(100.0, 110.0, 100, 10), run(110.0, 210.0, 50, 100)])
+    assert made.lost_s["repeated steps"] == 50.0 + 10.0
+
+
+def test_metrics_that_are_state_are_left_out_once_they_are_gone():
+    gone = jnp.float32(1.0) + 1
+    gone.delete()
+    assert numbers_of({"loss": jnp.float32(2.0), "count": gone}) == {"loss": 2.0}
+    parallel = autopar.parallelize(step, cache_dir=None, show_progress=False)
+    monitor = autopar.Monitor(parallel, every=1, terminal=False)
+    monitor(0, {"loss": jnp.float32(2.0), "count": gone})
+    monitor.close()
+    assert [row.metrics for row in monitor.rows] == [{"loss": 2.0}]
