@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ def recorded() -> Iterator[Callable[[], list[DeviceEvent]]]:
             yield lambda: events
         finally:
             jax.profiler.stop_trace()
-            for path in sorted(Path(folder).rglob("*.xplane.pb")):
-                events += events_of(jax.profiler.ProfileData.from_file(str(path)))
+            with warnings.catch_warnings():
+                # Of classes of jaxlib without a module's name (0.12): as an error the warning would end the process.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                for path in sorted(Path(folder).rglob("*.xplane.pb")):
+                    events += events_of(jax.profiler.ProfileData.from_file(str(path)))
 
 
 def events_of(profile: Any) -> list[DeviceEvent]:
