@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import operator
 import shutil
@@ -56,8 +57,8 @@ class Checkpointer:
     (None: all). With `on_preemption`, SIGTERM makes the next `save` write the state and end the program.
 
     Saving runs in the background: `save` returns when the state is copied to the memory of the host. A checkpoint
-    counts once it is complete; a program that ends waits for the last one. A `with` block, or `close`, does so too, and
-    gives the signal back.
+    counts once it is complete. `close`, or a `with` block, waits for the last one, and gives the signal back; so does a
+    program that ends, on Python 3.11.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, keep: int | None = 3, on_preemption: bool = True) -> None:
@@ -234,8 +235,10 @@ class Checkpointer:
         if jax.process_index() or not at.is_dir() or (self._removal is not None and self._removal.is_alive()):
             return
         gone = list(at.iterdir())  # the folder stays while more may come into it
-        self._removal = threading.Thread(target=_remove, args=(gone,))
-        self._removal.start()
+        removal = threading.Thread(target=_remove, args=(gone,))
+        with contextlib.suppress(RuntimeError):  # a program that ends begins none (Python 3.12): the next one removes
+            removal.start()
+            self._removal = removal
 
     # Restoring
 

@@ -11,6 +11,9 @@ from typing import Any
 
 logger = logging.getLogger("autopar")
 
+# Orbax writes in threads that it begins one after another, and from Python 3.12 on a program that ends begins none.
+HINT = "call checkpoints.close() before the program ends, or use a with block"
+
 _waits: dict[int, Callable[[], None]] = {}
 
 
@@ -36,4 +39,4 @@ def _wait_for_all() -> None:
         try:
             wait()
         except Exception:
-            logger.exception("the last checkpoint could not be written")
+            logger.exception("the last checkpoint could not be written: %s", HINT)

@@ -361,6 +361,10 @@ def test_a_program_that_ends_waits_for_its_last_checkpoint(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     command = [sys.executable, "-c", program, str(tmp_path), "0"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    if sys.version_info >= (3, 12):  # threads do not begin any more: it is said, and the one before is whole
+        assert "call checkpoints.close() before the program ends" in ended.stderr
+        assert checkpointer(tmp_path).steps()[0] == 1
+        return
     assert (ended.stdout, ended.stderr) == ("1\n2\n[]\n", "")  # no handler of the root logger
     assert checkpointer(tmp_path).steps() == [1, 2]
 
