@@ -15,7 +15,7 @@ def quiet_orbax() -> Any:
 
     for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
         logging.root.removeHandler(handler)
-    for module in [module for name, module in sys.modules.items() if name.startswith("orbax.")]:
+    for module in [module for name, module in sys.modules.copy().items() if name.startswith("orbax.")]:
         spoken = getattr(module, "logging", None)
         if isinstance(spoken, ModuleType) and spoken.__name__ == "absl.logging":
             vars(module)["logging"] = _Quiet(spoken)
