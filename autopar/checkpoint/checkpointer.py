@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax
 
 from autopar.calls import nnx_objects
-from autopar.checkpoint.leaves import named_leaves
+from autopar.checkpoint.leaves import check_name, named_leaves
 from autopar.checkpoint.manifest import FORMAT_VERSION, Manifest, complete_steps, encoded, find, read
 from autopar.checkpoint.preemption import Preempted, PreemptionNotice
 from autopar.checkpoint.restoring import array_files, restored
@@ -146,7 +146,11 @@ class Checkpointer:
     def wait(self) -> None:
         """Returns when what was saved is complete. Raises: the error of what could not be written."""
         if self._writer is not None:
-            with_process_lost_errors(self._writer.wait_until_finished)
+            try:
+                with_process_lost_errors(self._writer.wait_until_finished)
+            except BaseException:
+                self._here = None  # what could not be written is not there: the same step may be saved again
+                raise
             self._remove_deleted()
             if self._removal is not None:
                 self._removal.join()
@@ -167,6 +171,8 @@ class Checkpointer:
 
     def _write(self, step_number: int, state: Any, plan: Plan | PlannedStep | None, data: HasPosition | None) -> None:
         leaves, _ = named_leaves(state)
+        for leaf in leaves:
+            check_name(leaf, f"save({step_number}, ...) in {self.folder}")
         records = [record_of(leaf) for leaf in leaves]
         file = Manifest(
             format_version=FORMAT_VERSION,
@@ -184,6 +190,7 @@ class Checkpointer:
             for leaf, record in zip(leaves, records, strict=True)
             if record.is_stored
         }
+        self._here = None
         with_process_lost_errors(lambda: files.save(self._writer, step_number, arrays, encoded(file)))
         self._here = step_number
 

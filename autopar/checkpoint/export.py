@@ -85,10 +85,18 @@ def export(
 def _selected(leaves: Sequence[LeafRecord], select: str | None, where: str) -> dict[str, LeafRecord]:
     """The leaves below a part of the state, by their names in the file."""
     part = (PARAMETERS if select is None else select).strip("/")
-    below = {}
+    below: dict[str, LeafRecord] = {}
     for leaf in leaves:
         if leaf.kind != "number" and (leaf.name == part or leaf.name.startswith(f"{part}/")):
-            below[(leaf.name[len(part) + 1 :] or leaf.name).replace("/", ".")] = leaf
+            name = (leaf.name[len(part) + 1 :] or leaf.name).replace("/", ".")
+            if name in below:
+                raise UnsupportedError(
+                    where=where,
+                    expected="names that differ with dots for slashes too, as safetensors files have them",
+                    got=f"{below[name].name!r} and {leaf.name!r}, both {name!r}",
+                    hint="export one of them alone: --select PATH",
+                )
+            below[name] = leaf
     if not below:
         tops = dict.fromkeys(leaf.name.split("/")[0] for leaf in leaves)
         raise InvalidArgumentError(

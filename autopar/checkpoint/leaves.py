@@ -6,15 +6,18 @@ The same name for an attribute, a key and an index: what was saved from a `Train
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from autopar.calls import nnx_objects
+from autopar.errors import UnsupportedError
 
 # The name of the one leaf of a state that is an array itself.
-WHOLE = "state"
+WHOLE = "(state)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +54,39 @@ def nested(values: dict[str, Any]) -> Any:
     """Dictionaries in dictionaries, by the parts of the names."""
     if list(values) == [WHOLE]:
         return values[WHOLE]
+    folders = {name[:i] for name in values for i, letter in enumerate(name) if letter == "/"}
     tree: dict[str, Any] = {}
     for name, value in values.items():
-        *folders, last = name.split("/")
+        if name in folders:  # a leaf beside others, such as the `value` of a class that has more fields
+            name = next(n for n in _names_below(name) if n not in values and n not in folders)
+        *above, last = name.split("/")
         place = tree
-        for folder in folders:
-            inner = place.setdefault(folder, {})
-            if not isinstance(inner, dict):  # there is a leaf of that name too
-                place, last = tree, name
-                break
-            place = inner
+        for folder in above:
+            place = place.setdefault(folder, {})
         place[last] = value
     return tree
+
+
+def _names_below(folder: str) -> Iterator[str]:
+    yield f"{folder}/value"
+    yield from (f"{folder}/value~{i}" for i in itertools.count(2))
+
+
+def is_name(name: str) -> bool:
+    """Whether a leaf may be called so in a checkpoint: parts between slashes, none of them empty or a way elsewhere."""
+    is_text = not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return is_text and "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
+
+
+def check_name(leaf: NamedLeaf, where: str) -> None:
+    """Raises: UnsupportedError for a leaf whose name no checkpoint can have."""
+    if not is_name(leaf.name):
+        raise UnsupportedError(
+            where=where,
+            expected="names of leaves whose parts between slashes are neither empty nor '.' or '..'",
+            got=repr(leaf.name),
+            hint="call the entry of the state otherwise",
+        )
 
 
 def _parts(path: tuple[Any, ...]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from autopar.checkpoint.leaf_types import array_dtype, key_dtype, number_of
+from autopar.checkpoint.leaves import is_name
 from autopar.common.json_files import JsonFaultError, decoded
 from autopar.errors import CheckpointFormatError, CheckpointNotFoundError, PlanFormatError
 from autopar.plan.file import decode
@@ -158,7 +159,7 @@ def read(folder: Path, step: int) -> Manifest:
     if manifest.step != step:
         raise _fault(where, f"the manifest of step {step}", f"that of step {manifest.step}")
     for name, times in collections.Counter(leaf.name for leaf in manifest.leaves).items():
-        if "\0" in name or {"", ".", ".."} & set(name.split("/")) or times > 1:
+        if not is_name(name) or times > 1:
             raise _fault(where, "names of leaves, each once, without '..'", repr(name))
     for leaf in manifest.leaves:
         if any(size < 0 for size in leaf.shape):

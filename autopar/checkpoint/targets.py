@@ -121,12 +121,12 @@ def targets_of_all(manifest: Manifest) -> list[Target]:
 def _given(shardings: Any, structure: Any) -> list[Any]:
     if isinstance(shardings, Sharding):
         return [shardings] * structure.num_leaves
-    given, _ = named_leaves(shardings)
-    if len(given) != structure.num_leaves:
+    given, own = named_leaves(shardings)
+    if own != structure:
         raise InvalidArgumentError(
             where="restore(shardings=...)",
             expected=f"one sharding, or one for each of the {structure.num_leaves} leaves of the state",
-            got=f"{len(given)}",
+            got=f"{len(given)}, in the structure {own}"[:500],
             hint="give a tree of the structure of like, such as plan.state_shardings",
         )
     return [leaf.value for leaf in given]

@@ -129,13 +129,13 @@ class StreamReader:
             while ahead:
                 following = list(itertools.islice(examples, size))
                 is_last = len(following) < size and (not following or self._tail == Tail.DROP)
-                batch += 1
-                after = Place(epoch=epoch + 1, batch=0) if is_last else Place(epoch=epoch, batch=batch)
+                after = Place(epoch=epoch + 1, batch=0) if is_last else Place(epoch=epoch, batch=batch + 1)
                 if len(ahead) == size or self._tail != Tail.DROP:
+                    batch += 1
                     yield self._filled(ahead), len(ahead), after
                 ahead = [] if is_last else following
             if batch == 0:
-                return  # without examples, epochs would have no end
+                return  # without a batch, epochs would have no end
             epoch, batch = epoch + 1, 0
 
     def _filled(self, examples: list[Any]) -> list[Any]:

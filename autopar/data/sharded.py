@@ -71,7 +71,7 @@ class ShardedData:
             raise StopIteration
         try:
             placed = self._following()
-        except Exception:
+        except BaseException:  # also of Ctrl-C, after which a notebook goes on
             self._begin(self._next)  # or what was read ahead would follow, without the batch that failed
             raise
         self._num_taken += 1

@@ -26,7 +26,13 @@ class TokenWindows:
     def __getitem__(self, index: int) -> np.ndarray:
         index = range(len(self))[index]
         first = index * self.stride
-        return self._tokens[first : first + self.length].astype(np.int32)
+        tokens = self._tokens[first : first + self.length]
+        if tokens.dtype.itemsize >= 4 and tokens.max() > np.iinfo(np.int32).max:
+            raise InvalidArgumentError(
+                where=f"{self!r}, window {index}", expected="tokens below 2**31, which int32 holds",
+                got=str(tokens.max()), hint="give the type that the file was written in: dtype='uint16'",
+            )  # fmt: skip
+        return tokens.astype(np.int32)
 
     def __repr__(self) -> str:
         return f"<{len(self)} windows of {self.length} tokens ({self.dtype}) of {self.path}>"

@@ -32,7 +32,7 @@ from autopar.ir.primitives import is_inexact, linear_operands
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.forms import CombinesExamples, Form, State
 from autopar.microbatch.microbatch_analysis import Follower, is_number
-from autopar.microbatch.running_state import state_updates
+from autopar.microbatch.running_state import check_updates, state_updates
 
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 # What hands on the weight of its operands beside what `linear_operands` says: it scales with them, or moves them.
@@ -71,6 +71,7 @@ class AccumulatingFollower(Follower):
 
     def __post_init__(self) -> None:
         self.updates = state_updates(self.whole, self.part, self.permits)
+        check_updates(self.whole, self.updates, self.permits)
 
     def permits(self, op: Op) -> bool:
         return any(names_module(pattern, op.module) for pattern in self.patterns)
@@ -137,11 +138,12 @@ class AccumulatingFollower(Follower):
                 got=f"one of shape {value.shape} for the whole batch, of which micro-batches have no parts",
                 hint="do not return it from the step, or use num_microbatches=1",
             )  # fmt: skip
-        if self.mixing and maker.role is Role.BACKWARD and state.form is Form.PARTIAL_SUM and state.weight == 1.0:
+        is_mean = state.weight is None or math.isclose(state.weight * self.num_microbatches, 1.0, rel_tol=1e-5)
+        if self.mixing and maker.role is Role.BACKWARD and state.form is Form.PARTIAL_SUM and not is_mean:
             raise UnsupportedError(
                 where=where, expected="gradients of a loss that is a mean over examples, as modules are taken per "
                 f"micro-batch ({', '.join(self.patterns)})",
-                got="those of a sum, or of a loss divided by a number that is computed for the whole batch",
+                got="those of a sum, of a sum divided by another number, or by one computed for the whole batch",
                 hint="divide the loss by the number of examples, or name the module that computes it in per_microbatch",
             )  # fmt: skip
         weight = state.weight if state.weight is not None else 1.0 / self.num_microbatches

@@ -11,12 +11,13 @@ value the forward pass itself reads. What reads the old value has that of the st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar.common import jax_compat
+from autopar.errors import UnsupportedError
 from autopar.ir.graph import Constant, Op, OpGraph, OpKind, Section, Value, read_by
 from autopar.sharding.rules import equation_key
 
@@ -63,6 +64,47 @@ def state_updates(whole: OpGraph, part: OpGraph, permits: Callable[[Op], bool]) 
     made = {v for op in allowed.values() for v in op.outputs}
     return StateUpdates(
         ops=frozenset(allowed), results={v: new for v, new in results.items() if isinstance(new, int) and new in made}
+    )
+
+
+def check_updates(whole: OpGraph, updates: StateUpdates, permits: Callable[[Op], bool]) -> None:
+    """Raises: UnsupportedError for state whose new value would be another than that of a loop over micro-batches, and
+    no mean either: overwritten without its old value, updated behind a branch, or the old value of such state.
+    """
+    block = whole.block
+    made_by = {v: op for op in block.ops for v in op.outputs}
+    for i, o in whole.tied:
+        old, new = block.inputs[i], block.outputs[o]
+        if not isinstance(new, int) or new == old or updates.results.get(old) == new:
+            continue
+        name, maker = whole.values[old].name, made_by.get(new)
+        if maker is None and new in updates.results:
+            raise _no_loop(
+                name, f"the old value of {whole.values[new].name}, of which each micro-batch makes a new one"
+            )
+        if maker is None or maker.role is not whole.forward_role or not permits(maker):
+            continue
+        if maker.kind in (OpKind.COND, OpKind.WHILE):
+            raise _no_loop(name, f"a new value behind a branch or a loop ({maker.primitive} in {maker.module})")
+        if not _depends(block.ops, old, new):
+            raise _no_loop(name, f"what {maker.module} makes of its examples alone, as a loop keeps of its last one")
+
+
+def _depends(ops: Sequence[Op], old: int, new: int) -> bool:
+    """Whether a value is made of another one."""
+    reached = {old}
+    for op in ops:
+        if not reached.isdisjoint(read_by(op)):
+            reached |= set(op.outputs)
+    return new in reached
+
+
+def _no_loop(name: str, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        where=f"{name}, per_microbatch",
+        expected="state that modules taken per micro-batch update from its old value, by operations without branches",
+        got=got,
+        hint="return it as a metric, write jnp.where for the branch, or use num_microbatches=1",
     )
 
 

@@ -57,7 +57,8 @@ def value_and_grad(
             loss, aux = computed(*args, **kwargs)
             return loss if loss_scale is None else loss_scale.scale(loss), (loss, aux)
 
-        wide = [_widened(policy, arg) if i in numbers else arg for i, arg in enumerate(args)]
+        places = {n % len(args) for n in numbers}
+        wide = [_widened(policy, arg) if i in places else arg for i, arg in enumerate(args)]
         (_, (loss, aux)), gradients = jax.value_and_grad(scaled, argnums, has_aux=True)(*wide, **kwargs)
         if loss_scale is not None:
             gradients = loss_scale.unscale(gradients)

@@ -62,7 +62,10 @@ class LossScale:
         inverse = 1 / self.value
 
         def leaf(path: Any, x: Any) -> Any:
-            return x if is_scaling(path) else x * inverse.astype(x.dtype)
+            if is_scaling(path):
+                return x
+            wide = jnp.promote_types(x.dtype, jnp.float32)  # the inverse of a large scale is 0 in float16
+            return (x.astype(wide) * inverse).astype(x.dtype)
 
         return jax.tree_util.tree_map_with_path(leaf, gradients)
 

@@ -1,7 +1,9 @@
 """What is kept, where a run goes on, what is refused, and what a kill or a preemption leaves."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -402,3 +404,44 @@ def test_a_handler_that_was_there_is_called_and_gets_its_signal_back(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, earlier)
     assert arrived == ["SIGTERM"] * 2
+
+
+@pytest.mark.parametrize("name", ["w/", "a//b", "..", "\ud800"])
+def test_a_name_that_could_not_be_read_again_is_not_saved(tmp_path, name):
+    with pytest.raises(UnsupportedError, match="call the entry of the state otherwise"):
+        checkpointer(tmp_path).save(1, {name: jnp.ones(2)})
+
+
+def test_leaves_are_all_there_without_a_structure(tmp_path):
+    with checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"scale": Scale(count=1, value=2), "state": jnp.ones(())})
+    found = checkpointer(tmp_path).restore()
+    assert {name: int(x) for name, x in found["scale"].items()} == {"count": 1, "value": 2}
+    assert int(found["state"]) == 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scale:
+    count: int
+    value: int
+
+
+def test_what_could_not_be_written_is_saved_again(tmp_path, monkeypatch):
+    checkpoints = checkpointer(tmp_path)
+    checkpoints.save(1, {"w": jnp.ones(2)})
+    checkpoints.wait()
+    checkpoints.save(2, {"w": jnp.ones(2)})
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._writer, "wait_until_finished", fails)
+        with pytest.raises(OSError, match="no space"):
+            checkpoints.wait()
+    shutil.rmtree(tmp_path / "2", ignore_errors=True)
+    checkpoints._writer.reload()
+    assert checkpoints.save(2, {"w": jnp.ones(2)}, force=True)
+    checkpoints.close()
+    assert checkpointer(tmp_path).latest() == 2
+
+
+def fails():
+    raise OSError("no space left on device")

@@ -166,3 +166,34 @@ def test_reading_goes_on_after_close_but_for_an_iterator():
     data.close()
     with pytest.raises(autopar.errors.InvalidArgumentError, match="an iterable that can begin again"):
         next(data)
+
+
+def test_no_batch_is_lost_where_the_loop_was_interrupted(monkeypatch):
+    step = new_step(autopar.recipes.data_parallel())
+    step.plan(MLP_STATE, MLP_BATCH)
+    data = shard(step, seed=None)
+    next(data)
+    following = data._following
+
+    def interrupted():
+        following()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data, "_following", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(data)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(next(data)["x"], EXAMPLES["x"][16:32])
+
+
+def test_a_stream_without_a_whole_batch_ends():
+    data = autopar.data.shard(iter_of(3), new_step(), batch_size=4, tail="drop", epochs=None, seed=None)
+    assert list(data) == []
+
+
+def iter_of(count):
+    class Stream:
+        def __iter__(self):
+            return (np.array([i]) for i in range(count))
+
+    return Stream()

@@ -145,3 +145,12 @@ def test_without_grain_the_error_says_what_to_install(monkeypatch):
     with pytest.raises(ImportError, match=r"pip install autopar\[train\]"):
         autopar.data.shard(np.arange(4), NoPlan(), batch_size=2)
     assert len(batches(np.arange(4), prefetch=0)) == 2
+
+
+def test_tokens_that_int32_does_not_hold_are_refused(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.array([1, 2, 3, 2**31], np.uint32).tofile(path)
+    windows = autopar.data.tokens(path, length=2, dtype="uint32")
+    assert windows[0].tolist() == [1, 2]
+    with pytest.raises(InvalidArgumentError, match="2147483648"):
+        windows[1]

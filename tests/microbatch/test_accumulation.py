@@ -247,3 +247,49 @@ def test_names_of_modules():
     assert not names_module("BatchNorm", "ResNet/block_0/conv")
     assert not names_module("BatchNorm", "")
     assert names_module("**", "")
+
+
+def norm_with(extra):
+    """A loss with batch statistics, and more state of the same module."""
+
+    def loss(params, state, batch):
+        x = jnp.tanh(batch["x"] @ params["a"])
+        h, statistics = batch_norm(params, state, x)
+        with jax.named_scope("BatchNorm_0"):
+            statistics |= extra(state, x)
+        return errors_of(params, batch, h).mean(), {"state": statistics}
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "extra", "got"),
+    [
+        ("last", jnp.zeros(WIDTH), lambda s, x: x.mean((0, 1)), "of its examples alone"),
+        ("before", jnp.zeros(WIDTH), lambda s, x: s["mean"], "the old value of"),
+        ("n", jnp.float32(0), lambda s, x: jax.lax.cond(s["n"] > 1, jnp.square, jnp.exp, s["n"]), "a branch"),
+    ],
+    ids=["overwritten", "an old value", "a branch"],
+)
+def test_state_that_a_loop_would_leave_otherwise_is_refused(name, old, extra, got):
+    loss = norm_with(lambda state, x: {name: extra(state, x)})
+    with pytest.raises(UnsupportedError, match=got):
+        graph_of(step_of(loss), state_of() | {name: old}, batch_of(), ("BatchNorm",), 3)
+
+
+def test_a_branch_by_where_is_that_of_a_loop():
+    loss = norm_with(lambda state, x: {"n": jnp.where(state["n"] > 1, state["n"] + 2, state["n"] + 1)})
+    check(loss, state_of() | {"n": jnp.float32(0)}, batch_of(), ("BatchNorm",), 3)
+
+
+@pytest.mark.parametrize(
+    "divisor", [lambda n: np.sqrt(n), lambda n: n - 1, lambda n: n * n], ids=["root", "one less", "square"]
+)
+def test_losses_that_are_no_mean_are_refused(divisor):
+    def loss(params, state, batch):
+        h, statistics = batch_norm(params, state, jnp.tanh(batch["x"] @ params["a"]))
+        errors = errors_of(params, batch, h)
+        return errors.sum() / divisor(errors.shape[0]), {"state": statistics}
+
+    with pytest.raises(UnsupportedError, match="a loss that is a mean over examples"):
+        graph_of(step_of(loss), state_of(), batch_of(), ("BatchNorm",), 3)

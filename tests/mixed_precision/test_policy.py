@@ -176,3 +176,17 @@ def test_what_float8_and_nnx_cannot():
     assert model(jnp.ones((1, 2))).dtype == jnp.bfloat16
     with pytest.raises(UnsupportedError, match="modules have types of their own"):
         policy.value_and_grad(lambda model: model(jnp.ones((1, 2))).sum())(model)
+
+
+def test_a_large_scale_leaves_small_gradients_of_16_bits():
+    scale = LossScale.create(2.0**26)
+    gradients = scale.unscale({"w": jnp.float16(6.7)})  # the inverse of the scale is 0 in float16
+    np.testing.assert_allclose(gradients["w"], jnp.float16(6.7 * 2.0**-26), rtol=0.5)
+    assert float(gradients["w"]) > 0
+
+
+def test_arguments_are_counted_from_the_end_too():
+    policy = autopar.precision("params=bfloat16,compute=bfloat16,reductions=float32")
+    first, last = (policy.value_and_grad(lambda x, w: (x * w).sum(), argnums=n) for n in (1, -1))
+    x, w = jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.bfloat16)
+    assert first(x, w)[1].dtype == last(x, w)[1].dtype == jnp.float32
