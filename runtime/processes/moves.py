@@ -38,8 +38,17 @@ def place(value: Any, aval: Any, sharding: NamedSharding) -> Any:
 def move(array: Any, sharding: NamedSharding) -> Any:
     """A global array on other devices or in another layout; every process must call it.
 
-    Within the array's own devices it is resharded. To other devices it is sent whole, one copy to each.
+    Within the array's own devices it is resharded. To other devices it is sent whole, one copy to each. On CPU devices
+    this returns when the array is there: of a whole state more programs would be in flight than XLA's CPU client takes
+    (`autopar.runtime.execution.dispatch`), and the processes would wait for one another forever.
     """
+    moved = _moved(array, sharding)
+    if jax.devices()[0].platform == "cpu":
+        jax.block_until_ready([shard.data for shard in moved.addressable_shards])
+    return moved
+
+
+def _moved(array: Any, sharding: NamedSharding) -> Any:
     source_devices, target_devices = list(array.sharding.mesh.devices.flat), list(sharding.mesh.devices.flat)
     if set(target_devices) <= set(source_devices):
         return _narrow(array, sharding, source_devices, target_devices)

@@ -28,6 +28,13 @@ def main() -> None:
                 moved = move(array, NamedSharding(Mesh(devices, ("y",)), spec))
                 for shard in moved.addressable_shards:
                     np.testing.assert_array_equal(shard.data, value[shard.index] if shape else value)
+    # As a state whose plan has the devices in another order: more leaves than XLA takes programs at once.
+    other = NamedSharding(Mesh(devices[[0, 2, 1, 3]].reshape(2, 2), ("y", "z")), PartitionSpec("z", "y"))
+    value = np.arange(16, dtype=np.float32).reshape(4, 4)
+    rows = NamedSharding(Mesh(devices, ("x",)), PartitionSpec("x"))
+    for moved in [move(from_whole(value, aval_of(value), rows), other) for _ in range(80)]:
+        for shard in moved.addressable_shards:
+            np.testing.assert_array_equal(shard.data, value[shard.index])
     print("moved")
 
 
