@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import operator
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -20,6 +19,7 @@ from autopar.checkpoint.leaves import check_name, named_leaves
 from autopar.checkpoint.manifest import FORMAT_VERSION, Manifest, complete_steps, encoded, find, read
 from autopar.checkpoint.preemption import Preempted, PreemptionNotice
 from autopar.checkpoint.restoring import array_files, restored
+from autopar.checkpoint.save_arguments import HasPosition, checked_step_number, plan_of, position_of
 from autopar.checkpoint.stored_arrays import record_of, stored_array
 from autopar.checkpoint.targets import PlannedStep, structure_of_plan
 from autopar.checkpoint.unfinished import no_wait, wait_at_exit
@@ -28,6 +28,7 @@ from autopar.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
     InvalidArgumentError,
+    NonFiniteError,
     ProcessMismatchError,
 )
 from autopar.executables.multiprocess import with_process_lost_errors
@@ -40,14 +41,6 @@ _DELETED = "deleted"
 # How often process 0 was asked what a folder has.
 _times_asked: collections.Counter[Path] = collections.Counter()
 AGREEMENT_S = 300.0  # for which process 0 is waited for, as jax waits for those that start
-
-
-class HasPosition(Protocol):
-    """Batches with a position that JSON can hold: those of `autopar.data.shard`, or any other with these methods."""
-
-    def position(self) -> Any: ...
-
-    def restore(self, position: Any) -> None: ...
 
 
 class Checkpointer:
@@ -77,6 +70,7 @@ class Checkpointer:
         self._notice = PreemptionNotice() if on_preemption else None
         self._last_plan: tuple[Plan | None, str] | None = None
         self._removal: threading.Thread | None = None
+        self._times_back: collections.Counter[int] = collections.Counter()
 
     def __repr__(self) -> str:
         return f"<Checkpointer of {self.folder}, steps {self.steps()}>"
@@ -124,7 +118,7 @@ class Checkpointer:
         folder has a later step; UnsupportedError for leaves that are neither arrays nor numbers; DonatedStateError; the
         error of the checkpoint before, if it could not be written.
         """
-        step_number = _checked(step_number)
+        step_number = checked_step_number(step_number)
         preempted = self.preempted(step_number)
         if not (force or preempted or step_number % self.every == 0):
             return False
@@ -178,8 +172,8 @@ class Checkpointer:
             format_version=FORMAT_VERSION,
             step=step_number,
             leaves=tuple(records),
-            plan=self._plan_text(_plan_of(plan)),
-            data=None if data is None else _position(data),
+            plan=self._plan_text(plan_of(plan)),
+            data=None if data is None else position_of(data),
         )
         files = array_files("Checkpointer.save")
         with_process_lost_errors(lambda: self._open(files))
@@ -315,6 +309,33 @@ class Checkpointer:
         shapes = jax.eval_shape(lambda: nnx_objects.split((create(*args),))[0])
         return nnx_objects.merged(self.restore(steps[-1], step=step, like=shapes, data=data)), steps[-1]
 
+    def roll_back(
+        self,
+        *,
+        step: PlannedStep | None = None,
+        like: Any = None,
+        data: HasPosition | None = None,
+        most: int = 3,
+    ) -> tuple[Any, int]:
+        """(state, number of steps done) of the latest checkpoint again, after a step that was not finite.
+
+        Without `data`, the batches that were read since are skipped (as in PaLM, arXiv:2204.02311, section 5.1, where
+        the same batches did no harm later); with it, they are read again. `step` and `like` as in `restore`. Every
+        process calls it. Raises: NonFiniteError where the run has gone back to this checkpoint `most` times; as
+        `restore`.
+        """
+        number = find(self.folder, None, self._shared_steps())
+        if self._times_back[number] == most:
+            raise NonFiniteError(
+                where=f"roll_back to step {number} in {self.folder}",
+                expected=f"at most {most} steps after it that are not finite",
+                got="one more",
+                hint="clip gradients or lower the learning rate; autopar.mixed_precision.stop_if_not_finite names the "
+                "first operation; discard_after, and then roll_back, go further back",
+            )
+        self._times_back[number] += 1
+        return self.restore(number, step=step, like=like, data=data), number
+
     def _shared_steps(self) -> list[int]:
         """The steps that are there when all is written, the same in all processes: those that process 0 sees."""
         self.wait()
@@ -336,46 +357,6 @@ class Checkpointer:
         return steps
 
 
-def _checked(step_number: Any) -> int:
-    """A number of steps. Raises: InvalidArgumentError."""
-    if not hasattr(step_number, "__index__") or operator.index(step_number) < 0:
-        raise InvalidArgumentError(
-            where="save(step_number, ...)",
-            expected="the number of steps done, a whole number from 0",
-            got=repr(step_number)[:40],
-            hint="such as save(i + 1, state) after step i",
-        )
-    return operator.index(step_number)
-
-
-def _position(data: HasPosition) -> Any:
-    """Raises: InvalidArgumentError for a position that JSON cannot hold."""
-    position = data.position()
-    try:
-        return json.loads(json.dumps(position, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            where="save(data=...)",
-            expected="a position of numbers, texts, lists and dictionaries, as JSON has them",
-            got=f"{position!r:.60} ({error})",
-            hint="convert numbers of numpy and jax: int(x)",
-        ) from error
-
-
 def _remove(folders: list[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _plan_of(plan: Plan | PlannedStep | None) -> Plan | None:
-    """Raises: InvalidArgumentError for what is neither a plan nor a step."""
-    if plan is None or isinstance(plan, Plan):
-        return plan
-    if not hasattr(plan, "latest_plan"):
-        raise InvalidArgumentError(
-            where="save(plan=...)",
-            expected="a plan, or a step made by autopar.parallelize",
-            got=type(plan).__name__,
-            hint="such as plan=train_step",
-        )
-    return plan.latest_plan

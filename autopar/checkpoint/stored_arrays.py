@@ -71,6 +71,7 @@ def stored_array(value: Any, record: LeafRecord) -> Any:
     """The array that is written for a leaf: global in a program of several processes."""
     if not isinstance(value, jax.Array):
         array = np.asarray(value)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # the numbers, in this machine's order of bytes
         return array.view(_BITS) if record.stored_dtype != record.dtype else array
     if record.kind == "key":
         trailing = jax_compat.raw_key(value.dtype)[1]

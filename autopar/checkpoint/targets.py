@@ -156,6 +156,13 @@ def _check_names(records: dict[str, LeafRecord], leaves: Sequence[NamedLeaf], wh
     missing = [leaf.name for leaf in leaves if leaf.name not in records]
     wanted = {leaf.name for leaf in leaves}
     extra = [] if partial else [name for name in records if name not in wanted]
+    if twice := [name for name in wanted if f"{name}~2" in records and f"{name}~2" not in wanted]:
+        raise CheckpointMismatchError(
+            where=where,
+            expected=f"one leaf of the checkpoint for {_some(twice)}",
+            got="two of that name, such as those of {'a/b': x, 'a': {'b': y}}",
+            hint="restore the state whole, and take the leaf from it",
+        )
     if not missing and not extra:
         return
     got = []
@@ -184,8 +191,9 @@ def _checked_dtype(record: LeafRecord, value: Any, where: str) -> Any:
     dtype = record.leaf_dtype if record.kind != "number" else np.dtype(type(record.value))
     # What was not an array of JAX becomes one as jax makes it of it.
     becomes = dtype if record.kind == "key" or not record.is_host else jax.dtypes.canonicalize_dtype(dtype)
-    if record.shape == tuple(value.shape) and value.dtype in (dtype, becomes) and _fits(record, value.dtype):
-        return value.dtype
+    wanted = value.dtype.newbyteorder("=") if isinstance(value.dtype, np.dtype) else value.dtype
+    if record.shape == tuple(value.shape) and wanted in (dtype, becomes) and _fits(record, wanted):
+        return wanted
     raise CheckpointMismatchError(
         where=where,
         expected=f"{value.dtype}{list(value.shape)}, as the state has it",

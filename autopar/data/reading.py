@@ -45,6 +45,10 @@ class NumberedReader:
     def __init__(self, examples: NumberedExamples, order: Order, stop_epoch: int | None) -> None:
         self._examples, self._order, self._stop_epoch = examples, order, stop_epoch
 
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._order.batches_per_epoch
+
     def example(self) -> Any:
         """An example, as a stack of one."""
         return self._examples.rows(np.arange(1), 0)
@@ -89,6 +93,8 @@ class StreamReader:
 
     def __init__(self, examples: StreamExamples, batch_size: int, tail: Tail, stop_epoch: int | None) -> None:
         self._examples, self._batch_size, self._tail, self._stop_epoch = examples, batch_size, tail, stop_epoch
+
+    batches_per_epoch = None  # not known before the end
 
     @property
     def can_begin_again(self) -> bool:

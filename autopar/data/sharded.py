@@ -112,6 +112,12 @@ class ShardedData:
             )  # fmt: skip
         assert isinstance(epoch, int), "checked above"
         assert isinstance(batch, int), "checked above"
+        per_epoch = self._reader.batches_per_epoch
+        if per_epoch is not None and batch >= per_epoch:
+            raise InvalidArgumentError(
+                where=where, expected=f"one of the {per_epoch} batches of an epoch, from 0 on", got=f"batch {batch}",
+                hint="give what position() returned",
+            )  # fmt: skip
         self._begin(Place(epoch=epoch, batch=batch))
 
     def close(self) -> None:

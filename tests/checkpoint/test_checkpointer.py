@@ -26,6 +26,7 @@ from autopar.errors import (
     DonatedStateError,
     InvalidArgumentError,
     MissingPackageError,
+    NonFiniteError,
     PlanFormatError,
     UnsupportedError,
 )
@@ -226,6 +227,35 @@ def test_a_position_that_was_not_saved_is_not_restored(saved):
 def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path, number):
     with pytest.raises(InvalidArgumentError, match="expected the number of steps done"):
         checkpointer(tmp_path).save(number, {"w": jnp.zeros(2)})
+
+
+def test_a_run_goes_back_to_its_latest_checkpoint_and_on_with_other_batches(tmp_path):
+    data = Batches()
+    with checkpointer(tmp_path, every=2) as checkpoints:
+        for number in (1, 2, 3):
+            data.number += 1
+            checkpoints.save(number, {"w": jnp.full(2, float(number))}, data=data)
+        state, number = checkpoints.roll_back(like={"w": jnp.full(2, jnp.nan)}, most=2)
+        assert (state["w"].tolist(), number, data.number) == ([2, 2], 2, 3)
+        state, number = checkpoints.roll_back(data=data, most=2)
+        assert (state["w"].tolist(), number, data.number) == ([2, 2], 2, 2)
+        with pytest.raises(NonFiniteError, match=r"roll_back to step 2 .*expected at most 2 steps"):
+            checkpoints.roll_back(most=2)
+        assert checkpoints.save(4, state)
+
+
+def test_big_endian_arrays_are_saved_as_their_numbers(tmp_path):
+    with checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": np.array([1, 2, 3], ">f4")})
+        assert checkpoints.restore()["w"].tolist() == [1, 2, 3]
+        assert checkpoints.restore(like={"w": np.zeros(3, ">f4")})["w"].tolist() == [1, 2, 3]
+
+
+def test_a_part_whose_name_two_leaves_have_is_refused(tmp_path):
+    with checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"a": {"b": np.zeros(1)}, "a/b": np.ones(1)})
+        with pytest.raises(CheckpointMismatchError, match="got two of that name"):
+            checkpoints.restore(like={"a/b": np.zeros(1)}, partial=True)
 
 
 # Hostile and damaged checkpoints

@@ -138,6 +138,8 @@ def test_positions_of_other_data_are_refused():
         autopar.data.shard(np.arange(9), NoPlan(), batch_size=2).restore(data.position())
     with pytest.raises(InvalidArgumentError, match="from 0 on"):
         data.restore({**data.position(), "batch": -1})
+    with pytest.raises(InvalidArgumentError, match="expected one of the 4 batches of an epoch, from 0 on, got batch 4"):
+        data.restore({**data.position(), "batch": 4})
 
 
 def test_without_grain_the_error_says_what_to_install(monkeypatch):
