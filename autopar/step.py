@@ -299,7 +299,8 @@ class Step:
             return self._compiled[key]
 
     def _build(self, traced: TracedStep, plan: Plan) -> CompiledStep:
-        compiled = build(traced, plan, self._sources.rules())
+        progress = Progress(f"autopar {self.__name__}", show=self._options.show_progress)
+        compiled = build(traced, plan, self._sources.rules(), progress)
         self._sources.save_rules()
         return compiled
 

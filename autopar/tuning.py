@@ -287,7 +287,7 @@ def _compiled(
             continue
         try:
             with progress.pass_(f"compile {name}"):
-                compiled = build(problem.traced, plan, problem.rules)
+                compiled = build(problem.traced, plan, problem.rules, Progress("", show=False))
                 program = program_of(compiled)
         except FAILURES as error:
             failed.append(_FailedPlan(name, _without_traceback(error), plan))

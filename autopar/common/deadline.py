@@ -26,6 +26,11 @@ class Deadline:
     def passed(self) -> bool:
         return time.perf_counter() >= self.at_s
 
+    @property
+    def left_s(self) -> float:
+        """Negative once it has passed; inf without a limit."""
+        return self.at_s - time.perf_counter()
+
     def solve_s(self, parts: int = 1) -> float:
         """Seconds for one of so many searches that are left; infinite without a limit: they end by proof or rounds."""
         if math.isinf(self.at_s):

@@ -1,40 +1,122 @@
-"""A progress line while a plan is made: the current pass, what is left, and the solver's gap."""
+"""A progress line while a plan is made and compiled: the pass, what was weighed, the best so far, what is left."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.status import Status
 
+from autopar.common.deadline import Deadline
+from autopar.common.units import text_of_s
+
+
+class _Line(Protocol):
+    def show(self, text: str) -> None: ...
+
+    def hide(self) -> None: ...
+
 
 class Progress:
-    """Shows passes on stderr where it is a terminal; keeps how long each took, in seconds, in `spent_s`.
+    """Shows passes on stderr where it is a terminal, or below the cell of a notebook.
 
-    `total_s` counts a pass within another one once.
+    Keeps how long each pass took, in seconds, in `spent_s`. `total_s` counts a pass within another one once.
     """
 
     def __init__(self, title: str, *, show: bool = True) -> None:
         self.title = title
         self.spent_s: dict[str, float] = {}
         self.total_s, self._depth = 0.0, 0
-        console = Console(stderr=True)
-        self._status: Status | None = console.status(title) if show and console.is_terminal else None
+        self._line = _line() if show else None
+        self._pass, self._num_weighed, self._best_s, self._least_s, self._deadline = "", 0, math.inf, 0.0, Deadline()
+
+    def bounded(self, least_s: float, deadline: Deadline) -> None:
+        """The time that the step takes under any plan, and the end of the search."""
+        self._least_s, self._deadline = least_s, deadline
+
+    def weighed(self, step_time_s: float, *, fits: bool) -> None:
+        """One more candidate was evaluated."""
+        self._num_weighed += 1
+        if fits:
+            self._best_s = min(self._best_s, step_time_s)
+        self._update()
+
+    def at(self, name: str) -> None:
+        """What the pass is at, such as the third of its programs."""
+        self._pass = name
+        self._update()
 
     @contextlib.contextmanager
     def pass_(self, name: str) -> Iterator[None]:
         """Runs a pass under its name."""
-        begun, self._depth = time.perf_counter(), self._depth + 1
-        if self._status is not None:
-            self._status.update(f"{self.title}: {name}")
-            self._status.start()
+        begun, before, self._depth = time.perf_counter(), self._pass, self._depth + 1
+        self.at(name)
         try:
             yield
         finally:
-            spent_s, self._depth = time.perf_counter() - begun, self._depth - 1
+            spent_s, self._depth, self._pass = time.perf_counter() - begun, self._depth - 1, before
             self.spent_s[name] = self.spent_s.get(name, 0.0) + spent_s
             self.total_s += spent_s if self._depth == 0 else 0.0
-            if self._status is not None:
-                self._status.stop()
+            if self._line is not None and self._depth == 0:
+                self._line.hide()
+
+    @property
+    def text(self) -> str:
+        """The line."""
+        parts = [f"{self.title}: {self._pass}"]
+        if self._num_weighed:
+            parts.append(f"{self._num_weighed} weighed")
+        if self._best_s < math.inf:
+            least = f", none can take less than {text_of_s(self._least_s)}" if self._least_s else ""
+            parts.append(f"best {text_of_s(self._best_s)} a step{least}")
+        if self._deadline.left_s < math.inf:
+            parts.append(f"{max(0.0, self._deadline.left_s):.0f} s left")
+        return "; ".join(parts)
+
+    def _update(self) -> None:
+        if self._line is not None:
+            self._line.show(self.text)
+
+
+def _line() -> _Line | None:
+    """The place of the line; None where there is neither a terminal nor a notebook."""
+    console = Console(stderr=True)
+    if console.is_jupyter:
+        return _InNotebook()
+    return _OnTerminal(console) if console.is_terminal else None
+
+
+class _OnTerminal:
+    def __init__(self, console: Console) -> None:
+        self._status = Status("", console=console)
+
+    def show(self, text: str) -> None:
+        self._status.update(text.replace("[", r"\["))
+        self._status.start()
+
+    def hide(self) -> None:
+        self._status.stop()
+
+
+class _InNotebook:
+    """Text below the cell that changes in place. Rich would need ipywidgets for it."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        from IPython.display import display
+
+        shown = {"text/plain": text}
+        if self._handle is None:
+            self._handle = display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
+
+    def hide(self) -> None:
+        if self._handle is not None:
+            self._handle.update({"text/plain": ""}, raw=True)

@@ -99,6 +99,8 @@ def planning_context(
     if rings:
         check_blockwise(graph)
     row = LogicalMesh(axis_sizes=(cluster.num_devices,))
+    least_s = least_step_time_s(graph, cost_model(cluster, row))
+    progress.bounded(least_s, deadline)
     return PlanningContext(
         traced=traced,
         graph=graph,
@@ -110,7 +112,7 @@ def planning_context(
         progress=progress,
         deadline=deadline,
         keep_tolerance=keep_tolerance if request.leaves_layouts_free else 1.0,
-        least_s=least_step_time_s(graph, cost_model(cluster, row)),
+        least_s=least_s,
     )
 
 

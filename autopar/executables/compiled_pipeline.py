@@ -10,9 +10,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.common import jax_compat
+from autopar.common.progress import Progress
 from autopar.compiler.materialize import make_staged
 from autopar.errors import UnsupportedError
-from autopar.executables.compile_tasks import compile_joined, compile_tasks, sharding_of
+from autopar.executables.compile_all import compile_all
+from autopar.executables.lower_tasks import lower_joined, lower_tasks, sharding_of
 from autopar.executables.multiprocess import GlobalStep
 from autopar.executables.stage_shards import StageShardedLeaves, stage_sharded_leaves
 from autopar.executables.step_leaves import LeafwiseStep, put, result_like
@@ -95,7 +97,7 @@ class CompiledPipeline(LeafwiseStep):
         return "\n\n".join(e.as_text() for e in self.executables if e is not None)
 
 
-def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledPipeline:
+def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook, progress: Progress) -> CompiledPipeline:
     """Compiles each task of a pipeline for the devices of its stage."""
     staged = make_staged(traced, plan, rules)
     program = staged.program()
@@ -106,8 +108,9 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledP
     local_meshes = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
     weak = weak_results(staged, traced)
     options = plan.compiler_options_on(meshes[0].devices.flat[0])
-    executables = compile_tasks(staged.staged, lowered, local_meshes, weak, options)
-    executables += compile_joined(staged.staged, program, lowered, local_meshes, weak, options)
+    programs = lower_tasks(staged.staged, lowered, local_meshes, weak)
+    programs += lower_joined(staged.staged, program, lowered, local_meshes, weak)
+    executables = compile_all(programs, options, progress)
     stages = [task.stage for task in staged.staged.tasks]
     stages += [stages[joined.parts[0][0]] for joined in program.joined]
     in_flight = [in_flight_on(list(meshes[stage].devices.flat)) for stage in stages]

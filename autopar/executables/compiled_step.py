@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.common import jax_compat
+from autopar.common.progress import Progress
 from autopar.executables.compiled_pipeline import CompiledPipeline, build_pipeline
 from autopar.executables.compiled_spmd import Compiled, build_whole
 from autopar.ir.traced_step import TracedStep
@@ -13,13 +14,14 @@ CompiledStep = Compiled | CompiledPipeline
 
 
 @jax_compat.no_mesh_set()
-def build(traced: TracedStep, plan: Plan, rules: RuleBook) -> CompiledStep:
+def build(traced: TracedStep, plan: Plan, rules: RuleBook, progress: Progress) -> CompiledStep:
     """Emits, lowers and compiles a step under a plan for this program's devices.
 
     Raises: NotEnoughDevicesError, PlanMismatchError; UnsupportedError where the plan keeps state in the memory of the
     host and this program's devices cannot.
     """
     plan.check_devices()
-    if plan.record.pipeline is not None:
-        return build_pipeline(traced, plan, rules)
-    return build_whole(traced, plan, plan.concrete_mesh(), rules)
+    with progress.pass_("compile"):
+        if plan.record.pipeline is not None:
+            return build_pipeline(traced, plan, rules, progress)
+        return build_whole(traced, plan, plan.concrete_mesh(), rules)

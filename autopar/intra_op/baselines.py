@@ -60,6 +60,7 @@ def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Re
         if isinstance(found, Rejection):
             yield dataclasses.replace(found, source=SOURCE, text=name)
         else:
+            context.weighed(found.step_time_s, found.peak_bytes)
             yield dataclasses.replace(found, source=SOURCE, name=name)
 
 

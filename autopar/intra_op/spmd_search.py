@@ -76,6 +76,8 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
                 model, time_s = cost_model(context.cluster, mesh), deadline.solve_s(len(meshes) - number)
                 folds = context.request.leaves_layouts_free
                 outcome = search_mesh(context, model, pins, folds=folds, time_limit_s=time_s)
+            if isinstance(outcome, SpmdCandidate):
+                context.weighed(outcome.step_time_s, outcome.peak_bytes)
         yield outcome
         context = context.after([outcome])
 

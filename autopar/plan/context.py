@@ -125,6 +125,10 @@ class PlanningContext:
         """The context for the next source, with these results added."""
         return dataclasses.replace(self, results=(*self.results, *results))
 
+    def weighed(self, step_time_s: float, peak_bytes: int) -> None:
+        """Shows a candidate in the progress line."""
+        self.progress.weighed(step_time_s, fits=peak_bytes <= self.limit_bytes)
+
     def silent(self) -> PlanningContext:
         """The context of an auxiliary search, without progress lines."""
         return dataclasses.replace(self, progress=Progress("", show=False))

@@ -1,8 +1,46 @@
 """The seconds of passes while a plan is made."""
 
+import sys
 import time
+import types
 
+from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
+
+
+def test_the_line_says_what_was_weighed_the_best_the_bound_and_what_is_left():
+    progress = Progress("plan", show=False)
+    with progress.pass_("mesh 2x4"):
+        assert progress.text == "plan: mesh 2x4"
+        progress.weighed(0.002, fits=False)
+        assert progress.text == "plan: mesh 2x4; 1 weighed"
+        progress.bounded(0.001, Deadline.after(60.5))
+        progress.weighed(0.004, fits=True)
+        progress.weighed(0.003, fits=True)
+        assert progress.text == ("plan: mesh 2x4; 3 weighed; best 3 ms a step, none can take less than 1 ms; 60 s left")
+        with progress.pass_("compile"):
+            progress.at("compiled 1 of 2 programs")
+            assert progress.text.startswith("plan: compiled 1 of 2 programs; ")
+        assert progress.text.startswith("plan: mesh 2x4; ")
+
+
+def test_a_notebook_shows_one_line_that_changes_and_goes(monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data["text/plain"])
+
+    def display(data, raw, display_id):
+        shown.append(data["text/plain"])
+        return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    with Progress("plan").pass_("trace"):
+        pass
+    assert shown == ["plan: trace", ""]
 
 
 def test_a_pass_within_another_one_counts_once_in_the_total():

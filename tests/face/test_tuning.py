@@ -330,10 +330,10 @@ def test_where_all_fail_the_first_error_is_raised():
 def test_a_plan_that_is_not_compiled_is_listed(monkeypatch):
     build = tuning.build
 
-    def refusing(traced, plan, rules):
+    def refusing(traced, plan, rules, progress):
         if plan.record.axis_sizes == (8,):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much")
-        return build(traced, plan, rules)
+        return build(traced, plan, rules, progress)
 
     monkeypatch.setattr(tuning, "build", refusing)
     found = by([2.0], beside={}, within=1.2)

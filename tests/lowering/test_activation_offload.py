@@ -12,7 +12,7 @@ from autopar import recipes
 from autopar.compiler.materialize import make_staged
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.executables.compile_tasks import compile_task
+from autopar.executables.lower_tasks import lower_task
 from autopar.hardware import presets
 from autopar.inter_op.tasks import groups_of_examples
 from autopar.ir.graph import Section
@@ -189,7 +189,7 @@ def test_a_stage_compiled_for_tpu_hands_on_what_it_saves_in_the_hosts_memory():
         groups = groups_of_examples(stages)
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
             number = next(i for i, t in enumerate(staged.staged.tasks) if t.kind is kind and t.stage == 0)
-            compiled = compile_task(staged.staged, number, stages[0], mesh, groups, {})
+            compiled = lower_task(staged.staged, number, stages[0], mesh, groups, {}).compile()
             stats[offload, kind] = compiled.memory_analysis()
     saved = sum(plan.predicted.host_bytes[:1]) // 2  # of one of two micro-batches
     forward, backward = stats["activations", TaskKind.FORWARD], stats["activations", TaskKind.BACKWARD]
@@ -210,7 +210,7 @@ def test_one_program_compiled_for_tpu_needs_no_less():
         mesh = aot.target_mesh("tpu:v5e:2x4", plan.mesh.axis_sizes, plan.mesh.axis_names)
         lowered = staged.stages[0].lowered
         number = next(i for i, t in enumerate(staged.staged.tasks) if t.kind is TaskKind.FORWARD)
-        compiled = compile_task(staged.staged, number, lowered, mesh, groups_of_examples([lowered]), {})
+        compiled = lower_task(staged.staged, number, lowered, mesh, groups_of_examples([lowered]), {}).compile()
         stats[offload] = compiled.memory_analysis()
     without, made = stats["nothing"], stats["activations"]
     # The arrays are in the host's memory at some time, and counted there, apart from those of the device.

@@ -1,4 +1,4 @@
-"""Compiles each task of a staged program, as a JAX function on global arrays, for the devices of its stage."""
+"""Lowers each task of a staged program, as a JAX function on global arrays, for the devices of its stage."""
 
 from __future__ import annotations
 
@@ -19,36 +19,29 @@ from autopar.runtime.pipeline.dataflow import Dataflow, dataflow
 from autopar.runtime.pipeline.program import Joined, Program
 
 
-def compile_tasks(
+def lower_tasks(
     program: StagedProgram,
     stages: Sequence[LoweredStage],
     meshes: Sequence[Mesh | None],
     weak: Mapping[int, bool] | None = None,
-    options: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """The executable of each task; `meshes` are those of the stages, None for stages on devices of other processes.
+    """The lowered program of each task; `meshes` are those of the stages, None for those on devices of other processes.
 
-    `weak` tells, for buffers that hold results of the step, whether their types are weak. `options` are XLA's.
+    `weak` tells, for buffers that hold results of the step, whether their types are weak.
     """
     groups = groups_of_examples(stages)
     out = []
     for number, task in enumerate(program.tasks):
         mesh, stage = meshes[task.stage], stages[task.stage]
-        out.append(None if mesh is None else compile_task(program, number, stage, mesh, groups, weak or {}, options))
+        out.append(None if mesh is None else lower_task(program, number, stage, mesh, groups, weak or {}))
     return out
 
 
 @jax_compat.no_mesh_set()
-def compile_task(
-    program: StagedProgram,
-    number: int,
-    stage: LoweredStage,
-    mesh: Mesh,
-    groups: int,
-    weak: Mapping[int, bool],
-    options: Mapping[str, Any] | None = None,
+def lower_task(
+    program: StagedProgram, number: int, stage: LoweredStage, mesh: Mesh, groups: int, weak: Mapping[int, bool]
 ) -> Any:
-    """Lowers and compiles one task. Its arguments are flat, in the order of the task's inputs."""
+    """Lowers one task. Its arguments are flat, in the order of the task's inputs."""
     task, linked = program.tasks[number], program.pipeline.tasks[number]
     m = stage.stage.graph.num_microbatches
 
@@ -74,18 +67,17 @@ def compile_task(
         out_shardings=tuple(sharding_of(key, mesh) for key in outputs),
         donate_argnums=tuple(i for i, b in enumerate(positions) if b in donated),
     )
-    return jitted.lower(*avals).compile(dict(options or {}))
+    return jitted.lower(*avals)
 
 
-def compile_joined(
+def lower_joined(
     program: StagedProgram,
     executed: Program,
     stages: Sequence[LoweredStage],
     meshes: Sequence[Mesh | None],
     weak: Mapping[int, bool],
-    options: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """The executable of each chain of runs that is one program."""
+    """The lowered program of each chain of runs that is one."""
     groups, flow = groups_of_examples(stages), dataflow(program.pipeline, executed.num_microbatches)
     out: list[Any] = []
     for joined in executed.joined:
@@ -94,8 +86,7 @@ def compile_joined(
         if mesh is None:
             out.append(None)
             continue
-        lowered = _lower_chain(program, flow, joined, stages[stage], mesh, groups, weak)
-        out.append(lowered.compile(dict(options or {})))
+        out.append(_lower_chain(program, flow, joined, stages[stage], mesh, groups, weak))
     return out
 
 

@@ -1,0 +1,32 @@
+"""Compiles the programs of a pipeline beside one another: XLA's compilers hold no lock of Python's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+from autopar.common.progress import Progress
+
+# A compiler of a GPU or a TPU takes gigabytes for a large program.
+MOST_AT_ONCE = 8
+
+
+def compile_all(lowered: Sequence[Any | None], options: Mapping[str, Any], progress: Progress) -> list[Any]:
+    """The executables of lowered programs, under XLA's options; None where there is none.
+
+    Raises: the error of the first that cannot be compiled, when those that were begun are done.
+    """
+    at_once = min(os.cpu_count() or 1, MOST_AT_ONCE)
+    numbers = [i for i, program in enumerate(lowered) if program is not None]
+    with ThreadPoolExecutor(at_once, thread_name_prefix="autopar-compile") as threads:
+        compiling = {i: threads.submit(lowered[i].compile, dict(options)) for i in numbers}  # type: ignore[union-attr]
+        try:
+            for done, future in enumerate(as_completed(compiling.values()), start=1):
+                future.result()
+                progress.at(f"compiled {done} of {len(numbers)} programs")
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+    return [compiling[i].result() if i in compiling else None for i in range(len(lowered))]
