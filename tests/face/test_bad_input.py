@@ -296,7 +296,9 @@ print("works")
     "twin",
     [
         pytest.param("params", id="one array"),
-        pytest.param("jax.tree.map(written_otherwise, params)", id="two arrays around one buffer"),
+        pytest.param(
+            "jax.tree.map(written_otherwise, params)", marks=pytest.mark.slow, id="two arrays around one buffer"
+        ),
     ],
 )
 def test_one_array_in_two_places_of_the_state(twin):

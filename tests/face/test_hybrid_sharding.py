@@ -33,7 +33,7 @@ def parameter_bytes(case):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_only_parts_of_gradients_go_between_groups_in_the_compiled_program(stage):
     step = autopar.parallelize(GPT.step, plan=recipes.zero(stage, size=4), cache_dir=None, show_progress=False)
     text = step.lower(jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0)).compile().as_text()
@@ -88,7 +88,7 @@ def test_state_is_shared_by_the_devices_of_a_group_alone():
         ),
         pytest.param({"sp": 4, "zero_size": 4}, {"replica": ACROSS}, marks=pytest.mark.slow),
         pytest.param({"dp": 8, "zero_size": 4}, {"replica": ACROSS, "data": WITHIN}, marks=pytest.mark.slow),
-        ({"zero_size": 8}, {"data": [list(range(8))]}),
+        pytest.param({"zero_size": 8}, {"data": [list(range(8))]}, marks=pytest.mark.slow),
     ],
     ids=["stages", "tensor", "sequence", "sequence alone", "dp", "all devices"],
 )

@@ -49,7 +49,10 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(("recipe", "devices", "axes"), [pytest.param(*grid, id=name) for name, grid in GRIDS.items()])
+@pytest.mark.parametrize(
+    ("recipe", "devices", "axes"),
+    [pytest.param(*grid, marks=[] if name == "2d" else pytest.mark.slow, id=name) for name, grid in GRIDS.items()],
+)
 def test_recomputation_and_micro_batches_of_grids(recipe, devices, axes, num_microbatches):
     cut = recipes.cut(recipe, num_microbatches=num_microbatches, recompute="input")
     _, plan = verified(GPT, cut, devices)

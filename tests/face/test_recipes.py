@@ -107,7 +107,7 @@ def test_ulysses_exchanges_positions_for_heads_and_back():
 @pytest.mark.parametrize(
     ("wanted", "runs"),
     [
-        ({"dp": 2, "sp": 4, "zero": 1}, 1),
+        pytest.param({"dp": 2, "sp": 4, "zero": 1}, 1, marks=pytest.mark.slow),
         pytest.param({"dp": 2, "sp": 4, "zero": 3}, 1, marks=pytest.mark.slow),
         pytest.param({"dp": 2, "sp": 2, "tp": 2}, 1, marks=pytest.mark.slow),
         ({"dp": 1, "sp": 4, "pp": 2, "num_microbatches": 2}, 2),
@@ -129,6 +129,7 @@ def test_what_one_projection_makes_is_exchanged_at_once():
     assert sent(made)["all-to-all"] == 2 * (3 + 1) * LAYERS * part * 3 / 4
 
 
+@pytest.mark.slow
 def test_ulysses_leaves_experts_alone():
     made, _ = verified(MOE, recipes.combine(dp=2, sp=4), 8)
     assert counts(made)["all-to-all"] == 2 * 4
@@ -138,9 +139,9 @@ def test_ulysses_leaves_experts_alone():
     ("wanted", "runs"),
     [
         ({"dp": 1, "sp": 8}, 1),
-        ({"dp": 2, "sp": 4, "zero": 3}, 1),
+        pytest.param({"dp": 2, "sp": 4, "zero": 3}, 1, marks=pytest.mark.slow),
         pytest.param({"dp": 2, "sp": 2, "tp": 2}, 1, marks=pytest.mark.slow),
-        ({"dp": 1, "sp": 4, "pp": 2, "num_microbatches": 2}, 2),
+        pytest.param({"dp": 1, "sp": 4, "pp": 2, "num_microbatches": 2}, 2, marks=pytest.mark.slow),
     ],
     ids=["alone", "zero 3", "tensor", "pipeline"],
 )
@@ -173,10 +174,10 @@ def test_a_ring_never_holds_all_scores():
     [
         # Of causal attention the halves of 14 arrays of each layer change places.
         pytest.param(CASES["gpt_bf16"](batch=8), 2 * 6, 2 * 14, marks=pytest.mark.slow),
-        (MOE, 2 * 6, 2 * 14),
+        pytest.param(MOE, 2 * 6, 2 * 14, marks=pytest.mark.slow),
         # Scores are computed again: keys and values come round once more, and four arrays more change places, for in
         # the first forward pass nobody reads the numbers of rows.
-        (CASES["gpt_scan_remat"](layers=2, batch=8), 2 * 8, 2 * 18),
+        pytest.param(CASES["gpt_scan_remat"](layers=2, batch=8), 2 * 8, 2 * 18, marks=pytest.mark.slow),
         (CASES["gpt_scan"](layers=2, batch=8), 2 * 6, 2 * 14),
         pytest.param(CASES["bert"](), 2 * 6, 0, marks=pytest.mark.slow),
     ],
@@ -220,7 +221,7 @@ def test_attention_without_enough_heads_is_named():
         step.plan(jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0))
 
 
-@pytest.mark.parametrize("case", [GPT, MOE], ids=["gpt", "moe"])
+@pytest.mark.parametrize("case", [GPT, pytest.param(MOE, marks=pytest.mark.slow)], ids=["gpt", "moe"])
 def test_three_kinds_of_parallelism_together(case):
     recipe = recipes.combine(dp=2, tp=2, pp=2, num_microbatches=2)
     _, plan = verified(case, recipe, 8)

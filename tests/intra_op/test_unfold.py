@@ -39,7 +39,9 @@ def solved(intra_op):
     return solution
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow) if name == "gpt, a grid" else name for name in CASES]
+)
 def test_the_folded_search_finds_what_the_whole_one_does(case):
     make, axis_sizes, within = CASES[case]
     graph = make()

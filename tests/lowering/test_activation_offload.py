@@ -119,6 +119,7 @@ def test_layers_inputs_go_in_the_forward_pass_and_come_back_one_by_one():
         assert made[copy.behind[0]] < here <= reader
 
 
+@pytest.mark.slow
 def test_stages_that_wait_for_others_send_all_and_the_last_keeps_what_it_reads_first():
     recipe = recipes.combine(pp=2, num_microbatches=4, recompute="input", offload="activations")
     staged, plan = staged_under(recipe)
@@ -167,6 +168,7 @@ def test_copies_hide_where_the_compiler_makes_them_asynchronous(platform, hides)
     assert plan.predicted.step_time_s <= without.predicted.step_time_s + plan.predicted.host_time_s + 1e-12
 
 
+@pytest.mark.slow
 def test_the_compiled_stages_need_less():
     options = {"pp": 2, "num_microbatches": 4, "recompute": "matmuls"}
     without, _ = verified(GPT, recipes.combine(**options))

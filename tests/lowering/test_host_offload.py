@@ -70,7 +70,7 @@ MOMENTS = {f"['moments'][1][0].{name}[{i}]" for name in ("mu", "nu") for i in (0
 # Numbers, shardings
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gpt_computes_what_plain_jit_does(stage):
     _, plan = verified(dataclasses.replace(GPT, tolerance=1e-5), recipes.zero(stage, offload="optimizer"))
     kept = {v.path for v in plan.record.arguments if v.in_host}
@@ -78,6 +78,7 @@ def test_gpt_computes_what_plain_jit_does(stage):
     assert kept == {v.path.replace("result[0]", "state", 1) for v in plan.record.results if v.in_host}
 
 
+@pytest.mark.slow
 def test_experts_moments_are_kept_in_parts():
     _, plan = verified(dataclasses.replace(MOE, tolerance=1e-5), recipes.combine(ep=4, zero=2, offload="optimizer"))
     expert = [v for v in plan.record.arguments if "expert_in" in v.path and v.in_host]

@@ -52,7 +52,7 @@ def test_a_program_that_needs_two_examples_is_refused():
         one(lambda x: jnp.roll(x, 2, 0))
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_micro_batches_of_one_example(name):
     case = CASES[name](batch=4)
     step = autopar.parallelize(

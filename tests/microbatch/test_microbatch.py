@@ -404,7 +404,7 @@ REFUSED = {
     "haiku_model": "^batch_norm at .*reduce_sum mixes",
     "gnn": r"gather mixes .* \(it addresses examples by their position",  # one graph of all: nodes read others
 }
-QUICK = {("dropout", 4), ("bookkeeping", 2), ("loss_scaling", 2), ("gpt_scan_remat", 2), ("lstm", 4)}
+QUICK = {("dropout", 4), ("bookkeeping", 2), ("loss_scaling", 2), ("lstm", 4)}
 ACCEPTED = [(name, m) for name in CASES if name not in REFUSED for m in ((2, 3) if name == "gpt_odd" else (2, 4))]
 
 
