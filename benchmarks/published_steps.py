@@ -83,6 +83,7 @@ def recipe_of(row: Row) -> autopar.recipes.Recipe:
         sequence="ring",
         pp=row.pp,
         zero=row.zero,
+        gather=row.gather,
         num_microbatches=row.num_microbatches if row.table == "megatron a100" or row.num_microbatches > 1 else None,
         sequence_parallel=row.sequence_parallel,
         schedule=None if row.pp == 1 else "interleaved" if row.chunks > 1 else "1f1b",

@@ -84,7 +84,7 @@ class _Builder:
             if isinstance(atom, int):
                 self.followed.add(atom)  # a result of the step is whole, wherever it lies
         reshards = [r for value, r in self.placements.items() if value in self.followed]
-        reshards += shared_reads(self.reads, self.copy, self.weights.of_value)
+        reshards += shared_reads(self.reads, self.copy, self.weights.of_value, self.once)
         return ChoiceGraph(
             mesh=self.mesh, nodes=tuple(self.nodes), reshards=tuple(reshards), unreduced=self.unreduced,
             reduced=self.reduced, copies=self.copies, of_op=self.of_op, partials=self.partials, lists=self.lists,
