@@ -106,7 +106,10 @@ def _tpu(
     name: str, *, half: float, memory_gb: float, memory_gb_per_s: float, int8: float | None = None,
     float8: float | None = None, host: _HostLink | None = None, matrix_unit: int = 128,
 ) -> DeviceKind:  # fmt: skip
-    """Rates in Tflop/s; a matrix unit is a square of so many multipliers a side. float32 products run as bfloat16 ones: JAX's default precision on TPU is one bfloat16 pass."""
+    """Rates in Tflop/s; a matrix unit is a square of so many multipliers a side.
+
+    float32 products run as bfloat16 ones: JAX's default precision on TPU is one bfloat16 pass.
+    """
     device = DeviceKind(
         name=name,
         peak_flops=tuple(
