@@ -52,7 +52,8 @@ class Row:
     `recompute`: "nothing", "input" (all), "matmuls" (all but products), "input every 2" (all of every second layer), or
     "attention" (scores). `flash`: attention that keeps no scores. `compiled`: whether a compiler fused elementwise
     operations, as XLA does; eager rows are shown, and no constant is fitted to them. `waits_for_tensor`: collectives of
-    tensor parallelism hold up computing; `waits_for_all`: all collectives do. `dropout`: the rate.
+    tensor parallelism hold up computing; `waits_for_all`: all collectives do. `dropout`: the rate. `gather`: as
+    of `recipes.combine`.
     """
 
     table: str
