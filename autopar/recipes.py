@@ -11,7 +11,7 @@ from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 from autopar.sharding.constraints import AxisUse, Binding
-from autopar.sharding.parallelisms import data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis
+from autopar.sharding.parallelisms import GATHERS, data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis
 from autopar.sharding.tensor_grids import cube, square
 
 
@@ -30,16 +30,16 @@ def data_parallel() -> Recipe:
     return combine()
 
 
-def zero(stage: int, *, size: int | None = None, offload: str = "nothing") -> Recipe:
+def zero(stage: int, *, size: int | None = None, gather: str = "after", offload: str = "nothing") -> Recipe:
     """Data parallelism with sharded optimizer state (1), gradient accumulators too (2), parameters too (3).
 
     `size` neighbours share the state, all devices where it is None; the others are copies (hybrid sharding, HSDP: with
     the devices of a host or a slice as `size`, parameters are gathered inside of it, and between hosts goes one
-    all-reduce of each device's part of the gradients). `offload` names the arrays that are kept in the memory of the
-    hosts, as in `combine`. Sources: Rajbhandari et al., "ZeRO", 2020, section 5; Ren et
-    al., "ZeRO-Offload", 2021; Zhao et al., "PyTorch FSDP", 2023, section 3.2.2. Raises: InvalidArgumentError.
+    all-reduce of each device's part of the gradients). `gather` and `offload` are those of `combine`. Sources:
+    Rajbhandari et al., "ZeRO", 2020, section 5; Ren et al., "ZeRO-Offload", 2021; Zhao et al., "PyTorch FSDP", 2023,
+    section 3.2.2. Raises: InvalidArgumentError.
     """
-    return combine(zero=stage, zero_size=size, offload=offload)
+    return combine(zero=stage, zero_size=size, gather=gather, offload=offload)
 
 
 def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | None = None) -> Recipe:
@@ -123,6 +123,7 @@ def combine(
     sp: int = 1,
     zero: int = 0,
     zero_size: int | None = None,
+    gather: str = "after",
     sequence: str = "ulysses",
     sequence_parallel: bool = False,
     schedule: str | None = None,
@@ -144,6 +145,11 @@ def combine(
         zero: The state that the copies shard, as in `zero`; all but experts over `dp * ep * sp` devices.
         zero_size: The devices that share the state, as `size` of `zero`: a multiple of `ep * sp` that divides
             `dp * ep * sp`; None is all of these. The others are copies, on a mesh axis of their own ("replica").
+        gather: When `zero=1` and `zero=2` gather parameters. "after": behind the update, in their own type, and between
+            steps they lie whole. "ahead": between steps they lie in parts, as master weights; in front of the first
+            pass, and under it, what the passes read of them (their casts to 16 bits) is gathered once in a step, for
+            all passes and micro-batches. Source: NVIDIA, Megatron-LM's distributed optimizer, with
+            --overlap-param-gather. `zero=3` always gathers ahead, for each pass.
         sequence: As the kind of `sequence_parallel`: "ulysses" or "ring".
         sequence_parallel: Whether tensor groups shard positions between the matrices (norms, dropout, residuals), with
             reduce-scatters and all-gathers instead of all-reduces, as `sequence_parallel("megatron")`.
@@ -173,8 +179,19 @@ def combine(
             got=repr(zero),
             hint="0 keeps the whole state on every device",
         )
-    data = [(data_axis(zero), dp)] if zero_size is None else _hybrid(zero, zero_size, dp, (ep, sp))
-    recipe = _bound(data, tp=tp, sp=sp, ep=ep, zero=zero, sequence=sequence, sequence_parallel=sequence_parallel)
+    if gather not in GATHERS or (gather == "ahead" and zero == 0):
+        raise InvalidArgumentError(
+            where="recipes.combine(gather=...)",
+            expected=f"{' or '.join(map(repr, GATHERS))}, the second with zero=1, 2 or 3",
+            got=f"{gather!r} with zero={zero}",
+            hint="leave it out to gather after the update",
+        )
+    data = [(data_axis(zero, gather), dp)]
+    if zero_size is not None:
+        data = _hybrid(data_axis(zero, gather), zero, zero_size, dp, (ep, sp))
+    recipe = _bound(
+        data, tp=tp, sp=sp, ep=ep, zero=zero, gather=gather, sequence=sequence, sequence_parallel=sequence_parallel
+    )
     stages = _checked_stages("recipes.combine", pp, schedule, num_microbatches, chunks)
     return _cut("recipes.combine", recipe, stages, recompute, offload)
 
@@ -195,7 +212,9 @@ def _copies(size: int | None) -> list[tuple[AxisUse, int | None]]:
     return [(data_axis(), None if size is not None else 1)]
 
 
-def _hybrid(stage: int, size: int, dp: int | None, others: tuple[int | None, ...]) -> list[tuple[AxisUse, int | None]]:
+def _hybrid(
+    shares: AxisUse, stage: int, size: int, dp: int | None, others: tuple[int | None, ...]
+) -> list[tuple[AxisUse, int | None]]:
     """The data axes of hybrid sharding: copies of the state, and the devices that share it beside the others' axes."""
     where = "recipes.combine(zero_size=...)"
     check_number(where, size)
@@ -221,7 +240,7 @@ def _hybrid(stage: int, size: int, dp: int | None, others: tuple[int | None, ...
             got=f"{shared} copies of it in a group",
             hint="zero_size divides dp * ep * sp",
         )
-    return [(replica_axis(), None if dp is None else dp // shared), (data_axis(stage), shared)]
+    return [(replica_axis(), None if dp is None else dp // shared), (shares, shared)]
 
 
 def _bound(
@@ -231,10 +250,12 @@ def _bound(
     sp: int | None = 1,
     ep: int | None = 1,
     zero: int = 0,
+    gather: str = "after",
     sequence: str = "ulysses",
     sequence_parallel: bool = False,
 ) -> Recipe:
-    shared = [(use, size) for use, size in ((expert_axis(zero), ep), (sequence_axis(sequence, zero), sp)) if size != 1]
+    uses = ((expert_axis(zero, gather), ep), (sequence_axis(sequence, zero, gather), sp))
+    shared = [(use, size) for use, size in uses if size != 1]
     axes = [*data, *shared, (tensor_axis(sequence_parallel=sequence_parallel), tp)]
     binding = Binding(axes=tuple(use for use, _ in axes), sizes=tuple(size for _, size in axes))
     return Recipe(request=PlanRequest(binding=binding))

@@ -7,7 +7,8 @@ Sources, by table:
         its sequences times the model's flops over its achieved rate. Vocabulary 51,200, 2,048 tokens.
     megatron-core h100: NVIDIA/Megatron-LM, README, table of model sizes (bfloat16, 4,096 tokens, vocabulary 131,072);
         the time is the model's flops by its own formula over the rate. The table gives no micro-batches: without stages
-        all sequences of a copy are taken at once, for they fit, with stages one at a time and two chunks each.
+        all sequences of a copy are taken at once, for they fit, with stages one at a time and two chunks each. Its runs
+        gather parameters under the forward pass (--overlap-param-gather, --overlap-grad-reduce, --tp-comm-overlap).
     torchtitan: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md,
         asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md; its H100s have 96 GB
         of HBM2e at 2.4 TB/s and 500 W. float8 is tensorwise, of the layers' products. Its selective recomputation
@@ -51,7 +52,8 @@ class Row:
     `recompute`: "nothing", "input" (all), "matmuls" (all but products), "input every 2" (all of every second layer), or
     "attention" (scores). `flash`: attention that keeps no scores. `compiled`: whether a compiler fused elementwise
     operations, as XLA does; eager rows are shown, and no constant is fitted to them. `waits_for_tensor`: collectives of
-    tensor parallelism hold up computing; `waits_for_all`: all collectives do. `dropout`: the rate.
+    tensor parallelism hold up computing; `waits_for_all`: all collectives do. `dropout`: the rate. `gather`: as
+    of `recipes.combine`.
     """
 
     table: str
@@ -65,6 +67,7 @@ class Row:
     pp: int = 1
     cp: int = 1
     zero: int = 0
+    gather: str = "after"
     chunks: int = 1
     recompute: str = "nothing"
     sequence_parallel: bool = False
@@ -195,7 +198,7 @@ def _megatron_core(
     return Row(
         table="megatron-core h100", name=name, model=model, hardware="H100", gpus=gpus, batch=batch,
         micro_batch=1 if pp > 1 else batch * tp // gpus,
-        tp=tp, pp=pp, zero=1, chunks=1 if pp == 1 else 2, sequence_parallel=tp > 1,
+        tp=tp, pp=pp, zero=1, gather="ahead", chunks=1 if pp == 1 else 2, sequence_parallel=tp > 1,
         step_time_s=megatron_flops(model, batch) / (tflops * 1e12 * gpus),
     )  # fmt: skip
 

@@ -83,12 +83,22 @@ def recipe_of(row: Row) -> autopar.recipes.Recipe:
         sequence="ring",
         pp=row.pp,
         zero=row.zero,
+        gather=row.gather,
         num_microbatches=row.num_microbatches if row.table == "megatron a100" or row.num_microbatches > 1 else None,
         sequence_parallel=row.sequence_parallel,
         schedule=None if row.pp == 1 else "interleaved" if row.chunks > 1 else "1f1b",
         chunks=row.chunks if row.chunks > 1 else None,
-        recompute="nothing" if row.recompute == "attention" else row.recompute,
+        recompute=_policy(row),
     )
+
+
+def _policy(row: Row) -> str:
+    """What a recipe recomputes for it. Fused kernels keep what they read, not what they compute in between: a compiler
+    does so in one program. Between the programs of a pipeline's passes, what is elementwise is computed again instead.
+    """
+    if row.recompute not in ("attention", "nothing"):
+        return row.recompute
+    return "matmuls" if row.pp > 1 else "nothing"
 
 
 def cluster_of(row: Row, constants: dict[str, float] | None = None) -> autopar.Cluster:

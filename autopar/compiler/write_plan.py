@@ -69,6 +69,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
     values = dimensions_of(staged.graph)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     reports = [planned.sharding.report for planned in staged.stages]
+    largest_axis = max(n for planned in staged.stages for n in planned.sharding.mesh.axis_sizes)
     return PlanRecord(
         format_version=FORMAT_VERSION,
         step=traced.name,
@@ -76,7 +77,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         blockwise_attention=traced.blockwise_attention,
         per_microbatch=traced.per_microbatch,
         cluster=context.cluster,
-        compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform),
+        compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform, largest_axis),
         least_step_time_s=context.least_s,
         axis_sizes=(),
         memory_limit_bytes=context.limit_bytes,
@@ -88,7 +89,10 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         modules=tuple(row for number, planned in enumerate(staged.stages) for row in stage_rows(planned, number)),
         axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
         tried=(),
-        notes=(*_notes_of(context), *_accumulation_note(staged.graph.per_microbatch, staged.graph.num_microbatches)),
+        notes=(
+            *_notes_of(context, largest_axis),
+            *_accumulation_note(staged.graph.per_microbatch, staged.graph.num_microbatches),
+        ),
         pipeline=pipeline_record(staged, choice.policies, choice.chunks, candidate.hoist_casts),
         weighed=candidate.weighed,
     )
@@ -99,6 +103,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
     arguments, results = planned_values(traced, graph, best.lowered)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     use = memory_of_program(graph, best.lowered, best.program, best.estimate, best.stands_for, best.sharding.mesh)
+    largest_axis = max(best.sharding.mesh.axis_sizes)
     prediction, timeline = predicted(graph, best.lowered, best.model, best.estimate, use, flops)
     return PlanRecord(
         format_version=FORMAT_VERSION,
@@ -107,7 +112,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         blockwise_attention=traced.blockwise_attention,
         per_microbatch=traced.per_microbatch,
         cluster=context.cluster,
-        compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform),
+        compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform, largest_axis),
         least_step_time_s=context.least_s,
         axis_sizes=best.sharding.mesh.axis_sizes,
         memory_limit_bytes=context.limit_bytes,
@@ -119,7 +124,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         modules=module_rows(graph, best.lowered, best.model, prediction.collectives),
         axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(context.views.annotated)),),
         tried=_trials(context),
-        notes=(*_notes_of(context), *island_notes(graph, best.sharding), *notes),
+        notes=(*_notes_of(context, largest_axis), *island_notes(graph, best.sharding), *notes),
         timeline=timeline,
     )
 
@@ -144,10 +149,10 @@ def _trials(context: PlanningContext) -> tuple[MeshTrial, ...]:
     return tuple(trials)
 
 
-def _notes_of(context: PlanningContext) -> tuple[str, ...]:
+def _notes_of(context: PlanningContext, largest_axis: int) -> tuple[str, ...]:
     """Notes that apply to a step whatever its plan."""
     traced, graph = context.traced, context.graph
-    unlike = unlike_assumed(context.request.compiler_options, context.cluster.device.platform)
+    unlike = unlike_assumed(context.request.compiler_options, context.cluster.device.platform, largest_axis)
     untied = sorted(i for i in traced.donated if i not in traced.tied)
     notes = list(replicated_notes(graph))
     if untied:

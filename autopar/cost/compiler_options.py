@@ -20,20 +20,23 @@ _WHERE = "parallelize(compiler_options=...)"
 _SHARING = (Platform.CPU, Platform.GPU)
 
 
-def assumed_options(platform: Platform) -> dict[str, OptionValue]:
-    """The options that say what `stream_simulator.overlap_of` says: collectives run beside computation, and reductions
-    are combined up to a size. They are the defaults of jaxlib 0.10.2 and libtpu 0.0.42 (programs compiled with them are
-    the same), and hold here whatever a later version or `XLA_FLAGS` has.
+def assumed_options(platform: Platform, largest_axis: int = 1) -> dict[str, OptionValue]:
+    """The options that say what `stream_simulator.overlap_of` says: collectives run beside computation, and are
+    combined up to a size. But for that of reduce-scatters, they are the defaults of jaxlib 0.10.2 and libtpu 0.0.42
+    (programs compiled with them are the same), and hold here whatever a later version or `XLA_FLAGS` has.
+
+    `largest_axis`: the devices of the largest axis of the plan's meshes.
 
     Sources: "GPU performance tips" (docs.jax.dev/en/latest/gpu_performance_tips.html) for the scheduler and the combine
     thresholds; "XLA flags guidance" (openxla.org/xla/flags_guidance), "v5e/Async", for asynchronous gathers on TPU.
     """
     if platform is Platform.GPU:
-        combined_bytes = overlap_of(platform).combined_bytes
+        overlap = overlap_of(platform, largest_axis)
         return {
             "xla_gpu_enable_latency_hiding_scheduler": True,
-            "xla_gpu_all_reduce_combine_threshold_bytes": combined_bytes,
-            "xla_gpu_reduce_scatter_combine_threshold_bytes": combined_bytes,
+            "xla_gpu_all_gather_combine_threshold_bytes": overlap.combined_bytes,
+            "xla_gpu_all_reduce_combine_threshold_bytes": overlap.combined_bytes,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": overlap.scattered_bytes,
         }
     if platform is Platform.TPU:
         return {
@@ -45,15 +48,15 @@ def assumed_options(platform: Platform) -> dict[str, OptionValue]:
     return {}
 
 
-def options_of(requested: Requested, platform: Platform) -> dict[str, OptionValue]:
+def options_of(requested: Requested, platform: Platform, largest_axis: int = 1) -> dict[str, OptionValue]:
     """The options of a plan: those assumed, with the requested ones added or in their place."""
-    options = {**assumed_options(platform), **dict(requested)}
+    options = {**assumed_options(platform, largest_axis), **dict(requested)}
     return {name: value for name, value in options.items() if value is not None}
 
 
-def unlike_assumed(requested: Requested, platform: Platform) -> str | None:
+def unlike_assumed(requested: Requested, platform: Platform, largest_axis: int = 1) -> str | None:
     """A note on requested options of which the prediction takes other values; None where there are none."""
-    assumed = assumed_options(platform)
+    assumed = assumed_options(platform, largest_axis)
     unlike = [f"{name}={assumed[name]}" for name, value in requested if name in assumed and value != assumed[name]]
     return f"the prediction assumes {', '.join(unlike)}, and not what compiler_options say" if unlike else None
 

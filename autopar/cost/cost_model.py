@@ -82,7 +82,7 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
             joint=cluster.joint_links(mesh.axis_sizes),
         ),
         compiler=compiler_for(platform, jax_version()),
-        overlap=overlap_of(platform),
+        overlap=overlap_of(platform, max(mesh.axis_sizes)),
     )
 
 

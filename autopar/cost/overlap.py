@@ -18,8 +18,9 @@ from autopar.cost.host_usage import host_copy_s
 from autopar.cost.ring_permutes import Moment
 from autopar.cost.roofline import is_fusible
 from autopar.cost.rounded_copies import rounded_copies
-from autopar.cost.stream_simulator import Ran, Stream, StreamEvent, StreamWork, run
-from autopar.hardware.collective_cost import Fabric
+from autopar.cost.stream_simulator import run
+from autopar.cost.stream_work import Ran, Stream, StreamEvent, StreamWork
+from autopar.hardware.collective_cost import CollectiveKind, Fabric
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.layout import local_bytes
 from autopar.lowering.instructions import (
@@ -75,7 +76,7 @@ def timed_together(
         for instruction in instructions:
             writer.instruction(instruction, made, works)
         works[begun:] = [_scaled(work, 1 / runs) for work in works[begun:]]
-    return run(works, model.overlap.combined_bytes)
+    return run(works, model.overlap.combined_bytes, model.overlap.scattered_bytes)
 
 
 def _scaled(work: StreamWork, share: float) -> StreamWork:
@@ -94,8 +95,13 @@ def _scaled(work: StreamWork, share: float) -> StreamWork:
         )
         for ran in work.inside
     )
-    seconds, sent_bytes = work.seconds * share, work.sent_bytes * share
-    return dataclasses.replace(work, seconds=seconds, sent_bytes=sent_bytes, inside=inside)
+    return dataclasses.replace(
+        work,
+        seconds=work.seconds * share,
+        latency_s=work.latency_s * share,
+        sent_bytes=work.sent_bytes * share,
+        inside=inside,
+    )
 
 
 def crossing_s(graph: OpGraph, instruction: Split | Accumulate | Stack, model: CostModel) -> float:
@@ -140,7 +146,7 @@ class _Writer:
         self.rounded |= rounded_copies(self.graph, lowered.instructions, results, self.model)
         for instruction in lowered.instructions:
             self.instruction(instruction, made, works)
-        return run(works, self.model.overlap.combined_bytes)
+        return run(works, self.model.overlap.combined_bytes, self.model.overlap.scattered_bytes)
 
     def new(self) -> int:
         self.num_values += 1
@@ -275,6 +281,8 @@ class _Writer:
             nbytes=nbytes,
             sent_bytes=use.total_bytes,
             reduction=(use.kind, use.axes) if reduces else None,
+            gather=use.axes if use.kind is CollectiveKind.ALL_GATHER else None,
+            latency_s=min(use.time_s, links.time_s(use.kind, 0.0, use.axes) * use.count),
         )
 
     def inside(self, loop: Loop) -> tuple[Ran, ...]:

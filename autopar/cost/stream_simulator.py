@@ -10,7 +10,8 @@ two apart. `run` is a model of what comes of that:
     read is at most twice the largest result. XLA starts the next gather when the one before it has come in.
 (3) What a gather reads without waiting for anything (the cast of a parameter) comes ahead with it.
 (4) Reductions of one kind over the same axes that do not depend on each other start together, when the last is made,
-    as long as their results are not too large to be combined.
+    as long as their results are not too large to be combined. So do gathers of what waits for nothing (3). What is
+    combined has the latency of one collective.
 (5) Collectives run one at a time; those that the compiler does not take apart hold up computing.
 (6) Copies to the memory of the host and from there run one at a time, beside computing and collectives.
 
@@ -24,11 +25,12 @@ it; the memory of what is gathered ahead, which `autopar.cost.peak_memory` count
 from __future__ import annotations
 
 import dataclasses
-import enum
 import heapq
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 
+from autopar.cost.combined_collectives import Group, combined_reductions, early_work, with_combined_gathers
+from autopar.cost.stream_work import BESIDE, Ran, Stream, StreamWork, computes, makers_of
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
 
@@ -40,130 +42,51 @@ RESULTS_AHEAD = 2
 class Overlap:
     """What runs beside computing in programs of one compiler.
 
-    `kinds` are the collectives that it takes apart; reductions whose results together have at most `combined_bytes` on
-    a device become one. `host_copies`: copies to and from the memory of the host.
+    `kinds` are the collectives that it takes apart; those whose results together have at most `combined_bytes` on a
+    device become one, reduce-scatters up to `scattered_bytes`. `host_copies`: copies to and from the memory of the
+    host.
     """
 
     kinds: frozenset[CollectiveKind]
     combined_bytes: int
+    scattered_bytes: int = 0
     host_copies: bool = False
 
 
-def overlap_of(platform: Platform) -> Overlap:
-    """What XLA does for a platform as long as no flags say otherwise.
+def overlap_of(platform: Platform, largest_axis: int = 1) -> Overlap:
+    """What XLA does for a platform under the options of a plan (`compiler_options`) whose largest mesh axis has so many
+    devices.
 
-    The threshold for GPUs is the default of `xla_gpu_all_reduce_combine_threshold_bytes` and of the same for
-    reduce-scatter; TPU reductions hold up computing, however they are combined. Copies between the memories of a device
-    and its host are a `copy-start` and a `copy-done` in programs for both.
+    The threshold for GPUs is the default of `xla_gpu_all_reduce_combine_threshold_bytes` and of the same for gathers.
+    That for reduce-scatters counts results too, which are a part of what is sent: at the default, those of a whole
+    backward pass become one that starts at its end. Here they are combined up to as many bytes of their operands, over
+    the largest axis. TPU reductions hold up computing, however they are combined. Copies between the memories of a
+    device and its host are a `copy-start` and a `copy-done` in programs for both.
     """
     if platform is Platform.GPU:
-        return Overlap(kinds=frozenset(PLANNED_KINDS), combined_bytes=30 << 20, host_copies=True)
+        combined_bytes = 30 << 20
+        return Overlap(
+            kinds=frozenset(PLANNED_KINDS),
+            combined_bytes=combined_bytes,
+            scattered_bytes=combined_bytes // largest_axis,
+            host_copies=True,
+        )
     if platform is Platform.TPU:
         apart = {CollectiveKind.ALL_GATHER, CollectiveKind.COLLECTIVE_PERMUTE}
         return Overlap(kinds=frozenset(apart), combined_bytes=0, host_copies=True)
     return Overlap(kinds=frozenset(), combined_bytes=0)
 
 
-class Stream(enum.Enum):
-    """What a piece of work keeps busy."""
-
-    COMPUTE = "compute"
-    SEND = "send"
-    HOST = "host"  # copies between the memories of a device and its host
-    BOTH = "both"  # a collective that holds up computing, or a loop in which something is sent
-    NEITHER = "neither"  # takes no time: another name for a value, or a part of it
-
-
-# What runs beside computing.
-_BESIDE = (Stream.SEND, Stream.HOST)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StreamWork:
-    """A piece of work for one device, between the values that it reads and makes.
-
-    Attributes:
-        nbytes: Of a collective, what its result takes on a device.
-        sent_bytes: What the device sends.
-        reduction: Set for a reduction; those with equal ones may be combined.
-        is_light: Elementwise, or moving values.
-        inside: Of a loop, its blocks, which run one after the other and take `seconds`.
-    """
-
-    name: str
-    stream: Stream
-    seconds: float
-    reads: tuple[Hashable, ...] = ()
-    makes: tuple[Hashable, ...] = ()
-    nbytes: float = 0.0
-    sent_bytes: float = 0.0
-    reduction: Hashable = None
-    is_light: bool = False
-    inside: tuple[Ran, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StreamEvent:
-    """Work on a stream, COMPUTE or SEND, between two moments."""
-
-    name: str
-    stream: Stream
-    start_s: float
-    end_s: float
-    sent_bytes: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """Work in the order in which it started, and when that was. `compute_s`, `send_s`, `host_s` are sums by stream."""
-
-    order: tuple[StreamWork, ...]
-    starts_s: tuple[float, ...]
-    end_s: float
-    compute_s: float
-    send_s: float
-    host_s: float = 0.0
-
-    @property
-    def hidden_s(self) -> float:
-        """Seconds in which something was computed and something else sent or copied."""
-        if not any(work.stream in _BESIDE for work in self.order):  # else rounding would show
-            return sum(ran.hidden_s for work in self.order for ran in work.inside)
-        return max(0.0, self.compute_s + self.send_s + self.host_s - self.end_s)
-
-    @property
-    def busy_s(self) -> float:
-        """How long the busiest stream has work: the step takes no less, in whatever order things run."""
-        compute_s = sum(work.seconds for work in self.order if _computes(work))
-        send_s = sum(work.seconds for work in self.order if work.stream in (Stream.SEND, Stream.BOTH))
-        return max(compute_s, send_s, self.host_s)
-
-    def events(self) -> Iterator[StreamEvent]:
-        """What took time, in order. A loop stands for its blocks."""
-        for work, start_s in zip(self.order, self.starts_s, strict=True):
-            for ran in work.inside:
-                for e in ran.events():
-                    yield dataclasses.replace(e, start_s=start_s + e.start_s, end_s=start_s + e.end_s)
-                start_s += ran.end_s
-            if work.seconds and not work.inside:
-                stream = Stream.COMPUTE if work.stream is Stream.COMPUTE else Stream.SEND
-                yield StreamEvent(
-                    name=work.name,
-                    stream=stream,
-                    start_s=start_s,
-                    end_s=start_s + work.seconds,
-                    sent_bytes=work.sent_bytes,
-                )
-
-
-def run(program: Sequence[StreamWork], combined_bytes: int = 0) -> Ran:
-    """Runs a program, in which each value has one maker, that stands before its readers.
+def run(program: Sequence[StreamWork], combined_bytes: int = 0, scattered_bytes: int | None = None) -> Ran:
+    """Runs a program, in which each value has one maker, that stands before its readers; `combined_bytes` and
+    `scattered_bytes` (by default the same) as those of `Overlap`.
 
     What nothing makes is there from the start. The streams never all wait, so that the end lies between the longest of
     their sums and all together.
     """
-    if any(work.stream in _BESIDE for work in program):
-        return _Clock(program, combined_bytes).run()
+    if any(work.stream in BESIDE for work in program):
+        scattered_bytes = combined_bytes if scattered_bytes is None else scattered_bytes
+        return _Clock(with_combined_gathers(program, combined_bytes), combined_bytes, scattered_bytes).run()
     starts_s, now_s = [], 0.0
     for work in program:
         starts_s.append(now_s)
@@ -210,9 +133,9 @@ class _Queue:
 class _Clock:
     """A program while it runs. Work is known by its position."""
 
-    def __init__(self, program: Sequence[StreamWork], combined_bytes: int) -> None:
-        self.program = program
-        self.makers = _makers(program)
+    def __init__(self, program: Sequence[StreamWork], combined_bytes: int, scattered_bytes: int) -> None:
+        self.program = list(program)
+        self.makers = makers_of(program)
         self.rank = [2 * i + 1 for i in range(len(program))]
         self.waits_for = [len(makers) for makers in self.makers]
         self.ready_s = [0.0] * len(program)
@@ -222,7 +145,7 @@ class _Clock:
                 self.readers[m].append(i)
         self.released_by: dict[int, list[int]] = {}  # gathers that may start once this has started
         self.hold_back()
-        self.groups = _combined(program, self.makers, combined_bytes)
+        self.groups = combined_reductions(program, self.makers, combined_bytes, scattered_bytes)
         self.compute, self.send, self.host = _Queue(), _Queue(), _Queue()
         self.arrived: list[int] = []  # work for which all is there that it waits for
         self.order: list[StreamWork] = []
@@ -234,12 +157,10 @@ class _Clock:
         program = self.program
         first_read: dict[int, int] = {}
         origins: list[tuple[int, ...]] = []  # what made the values that something is another name for
-        early: list[bool] = []
+        early = early_work(program, self.makers)
         for i, work in enumerate(program):
             found = tuple(origin for m in self.makers[i] for origin in origins[m])
             is_name = work.stream is Stream.NEITHER
-            is_light = is_name or (work.is_light and work.stream is Stream.COMPUTE)
-            early.append(is_light and all(early[m] for m in self.makers[i]))
             origins.append(found if is_name else (i,))
             if not is_name:
                 for origin in found:
@@ -283,7 +204,7 @@ class _Clock:
         work = self.program[i]
         start_s = max(at_s, self.send.free_s) if work.stream is Stream.BOTH else at_s
         done_s = start_s + work.seconds
-        if _computes(work):
+        if computes(work):
             self.compute.free_s = done_s
         if work.stream in (Stream.SEND, Stream.BOTH):
             self.send.free_s = done_s
@@ -316,8 +237,12 @@ class _Clock:
             if len(group.there) == group.size:
                 self.release(group)
 
-    def release(self, group: _Group, not_before_s: float = 0.0) -> None:
+    def release(self, group: Group, not_before_s: float = 0.0) -> None:
         ready_s = max(not_before_s, *(self.ready_s[i] for i in group.there))
+        for i in sorted(group.there, key=lambda i: self.rank[i])[1:]:
+            work = self.program[i]
+            if work.latency_s:
+                self.program[i] = dataclasses.replace(work, seconds=work.seconds - work.latency_s, latency_s=0.0)
         for i in group.there:
             del self.groups[i]
             self.queue(i, ready_s)
@@ -333,66 +258,3 @@ class _Clock:
     def queue(self, i: int, ready_s: float) -> None:
         queue = {Stream.SEND: self.send, Stream.HOST: self.host}.get(self.program[i].stream, self.compute)
         heapq.heappush(queue.coming, (ready_s, (self.rank[i], i)))
-
-
-def _makers(program: Sequence[StreamWork]) -> list[list[int]]:
-    """For each piece of work, the positions of what makes its operands."""
-    made_by: dict[Hashable, int] = {}
-    found = []
-    for i, work in enumerate(program):
-        found.append([made_by[value] for value in work.reads if value in made_by])
-        made_by.update(dict.fromkeys(work.makes, i))
-    return found
-
-
-@dataclasses.dataclass(slots=True)
-class _Group:
-    """Reductions that start together, and those of them that could."""
-
-    size: int = 0
-    nbytes: float = 0.0
-    there: list[int] = dataclasses.field(default_factory=list)
-
-
-def _combined(program: Sequence[StreamWork], makers: Sequence[Sequence[int]], combined_bytes: int) -> dict[int, _Group]:
-    """(4): the group of each reduction that is combined with others.
-
-    Reductions of one kind depend on each other only if one has more of the kind before it than the other.
-    """
-    of_kind: dict[Hashable, list[int]] = {}
-    for i, work in enumerate(program):
-        if work.stream is Stream.SEND and work.reduction is not None:
-            of_kind.setdefault(work.reduction, []).append(i)
-    groups: dict[int, _Group] = {}
-    last: list[int] = []  # the last computation on the way to each piece of work and through it
-    made: list[int] = []  # the same, without the work itself
-    for i, work_makers in enumerate(makers if of_kind else ()):
-        at = -1
-        for m in work_makers:
-            at = max(at, last[m])
-        made.append(at)
-        last.append(i if _computes(program[i]) else at)
-    for reductions in of_kind.values():
-        its = set(reductions)
-        before: list[int] = []  # reductions of the kind on the longest way to each piece of work
-        through: list[int] = []  # the same, with the work itself
-        for i, work_makers in enumerate(makers):
-            most = 0
-            for m in work_makers:
-                if through[m] > most:
-                    most = through[m]
-            before.append(most)
-            through.append(most + 1 if i in its else most)
-        open_group: dict[int, _Group] = {}
-        for i in sorted(reductions, key=lambda i: (made[i], i)):
-            group = open_group.get(before[i])
-            if group is None or group.nbytes + program[i].nbytes > combined_bytes:
-                group = open_group[before[i]] = _Group()
-            groups[i] = group
-            group.size += 1
-            group.nbytes += program[i].nbytes
-    return {i: group for i, group in groups.items() if group.size > 1}
-
-
-def _computes(work: StreamWork) -> bool:
-    return work.stream in (Stream.COMPUTE, Stream.BOTH)

@@ -104,9 +104,12 @@ def _gpu(name: str, peaks: _Peaks, memory: _Memory, products: _Products, host: _
 
 def _tpu(
     name: str, *, half: float, memory_gb: float, memory_gb_per_s: float, int8: float | None = None,
-    float8: float | None = None, host: _HostLink | None = None,
+    float8: float | None = None, host: _HostLink | None = None, matrix_unit: int = 128,
 ) -> DeviceKind:  # fmt: skip
-    """Rates in Tflop/s. float32 products run as bfloat16 ones: JAX's default precision on TPU is one bfloat16 pass."""
+    """Rates in Tflop/s; a matrix unit is a square of so many multipliers a side.
+
+    float32 products run as bfloat16 ones: JAX's default precision on TPU is one bfloat16 pass.
+    """
     device = DeviceKind(
         name=name,
         peak_flops=tuple(
@@ -119,6 +122,11 @@ def _tpu(
         launch_overhead_s=_TPU_LAUNCH_US * _MICRO,
         flops_efficiency=_TPU_EFFICIENCY,
         memory_efficiency=_TPU_MEMORY_EFFICIENCY,
+        attention_shares=tuple(
+            (width, _TPU_EFFICIENCY * width / matrix_unit, _TPU_EFFICIENCY * width / matrix_unit)
+            for width in (64, 128, 256)
+            if width <= matrix_unit
+        ),
         source="jax-ml/scaling-book tpus.md and Google Cloud TPU documentation (rates, memory)",
     )
     return device if host is None else host.of(device)
@@ -131,6 +139,8 @@ _GPU_MEMORY_EFFICIENCY = 0.7
 # What libtpu's compiler (0.0.42.1) estimates, in cycles of 1.5 GHz on v5e and 1.75 GHz on v5p (the clocks that their
 # peaks imply): bfloat16 products of 2048 to 8192 a side reach 0.88 to 0.97 of the peak on v5e, 0.87 to 0.96 on v5p;
 # x * 2 + 1 over 64 MB reaches 0.80 and 0.71 of the memory's; the least product takes 2.7 us, the least sum 1.3 us.
+# Of attention, each product has one side as long as a head is wide: a narrower one leaves a part of the matrix unit
+# empty. Its side: 128 multipliers, from v6e on 256 (Google Cloud, "TPU architecture").
 _TPU_EFFICIENCY, _TPU_MEMORY_EFFICIENCY, _TPU_LAUNCH_US = 0.9, 0.75, 2.0
 # XLA's measured table of matrix products (openxla/xla, matmul performance table; sm_90 and sm_100, bfloat16 and
 # float32, each 375 products of 256 to 4096 a side): launch, shares and fill of least mean, median and 90th percentile
@@ -248,10 +258,12 @@ MI355X = _gpu(
 TPU_V4 = _tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0, host=_TPU_HOST)
 TPU_V5E = _tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0, host=_TPU_HOST)
 TPU_V5P = _tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0, host=_TPU_HOST)
-TPU_V6E = _tpu("TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0, host=_TPU_HOST)
+TPU_V6E = _tpu(
+    "TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0, host=_TPU_HOST, matrix_unit=256
+)
 # jax makes two devices of a chip, its two chiplets: each half of the chip's 2307 and 4614 Tflop/s, 192 GiB and 7380
 # GB/s (Google Cloud's page on TPU7x). It lists no rate of int8, and no link to the host.
-TPU7X = _tpu("TPU7x", half=2307.0 / 2, float8=4614.0 / 2, memory_gb=103.0, memory_gb_per_s=7380.0 / 2)
+TPU7X = _tpu("TPU7x", half=2307.0 / 2, float8=4614.0 / 2, memory_gb=103.0, memory_gb_per_s=7380.0 / 2, matrix_unit=256)
 
 # Prefix of what jax calls a device (`Device.device_kind`) -> kind; the first that matches counts.
 BY_JAX_NAME: tuple[tuple[str, DeviceKind], ...] = (

@@ -84,7 +84,8 @@ class _Builder:
             if isinstance(atom, int):
                 self.followed.add(atom)  # a result of the step is whole, wherever it lies
         reshards = [r for value, r in self.placements.items() if value in self.followed]
-        reshards += shared_reads(self.reads, self.copy, self.weights.of_value)
+        cut = {op.inputs[0] for op in block.ops if op.kind is OpKind.SPLIT}  # each micro-batch reads its own part
+        reshards += shared_reads(self.reads, self.copy, self.weights.of_value, self.once - cut)
         return ChoiceGraph(
             mesh=self.mesh, nodes=tuple(self.nodes), reshards=tuple(reshards), unreduced=self.unreduced,
             reduced=self.reduced, copies=self.copies, of_op=self.of_op, partials=self.partials, lists=self.lists,

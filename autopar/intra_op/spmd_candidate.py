@@ -10,7 +10,7 @@ from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import timed
-from autopar.cost.stream_simulator import Ran
+from autopar.cost.stream_work import Ran
 from autopar.hardware import host_cpu
 from autopar.ir.graph import OpGraph
 from autopar.lowering.decisions import ShardingPlan

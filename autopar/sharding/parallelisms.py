@@ -29,17 +29,32 @@ _ZERO_MUST_SHARD: tuple[tuple[Purpose, ...], ...] = (
     # Copies of matrices too (casts): they are gathered for the layer that reads them in each pass, and not kept whole.
     (Purpose.OPTIMIZER, Purpose.ACCUMULATOR, Purpose.MATRIX, Purpose.PARAMETER, Purpose.MATRIX_COPY),
 )
+# When stages 1 and 2 gather parameters: after the update, or ahead of the first pass that reads them.
+GATHERS = ("after", "ahead")
 
 
-def data_axis(zero: int = 0) -> AxisUse:
+def _shared_state(zero: int, gather: str) -> tuple[tuple[Purpose, ...], tuple[Purpose, ...], bool]:
+    """What copies of a model may shard of its state, what they must, and whether what is gathered may be kept whole.
+
+    Gathered ahead, parameters are master weights: between steps they lie as the optimizer's state does, and a step
+    gathers what its passes read of them, such as casts, once.
+    """
+    if gather == "after" or zero not in (1, 2):
+        return _ZERO_MAY_SHARD[zero], _ZERO_MUST_SHARD[zero], False
+    return _ZERO_MAY_SHARD[3], (*_ZERO_MUST_SHARD[zero], Purpose.MATRIX, Purpose.PARAMETER), True
+
+
+def data_axis(zero: int = 0, gather: str = "after") -> AxisUse:
     """Copies of the model, which share out what that stage of ZeRO says."""
+    may_shard, must_shard, keeps_copies = _shared_state(zero, gather)
     return AxisUse(
         name="data",
         dimensions=(Dimension.EXAMPLE,),
-        may_shard=_ZERO_MAY_SHARD[zero],
-        must_shard=(*EXAMPLES, *_ZERO_MUST_SHARD[zero]),
+        may_shard=may_shard,
+        must_shard=(*EXAMPLES, *must_shard),
         must_read_sharded=EXAMPLES,
         may_slice=(Dimension.EXAMPLE,),
+        keeps_copies=keeps_copies,
     )
 
 
@@ -48,15 +63,17 @@ def replica_axis() -> AxisUse:
     return dataclasses.replace(data_axis(), name="replica")
 
 
-def sequence_axis(kind: str, zero: int = 0) -> AxisUse:
+def sequence_axis(kind: str, zero: int = 0, gather: str = "after") -> AxisUse:
     """Positions in parts; inside of attention heads ("ulysses"), or positions there too ("ring")."""
+    may_shard, must_shard, keeps_copies = _shared_state(zero, gather)
     return AxisUse(
         name="sequence",
         dimensions=(Dimension.SEQUENCE,),
-        may_shard=_ZERO_MAY_SHARD[zero],
-        must_shard=(*EXAMPLES, *_ZERO_MUST_SHARD[zero]),
+        may_shard=may_shard,
+        must_shard=(*EXAMPLES, *must_shard),
         must_read_sharded=EXAMPLES,
         may_slice=(Dimension.SEQUENCE,),
+        keeps_copies=keeps_copies,
         exchanges=(Dimension.HEAD,) if kind == "ulysses" else (),
         ring_attention=kind == "ring",
     )
@@ -75,13 +92,15 @@ def tensor_axis(*, sequence_parallel: bool = False) -> AxisUse:
     )
 
 
-def expert_axis(zero: int = 0) -> AxisUse:
+def expert_axis(zero: int = 0, gather: str = "after") -> AxisUse:
     """Experts in parts, and the examples of everything else."""
+    may_shard, must_shard, keeps_copies = _shared_state(zero, gather)
     return AxisUse(
         name="expert",
         dimensions=(Dimension.EXAMPLE, Dimension.EXPERT),
-        may_shard=_ZERO_MAY_SHARD[zero],
-        must_shard=(*EXAMPLES, *MATRICES, *_ZERO_MUST_SHARD[zero]),
+        may_shard=may_shard,
+        must_shard=(*EXAMPLES, *MATRICES, *must_shard),
+        keeps_copies=keeps_copies,
         must_read_sharded=(*EXAMPLES, *MATRICES),
         may_slice=(Dimension.EXAMPLE, Dimension.EXPERT),
         owned_dimensions=(Dimension.EXPERT,),

@@ -155,3 +155,16 @@ def test_far_permutes_take_one_step_over_the_links_that_they_cross(nbytes):
     assert far_permute_s(nbytes, (0,), hosts) > 2 * hosts.time_s(permute, nbytes, (0,)) or nbytes < 1e6
     torus = cost_model(Cluster.parse("tpu-v5e:2x4"), LogicalMesh(axis_sizes=(8,))).links
     assert far_permute_s(nbytes, (0,), torus) >= torus.time_s(exchange, nbytes, (0,))
+
+
+def test_a_head_narrower_than_a_matrix_unit_leaves_a_part_of_it_empty():
+    rates = {
+        (device.name, width): device.attention_flops_per_s("bfloat16", width, backward=False)
+        / device.flops_per_s("bfloat16")
+        for device in (presets.TPU_V5E, presets.TPU_V6E)
+        for width in (64, 128, 256)
+    }
+    assert rates == {
+        ("TPU v5e", 64): 0.5, ("TPU v5e", 128): 1.0, ("TPU v5e", 256): 1.0,
+        ("TPU v6e", 64): 0.25, ("TPU v6e", 128): 0.5, ("TPU v6e", 256): 1.0,
+    }  # fmt: skip

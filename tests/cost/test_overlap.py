@@ -16,7 +16,8 @@ from autopar.cost.collective_usage import predicted_collectives
 from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import cost_model
 from autopar.cost.overlap import timed
-from autopar.cost.stream_simulator import Stream, StreamWork, overlap_of, run
+from autopar.cost.stream_simulator import overlap_of, run
+from autopar.cost.stream_work import Stream, StreamWork
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import host_cpu, presets

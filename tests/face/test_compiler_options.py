@@ -41,10 +41,12 @@ def compiled_with(monkeypatch):
 
 def test_a_plan_has_the_options_that_its_prediction_rests_on():
     combined = overlap_of(Platform.GPU).combined_bytes
-    assert planned(H100S).compiler_options == {
+    plan = planned(H100S)
+    assert plan.compiler_options == {
         "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_all_gather_combine_threshold_bytes": combined,
         THRESHOLD: combined,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": combined,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": combined // max(plan.record.axis_sizes),
     }
     tpu = planned(autopar.Cluster.preset("tpu-v5e", topology="2x4")).compiler_options
     assert tpu == assumed_options(Platform.TPU)
@@ -54,11 +56,13 @@ def test_a_plan_has_the_options_that_its_prediction_rests_on():
 
 def test_stages_have_them_too():
     plan = planned(H100S, plan=recipes.pipeline(2, num_microbatches=2))
-    assert plan.compiler_options == assumed_options(Platform.GPU)
+    largest_axis = max(n for stage in plan.record.pipeline.stages for n in stage.axis_sizes)
+    assert plan.compiler_options == assumed_options(Platform.GPU, largest_axis)
 
 
 def test_a_printed_plan_has_them_in_one_line():
-    line = f"compiler options: xla_gpu_enable_latency_hiding_scheduler=True, {THRESHOLD}=31457280, "
+    line = "compiler options: xla_gpu_enable_latency_hiding_scheduler=True, "
+    line += f"xla_gpu_all_gather_combine_threshold_bytes=31457280, {THRESHOLD}=31457280, "
     assert line in " ".join(planned(H100S).table().split())
     assert "compiler options" not in planned().table()
 
@@ -66,7 +70,7 @@ def test_a_printed_plan_has_them_in_one_line():
 def test_options_of_a_user_are_added_or_come_in_place():
     wanted = {THRESHOLD: 1 << 20, "xla_gpu_enable_while_loop_double_buffering": True}
     plan = planned(H100S, compiler_options=wanted)
-    assert plan.compiler_options == assumed_options(Platform.GPU) | wanted
+    assert plan.compiler_options == assumed_options(Platform.GPU, max(plan.record.axis_sizes)) | wanted
     assert f"the prediction assumes {THRESHOLD}=31457280, and not what compiler_options say" in plan.record.notes
     without = planned(H100S, compiler_options={THRESHOLD: None})
     assert THRESHOLD not in without.compiler_options

@@ -49,6 +49,15 @@ def test_zero_1_and_2_send_as_much_as_data_parallelism(case, stage):
     assert not any(any(v.layout.dims) for v in plan.record.arguments if ".params[" in v.path and ".trace" not in v.path)
 
 
+def test_master_weights_in_parts_are_gathered_once_for_all_passes_and_micro_batches():
+    case = CASES["gpt_bf16"](layers=2, width=64, length=32, batch=16)
+    made, plan = verified(case, recipes.combine(zero=1, gather="ahead", num_microbatches=2), 8)
+    # CPU devices send bfloat16 in 32 bits. The lookup and the logits each read a cast of the embedding.
+    gathered = 7 / 8 * (parameter_bytes(case) + 4 * 64 * 64)
+    assert sent(made)["all-gather"] == pytest.approx(gathered, rel=0.001)
+    assert all(any(v.layout.dims) for v in plan.record.arguments if v.kind == "state" and max(v.shape, default=0) > 7)
+
+
 def test_zero_3_gathers_parameters_for_each_pass():
     made, plan = verified(GPT, recipes.zero(3), 8)
     once = 7 / 8 * parameter_bytes(GPT)
@@ -282,6 +291,8 @@ def test_micro_batches_asked_for_beside_a_recipe_are_bound_by_it():
         (lambda: recipes.sequence_parallel("rings"), "sequence_parallel"),
         (lambda: recipes.combine(sp=2, sequence="rings"), "sequence"),
         (lambda: recipes.combine(sp=0), "sp"),
+        (lambda: recipes.zero(1, gather="before"), "gather"),
+        (lambda: recipes.combine(gather="ahead"), "gather"),
         (lambda: recipes.combine(tp=0), "tp"),
         (lambda: recipes.tensor_parallel(size=0), "size"),
         (lambda: recipes.combine(schedule="2f2b"), "schedule"),
