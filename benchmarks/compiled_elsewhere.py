@@ -60,14 +60,14 @@ def plain(name: str) -> tuple[Callable, tuple, dict[str, Any]]:
     return case.step, case.args, {"donate_argnums": (0, 1), "batch_argnums": (2,)}
 
 
-def zoo(name: str, **sizes: Any) -> tuple[Callable, tuple, dict[str, Any]]:
+def zoo(name: str, attention: str = "as written", **sizes: Any) -> tuple[Callable, tuple, dict[str, Any]]:
     import jax.numpy as jnp
 
     from benchmarks.memory_study import zoo
 
     if "dtype" in sizes:
         sizes["dtype"] = jnp.dtype(sizes["dtype"])
-    return *zoo(name, **sizes), {}
+    return *zoo(name, **sizes), {"attention": attention}
 
 
 _SMALL = {"layers": 4, "width": 256, "heads": 4, "vocabulary": 1024, "length": 256, "batch": 16}
@@ -81,13 +81,14 @@ MODELS: dict[str, Callable[[], tuple[Callable, tuple, dict[str, Any]]]] = {
     "gpt 4x2048 bf16": lambda: zoo("gpt_bf16", **_LARGE),
     "one-layer moe": lambda: plain("one_layer_moe"),
     "llama 8k": lambda: zoo("llama", **_LONG),
+    "llama 8k blockwise": lambda: zoo("llama", "blockwise", **_LONG | {"block": _LONG["length"]}),
     "mlp 4x4096": lambda: plain("mlp"),
     "mlp 4x1024": lambda: zoo("mlp", layers=4, width=1024, features=512, classes=128, batch=4096),
     "gpt 4x256": lambda: zoo("gpt", **_SMALL),
     "gpt 4x2048": lambda: zoo("gpt", **_LARGE),
 }
-# Dense in 32 and in 16 bits, a mixture of experts, a long context.
-JUDGED_MODELS = tuple(MODELS)[:4]
+# Dense in 32 and in 16 bits, a mixture of experts, a long context, and that with fused attention.
+JUDGED_MODELS = tuple(MODELS)[:5]
 
 COLUMNS = (
     "target", "model", "mesh", "sent, MB: predicted", "compiled", "ratio", "collectives: predicted -> compiled",

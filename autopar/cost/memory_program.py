@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -17,9 +18,11 @@ from autopar.cost.cost_model import CostModel
 from autopar.cost.roofline import is_fusible
 from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.xla_program import MemoryStep as MemoryStep
+from autopar.cost.xla_program import Tile
 from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.ir.value_state import HOST, REDUCED, RETURNED, UNREDUCED
 from autopar.lowering.instructions import (
     Accumulate,
@@ -92,6 +95,7 @@ def task_program(
     env: dict[tuple[int, Place], int] = {}
     arguments = {(value, place): writer.define(value, place, env) for value, place in inputs}
     writer.rounded |= rounded_copies(graph, instructions, outputs, model)
+    writer.transposed |= transposed_alone(instructions)
     for value, place in zeros:
         number = writer.define(value, place, env)
         steps.append(MemoryStep(inputs=(), outputs=(number,), kind="broadcast_in_dim", fusible=True))
@@ -148,10 +152,23 @@ def reduces_last(op: Op) -> bool:
     return not axes or len(op.eqn.invars[0].aval.shape) - 1 in axes
 
 
+def transposed_alone(instructions: Sequence[Instruction]) -> dict[int, Sequence[int]]:
+    """The values that a transpose reads and nothing else computes with, and its order of their dimensions."""
+    reads: Counter[int] = Counter()
+    order: dict[int, Sequence[int]] = {}
+    for instruction in instructions:
+        if not isinstance(instruction, Move):
+            reads.update(value for value, _ in instruction.keys_read)
+        if isinstance(instruction, Compute) and instruction.op.primitive == "transpose":
+            order |= {value: instruction.op.eqn.params["permutation"] for value, _ in instruction.keys_read}
+    return {value: dims for value, dims in order.items() if reads[value] == 1}
+
+
 class _MemoryWriter:
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.graph, self.model, self.mesh, self.device = graph, model, model.links.mesh, model.device
         self.rounded: set[tuple[int, Place]] = set()
+        self.transposed: dict[int, Sequence[int]] = {}
         self.nbytes: dict[int, int] = {}
         self.stands_for: dict[int, tuple[int, Place]] = {}
 
@@ -162,6 +179,14 @@ class _MemoryWriter:
     def local(self, value: int, layout: Layout) -> int:
         v = self.graph.values[value]
         return local_bytes(v.shape, v.itemsize, layout, self.mesh)
+
+    def tiled(self, value: int, layout: Layout, tile: Tile) -> int:
+        """Bytes of what a product makes, in tiles: the compiler writes it in the order of the transpose that alone
+        reads it, or as it is.
+        """
+        v = self.graph.values[value]
+        order = self.transposed.get(value, range(len(v.shape)))
+        return tile.nbytes([v.shape[d] // self.mesh.size(layout.dims[d]) for d in order], v.itemsize)
 
     def define(self, value: int, place: Place, env: dict[tuple[int, Place], int]) -> int:
         number = env[value, place] = self.new(0 if place[1] == HOST else self.local(value, place[0]))
@@ -183,6 +208,7 @@ class _MemoryWriter:
 
     def block(self, lowered: LoweredBlock, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
         self.rounded |= rounded_copies(self.graph, lowered.instructions, results_of(lowered), self.model)
+        self.transposed |= transposed_alone(lowered.instructions)
         for instruction in lowered.instructions:
             self.instruction(instruction, env, steps)
 
@@ -194,6 +220,9 @@ class _MemoryWriter:
         elif isinstance(instruction, Compute):
             op = instruction.op
             outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, instruction.places, strict=True))
+            if self.model.compiler.tile is not None and op.primitive in MATRIX_PRODUCTS:
+                for v, place, number in zip(op.outputs, instruction.places, outputs, strict=True):
+                    self.nbytes[number] = self.tiled(v, place[0], self.model.compiler.tile)
             steps.append(
                 MemoryStep(
                     inputs=self.read(op, instruction.reads, env),
