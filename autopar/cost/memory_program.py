@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-import jax.numpy as jnp
-import numpy as np
-
 from autopar.attention import ring
-from autopar.attention.work import block_bytes, held_in_steps, row_bytes, runs_in_steps, travelling
+from autopar.attention.form import KEY, sizes_of
+from autopar.attention.work import (
+    block_bytes,
+    held_in_steps,
+    repeated_operands,
+    row_bytes,
+    runs_in_steps,
+    travelling,
+)
 from autopar.cost import peak_memory
 from autopar.cost.attention_cost import is_balanced_ring, kernel_under
 from autopar.cost.collective_usage import results_of
 from autopar.cost.cost_model import CostModel
+from autopar.cost.memory_facts import is_half_precision, kind_of, reduces_last, transposed_alone
 from autopar.cost.roofline import is_fusible
 from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.xla_program import MemoryStep as MemoryStep
@@ -124,46 +129,6 @@ def task_program(
     return program, writer.stands_for
 
 
-# Over dimensions of size one they are reshapes.
-_RESHAPING = frozenset({"broadcast_in_dim", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
-
-
-def kind_of(op: Op) -> str:
-    """The primitive's name; a broadcast or a reduction of dimensions of size one only is a reshape."""
-    if op.primitive in _RESHAPING and op.eqn.outvars[0].aval.size == op.eqn.invars[0].aval.size:
-        return "reshape"
-    return op.primitive
-
-
-_HALF_PRECISION = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
-
-
-def is_half_precision(op: Op) -> bool:
-    """Whether all operands and results are 16-bit floats."""
-    # The size first: looking the type up costs ten times as much, and most are wider.
-    return all(
-        v.aval.dtype.itemsize == 2 and v.aval.dtype in _HALF_PRECISION for v in (*op.eqn.invars, *op.eqn.outvars)
-    )
-
-
-def reduces_last(op: Op) -> bool:
-    """Whether a reduction runs over its operand's last dimension."""
-    axes = op.eqn.params.get("axes", ())
-    return not axes or len(op.eqn.invars[0].aval.shape) - 1 in axes
-
-
-def transposed_alone(instructions: Sequence[Instruction]) -> dict[int, Sequence[int]]:
-    """The values that a transpose reads and nothing else computes with, and its order of their dimensions."""
-    reads: Counter[int] = Counter()
-    order: dict[int, Sequence[int]] = {}
-    for instruction in instructions:
-        if not isinstance(instruction, Move):
-            reads.update(value for value, _ in instruction.keys_read)
-        if isinstance(instruction, Compute) and instruction.op.primitive == "transpose":
-            order |= {value: instruction.op.eqn.params["permutation"] for value, _ in instruction.keys_read}
-    return {value: dims for value, dims in order.items() if reads[value] == 1}
-
-
 class _MemoryWriter:
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.graph, self.model, self.mesh, self.device = graph, model, model.links.mesh, model.device
@@ -271,6 +236,14 @@ class _MemoryWriter:
             steps.append(
                 MemoryStep(
                     inputs=inputs, outputs=tuple(buffers), kind="collective_permute", fusible=False, key=("ring", op.id)
+                )
+            )
+        for i in repeated_operands(op.eqn, kernel) if ring_size == 1 else ():
+            sizes = sizes_of(op.eqn)
+            buffers.append(self.new(self.nbytes[inputs[0]] * sizes[KEY] // sizes[op.eqn.params["form"].position]))
+            steps.append(
+                MemoryStep(
+                    inputs=(inputs[i],), outputs=(buffers[-1],), kind="repeat", fusible=False, key="heads of queries"
                 )
             )
         at = (*inputs, *buffers)
