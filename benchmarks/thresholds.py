@@ -206,14 +206,6 @@ THRESHOLDS = [
         ("SCALAR_BYTES", "operands up to this size are constants of a kernel", "the largest scalar"),
     ),
     *_of(
-        "cost.peak_memory",
-        (
-            "VECTOR_MEMORY_WAIT",
-            "kernels after which what was made or read leaves a TPU's vector memory",
-            "results/compiled_elsewhere.md",
-        ),
-    ),
-    *_of(
         "cost.stream_simulator", ("RESULTS_AHEAD", "gathered parts of state held at once", "one used, one on its way")
     ),
     *_of(

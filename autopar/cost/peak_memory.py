@@ -45,11 +45,6 @@ __all__ = [
 ]
 
 
-# A value stays in vector memory from a kernel that makes or reads it to one so many behind it that reads it again. Of
-# 1 to 12 the one with which the small steps of `benchmarks.compiled_elsewhere` come out best on v5e, v5p and v6e.
-VECTOR_MEMORY_WAIT = 3
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProgram:
     """A step as one device runs it.
@@ -161,7 +156,7 @@ def _in_vector_memory(
         if r.value in lasting:
             continue
         at = [r.start, *(p for p in accesses.get(r.value, ()) if r.start < p < r.stop)]
-        kept = {p for a, b in itertools.pairwise(at) if b - a <= VECTOR_MEMORY_WAIT for p in range(a, b)}
+        kept = {p for a, b in itertools.pairwise(at) if b - a <= compiler.vector_memory_kernels for p in range(a, b)}
         for position in kept.union(at):
             near.setdefault(position, []).append(r)
     chosen: dict[int, list[LiveRange]] = {}

@@ -87,6 +87,9 @@ class Compiler:
             kernel, a row at a time (a softmax, its gradient, a norm), which writes to no memory that it reads.
         tile: Of the results of matrix products; None where arrays lie without gaps.
         vector_memory_bytes: What a device keeps of values in memory of its own for them (TPU).
+        vector_memory_kernels: How many kernels after the one that makes or reads a value the next one has to come that
+            reads it for the value to stay there. XLA looks at times; of 1 to 12 kernels, 3 come nearest to what small
+            steps take on v5e, v5p and v6e (`benchmarks.compiled_elsewhere`).
     """
 
     breadth_first: bool
@@ -101,6 +104,7 @@ class Compiler:
     row_kernels: bool
     tile: Tile | None = None
     vector_memory_bytes: int = 0
+    vector_memory_kernels: int = 0
 
 
 CPU = Compiler(
@@ -135,6 +139,7 @@ TPU = dataclasses.replace(
     copies_gathered_state=True,
     row_kernels=False,
     tile=Tile(rows=8, columns=128),
+    vector_memory_kernels=3,
 )
 
 

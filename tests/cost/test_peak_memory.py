@@ -368,7 +368,7 @@ def test_what_is_read_at_once_lies_in_vector_memory_and_what_waits_does_not():
         compiler = dataclasses.replace(TPU, vector_memory_bytes=vector_memory_bytes)
         return peak(op.program([w], [y]), compiler)
 
-    soon, late = peak_memory.VECTOR_MEMORY_WAIT, peak_memory.VECTOR_MEMORY_WAIT + 1
+    soon, late = TPU.vector_memory_kernels, TPU.vector_memory_kernels + 1
     assert peak_with(BIG, soon) <= 2 * SMALL
     for nowhere_else in (peak_with(0, soon), peak_with(BIG - 1, soon), peak_with(BIG, late)):
         assert BIG <= nowhere_else <= BIG + 2 * SMALL
