@@ -310,9 +310,9 @@ What stays off, on TPU. XLA keeps what it can in vector memory (112 MiB for valu
 times and free space: of two programs for the same plan of the mixture of experts, that for v5e leaves the scores of
 attention there from the forward to the backward pass, that for v6e does not, and they take 252 and 322 MB. The
 prediction, which keeps a value there while the next kernels read it, lies between them. The one-layer GPT on v6e is the
-same case: of the 132 MB predicted beside its state, 34 MB are scores that the program keeps there. What is lost so is at
-most the vector memory, which is little beside the memory of a device. On v5p, XLA fills the parts of two
-reduce-scatters up to whole tiles and sends what is too much on with a permute: 3% of the bytes of the one-layer GPT."""
+same case: of the 132 MB predicted beside its state, 34 MB are scores that the program keeps there. What is lost so is
+at most the vector memory, which is little beside the memory of a device. On v5p, XLA fills the parts of two reduce-
+scatters up to whole tiles and sends what is too much on with a permute: 3% of the bytes of the one-layer GPT."""
 
 
 def main() -> int:
