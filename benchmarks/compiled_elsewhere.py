@@ -318,8 +318,8 @@ logits wait in the meantime (1.6 GB, beside 117 MB of that layer's gradients), a
 
 Bytes. On v5p, XLA fills the parts of two reductions up to whole tiles and sends what is too much on with a permute: 3%
 of the bytes of the one-layer GPT. Of some reduce-scatters along the dimension that lies last in memory XLA makes
-all-reduces, which send twice as much: 4% of the bytes of Llama 8k for v5e, 1% of those of Llama 8k with blockwise
-attention."""
+all-reduces, which send twice as much: 4% of the bytes of Llama 8k for v5e and v6e, 1% of those of Llama 8k with
+blockwise attention."""
 
 
 def main() -> int:
