@@ -73,6 +73,16 @@ def row_bytes(eqn: Any, kernel: Kernel) -> int:
     return rows * LANES * (2 if eqn.params["gradients"] is None else 3)
 
 
+def repeated_operands(eqn: Any, kernel: Kernel) -> tuple[int, ...]:
+    """Keys and values, where the TPU's kernel takes a copy of them for each head of queries that shares them.
+
+    XLA makes the copies once for both passes, and keeps them in between.
+    """
+    form, sizes = eqn.params["form"], sizes_of(eqn)
+    shares = any(sizes[x] > 1 for x in form.rows if x not in form.key and x != form.position)
+    return (1, 2) if kernel is Kernel.TPU_FLASH and shares else ()
+
+
 def score_traffic_bytes(eqn: Any, ring: int = 1) -> float:
     """Memory traffic of all blocks of scores where XLA runs them, as its GPU compiler divides them into kernels.
 

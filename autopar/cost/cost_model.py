@@ -81,7 +81,9 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
             transposing_s_per_byte=cluster.device.transposing_s(1.0, _ROW_BYTES),
             joint=cluster.joint_links(mesh.axis_sizes),
         ),
-        compiler=compiler_for(platform, jax_version()),
+        compiler=dataclasses.replace(
+            compiler_for(platform, jax_version()), vector_memory_bytes=cluster.device.vector_memory_bytes
+        ),
         overlap=overlap_of(platform, max(mesh.axis_sizes)),
     )
 

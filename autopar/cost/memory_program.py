@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-import jax.numpy as jnp
-import numpy as np
-
 from autopar.attention import ring
-from autopar.attention.work import block_bytes, held_in_steps, row_bytes, runs_in_steps, travelling
+from autopar.attention.form import KEY, sizes_of
+from autopar.attention.work import (
+    block_bytes,
+    held_in_steps,
+    repeated_operands,
+    row_bytes,
+    runs_in_steps,
+    travelling,
+)
 from autopar.cost import peak_memory
 from autopar.cost.attention_cost import is_balanced_ring, kernel_under
 from autopar.cost.collective_usage import results_of
 from autopar.cost.cost_model import CostModel
+from autopar.cost.memory_facts import is_half_precision, kind_of, reduces_last, transposed_alone
 from autopar.cost.roofline import is_fusible
 from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.xla_program import MemoryStep as MemoryStep
+from autopar.cost.xla_program import Tile
 from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.ir.value_state import HOST, REDUCED, RETURNED, UNREDUCED
 from autopar.lowering.instructions import (
     Accumulate,
@@ -92,6 +100,7 @@ def task_program(
     env: dict[tuple[int, Place], int] = {}
     arguments = {(value, place): writer.define(value, place, env) for value, place in inputs}
     writer.rounded |= rounded_copies(graph, instructions, outputs, model)
+    writer.transposed |= transposed_alone(instructions)
     for value, place in zeros:
         number = writer.define(value, place, env)
         steps.append(MemoryStep(inputs=(), outputs=(number,), kind="broadcast_in_dim", fusible=True))
@@ -120,38 +129,11 @@ def task_program(
     return program, writer.stands_for
 
 
-# Over dimensions of size one they are reshapes.
-_RESHAPING = frozenset({"broadcast_in_dim", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
-
-
-def kind_of(op: Op) -> str:
-    """The primitive's name; a broadcast or a reduction of dimensions of size one only is a reshape."""
-    if op.primitive in _RESHAPING and op.eqn.outvars[0].aval.size == op.eqn.invars[0].aval.size:
-        return "reshape"
-    return op.primitive
-
-
-_HALF_PRECISION = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
-
-
-def is_half_precision(op: Op) -> bool:
-    """Whether all operands and results are 16-bit floats."""
-    # The size first: looking the type up costs ten times as much, and most are wider.
-    return all(
-        v.aval.dtype.itemsize == 2 and v.aval.dtype in _HALF_PRECISION for v in (*op.eqn.invars, *op.eqn.outvars)
-    )
-
-
-def reduces_last(op: Op) -> bool:
-    """Whether a reduction runs over its operand's last dimension."""
-    axes = op.eqn.params.get("axes", ())
-    return not axes or len(op.eqn.invars[0].aval.shape) - 1 in axes
-
-
 class _MemoryWriter:
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.graph, self.model, self.mesh, self.device = graph, model, model.links.mesh, model.device
         self.rounded: set[tuple[int, Place]] = set()
+        self.transposed: dict[int, Sequence[int]] = {}
         self.nbytes: dict[int, int] = {}
         self.stands_for: dict[int, tuple[int, Place]] = {}
 
@@ -162,6 +144,14 @@ class _MemoryWriter:
     def local(self, value: int, layout: Layout) -> int:
         v = self.graph.values[value]
         return local_bytes(v.shape, v.itemsize, layout, self.mesh)
+
+    def tiled(self, value: int, layout: Layout, tile: Tile) -> int:
+        """Bytes of what a product makes, in tiles: the compiler writes it in the order of the transpose that alone
+        reads it, or as it is.
+        """
+        v = self.graph.values[value]
+        order = self.transposed.get(value, range(len(v.shape)))
+        return tile.nbytes([v.shape[d] // self.mesh.size(layout.dims[d]) for d in order], v.itemsize)
 
     def define(self, value: int, place: Place, env: dict[tuple[int, Place], int]) -> int:
         number = env[value, place] = self.new(0 if place[1] == HOST else self.local(value, place[0]))
@@ -183,6 +173,7 @@ class _MemoryWriter:
 
     def block(self, lowered: LoweredBlock, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
         self.rounded |= rounded_copies(self.graph, lowered.instructions, results_of(lowered), self.model)
+        self.transposed |= transposed_alone(lowered.instructions)
         for instruction in lowered.instructions:
             self.instruction(instruction, env, steps)
 
@@ -194,6 +185,9 @@ class _MemoryWriter:
         elif isinstance(instruction, Compute):
             op = instruction.op
             outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, instruction.places, strict=True))
+            if self.model.compiler.tile is not None and op.primitive in MATRIX_PRODUCTS:
+                for v, place, number in zip(op.outputs, instruction.places, outputs, strict=True):
+                    self.nbytes[number] = self.tiled(v, place[0], self.model.compiler.tile)
             steps.append(
                 MemoryStep(
                     inputs=self.read(op, instruction.reads, env),
@@ -242,6 +236,14 @@ class _MemoryWriter:
             steps.append(
                 MemoryStep(
                     inputs=inputs, outputs=tuple(buffers), kind="collective_permute", fusible=False, key=("ring", op.id)
+                )
+            )
+        for i in repeated_operands(op.eqn, kernel) if ring_size == 1 else ():
+            sizes = sizes_of(op.eqn)
+            buffers.append(self.new(self.nbytes[inputs[0]] * sizes[KEY] // sizes[op.eqn.params["form"].position]))
+            steps.append(
+                MemoryStep(
+                    inputs=(inputs[i],), outputs=(buffers[-1],), kind="repeat", fusible=False, key="heads of queries"
                 )
             )
         at = (*inputs, *buffers)

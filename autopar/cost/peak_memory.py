@@ -10,15 +10,18 @@ every value. The prediction follows what XLA does with it, in three passes, whos
 `benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 10 % for all of its 37 models, jax 0.10 and
 0.12. `benchmarks/compiled_elsewhere.py` holds sharded steps against XLA's GPU and TPU compilers.
 
-Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), its copies of state in the layout of the
-gradients, what it keeps in its vector memory meanwhile, and space lost between buffers. On GPU, what XLA chooses
-without being asked: it copies reductions into one buffer of up to 30 MiB and sends that, and may cut a matrix product's
-contraction into parts, whose results are there at once before they are added up.
+On TPU what a kernel makes or reads lies in vector memory as far as there is room.
+
+Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), what its copies of state in another
+layout take, and space lost between buffers. On GPU, what XLA chooses without being asked: it copies reductions into one
+buffer of up to 30 MiB and sends that, and may cut a matrix product's contraction into parts, whose results are there at
+once before they are added up.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,15 +104,19 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
     for r in ranges:
         change[r.start] = change.get(r.start, 0) + _bytes(r, size)
         change[r.stop] = change.get(r.stop, 0) - _bytes(r, size)
+    elsewhere = _in_vector_memory(program, ranges, compiler)
     peak_bytes, live, peak_at = 0, 0, 0
     course = []
-    for position in sorted(change):
-        live += change[position]
-        course.append((position, live))
-        if live > peak_bytes:
-            peak_bytes, peak_at = live, position
+    for position in sorted(change.keys() | elsewhere.keys() | {p + 1 for p in elsewhere}):
+        live += change.get(position, 0)
+        held = live - sum(_bytes(r, size) for r in elsewhere.get(position, ()))
+        course.append((position, held))
+        if held > peak_bytes:
+            peak_bytes, peak_at = held, position
+    away = elsewhere.get(peak_at, ())
     at_peak = sorted(
-        ((r.value, _bytes(r, size)) for r in ranges if r.start <= peak_at < r.stop), key=lambda item: -item[1]
+        ((r.value, _bytes(r, size)) for r in ranges if r.start <= peak_at < r.stop and r not in away),
+        key=lambda item: -item[1],
     )
     argument_bytes = sum(size[v] for v in program.arguments)
     taken_over = set(program.donated.values())
@@ -128,6 +135,38 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
 
 def _bytes(live: LiveRange, size: Mapping[int, int]) -> int:
     return int(live.share * size[live.value])
+
+
+def _in_vector_memory(
+    program: MemoryProgram, ranges: tuple[LiveRange, ...], compiler: Compiler
+) -> dict[int, list[LiveRange]]:
+    """By position, the values that lie in vector memory: what the kernel there makes or reads, and what the next few
+    will read again, the largest first as far as there is room. What waits longer lies in the memory of the device.
+    """
+    if not compiler.vector_memory_bytes:
+        return {}
+    accesses: dict[int, list[int]] = {}
+    kernels, nbytes, _ = _kernels(program, compiler)
+    for position, (kernel, _) in enumerate(_in_order(program, kernels, nbytes, compiler)):
+        for v in (*kernel.inputs, *kernel.outputs):
+            accesses.setdefault(v, []).append(position)
+    lasting = {*program.arguments, *program.results}
+    near: dict[int, list[LiveRange]] = {}
+    for r in ranges:
+        if r.value in lasting:
+            continue
+        at = [r.start, *(p for p in accesses.get(r.value, ()) if r.start < p < r.stop)]
+        kept = {p for a, b in itertools.pairwise(at) if b - a <= compiler.vector_memory_kernels for p in range(a, b)}
+        for position in kept.union(at):
+            near.setdefault(position, []).append(r)
+    chosen: dict[int, list[LiveRange]] = {}
+    for position, there in near.items():
+        room = compiler.vector_memory_bytes
+        for r in sorted(there, key=lambda r: -_bytes(r, program.nbytes)):
+            if _bytes(r, program.nbytes) <= room:
+                room -= _bytes(r, program.nbytes)
+                chosen.setdefault(position, []).append(r)
+    return chosen
 
 
 def allocated_bytes(stats: Any) -> int:
@@ -151,7 +190,7 @@ def live_ranges(program: MemoryProgram, compiler: Compiler = GPU) -> tuple[LiveR
     be listed more than once: a broadcast that is written has the size of a value that is computed from it.
     """
     kernels, nbytes, like = _kernels(program, compiler)
-    flat = _flatten(kernels, nbytes, compiler, frozenset(program.arguments) | frozenset(program.results))
+    flat = _in_order(program, kernels, nbytes, compiler)
     end = len(flat) + 1
     start, stop = _first_and_last(flat)
     last_read = {a: stop.get(a, 0) for a in program.arguments}
@@ -251,6 +290,12 @@ def _halves(flat: _Flat, results: frozenset[int]) -> frozenset[int]:
     elsewhere = {v for kernel, _ in flat for v in kernel.inputs if v not in kernel.halves}
     handed_back = {v for kernel, _ in flat for v in kernel.block_results}
     return frozenset(made - elsewhere - handed_back - results)
+
+
+def _in_order(
+    program: MemoryProgram, kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], compiler: Compiler
+) -> _Flat:
+    return _flatten(kernels, nbytes, compiler, frozenset(program.arguments) | frozenset(program.results))
 
 
 def _flatten(kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], compiler: Compiler, kept: frozenset[int]) -> _Flat:

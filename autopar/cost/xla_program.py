@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
 from autopar.hardware.kinds import Platform
@@ -50,6 +51,23 @@ BROADCAST_RATIO, SCALAR_BYTES = 16, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The pieces in which an array lies in memory: so many of its next to last dimension, and of its last."""
+
+    rows: int
+    columns: int
+
+    def nbytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Bytes of an array whose last two dimensions are filled up to whole tiles; a tile of few rows is as low."""
+        if len(shape) < 2:
+            return math.prod(shape) * itemsize
+        *before, rows, columns = shape
+        height = min(self.rows, 1 << (rows - 1).bit_length())
+        filled = -(-rows // height) * height * -(-columns // self.columns) * self.columns
+        return math.prod(before) * filled * itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
     """What differs between XLA's compilers.
 
@@ -67,6 +85,11 @@ class Compiler:
             out of a collective.
         row_kernels: Runs a reduction over the last dimension and what is made of its result and its operand as one
             kernel, a row at a time (a softmax, its gradient, a norm), which writes to no memory that it reads.
+        tile: Of the results of matrix products; None where arrays lie without gaps.
+        vector_memory_bytes: What a device keeps of values in memory of its own for them (TPU).
+        vector_memory_kernels: How many kernels after the one that makes or reads a value the next one has to come that
+            reads it for the value to stay there. XLA looks at times; of 1 to 12 kernels, 3 come nearest to what small
+            steps take on v5e, v5p and v6e (`benchmarks.compiled_elsewhere`).
     """
 
     breadth_first: bool
@@ -79,6 +102,9 @@ class Compiler:
     widens_half_precision: bool
     copies_gathered_state: bool
     row_kernels: bool
+    tile: Tile | None = None
+    vector_memory_bytes: int = 0
+    vector_memory_kernels: int = 0
 
 
 CPU = Compiler(
@@ -112,6 +138,8 @@ TPU = dataclasses.replace(
     products_round=True,
     copies_gathered_state=True,
     row_kernels=False,
+    tile=Tile(rows=8, columns=128),
+    vector_memory_kernels=3,
 )
 
 

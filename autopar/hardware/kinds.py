@@ -79,6 +79,8 @@ class DeviceKind:
         attention_shares: (width of a head, share forward, share backward) of the peak of matrix units that the kernel
             of attention reaches in short runs, by ascending width; arithmetic counts two products forward and five
             backward, and no blocks that a mask hides. Empty: the rate of products.
+        vector_memory_bytes: Memory beside that of the device in which its compiler keeps what a kernel reads and makes
+            (VMEM of TPUs, without what kernels have for themselves); zero where it keeps none, or that is not known.
         shared_by: How many devices share the processors and memory that the rates are a part of, as virtual devices of
             a CPU do: the part of those that idle is there for the others. One where each has its own.
     """
@@ -106,6 +108,7 @@ class DeviceKind:
     sustained_share: float = 1.0
     has_cudnn_attention: bool = False
     attention_shares: tuple[tuple[int, float, float], ...] = ()
+    vector_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         if "float32" not in dict(self.peak_flops):

@@ -27,6 +27,7 @@ from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.kernels.local import runs_locally
 from autopar.lowering import split_tables
 from autopar.lowering.dynamic_slices import with_starts_in_range
+from autopar.lowering.gradient_rows import gradients_in_rows, in_rows, in_whole_tiles
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -60,6 +61,7 @@ class Emitter:
     def __init__(self, graph: OpGraph, mesh: Mesh, groups: int = 1) -> None:
         self.graph, self.mesh, self.groups = graph, mesh, groups
         self.failures: list[BaseException] = []
+        self.gradients = gradients_in_rows(graph, mesh)
 
     def __call__(self, lowered: LoweredBlock, args: Sequence[Any]) -> list[Any]:
         """The outputs of the step for its inputs (constants first), both as global arrays."""
@@ -170,6 +172,8 @@ class Emitter:
         else:
             outs = jax_compat.bind(op.eqn, operands)
         for value, place, array in zip(op.outputs, instruction.places, outs, strict=True):
+            if value in self.gradients:
+                array = in_whole_tiles(array, place[0], self.mesh)
             env[value, place] = self.pin(array, place[0])
 
     def sum_by_hand(self, instruction: Compute, operands: list[Any]) -> list[Any]:
@@ -273,20 +277,12 @@ class Emitter:
             array, *_ = jax.lax.optimization_barrier((array, *waited_for))
         sharding = named_sharding(layout, self.mesh, in_host=copy.to_host)
         if copy.to_host:
-            array = jax.device_put(self.in_rows(array, layout), sharding)
+            array = jax.device_put(in_rows(array, layout, self.mesh), sharding)
         else:
-            array = self.in_rows(jax.device_put(array, sharding.with_memory_kind(DEVICE_MEMORY)), layout)
+            # Else a compiler may choose another order for the update, and have the host's copy brought, transposed, and
+            # sent back before it is read.
+            array = in_rows(jax.device_put(array, sharding.with_memory_kind(DEVICE_MEMORY)), layout, self.mesh)
         env[copy.value, copy.target] = array
-
-    def in_rows(self, array: Any, layout: Layout) -> Any:
-        """An array on the devices, each part of it laid out in memory row by row, as it lies in the host's.
-
-        Else a compiler may choose another order for the update, and have the host's copy brought, transposed, and sent
-        back before it is read. Said on each device's part: a partitioner gathers what it does not know.
-        """
-        spec = partition_spec(layout, self.mesh.axis_names)
-        run = jax.shard_map(jax_compat.in_rows, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return run(array)
 
     # Resharding
 

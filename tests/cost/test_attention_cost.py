@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.attention.kernels import Kernel
-from autopar.attention.work import block_bytes, flops
+from autopar.attention.work import block_bytes, flops, repeated_operands
 from autopar.cost.attention_cost import attention_s, kernel_under
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.cost.ring_permutes import far_permute_s
@@ -28,7 +28,7 @@ SCORES = B * H * L * L
 ONE = LogicalMesh(axis_sizes=(1,))
 
 
-def graph_of(is_causal, blockwise, dtype=jnp.bfloat16):
+def graph_of(is_causal, blockwise, dtype=jnp.bfloat16, key_heads=H):
     def step(state, batch):
         def loss(state):
             q, k, v = (jnp.einsum("blw,whd->blhd", batch["x"], p) for p in state)
@@ -37,7 +37,8 @@ def graph_of(is_causal, blockwise, dtype=jnp.bfloat16):
 
         return jax.grad(loss)(state)
 
-    args = ([jax.ShapeDtypeStruct((W, H, D), dtype)] * 3, {"x": jax.ShapeDtypeStruct((B, L, W), dtype)})
+    weights = [jax.ShapeDtypeStruct((W, heads, D), dtype) for heads in (H, key_heads, key_heads)]
+    args = (weights, {"x": jax.ShapeDtypeStruct((B, L, W), dtype)})
     traced = trace(step, args, names=("state", "batch"), donate=(0,), batch=(1,))
     return build_graph(dataclasses.replace(traced, blockwise_attention=blockwise), RuleBook())
 
@@ -168,3 +169,11 @@ def test_a_head_narrower_than_a_matrix_unit_leaves_a_part_of_it_empty():
         ("TPU v5e", 64): 0.5, ("TPU v5e", 128): 1.0, ("TPU v5e", 256): 1.0,
         ("TPU v6e", 64): 0.25, ("TPU v6e", 128): 0.5, ("TPU v6e", 256): 1.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("key_heads", "repeated"), [(1, (1, 2)), (H, ())])
+def test_the_tpus_kernel_takes_keys_and_values_once_for_each_head_of_queries(key_heads, repeated):
+    forward, backward = passes(graph_of(is_causal=True, blockwise=True, key_heads=key_heads))
+    for op in (forward, backward):
+        assert repeated_operands(op.eqn, Kernel.TPU_FLASH) == repeated
+        assert repeated_operands(op.eqn, Kernel.CUDNN) == ()

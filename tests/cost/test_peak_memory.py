@@ -10,6 +10,7 @@ import pytest
 
 from autopar.cost import peak_memory
 from autopar.cost.peak_memory import CPU, GPU, TPU, MemoryProgram, MemoryStep
+from autopar.cost.xla_program import Tile
 from autopar.hardware.kinds import Platform
 from benchmarks import memory_study
 
@@ -349,3 +350,33 @@ def test_allocated_bytes_are_arguments_results_and_temporaries():
     x, w = jax.ShapeDtypeStruct((1024, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
     stats = jax.jit(lambda x, w: x @ w @ w, donate_argnums=0).lower(x, w).compile().memory_analysis()
     assert peak_memory.allocated_bytes(stats) == (2 * 1024 + 256) * 256 * 4
+
+
+# TPU
+
+
+def test_what_is_read_at_once_lies_in_vector_memory_and_what_waits_does_not():
+    def peak_with(vector_memory_bytes: int, reader: int) -> int:
+        """Of a value of BIG bytes that the next kernel reads, and one so many kernels later."""
+        op = Builder()
+        w = op.value(SMALL)
+        h = op("dot_general", w)
+        y = op("reduce_sum", h, nbytes=SMALL)
+        for _ in range(reader - 1):
+            y = op("reduce_sum", y, nbytes=SMALL)
+        y = op("dot_general", h, y, nbytes=SMALL)
+        compiler = dataclasses.replace(TPU, vector_memory_bytes=vector_memory_bytes)
+        return peak(op.program([w], [y]), compiler)
+
+    soon, late = TPU.vector_memory_kernels, TPU.vector_memory_kernels + 1
+    assert peak_with(BIG, soon) <= 2 * SMALL
+    for nowhere_else in (peak_with(0, soon), peak_with(BIG - 1, soon), peak_with(BIG, late)):
+        assert BIG <= nowhere_else <= BIG + 2 * SMALL
+
+
+@pytest.mark.parametrize(
+    ("shape", "nbytes"),
+    [((8, 128), 4096), ((16, 64), 16 * 128 * 4), ((9, 129), 16 * 256 * 4), ((3, 128), 4 * 128 * 4), ((64,), 256)],
+)
+def test_arrays_fill_whole_tiles(shape, nbytes):
+    assert Tile(rows=8, columns=128).nbytes(shape, 4) == nbytes

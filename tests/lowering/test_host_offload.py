@@ -13,6 +13,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.compiler.materialize import make_function
+from autopar.cost.peak_memory import allocated_bytes
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.hardware import discovery, presets
 from autopar.lowering.host_offload import AHEAD, BUCKETS
@@ -280,9 +281,11 @@ def test_a_compiled_program_for_tpu_is_without_that_memory():
     assert peaks["optimizer"].host_bytes == (kept,)
     assert stats["optimizer"].host_argument_size_in_bytes == stats["optimizer"].host_alias_size_in_bytes == kept
     assert stats["nothing"].argument_size_in_bytes - stats["optimizer"].argument_size_in_bytes == kept
-    peak = stats["nothing"].peak_memory_in_bytes, stats["optimizer"].peak_memory_in_bytes
+    # What is allocated: `peak_memory_in_bytes` counts vector memory too, 48 MB of programs that allocate 25 and 16.
+    drop = allocated_bytes(stats["nothing"]) - allocated_bytes(stats["optimizer"])
     predicted_drop = peaks["nothing"].peak_bytes[0] - peaks["optimizer"].peak_bytes[0]
-    assert 0.5 * kept <= predicted_drop <= peak[0] - peak[1]
+    assert 0.5 * kept <= drop
+    assert 0.5 * drop <= predicted_drop <= drop
 
 
 # Errors

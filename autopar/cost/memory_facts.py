@@ -1,0 +1,51 @@
+"""What the prediction of memory reads off operations and instructions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.ir.graph import Op
+from autopar.lowering.instructions import Compute, Instruction, Move
+
+# Over dimensions of size one they are reshapes.
+_RESHAPING = frozenset({"broadcast_in_dim", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
+
+
+def kind_of(op: Op) -> str:
+    """The primitive's name; a broadcast or a reduction of dimensions of size one only is a reshape."""
+    if op.primitive in _RESHAPING and op.eqn.outvars[0].aval.size == op.eqn.invars[0].aval.size:
+        return "reshape"
+    return op.primitive
+
+
+_HALF_PRECISION = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
+
+
+def is_half_precision(op: Op) -> bool:
+    """Whether all operands and results are 16-bit floats."""
+    # The size first: looking the type up costs ten times as much, and most are wider.
+    return all(
+        v.aval.dtype.itemsize == 2 and v.aval.dtype in _HALF_PRECISION for v in (*op.eqn.invars, *op.eqn.outvars)
+    )
+
+
+def reduces_last(op: Op) -> bool:
+    """Whether a reduction runs over its operand's last dimension."""
+    axes = op.eqn.params.get("axes", ())
+    return not axes or len(op.eqn.invars[0].aval.shape) - 1 in axes
+
+
+def transposed_alone(instructions: Sequence[Instruction]) -> dict[int, Sequence[int]]:
+    """The values that a transpose reads and nothing else computes with, and its order of their dimensions."""
+    reads: Counter[int] = Counter()
+    order: dict[int, Sequence[int]] = {}
+    for instruction in instructions:
+        if not isinstance(instruction, Move):
+            reads.update(value for value, _ in instruction.keys_read)
+        if isinstance(instruction, Compute) and instruction.op.primitive == "transpose":
+            order |= {value: instruction.op.eqn.params["permutation"] for value, _ in instruction.keys_read}
+    return {value: dims for value, dims in order.items() if reads[value] == 1}
