@@ -15,15 +15,13 @@ from autopar.compiler.pin_costs import price_of_pins
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
-from autopar.cost.cost_model import cost_model
-from autopar.cost.least_time import least_step_time_s
+from autopar.cost.least_time import least_time_s
 from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.build_graph import build_graph
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
-from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import check_islands
 from autopar.passes.graph_views import GraphViews
@@ -98,7 +96,6 @@ def planning_context(
     check_islands(graph, cluster.num_devices)
     if rings:
         check_blockwise(graph)
-    row = LogicalMesh(axis_sizes=(cluster.num_devices,))
     return PlanningContext(
         traced=traced,
         graph=graph,
@@ -110,7 +107,7 @@ def planning_context(
         progress=progress,
         deadline=deadline,
         keep_tolerance=keep_tolerance if request.leaves_layouts_free else 1.0,
-        least_s=least_step_time_s(graph, cost_model(cluster, row)),
+        least_s=least_time_s(graph, cluster),
     )
 
 

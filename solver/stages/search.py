@@ -28,8 +28,8 @@ from autopar.solver.stages.problem import (
     most_stages,
     peak_bytes,
     step_time_s,
-    validate,
 )
+from autopar.solver.stages.validation import validate
 
 
 def solve_stages(problem: StageProblem) -> StagePlan | NoStages:

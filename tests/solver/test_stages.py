@@ -308,7 +308,7 @@ def test_all_that_are_near_the_best_are_found():
 
 
 def mixed_problem(seed: int) -> StageProblem:
-    """Two or three kinds of devices one behind the other, with options of their own: inside, leaving, or both in one."""
+    """Two or three kinds of devices one behind the other, with options of their own: inside, leaving, or both."""
     rng = np.random.default_rng(seed)
     schedule = [s for s in Schedule if s is not Schedule.INTERLEAVED][seed % 8]
     layers, made = int(rng.integers(2, 6)), random_problem(seed + 9000)
