@@ -9,7 +9,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import InvalidArgumentError
 from autopar.passes.remat_policy import is_policy, policies_of
-from tests.small_steps import assert_close, transformer
+from tests.small_steps import assert_close, gated_step, transformer
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,6 @@ def test_every_second_layer_is_between_none_and_all():
     times = [plan.predicted.compute_time_s for plan in plans.values()]
     assert times == sorted(times)
     assert len(set(times)) == 3
-
-
-def gated_step(params, batch):
-    """Gated feed-forward layers: of the three products of each, the backward pass reads what the first two make."""
-
-    def loss_of(params):
-        x = batch["x"]
-        for number, (gate, up, down) in enumerate(params):
-            with jax.named_scope(f"layer{number}"):
-                x = x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_of)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
 WIDTH, HIDDEN, EXAMPLES, LAYERS, MICROBATCHES = 32, 64, 2048, 4, 4
