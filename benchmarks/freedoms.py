@@ -2,12 +2,12 @@
 
     python -m benchmarks.freedoms                 five workloads (an hour on two cores)
     python -m benchmarks.freedoms gpt moe         some
-    python -m benchmarks.freedoms --keep          also keeps the table in results/freedoms.md, row by row
+    python -m benchmarks.freedoms --keep          also keeps the table in results/freedoms.md, cell by cell
 
-All freedoms are those of one search, with the time and the memory of one model (Zhu et al., "Mist: efficient
-distributed training of large language models via memory-parallelism co-optimization", EuroSys 2025, takes the same ones
-together). The memory of a device is so small that the fastest plan without a limit does not fit. No device is needed.
-Without a freedom the search is the same, but
+All freedoms are those of one search, that over stages and micro-batches, with the time and the memory of one model (Zhu
+et al., "Mist: efficient distributed training of large language models via memory-parallelism co-optimization", EuroSys
+2025, takes the same ones together). It has one schedule, 1F1B, and no program without micro-batches, so that it is
+short; devices have little memory. No device is needed. Without a freedom the search is the same, but
 
 - micro-batches: only the smallest that it would try;
 - recomputation by stage: one policy for all stages, the best of them;
@@ -15,10 +15,10 @@ Without a freedom the search is the same, but
 - state by stage: the same price on bytes of state and of saved values in all stages, the best of them, so that no stage
   splits its state further than another one of the same mesh;
 - overlap: strategies are chosen as if communication hid behind nothing; the simulation hides it as always;
-- stages: none, one program or one stage in micro-batches.
+- stages: one stage on all devices.
 
 Offload is not chosen by the search: its column has the best of recipes that have it, of data parallelism with ZeRO, in
-one, four or sixteen micro-batches, with all or nothing computed again.
+one or eight micro-batches, with all or nothing computed again.
 """
 
 import argparse
@@ -55,6 +55,7 @@ from benchmarks.zoo import CASES
 
 RESULTS = Path(__file__).parent / "results" / "freedoms.md"
 ADAM = optax.adamw(1e-4)
+SCHEDULE = "1f1b"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class Workload:
 
 WORKLOADS = {
     "gpt": Workload(
-        case="gpt", cluster="p3.16xlarge", memory="6GB",
+        case="gpt", cluster="p3.16xlarge", memory="3GB",
         sizes=dict(layers=4, width=2048, heads=16, vocabulary=51_200, length=1024, batch=64, dtype=jnp.float16,
                    optimizer=ADAM),
     ),
@@ -84,7 +85,7 @@ WORKLOADS = {
                    optimizer=ADAM),
     ),
     "vit": Workload(
-        case="vit", cluster="dgx-h100:4", memory="5GB",
+        case="vit", cluster="dgx-h100:4", memory="2.5GB",
         sizes=dict(layers=6, width=1024, heads=16, image=224, patch=16, batch=256),
     ),
     "two kinds": Workload(
@@ -94,7 +95,7 @@ WORKLOADS = {
     ),
 }  # fmt: skip
 FREEDOMS = ("micro-batches", "recomputation by stage", "any recomputation", "state by stage", "overlap", "stages")
-COLUMNS = ("workload", "cluster", "memory", "the search", *(f"without {name}" for name in FREEDOMS), "offload", "plan")
+COLUMNS = ("workload", "cluster", "memory", "plan", "step", *(f"without {name}" for name in FREEDOMS), "with offload")
 
 
 @contextmanager
@@ -219,7 +220,7 @@ class Bench:
         self.step, self.arguments = case.step, (state, batch)
         self.options = {
             "cluster": self.cluster, "cache_dir": None, "show_progress": False,
-            "memory_limit_bytes": workload.memory, "effort": "thorough",
+            "memory_limit_bytes": workload.memory, "schedule": SCHEDULE,
         }  # fmt: skip
 
     def planned(self, **options: Any) -> autopar.Plan | None:
@@ -248,7 +249,7 @@ class Bench:
     def offloaded_s(self) -> float:
         """The fastest of the recipes with offload."""
         best_s, places = math.inf, ("optimizer", "activations", "optimizer and activations")
-        for place, zero, m, again in itertools.product(places, (1, 3), (1, 4, 16), ("nothing", "input")):
+        for place, zero, m, again in itertools.product(places, (1, 3), (1, 8), ("nothing", "input")):
             if m == 1 and again != "nothing":
                 continue
             several = {} if m == 1 else {"num_microbatches": m, "recompute": again}
@@ -256,34 +257,36 @@ class Bench:
                 recipe = autopar.recipes.combine(dp=self.cluster.num_devices, zero=zero, offload=place, **several)
             except AutoparError:
                 continue
-            plan = self.planned(plan=recipe)
+            plan = self.planned(plan=recipe, schedule=None)
             if plan is not None:
                 best_s = min(best_s, plan.predicted.step_time_s)
         return best_s
 
 
-def compared(name: str) -> list[str]:
-    """The cells of a row: the step time of the search, and how many times as long a step takes without each freedom."""
+def compared(name: str) -> Iterator[list[str]]:
+    """The row of a workload, each time with one more cell: how many times as long a step takes without a freedom."""
     workload, bench = WORKLOADS[name], Bench(WORKLOADS[name])
     whole = bench.planned()
     if whole is None:
         raise SystemExit(f"{name}: no plan fits into {workload.memory}")
-    whole_s = whole.predicted.step_time_s
-
-    def ratio(seconds: float) -> str:
-        return f"{seconds / whole_s:.3f}" if math.isfinite(seconds) else "none fits"
-
-    cells = []
+    whole_s, pipeline = whole.predicted.step_time_s, whole.record.pipeline
+    text = (
+        "one program"
+        if pipeline is None
+        else f"{len(pipeline.stages)} stages, {pipeline.num_microbatches} micro-batches, recompute "
+        f"{' and '.join(dict.fromkeys(pipeline.recomputed))}"
+    )
+    row = [name, workload.cluster, workload.memory, text, f"{whole_s:.4g} s"]
     for freedom in FREEDOMS:
         plan = bench.without(freedom)
-        cells.append(ratio(plan.predicted.step_time_s if plan is not None else math.inf))
-        print(f"{name}, without {freedom}: {cells[-1]}", flush=True)
-    record = whole.record
-    text = "one program" if record.pipeline is None else (
-        f"{len(record.pipeline.stages)} stages, {record.pipeline.num_microbatches} micro-batches, recompute "
-        f"{' and '.join(dict.fromkeys(record.pipeline.recomputed))}"
-    )  # fmt: skip
-    return [name, workload.cluster, workload.memory, f"{whole_s:.4g} s", *cells, ratio(bench.offloaded_s()), text]
+        row.append(_ratio(plan.predicted.step_time_s if plan is not None else math.inf, whole_s))
+        yield row
+    row.append(_ratio(bench.offloaded_s(), whole_s))
+    yield row
+
+
+def _ratio(seconds: float, whole_s: float) -> str:
+    return f"{seconds / whole_s:.3f}" if math.isfinite(seconds) else "none fits"
 
 
 def keep(rows: list[list[str]]) -> None:
@@ -292,7 +295,7 @@ def keep(rows: list[list[str]]) -> None:
     ordered = [found[name] for name in WORKLOADS if name in found]
     RESULTS.write_text(
         "# What each freedom of the search is worth\n\nPredicted step time of the whole search, and of the search "
-        "without one freedom as a multiple of it.\n\n"
+        "without one freedom as a multiple of it (empty: not made yet).\n\n"
         f"The last row: {description()}\n\n{markdown(COLUMNS, ordered)}\n"
     )
 
@@ -302,12 +305,14 @@ def main() -> int:
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
-    rows = []
+    rows: dict[str, list[str]] = {}
     for name in arguments.workloads or WORKLOADS:
-        rows.append(compared(name))
-        if arguments.keep:
-            keep(rows)
-    print(markdown(COLUMNS, rows))
+        for row in compared(name):
+            rows[name] = list(row)
+            print(" | ".join(row), flush=True)
+            if arguments.keep:
+                keep([rows[name]])
+    print(markdown(COLUMNS, list(rows.values())))
     return 0
 
 
