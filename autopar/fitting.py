@@ -18,6 +18,7 @@ from autopar.common.text_console import text_console
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
+from autopar.plan.device_limits import fullest
 from autopar.plan.plan import Plan
 from autopar.step import Step, batch_argnums_of, on_cluster, with_whole_batch
 
@@ -205,12 +206,13 @@ def planned_for(step: Step, args: Sequence[Any], batch: int) -> tuple[FitRow, Pl
     except MemoryLimitError as error:
         row = FitRow(cluster="", batch=batch, fits=False, peak_bytes=error.needed_bytes, limit_bytes=error.limit_bytes)
         return row, None
+    full = fullest(plan.record)
     row = FitRow(
         cluster="",
         batch=batch,
         fits=True,
-        peak_bytes=max(plan.predicted.peak_bytes),
-        limit_bytes=plan.record.memory_limit_bytes or plan.cluster.device.memory_bytes,
+        peak_bytes=full.peak_bytes,
+        limit_bytes=full.limit_bytes or plan.cluster.device.memory_bytes,
         step_time_s=plan.predicted.step_time_s,
     )
     return row, plan

@@ -157,8 +157,8 @@ def combine(
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
         recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
-            products and blockwise attention), "input" (all); with " every 2" behind it those of every second layer, and
-            so on.
+            products and blockwise attention), "half matmuls" (all but these and each second product), "input" (all);
+            with " every 2" behind it those of every second layer, and so on.
         offload: The arrays in the memory of the hosts (JAX's memory kind "pinned_host"): "nothing"; "optimizer", those
             that only the update reads (moments, master weights), which come to the devices for the update, a few at a
             time, and return; "activations", those that are saved for the backward pass (all that `recompute` keeps),
@@ -294,8 +294,8 @@ def cut(
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
         recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
-            products and blockwise attention), "input" (all); with " every 2" behind it those of every second layer, and
-            so on.
+            products and blockwise attention), "half matmuls" (all but these and each second product), "input" (all);
+            with " every 2" behind it those of every second layer, and so on.
         offload: As in `combine`, beside what the recipe offloads.
 
     Raises: InvalidArgumentError.

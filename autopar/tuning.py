@@ -26,6 +26,7 @@ from autopar.common.units import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_step import CompiledStep, build
+from autopar.plan.device_limits import fullest
 from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.plan.schema import MeasuredRecord
@@ -207,10 +208,10 @@ def _row(name: str, plan: Plan | None, why: str = "") -> Timed:
 
 def _memory_excess(plan: Plan) -> str:
     """The excess over the memory limit as text, if any: a recipe with stages is built even if it exceeds the limit."""
-    peak_bytes, limit_bytes = max(plan.predicted.peak_bytes), plan.record.memory_limit_bytes
-    if limit_bytes is None or peak_bytes <= limit_bytes:
+    full = fullest(plan.record)
+    if full.limit_bytes is None or full.peak_bytes <= full.limit_bytes:
         return ""
-    return f"needs {text_of_bytes(peak_bytes)} on a device, of {text_of_bytes(limit_bytes)}"
+    return f"needs {text_of_bytes(full.peak_bytes)} on a device, of {text_of_bytes(full.limit_bytes)}"
 
 
 def step_s(plan: Plan) -> float:

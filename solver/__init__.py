@@ -11,7 +11,17 @@ from autopar.solver.ilp.problem import Edge, Infeasibility, Problem, Solution, S
 from autopar.solver.ilp.tied import tie
 from autopar.solver.solving import solve
 from autopar.solver.stages.brute_force import brute_force_stages
-from autopar.solver.stages.problem import NoStages, Schedule, Stage, StageOption, StagePlan, StageProblem, step_time_s
+from autopar.solver.stages.problem import (
+    NoStages,
+    Placement,
+    Schedule,
+    Stage,
+    StageOption,
+    StagePlan,
+    StageProblem,
+    fullness,
+    step_time_s,
+)
 from autopar.solver.stages.search import best_stages, solve_stages
 
 __all__ = [
@@ -19,6 +29,7 @@ __all__ = [
     "Edge",
     "Infeasibility",
     "NoStages",
+    "Placement",
     "Problem",
     "Schedule",
     "Solution",
@@ -32,6 +43,7 @@ __all__ = [
     "brute_force",
     "brute_force_stages",
     "evaluate",
+    "fullness",
     "solve",
     "solve_stages",
     "step_time_s",

@@ -25,7 +25,8 @@ from autopar.frontend.callbacks import any_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
 from autopar.inter_op.joined_tasks import joined_as_named
-from autopar.inter_op.staged import StagedStep, Submesh, model_of, planned_stage, stage_program
+from autopar.inter_op.staged import StagedStep, planned_stage, stage_program
+from autopar.inter_op.submeshes import Submesh, model_of
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
@@ -105,8 +106,8 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
         graphs = stage_graphs(microbatched, record.recomputed, first_layers, record.schedule, record.chunks)
     check_groups(record, graphs.schedule.mesh_of_stage, name)
     with at_place(name, f"{place}.stages"):
-        for stage_record in record.stages:
-            model_of(plan.cluster, LogicalMesh(axis_sizes=stage_record.axis_sizes))
+        for submesh in submeshes_of(record):
+            model_of(plan.cluster, submesh)
     shardings = stage_shardings(record, graphs.stages)
     for q, (sharding, stage) in enumerate(zip(shardings, graphs.stages, strict=True)):
         decided_at = f"{place}.stages[{q}].decisions"
@@ -130,6 +131,11 @@ def stage_shardings(record: PipelineRecord, stages: Sequence[StageGraph]) -> lis
     ]
 
 
+def submeshes_of(record: PipelineRecord) -> list[Submesh]:
+    """The recorded devices of each stage."""
+    return [Submesh(first_device=s.first_device, mesh=LogicalMesh(axis_sizes=s.axis_sizes)) for s in record.stages]
+
+
 def recorded_stages(
     cluster: Cluster,
     record: PipelineRecord,
@@ -138,10 +144,10 @@ def recorded_stages(
     shardings: Sequence[ShardingPlan],
 ) -> StagedStep:
     """Stages on their recorded devices, under these decisions, lowered and simulated."""
-    submeshes = [Submesh(first_device=s.first_device, mesh=LogicalMesh(axis_sizes=s.axis_sizes)) for s in record.stages]
+    submeshes = submeshes_of(record)
     rows = zip(record.stages, submeshes, graphs.stages, shardings, graphs.schedule.mesh_of_stage, strict=True)
     planned = [
-        planned_stage(s.first_layer, stage, model_of(cluster, at.mesh), sharding, group, like=q)
+        planned_stage(s.first_layer, stage, model_of(cluster, at), sharding, group, like=q)
         for q, (s, at, stage, sharding, group) in enumerate(rows)
     ]
     return stage_program(

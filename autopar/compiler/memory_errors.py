@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import MemoryLimitError
+from autopar.plan.device_limits import fullest
 from autopar.plan.plan import Plan
 
 _NAMED = 5  # how many of the largest tensors an error names
@@ -22,7 +23,9 @@ def check_given_plan_fits(plan: Plan, limit_bytes: int | None) -> None:
 
 
 def fits(plan: Plan, limit_bytes: int) -> bool:
-    return max(plan.predicted.peak_bytes) <= limit_bytes
+    full = fullest(plan.record, limit_bytes)
+    assert full.limit_bytes is not None, "a limit was given"
+    return full.peak_bytes <= full.limit_bytes
 
 
 def pipeline_refusal(plan: Plan, limit_bytes: int, beside: Sequence[str] = ()) -> MemoryLimitError:
@@ -41,17 +44,16 @@ def pipeline_refusal(plan: Plan, limit_bytes: int, beside: Sequence[str] = ()) -
 
 
 def _refusal(plan: Plan, where: str, limit_bytes: int, hint: str) -> MemoryLimitError:
-    peak_bytes, pipeline = plan.predicted.peak_bytes, plan.record.pipeline
-    group = max(range(len(peak_bytes)), key=lambda i: peak_bytes[i])
+    full, pipeline = fullest(plan.record, limit_bytes), plan.record.pipeline
     if pipeline is not None:
-        worst = max(pipeline.stages, key=lambda stage: stage.peak_bytes)
-        stages = [str(q) for q, stage in enumerate(pipeline.stages) if stage.first_device == worst.first_device]
+        worst = list(dict.fromkeys(stage.first_device for stage in pipeline.stages))[full.number]
+        stages = [str(q) for q, stage in enumerate(pipeline.stages) if stage.first_device == worst]
         where += f", stage {' and '.join(stages)} of {len(pipeline.stages)}"
     memory = plan.predicted.memory
     return MemoryLimitError(
         where=where,
-        limit_bytes=limit_bytes,
-        needed_bytes=peak_bytes[group],
-        largest=[(h.name, h.nbytes) for h in memory[group].largest[:_NAMED]] if memory else [],
+        limit_bytes=full.limit_bytes or limit_bytes,
+        needed_bytes=full.peak_bytes,
+        largest=[(h.name, h.nbytes) for h in memory[full.number].largest[:_NAMED]] if memory else [],
         hint=hint,
     )

@@ -15,8 +15,7 @@ from autopar.compiler.pin_costs import price_of_pins
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
-from autopar.cost.cost_model import cost_model
-from autopar.cost.least_time import least_step_time_s
+from autopar.cost.least_time import least_time_s
 from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.build_graph import build_graph
@@ -24,7 +23,6 @@ from autopar.hardware.cluster import Cluster
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import OpGraph
-from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import check_islands
 from autopar.passes.graph_views import GraphViews
@@ -101,8 +99,7 @@ def planning_context(
     if rings:
         check_blockwise(graph)
     request = _with_state_in_groups(request, graph, cluster)
-    row = LogicalMesh(axis_sizes=(cluster.num_devices,))
-    least_s = least_step_time_s(graph, cost_model(cluster, row))
+    least_s = least_time_s(graph, cluster)
     progress.bounded(least_s, deadline)
     return PlanningContext(
         traced=traced,

@@ -101,6 +101,8 @@ def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
         return cluster.num_devices > 1
     if best.step_time_s <= LEAST_PIPELINE_S:
         return False
+    if cluster.parts:
+        return True  # one program is as slow as the slowest devices
     lost = 1 - best.shared_out_s / best.step_time_s
     return lost > (LOST_BETWEEN_HOSTS if cluster.num_domains > 1 else LOST_INSIDE_HOST)
 

@@ -15,6 +15,7 @@ from autopar.cost.cost_model import CostModel
 from autopar.cost.host_usage import host_use
 from autopar.cost.overlap import timed, timeline_of
 from autopar.cost.peak_memory import MemoryEstimate
+from autopar.cost.product_rate import main_dtype
 from autopar.hardware import host_cpu
 from autopar.inter_op.joined_tasks import chain_name
 from autopar.inter_op.staged import PlannedStage, StagedStep
@@ -102,10 +103,10 @@ def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
         n, device = staged.submeshes[task.stage].mesh.num_devices, staged.stages[task.stage].model.device
         hidden_s += n * runs * seconds
         allocation += n * host_cpu.page_fault_s(device, nbytes, runs)
-    devices = sum(s.mesh.num_devices for s in dict.fromkeys(staged.submeshes))
-    device = staged.stages[0].model.device
+    kinds = dict(zip(staged.submeshes, (planned.model.device for planned in staged.stages), strict=True))
+    devices, dtype = sum(s.mesh.num_devices for s in kinds), main_dtype(staged.graph)
     step_s = simulation.step_time_s
-    peak_flops_per_s = device.peak_flops_per_s(main_dtype(staged.graph)) * devices
+    peak_flops_per_s = sum(device.peak_flops_per_s(dtype) * at.mesh.num_devices for at, device in kinds.items())
     return Predicted(
         step_time_s=step_s,
         compute_time_s=compute_s / devices,
@@ -162,15 +163,6 @@ def _product_s(lowered: LoweredBlock, seconds_of: Mapping[int, float]) -> float:
     """The seconds of the matrix products and attention kernels among operations."""
     products = {op.id for op, _ in _computes(lowered) if op.primitive in MATRIX_PRODUCTS | set(ring.PRIMITIVES)}
     return sum(seconds_of.get(op, 0.0) for op in products)
-
-
-def main_dtype(graph: OpGraph) -> str:
-    """The type of the operands of the largest matrix product, by which peak arithmetic is counted."""
-    products = [op for op in graph.ops() if op.primitive in MATRIX_PRODUCTS]
-    if not products:
-        return "float32"
-    largest = max(products, key=lambda op: max(v.aval.size for v in (*op.eqn.invars, *op.eqn.outvars)))
-    return str(largest.eqn.invars[0].aval.dtype)
 
 
 def grouped(uses: tuple[CollectiveUse, ...], mesh: LogicalMesh) -> tuple[PredictedCollective, ...]:

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from autopar.cost.cost_model import CostModel, NodeCosts
+from autopar.cost.cost_model import CostModel, NodeCosts, cost_model
+from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph, OpKind
+from autopar.ir.mesh import LogicalMesh
+
+
+def least_time_s(graph: OpGraph, cluster: Cluster) -> float:
+    """Seconds of all operations, shared by all devices of a cluster, of several kinds each as fast as it is."""
+    parts = cluster.parts or (cluster,)
+    models = [cost_model(part, LogicalMesh(axis_sizes=(part.num_devices,))) for part in parts]
+    alone_s = [least_step_time_s(graph, model) for model in models]
+    return 1.0 / sum(1.0 / s for s in alone_s) if min(alone_s) > 0 else 0.0
 
 
 def least_step_time_s(graph: OpGraph, model: CostModel) -> float:

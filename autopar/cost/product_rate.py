@@ -14,6 +14,8 @@ import jax
 import numpy as np
 
 from autopar.hardware.kinds import FULL_FLOAT32, Platform
+from autopar.ir.graph import OpGraph
+from autopar.ir.primitives import MATRIX_PRODUCTS
 
 # Passes in bfloat16 that XLA's TPU compiler makes of a float32 product at each `jax.lax.Precision` (bfloat16_3x and
 # bfloat16_6x among the names that jax has for them).
@@ -79,3 +81,12 @@ def _of_algorithm(operand: str, algorithm: Any, platform: Platform) -> ProductRa
     if dtype == FULL_FLOAT32 and platform is Platform.TPU:
         return ProductRate("float32", _TPU_PASSES[jax.lax.Precision.HIGHEST])
     return ProductRate(dtype, passes)
+
+
+def main_dtype(graph: OpGraph) -> str:
+    """The type of the operands of the largest matrix product, by which peak arithmetic is counted."""
+    products = [op for op in graph.ops() if op.primitive in MATRIX_PRODUCTS]
+    if not products:
+        return "float32"
+    largest = max(products, key=lambda op: max(v.aval.size for v in (*op.eqn.invars, *op.eqn.outvars)))
+    return str(largest.eqn.invars[0].aval.dtype)

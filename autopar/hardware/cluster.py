@@ -12,7 +12,7 @@ import msgspec
 
 from autopar.common.json_files import JsonFaultError, decoded
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import discovery, host_groups, machines, presets, torus
+from autopar.hardware import discovery, host_groups, machines, mixed, presets, torus
 from autopar.hardware.collective_cost import Fabric, Link
 from autopar.hardware.kinds import DeviceKind
 from autopar.hardware.measurement import FitQuality, Measurement
@@ -24,8 +24,8 @@ _FORMAT_VERSION = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Hosts of equal devices. The inner link joins the devices of a domain: one host (a DGX box), or several (an NVL72
-    rack has 18 hosts of 4). Of TPUs a host here is a slice.
+    """Hosts of equal devices, or several such clusters (`parts`). The inner link joins the devices of a domain: one
+    host (a DGX box), or several (an NVL72 rack has 18 hosts of 4). Of TPUs a host here is a slice.
 
     Attributes:
         name: As in `Cluster.preset`, or free.
@@ -38,6 +38,9 @@ class Cluster:
         torus: Physical shape of a host's devices where the link inside is a torus (TPU), else empty.
         inside_chip: On a torus of chips that are several devices each, the link between these: they are the last axis
             of the torus, and share the chip's wires to others.
+        parts: Clusters that differ and make up this one (`joined`), in the order of the devices. All other fields are
+            then as of the slowest and smallest: what one program on all devices gets.
+        between_parts: Link from a part to another, per device.
         axis_override: One link for each mesh axis, or one for all, instead of what follows from the above.
         fits: Of measured constants, how well they give back what was timed; empty where they come from tables.
     """
@@ -53,6 +56,8 @@ class Cluster:
     fits: tuple[FitQuality, ...] = ()
     hosts_per_domain: int = 1
     inside_chip: Link | None = None
+    parts: tuple[Cluster, ...] = ()
+    between_parts: Link | None = None
 
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.devices_per_host < 1:
@@ -68,6 +73,13 @@ class Cluster:
                 expected=f"a number that divides {self.num_hosts} hosts",
                 got=str(self.hosts_per_domain),
                 hint="give the hosts that one fast link joins (18 of an NVL72 rack), or 1",
+            )
+        if self.parts and (self.between_parts is None or sum(p.num_devices for p in self.parts) != self.num_devices):
+            raise InvalidArgumentError(
+                where=f"Cluster({self.name!r}).parts",
+                expected=f"clusters of {self.num_devices} devices together, and a link between them",
+                got=f"{' + '.join(str(p.num_devices) for p in self.parts)} devices, link {self.between_parts}",
+                hint="make it with Cluster.joined",
             )
         if self.torus and (min(self.torus) < 1 or math.prod(self.torus) != self.domain_devices):
             raise InvalidArgumentError(
@@ -150,11 +162,28 @@ class Cluster:
             devices_per_host=of_host,
             hosts_per_domain=hosts_per_domain,
             torus=self.torus if whole else torus.part(self.torus, domain_devices, self.inside_chip),
+            parts=(),
+            between_parts=None,
         )
 
     @classmethod
+    def joined(cls, parts: Sequence[Cluster], *, between: Link | None = None) -> Cluster:
+        """Clusters of different devices as one: stages of a pipeline lie on one of them each, a program without stages
+        on all, as slow and as small as the slowest and smallest devices.
+
+        Args:
+            parts: In the order of the devices.
+            between: Link from one to another, per device; None: the slowest of their own links between hosts.
+
+        Raises:
+            InvalidArgumentError: Devices of several platforms, a TPU torus, or more parts than there may be.
+        """
+        whole = tuple(inner for part in parts for inner in (part.parts or (part,)))
+        return cls(parts=whole, **mixed.joined_fields(whole, between))
+
+    @classmethod
     def local(cls, num_devices: int | None = None, *, measured: bool = True) -> Cluster:
-        """The devices of this program (the first `num_devices` of them), all of one kind.
+        """The devices of this program (the first `num_devices` of them); those of several kinds are joined.
 
         Their constants are those that `measure` saved for devices like these under this version of jax, or else those
         of `autopar.hardware.presets`; `measured=False` takes the latter always. A measurement of several accelerators
@@ -165,7 +194,8 @@ class Cluster:
             InvalidArgumentError: A device that is not in `autopar.hardware.presets`.
             NotEnoughDevicesError: Fewer devices than asked for.
         """
-        return cls._of(discovery.find(num_devices, measured=measured))
+        found = [cls._of(part) for part in discovery.find_parts(num_devices, measured=measured)]
+        return found[0] if len(found) == 1 else cls.joined(found)
 
     @classmethod
     def measure(
@@ -256,12 +286,15 @@ class Cluster:
     def parse(cls, text: str) -> Cluster:
         """A cluster as the command line names it.
 
-        `local` or `local:4` (devices of this program); `dgx-h100`, `dgx-h100x16` (16 hosts); `tpu-v5e:2x4`,
-        `tpu-v5p:4x4x4:2` (2 slices); anything that ends in .json is a file made by `save`.
+        `local` or `local:4` (devices of this program); `dgx-h100`, `dgx-h100x16` (16 hosts), `dgx-h100:4` (4 cards of
+        a host); `tpu-v5e:2x4`, `tpu-v5p:4x4x4:2` (2 slices); anything that ends in .json is a file made by `save`;
+        `dgx-a100-80g+p3.16xlarge` joins two.
 
         Raises:
             InvalidArgumentError: None of these.
         """
+        if "+" in text:
+            return cls.joined([cls.parse(part) for part in text.split("+")])
         if text.endswith(".json"):
             return cls.load(text)
         if m := re.fullmatch(r"local(?::(\d+))?", text):
@@ -271,11 +304,15 @@ class Cluster:
         for name in machines.GPU_HOSTS:
             if m := re.fullmatch(rf"{re.escape(name)}(?:x(\d+))?", text):
                 return cls.preset(name, hosts=int(m[1] or 1))
+            m = re.fullmatch(rf"{re.escape(name)}:([1-9]\d*)", text)
+            if m and machines.GPU_HOSTS[name].devices_per_host % int(m[1]) == 0:
+                return dataclasses.replace(cls.preset(name).submesh(1, int(m[1])), name=text)
         raise InvalidArgumentError(
             where="cluster",
             expected=f"local, a .json file, {', '.join(machines.GPU_HOSTS)} (x16), {', '.join(machines.TPUS)} (:4x4)",
             got=repr(text),
-            hint="the number behind x counts hosts, the shape behind : is the TPU slice's",
+            hint="the number behind x counts hosts, that behind : a part of a host's cards, the shape behind : is the "
+            "TPU slice's, and + joins two",
         )
 
     def save(self, path: str | Path) -> None:

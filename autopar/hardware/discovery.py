@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -38,7 +39,22 @@ def find(num_devices: int | None = None, *, measured: bool = True) -> LocalDevic
 
     Raises: as `chosen`.
     """
-    devices, found = chosen(num_devices)
+    devices, _ = chosen(num_devices)
+    return _found(devices, measured)
+
+
+def find_parts(num_devices: int | None = None, *, measured: bool = True) -> list[LocalDevices]:
+    """The first `num_devices` of `jax.devices()`, or all, neighbours of one kind together; with saved measured
+    constants if there are any.
+
+    Raises: as `chosen`, but for devices of several kinds.
+    """
+    runs = itertools.groupby(first(num_devices), lambda device: str(device.device_kind))
+    return [_found(list(devices), measured) for _, devices in runs]
+
+
+def _found(devices: Sequence[Any], measured: bool) -> LocalDevices:
+    found = describe(devices)
     measurement = saved_for(measured_on(devices, found)) if measured else None
     return found if measurement is None else as_measured(found, measurement)
 
@@ -81,6 +97,12 @@ def chosen(num_devices: int | None = None) -> tuple[list[Any], LocalDevices]:
         InvalidArgumentError: Devices of several kinds, or of one that is not in the tables.
         NotEnoughDevicesError: Fewer devices than asked for.
     """
+    devices = first(num_devices)
+    return devices, describe(devices)
+
+
+def first(num_devices: int | None = None) -> list[Any]:
+    """The first `num_devices` of `jax.devices()`, or all. Raises: NotEnoughDevicesError."""
     import jax  # here, because starting jax's devices is a thing that only those who ask for them should wait for
 
     devices = jax.devices()
@@ -92,8 +114,7 @@ def chosen(num_devices: int | None = None) -> tuple[list[Any], LocalDevices]:
             hint="plan for other hardware with Cluster.preset(...); virtual CPU devices come from "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8, set before jax starts",
         )
-    devices = devices[:num_devices]
-    return devices, describe(devices)
+    return devices[:num_devices]
 
 
 def describe(devices: Sequence[Any]) -> LocalDevices:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.common.cached_attribute import lazy
 from autopar.errors import UnsupportedError
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster_parts import memory_share
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
 from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
 from autopar.inter_op.joined_tasks import join_where_it_pays
@@ -16,19 +16,17 @@ from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import (
     PlannedStage,
     StagedStep,
-    Submesh,
     TaskCosts,
     check_directions,
     cut_stages,
     layers_of,
-    model_of,
     planned_stage,
     schedule_of,
     stage_program,
 )
+from autopar.inter_op.submeshes import model_of, place
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.smaller_step import smaller_step
@@ -156,15 +154,6 @@ def _stage_graphs(
     return StageGraphs(graph=graph, schedule=order, stages=stages)
 
 
-def place(group_meshes: Sequence[LogicalMesh], schedule: PipelineSchedule) -> list[Submesh]:
-    """The devices of each stage: larger groups first, so that no group lies across hosts that it does not fill."""
-    order = sorted(range(len(group_meshes)), key=lambda g: -group_meshes[g].num_devices)
-    firsts = [0, *itertools.accumulate(group_meshes[g].num_devices for g in order)]
-    first_of = dict(zip(order, firsts, strict=False))
-    groups = [Submesh(first_device=first_of[g], mesh=mesh) for g, mesh in enumerate(group_meshes)]
-    return [groups[g] for g in schedule.mesh_of_stage]
-
-
 def build(
     microbatched: MicrobatchedStep,
     choice: StageChoice,
@@ -181,8 +170,10 @@ def build(
     """
     graphs = stage_graphs(microbatched, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
     graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
-    submeshes = place(choice.group_meshes, schedule)
-    models = [model_of(cluster, s.mesh) for s in submeshes]
+    submeshes = place(choice.group_meshes, schedule.mesh_of_stage, cluster, choice.group_parts)
+    models = [model_of(cluster, s) for s in submeshes]
+    shares = tuple(memory_share(cluster, s.first_device, s.mesh.num_devices) for s in submeshes)
+    limits = dataclasses.replace(limits, memory_shares=shares)
     given = GivenStageLayouts(
         pins=pins.layouts(graph, microbatched.leaves) if pins is not None else {},
         followed=_of_arguments(microbatched, followed or {}),

@@ -112,6 +112,7 @@ class StageDecider:
         return (
             self.shape_numbers[at],
             self.models[at].links,
+            self.models[at].device,
             str(arrives),
             str(leaves),
             str(fixed_layouts),

@@ -18,7 +18,7 @@ from autopar.intra_op.baselines import baseline_bindings
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.schema import PipelineTrial
 from autopar.sharding.constraints import Binding, Constraints
-from autopar.solver import NoStages, Schedule, StagePlan, StageProblem, best_stages
+from autopar.solver import NoStages, Schedule, StagePlan, StageProblem, best_stages, fullness
 
 # The number of plans that are built: the best by the tables, for each number of micro-batches in turn. The best of one
 # stage comes on top.
@@ -116,13 +116,14 @@ class PipelineEvaluator:
         built = 0
         for problem, answer, m, options in ranked:
             choice, estimated_s = choice_of(problem, answer, options), answer.step_time_s
+            estimated_bytes = round(fullness(problem, answer.stages) * problem.limit_bytes)
             if (m, choice) in self.built:
                 continue
             over = self.best is None or not self.best.fits(self.limit_bytes)
             beaten = self.best is not None and not over and estimated_s >= within * self.best.trial.step_time_s
             late = self.deadline.passed and (not over or self.to_beat_s < math.inf)
             if beaten or late or built >= max_built or estimated_s > 1.2 * self.to_beat_s:
-                text, peak_bytes = f"{m} micro-batches, {choice.text}", max(answer.peak_bytes)
+                text, peak_bytes = f"{m} micro-batches, {choice.text}", estimated_bytes
                 self.weighed.append(PipelineTrial(text=text, step_time_s=estimated_s, peak_bytes=peak_bytes))
                 why = self.deadline.text if late else "others are faster by the tables of layer costs"
                 self.not_built.append(
@@ -142,11 +143,11 @@ class PipelineEvaluator:
             kind = len(choice.first_layers), m
             best_of_kind = self.best_of.get(kind)
             if best_of_kind is None or candidate.rank(self.limit_bytes) < best_of_kind[0].rank(self.limit_bytes):
-                self.best_of[kind] = candidate, max(answer.peak_bytes)
+                self.best_of[kind] = candidate, estimated_bytes
             self.weigh(candidate)
             if not candidate.fits(self.limit_bytes):
                 fastest_fits = fastest_fits and built > 1
-                tighter_bytes = max(answer.peak_bytes) * self.limit_bytes // candidate.trial.peak_bytes
+                tighter_bytes = estimated_bytes * self.limit_bytes // candidate.trial.peak_bytes
                 too_large.setdefault(problem.schedule, tighter_bytes)
         return {} if fastest_fits else too_large
 

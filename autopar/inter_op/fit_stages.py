@@ -24,13 +24,19 @@ LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuildLimits:
-    """The memory of a device, the seconds that a solver may take, and the time of a step from which on a pipeline is of
-    no use, so that nothing need be done to make it fit.
+    """The memory of the smallest device, the seconds that a solver may take, and the time of a step from which on a
+    pipeline is of no use, so that nothing need be done to make it fit. `memory_shares`: of each stage, the memory of
+    its devices as a multiple of the smallest; empty: all have as much.
     """
 
     limit_bytes: int
     time_limit_s: float
     to_beat_s: float = math.inf
+    memory_shares: tuple[float, ...] = ()
+
+    def of_stage(self, stage: int) -> float:
+        """Bytes of a device of a stage."""
+        return self.limit_bytes * (self.memory_shares[stage] if self.memory_shares else 1.0)
 
 
 # For each stage, the number of its decisions and these: stages of equal numbers have the same.
@@ -71,13 +77,13 @@ def fit_stages(
         before, numbers = numbers, [number for number, _ in decisions]
         if numbers != before:
             pipeline = simulated(decisions)
-        over = [q for q, group in enumerate(schedule.mesh_of_stage) if pipeline.peak_bytes[group] > limits.limit_bytes]
+        over = [q for q, group in enumerate(schedule.mesh_of_stage) if pipeline.peak_bytes[group] > limits.of_stage(q)]
         if not over or leaner == LEANER or pipeline.step_time_s >= limits.to_beat_s:
             break
-        if any(decider.cannot_fit(q, limits.limit_bytes / of_whole) for q in over):
+        if any(decider.cannot_fit(q, limits.of_stage(q) / of_whole) for q in over):
             break
         for q in over:
-            dear = FIRST_PRICE * decisions[q][1].report.objective_s * of_whole / limits.limit_bytes
+            dear = FIRST_PRICE * decisions[q][1].report.objective_s * of_whole / limits.of_stage(q)
             known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
             in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
             terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)

@@ -62,7 +62,8 @@ class PipelineCandidate:
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.staged.peak_bytes)
+        """To be compared with the memory of the smallest device."""
+        return self.staged.peak_of_smallest_bytes
 
     @property
     def text(self) -> str:

@@ -7,9 +7,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from autopar.attention.checks import check_attention
+from autopar.cost.product_rate import main_dtype
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster_parts import WHOLE, part_number
 from autopar.inter_op.build_stages import (
     MicrobatchedStep,
     build,
@@ -22,7 +24,8 @@ from autopar.inter_op.followed_stages import followed_choice, schedule_beside
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.inter_op.search_space import few_bubbles, is_long, meshes_inside, microbatch_numbers, submesh_sizes
 from autopar.inter_op.stage_choice import StageChoice
-from autopar.inter_op.staged import default_chunks, part_of
+from autopar.inter_op.staged import default_chunks
+from autopar.inter_op.submeshes import part_of
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.assign_stages import balanced
 from autopar.passes.remat_cheap import copies_state
@@ -92,6 +95,8 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
         (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(microbatched.layers))
         resolved_pins = request.pins.found(traced, microbatched.graph)
         part = part_of(cluster, size)
+        if part_number(cluster, 0, size) != WHOLE:
+            raise _pins_on_parts(cluster, traced.name)
         pinned = on_meshes(resolved_pins, part, request.max_mesh_axes, binding, microbatched.graph, microbatched.leaves)
     meshes = [at.mesh for at in pinned] or None
     if followed is not None:
@@ -131,8 +136,11 @@ def equal_choice(
     Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not divide the devices.
     """
     (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(microbatched.layers))
+    parts, rates = parts_in_turn(microbatched, cluster, num_stages // chunks)
     first_layers = (
-        layers_of_pieces(microbatched) if microbatched.step.parts > 1 else balanced(microbatched.layers, num_stages)
+        layers_of_pieces(microbatched)
+        if microbatched.step.parts > 1
+        else balanced(microbatched.layers, num_stages, rates * chunks)
     )
     if meshes is None:
         meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
@@ -143,6 +151,32 @@ def equal_choice(
             first_layers=first_layers,
             group_meshes=(mesh,) * (num_stages // chunks),
             policies=policies_of(recompute, len(microbatched.layers)),
+            group_parts=parts,
         )
         for mesh in meshes
     ]
+
+
+def parts_in_turn(
+    microbatched: MicrobatchedStep, cluster: Cluster, num_groups: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """(the part of the cluster that each of equal groups of devices is in, in the order of the devices; the rate of
+    matrix products of its devices). Empty on a cluster of one kind.
+
+    Raises: InvalidArgumentError for a group with devices of several kinds.
+    """
+    if not cluster.parts or num_groups == 1:
+        return (), ()
+    size = cluster.num_devices // num_groups
+    numbers = tuple(part_number(cluster, group * size, size) for group in range(num_groups))
+    dtype = main_dtype(microbatched.graph)
+    return numbers, tuple(cluster.parts[number].device.flops_per_s(dtype) for number in numbers)
+
+
+def _pins_on_parts(cluster: Cluster, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        where=f"constrain on stages of {name}",
+        expected="devices of one kind",
+        got=f"cluster {cluster.name}, of {len(cluster.parts)} parts",
+        hint="leave out the pins, or the stages",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,9 @@ from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, cost_model
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster_parts import WHOLE, memory_shares
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
+from autopar.inter_op.device_parts import check_parts, on_part, orders, placements
 from autopar.inter_op.evaluate import PipelineEvaluator, retry_without_hoisted_casts
 from autopar.inter_op.layer_decisions import Decisions, layer_decisions
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate
@@ -25,7 +28,8 @@ from autopar.inter_op.search_space import (
     stage_numbers,
 )
 from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
-from autopar.inter_op.staged import default_chunks, part_of
+from autopar.inter_op.staged import default_chunks
+from autopar.inter_op.submeshes import part_of
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
@@ -45,8 +49,8 @@ NEAR_THE_BEST = 1.15  # the error of the tables: answers up to this ratio to the
 
 
 # The key of decisions: mesh, operations and values, devices over which examples split, and, where saved values have a
-# price, the examples and the micro-batches in flight.
-DecidedFor = tuple[LogicalMesh, int, int, int, int]
+# price, the examples and the micro-batches in flight; then the part of the cluster.
+DecidedFor = tuple[LogicalMesh, int, int, int, int, int]
 
 
 def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate | Rejection]:
@@ -94,6 +98,7 @@ class _Search:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
         traced, cluster, rules = self.context.traced, self.context.cluster, self.context.rules
         step = split_scans(traced, finest(trips_of(traced, rules)), rules)
+        check_parts(cluster, step)
         cuts = self.cuts(step)
         decided: dict[DecidedFor, Decisions] = {}
         posed = self.problems(step, cuts, decided)
@@ -218,7 +223,7 @@ class _Search:
         if microbatched is None:
             return math.inf
         with self.context.progress.pass_("layer costs"):
-            priced = self.priced(microbatched, [self.context.cluster.num_devices], decided)
+            priced = self.priced(microbatched, {WHOLE: [self.context.cluster.num_devices]}, decided)
         name = schedules_of(self.context.request)[0]
         for problem, options in self.on_schedule(step, cuts[m], name, priced, (1,)):
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
@@ -236,31 +241,41 @@ class _Search:
         for m, step_of_m in cuts.items():
             numbers = equal or (None,)
             with self.context.progress.pass_("layer costs"):
-                sizes = sizes_for(step_of_m, self.context.cluster, self.context.request, m == min(cuts))
-                priced = self.priced(step_of_m, sizes, decided)
+                priced = self.priced(step_of_m, self.sizes(step_of_m, m == min(cuts)), decided)
                 if long:  # options dominated in small micro-batches are not priced for large ones
-                    better = {(o.mesh, o.terms) for o in priced}
+                    better = {(o.mesh, o.part, o.terms) for o in priced}
                     for key, of in decided.items():
-                        decided[key] = tuple(d for d in of if (key[0], d.terms) in better)
+                        decided[key] = tuple(d for d in of if (key[0], key[-1], d.terms) in better)
             for name in schedules_of(self.context.request):
                 problems = self.on_schedule(step, step_of_m, name, priced, numbers)
                 posed += [(problem, (m, options)) for problem, options in problems]
         return posed
 
+    def sizes(self, microbatched: MicrobatchedStep, is_largest: bool) -> dict[int, Sequence[int]]:
+        """The sizes of submeshes to price, for each part of the cluster and for the whole of it."""
+        cluster, request = self.context.cluster, self.context.request
+        if not cluster.parts:
+            return {WHOLE: sizes_for(microbatched, cluster, request, is_largest)}
+        of_parts = {n: sizes_for(microbatched, at, request, is_largest) for n, at in enumerate(cluster.parts)}
+        return {**of_parts, WHOLE: [cluster.num_devices]}
+
     def priced(
-        self, microbatched: MicrobatchedStep, sizes: Sequence[int], decided: dict[DecidedFor, Decisions]
+        self, microbatched: MicrobatchedStep, sizes: dict[int, Sequence[int]], decided: dict[DecidedFor, Decisions]
     ) -> tuple[PricedOption, ...]:
         """The undominated options of submeshes of these sizes. Adds to `decided`."""
-        long = is_long(self.context.traced)
-        options = tables(
-            microbatched,
-            self.context.cluster,
-            sizes,
-            self.context.limit_bytes,
-            self.context.deadline.solve_s(),
-            decided,
-            prices_saved=not long,
-        )
+        cluster, options = self.context.cluster, list[PricedOption]()
+        for number, of_part in sizes.items():
+            found = tables(
+                microbatched,
+                cluster,
+                of_part,
+                self.context.limit_bytes,
+                self.context.deadline.solve_s(),
+                decided,
+                prices_saved=not is_long(self.context.traced),
+                number=number,
+            )
+            options += found if number == WHOLE else on_part(found, number, cluster, microbatched.layers)
         return undominated(options)
 
     def on_schedule(
@@ -278,8 +293,10 @@ class _Search:
             if request.schedule is not None or request.chunks is not None:
                 raise one_part_a_group(step, name, chunks)
             return []
+        if cluster.parts and chunks > 1:
+            return []  # all chunks have one option: none lies on two kinds of devices
         problems = []
-        for num_stages in numbers:
+        for num_stages, order in itertools.product(numbers, orders(cluster)):
             options = priced if step.parts == 1 else _on(priced, cluster.num_devices // (num_stages or 1))
             if step.parts > 1 and not options:
                 continue  # more devices than examples
@@ -293,6 +310,7 @@ class _Search:
                 host_devices=cluster.domain_devices,
                 chunks=chunks,
                 fixed_num_stages=num_stages,
+                placements=placements(options, cluster, order),
             )
             problems.append((problem, options))
         return problems
@@ -312,8 +330,10 @@ def tables(
     decided: dict[DecidedFor, Decisions],
     *,
     prices_saved: bool = True,
+    number: int = WHOLE,
 ) -> tuple[PricedOption, ...]:
-    """The options of every submesh of these sizes. Adds new decisions to `decided`.
+    """The options of every submesh of these sizes, in the part of the cluster with this number. Adds new decisions to
+    `decided`.
 
     `decided` holds the decisions for smaller micro-batches. They are reused, and only priced again, where operations
     and values have the same numbers and connections, examples split over as many of the devices, and saved values have
@@ -323,18 +343,20 @@ def tables(
     folded = fold_layers(microbatched.graph, assignment, len(microbatched.layers))
     wiring, remat = hash(wiring_of(folded.graph)), remat_ops(folded)
     options: list[PricedOption] = []
-    models = [cost_model(part, mesh) for part in (part_of(cluster, n) for n in sizes) for mesh in meshes_inside(part)]
+    at = cluster if number == WHOLE else cluster.parts[number]
+    room = limit_bytes * (1.0 if number == WHOLE else memory_shares(cluster)[number])
+    models = [cost_model(part, mesh) for part in (part_of(at, n) for n in sizes) for mesh in meshes_inside(part)]
     examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
     # Some boundary lies between hosts, and the slowest stage sets the pace.
-    link = cluster.between_hosts if cluster.num_domains > 1 else cluster.inside_host
+    link = at.between_hosts if at.num_domains > 1 else at.inside_host
     for model in models:
         mesh = model.links.mesh
         stages = cluster.num_devices / mesh.num_devices
         in_flight = min(math.ceil(stages), microbatched.graph.num_microbatches) if prices_saved else 0
-        key = mesh, wiring, math.gcd(examples, mesh.num_devices), in_flight and examples, in_flight
+        key = mesh, wiring, math.gcd(examples, mesh.num_devices), in_flight and examples, in_flight, number
         if key not in decided:
             # A stage on this mesh holds about its share of the layers.
-            room_bytes, equal = limit_bytes * stages, microbatched.step.parts > 1
+            room_bytes, equal = room * stages, microbatched.step.parts > 1
             decided[key] = layer_decisions(folded, model, room_bytes, in_flight, equal, time_limit_s)
         options += stage_options(folded, remat, microbatched.layers, model, link, decided[key])
     return tuple(options)

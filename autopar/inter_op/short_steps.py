@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 
 from autopar.cost.stream_simulator import overlap_of
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import MicrobatchedStep, place, stage_graphs
+from autopar.inter_op.build_stages import MicrobatchedStep, stage_graphs
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
 from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
 from autopar.inter_op.stage_choice import StageChoice
-from autopar.inter_op.staged import StagedStep, model_of, planned_stage, stage_program
+from autopar.inter_op.staged import StagedStep, planned_stage, stage_program
+from autopar.inter_op.submeshes import model_of, place
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
 from autopar.ir.rewrite import renumbered
 from autopar.lowering.decisions import ShardingPlan
@@ -128,8 +129,8 @@ def estimate(
     if shorter is None:
         return None
     paired_ops = [pair for each in shorter for pair in each.paired_ops]
-    submeshes, step = place(choice.group_meshes, graphs.schedule), microbatched.step
-    models = [model_of(cluster, s.mesh) for s in submeshes]
+    submeshes, step = place(choice.group_meshes, graphs.schedule.mesh_of_stage, cluster), microbatched.step
+    models = [model_of(cluster, s) for s in submeshes]
     meshes = [s.mesh for s in submeshes]
     decider = StageDecider(
         graphs.stages, models, meshes, limits.time_limit_s, {}, constraints, GivenStageLayouts(), paired_ops

@@ -6,10 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from autopar.hardware.cluster_parts import WHOLE
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
 from autopar.solver import Stage, StagePlan, StageProblem
+from autopar.solver.stages.problem import limit_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +19,8 @@ class StageChoice:
     """Stages to build: the first layer of each, the mesh of each group of devices, the policy of each layer.
 
     `terms`: the weights under which each stage is estimated to fit, where they are known. `over_limit`: whether its
-    state alone would exceed the memory under the lowest price of a byte.
+    state alone would exceed the memory under the lowest price of a byte. `group_parts`: the part of the cluster that
+    each group of devices is in, where it has several.
     """
 
     schedule: str
@@ -27,10 +30,13 @@ class StageChoice:
     policies: tuple[str, ...]
     terms: tuple[ObjectiveWeights, ...] = ()
     over_limit: tuple[bool, ...] = ()
+    group_parts: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
-        meshes = [f"{n} x {mesh}" for mesh, n in _runs(self.group_meshes)]
+        parts = self.group_parts or (WHOLE,) * len(self.group_meshes)
+        runs = _runs(list(zip(self.group_meshes, parts, strict=True)))
+        meshes = [f"{n} x {mesh}" + (f" of part {part}" if part != WHOLE else "") for (mesh, part), n in runs]
         policies = {p for p in self.policies if p != "nothing"}
         recompute = f", recompute {' and '.join(sorted(policies))}" if policies else ""
         return f"{len(self.first_layers)} stages on {' + '.join(meshes)}, {self.schedule}{recompute}"
@@ -50,15 +56,17 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
         ),
         terms=tuple(o.terms for o in chosen),
         over_limit=tuple(
-            o.over_limit or _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
+            o.over_limit or _state_bytes(_cheapest(options, o), stage) > limit_of(problem, stage.option)
             for o, stage in zip(chosen, answer.stages, strict=True)
         ),
+        group_parts=tuple(o.part for o in chosen[:groups]) if problem.placements else (),
     )
 
 
 def _cheapest(options: Sequence[PricedOption], like: PricedOption) -> PricedOption:
     """The option on the same mesh, with the same recomputation, that was decided under the lowest price of a byte."""
-    same_mesh = (o for o in options if (o.mesh, o.policy) == (like.mesh, like.policy))
+    kind = (like.mesh, like.policy, like.part)
+    same_mesh = (o for o in options if (o.mesh, o.policy, o.part) == kind)
     return min(same_mesh, key=lambda o: o.terms.s_per_byte)
 
 
@@ -66,5 +74,5 @@ def _state_bytes(option: PricedOption, stage: Stage) -> int:
     return int(option.option.state_bytes[stage.first : stage.last].sum())
 
 
-def _runs(meshes: Sequence[LogicalMesh]) -> list[tuple[LogicalMesh, int]]:
-    return [(mesh, len(list(group))) for mesh, group in itertools.groupby(meshes)]
+def _runs(places: Sequence[tuple[LogicalMesh, int]]) -> list[tuple[tuple[LogicalMesh, int], int]]:
+    return [(place, len(list(group))) for place, group in itertools.groupby(places)]

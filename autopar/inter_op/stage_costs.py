@@ -16,6 +16,7 @@ from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import crossing_s, timed
+from autopar.hardware.cluster_parts import WHOLE
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.layer_decisions import Decisions
 from autopar.intra_op.ilp import ObjectiveWeights
@@ -73,7 +74,8 @@ class PricedOption:
     """A way to run layers: the mesh, the recomputation policy, and the weights of the ILP's objective.
 
     `given_bytes`: the part of each layer's state that is an argument of the step; the rest is made in each step.
-    `over_limit`: under the other weights, the state of any stage alone exceeds the memory.
+    `over_limit`: under the other weights, the state of any stage alone exceeds the memory. `part`: the part of the
+    cluster that the mesh is in, and `is_last` whether the stage is the last one there (None: whichever).
     """
 
     option: StageOption
@@ -82,6 +84,8 @@ class PricedOption:
     policy: str
     terms: ObjectiveWeights
     over_limit: bool = False
+    part: int = WHOLE
+    is_last: bool | None = None
 
 
 # For each policy and each layer the forward operations that are computed again.
@@ -102,7 +106,7 @@ def stage_options(
     boundary is sent in parts, one from each device of the mesh.
     """
     devices = model.links.mesh.num_devices
-    send_s = np.array([link.latency_s + b / devices / link.bytes_per_s for b in layers.crossing_bytes])
+    send_s = send_seconds(layers, devices, link)
     options: list[PricedOption] = []
     costs = NodeCosts(folded.graph, model)
     for decided in decisions:
@@ -122,12 +126,17 @@ def stage_options(
     return tuple(options)
 
 
+def send_seconds(layers: Layers, num_devices: int, link: Link) -> np.ndarray:
+    """Seconds of what crosses the boundary behind each layer, sent in parts, one from each device."""
+    return np.array([link.latency_s + b / num_devices / link.bytes_per_s for b in layers.crossing_bytes])
+
+
 def undominated(options: Sequence[PricedOption]) -> tuple[PricedOption, ...]:
     """The options without dominated ones: for every layer, another one on as many devices is as good."""
-    by_size: dict[int, list[tuple[np.ndarray, PricedOption]]] = {}
+    by_size: dict[tuple, list[tuple[np.ndarray, PricedOption]]] = {}
     for o in options:
         costs = np.stack([*(getattr(o.option, name) for name in _LESS_IS_BETTER), -weight_seconds(o.option)])
-        frontier = by_size.setdefault(o.option.num_devices, [])
+        frontier = by_size.setdefault((o.option.num_devices, o.part, o.is_last), [])
         if not any((other_costs <= costs).all() for other_costs, _ in frontier):
             frontier[:] = [entry for entry in frontier if not (costs <= entry[0]).all()] + [(costs, o)]
     return tuple(o for frontier in by_size.values() for _, o in frontier)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.cost_model import CostModel, cost_model
+from autopar.cost.cost_model import CostModel
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import timed
 from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.collective_cost import Link
+from autopar.hardware.cluster_parts import memory_share
 from autopar.inter_op.fit_schedule import fitted_schedule
+from autopar.inter_op.submeshes import Submesh, link_between
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
 from autopar.intra_op.ilp import ROUNDS, GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, saved_values, state_values
@@ -37,14 +38,6 @@ from autopar.runtime.simulation.simulator import Simulation, simulate
 from autopar.sharding.constraints import NO_SOLUTION, TOO_TIGHT, Constraints
 from autopar.sharding.pins import PinnedLayout
 from autopar.solver import Status
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Submesh:
-    """The devices of one stage, neighbours from `first_device` on, and their logical mesh."""
-
-    first_device: int
-    mesh: LogicalMesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +73,7 @@ class StagedStep:
     devices of stage q; stages of one group of devices have the same. `task_s[i]`, `task_bytes[i]`: seconds of one run
     of task i, and its bytes on one device beside its buffers; `hidden_s[i]`: seconds of its communication within the
     mesh that overlap with computation. `joined`: runs that are one program, in the
-    order of the list.
+    order of the list. `memory_shares`: of each group of devices, the memory of one as a multiple of the smallest.
     """
 
     step: SplitStep
@@ -97,6 +90,7 @@ class StagedStep:
     transfer_s: tuple[float, ...]
     simulation: Simulation
     joined: tuple[JoinedTask, ...] = ()
+    memory_shares: tuple[float, ...] = ()
 
     @property
     def step_time_s(self) -> float:
@@ -106,6 +100,11 @@ class StagedStep:
     def peak_bytes(self) -> tuple[int, ...]:
         """Of each group of devices."""
         return tuple(self.simulation.peak_bytes)
+
+    @property
+    def peak_of_smallest_bytes(self) -> int:
+        """The peak of the fullest group of devices; of devices with more memory, the same part of the smallest's."""
+        return max(int(p / share) for p, share in zip(self.peak_bytes, self.memory_shares, strict=True))
 
     def program(self) -> Program:
         """The instruction list with every buffer."""
@@ -278,6 +277,10 @@ def stage_program(
         task_bytes=task_bytes,
         transfer_s=transfer_s,
         simulation=simulation,
+        memory_shares=tuple(
+            memory_share(cluster, submeshes[q].first_device, submeshes[q].mesh.num_devices)
+            for q in map(schedule.mesh_of_stage.index, range(schedule.num_groups))
+        ),
     )
 
 
@@ -347,35 +350,3 @@ def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Sub
         return 0.0
     link = link_between(source, target, cluster)
     return link.latency_s + transfer.nbytes / link.bytes_per_s
-
-
-def link_between(source: Submesh, target: Submesh, cluster: Cluster) -> Link:
-    """The link between neighbouring submeshes: that inside a host where one host has both."""
-    n = cluster.domain_devices
-    hosts = {
-        device // n for s in (source, target) for device in (s.first_device, s.first_device + s.mesh.num_devices - 1)
-    }
-    return cluster.inside_host if len(hosts) == 1 else cluster.between_hosts
-
-
-def model_of(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
-    """The cost model of a stage's mesh: the links of as many neighbouring devices of the cluster."""
-    return cost_model(part_of(cluster, mesh.num_devices), mesh)
-
-
-def part_of(cluster: Cluster, num_devices: int) -> Cluster:
-    """Whole hosts of a cluster, or a part of one.
-
-    Raises: InvalidArgumentError for a number that is neither.
-    """
-    n = cluster.domain_devices
-    if num_devices % n and n % num_devices:
-        raise InvalidArgumentError(
-            where=f"a stage on cluster {cluster.name}",
-            expected=f"whole hosts of {n} devices, or a number that divides a host",
-            got=f"{num_devices} devices",
-            hint="choose a number of stages that cuts the cluster so",
-        )
-    if num_devices >= n:
-        return cluster.submesh(num_devices // n, n)
-    return cluster.submesh(1, num_devices)

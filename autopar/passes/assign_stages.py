@@ -36,8 +36,9 @@ class StagedGraph:
         return 1 + max(self.stages, default=0)
 
 
-def balanced(layers: Layers, num_stages: int) -> tuple[int, ...]:
-    """The first layer of each of `num_stages` contiguous stages, so that the largest arithmetic is the least.
+def balanced(layers: Layers, num_stages: int, rates: Sequence[float] = ()) -> tuple[int, ...]:
+    """The first layer of each of `num_stages` contiguous stages, so that the longest arithmetic is the shortest, where
+    each stage works at its rate (none given: all alike).
 
     Raises: InvalidArgumentError when there are fewer layers than stages.
     """
@@ -53,8 +54,8 @@ def balanced(layers: Layers, num_stages: int) -> tuple[int, ...]:
     # largest[i], for k stages: the largest arithmetic of the first i layers in k stages, and the last stage's start.
     largest = [0.0] + [float("inf")] * n
     starts: list[list[int]] = []
-    for _ in range(num_stages):
-        options = [[(max(largest[a], before[b] - before[a]), a) for a in range(b)] for b in range(1, n + 1)]
+    for rate in rates or [1.0] * num_stages:
+        options = [[(max(largest[a], (before[b] - before[a]) / rate), a) for a in range(b)] for b in range(1, n + 1)]
         best = [min(costs) for costs in options]
         largest = [float("inf"), *(value for value, _ in best)]
         starts.append([0, *(start for _, start in best)])

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.attention import ring
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
+from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
 from autopar.kernels.local import runs_locally
 from autopar.passes.assign_layers import assign_layers
@@ -25,6 +26,7 @@ class Recompute(enum.Enum):
 
     NOTHING = "nothing"  # all that the backward pass reads is kept
     CHEAP = "matmuls"  # results of matrix products are kept, the rest is computed again
+    HALF = "half matmuls"  # as CHEAP, but of the layer's products with weights each second one is computed again too
     ALL = "input"  # only what enters the layer is kept
 
 
@@ -140,7 +142,8 @@ def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[
         and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK, OpKind.SPLIT, OpKind.BARRIER)
         and readers.layer[op.id] in (layer, None)
     ]
-    recomputable = {v: op for op in forward if not (policy is Recompute.CHEAP and is_kept(op)) for v in op.outputs}
+    kept = _kept(layer, policy, forward, readers)
+    recomputable = {v: op for op in forward if op.id not in kept for v in op.outputs}
     # What other layers keep as their input is there anyway.
     for op in forward:
         if readers.layer[op.id] == layer:
@@ -149,6 +152,29 @@ def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[
                     recomputable.pop(v, None)
     read = [v for v in recomputable if layer in readers.layers.get(v, ())]
     return read, _needed(read, recomputable, forward)
+
+
+def _kept(layer: int, policy: Recompute, forward: Sequence[Op], readers: _Readers) -> set[int]:
+    """The operations of a layer whose results a policy keeps, as far as the backward pass reads them.
+
+    Of each two products of a matrix with another one, in the order of the layer, the first is kept: torchtitan's
+    selective recomputation, which counts anew in each block and keeps attention. Products in a batch of matrices, such
+    as those of attention and of experts, are kept.
+    """
+    if policy in (Recompute.NOTHING, Recompute.ALL):
+        return set()
+    kept = {op.id for op in forward if is_kept(op)}
+    if policy is Recompute.HALF:
+        products = [op.id for op in forward if readers.layer[op.id] == layer and _is_plain_product(op)]
+        kept.difference_update(products[1::2])
+    return kept
+
+
+def _is_plain_product(op: Op) -> bool:
+    if op.primitive != "dot_general":
+        return op.primitive in MATRIX_PRODUCTS and op.primitive != "ragged_dot_general"
+    _, (batch, _) = op.eqn.params["dimension_numbers"]
+    return not batch
 
 
 def is_kept(op: Op) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 from autopar.common.json_files import Fault
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.errors import InvalidArgumentError
+from autopar.hardware.cluster_parts import part_number
 from autopar.hardware.collective_cost import PLANNED_KINDS
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
@@ -149,6 +150,11 @@ def _meshes(record: PlanRecord) -> Iterator[Fault]:
             yield Fault(
                 place=f"{place}.first_device", expected=expected, got=f"devices {stage.first_device} to {last - 1}"
             )
+            continue
+        try:
+            part_number(record.cluster, stage.first_device, math.prod(stage.axis_sizes))
+        except InvalidArgumentError as error:
+            yield Fault(place=f"{place}.first_device", expected=error.expected, got=error.got)
 
 
 def _mesh_of(record: PlanRecord, stage: int) -> LogicalMesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,11 @@ from autopar.common.paths import matches, parts_of, unfolded
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import host_groups
+from autopar.hardware.cluster_parts import part_at
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
 from autopar.plan import summary
+from autopar.plan.device_limits import fullest
 from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord
 
 NO_MODULE = "(no module)"
@@ -233,7 +236,8 @@ def _of_module(row: ModuleRow) -> list[str]:
 def _binds(record: PlanRecord, values: Sequence[PlannedValue], modules: Sequence[ModuleRow]) -> tuple[str, ...]:
     """What other layouts would meet: full memory, the state that they are tied to, links between hosts."""
     texts = []
-    peak, limit = max(record.predicted.peak_bytes), record.memory_limit_bytes
+    full = fullest(record)
+    peak, limit = full.peak_bytes, full.limit_bytes
     if limit and peak >= NEARLY_FULL * limit:
         texts.append(f"memory: {text_of_bytes(peak)} of {text_of_bytes(limit)} are full at the peak")
     results = {value.path for value in record.results}
@@ -250,4 +254,6 @@ def _binds(record: PlanRecord, values: Sequence[PlannedValue], modules: Sequence
 def _is_between_hosts(record: PlanRecord, stage: int, names: Sequence[str]) -> bool:
     sizes = summary.stage_mesh(record, stage).axis_sizes
     axes = tuple(AXIS_NAMES.index(name) for name in names)
-    return host_groups.spread(sizes, axes, record.cluster.domain_devices).hosts > 1
+    first = record.pipeline.stages[stage].first_device if record.pipeline is not None else 0
+    domain_devices = part_at(record.cluster, first, math.prod(sizes)).domain_devices
+    return host_groups.spread(sizes, axes, domain_devices).hosts > 1

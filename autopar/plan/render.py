@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 from rich.markup import escape
 from rich.table import Table
@@ -10,6 +11,7 @@ from rich.table import Table
 from autopar.common.text_console import text_console
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh
+from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
 from autopar.plan.schema import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 from autopar.plan.summary import folded, stage_mesh
@@ -21,7 +23,7 @@ LARGEST_SHOWN = 6
 def table(record: PlanRecord) -> str:
     """The whole plan: stages or mesh, state and batch, modules with their communication, memory, time."""
     out = _Text()
-    predicted = record.predicted
+    predicted, full = record.predicted, fullest(record)
     if record.pipeline is None:
         mesh = LogicalMesh(axis_sizes=record.axis_sizes)
         out.line(f"Plan of {record.step} on {record.cluster.name}: {mesh.num_devices} device(s), mesh {mesh}")
@@ -35,8 +37,8 @@ def table(record: PlanRecord) -> str:
         + "; "
         + (f"bubble {predicted.bubble_fraction:.1%}; " if record.pipeline is not None else "")
         + f"{text_of_flops(predicted.flops)}, MFU {predicted.mfu:.1%}; "
-        f"peak {text_of_bytes(max(predicted.peak_bytes))} a device"
-        + (f" of {text_of_bytes(record.memory_limit_bytes)}" if record.memory_limit_bytes else "")
+        f"peak {text_of_bytes(full.peak_bytes)} a device"
+        + (f" of {text_of_bytes(full.limit_bytes)}" if full.limit_bytes else "")
     )
     if predicted.host_bytes:
         out.line(
@@ -50,7 +52,7 @@ def table(record: PlanRecord) -> str:
     if record.compiler_options:
         out.line("compiler options: " + ", ".join(f"{name}={value}" for name, value in record.compiler_options.items()))
     if record.pipeline is not None:
-        out.table(_stages_table(record.pipeline))
+        out.table(_stages_table(record.pipeline, stage_devices(record)))
     out.table(_values_table(record))
     out.table(_modules_table(record))
     out.table(_collectives_table(record))
@@ -98,7 +100,7 @@ def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:
     )
 
 
-def _stages_table(pipeline: PipelineRecord) -> Table:
+def _stages_table(pipeline: PipelineRecord, kinds: Sequence[str]) -> Table:
     rows = Table(
         "stage", "layers", "devices", "mesh", "recompute", "forward", "backward", "once a step", "in flight", "peak"
     )
@@ -111,7 +113,8 @@ def _stages_table(pipeline: PipelineRecord) -> Table:
         cells = (
             str(number),
             f"{len(stage.layers)}: {' .. '.join(names)}",
-            f"{stage.first_device}-{last}" if last > stage.first_device else str(last),
+            (f"{stage.first_device}-{last}" if last > stage.first_device else str(last))
+            + (f", {kinds[number]}" if kinds else ""),
             str(mesh),
             ", ".join(recomputed),
             text_of_s(stage.forward_s),
@@ -257,7 +260,7 @@ def _memory_table(record: PlanRecord) -> Table:
 
 def _largest_table(record: PlanRecord) -> Table:
     """The largest holders at the highest peak."""
-    at = max(range(len(record.predicted.memory)), key=lambda group: record.predicted.peak_bytes[group])
+    at = fullest(record).number
     rows = Table(f"largest at the peak of {group_names(record)[at]}", "kind", "n", "bytes")
     for holder in record.predicted.memory[at].largest[:LARGEST_SHOWN]:
         rows.add_row(escape(holder.name), holder.kind.value, str(holder.count), text_of_bytes(holder.nbytes))

@@ -13,6 +13,7 @@ from autopar.common.text_console import text_console
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan import summary
+from autopar.plan.device_limits import fullest
 from autopar.plan.schema import PlanRecord
 from autopar.plan.summary import Share, StageGroup, StateGroup
 
@@ -59,11 +60,11 @@ def _wrapped(text: str, most: int) -> list[str]:
 def _numbers(record: PlanRecord) -> str:
     """Step time, memory and arithmetic."""
     predicted = record.predicted
-    peak_bytes = max(predicted.peak_bytes)
-    memory = f"peak {text_of_bytes(peak_bytes)} a device"
-    if record.memory_limit_bytes:
-        of_limit = peak_bytes / record.memory_limit_bytes
-        memory += f", {of_limit:.0%} of the {text_of_bytes(record.memory_limit_bytes)} available"
+    full = fullest(record)
+    memory = f"peak {text_of_bytes(full.peak_bytes)} a device"
+    if full.limit_bytes:
+        of_limit = full.peak_bytes / full.limit_bytes
+        memory += f", {of_limit:.0%} of the {text_of_bytes(full.limit_bytes)} available"
     host = f"; {text_of_bytes(max(predicted.host_bytes))} a device in host memory" if predicted.host_bytes else ""
     return (
         f"Step {text_of_s(predicted.step_time_s)} predicted; {memory}{host}; "
@@ -91,7 +92,7 @@ def _stages(groups: Sequence[StageGroup]) -> list[str]:
             (
                 str(g.first) if g.first == g.last else f"{g.first}-{g.last}",
                 f"{g.layers} layer{'s' if g.layers > 1 else ''}" + (" each" if g.last > g.first else ""),
-                str(LogicalMesh(axis_sizes=g.axis_sizes)),
+                str(LogicalMesh(axis_sizes=g.axis_sizes)) + (f" {g.device}" if g.device else ""),
                 ", ".join(g.recomputed),
                 f"{text_of_s(g.forward_s)} + {text_of_s(g.backward_s)}",
                 str(g.in_flight),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from autopar.common.paths import parts_of
 from autopar.common.units import text_of_s
 from autopar.ir.mesh import LogicalMesh
+from autopar.plan.device_limits import stage_devices
 from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord, PredictedCollective
 
 BASELINES = "baselines"  # the source of candidates whose names are those of recipes
@@ -60,7 +61,10 @@ class CostlyCollective:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageGroup:
-    """Neighbouring stages that are alike, `first` to `last`. Seconds and bytes are the largest among them."""
+    """Neighbouring stages that are alike, `first` to `last`. Seconds and bytes are the largest among them.
+
+    `device`: the kind of their devices, where a cluster has several.
+    """
 
     first: int
     last: int
@@ -73,6 +77,7 @@ class StageGroup:
     backward_s: float
     in_flight: int
     peak_bytes: int
+    device: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +245,7 @@ def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:
     pipeline = record.pipeline
     if pipeline is None:
         return ()
-    rows = []
+    rows, kinds = [], stage_devices(record)
     for number, stage in enumerate(pipeline.stages):
         policies = pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)]
         rows.append(
@@ -256,9 +261,10 @@ def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:
                 backward_s=stage.backward_s + stage.weight_s,
                 in_flight=stage.in_flight,
                 peak_bytes=stage.peak_bytes,
+                device=kinds[number] if kinds else "",
             )
         )
-    grouped = itertools.groupby(rows, lambda r: (r.layers, r.axis_sizes, r.roles, r.recomputed))
+    grouped = itertools.groupby(rows, lambda r: (r.layers, r.axis_sizes, r.roles, r.recomputed, r.device))
     return tuple(_joined(list(alike)) for _, alike in grouped)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from autopar.common.text_console import text_console
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.plan import summary
+from autopar.plan.device_limits import fullest
 from autopar.plan.schema import MemoryKind, ModuleRow, PlanRecord
 
 COLUMNS = 100
@@ -75,8 +76,8 @@ class WhyNot:
     @property
     def excess_bytes(self) -> int:
         """Bytes of a device by which the other plan exceeds the memory limit; 0 where it fits."""
-        limit = self.plan.memory_limit_bytes
-        return max(0, max(self.other.predicted.peak_bytes) - limit) if limit else 0
+        full = fullest(self.other, self.plan.memory_limit_bytes)
+        return max(0, full.peak_bytes - full.limit_bytes) if full.limit_bytes else 0
 
     @property
     def slower_s(self) -> float:
@@ -119,7 +120,8 @@ class WhyNot:
         """Why the other plan lost, in one or two sentences."""
         step_s, other_s = self.plan.predicted.step_time_s, self.other.predicted.step_time_s
         if self.excess_bytes:
-            peak, limit = max(self.other.predicted.peak_bytes), self.plan.memory_limit_bytes or 0
+            full = fullest(self.other, self.plan.memory_limit_bytes)
+            peak, limit = full.peak_bytes, full.limit_bytes or 0
             most = max(self.memory(), key=lambda q: q.more)
             text = (
                 f"It does not fit: {text_of_bytes(peak)} of the {text_of_bytes(limit)} that a device has for it, "

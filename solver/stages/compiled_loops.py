@@ -1,6 +1,7 @@
 """The dynamic programme's loops, compiled. `dynamic_program` says what they compute.
 
-A move is a stage that could be: layers [first, to[i]) on units[i] device units. Moves are sorted by their first
+A move is a stage that could be: layers [first, to[i]) on units[i] device units, with least[i] to most[i] units behind
+it. Moves are sorted by their first
 layer: those of layer a are begin[a] to begin[a + 1]. add_s = fill + drain, last_s = add + once. A row is kept for
 every (level, layer): level k holds the ways to run the layers from there on in k stages, by the units they use.
 """
@@ -36,6 +37,8 @@ def suffixes(
     begin: np.ndarray,
     to: np.ndarray,
     units: np.ndarray,
+    least: np.ndarray,
+    most: np.ndarray,
     add_s: np.ndarray,
     last_s: np.ndarray,
     fill_s: np.ndarray,
@@ -76,7 +79,7 @@ def suffixes(
                 b, n, add, last, fill = to[i], units[i], add_s[i], last_s[i], fill_s[i]
                 for step in range(2 if open_end and k == levels else 1):
                     source = k - 1 + step
-                    start, stop = low[source, b], min(high[source, b], total - n)
+                    start, stop = max(low[source, b], least[i]), min(high[source, b], total - n, most[i])
                     if start > stop:
                         continue
                     if top < 0:
@@ -102,6 +105,8 @@ def follow(
     begin: np.ndarray,
     to: np.ndarray,
     units: np.ndarray,
+    least: np.ndarray,
+    most: np.ndarray,
     add_s: np.ndarray,
     last_s: np.ndarray,
     fill_s: np.ndarray,
@@ -134,7 +139,7 @@ def follow(
             rest = d - units[i]
             for step in range(2 if open_end and k == levels else 1):
                 source, b = k - 1 + step, to[i]
-                if rest < low[source, b] or rest > high[source, b]:
+                if rest < max(low[source, b], least[i]) or rest > min(high[source, b], most[i]):
                     continue
                 value = sums[source, b, rest] + add_s[i]
                 if not by_sum:
@@ -154,7 +159,14 @@ def follow(
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def prefixes(
-    begin: np.ndarray, to: np.ndarray, units: np.ndarray, first_s: np.ndarray, other_s: np.ndarray, prefix_s: np.ndarray
+    begin: np.ndarray,
+    to: np.ndarray,
+    units: np.ndarray,
+    least: np.ndarray,
+    most: np.ndarray,
+    first_s: np.ndarray,
+    other_s: np.ndarray,
+    prefix_s: np.ndarray,
 ) -> None:
     """Fills prefix_s[b, d]: the least sum over the layers before b on d units, first_s of stage 0, else other_s."""
     layers, total = prefix_s.shape[0] - 1, prefix_s.shape[1] - 1
@@ -165,7 +177,7 @@ def prefixes(
             b, n = to[i], units[i]
             cost = first_s[i] if a == 0 else other_s[i]
             source, target = prefix_s[a], prefix_s[b]
-            for d in range(total - n + 1):
+            for d in range(max(0, total - n - most[i]), total - n - least[i] + 1):
                 target[d + n] = min(target[d + n], source[d] + cost)
 
 
@@ -174,6 +186,8 @@ def labels(
     begin: np.ndarray,
     to: np.ndarray,
     units: np.ndarray,
+    least: np.ndarray,
+    most: np.ndarray,
     add_s: np.ndarray,
     last_s: np.ndarray,
     fill_s: np.ndarray,
@@ -213,7 +227,8 @@ def labels(
                     continue
                 for step in range(2 if open_end and k == levels else 1):
                     source, b = k - 1 + step, to[i]
-                    for d in range(low[source, b], min(high[source, b], total - units[i]) + 1):
+                    first, last = max(low[source, b], least[i]), min(high[source, b], total - units[i], most[i])
+                    for d in range(first, last + 1):
                         old = head[source, b, d]
                         while old >= 0:
                             used = d + units[i]

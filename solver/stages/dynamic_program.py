@@ -42,12 +42,13 @@ class DynamicProgramResult:
 class DynamicProgram:
     """Moves, levels and device units bound to the compiled loops.
 
+    unit: devices of a unit (0: every move is one unit); total: units of all stages.
     flight: (levels + 1,) in flight at each level. open_end: the last level stands for its number of stages or more.
     exact: only plans of as many stages as there are levels count.
     """
 
     def __init__(
-        self, moves: Moves, layers: int, units: np.ndarray, total: int, flight: np.ndarray, open_end: bool, exact: bool
+        self, moves: Moves, layers: int, unit: int, total: int, flight: np.ndarray, open_end: bool, exact: bool
     ):
         from autopar.solver.stages import compiled_loops
 
@@ -55,7 +56,10 @@ class DynamicProgram:
         self.moves, self.layers, self.total = moves, layers, total
         self.flight, self.open_end, self.exact = flight, open_end, exact
         begin = np.searchsorted(moves.first, np.arange(layers + 1))
-        self.graph = (begin, moves.to, units, moves.add_s, moves.last_s)
+        units = moves.devices // unit if unit else np.ones(len(moves), np.int64)
+        each = unit or int(moves.devices.max(initial=1))
+        least, most = -(-moves.least_behind // each), moves.most_behind // each if unit else np.full(len(moves), total)
+        self.graph = (begin, moves.to, units, least, most, moves.add_s, moves.last_s)
         self.rest = (moves.fill_s, moves.steady_s, moves.allowed, flight, open_end)
         levels = len(flight) - 1
         self.sums = np.empty((levels + 1, layers + 1, total + 1))
@@ -69,7 +73,7 @@ class DynamicProgram:
 
     def _prefix(self, first_s: np.ndarray, other_s: np.ndarray) -> np.ndarray:
         prefix_s = np.empty((self.layers + 1, self.total + 1))
-        self.loops.prefixes(*self.graph[:3], first_s, other_s, prefix_s)
+        self.loops.prefixes(*self.graph[:5], first_s, other_s, prefix_s)
         return prefix_s
 
     def promise_s(self, steady_most_s: float, room_s: float) -> float:

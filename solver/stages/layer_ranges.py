@@ -18,6 +18,7 @@ from autopar.solver.stages.problem import (
     deferred_bytes,
     held_bytes,
     in_flight,
+    limit_of,
     terms,
     weight_seconds,
 )
@@ -87,7 +88,7 @@ def range_sums(options: Sequence[StageOption], layers: int) -> RangeSums:
 class Moves:
     """Stages that could be, sorted by first layer; add_s = fill + drain, last_s = add + once.
 
-    allowed: micro-batches that fit in flight.
+    allowed: micro-batches that fit in flight. least_behind, most_behind: devices of the stages behind it.
     """
 
     first: np.ndarray
@@ -100,6 +101,8 @@ class Moves:
     steady_s: np.ndarray
     once_s: np.ndarray
     allowed: np.ndarray
+    least_behind: np.ndarray
+    most_behind: np.ndarray
 
     def __len__(self) -> int:
         return len(self.first)
@@ -134,7 +137,7 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
     alone_s = sums.forward_s if problem.schedule is Schedule.INFERENCE else sums.forward_s + sums.backward_s
     could = (alone_s * problem.num_microbatches < under_s) & (devices <= problem.num_devices)[:, None]
     at = option, where = np.nonzero(could)
-    room = problem.limit_bytes - problem.chunks * sums.state_bytes[at] - sums.working_bytes[at]
+    room = limits_of(problem)[option] - problem.chunks * sums.state_bytes[at] - sums.working_bytes[at]
     held = held_bytes(problem, sums.saved_bytes[at], sums.deferred_bytes[at])
     fits = room >= least_flight(problem) * held
     at = option, where = option[fits], where[fits]
@@ -142,6 +145,7 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
     passes = sums.forward_s[at], sums.backward_s[at], sums.weight_s[at]
     made = terms(problem, devices[option], *passes, sums.once_s[at], sums.send_s[at])
     add = made.fill_s + made.drain_s
+    least, most = behind(problem)
     moves = Moves(
         first=sums.first[where],
         to=sums.last[where],
@@ -153,14 +157,36 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
         steady_s=made.steady_s,
         once_s=made.once_s,
         allowed=np.where(held > 0, room[fits] // np.maximum(held, 1), NO_LIMIT),
+        least_behind=least[option],
+        most_behind=most[option],
     )
     moves = moves.take(moves.add_s + moves.steady_s < under_s)
-    # Options of one size stand for one another, but not where all stages have one option.
-    kind = moves.option if problem.schedule is Schedule.INTERLEAVED else moves.devices
+    # Options of one size, in one place, stand for one another, but not where all stages have one option.
+    kind = moves.option if problem.schedule is Schedule.INTERLEAVED else _kinds(moves)
     order = np.lexsort((moves.add_s, kind, moves.to, moves.first))
     moves, kind = moves.take(order), kind[order]
     ranking = (moves.fill_s, moves.add_s, moves.last_s, moves.steady_s, moves.allowed)
     return moves.take(loops.undominated(moves.first, moves.to, kind, *ranking))
+
+
+def _kinds(moves: Moves) -> np.ndarray:
+    """Equal numbers for moves on as many devices in the same place."""
+    keys = np.stack([moves.devices, moves.least_behind, moves.most_behind], axis=1)
+    return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def limits_of(problem: StageProblem) -> np.ndarray:
+    """Bytes of a device, for each option."""
+    return np.array([limit_of(problem, number) for number in range(len(problem.options))], dtype=np.int64)
+
+
+def behind(problem: StageProblem) -> tuple[np.ndarray, np.ndarray]:
+    """(least, most) devices behind a stage, for each option."""
+    placed = zip(problem.placements, problem.options, strict=True) if problem.placements else ()
+    ranges = [lies.behind(option.num_devices) for lies, option in placed]
+    ranges = ranges or [(0, problem.num_devices)] * len(problem.options)
+    least, most = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+    return least, most
 
 
 def least_flight(problem: StageProblem) -> int:
@@ -173,7 +199,8 @@ def why_no_layer_fits(problem: StageProblem, sums: RangeSums) -> str | None:
     alone = sums.last == sums.first + 1
     held = held_bytes(problem, sums.saved_bytes, sums.deferred_bytes)
     need = problem.chunks * sums.state_bytes + least_flight(problem) * held + sums.working_bytes
-    over = np.where(np.isfinite(sums.forward_s), need - problem.limit_bytes, np.inf)[:, alone].min(axis=0)
+    room = limits_of(problem)[:, None]
+    over = np.where(np.isfinite(sums.forward_s), need - room, np.inf)[:, alone].min(axis=0)
     bad = np.flatnonzero(over > 0)
     if not len(bad):
         return None

@@ -86,6 +86,27 @@ class StageOption:
     name: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where stages with an option lie, on devices of several kinds: those of one kind follow one another.
+
+    begin, end: the devices of the kind, counted from the end of the pipeline on.
+    is_last: whether only the last stage on these devices has the option (True), or only others (False).
+    host_devices: of a host there.
+    memory_share: memory of a device there, as a multiple of the problem's limit.
+    """
+
+    begin: int
+    end: int
+    host_devices: int
+    is_last: bool | None = None
+    memory_share: float = 1.0
+
+    def behind(self, num_devices: int) -> tuple[int, int]:
+        """(least, most) devices that the stages behind one on so many devices have together."""
+        return self.begin + (self.is_last is False), self.begin if self.is_last else self.end - num_devices
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageProblem:
     """Cut the layers into stages and give each an option, so that a step takes the least time and every stage fits.
@@ -97,6 +118,7 @@ class StageProblem:
     num_microbatches: options are for a micro-batch of this problem's size.
     chunks: of a group of devices under the interleaved schedule, 2 or more; 1 under all others.
     fixed_num_stages: the number of stages (of groups, if interleaved); None = free.
+    placements: of each option, where devices differ; empty: every option lies anywhere, on hosts of host_devices.
     """
 
     options: tuple[StageOption, ...]
@@ -108,6 +130,7 @@ class StageProblem:
     host_devices: int
     chunks: int = 1
     fixed_num_stages: int | None = None
+    placements: tuple[Placement, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,56 +335,26 @@ def check(problem: StageProblem, stages: Sequence[Stage]) -> str | None:
         return f"{used} devices, expected {problem.num_devices}"
     if not math.isfinite(step_time_s(problem, stages)):
         return "a layer cannot be run as its option says"
-    peak = max(peak_bytes(problem, stages))
-    return None if peak <= problem.limit_bytes else f"{peak} bytes, {problem.limit_bytes} fit"
+    behind = 0
+    for stage in reversed(stages if problem.placements else ()):
+        num_devices = problem.options[stage.option].num_devices
+        least, most = problem.placements[stage.option].behind(num_devices)
+        if not least <= behind <= most:
+            return f"{behind} devices behind option {stage.option}, expected {least} to {most}"
+        behind += num_devices
+    for stage, peak in zip(stages, peak_bytes(problem, stages), strict=True):
+        if peak > (limit := limit_of(problem, stage.option)):
+            return f"{peak} bytes, {limit} fit"
+    return None
 
 
-def validate(problem: StageProblem) -> None:
-    """Check a problem that a user made.
-
-    Raises: ValueError naming the field, or the option and its field, at fault.
-    """
-    for name in ("num_devices", "num_layers", "num_microbatches", "host_devices"):
-        if getattr(problem, name) < 1:
-            raise ValueError(f"{name}: expected 1 or more, got {getattr(problem, name)}")
-    if problem.fixed_num_stages is not None and problem.fixed_num_stages < 1:
-        raise ValueError(f"fixed_num_stages: expected 1 or more, got {problem.fixed_num_stages}")
-    if (problem.chunks >= 2) != (problem.schedule is Schedule.INTERLEAVED) or problem.chunks < 1:
-        raise ValueError(
-            f"chunks: expected 2 or more if interleaved, else 1, got {problem.chunks} ({problem.schedule})"
-        )
-    if not isinstance(problem.schedule, Schedule):
-        raise ValueError(f"schedule: expected one of {[str(s) for s in Schedule]}, got {problem.schedule!r}")
-    parts = sorted({option.num_devices for option in problem.options if option.num_devices < problem.host_devices})
-    for small, large in zip(parts, [*parts[1:], problem.host_devices], strict=False):
-        if small < 1 or large % small:
-            raise ValueError(
-                f"num_devices of options: {small} does not divide {large}, so that stages may not tile a host"
-            )
-    for number, option in enumerate(problem.options):
-        where = f"option {number}" + (f" ({option.name})" if option.name else "")
-        if option.num_devices > problem.host_devices and option.num_devices % problem.host_devices:
-            raise ValueError(
-                f"{where}: expected a part of a host of {problem.host_devices} devices or whole hosts, "
-                f"got {option.num_devices} devices"
-            )
-        for name in ("forward_s", "backward_s", "weight_s", "once_s", "send_s"):
-            values = getattr(option, name)
-            if values is None and name == "weight_s":
-                continue
-            _check_shape(f"{where}: {name}", values, problem.num_layers)
-            free = values[np.isfinite(values)] if name == "forward_s" else values
-            if not np.isfinite(free).all() or (values < 0).any() or np.isnan(values).any():
-                raise ValueError(f"{where}: {name}: expected finite seconds, not negative, got {values}")
-        for name in ("state_bytes", "saved_bytes", "deferred_bytes", "working_bytes"):
-            values = getattr(option, name)
-            if values is None and name == "deferred_bytes":
-                continue
-            _check_shape(f"{where}: {name}", values, problem.num_layers)
-            if values.dtype.kind not in "iu" or (values < 0).any():
-                raise ValueError(f"{where}: {name}: expected whole numbers, not negative, got {values.dtype}")
+def limit_of(problem: StageProblem, option: int) -> int:
+    """Bytes of a device that stages with an option have."""
+    share = problem.placements[option].memory_share if problem.placements else 1.0
+    return int(problem.limit_bytes * share) if share != 1.0 else problem.limit_bytes
 
 
-def _check_shape(where: str, values: np.ndarray, num_layers: int) -> None:
-    if values.shape != (num_layers,):
-        raise ValueError(f"{where}: expected shape {(num_layers,)}, got {values.shape}")
+def fullness(problem: StageProblem, stages: Sequence[Stage]) -> float:
+    """Of the fullest stage, its bytes as a part of what a device there has."""
+    peaks = zip(stages, peak_bytes(problem, stages), strict=True)
+    return max(peak / limit_of(problem, stage.option) for stage, peak in peaks)

@@ -22,12 +22,14 @@ from autopar.solver.stages.problem import (
     Stage,
     StagePlan,
     StageProblem,
+    fullness,
     in_flight,
+    limit_of,
     most_stages,
     peak_bytes,
     step_time_s,
-    validate,
 )
+from autopar.solver.stages.validation import validate
 
 
 def solve_stages(problem: StageProblem) -> StagePlan | NoStages:
@@ -94,7 +96,7 @@ def _solve(problem: StageProblem, shared: SharedSums, first: _First, best_s: flo
     if problem.schedule is not Schedule.INTERLEAVED:
         moves = moves_under(problem, shared.of(problem), under_s)
         found = _search(problem, moves, under_s, in_memory=False)
-        if found.stages and max(peak_bytes(problem, found.stages)) > problem.limit_bytes:
+        if found.stages and fullness(problem, found.stages) > 1:
             found = _search_in_memory(problem, moves, under_s)
         if found.stages:
             best, under_s = found, found.step_time_s
@@ -163,11 +165,11 @@ def _search(problem: StageProblem, moves: Moves, under_s: float, *, in_memory: b
     moves = moves.take(moves.add_s + moves.steady_s < under_s)
     if not len(moves):
         return _First()
-    unit = math.gcd(*np.unique(moves.devices).tolist())
+    edges = [edge for lies in problem.placements for edge in (lies.begin, lies.end)]
+    unit = math.gcd(*np.unique(moves.devices).tolist(), *edges)
     total, odd = divmod(problem.num_devices, unit)
     if odd:
         return _First()
-    units = moves.devices // unit
     most = min(most_stages(problem), total)
     exact = problem.fixed_num_stages is not None
     if problem.fixed_num_stages is not None:
@@ -182,7 +184,7 @@ def _search(problem: StageProblem, moves: Moves, under_s: float, *, in_memory: b
         flight = flight[: levels + 1]
     if not in_memory:
         flight[:] = 0
-    programme = DynamicProgram(moves, problem.num_layers, units, total, flight, open_end, exact)
+    programme = DynamicProgram(moves, problem.num_layers, unit, total, flight, open_end, exact)
     found = programme.search(under_s)
     return _First(stages=moves.stages(found.path), step_time_s=found.step_time_s)
 
@@ -213,7 +215,7 @@ def _search_interleaved(problem: StageProblem, moves: Moves, under_s: float) -> 
             continue
         count = groups * problem.chunks
         flight = np.array([0, *(in_flight(problem, count - k, count) for k in range(1, count + 1))], dtype=np.int64)
-        programme = DynamicProgram(part, problem.num_layers, np.ones(len(part), np.int64), count, flight, False, True)
+        programme = DynamicProgram(part, problem.num_layers, 0, count, flight, False, True)
         found = programme.search(best_s)
         if found.path:
             best_s, best = found.step_time_s, part.stages(found.path)
@@ -242,9 +244,9 @@ def _why_not(problem: StageProblem, sums: RangeSums) -> str | None:
 def _guess_s(problem: StageProblem) -> float:
     """Roughly what a step takes: the best option's layers spread evenly, memory set aside but for the state."""
     best = math.inf
-    for option in problem.options:
+    for number, option in enumerate(problem.options):
         count = min(max(problem.num_devices // option.num_devices, 1), problem.num_layers)
         once = float(option.forward_s.sum() + option.backward_s.sum())
-        if option.state_bytes.sum() / count <= problem.limit_bytes:
+        if option.state_bytes.sum() / count <= limit_of(problem, number):
             best = min(best, once + (problem.num_microbatches - 1) * once / count)
     return best

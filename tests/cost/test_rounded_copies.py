@@ -86,7 +86,8 @@ def test_joined_tasks_send_what_they_send_apart(cluster, share, monkeypatch):
         tasks = [staged.staged.tasks[number] for number, _ in chain]
         parts = [(task.instructions, 2 if task.kind.repeats else 1) for task in tasks]
         _, results = joined_tasks._places(staged, chain)
-        assert gathers(timed_together(graph, parts, results, model)) == [share * GATHERED] * 3
+        # XLA's GPU compiler makes one collective of them.
+        assert sum(gathers(timed_together(graph, parts, results, model))) == 3 * share * GATHERED
         apart_s = sum(staged.task_s[number] for number, _ in chain)
         assert joined_tasks.joined_task(staged, chain).seconds <= apart_s * (1 + 1e-9)
 

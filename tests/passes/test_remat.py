@@ -104,7 +104,7 @@ def test_layers_may_have_policies_of_their_own():
 
 
 @pytest.mark.parametrize("case", [mlp, gpt, gpt_remat, gpt_scan, dropout, encoder_decoder])
-@pytest.mark.parametrize("what", [Recompute.CHEAP, Recompute.ALL])
+@pytest.mark.parametrize("what", [Recompute.CHEAP, Recompute.HALF, Recompute.ALL])
 def test_real_models_compute_the_same_in_stages(case, what):
     graph, args = zoo_step(case(), 2)
     layers = find_layers(graph, flops_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.plan import summary
+from autopar.plan.device_limits import fullest
 from autopar.plan.report.layout_tokens import Token, tokens_of
 from autopar.plan.schema import PlannedValue, PlanRecord
 from autopar.plan.summary import Share
@@ -60,13 +61,14 @@ def compare_data(plan: PlanRecord, other: PlanRecord) -> CompareData:
 
 
 def _column(record: PlanRecord) -> PlanColumn:
+    full = fullest(record)
     return PlanColumn(
         step=record.step,
         cluster=record.cluster.name,
         sentence=summary.sentence(record),
         step_time_s=record.predicted.step_time_s,
-        peak_bytes=max(record.predicted.peak_bytes),
-        limit_bytes=record.memory_limit_bytes,
+        peak_bytes=full.peak_bytes,
+        limit_bytes=full.limit_bytes,
         shares=summary.shares(record),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autopar.ir.mesh import AXIS_NAMES
 from autopar.plan import summary
+from autopar.plan.device_limits import fullest
 from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
 from autopar.plan.report.layout_tokens import Token, tokens_of
 from autopar.plan.report.memory_panel import MemoryPanel, memory_panel
@@ -83,7 +84,7 @@ class ReportData:
 
 def report_data(record: PlanRecord) -> ReportData:
     """The values of the page of a plan."""
-    predicted, pipeline = record.predicted, record.pipeline
+    predicted, pipeline, full = record.predicted, record.pipeline, fullest(record)
     return ReportData(
         step=record.step,
         cluster=record.cluster.name,
@@ -91,8 +92,8 @@ def report_data(record: PlanRecord) -> ReportData:
         devices=summary.num_devices(record),
         sentence=summary.sentence(record),
         step_time_s=predicted.step_time_s,
-        peak_bytes=max(predicted.peak_bytes),
-        limit_bytes=record.memory_limit_bytes,
+        peak_bytes=full.peak_bytes,
+        limit_bytes=full.limit_bytes,
         flops=predicted.flops,
         mfu=predicted.mfu,
         sent_bytes=sum(c.sent_bytes for c in summary.collectives_of(record, record.modules)),

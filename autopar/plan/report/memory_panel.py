@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from autopar.plan.device_limits import fullest
 from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.render import group_names
 from autopar.plan.schema import MemoryHolder, MemoryKind, PlanRecord
@@ -46,7 +47,7 @@ def memory_panel(record: PlanRecord) -> MemoryPanel:
         curve = in_parts(tracks[number], step_s, CURVE_POINTS) if number < len(tracks) else use.course
         kinds = tuple((kind, use.at_peak[kind]) for kind in MemoryKind if use.at_peak.get(kind))
         groups.append(GroupMemory(name=name, peak_bytes=peak_bytes, at_peak=kinds, curve=curve))
-    highest = max(range(len(groups)), key=lambda g: groups[g].peak_bytes)
+    highest = fullest(record).number
     return MemoryPanel(
         groups=tuple(groups),
         highest=highest,
