@@ -24,11 +24,11 @@ it; the memory of what is gathered ahead, which `autopar.cost.peak_memory` count
 from __future__ import annotations
 
 import dataclasses
-import enum
 import heapq
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
+from autopar.common.records import HashedById, made_often
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
 
@@ -64,7 +64,7 @@ def overlap_of(platform: Platform) -> Overlap:
     return Overlap(kinds=frozenset(), combined_bytes=0)
 
 
-class Stream(enum.Enum):
+class Stream(HashedById):
     """What a piece of work keeps busy."""
 
     COMPUTE = "compute"
@@ -78,6 +78,7 @@ class Stream(enum.Enum):
 _BESIDE = (Stream.SEND, Stream.HOST)
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamWork:
     """A piece of work for one device, between the values that it reads and makes.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
+from autopar.common.records import replaced
 from autopar.ir.graph import Op, OpGraph, Role, Section, walk
 from autopar.ir.rewrite import makers
 from autopar.passes.assign_layers import assign_layers
@@ -151,7 +152,7 @@ class _Likeness:
 
 
 def _with_sections(graph: OpGraph, section_of: Callable[[Op], Section]) -> OpGraph:
-    ops = tuple(dataclasses.replace(op, section=section_of(op)) for op in graph.block.ops)
+    ops = tuple(replaced(op, section=section_of(op)) for op in graph.block.ops)
     return dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=ops))
 
 

@@ -9,7 +9,6 @@ tree's all-reduce and a slice before a ring's reduce-scatter), and for large one
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import itertools
 
@@ -17,6 +16,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import dijkstra
 
+from autopar.common.records import HashedById, made_often
 from autopar.hardware.collective_cost import CollectiveKind, Link, time_s
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -26,7 +26,7 @@ from autopar.ir.mesh import LogicalMesh
 SMALL_BYTES, LARGE_BYTES = float(1 << 20), float(1 << 28)
 
 
-class StepKind(enum.Enum):
+class StepKind(HashedById):
     """What one step does. SLICE and MASK stay on the device: each takes its part, or device 0 keeps the summand."""
 
     ALL_REDUCE = CollectiveKind.ALL_REDUCE
@@ -46,6 +46,7 @@ class StepKind(enum.Enum):
         return self in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardStep:
     """One step of a path: `axes` are the mesh axes it communicates over."""
