@@ -19,7 +19,7 @@ _COPY = "_unfrozen_copy"
 def made_often(cls: type[T]) -> type[T]:
     """Class decorator, over `@dataclasses.dataclass(frozen=True)`: the same class, whose objects are made faster.
 
-    Raises: TypeError for a class with `default_factory`.
+    It cannot have subclasses. Raises: TypeError for a class with `default_factory`.
     """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     if any(f.default_factory is not dataclasses.MISSING for f in fields):
@@ -48,10 +48,15 @@ def made_often(cls: type[T]) -> type[T]:
     if has_post_init:
         lines.append("self.__post_init__()")
     setattr(cls, "__init__", _function("__init__", listed, lines, names))  # noqa: B010
+    setattr(cls, "__init_subclass__", classmethod(_refuse))  # noqa: B010
     if unfrozen is not None and not has_post_init:
         lines = ["copy = new(unfrozen)", *(f"copy.{n} = self.{n}" for n in given), "return copy"]
         setattr(cls, _COPY, _function(_COPY, "self", lines, names))
     return cls
+
+
+def _refuse(cls: type, **keywords: Any) -> None:
+    raise TypeError(f"{cls.__name__} would be made as an object of its base, which is `made_often`")
 
 
 def _function(name: str, parameters: str, lines: list[str], names: dict[str, Any]) -> Callable[..., Any]:

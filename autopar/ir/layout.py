@@ -31,8 +31,18 @@ class Layout(_WithHash):
     partial: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        used = [a for axes in self.dims for a in axes] + list(self.partial)
-        assert len(used) == len(set(used)), f"a mesh axis is used twice in {self.dims}, partial {self.partial}"
+        used = [*self.partial]
+        for axes in self.dims:
+            if axes:
+                used += axes
+        assert len(used) < 2 or len(used) == len(set(used)), (
+            f"a mesh axis is used twice in {self.dims}, partial {self.partial}"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Layout) and self.dims == other.dims and self.partial == other.partial
 
     def __hash__(self) -> int:
         try:

@@ -72,5 +72,12 @@ def test_a_class_with_a_default_factory_is_refused():
         made_often(WithList)
 
 
+def test_a_subclass_is_refused():
+    with pytest.raises(TypeError, match="Third"):
+
+        class Third(Point):
+            pass
+
+
 def test_members_are_found_by_themselves_after_pickling():
     assert {Color.RED: 1}[pickle.loads(pickle.dumps(Color.RED))] == 1
