@@ -24,7 +24,7 @@ from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_op
 from autopar.calls.plans import StepPlans
 from autopar.calls.signatures import Signature
 from autopar.calls.step_options import DEFAULT_ARGNUMS, StepOptions
-from autopar.calls.trace_call import trace_call, with_fixed_trace
+from autopar.calls.trace_call import trace_call
 from autopar.calls.warn_once import WarnOnce
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
@@ -32,7 +32,7 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole, lower_whole
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
-from autopar.frontend.tracing import name_of
+from autopar.frontend.tracing import checked_when_traced_again, name_of
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
 from autopar.monitoring.step_profile import StepProfile, profiled
@@ -191,6 +191,7 @@ class Step:
             key, (traced, plan) = self._arguments.key(args), self._planned(args)
             lowered_whole = None
             if plan.record.pipeline is None:
+                self._sources.check_purity(traced)
                 lowered_whole = lower_whole(traced, plan, plan.concrete_mesh(), self._sources.rules())
                 self._sources.save_rules()
 
@@ -299,8 +300,8 @@ class Step:
             return self._compiled[key]
 
     def _build(self, traced: TracedStep, plan: Plan) -> CompiledStep:
-        progress = Progress(f"autopar {self.__name__}", show=self._options.show_progress)
-        compiled = build(traced, plan, self._sources.rules(), progress)
+        self._sources.check_purity(traced)
+        compiled = build(traced, plan, self._sources.rules(), self._plans.progress())
         self._sources.save_rules()
         return compiled
 
@@ -340,7 +341,8 @@ def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:
     step._arguments.check_arrays(dynamic, names)
     step._arguments.check_usable(dynamic, names)
     traced, trees = step._traced(args)
-    traced = with_fixed_trace(traced, step._warn)
+    traced = checked_when_traced_again(traced, step._warn)
+    traced.is_pure()  # what is measured is not compiled by the step
     cluster, request = step._sources.request(traced)
     return PlanningProblem(
         traced=traced,

@@ -94,6 +94,12 @@ THRESHOLDS = [
         ("FIRST_PRICE", "the first of these prices, as a part of step time / peak", PRICES),
         ("PRICE_RISE", "factor from one price to the next", PRICES),
         ("LONG_STEP", "operations from which a step gets fewer tries", "planning time"),
+        (
+            "LASTING_WAIT",
+            "part of the waiting in a step of few layers that one of many has too",
+            "GPT of 12 layers",
+            1.0,
+        ),
     ),
     *_of(
         "intra_op.ilp",

@@ -21,6 +21,7 @@ from autopar.attention.replace_passes import PassWriter
 from autopar.attention.score_uses import Around
 from autopar.attention.symbolic import Reader
 from autopar.common import jax_compat
+from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, read_by, walk
 from autopar.ir.rewrite import Fresh, reading, renumbered
@@ -40,7 +41,7 @@ def blockwise(graph: OpGraph) -> OpGraph:
         block = _rewritten(graph.block, named, wanted, fresh, Around({}, {}))
         left = wanted & {op.id for op in walk(block)}
         if not left:
-            values = tuple(dataclasses.replace(v, dimensions=(), purpose=None) for v in fresh.values)
+            values = tuple(replaced(v, dimensions=(), purpose=None) for v in fresh.values)
             return renumbered(dataclasses.replace(graph, values=values, block=block))
         wanted -= left
     return graph
@@ -75,7 +76,7 @@ def _rewritten(block: Block, named: OpGraph, wanted: set[int], fresh: Fresh, aro
     ops: list[Op] = []
     for op in block.ops:
         inner = tuple(_rewritten(b, named, wanted, fresh, around.inside(block, op)) for b in op.blocks)
-        ops.append(dataclasses.replace(op, blocks=inner) if inner else op)
+        ops.append(replaced(op, blocks=inner) if inner else op)
     block = dataclasses.replace(block, ops=tuple(ops))
     reader = Reader(block, named, wanted, around)
     reader.run()

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.attention.form import ELEMENTWISE
+from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, read_by
 from autopar.ir.rewrite import makers
 
@@ -71,14 +72,14 @@ def _marked(
             stacks.update(op.outputs[i] for i in made if op.kind is OpKind.SCAN and i >= op.num_carry)
         if op.primitive in _SLICES and any(isinstance(a, int) and a in stacks for a in op.inputs):
             stacks.update(op.outputs)
-        ops.append(dataclasses.replace(op, blocks=tuple(bodies)) if bodies else op)
+        ops.append(replaced(op, blocks=tuple(bodies)) if bodies else op)
     block = dataclasses.replace(block, ops=tuple(ops))
     found = _found(block, values, scores)
     if not found:
         return block, ()
     moved = _moved(block, values, found, constants)
     block = dataclasses.replace(
-        block, ops=tuple(dataclasses.replace(op, kernel_bytes=moved.get(op.id, op.kernel_bytes)) for op in ops)
+        block, ops=tuple(replaced(op, kernel_bytes=moved.get(op.id, op.kernel_bytes)) for op in ops)
     )
     return block, tuple(i for i, atom in enumerate(block.outputs) if isinstance(atom, int) and atom in found)
 

@@ -11,7 +11,6 @@ import jax
 
 from autopar.calls.following import with_followed_layouts
 from autopar.calls.step_options import StepOptions
-from autopar.calls.trace_call import with_fixed_trace
 from autopar.calls.warn_once import WarnOnce
 from autopar.common import jax_compat
 from autopar.common.cache_dir import cache_directory, default_directory
@@ -20,6 +19,7 @@ from autopar.compiler.materialize import check_plan
 from autopar.compiler.memory_errors import check_given_plan_fits
 from autopar.compiler.planner import make_plan
 from autopar.frontend.fingerprints import module_fingerprint
+from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.plan.cache import DiskCache, plan_key
@@ -39,6 +39,7 @@ class PlanSources:
         self._name, self._options, self._warn = name, options, warn
         self._disk = DiskCache(_cache_directory(options.cache_dir))
         self._rules: dict[Any, RuleBook] = {}
+        self._searched_for: dict[int, TracedStep] = {}  # by the jaxpr, which is kept so that its id stays its own
 
     def plan(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
         """The plan for a traced step; in a program of several processes that of process 0.
@@ -142,12 +143,18 @@ class PlanSources:
             cached = self._disk.load_plan(key, lambda record: check_plan(Plan(record), traced))
         if cached is not None:
             return Plan(cached, trees)  # and the step was traced to the same jaxpr before, in another process
-        with progress.pass_("purity"):
-            traced = with_fixed_trace(traced, self._warn)
-        plan = make_plan(traced, trees, cluster, request, self.rules(), progress)
+        searched = self._searched_for.setdefault(id(traced.jaxpr), checked_when_traced_again(traced, self._warn))
+        plan = make_plan(searched, trees, cluster, request, self.rules(), progress)
         self._disk.save_plan(key, plan.record)
         self.save_rules()
         return plan
+
+    def check_purity(self, traced: TracedStep) -> None:
+        """Warns of a function that is not pure, before the program of a plan that was searched for is compiled. Where
+        the search was for micro-batches too, it was checked by then.
+        """
+        if id(traced.jaxpr) in self._searched_for:
+            self._searched_for[id(traced.jaxpr)].is_pure()
 
     def rules(self) -> RuleBook:
         """The sharding rules under jax's configuration at the moment."""

@@ -43,6 +43,10 @@ class StepPlans:
     def latest(self) -> Plan | None:
         return self.all()[-1] if self._by_key else None
 
+    def progress(self) -> Progress:
+        """A new progress line of the step."""
+        return Progress(f"autopar {self._name}", show=self._show_progress)
+
     def of(self, key: Any, trace: Callable[[], tuple[TracedStep, Trees]]) -> tuple[TracedStep, Plan]:
         """The traced step and the plan for a key. `trace` returns the step and its trees for a new key.
 
@@ -51,7 +55,7 @@ class StepPlans:
         if key in self._short_batches:
             return self._short_batches[key]
         if key not in self._by_key:
-            progress = Progress(f"autopar {self._name}", show=self._show_progress)
+            progress = self.progress()
             with collected_seldom():
                 with progress.pass_("trace"):
                     traced, trees = trace()

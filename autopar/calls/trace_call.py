@@ -9,7 +9,7 @@ from autopar.calls import nnx_objects
 from autopar.calls.call_arguments import CallArguments
 from autopar.calls.warn_once import WarnOnce
 from autopar.frontend.donation import untied_arguments
-from autopar.frontend.tracing import impurity, trace, traced_once
+from autopar.frontend.tracing import trace
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Trees
 
@@ -47,12 +47,3 @@ def trace_call(
         batch=frozenset(batch),
     )
     return traced, trees
-
-
-def with_fixed_trace(traced: TracedStep, warn: WarnOnce) -> TracedStep:
-    """The step; where its function is not pure, one that keeps this trace, with a warning."""
-    impure = impurity(traced)
-    if impure is None:
-        return traced
-    warn(impure)
-    return traced_once(traced)

@@ -136,6 +136,13 @@ class _MemoryWriter:
         self.transposed: dict[int, Sequence[int]] = {}
         self.nbytes: dict[int, int] = {}
         self.stands_for: dict[int, tuple[int, Place]] = {}
+        self._facts: dict[str, tuple[str, bool, bool, bool]] = {}
+
+    def facts(self, op: Op) -> tuple[str, bool, bool, bool]:
+        """(kind, fusible, reduces_last, half_precision) of an equation; equal keys, equal facts."""
+        if op.key not in self._facts:
+            self._facts[op.key] = kind_of(op), is_fusible(op.primitive), reduces_last(op), is_half_precision(op)
+        return self._facts[op.key]
 
     def new(self, nbytes: int) -> int:
         self.nbytes[len(self.nbytes)] = nbytes
@@ -184,18 +191,19 @@ class _MemoryWriter:
             self.attention(instruction, env, steps)
         elif isinstance(instruction, Compute):
             op = instruction.op
-            outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, instruction.places, strict=True))
+            outputs = tuple([self.define(v, place, env) for v, place in instruction.keys_made])
             if self.model.compiler.tile is not None and op.primitive in MATRIX_PRODUCTS:
                 for v, place, number in zip(op.outputs, instruction.places, outputs, strict=True):
                     self.nbytes[number] = self.tiled(v, place[0], self.model.compiler.tile)
+            kind, fusible, last, half_precision = self.facts(op)
             steps.append(
                 MemoryStep(
-                    inputs=self.read(op, instruction.reads, env),
+                    inputs=tuple([env[key] for key in instruction.keys_read]),
                     outputs=outputs,
-                    kind=kind_of(op),
-                    fusible=is_fusible(op.primitive),
-                    reduces_last=reduces_last(op),
-                    half_precision=is_half_precision(op),
+                    kind=kind,
+                    fusible=fusible,
+                    reduces_last=last,
+                    half_precision=half_precision,
                     key=(op.key, instruction.results),
                 )
             )

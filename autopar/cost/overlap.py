@@ -153,14 +153,16 @@ class _Writer:
         return self.num_values
 
     def define(self, keys: Iterable[Key], made: dict[Key, int]) -> tuple[int, ...]:
-        numbers = []
+        numbers, number = [], self.num_values
         for key in keys:
-            made[key] = self.new()
-            numbers.append(made[key])
+            number += 1
+            made[key] = number
+            numbers.append(number)
+        self.num_values = number
         return tuple(numbers)
 
     def instruction(self, instruction: Instruction, made: dict[Key, int], works: list[StreamWork]) -> None:
-        reads = tuple(made[key] for key in instruction.keys_read if key in made)
+        reads = tuple([made[key] for key in instruction.keys_read if key in made])
         if isinstance(instruction, Move):
             self.move(instruction, reads, made, works)
         elif isinstance(instruction, Compute):

@@ -25,6 +25,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from autopar.common.records import made_often
 from autopar.cost import xla_fusion, xla_program, xla_schedule
 from autopar.cost.xla_fusion import Kernel
 from autopar.cost.xla_program import COLLECTIVES, CPU, GPU, TPU, Compiler, MemoryStep, compiler_for
@@ -65,6 +66,7 @@ class MemoryProgram:
     donated: Mapping[int, int]
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRange:
     """A value that takes `share` (1/2, 1 or 2) of its bytes from position `start` up to, not including, `stop`."""

@@ -122,9 +122,8 @@ class _Queue:
             return self.free_s
         return max(self.free_s, self.coming[0][0]) if self.coming else math.inf
 
-    def take(self) -> int:
+    def take(self, now_s: float) -> int:
         """What it starts then."""
-        now_s = self.next_s()
         while self.coming and self.coming[0][0] <= now_s:
             heapq.heappush(self.ready, heapq.heappop(self.coming)[1])
         return heapq.heappop(self.ready)[1]
@@ -147,6 +146,9 @@ class _Clock:
         self.hold_back()
         self.groups = combined_reductions(program, self.makers, combined_bytes, scattered_bytes)
         self.compute, self.send, self.host = _Queue(), _Queue(), _Queue()
+        of_stream = {Stream.SEND: self.send, Stream.HOST: self.host}
+        self.queue_of = [of_stream.get(work.stream, self.compute) for work in program]
+        self.queues = tuple(dict.fromkeys((self.compute, self.send, *self.queue_of)))
         self.arrived: list[int] = []  # work for which all is there that it waits for
         self.order: list[StreamWork] = []
         self.starts_s: list[float] = []
@@ -193,12 +195,12 @@ class _Clock:
                 self.arrive(self.arrived.pop())
             if len(self.order) == len(self.program):
                 return _ran(self.order, self.starts_s, self.end_s)
-            queue = min((self.compute, self.send, self.host), key=_Queue.next_s)
+            queue = min(self.queues, key=_Queue.next_s)
             starts_s = queue.next_s()
             if math.isinf(starts_s):
                 self.dissolve()
             else:
-                self.start(queue.take(), starts_s)
+                self.start(queue.take(starts_s), starts_s)
 
     def start(self, i: int, at_s: float) -> None:
         work = self.program[i]
@@ -227,7 +229,7 @@ class _Clock:
 
     def arrive(self, i: int) -> None:
         """Takes up work that waits for nothing any more, but perhaps for what it is combined with."""
-        group = self.groups.get(i)
+        group = self.groups.get(i) if self.groups else None
         if self.program[i].stream is Stream.NEITHER:
             self.start(i, self.ready_s[i])
         elif group is None:
@@ -256,5 +258,4 @@ class _Clock:
         self.release(waiting, max(self.compute.free_s, self.send.free_s))
 
     def queue(self, i: int, ready_s: float) -> None:
-        queue = {Stream.SEND: self.send, Stream.HOST: self.host}.get(self.program[i].stream, self.compute)
-        heapq.heappush(queue.coming, (ready_s, (self.rank[i], i)))
+        heapq.heappush(self.queue_of[i].coming, (ready_s, (self.rank[i], i)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Hashable, Iterator, Sequence
 
+from autopar.common.records import HashedById, made_often
 
-class Stream(enum.Enum):
+
+class Stream(HashedById):
     """What a piece of work keeps busy."""
 
     COMPUTE = "compute"
@@ -21,6 +22,7 @@ class Stream(enum.Enum):
 BESIDE = (Stream.SEND, Stream.HOST)
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamWork:
     """A piece of work for one device, between the values that it reads and makes.

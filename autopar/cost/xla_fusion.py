@@ -12,6 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from autopar.common.records import made_often
 from autopar.cost.xla_program import (
     ABSORBING,
     ALIASES,
@@ -30,6 +31,7 @@ SLICE, STACK = "slice_of_stacked", "stack"
 SEVERAL = -1  # in place of the one kernel that reads a value
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """Operations that XLA runs as one. It reads and writes only values that are in memory.

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
 
+from autopar.common.records import made_often
 from autopar.hardware.kinds import Platform
 
 # Computed once and kept rather than computed again in each kernel that reads it (XLA's InstructionFusion::IsExpensive).
@@ -155,6 +156,7 @@ def compiler_for(platform: Platform, jax_version: tuple[int, ...]) -> Compiler:
             return TPU
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStep:
     """One operation. Sizes of its values are per device, after sharding; ids are unique in the whole program.

@@ -10,6 +10,7 @@ from typing import Any
 from autopar.attention.match import blockwise
 from autopar.attention.score_kernels import mark_score_kernels
 from autopar.common import jax_compat
+from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
@@ -134,9 +135,9 @@ class _Builder:
         outputs = tuple(self.value(v) for v in eqn.outvars)
         op = self._op(OpKind.EQUATION, eqn, ins, outputs, stack, count, key=equation_key(eqn))
         if is_callback(eqn):  # each is called for itself, on whole arrays
-            op = dataclasses.replace(op, key=f"{op.key}#{op.id}", rule=replicated_rule(eqn, ""))
+            op = replaced(op, key=f"{op.key}#{op.id}", rule=replicated_rule(eqn, ""))
         elif (rule := local_rule(op.eqn)) is not None:
-            op = dataclasses.replace(op, key=f"{op.key}#{program_fingerprint(op.eqn)}", rule=rule)
+            op = replaced(op, key=f"{op.key}#{program_fingerprint(op.eqn)}", rule=rule)
         ops.append(op)
         return outputs
 
@@ -169,7 +170,7 @@ class _Builder:
         return [through[a] if isinstance(a, int) else a for a in ins]
 
     def _copy_of(self, atom: int) -> int:
-        self.values.append(dataclasses.replace(self.values[atom], id=len(self.values), name=""))
+        self.values.append(replaced(self.values[atom], id=len(self.values), name=""))
         return len(self.values) - 1
 
     def _block(self, closed: Any, stack: str, count: float) -> Block:
@@ -264,7 +265,7 @@ def _with_rules(block: Block, rules: RuleBook) -> Block:
     ops = []
     for op in block.ops:
         if op.kind is OpKind.EQUATION:
-            ops.append(dataclasses.replace(op, rule=op.rule or rules.rule(op.key)))
+            ops.append(replaced(op, rule=op.rule or rules.rule(op.key)))
         else:
-            ops.append(dataclasses.replace(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks)))
+            ops.append(replaced(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks)))
     return dataclasses.replace(block, ops=tuple(ops))

@@ -186,9 +186,8 @@ def _name(value: Any) -> str:
 
 
 def _digest(*parts: str | bytes) -> bytes:
-    digest = hashlib.sha256()
+    written: list[bytes] = []
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.digest()
+        written += (len(data).to_bytes(8, "little"), data)
+    return hashlib.sha256(b"".join(written)).digest()

@@ -182,13 +182,26 @@ def impurity(traced: TracedStep) -> str | None:
     )
 
 
-def traced_once(traced: TracedStep) -> TracedStep:
-    """A step that is not traced on other shapes: that would be another computation."""
+def checked_when_traced_again(traced: TracedStep, warn: Callable[[str], None]) -> TracedStep:
+    """The step whose function is checked (`impurity`) when `is_pure` is first called, which tracing it on other shapes
+    does: of a function that is not pure that would be another computation.
+    """
+    found: list[bool] = []
 
-    def refuse(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        raise TypeError("two traces of the function differ: what a micro-batch does cannot be told from a trace")
+    def is_pure() -> bool:
+        if not found:
+            impure = impurity(traced)
+            found.append(impure is None)
+            if impure is not None:
+                warn(impure)
+        return found[0]
 
-    return dataclasses.replace(traced, retrace=refuse, is_pure=False)
+    def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        if not is_pure():
+            raise TypeError("two traces of the function differ: what a micro-batch does cannot be told from a trace")
+        return traced.retrace(avals)
+
+    return dataclasses.replace(traced, retrace=retrace, is_pure=is_pure)
 
 
 def tie_state(

@@ -104,7 +104,7 @@ def _gpu(name: str, peaks: _Peaks, memory: _Memory, products: _Products, host: _
 
 def _tpu(
     name: str, *, half: float, memory_gb: float, memory_gb_per_s: float, int8: float | None = None,
-    float8: float | None = None, host: _HostLink | None = None, matrix_unit: int = 128, vector_mib: int = 0,
+    float8: float | None = None, matrix_unit: int = 128, vector_mib: int = 0,
 ) -> DeviceKind:  # fmt: skip
     """Rates in Tflop/s; a matrix unit is a square of so many multipliers a side.
 
@@ -113,7 +113,7 @@ def _tpu(
     Vector memory in MiB: the most that libtpu 0.0.42.1 gives to values in compiled programs, 112 of 128 on v5e, 96 of
     128 on v6e, 48 of 64 on v5p. Kernels have the rest.
     """
-    device = DeviceKind(
+    return DeviceKind(
         name=name,
         peak_flops=tuple(
             (dtype, tera * _TERA)
@@ -133,7 +133,6 @@ def _tpu(
         vector_memory_bytes=vector_mib << 20,
         source="jax-ml/scaling-book tpus.md and Google Cloud TPU documentation (rates, memory)",
     )
-    return device if host is None else host.of(device)
 
 
 # Share of the peak and time of the smallest kernel where no measurement of a GPU was found, and share of its memory's
@@ -259,13 +258,12 @@ MI355X = _gpu(
     _PCIE5,
     source="AMD Instinct MI355X data sheet",
 )
-TPU_V4 = _tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0, host=_TPU_HOST)
-TPU_V5E = _tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0, host=_TPU_HOST, vector_mib=112)
-TPU_V5P = _tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0, host=_TPU_HOST, vector_mib=48)
-TPU_V6E = _tpu(
-    "TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0, host=_TPU_HOST, matrix_unit=256,
-    vector_mib=96,
-)  # fmt: skip
+TPU_V4 = _TPU_HOST.of(_tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0))
+TPU_V5E = _TPU_HOST.of(_tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0, vector_mib=112))
+TPU_V5P = _TPU_HOST.of(_tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0, vector_mib=48))
+TPU_V6E = _TPU_HOST.of(
+    _tpu("TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0, matrix_unit=256, vector_mib=96)
+)
 # jax makes two devices of a chip, its two chiplets: each half of the chip's 2307 and 4614 Tflop/s, 192 GiB and 7380
 # GB/s (Google Cloud's page on TPU7x). It lists no rate of int8, and no link to the host.
 TPU7X = _tpu("TPU7x", half=2307.0 / 2, float8=4614.0 / 2, memory_gb=103.0, memory_gb_per_s=7380.0 / 2, matrix_unit=256)

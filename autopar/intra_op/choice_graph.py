@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopar.common.records import made_often
 from autopar.ir.graph import Op
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -27,6 +28,7 @@ from autopar.sharding.strategies import Strategy
 Layouts = tuple[Layout, ...]
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayoutSite:
     """The layouts of a value: under strategy s of `node` its layout is `layouts[s]`.

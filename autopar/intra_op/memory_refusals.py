@@ -10,7 +10,7 @@ from autopar.errors import MemoryLimitError
 from autopar.intra_op.ilp import IntraOp
 from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, memory_of
 from autopar.intra_op.unfold import unfold
-from autopar.ir.graph import OpGraph
+from autopar.ir.graph import Block, OpGraph, read_by
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.lower import lower
@@ -37,6 +37,31 @@ def check_state_fits(context: PlanningContext) -> None:
         hint="use more devices, a smaller model, a smaller optimiser state (Adafactor, bfloat16 moments), or keep that "
         'in the memory of the hosts: plan=autopar.recipes.zero(2, offload="optimizer")',
     )
+
+
+def fits_unfused(context: PlanningContext) -> bool:
+    """Whether every value of the step could be written to memory, in program order, if all were split over all devices:
+    then fused kernels need no more, and `cannot_fit`, which lowers the whole step to find out, need not be asked.
+    """
+    return _unfused_bytes(context.graph, context.graph.block) <= context.limit_bytes * context.cluster.num_devices
+
+
+def _unfused_bytes(graph: OpGraph, block: Block) -> int:
+    """The most bytes alive at once in a block whose every value is written to memory; of a loop, its body with it."""
+    nbytes = {v: graph.values[v].nbytes for v in (*block.inputs, *(v for op in block.ops for v in op.outputs))}
+    last = {v: i for i, op in enumerate(block.ops) for v in read_by(op)}
+    freed: dict[int, list[int]] = {}
+    for i, op in enumerate(block.ops):
+        for v in op.outputs:
+            last.setdefault(v, i)
+    for v in {*last} & {*nbytes} - {*block.inputs} - {atom for atom in block.outputs if isinstance(atom, int)}:
+        freed.setdefault(last[v], []).append(v)
+    live = most = sum(nbytes[v] for v in block.inputs)
+    for i, op in enumerate(block.ops):
+        live += sum(nbytes[v] for v in op.outputs)
+        most = max(most, live + max((_unfused_bytes(graph, inner) for inner in op.blocks), default=0))
+        live -= sum(nbytes[v] for v in freed.get(i, ()))
+    return most
 
 
 def cannot_fit(context: PlanningContext) -> MemoryLimitError | None:

@@ -7,16 +7,16 @@ are inlined. Values are numbered through the whole graph.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from autopar.common.records import HashedById, made_often
 from autopar.ir.traced_step import WrittenLayout
 
 _Atom = TypeVar("_Atom")
 
 
-class Role(enum.Enum):
+class Role(HashedById):
     """Which part of a training step an operation belongs to."""
 
     FORWARD = "forward"
@@ -24,7 +24,7 @@ class Role(enum.Enum):
     UPDATE = "update"
 
 
-class OpKind(enum.Enum):
+class OpKind(HashedById):
     EQUATION = "equation"  # one jax primitive
     BARRIER = "barrier"  # operands pass unchanged; keeps rematerialised work where the user put it
     SCAN = "scan"
@@ -38,7 +38,7 @@ class OpKind(enum.Enum):
     SEND = "send"
 
 
-class Section(enum.Enum):
+class Section(HashedById):
     """When an operation runs in a step that is cut into micro-batches, in order."""
 
     WHOLE = "whole"  # the step is not cut
@@ -59,7 +59,7 @@ class Section(enum.Enum):
         return self in (Section.BACKWARD, Section.WEIGHT)
 
 
-class Dimension(enum.Enum):
+class Dimension(HashedById):
     """What a dimension of a value counts. What is none of these (vocabularies, inner widths) has no name."""
 
     EXAMPLE = "example"
@@ -69,14 +69,14 @@ class Dimension(enum.Enum):
     HEAD = "head"  # of attention: each has scores of its own
 
 
-class Side(enum.Enum):
+class Side(HashedById):
     """What a product of the forward pass does with a dimension of a matrix."""
 
     INPUT = "input"  # sums over it, with the features that it reads
     OUTPUT = "output"  # makes it: the features of its result
 
 
-class Purpose(enum.Enum):
+class Purpose(HashedById):
     """What a value is to a training step."""
 
     BATCH = "batch"
@@ -91,7 +91,7 @@ class Purpose(enum.Enum):
     ACTIVATION = "activation"  # everything else
 
 
-class FactorKind(enum.Enum):
+class FactorKind(HashedById):
     """What happens when a mesh axis splits a factor."""
 
     PASS = "pass"  # operands and results are split alike, nothing is sent
@@ -107,6 +107,7 @@ class Factor:
     kind: FactorKind
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
     """How an operation's dimensions hang together, in Shardy's terms.
@@ -128,6 +129,7 @@ class Rule:
                     yield atom, d, factors
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
     """One array of the program. `name` is set for arguments and constants; `weak_type` as jax has it.
@@ -173,6 +175,7 @@ class Constant:
 Atom = int | Constant
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operation.
@@ -298,6 +301,8 @@ def free_values(block: Block) -> set[int]:
 def read_by(op: Op) -> tuple[int, ...]:
     """The values that an operation reads: its operands, then what its blocks read from around them."""
     direct = [a for a in op.inputs if isinstance(a, int)]
+    if not op.blocks:
+        return tuple(dict.fromkeys(direct))
     return tuple(dict.fromkeys([*direct, *(v for block in op.blocks for v in sorted(free_values(block)))]))
 
 

@@ -7,21 +7,49 @@ import functools
 import itertools
 import math
 
+from autopar.common.records import made_often
 from autopar.ir.mesh import LogicalMesh
 
 
+class _WithHash:
+    """A place for a hash that is not a field."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(_WithHash):
     """`dims[d]` are the mesh axes that split dimension d, major first; `partial` are the axes over which devices hold
     summands of the value (unreduced). An axis stands in at most one place. All other axes replicate.
+
+    Layouts are in the keys of most tables: their hash is worked out once.
     """
 
     dims: tuple[tuple[int, ...], ...]
     partial: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        used = [a for axes in self.dims for a in axes] + list(self.partial)
-        assert len(used) == len(set(used)), f"a mesh axis is used twice in {self.dims}, partial {self.partial}"
+        used = [*self.partial]
+        for axes in self.dims:
+            if axes:
+                used += axes
+        assert len(used) < 2 or len(used) == len(set(used)), (
+            f"a mesh axis is used twice in {self.dims}, partial {self.partial}"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Layout) and self.dims == other.dims and self.partial == other.partial
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash((self.dims, self.partial)))
+            return self._hash
 
     @property
     def sharded_axes(self) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, MutableMapping
 
+from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpGraph, Value, free_values, has_effects, read_by
 
 
@@ -17,7 +18,7 @@ class Fresh:
 
     def copy_of(self, value: int) -> int:
         """A new value of the same shape and type."""
-        self.values.append(dataclasses.replace(self.values[value], id=len(self.values), name=""))
+        self.values.append(replaced(self.values[value], id=len(self.values), name=""))
         return len(self.values) - 1
 
     def value(self, shape: tuple[int, ...], dtype: str, itemsize: int) -> int:
@@ -38,7 +39,7 @@ def remove_dead(block: Block) -> Block:
         if live.isdisjoint(op.outputs) and not has_effects(op):
             continue
         if op.blocks:
-            op = dataclasses.replace(op, blocks=tuple(remove_dead(b) for b in op.blocks))
+            op = replaced(op, blocks=tuple(remove_dead(b) for b in op.blocks))
             live |= {i for inner in op.blocks for i in free_values(inner)}
         live |= {a for a in op.inputs if isinstance(a, int)}
         live_ops.append(op)
@@ -50,7 +51,7 @@ def reading(op: Op, names: Mapping[int, int]) -> Op:
     if not any(v in names for v in read_by(op)):
         return op
     blocks = tuple(_block_reading(block, names) for block in op.blocks)
-    return dataclasses.replace(op, inputs=_named(op.inputs, names), blocks=blocks)
+    return replaced(op, inputs=_named(op.inputs, names), blocks=blocks)
 
 
 def clone(op: Op, names: MutableMapping[int, int], fresh: Fresh) -> Op:
@@ -59,7 +60,7 @@ def clone(op: Op, names: MutableMapping[int, int], fresh: Fresh) -> Op:
     inputs = _named(op.inputs, names)
     outputs = tuple(fresh.copy_of(v) for v in op.outputs)
     names.update(zip(op.outputs, outputs, strict=True))
-    return dataclasses.replace(op, id=fresh.op_id(), inputs=inputs, outputs=outputs, blocks=blocks)
+    return replaced(op, id=fresh.op_id(), inputs=inputs, outputs=outputs, blocks=blocks)
 
 
 def makers(ops: Iterable[Op]) -> dict[int, Op]:
@@ -76,7 +77,7 @@ def renumbered(graph: OpGraph) -> OpGraph:
         ops = []
         for op in block.ops:
             new_id, number = number, number + 1
-            ops.append(dataclasses.replace(op, id=new_id, blocks=tuple(block_of(b) for b in op.blocks)))
+            ops.append(replaced(op, id=new_id, blocks=tuple(block_of(b) for b in op.blocks)))
         return dataclasses.replace(block, ops=tuple(ops))
 
     return dataclasses.replace(graph, block=block_of(graph.block))

@@ -44,11 +44,12 @@ class TracedStep:
 
     `constants` are arrays the function closes over; `tied[i]` is the output leaf that becomes input leaf i in the next
     step, found for each donated argument; `fingerprint` identifies the jaxpr between processes; `retrace` traces the
-    function once more, on the leaves' shapes or on others. `is_pure`: two traces of it agree. `blockwise_attention`:
-    its graphs have attention as one operation a pass (`autopar.attention.ring`). `per_microbatch`: patterns of modules
-    that may mix the examples of a micro-batch (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of
-    leaves that the function replaced in the containers it was given. `placements` are what was removed from the code,
-    `written` the layouts among them, by the variable of the jaxpr that each is written of.
+    function once more, on the leaves' shapes or on others. `is_pure()`: two traces of it agree, where that was to be
+    checked. `blockwise_attention`: its graphs have attention as one operation a pass (`autopar.attention.ring`).
+    `per_microbatch`: patterns of modules that may mix the examples of a micro-batch
+    (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of leaves that the function replaced in the
+    containers it was given. `placements` are what was removed from the code, `written` the layouts among them, by the
+    variable of the jaxpr that each is written of.
     """
 
     name: str
@@ -66,7 +67,7 @@ class TracedStep:
     tied: dict[int, int]
     fingerprint: str
     retrace: Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
-    is_pure: bool = True
+    is_pure: Callable[[], bool] = lambda: True
     blockwise_attention: bool = False
     per_microbatch: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from autopar.common.cached_attribute import lazy
+from autopar.common.records import made_often
 from autopar.ir.graph import Atom, Block, Op, Role, Section
 from autopar.ir.layout import Layout
 from autopar.ir.value_state import HOST, REDUCED, UNREDUCED
@@ -40,6 +41,7 @@ class _Reading:
         raise NotImplementedError
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Move(_Reading):
     """Reshards a value: from one of its places to another, by single collectives.
@@ -65,6 +67,7 @@ class Move(_Reading):
         return ((self.value, self.target),)
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute(_Reading):
     """Runs one operation. `reads[i]` is the place of operand i, None for a literal; `strategy` None: replicated.

@@ -223,12 +223,17 @@ class _Lowering:
         strategy = self.plan.strategy.get(op.id)
         partials = self.plan.partials
         unreduced_operands = partials.unreduced_operands(op)
+        left, reduced_at = self.plan.unreduced, self.plan.reduced
         reads: list[Place | None] = []
         for i, atom in enumerate(op.inputs):
             if not isinstance(atom, int):
                 reads.append(None)
                 continue
             want = strategy.operands[i] if strategy is not None else replicated(self.rank(atom))
+            home = left.get(atom)
+            if home is not None and home == want and reduced_at.get(atom, home) == home:
+                reads.append((home, UNREDUCED))  # as `read` finds too, of most operands
+                continue
             reads.append(self.read(scope, atom, want, op.role, op.module, op.count, i in unreduced_operands))
         results = tuple(self.home(v) for v in op.outputs)
         reduced: tuple[int, ...] = strategy.combined if strategy is not None else ()

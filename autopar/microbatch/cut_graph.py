@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from autopar.common import jax_compat
+from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, walk
 from autopar.kernels.local import runs_locally
@@ -42,7 +43,7 @@ def cut_graph(
         cutter.dims[whole.block.inputs[position]].add(0)
     while cutter.spread(whole.block):
         pass
-    values = tuple(dataclasses.replace(v, shape=cutter.shape(v.id)) for v in whole.values)
+    values = tuple(replaced(v, shape=cutter.shape(v.id)) for v in whole.values)
     block = cutter.rewritten(whole.block)
     rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION and op.rule is None)
     return dataclasses.replace(whole, values=values, block=_with_rules(block, rules))
@@ -52,8 +53,8 @@ def _with_rules(block: Block, rules: RuleBook) -> Block:
     ops = []
     for op in block.ops:
         if op.kind is OpKind.EQUATION and op.rule is None:
-            op = dataclasses.replace(op, rule=rules.rule(op.key))
-        ops.append(dataclasses.replace(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks)))
+            op = replaced(op, rule=rules.rule(op.key))
+        ops.append(replaced(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks)))
     return dataclasses.replace(block, ops=tuple(ops))
 
 
@@ -122,7 +123,7 @@ class _Cutter:
     def rewritten(self, block: Block) -> Block:
         ops = []
         for op in block.ops:
-            op = dataclasses.replace(op, blocks=tuple(self.rewritten(inner) for inner in op.blocks))
+            op = replaced(op, blocks=tuple(self.rewritten(inner) for inner in op.blocks))
             is_cut = any(self.dims[v] for v in (*op.inputs, *op.outputs) if isinstance(v, int))
             ops.append(self._equation(op) if is_cut and op.kind is OpKind.EQUATION else op)
         return dataclasses.replace(block, ops=tuple(ops))
@@ -145,7 +146,7 @@ class _Cutter:
             raise self._refusal(op, str(error).strip().split("\n")[0]) from error
         if [tuple(v.shape) for v in found] != expected:
             raise self._refusal(op, f"shapes {[tuple(v.shape) for v in found]} in place of {expected}")
-        return dataclasses.replace(op, eqn=eqn, key=equation_key(eqn), rule=None)
+        return replaced(op, eqn=eqn, key=equation_key(eqn), rule=None)
 
     def _params(self, op: Op) -> dict[str, Any]:
         params, shape = dict(op.eqn.params), self.shape(op.outputs[-1])

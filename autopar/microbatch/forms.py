@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 
+from autopar.common.records import HashedById, made_often, replaced
 from autopar.ir.graph import Op
 from autopar.kernels.islands import Spec
 
@@ -17,7 +17,7 @@ class CombinesExamples(Exception):
         self.op, self.why = op, why
 
 
-class Form(enum.Enum):
+class Form(HashedById):
     INVARIANT = "invariant"  # the whole batch's value, in every micro-batch
     SPLIT = "split"  # the micro-batches' values, joined, are the whole batch's
     PARTIAL_SUM = "partial sum"  # the micro-batches' values add up to the whole batch's
@@ -35,6 +35,7 @@ class IslandLayout:
     axes: tuple[str, ...]
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """The relation of a value of one micro-batch to that of the whole batch.
@@ -70,12 +71,12 @@ def join(op: Op, first: State, second: State) -> State:
     zero = first.zero and second.zero
     for a, b in ((first, second), (second, first)):
         if a.form is Form.PARTIAL_SUM and (b.form is Form.PARTIAL_SUM or b.zero):
-            return dataclasses.replace(a, zero=zero, weight=_join_weights(op, a, b))
+            return replaced(a, zero=zero, weight=_join_weights(op, a, b))
     if first.form is not second.form or (
         first.form is Form.SPLIT and (first.dim, first.outer) != (second.dim, second.outer)
     ):
         raise CombinesExamples(op, "what it carries depends on the examples in more ways than one")
-    return dataclasses.replace(first, zero=zero, weight=_join_weights(op, first, second))
+    return replaced(first, zero=zero, weight=_join_weights(op, first, second))
 
 
 def _join_weights(op: Op, first: State, second: State) -> float | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from autopar.common.records import replaced
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, read_by
@@ -96,7 +97,7 @@ def _part_of(
         smaller = on_fewer(traced, num_examples(traced) // num_microbatches)
         jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
     except UnsupportedError as unlike:
-        if not traced.is_pure:  # what the whole batch's trace holds may have been meant for its examples alone
+        if not traced.is_pure():  # what the whole batch's trace holds may have been meant for its examples alone
             raise
         first = len(whole.block.inputs) - len(traced.in_avals)
         inputs = [first + i for i in example_leaves(traced)]
@@ -171,8 +172,7 @@ def _with_rules_of_scales(ops: Sequence[Op], rules: RuleBook) -> tuple[Op, ...]:
     """The operations, with the sharding rules of those that scale what leaves the loop."""
     rules.learn((op.key, op.eqn) for op in ops if op.kind is OpKind.EQUATION and op.rule is None)
     return tuple(
-        dataclasses.replace(op, rule=rules.rule(op.key)) if op.kind is OpKind.EQUATION and op.rule is None else op
-        for op in ops
+        replaced(op, rule=rules.rule(op.key)) if op.kind is OpKind.EQUATION and op.rule is None else op for op in ops
     )
 
 
@@ -210,7 +210,7 @@ class _LoopWriter:
                 continue
             if op.kind is not OpKind.BARRIER and (section := self.sections.run_once(op)) is not None:
                 inputs = tuple(self.through(a) for a in op.inputs)
-                by_section[section].append(dataclasses.replace(op, inputs=inputs, section=section))
+                by_section[section].append(replaced(op, inputs=inputs, section=section))
                 sliced = [v for v in op.outputs if v in self.sections.each and self.states.of[v].cut]
                 by_section[Section.BEFORE] += [self._split(v) for v in sliced]
             if not self.sections.repeats(op):
@@ -288,7 +288,7 @@ class _LoopWriter:
         return [crossing] if joined == v else [crossing, scaling(joined, v, self.whole.values[v], weight, maker)]
 
     def _new_value(self, like: Value) -> int:
-        self.values.append(dataclasses.replace(like, id=len(self.values), name=""))
+        self.values.append(replaced(like, id=len(self.values), name=""))
         return len(self.values) - 1
 
     def _repeated(self, op: Op, part: Op, made_in: dict[int, Section]) -> Op:
@@ -317,7 +317,7 @@ class _LoopWriter:
             blocks = tuple(self._repeated_block(b) for b in op.blocks)
             ins = tuple(self._in_loop(a) for a in op.inputs)
             outs = tuple(self._counterpart(v) for v in op.outputs)
-            ops.append(dataclasses.replace(op, inputs=ins, outputs=outs, blocks=blocks, count=op.count * times))
+            ops.append(replaced(op, inputs=ins, outputs=outs, blocks=blocks, count=op.count * times))
         return Block(inputs=inputs, outputs=tuple(self._in_loop(a) for a in block.outputs), ops=tuple(ops))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from autopar.common import jax_compat
+from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Value
 from autopar.ir.primitives import linear_operands
 from autopar.kernels.custom_partitions import is_custom_partition
@@ -118,7 +119,7 @@ class Follower:
             results = self._linear(op, part, states)
         else:
             results = self._unchanged(op, part)
-        return [dataclasses.replace(s, zero=zero) for s in results]
+        return [replaced(s, zero=zero) for s in results]
 
     def _examples(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
         """Results of an equation that reads parts."""

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from autopar.common import jax_compat
+from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Constant, Op, OpGraph, OpKind, Section, Value, read_by
 from autopar.sharding.rules import equation_key
@@ -143,7 +144,7 @@ class UpdateWriter:
                 inputs = tuple(named.get(a, a) if isinstance(a, int) else a for a in op.inputs)
                 outs = op.outputs if is_last else tuple(self._new(self._values[v]) for v in op.outputs)
                 made.update(zip(op.outputs, outs, strict=True))
-                written.append(dataclasses.replace(op, inputs=inputs, outputs=outs, section=Section.AFTER))
+                written.append(replaced(op, inputs=inputs, outputs=outs, section=Section.AFTER))
         return written
 
     def _row(self, rows: int, i: int, like: Op, written: list[Op]) -> int:
@@ -158,7 +159,7 @@ class UpdateWriter:
 
     def _new(self, like: Value, shape: tuple[int, ...] | None = None) -> int:
         shape = like.shape if shape is None else shape
-        self._values.append(dataclasses.replace(like, id=len(self._values), name="", shape=shape))
+        self._values.append(replaced(like, id=len(self._values), name="", shape=shape))
         return len(self._values) - 1
 
 

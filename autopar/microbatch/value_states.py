@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.common import jax_compat
+from autopar.common.records import replaced
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import Op, OpGraph, OpKind, Role
 from autopar.kernels.local import runs_locally
@@ -69,7 +70,7 @@ class _StateFinder:
         for atom, out in zip(op.inputs, op.outputs, strict=True):
             assert isinstance(atom, int), "a barrier lets values through, no literals"
             self.passes[out] = atom
-        return [dataclasses.replace(s, cut=False) if s.streams else s for s in states]
+        return [replaced(s, cut=False) if s.streams else s for s in states]
 
     def _results(self, op: Op, part: Op, states: list[State]) -> list[State]:
         if op.id in self.follower.updates.ops:
@@ -78,7 +79,7 @@ class _StateFinder:
         if self.follower.stays_in_loop(op, part, states):
             if all(s.form is Form.INVARIANT for s in states):
                 return self._of_own_literals(op, part, states)
-            states = [dataclasses.replace(s, early=False, streams=True) for s in states]
+            states = [replaced(s, early=False, streams=True) for s in states]
         elif all(_is_known(s) for s in states):
             return self._known(op, part, states)
         late = [s for s in states if s.form is Form.UNAVAILABLE and not s.early]
@@ -91,7 +92,7 @@ class _StateFinder:
         if _is_light(op) and not any(s.cut for s in states):
             try:
                 results = self.follower.follow(op, part, states, self.states)
-                return [dataclasses.replace(s, early=True, streams=False) for s in results]
+                return [replaced(s, early=True, streams=False) for s in results]
             except CombinesExamples:
                 pass
         zero = all(s.zero for s in states) and op.primitive in ("convert_element_type", "broadcast_in_dim", "reshape")
@@ -147,7 +148,7 @@ class _StateFinder:
         read = [State(form=Form.INVARIANT) if i in read_whole else s for i, s in enumerate(states)]
         results = self.follower.follow(op, part, read, self.states)
         self.whole_operands[op.id] = read_whole
-        return [dataclasses.replace(s, early=early, streams=True, cut=False) for s in results]
+        return [replaced(s, early=early, streams=True, cut=False) for s in results]
 
     def _single(self, op: Op, states: list[State]) -> list[State]:
         """With one micro-batch nothing is mixed: a result is the only part, or the only summand."""

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+from autopar.common.records import replaced
 from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.primitives import is_inexact, linear_operands
@@ -154,7 +155,7 @@ def accumulate_per_stage(graph: OpGraph, stages: Sequence[int | None]) -> tuple[
                 module=op.module, count=op.count,
             )  # fmt: skip
             sums.append((total, at[maker[v].id] if v in maker else 0))
-        once = dataclasses.replace(op, section=Section.AFTER, role=Role.UPDATE, count=op.count / graph.num_microbatches)
+        once = replaced(op, section=Section.AFTER, role=Role.UPDATE, count=op.count / graph.num_microbatches)
         late.append((clone(once, names := {**summed, **names}, fresh), _wanted_at(op, readers, at)))
     # The old sums are now what the moved operations make.
     for op in ops:
@@ -264,7 +265,7 @@ def _copies(graph: OpGraph, stages: Sequence[int | None], homes: Sequence[int]) 
                 pairs = [
                     (v, out) for v, out in zip(op.inputs, op.outputs, strict=True) if q in reading_stages.get(out, ())
                 ]
-                part = dataclasses.replace(op, inputs=tuple(v for v, _ in pairs), outputs=tuple(o for _, o in pairs))
+                part = replaced(op, inputs=tuple(v for v, _ in pairs), outputs=tuple(o for _, o in pairs))
             here = names.setdefault(q, {})
             if used.isdisjoint(part.outputs):
                 # The first copy keeps its values.

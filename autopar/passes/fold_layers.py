@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+from autopar.common.records import replaced
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, read_by
 from autopar.ir.rewrite import reading
 from autopar.passes.assign_layers import LayerAssignment
@@ -295,4 +296,4 @@ def _live_ops(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | No
 def _with_count(op: Op, times: float) -> Op:
     """The operation, and those inside of it, with `times` their count."""
     blocks = tuple(dataclasses.replace(b, ops=tuple(_with_count(inner, times) for inner in b.ops)) for b in op.blocks)
-    return dataclasses.replace(op, count=op.count * times, blocks=blocks)
+    return replaced(op, count=op.count * times, blocks=blocks)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
-from autopar.ir.graph import Op, OpGraph, Role, Section, walk
+from autopar.common.records import replaced
+from autopar.ir.graph import Block, Op, OpGraph, Role, Section, walk
 from autopar.ir.rewrite import makers
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
@@ -49,6 +50,19 @@ class FoldedStep:
     op_of: Mapping[int, int]
     value_of: Mapping[int, int]
     weights: Weights
+
+    def shallow_graph(self) -> OpGraph:
+        """The folded graph as a step of its own, of so few layers: each operation counts for itself alone."""
+        weight_of = self.weights.of_op
+
+        def once(block: Block) -> Block:
+            ops = (
+                replaced(op, count=op.count / weight_of.get(op.id, 1.0), blocks=tuple(map(once, op.blocks)))
+                for op in block.ops
+            )
+            return dataclasses.replace(block, ops=tuple(ops))
+
+        return dataclasses.replace(self.graph, block=once(self.graph.block))
 
 
 def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None:
@@ -151,7 +165,7 @@ class _Likeness:
 
 
 def _with_sections(graph: OpGraph, section_of: Callable[[Op], Section]) -> OpGraph:
-    ops = tuple(dataclasses.replace(op, section=section_of(op)) for op in graph.block.ops)
+    ops = tuple(replaced(op, section=section_of(op)) for op in graph.block.ops)
     return dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=ops))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from autopar.common.cached_attribute import lazy
+from autopar.common.records import replaced
 from autopar.ir.graph import Op, OpGraph
 from autopar.passes.fold_step import FoldedStep, fold_step
 from autopar.sharding.partial_sums import Partials, find_partials, same_partials
@@ -52,7 +53,5 @@ class GraphViews:
         values = list(self.graph.values)
         for v, like in step.value_of.items():
             meant = known[like]
-            values[v] = dataclasses.replace(
-                values[v], dimensions=meant.dimensions, sides=meant.sides, purpose=meant.purpose
-            )
+            values[v] = replaced(values[v], dimensions=meant.dimensions, sides=meant.sides, purpose=meant.purpose)
         return dataclasses.replace(self.graph, values=tuple(values))

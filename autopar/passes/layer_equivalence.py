@@ -44,9 +44,9 @@ def layer_kinds(graph: OpGraph, members: dict[int, list[Op]], num_layers: int) -
 def _in_order(graph: OpGraph, ops: Sequence[Op]) -> list[Op]:
     """Operations of one layer in topological order, then by section, by anchor and in program order."""
     anchors = _anchors(graph, ops)
-    sections = list(Section)
+    section_rank = {section: i for i, section in enumerate(Section)}
     rank = {
-        op.id: (sections.index(op.section), *((1, anchors[op.id]) if op.id in anchors else (0, _NOWHERE)), position)
+        op.id: (section_rank[op.section], *((1, anchors[op.id]) if op.id in anchors else (0, _NOWHERE)), position)
         for position, op in enumerate(ops)
     }
     made_by = makers(ops)

@@ -157,11 +157,13 @@ def _parameter_bytes(graph: OpGraph, ops: Sequence[Op]) -> list[int]:
     first: dict[int, int] = {}
     for op in graph.block.ops:
         operands = read_by(op)
-        origin = set().union(*(behind.get(v, set()) for v in operands))
+        origins = [behind[v] for v in operands if v in behind]
+        origin = origins[0] if len(origins) == 1 else set().union(*origins)
         if op.kind is OpKind.SPLIT or not from_batch.isdisjoint(operands):
             from_batch |= set(op.outputs)
-            first[op.id] = sum(graph.values[v].nbytes for v in origin - seen)
-            seen |= origin
+            if origin:
+                first[op.id] = sum(graph.values[v].nbytes for v in origin - seen)
+                seen |= origin
         elif op.section in (Section.BEFORE, Section.FORWARD):
             behind.update(dict.fromkeys(op.outputs, origin))
     return [first.get(op.id, 0) for op in ops]

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from autopar.attention import ring
+from autopar.common.records import replaced
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
@@ -209,9 +210,7 @@ def _recomputation(
         section=Section.BACKWARD,
     )  # fmt: skip
     names = dict(through)
-    clones = [
-        dataclasses.replace(clone(op, names, fresh), section=Section.BACKWARD, role=Role.BACKWARD) for op in recomputed
-    ]
+    clones = [replaced(clone(op, names, fresh), section=Section.BACKWARD, role=Role.BACKWARD) for op in recomputed]
     return at, [barrier, *clones], {v: names[v] for v in (*read, *cotangents)}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind, Section, read_by
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
 
@@ -87,7 +88,7 @@ def _make(
             continue
         waiting.pop()
         if op is not None:
-            rows.append(dataclasses.replace(clone(op, known, fresh), section=section))
+            rows.append(replaced(clone(op, known, fresh), section=section))
 
 
 def _without_unread(rows: list[Op], outputs: tuple[Atom, ...], cheap: Mapping[int, Op]) -> tuple[Op, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from autopar.common.records import replaced
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by
 
 _ORDER = {section: i for i, section in enumerate(Section)}
@@ -211,7 +212,7 @@ def split_backward(stage: StageGraph) -> StageGraph:
         if op.section is Section.BACKWARD and (op.kind is OpKind.SEND or not awaited.isdisjoint(op.outputs)):
             awaited.update(read_by(op))
     moved = [
-        dataclasses.replace(op, section=Section.WEIGHT)
+        replaced(op, section=Section.WEIGHT)
         if op.section is Section.BACKWARD and op.kind is not OpKind.SEND and awaited.isdisjoint(op.outputs)
         else op
         for op in ops

@@ -100,12 +100,19 @@ class FollowedNames(Generic[Name]):
         """What is known of a factor in one place is known of it in all."""
         known: dict[int, Parts[Name]] = {}
         for value, d, factors in places:
-            if (value, d) not in self.parts:
+            at = self.parts.get((value, d))
+            if at is None:
                 continue
-            for f, parts in zip(factors, _cut(self.of(value, d), [sizes[f] for f in factors]), strict=True):
+            if len(factors) == 1 and len(at) == 1 and at[0][0] == sizes[factors[0]]:  # most are: nothing is cut
+                cut: list[Parts[Name]] = [at]
+            else:
+                cut = _cut(at, [sizes[f] for f in factors])
+            for f, parts in zip(factors, cut, strict=True):
                 known[f] = _merged(known[f], parts) if f in known else parts
         for value, d, factors in places:
-            self.put((value, d), tuple(part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))))
+            if len(factors) == 1 and known.get(factors[0]) == self.parts.get((value, d)):
+                continue  # nothing new, or nothing known
+            self.put((value, d), tuple([part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))]))
 
 
 def _merged(a: Parts[Name], b: Parts[Name]) -> Parts[Name]:

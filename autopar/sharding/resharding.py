@@ -9,7 +9,6 @@ tree's all-reduce and a slice before a ring's reduce-scatter), and for large one
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import itertools
 
@@ -17,6 +16,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import dijkstra
 
+from autopar.common.records import HashedById, made_often
 from autopar.hardware.collective_cost import CollectiveKind, Link, time_s
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -26,7 +26,7 @@ from autopar.ir.mesh import LogicalMesh
 SMALL_BYTES, LARGE_BYTES = float(1 << 20), float(1 << 28)
 
 
-class StepKind(enum.Enum):
+class StepKind(HashedById):
     """What one step does. SLICE and MASK stay on the device: each takes its part, or device 0 keeps the summand."""
 
     ALL_REDUCE = CollectiveKind.ALL_REDUCE
@@ -46,6 +46,7 @@ class StepKind(enum.Enum):
         return self in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardStep:
     """One step of a path: `axes` are the mesh axes it communicates over."""
@@ -229,14 +230,22 @@ def paths_by_size(rank: int, mesh_links: MeshLinks) -> PathsBySize:
     return PathsBySize(small=small, large=large)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _SingleSteps:
+    """All layouts of one rank, and the single steps between them with their (seconds, seconds per byte)."""
+
+    layouts: tuple[Layout, ...]
+    index: dict[Layout, int]
+    step_of: dict[tuple[int, int], ReshardStep]
+    cost_of: dict[tuple[int, int], tuple[float, float]]
+
+
 @functools.cache
-def paths(rank: int, mesh_links: MeshLinks, typical_bytes: float = SMALL_BYTES) -> Paths:
-    """Cheapest paths between all layouts of values of `rank` dimensions, for a value of a typical size."""
+def _single_steps(rank: int, mesh_links: MeshLinks) -> _SingleSteps:
     mesh = mesh_links.mesh
     axes = tuple(a for a, n in enumerate(mesh.axis_sizes) if n > 1)
     layouts = _all_layouts(rank, axes)
     index = {layout: i for i, layout in enumerate(layouts)}
-    rows, columns, weights = [], [], []
     step_of: dict[tuple[int, int], ReshardStep] = {}
     cost_of: dict[tuple[int, int], tuple[float, float]] = {}
     known: dict[tuple[StepKind, tuple[int, ...], int, float], tuple[float, float]] = {}
@@ -248,17 +257,22 @@ def paths(rank: int, mesh_links: MeshLinks, typical_bytes: float = SMALL_BYTES) 
             key = (step.kind, step.axes, step.after.shards(mesh), mesh_links.copied_s(step, 1.0))
             if key not in known:
                 known[key] = _affine(step, mesh_links)
-            fixed_s, s_per_byte = known[key]
-            weight = fixed_s + typical_bytes * s_per_byte + 1e-12  # a free step is still a step: fewer are better
             step_of[i, j], cost_of[i, j] = step, known[key]
-            rows.append(i)
-            columns.append(j)
-            weights.append(weight)
-    n = len(layouts)
+    return _SingleSteps(layouts=tuple(layouts), index=index, step_of=step_of, cost_of=cost_of)
+
+
+@functools.cache
+def paths(rank: int, mesh_links: MeshLinks, typical_bytes: float = SMALL_BYTES) -> Paths:
+    """Cheapest paths between all layouts of values of `rank` dimensions, for a value of a typical size."""
+    single = _single_steps(rank, mesh_links)
+    rows, columns = [i for i, _ in single.cost_of], [j for _, j in single.cost_of]
+    # A free step is still a step: fewer are better.
+    weights = [fixed_s + typical_bytes * s_per_byte + 1e-12 for fixed_s, s_per_byte in single.cost_of.values()]
+    n = len(single.layouts)
     graph = csr_array((weights, (rows, columns)), shape=(n, n))
     _, predecessor = dijkstra(graph, return_predecessors=True)
-    totals = _path_sums(predecessor, cost_of)
-    return Paths(tuple(layouts), index, totals[0], totals[1], predecessor, step_of)
+    totals = _path_sums(predecessor, single.cost_of)
+    return Paths(single.layouts, single.index, totals[0], totals[1], predecessor, single.step_of)
 
 
 def _affine(step: ReshardStep, mesh_links: MeshLinks) -> tuple[float, float]:

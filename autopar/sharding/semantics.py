@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
+from autopar.common.records import replaced
 from autopar.ir.graph import Dimension, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.sharding.follow_dimensions import DimensionOf, FollowedNames, Parts, links, pairs
@@ -51,17 +52,16 @@ def annotate_semantics(graph: OpGraph) -> OpGraph:
     for value_id, d in _handed_on(graph, followed, dependent):
         followed.name(value_id, d, Dimension.FEATURE)
     followed.settle()
-    named = [dataclasses.replace(v, dimensions=followed.names(v)) for v in graph.values]
+    named = [replaced(v, dimensions=followed.names(v)) for v in graph.values]
     purposes = _purposes(graph, named, dependent)
     for at, parts in _heads(graph, followed, dependent):
         followed.put(at, parts)
     followed.settle()
     values = [
-        dataclasses.replace(v, dimensions=followed.names(v), purpose=purposes.get(v.id, Purpose.ACTIVATION))
-        for v in graph.values
+        replaced(v, dimensions=followed.names(v), purpose=purposes.get(v.id, Purpose.ACTIVATION)) for v in graph.values
     ]
     sides = _followed_sides(graph, values, dependent)
-    return dataclasses.replace(graph, values=tuple(dataclasses.replace(v, sides=sides.names(v)) for v in values))
+    return dataclasses.replace(graph, values=tuple(replaced(v, sides=sides.names(v)) for v in values))
 
 
 def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:

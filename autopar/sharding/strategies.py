@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from autopar.common.records import made_often
 from autopar.ir.graph import FactorKind, Rule
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
@@ -18,6 +19,7 @@ from autopar.ir.mesh import LogicalMesh
 Shapes = tuple[tuple[int, ...], ...]
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to split an operation.
@@ -40,6 +42,7 @@ def replicated_strategy(operands: Iterable[tuple[int, ...]], results: Iterable[t
     return Strategy(tuple(replicated(len(s)) for s in operands), tuple(replicated(len(s)) for s in results), split=1)
 
 
+@made_often
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signature:
     """What the strategies of an operation depend on.

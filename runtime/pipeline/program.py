@@ -7,10 +7,11 @@ task is a name for a compiled function, a buffer a name for the array that a tas
 from __future__ import annotations
 
 import dataclasses
-import enum
+
+from autopar.common.records import HashedById
 
 
-class TaskKind(enum.Enum):
+class TaskKind(HashedById):
     """What a task does. FORWARD, BACKWARD and WEIGHT run once a micro-batch, the others once a step."""
 
     BEFORE = "before"

@@ -102,6 +102,23 @@ def test_impure_functions_run_their_first_trace_and_are_named(source, caplog):
         small(step, plan=recipes.pipeline(2, num_microbatches=2)).plan(new_mlp_state(), mlp_batch())
 
 
+def test_a_step_is_traced_again_when_it_is_compiled_and_not_for_a_plan_of_one_program(caplog):
+    count = 0
+
+    def step(state, batch):
+        nonlocal count
+        count += 1
+        return mlp_step(state, batch | {"x": batch["x"] + count})
+
+    parallel = small(step, cache_dir=None, num_microbatches=1)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        parallel.plan(new_mlp_state(), mlp_batch())
+        assert count == 1
+        parallel.compile(new_mlp_state(), mlp_batch())
+    assert count > 1
+    assert caplog.text.count("two traces of the function differ") == 1
+
+
 def test_counting_calls_is_not_impure():
     calls = []
 

@@ -1,7 +1,9 @@
 """What is left out of the search over meshes: what a bound shows to be no plan."""
 
+import bisect
 import dataclasses
 
+import jax
 import pytest
 
 from autopar import Cluster
@@ -9,10 +11,12 @@ from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
 from autopar.cost.cost_model import cost_model
 from autopar.frontend.tracing import trace
+from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
 from autopar.intra_op.spmd_search import longest_s, mesh_candidates, search_mesh, worth_trying
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import Rejection
 from autopar.plan.options import PlanRequest
+from benchmarks.zoo import CASES
 from tests.sections import BOOK
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
 
@@ -58,3 +62,20 @@ def test_a_mesh_that_cannot_win_is_not_evaluated_and_says_so(cluster):
     assert left.axis_sizes == row.axis_sizes
     assert fast.step_time_s < left.least_s <= found.step_time_s * 1.001
     assert left.why.startswith(("not evaluated: slower by about ", "slower by "))
+
+
+def test_values_that_are_all_written_take_no_less_than_kernels_do():
+    """So that a step that fits in this way is not lowered to find out whether it can."""
+    for name in ("gpt", "gpt_scan_remat", "lstm"):
+        case = CASES[name]()
+        arguments = jax.eval_shape(case.init, jax.random.key(0)), case.batch(0)
+        traced = trace(case.step, arguments, names=("state", "batch"), donate=(0,), batch=(1,))
+        context = planning_context(traced, Cluster.flat(1), PlanRequest(), BOOK, Progress("", show=False))
+        most_bytes = bisect.bisect_left(range(1 << 32), True, key=lambda b: fits_unfused(with_limit(context, b)))
+        assert cannot_fit(with_limit(context, most_bytes)) is None
+        state_bytes = sum(context.graph.values[v].nbytes for v in context.graph.block.inputs)
+        assert not fits_unfused(with_limit(context, state_bytes))
+
+
+def with_limit(context, limit_bytes):
+    return dataclasses.replace(context, limit_bytes=limit_bytes)
