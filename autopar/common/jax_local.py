@@ -50,6 +50,11 @@ def sharding_rule_of(eqn: Any) -> Any | None:
     return sharding_rules.str_to_sdy_sharding_rule(rule, **sizes) if isinstance(rule, str) else rule
 
 
+def closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """An open jaxpr with its constants."""
+    return jax_core.ClosedJaxpr(jaxpr, list(consts))
+
+
 # Equations of kernels
 
 MEGABLOX_FILE = "jax/experimental/pallas/ops/tpu/megablox/gmm.py"
