@@ -6,6 +6,7 @@ from typing import Any
 
 from autopar.ir.graph import Rule
 from autopar.ir.primitives import multiplications
+from autopar.kernels.cudnn import cudnn_rule, cudnn_work, is_cudnn_attention
 from autopar.kernels.custom_partitions import custom_partition_rule, is_custom_partition
 from autopar.kernels.grouped import GroupedAdmits, grouped_admits, grouped_rule, is_grouped_product
 from autopar.kernels.islands import IslandAdmits, is_island, island_of, island_rule
@@ -18,7 +19,8 @@ def runs_locally(eqn: Any) -> bool:
     """Whether an equation is a program for one device's part, which the partitioner cannot split."""
     if eqn is None:
         return False
-    return is_kernel(eqn) or is_opaque(eqn) or is_island(eqn) or is_custom_partition(eqn) or is_grouped_product(eqn)
+    known = is_grouped_product(eqn) or is_cudnn_attention(eqn)
+    return known or is_kernel(eqn) or is_opaque(eqn) or is_island(eqn) or is_custom_partition(eqn)
 
 
 def leaves_summands(eqn: Any) -> bool:
@@ -39,6 +41,8 @@ def local_rule(eqn: Any) -> Rule | None:
         return custom_partition_rule(eqn)
     if is_grouped_product(eqn):
         return grouped_rule(eqn)
+    if is_cudnn_attention(eqn):
+        return cudnn_rule(eqn)
     return opaque_rule(eqn) if is_opaque(eqn) else None
 
 
@@ -62,4 +66,6 @@ def local_work(eqn: Any) -> KernelWork:
         return KernelWork(flops=flops_in(eqn.params["call"]))
     if is_grouped_product(eqn):
         return KernelWork(flops=2.0 * (multiplications(eqn) or 0.0))
+    if is_cudnn_attention(eqn):
+        return cudnn_work(eqn)
     return opaque_work(eqn)

@@ -12,6 +12,7 @@ from autopar.common import jax_compat
 from autopar.ir.jax_sharding import partition_spec
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
+from autopar.kernels.cudnn import is_cudnn_attention, run_cudnn
 from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.grouped import WHOLE, Part, grouped_places, is_grouped_product, product_on_part
 from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes
@@ -57,6 +58,8 @@ def _on_part(
             for v, at in zip(eqn.outvars, results, strict=True)
         ]
         return run_opaque(eqn, shapes, parts)
+    if is_cudnn_attention(eqn):
+        return run_cudnn(eqn, parts)
     if is_grouped_product(eqn):
         rows, groups = grouped_places(eqn)
         at = (*reads, *results)

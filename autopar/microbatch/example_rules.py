@@ -20,7 +20,7 @@ from typing import Any
 
 from autopar.attention import ring
 from autopar.attention.form import counted, letters
-from autopar.kernels import operation, pallas_grid
+from autopar.kernels import cudnn, operation, pallas_grid
 from autopar.kernels.opaque import known_grid
 from autopar.microbatch import indexing_rules
 from autopar.microbatch.example_places import (
@@ -208,6 +208,15 @@ def _pallas_call(eqn: Any, places: Places) -> list[int | None]:
     return [dims.index(g) if g in dims else SHARED for dims in grid.results]
 
 
+def _cudnn_attention(eqn: Any, places: Places) -> list[int | None]:
+    if not cudnn.is_cudnn_attention(eqn):
+        raise MixesExamples(UNKNOWN)
+    expected, results = cudnn.examples_of(eqn)
+    if list(places) != expected:
+        raise MixesExamples(COMBINES)
+    return results
+
+
 _ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
     "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "cos", "cosh",
@@ -263,6 +272,7 @@ APART: dict[str, Rule] = {
     **dict.fromkeys(ring.PRIMITIVES, _attention),
     operation.NAME: _kernel,
     pallas_grid.NAME: _pallas_call,
+    **dict.fromkeys(cudnn.NAMES, _cudnn_attention),
     # Indices
     "dynamic_slice": indexing_rules.dynamic_slice,
     "dynamic_update_slice": indexing_rules.dynamic_update_slice,
