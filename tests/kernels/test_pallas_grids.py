@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 import autopar
 from autopar import recipes
@@ -200,3 +201,47 @@ def test_a_foreign_function_is_split_by_its_entry(table):
     )
     assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
     assert not [n for n in made.plan(*args).record.notes if "foreign" in n]
+
+
+# Kernels of jax
+
+
+def splash_step(state, batch):
+    """Splash attention, causal, with two queries' heads to a key head."""
+
+    def attention(q, k, v):
+        mask = splash_attention_mask.CausalMask((q.shape[2], k.shape[2]))
+        masks = splash_attention_mask.MultiHeadMask([mask] * q.shape[1])
+        return jax.vmap(splash_attention_kernel.make_splash_mha_single_device(masks, interpret=True))(q, k, v)
+
+    def loss(state):
+        x = batch["x"]
+        for p in state:
+            q, k, v = (jnp.einsum("blw,whd->bhld", x, p[n]) for n in "qkv")
+            x = x + jnp.einsum("bhld,hdw->blw", attention(q, k, v), p["o"])
+        return jnp.mean(jnp.square(x))
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "devices"),
+    [
+        *((None, n) for n in (1, 2, 4, 8)),
+        (recipes.data_parallel(), 4),
+        (recipes.tensor_parallel(), 2),
+        (recipes.pipeline(2, num_microbatches=2), 2),
+    ],
+)
+def test_splash_attention_without_a_rule_equals_plain_jit(recipe, devices):
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    sizes = {"q": (16, 4, 128), "k": (16, 2, 128), "v": (16, 2, 128), "o": (4, 128, 16)}
+    state = [{n: 0.1 * jax.random.normal(next(keys), s) for n, s in sizes.items()} for _ in range(2)]
+    args = state, {"x": jax.random.normal(next(keys), (8, 256, 16))}
+    made = autopar.parallelize(
+        splash_step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False
+    )
+    assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(splash_step)(*args))
+    assert not [n for n in made.plan(*args).record.notes if "Pallas call" in n]
