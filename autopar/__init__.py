@@ -14,6 +14,7 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.hardware.cluster import Cluster
     from autopar.initialization import initialize
     from autopar.kernels.call import kernel
+    from autopar.kernels.known import known_kernel
     from autopar.mixed_precision.policy import precision
     from autopar.monitoring.monitor import Monitor
     from autopar.plan.plan import Plan
@@ -39,6 +40,7 @@ __all__ = [
     "fit",
     "initialize",
     "kernel",
+    "known_kernel",
     "parallelize",
     "plan",
     "precision",

@@ -32,6 +32,7 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole, lower_whole
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
+from autopar.executables.step_leaves import results_in_tree
 from autopar.frontend.tracing import checked_when_traced_again, name_of
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
@@ -110,7 +111,7 @@ class Step:
                 if not self._needs_other_program(args, leaves, fast.compiled):
                     raise
                 return self._run_slowly(args)
-        return jax.tree.unflatten(fast.compiled.traced.out_tree, results)
+        return results_in_tree(fast.compiled.traced, results)
 
     def _run_slowly(self, args: tuple[Any, ...]) -> Any:
         """Runs the step on arguments of any shapes and placement; later calls like it take the fast path."""
@@ -122,7 +123,7 @@ class Step:
             self._fast = fast = FastPath(compiled, leaves)
             constants = compiled.constants if isinstance(compiled, Compiled) else [c for _, c in compiled.fixed]
             results = fast.run(without_shared_memory(put_leaves(leaves, compiled), compiled.donated, constants))
-        return jax.tree.unflatten(compiled.traced.out_tree, results)
+        return results_in_tree(compiled.traced, results)
 
     def _compiled_for(self, args: tuple[Any, ...]) -> tuple[CompiledStep, list[Any]]:
         """The compiled step, and the leaves of the dynamic arguments. Raises: DonatedStateError, UnsupportedError."""
@@ -141,7 +142,7 @@ class Step:
                 in_one_process = compiled.across is None
                 results = compiled.run(put_copies(leaves, compiled) if in_one_process else put_leaves(leaves, compiled))
             nan_check.check(compiled.traced, leaves, results)
-        return jax.tree.unflatten(compiled.traced.out_tree, results)
+        return results_in_tree(compiled.traced, results)
 
     def _needs_other_program(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
         """Whether arguments differ from those of the executable: in shapes, in layouts, or as deleted arrays."""

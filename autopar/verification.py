@@ -21,6 +21,7 @@ from autopar.cost.peak_memory import allocated_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole
 from autopar.executables.compiled_step import CompiledStep
+from autopar.executables.step_leaves import results_in_tree
 from autopar.kernels.check_twins import check_twins
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.plain_loop import run_graph
@@ -221,7 +222,7 @@ def compare_numbers(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> 
     expected = in_a_loop(step, compiled, args) if mixing_modules(compiled) else step.plain(*args)
     got = step(*copy_of(args))
     worst, where = 0.0, ""
-    paths = compiled.traced.out_paths
+    paths = compiled.traced.out_paths[: compiled.traced.out_tree.num_leaves]
     for path, a, b in zip(paths, jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
         difference = leaf_difference(a, b)
         if difference > worst or not where:
@@ -240,7 +241,7 @@ def in_a_loop(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> Any:
     traced = with_options_of(compiled.plan, compiled.traced)
     graph = micro_batched(traced, compiled.staged.graph.num_microbatches, RuleBook())
     leaves = step.plain_leaves(*args)
-    return jax.tree.unflatten(traced.out_tree, jax.jit(lambda xs: run_graph(graph, xs))(leaves))
+    return results_in_tree(traced, jax.jit(lambda xs: run_graph(graph, xs))(leaves))
 
 
 def leaf_difference(expected: Any, got: Any) -> float:

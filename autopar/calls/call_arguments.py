@@ -24,6 +24,13 @@ class CallArguments:
     def __init__(self, name: str, signature: Signature, options: StepOptions) -> None:
         self.step_name, self._signature, self._options = name, signature, options
 
+    @property
+    def cuts_steps(self) -> bool:
+        """Whether micro-batches or stages are asked for, or a given plan has them, in one process."""
+        options, plan = self._options, self._options.plan
+        in_parts = not options.request.admits_one_program if plan is None else plan.record.pipeline is not None
+        return in_parts and jax.process_count() == 1
+
     def dynamic(self, args: Sequence[Any]) -> list[Any]:
         return [a for i, a in enumerate(args) if i not in self._options.static_argnums]
 

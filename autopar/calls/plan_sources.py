@@ -22,6 +22,7 @@ from autopar.frontend.fingerprints import module_fingerprint
 from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
+from autopar.kernels.known import entries
 from autopar.plan.cache import DiskCache, plan_key
 from autopar.plan.file import decode, encode
 from autopar.plan.options import Effort, PlanRequest
@@ -137,8 +138,11 @@ class PlanSources:
         cluster, request = requested or self.request(traced)
         leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
         written = traced.layouts_in_code
+        kernels = entries()
         names = (traced.name, traced.in_paths, traced.out_paths, module_fingerprint(traced.jaxpr))
-        key = plan_key((traced.fingerprint, jax_compat.lowering_flags(), leaves, names, written, cluster, request))
+        key = plan_key(
+            (traced.fingerprint, jax_compat.lowering_flags(), leaves, names, written, kernels, cluster, request)
+        )
         with progress.pass_("cache"):
             cached = self._disk.load_plan(key, lambda record: check_plan(Plan(record), traced))
         if cached is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from autopar.calls import nnx_objects
 from autopar.calls.call_arguments import CallArguments
 from autopar.calls.warn_once import WarnOnce
+from autopar.frontend.callback_results import with_callbacks_as_results
 from autopar.frontend.donation import untied_arguments
 from autopar.frontend.tracing import trace
 from autopar.ir.traced_step import TracedStep
@@ -40,6 +41,8 @@ def trace_call(
             warn(sentence)
     for sentence in untied_arguments(traced, names, donate):
         warn(sentence)
+    if arguments.cuts_steps:
+        traced = with_callbacks_as_results(traced)
     trees = Trees(
         arguments=tuple(map(nnx_objects.public_tree, dynamic)),
         names=tuple(names),

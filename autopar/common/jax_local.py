@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,3 +48,78 @@ def sharding_rule_of(eqn: Any) -> Any | None:
         if isinstance(rule, (list, tuple)) and len(rule) == 2:
             rule, sizes = rule
     return sharding_rules.str_to_sdy_sharding_rule(rule, **sizes) if isinstance(rule, str) else rule
+
+
+def closed(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """An open jaxpr with its constants."""
+    return jax_core.ClosedJaxpr(jaxpr, list(consts))
+
+
+# Equations of kernels
+
+MEGABLOX_FILE = "jax/experimental/pallas/ops/tpu/megablox/gmm.py"
+
+
+def megablox() -> Any:
+    """The module of jax that has `gmm` and `tgmm`."""
+    return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+
+
+def with_primitive(eqn: Any, new_primitive: Any, **params: Any) -> Any:
+    """An equation of the same variables, at the same line, with another primitive."""
+    return eqn.replace(primitive=new_primitive, params=params, effects=jax_core.no_effects)
+
+
+def without_results(eqn: Any, unread: Sequence[int]) -> Any:
+    """The equation with some of its results marked as read by nothing."""
+    return eqn.replace(outvars=[jax_core.DropVar(v.aval) if i in unread else v for i, v in enumerate(eqn.outvars)])
+
+
+def is_unread(var: Any) -> bool:
+    """Whether the result of an equation is marked as read by nothing."""
+    return isinstance(var, jax_core.DropVar)
+
+
+def function_of(jaxpr: Any) -> tuple[str, str]:
+    """(name, file) of the function that a jaxpr was traced from; empty texts where they are not known."""
+    information = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
+    name, _, place = str(information).partition(" at ")
+    return name, place.rpartition(":")[0]
+
+
+def block_rows(size: Any) -> int | None:
+    """The rows of one block of a Pallas call along a dimension; None where blocks may overlap or differ in size."""
+    kind = type(size).__name__
+    if size is None or kind == "Squeezed":
+        return 1
+    if isinstance(size, int):
+        return size
+    return int(size.block_size) if kind == "Blocked" else None
+
+
+def smaller_call(eqn: Any, times: Mapping[int, int], shapes: Sequence[Sequence[int]]) -> Any:
+    """A Pallas call whose grid dimensions are some times shorter, on operands and results of these shapes."""
+    params = dict(eqn.params)
+    mapping = params["grid_mapping"]
+    blocks = shapes[len(eqn.invars) - mapping.num_inputs :]
+    params["grid_mapping"] = mapping.replace(
+        grid=tuple(n // times.get(g, 1) if g in times else n for g, n in enumerate(mapping.grid)),
+        block_mappings=tuple(
+            block.replace(array_aval=block.array_aval.update(shape=tuple(shape)))
+            for block, shape in zip(mapping.block_mappings, blocks, strict=True)
+        ),
+    )
+    made = zip(params["out_avals"], shapes[len(eqn.invars) :], strict=True)
+    params["out_avals"] = tuple(aval.update(shape=tuple(shape)) for aval, shape in made)
+    estimate, parts = params.get("cost_estimate"), math.prod(times.values())
+    if estimate is not None:
+        fields = {f.name: getattr(estimate, f.name) // parts for f in dataclasses.fields(estimate)}
+        params["cost_estimate"] = type(estimate)(**fields)
+    return eqn.replace(params=params)
+
+
+def foreign_call_of(eqn: Any, shapes: Sequence[Sequence[int]]) -> Any:
+    """A call of a foreign function (`jax.ffi`) with results of other sizes."""
+    avals = eqn.params["result_avals"]
+    made = tuple(aval.update(shape=tuple(shape)) for aval, shape in zip(avals, shapes, strict=True))
+    return eqn.replace(params={**eqn.params, "result_avals": made})

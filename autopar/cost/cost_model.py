@@ -211,7 +211,7 @@ class NodeCosts:
             turns = mesh.size(strategy.ring)
             kernel = kernel_under(op, self.model.device, turns)
             seconds = attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns)
-        elif runs_locally(op.eqn):
+        elif runs_locally(op.eqn) and op.primitive not in MATRIX_PRODUCTS:
             seconds = local_s(op, strategy, moved_bytes, self.model.device)
         else:
             seconds = time_s(work, strategy, (parts, result_parts), self.model.device)

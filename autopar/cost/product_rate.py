@@ -26,6 +26,9 @@ _ALGORITHMS = {
     "ANY": "float8", "BF16": "bfloat16", "F16": "float16", "TF32": "float32", "F32": FULL_FLOAT32, "F64": "float64",
 }  # fmt: skip
 
+_REAL_PARTS = {"complex64": "float32", "complex128": "float64"}
+_REAL_PRODUCTS = 4
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProductRate:
@@ -38,7 +41,14 @@ class ProductRate:
 def product_rate(eqn: Any, platform: Platform) -> ProductRate:
     """Of a product or convolution, whose operands are its first two."""
     operand = _operand_type(*(v.aval.dtype for v in eqn.invars[:2]))
-    precision = eqn.params["precision"]
+    if operand in _REAL_PARTS:  # four products of real and imaginary parts
+        real = product_rate_of(_REAL_PARTS[operand], eqn.params["precision"], platform)
+        return ProductRate(real.dtype, _REAL_PRODUCTS * real.passes)
+    return product_rate_of(operand, eqn.params["precision"], platform)
+
+
+def product_rate_of(operand: str, precision: Any, platform: Platform) -> ProductRate:
+    """Of a product of operands of one type at a precision."""
     levels = precision if isinstance(precision, tuple) else (precision,)
     if all(level is None or isinstance(level, jax.lax.Precision) for level in levels):
         return _at_precision(operand, [level for level in levels if level is not None], platform)

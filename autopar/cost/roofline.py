@@ -17,6 +17,7 @@ from autopar.hardware.cluster import DeviceKind
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import FactorKind, Op
 from autopar.ir.primitives import MATRIX_PRODUCTS, is_inexact, multiplications
+from autopar.kernels import cudnn
 from autopar.kernels.local import local_work, runs_locally
 from autopar.sharding.strategies import Strategy
 
@@ -27,7 +28,7 @@ _NOT_FUSED = MATRIX_PRODUCTS | {
     "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
     "random_bits", "threefry2x32", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod",
     "argmax", "argmin", "concatenate", "pad", "dynamic_update_slice", "attention", "attention_backward",
-    "kernel", "pallas_call", "ffi_call", "tpu_custom_call", "shard_map", "custom_partitioning",
+    "kernel", "pallas_call", "ffi_call", "tpu_custom_call", "shard_map", "custom_partitioning", *cudnn.NAMES,
 }  # fmt: skip
 # A fused operation makes no memory traffic of its own but shares its kernel's reads and writes. This is an assumption,
 # not a measurement: it only has to make replicated elementwise work cost something, in the order of its real cost.

@@ -33,7 +33,9 @@ REDUCTIONS = frozenset(
 RANDOM_BITS = frozenset({"random_bits", "threefry2x32"})
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter"})
 # New names for memory that is already there.
-ALIASES = frozenset({"reshape", "squeeze", "expand_dims", "copy", "bitcast_convert_type", "optimization_barrier"})
+ALIASES = frozenset(
+    {"reshape", "squeeze", "expand_dims", "copy", "bitcast_convert_type", "optimization_barrier", "name"}
+)
 BARRIER = "optimization_barrier"
 # Kernels that are not elementwise but compute what they read on the way in.
 ABSORBING = REDUCTIONS | {

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from autopar.common import jax_compat
 from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
+from autopar.frontend.callback_results import call_with_results
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Plan
 from autopar.plan.sharding_trees import shardings_in
@@ -24,6 +25,11 @@ def leaves_of(traced: TracedStep, args: tuple[Any, ...]) -> list[Any]:
     if tree != traced.in_tree:
         raise TypeError(f"expected arguments with the structure {traced.in_tree}, got {tree}")
     return leaves
+
+
+def results_in_tree(traced: TracedStep, results: Sequence[Any]) -> Any:
+    """The results of a step in their tree; its callbacks are called first, where they wait for the step's end."""
+    return jax.tree.unflatten(traced.out_tree, call_with_results(traced, results) if traced.callbacks else results)
 
 
 class LeafwiseStep:
@@ -44,7 +50,7 @@ class LeafwiseStep:
         return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
 
     def __call__(self, *args: Any) -> Any:
-        return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
+        return results_in_tree(self.traced, self.run(leaves_of(self.traced, args)))
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the step on the leaves of the dynamic arguments. Returns the leaves of the results."""

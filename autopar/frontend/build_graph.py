@@ -17,7 +17,9 @@ from autopar.frontend.fingerprints import program_fingerprint
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
 from autopar.ir.rewrite import remove_dead
 from autopar.ir.traced_step import TracedStep, WrittenLayout
+from autopar.kernels.grouped import as_grouped_product
 from autopar.kernels.local import local_rule
+from autopar.kernels.pallas_grid import is_pallas_call, with_unread_marked
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
@@ -109,7 +111,8 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            outs = self._equation(eqn, ins, stack_of(eqn, stack), count, ops)
+            called = with_unread_marked(eqn, jaxpr) if is_pallas_call(eqn) else eqn
+            outs = self._equation(called, ins, stack_of(eqn, stack), count, ops)
             env.update(zip(eqn.outvars, outs, strict=True))
         if self._written_of:
             for var, atom in env.items():
@@ -125,6 +128,8 @@ class _Builder:
                 got=f"an equation that brings its own mesh ({name})",
                 hint="take the manual parallelism out of the step: autopar decides it",
             )
+        if (product := as_grouped_product(eqn)) is not None:
+            return self._equation(product, ins, stack, count, ops)
         if (inner := called_jaxpr(eqn)) is not None:
             return self._call(eqn, inner, ins, stack, count, ops)
         if name in jax_compat.REMAT_CALLS:

@@ -3,8 +3,8 @@
 In one program they behave as under plain `jax.jit`: a callback gets whole arrays, gathered before it, and runs once, on
 the first device, which sends results to the others. Callbacks are never merged, and callbacks with effects are never
 removed. An exception would end the program of that device while the others wait for it forever; therefore it is kept,
-and raised after the step. In stages and micro-batches callbacks are refused: they would run once a micro-batch, with a
-part of the examples, or again where a layer is recomputed.
+and raised after the step. In stages and micro-batches that are asked for, debug callbacks are called when the step has
+run (`autopar.frontend.callback_results`); others are refused: they would run once a micro-batch, with a part of it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def refuse_callbacks(jaxpr: Any, name: str) -> None:
             where=f"{name}, {eqn.primitive.name} at {jax_compat.source_line(eqn)}",
             expected="a step without callbacks, where it is cut into micro-batches or stages",
             got="one that would be called once for each micro-batch, with a part of the examples",
-            hint="run the step as one program (without stages and num_microbatches), or return what the callback shows",
+            hint="run the step as one program (without stages and num_microbatches), or return what the callback shows;"
+            " where stages or micro-batches are asked for, jax.debug.print and jax.debug.callback may stand outside of "
+            "loops and jax.checkpoint",
         )
 
 

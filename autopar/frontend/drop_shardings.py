@@ -31,6 +31,8 @@ _PLACING = {
 }
 
 
+TO_HOST = "an offload policy of jax.checkpoint, or device_put to the memory of the host"
+
 # The parameter of these that says how the value lies.
 _LAYING = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 
@@ -52,6 +54,15 @@ def without_placements(closed: Any) -> tuple[Any, Removed]:
 
 def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:
     """The note for the user on removed placements, by what is done with them."""
+    kept = [p for p in traced.placements if p.name == TO_HOST]
+    if kept:
+        rest = dataclasses.replace(traced, placements=tuple(p for p in traced.placements if p.name != TO_HOST))
+        text = (
+            f"what {TO_HOST}{f', at {kept[0].line},' if kept[0].line else ''} puts there is kept on the devices, where "
+            "the prediction counts it; recipes with offload='activations' keep what is saved for the backward pass in "
+            "the memory of the host"
+        )
+        return f"{text}; {placement_note(rest, constraints)}" if rest.placements else text
     written = dict.fromkeys(w.place for w in traced.layouts_in_code)
     if constraints is ShardingsInCode.IGNORE or not written:
         return _dropped(traced.placements)
@@ -142,6 +153,10 @@ class _PlacementRemover:
             return False
         if name == "device_put" and not any((*eqn.params["devices"], *eqn.params["srcs"])):
             return False  # what jnp.asarray and the like leave behind
+        if name == "device_put" and all(str(device).startswith("MemorySpace.") for device in eqn.params["devices"]):
+            if any(str(device) == "MemorySpace.Host" for device in eqn.params["devices"]):
+                self.placements.setdefault(Placement(TO_HOST, jax_compat.source_line(eqn)))
+            return True
         # Where typed and untyped arrays meet, jax reshards by itself, to no axis.
         if name != "reshard" or any(eqn.params["dst_sharding"].spec):
             self.placements.setdefault(Placement(_PLACING[name], jax_compat.source_line(eqn)))

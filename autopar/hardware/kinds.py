@@ -167,8 +167,12 @@ class DeviceKind:
         return moved_bytes / ((_interpolated(self.memory_shares, array_bytes) or 1.0) * self.memory_bytes_per_s)
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Peak rate for a dtype by its numpy name; float8 that is not listed goes as float16, all else as float32."""
+        """Peak rate for a dtype by its numpy name; float8 that is not listed goes as float16, int4 and int2 as int8
+        (compilers widen them), all else as float32.
+        """
         rates = dict(self.peak_flops)
+        if dtype in ("int4", "int2"):
+            return rates.get(dtype, rates.get("int8", rates["float32"]))
         if dtype.startswith("float8"):
             return rates.get("float8", rates.get("float16", rates["float32"]))
         return rates.get(dtype, rates["float32"])

@@ -26,12 +26,15 @@ _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
 }  # fmt: skip
 
 # Products of matrices, and convolutions: where a model's arithmetic is, and what reads a parameter as a matrix.
-MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+RAGGED_PRODUCT, GROUPED_PRODUCT = "ragged_dot_general", "grouped_product"
+MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", RAGGED_PRODUCT, GROUPED_PRODUCT})
 # Primitives whose reduced factors are sums, so that each device's result is a summand of the whole.
 SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "gather"})
 # Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of
 # what is summed. A gather is not, but for a lookup in a table (`autopar.lowering.split_tables`).
-LOCALLY_SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "kernel"})
+LOCALLY_SUMMING = frozenset(
+    {"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "kernel", RAGGED_PRODUCT, GROUPED_PRODUCT}
+)
 # Primitives whose reduced factors combine by an idempotent or associative operation other than a sum.
 COMBINING = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "reduce_prod"})
 
@@ -112,7 +115,7 @@ def multiplications(eqn: Any) -> float | None:
         (summed, _), _ = eqn.params["dimension_numbers"]
         left_shape = eqn.invars[0].aval.shape
         return float(eqn.outvars[0].aval.size) * math.prod(left_shape[d] for d in summed)
-    if eqn.primitive.name == "ragged_dot_general":
+    if eqn.primitive.name in (RAGGED_PRODUCT, GROUPED_PRODUCT):
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (summed, _), _ = numbers.dot_dimension_numbers
         left_shape, groups = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape[-1]

@@ -49,7 +49,8 @@ class TracedStep:
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch
     (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of leaves that the function replaced in the
     containers it was given. `placements` are what was removed from the code, `written` the layouts among them, by the
-    variable of the jaxpr that each is written of.
+    variable of the jaxpr that each is written of. `callbacks` are called when the step has run, with its last results
+    (`autopar.frontend.callback_results`).
     """
 
     name: str
@@ -73,6 +74,7 @@ class TracedStep:
     placements: tuple[Placement, ...] = ()
     written: tuple[tuple[Any, WrittenLayout], ...] = ()
     changed_in_place: tuple[str, ...] = ()
+    callbacks: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
 
     @property
     def layouts_in_code(self) -> tuple[WrittenLayout, ...]:

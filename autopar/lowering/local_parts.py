@@ -12,8 +12,11 @@ from autopar.common import jax_compat
 from autopar.ir.jax_sharding import partition_spec
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
+from autopar.kernels.cudnn import is_cudnn_attention, run_cudnn
 from autopar.kernels.custom_partitions import is_custom_partition
+from autopar.kernels.grouped import WHOLE, Part, grouped_places, is_grouped_product, product_on_part
 from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes
+from autopar.kernels.opaque import is_opaque, run_opaque
 from autopar.kernels.operation import is_kernel
 from autopar.kernels.run_island import run_parts
 
@@ -26,8 +29,10 @@ def run_on_parts(eqn: Any, reads: Sequence[Layout | None], results: Sequence[Lay
     if is_island(eqn):
         return _run_island(eqn, layouts, results, mesh, operands)
 
+    logical = LogicalMesh(axis_sizes=tuple(mesh.shape.values()))
+
     def local(*parts: Any) -> tuple[Any, ...]:
-        made = eqn.params["function"](*parts) if is_kernel(eqn) else jax_compat.bind(eqn, parts)
+        made = _on_part(eqn, layouts, results, mesh, logical, parts)
         return tuple(a[None] if at.partial else a for a, at in zip(made, results, strict=True))
 
     run = jax.shard_map(
@@ -38,6 +43,34 @@ def run_on_parts(eqn: Any, reads: Sequence[Layout | None], results: Sequence[Lay
         check_vma=False,
     )
     return run(*operands)
+
+
+def _on_part(
+    eqn: Any, reads: Sequence[Layout], results: Sequence[Layout], mesh: Mesh, logical: LogicalMesh, parts: Sequence[Any]
+) -> Sequence[Any]:
+    """What one device makes of its parts of the operands."""
+    if is_kernel(eqn):
+        made: Sequence[Any] = eqn.params["function"](*parts)
+        return made
+    if is_opaque(eqn):
+        shapes = [
+            [n // logical.size(axes) for n, axes in zip(v.aval.shape, at.dims, strict=True)]
+            for v, at in zip(eqn.outvars, results, strict=True)
+        ]
+        return run_opaque(eqn, shapes, parts)
+    if is_cudnn_attention(eqn):
+        return run_cudnn(eqn, parts)
+    if is_grouped_product(eqn):
+        rows, groups = grouped_places(eqn)
+        at = (*reads, *results)
+        return product_on_part(eqn, parts, *(_part(at[i].dims[d], mesh, logical) for i, d in (rows, groups)))
+    return jax_compat.bind(eqn, parts)
+
+
+def _part(axes: Sequence[int], mesh: Mesh, logical: LogicalMesh) -> Part:
+    """Which part of a dimension that is split over these axes the device that asks has."""
+    names = tuple(mesh.axis_names[a] for a in axes)
+    return (jax.lax.axis_index(names), logical.size(axes)) if names else WHOLE
 
 
 def _run_island(eqn: Any, reads: Sequence[Layout], results: Sequence[Layout], mesh: Mesh, operands: Any) -> Any:

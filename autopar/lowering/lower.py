@@ -13,7 +13,7 @@ from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import ALL, REDUCED, UNREDUCED
-from autopar.kernels.operation import is_kernel
+from autopar.kernels.local import leaves_summands
 from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.instructions import (
     Accumulate,
@@ -242,7 +242,7 @@ class _Lowering:
         sums = strategy is not None and any(
             result.partial for result in strategy.results if not any(o.partial for o in strategy.operands)
         )
-        written_out = sums and is_kernel(op.eqn)  # each device's summand is what it makes
+        written_out = sums and leaves_summands(op.eqn)  # each device's summand is what it makes
         if sums and not written_out:
             (value,) = op.outputs
             (partial,) = results

@@ -20,7 +20,8 @@ from typing import Any
 
 from autopar.attention import ring
 from autopar.attention.form import counted, letters
-from autopar.kernels import operation
+from autopar.kernels import cudnn, operation, pallas_grid
+from autopar.kernels.opaque import known_grid
 from autopar.microbatch import indexing_rules
 from autopar.microbatch.example_places import (
     AGAINST_OTHERS,
@@ -191,6 +192,31 @@ def _kernel(eqn: Any, places: Places) -> list[int | None]:
     return [x.index(name) if name in x else without for x in rule.results]
 
 
+def _pallas_call(eqn: Any, places: Places) -> list[int | None]:
+    """Examples are a grid dimension whose cells are independent, one cell or run of cells for each of them."""
+    grid = known_grid(eqn)
+    if grid is None:
+        raise MixesExamples(UNKNOWN)
+    along_examples = {dims[p] for dims, p in zip(grid.operands, places, strict=True) if p is not None}
+    if len(along_examples) != 1:
+        raise MixesExamples(SEVERAL)
+    (g,) = along_examples
+    if g is None or g not in grid.single:
+        raise MixesExamples(COMBINES)
+    if any((g in dims) != (p is not None) for dims, p in zip(grid.operands, places, strict=True)):
+        raise MixesExamples(AGAINST_OTHERS)
+    return [dims.index(g) if g in dims else SHARED for dims in grid.results]
+
+
+def _cudnn_attention(eqn: Any, places: Places) -> list[int | None]:
+    if not cudnn.is_cudnn_attention(eqn):
+        raise MixesExamples(UNKNOWN)
+    expected, results = cudnn.examples_of(eqn)
+    if list(places) != expected:
+        raise MixesExamples(COMBINES)
+    return results
+
+
 _ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
     "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "cos", "cosh",
@@ -245,6 +271,8 @@ APART: dict[str, Rule] = {
     "tridiagonal_solve": matrices(1, 1, 1, 2),
     **dict.fromkeys(ring.PRIMITIVES, _attention),
     operation.NAME: _kernel,
+    pallas_grid.NAME: _pallas_call,
+    **dict.fromkeys(cudnn.NAMES, _cudnn_attention),
     # Indices
     "dynamic_slice": indexing_rules.dynamic_slice,
     "dynamic_update_slice": indexing_rules.dynamic_update_slice,

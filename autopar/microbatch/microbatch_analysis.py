@@ -20,6 +20,7 @@ from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Value
 from autopar.ir.primitives import linear_operands
 from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import is_island
+from autopar.kernels.pallas_grid import is_pallas_call, is_same_kernel
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, SHARED, MixesExamples, Results
 from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
 from autopar.microbatch.forms import CombinesExamples, Form, State, inside_loop, join
@@ -196,6 +197,10 @@ class Follower:
 
     def _check_parameters(self, op: Op, part: Op, places: Sequence[int | None]) -> None:
         """Raises: CombinesExamples where parameters differ in more than sizes of dimensions with examples."""
+        if is_pallas_call(op.eqn):
+            if not is_same_kernel(op.eqn, part.eqn):
+                raise CombinesExamples(op, "its kernel depends on the number of examples")
+            return
         for name, value in op.eqn.params.items():
             part_value = part.eqn.params[name]
             if name in _SIZES or (name in _SIZES_OF_OPERAND and _differ_at(value, part_value) <= {places[0]}):

@@ -39,6 +39,9 @@ def dot(left: str, right: str, *, result: str | None = None, precision: object =
         (dot(E4M3, E4M3, result=BF16), ("float8", 1)),
         (dot(E5M2, E4M3, result=F32), ("float8", 1)),
         (dot(INT8, INT8, result="int32"), (INT8, 1)),
+        (dot("int4", "int4", result="int32"), ("int4", 1)),  # at int8's rate: DeviceKind.peak_flops_per_s
+        (dot("complex64", "complex64"), (F32, 4)),
+        (dot("complex64", "complex64", precision=HIGHEST), (FULL_FLOAT32, 4)),
         (dot(BF16, F32, result=F32), (F32, 1)),
         (dot(F16, BF16, result=F32), (F32, 1)),
         (dot(F32, F32), (F32, 1)),  # TF32

@@ -176,14 +176,54 @@ def test_prints_come_out_as_under_jit(capfd):
     assert "x " in expected
 
 
-@pytest.mark.parametrize(
-    "options", [{"plan": autopar.recipes.pipeline(2)}, {"num_microbatches": 2}], ids=["stages", "micro-batches"]
+CUT = pytest.mark.parametrize(
+    "options",
+    [{"plan": autopar.recipes.pipeline(2, num_microbatches=2)}, {"num_microbatches": 2}],
+    ids=["stages", "micro-batches"],
 )
-def test_stages_and_micro_batches_are_refused_with_the_line(options):
+
+
+@CUT
+@pytest.mark.parametrize("forward", [in_layers, ordered])
+def test_debug_callbacks_of_a_step_in_parts_see_what_they_see_under_jit(options, forward, capfd):
+    """Once a step, whole arrays: activations, gradients, weights and numbers."""
+
+    def after(grads, loss):
+        called("gradient", grads[0], 3.0)
+        jax.debug.print("loss {}", loss)
+        return grads, loss
+
+    step, args = training_step(forward, after), arguments()
+    (expected, seen_under_jit), printed = seen_by(jax.jit(step), args), capfd.readouterr().out
+    made = parallel(step, **options)
+    for _ in range(2):
+        got, seen = seen_by(made, args)
+        assert_close(got, expected)
+        assert [row[:2] for row in sorted(seen)] == [row[:2] for row in sorted(seen_under_jit)]
+        np.testing.assert_allclose([r[2] for r in sorted(seen)], [r[2] for r in sorted(seen_under_jit)], atol=1e-4)
+        shown = capfd.readouterr().out
+        assert float(shown.split()[1]) == pytest.approx(float(printed.split()[1]), rel=1e-5)
+        assert len(shown.split("\n")) == len(printed.split("\n"))
+        if forward is ordered:  # those of the layers come in their order, before that of the gradient
+            assert [row[0] for row in seen] == ["layer 0", "layer 1", "layer 2", "gradient", "gradient"]
+    assert autopar.verify(made, *args).difference < 1e-5
+
+
+@CUT
+@pytest.mark.parametrize(
+    ("forward", "after", "primitive"),
+    [
+        (in_a_scan, nothing, "debug_callback"),
+        (in_remat, nothing, "debug_callback"),
+        (no_callback, io, "io_callback"),
+        (no_callback, results, "pure_callback"),
+    ],
+)
+def test_other_callbacks_of_a_step_in_parts_are_refused_with_the_line(options, forward, after, primitive):
     with pytest.raises(
-        UnsupportedError, match=r"step, debug_callback at .*frontend/test_callbacks.py:\d+.*(\n.*)*one program"
+        UnsupportedError, match=rf"step, {primitive} at .*frontend/test_callbacks.py:\d+.*(\n.*)*one program"
     ):
-        parallel(training_step(in_layers), **options).plan(*arguments())
+        parallel(training_step(forward, after), **options).plan(*arguments())
 
 
 @pytest.mark.parametrize("ordered", [False, True])

@@ -102,3 +102,33 @@ def test_a_grouped_product_is_split_over_its_columns():
     args = step, shapes(w=(E, W, 8 * D)), shapes(x=(1, L, W))
     columns = autopar.constrain({"state/w": PartitionSpec(None, None, "model")}, axis_sizes={"model": 8})
     assert f"bf16[{L},{D}]" in kernel_results(compiled(*args, columns))
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("attention", [flash, splash], ids=["flash", "splash"])
+@pytest.mark.parametrize(
+    ("recipe", "part"),
+    [(recipes.data_parallel(), (B // 8, H, L, D)), (recipes.tensor_parallel(), (B, H // 8, L, D))],
+    ids=["examples", "heads"],
+)
+def test_attention_kernels_without_a_rule_are_split_as_their_grid_says(attention, recipe, part):
+    text = compiled(*attention_step(attention), recipe)
+    sizes = {math.prod(map(int, re.findall(r"\d+", shape[4:]))) for shape in kernel_results(text) if "bf16" in shape}
+    assert sizes == {math.prod(part)}
+    assert not re.findall(rf"bf16\[{B},{H},{L},{D}\]\S* all-gather", text)
+
+
+@needs_tpu_compiler
+def test_megablox_without_a_rule_is_split_over_its_columns():
+    def step(state, batch):
+        sizes = jnp.full((8,), L // 8, jnp.int32)
+
+        def loss(state):
+            return jnp.mean(jnp.square(grouped(batch["x"][0], state["w"], sizes).astype(jnp.float32)))
+
+        return jax.tree.map(jnp.subtract, state, jax.grad(loss)(state))
+
+    pins = autopar.constrain({"state/w": PartitionSpec(None, None, "model")}, axis_sizes={"model": 8})
+    text = compiled(step, shapes(w=(8, W, 8 * D)), shapes(x=(1, L, W)), pins)
+    assert f"bf16[{L},{D}]" in kernel_results(text)
+    assert not re.findall(rf"bf16\[8,{W},{8 * D}\]\S* all-gather", text)

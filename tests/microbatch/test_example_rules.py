@@ -12,6 +12,7 @@ from jax.extend.random import threefry2x32_p
 
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import OpKind, Section, walk
+from autopar.kernels.cudnn import NAMES
 from autopar.microbatch.example_rules import APART, SUMS, reshaped
 from autopar.microbatch.microbatch import micro_batched
 from tests.microbatch.test_microbatch import RULES, check, traced, training
@@ -174,7 +175,7 @@ GROUPS = {
 }  # fmt: skip
 # Primitives of one version of jax only, or that other tests have: attention in test_attention_patterns, kernels in
 # tests/kernels.
-ELSEWHERE = {"attention", "attention_backward", "kernel", "log2", "mulhi", "one_minus_square"}
+ELSEWHERE = {"attention", "attention_backward", "kernel", "log2", "mulhi", "one_minus_square", "pallas_call", *NAMES}
 
 # What addresses examples by their position, or depends on their order or on all of them.
 BY_POSITION = {

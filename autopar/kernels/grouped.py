@@ -1,0 +1,235 @@
+"""Ragged and grouped products: rows in groups, each group with a matrix of its own (`jax.lax.ragged_dot`, megablox).
+
+The sizes of the groups are known to every device. A device that has some of the rows finds by them how many of each
+group are its own; a device that has some of the groups moves their rows to the front. So rows, groups, columns and the
+inner dimension may all be split:
+
+    product of rows (`rows`)       [m, k] x [g, k, n] -> [m, n]    m, n: parts; k, g: each device makes a summand
+    sum over rows (its gradient)   [m, k] x [m, n] -> [g, k, n]    k, n, g: parts; m: each device makes a summand
+
+XLA's partitioner splits none of them on a TPU or a GPU, where a ragged product is one call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.common import jax_compat, jax_local
+from autopar.ir.graph import Factor, FactorKind, Rule
+from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact
+
+# A part of a dimension: (number of the part, parts).
+Part = tuple[Any, int]
+WHOLE: Part = (0, 1)
+_NUM_OPERANDS = 3
+_RANK_OF_MATRICES = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dims:
+    """Where the rows are in the first operand, the groups (None: in the result) and the inner dimension in the second.
+
+    `sums_rows`: the result has one matrix for each group, a sum over its rows. `inner`: the dimension of each operand
+    that is summed over beside the rows; None where the rows are.
+    """
+
+    rows: int
+    groups: int | None
+    inner: tuple[int, int] | None
+
+    @property
+    def sums_rows(self) -> bool:
+        return self.groups is None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Megablox:
+    """How a call of `jax.experimental.pallas.ops.tpu.megablox` is made again on other shapes."""
+
+    tiling: tuple[int, int, int]
+    dtype: Any
+    interpret: Any
+    transposed: bool
+
+
+def _call_grouped(*args: Any, dims: Dims, call: Megablox, **_: Any) -> tuple[Any, ...]:
+    """Further parameters are those of a ragged product, for what looks at products by them."""
+    lhs, rhs, sizes = args
+    k, n = lhs.shape[1 - dims.rows], rhs.shape[1 if call.transposed and not dims.sums_rows else -1]
+    tiling = call.tiling[0], min(call.tiling[1], k), min(call.tiling[2], n)
+    options = {"preferred_element_type": call.dtype, "tiling": tiling, "interpret": call.interpret}
+    if dims.sums_rows:
+        return (jax_local.megablox().tgmm(lhs, rhs, sizes, **options),)
+    return (jax_local.megablox().gmm(lhs, rhs, sizes, transpose_rhs=call.transposed, **options),)
+
+
+_PRIMITIVE = jax_local.primitive(GROUPED_PRODUCT, _call_grouped)
+
+
+def is_grouped_product(eqn: Any) -> bool:
+    return eqn is not None and (
+        eqn.primitive is _PRIMITIVE or (eqn.primitive.name == RAGGED_PRODUCT and dims_of(eqn) is not None)
+    )
+
+
+def dims_of(eqn: Any) -> Dims | None:
+    """The dimensions of a product of plain matrices; None where groups have batches, or several dimensions sum."""
+    if eqn.primitive is _PRIMITIVE:
+        dims: Dims = eqn.params["dims"]
+        return dims
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (left, right), batches = numbers.dot_dimension_numbers
+    plain = len(eqn.invars[0].aval.shape) == 2 and len(left) == 1 and not any(map(len, batches))
+    if not plain or len(eqn.invars) != _NUM_OPERANDS or len(eqn.invars[2].aval.shape) != 1:
+        return None
+    (rows,) = numbers.lhs_ragged_dimensions
+    groups = tuple(numbers.rhs_group_dimensions)
+    if len(groups) == 1 and rows not in left:
+        return Dims(rows=rows, groups=groups[0], inner=(left[0], right[0]))
+    return Dims(rows=rows, groups=None, inner=None) if not groups and tuple(left) == (rows,) else None
+
+
+# Calls of megablox
+
+
+def as_grouped_product(eqn: Any) -> Any | None:
+    """The equation of a product for a call of megablox's `gmm` or `tgmm`; None of everything else.
+
+    Known by the function's name, its file, its operands and the one Pallas call in it. A call with a group offset, or
+    with an output to be written into, is not among them.
+    """
+    name = eqn.params.get("name")
+    if name not in ("gmm", "tgmm") or len(eqn.invars) != _NUM_OPERANDS or len(eqn.outvars) != 1:
+        return None
+    calls = [e for e in jax_compat.equations_in(eqn.params["jaxpr"]) if e.primitive.name == "pallas_call"]
+    if len(calls) != 1 or not jax_local.function_of(calls[0].params["jaxpr"])[1].endswith(jax_local.MEGABLOX_FILE):
+        return None
+    (call,) = calls
+    lhs, rhs, sizes = (v.aval.shape for v in eqn.invars)
+    blocks = [[jax_local.block_rows(n) for n in b.block_shape] for b in call.params["grid_mapping"].block_mappings]
+    out = eqn.outvars[0].aval
+    if len(sizes) != 1 or len(lhs) != 2 or len(blocks) != _NUM_OPERANDS:
+        return None
+    if name == "tgmm" and len(rhs) == 2 and out.shape == (sizes[0], lhs[0], rhs[1]):
+        dims, transposed = Dims(rows=1, groups=None, inner=None), False
+        tiling = blocks[0][0], blocks[0][1], blocks[1][1]
+        numbers: Any = (((1,), (0,)), ((), ())), (1,), ()
+    elif name == "gmm" and len(rhs) == _RANK_OF_MATRICES and rhs[0] == sizes[0]:
+        transposed = rhs[2] == lhs[1] and (rhs[1] != lhs[1] or _reads_transposed(call))
+        dims = Dims(rows=0, groups=0, inner=(1, 2 if transposed else 1))
+        tiling = blocks[0][0], blocks[0][1], blocks[2][1]
+        numbers = (((1,), (2 if transposed else 1,)), ((), ())), (0,), (0,)
+    else:
+        return None
+    again = Megablox(
+        tiling=tiling,  # type: ignore[arg-type]
+        dtype=out.dtype,
+        interpret=call.params["interpret"],
+        transposed=transposed,
+    )
+    return jax_local.with_primitive(
+        eqn, _PRIMITIVE, dims=dims, call=again, precision=None, preferred_element_type=None,
+        ragged_dot_dimension_numbers=lax.RaggedDotDimensionNumbers(*numbers),
+    )  # fmt: skip
+
+
+def _reads_transposed(call: Any) -> bool:
+    """Whether the blocks of a square matrix go with the inner dimension in their last one: it is innermost."""
+    matrix = call.params["grid_mapping"].block_mappings[1]
+    jaxpr = jax_compat.open_jaxpr(matrix.index_map_jaxpr)
+    return jaxpr.outvars[2] is jaxpr.invars[2]
+
+
+# The rule, and the product on a part
+
+
+def grouped_rule(eqn: Any) -> Rule:
+    """The factors of the table above."""
+    dims = dims_of(eqn)
+    assert dims is not None, "asked of grouped products only"
+    lhs, rhs = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    groups = eqn.invars[2].aval.shape[0]
+    sum_kind = FactorKind.SUM if is_inexact(eqn.outvars[0].aval.dtype) else FactorKind.FIXED
+    m, k, n, g, sizes = range(5)
+    kinds = {m: FactorKind.PASS, k: sum_kind, n: FactorKind.PASS, g: sum_kind, sizes: FactorKind.FIXED}
+    other = 1 - dims.rows
+    if dims.sums_rows:
+        kinds |= {m: sum_kind, k: FactorKind.PASS, g: FactorKind.PASS}
+        (over,) = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][1]
+        right = [m if d == over else n for d in range(2)]
+        made = [g, k, n]
+        num_columns = rhs[1 - over]
+    else:
+        assert dims.inner is not None, "of products of rows"
+        right = [g if d == dims.groups else k if d == dims.inner[1] else n for d in range(_RANK_OF_MATRICES)]
+        made = [m, n]
+        num_columns = rhs[right.index(n)]
+    left = [m if d == dims.rows else k for d in range(2)]
+    length = {m: lhs[dims.rows], k: lhs[other], n: num_columns, g: groups, sizes: groups}
+    factors = tuple(Factor(length[f], kinds[f]) for f in range(5))
+
+    def of(row: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        return tuple((f,) if length[f] > 1 else () for f in row)
+
+    return Rule(factors, (of(left), of(right), of([sizes])), (of(made),))
+
+
+def grouped_places(eqn: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(array, dimension) of the rows and of the groups; arrays are operands, then the result."""
+    dims = dims_of(eqn)
+    assert dims is not None, "asked of grouped products only"
+    return (0, dims.rows), (_NUM_OPERANDS, 0) if dims.groups is None else (1, dims.groups)
+
+
+def product_on_part(eqn: Any, parts: Sequence[Any], rows: Part, groups: Part) -> list[Any]:
+    """What one device makes of its parts of both operands and of all sizes of groups."""
+    dims = dims_of(eqn)
+    assert dims is not None, "asked of grouped products only"
+    lhs, rhs, sizes = parts
+    run = _run(eqn)
+    if rows[1] == 1 and groups[1] == 1:
+        return [run(lhs, rhs, sizes)]
+    num_rows = lhs.shape[dims.rows]
+    first = rows[0] * num_rows
+    ends = jnp.clip(jnp.cumsum(sizes), first, first + num_rows)
+    starts = jnp.concatenate([jnp.clip(jnp.zeros_like(ends[:1]), first, first + num_rows), ends[:-1]])
+    here = (ends - starts).astype(sizes.dtype)
+    if groups[1] == 1:
+        return [run(lhs, rhs, here)]
+    count = sizes.shape[0] // groups[1]
+    mine = lax.dynamic_slice_in_dim(here, groups[0] * count, count)
+    before = lax.dynamic_index_in_dim(starts, groups[0] * count, keepdims=False) - first
+    lhs = jnp.roll(lhs, -before, dims.rows)
+    if dims.sums_rows:
+        (over,) = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][1]
+        return [run(lhs, jnp.roll(rhs, -before, over), mine)]
+    made = run(lhs, rhs, mine)
+    own = jnp.arange(num_rows)[:, None] < jnp.sum(mine)  # kernels leave the other rows as they were in memory
+    return [jnp.roll(jnp.where(own, made, jnp.zeros_like(made)), before, 0)]
+
+
+def _run(eqn: Any) -> Callable[..., Any]:
+    return lambda *operands: jax_compat.bind(eqn, operands)[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupedAdmits:
+    """Whether a grouped product can be made of parts of these shapes: rows are whole tiles."""
+
+    tile: int
+    rows: int
+
+    def __call__(self, operands: Any, results: Any, layouts: Any, mesh: Any) -> bool:
+        return operands[0][self.rows] % self.tile == 0
+
+
+def grouped_admits(eqn: Any) -> GroupedAdmits | None:
+    """What a strategy of a call of megablox is asked; None of a ragged product, which takes all."""
+    if eqn.primitive is not _PRIMITIVE:
+        return None
+    return GroupedAdmits(eqn.params["call"].tiling[0], eqn.params["dims"].rows)

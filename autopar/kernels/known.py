@@ -1,0 +1,145 @@
+"""The table of kernels that the user knows by name: `autopar.known_kernel`.
+
+What jax has is known without it (`pallas_grid`, `grouped`). An entry is for a Pallas call or a foreign function in code
+that cannot be changed; it is looked up by the kernel's name, and holds for calls with as many arrays, of as many
+dimensions, as its rule has. A call that no entry fits is what it was without the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.common import jax_compat
+from autopar.errors import InvalidArgumentError
+from autopar.kernels.factors import UNNAMED, KernelRule, check_results, parse
+from autopar.kernels.pallas_grid import Grid, grid_of, is_pallas_call, kernel_name
+from autopar.kernels.work import KernelWork
+
+Amount = Callable[..., float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KnownKernel:
+    """An entry of the user's. `flops` and `nbytes`: of the operands' shapes, None: counted."""
+
+    name: str
+    rule: KernelRule
+    flops: Amount | None
+    nbytes: Amount | None
+    where: str
+
+
+_ENTRIES: dict[str, KnownKernel] = {}
+
+
+def known_kernel(
+    name: str,
+    rule: str,
+    *,
+    whole: Sequence[str] = (),
+    flops: Amount | None = None,
+    bytes: Amount | None = None,
+) -> None:
+    """Says how the calls of a kernel in code of others may be split, and what they cost.
+
+    Args:
+        name: Of the kernel: the `name=` of its `pallas_call`, else the name of the function that is its body; of a
+            foreign function its target's name. A later entry replaces an earlier one of the same name.
+        rule: The factor of each dimension of the call's operands and results, as `autopar.kernel` takes it. For a
+            Pallas call: of those that come in blocks; scalars that are prefetched are whole.
+        whole: Factors that need whole operands, as brackets say.
+        flops: A function from the operands' shapes (each a `jax.ShapeDtypeStruct`) to arithmetic operations.
+        bytes: The same for bytes of memory traffic.
+
+    A factor of a Pallas call may be split where its grid chooses blocks by it, and the call is then made on a part's
+    shapes; the entry says that the kernel's body allows that, also where it reads the number of its cell. Parts of a
+    foreign function are made by the same target with the same attributes.
+
+    Raises: InvalidArgumentError for a rule that cannot be, with the line of the call.
+    """
+    line = jax_compat.present_line()
+    where = f"autopar.known_kernel({name!r})" + (f" at {line}" if line else "")
+    parsed = parse(rule, whole, (), where)
+    check_results(parsed, where)
+    for argument, given in (("flops", flops), ("bytes", bytes)):
+        if given is not None and not callable(given):
+            raise InvalidArgumentError(
+                where=f"{where}, {argument}", expected="a function of the operands' shapes", got=repr(given),
+                hint="lambda q, k, v: 4.0 * q.size * k.shape[1]",
+            )  # fmt: skip
+    _ENTRIES[name] = KnownKernel(name=name, rule=parsed, flops=flops, nbytes=bytes, where=where)
+
+
+def entries() -> tuple[str, ...]:
+    """The rules of the user's entries as text, on which plans depend."""
+    return tuple(sorted(f"{name}: {entry.rule}" for name, entry in _ENTRIES.items()))
+
+
+def entry_of(eqn: Any) -> KnownKernel | None:
+    """The entry that a call fits."""
+    if not _ENTRIES:
+        return None
+    name = kernel_name(eqn) if is_pallas_call(eqn) else str(eqn.params.get("target_name", ""))
+    entry = _ENTRIES.get(name)
+    if entry is None:
+        return None
+    arrays = [*in_blocks(eqn), *eqn.outvars]
+    ranks = [len(v.aval.shape) for v in arrays]
+    return entry if [len(names) for names in (*entry.rule.operands, *entry.rule.results)] == ranks else None
+
+
+def in_blocks(eqn: Any) -> Sequence[Any]:
+    """The operands that a rule is about: of a Pallas call those that come in blocks."""
+    if not is_pallas_call(eqn):
+        operands: Sequence[Any] = eqn.invars
+        return operands
+    return list(eqn.invars[len(eqn.invars) - eqn.params["grid_mapping"].num_inputs :])
+
+
+def known_work(eqn: Any, counted: KernelWork) -> KernelWork:
+    """The work of a call as its entry says it, else as it was counted."""
+    entry = entry_of(eqn)
+    if entry is None:
+        return counted
+    shapes = [jax_compat.struct_of(v.aval) for v in in_blocks(eqn)]
+    return KernelWork(
+        flops=float(entry.flops(*shapes)) if entry.flops is not None else counted.flops,
+        nbytes=float(entry.nbytes(*shapes)) if entry.nbytes is not None else counted.nbytes,
+    )
+
+
+def grid_under(entry: KnownKernel, eqn: Any) -> Grid | None:
+    """How a Pallas call may be split by its entry: where both the grid and the rule do.
+
+    Raises: InvalidArgumentError where the rule splits a dimension by which the grid does not choose blocks.
+    """
+    mapping = eqn.params["grid_mapping"]
+    grid = grid_of(eqn, trusted=frozenset(range(len(mapping.grid))))
+    names = [*entry.rule.operands, *entry.rule.results]
+    places = [] if grid is None else [*grid.operands[len(eqn.invars) - mapping.num_inputs :], *grid.results]
+    met: dict[int, set[str]] = {}
+    chosen: dict[str, set[int | None]] = {}
+    sizes = [v.aval.shape for v in (*in_blocks(eqn), *eqn.outvars)]
+    for i, row in enumerate(names):
+        for d, name in enumerate(row):
+            g = places[i][d] if places else None
+            if g is not None:
+                met.setdefault(g, set()).add(name)
+            if name != UNNAMED and sizes[i][d] > 1:
+                chosen.setdefault(name, set()).add(g)
+    for name in sorted(entry.rule.split & chosen.keys()):
+        if len(chosen[name]) != 1 or None in chosen[name]:
+            raise InvalidArgumentError(
+                where=entry.where,
+                expected=f"factor {name!r} to be a dimension of the kernel's grid, as it may be split",
+                got=f"a grid {tuple(mapping.grid)} that does not choose blocks by it alone, in the call at "
+                f"{jax_compat.source_line(eqn)}",
+                hint=f"mark it [{name}] where the kernel needs it whole",
+            )
+    if grid is None:
+        return None
+    split = {g for g, of in met.items() if of <= entry.rule.split}
+    runs = tuple(n if g in split else 1 for g, n in enumerate(grid.runs))
+    return None if max(runs) == 1 else dataclasses.replace(grid, runs=runs)

@@ -1,0 +1,136 @@
+"""Ragged and grouped products: every way to split one computes the same as plain jax, and steps with them too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.megablox import gmm
+from jax.sharding import Mesh, PartitionSpec
+
+import autopar
+from autopar.frontend.build_graph import build_graph
+from autopar.ir.graph import FactorKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.kernels.grouped import as_grouped_product, grouped_rule, is_grouped_product
+from autopar.kernels.local import admits
+from autopar.lowering.local_parts import run_on_parts
+from autopar.sharding.rules import RuleBook
+from autopar.sharding.strategies import Signature, enumerate_strategies
+from tests.small_steps import assert_close, slow_cluster
+
+M, K, N, E = 64, 16, 32, 4
+SIZES = jnp.array([10, 0, 33, 21], jnp.int32)  # no part of the rows ends where a group does
+
+
+def ragged(x, w, sizes):
+    return jax.lax.ragged_dot(x, w, sizes)
+
+
+def megablox(x, w, sizes):
+    return gmm(x, w, sizes, jnp.float32, (8, 16, 16), interpret=True)
+
+
+def step(product):
+    def of(state, batch):
+        def loss(state):
+            return jnp.mean(jnp.sin(product(jnp.tanh(product(batch["x"], state["a"], SIZES)), state["b"], SIZES)))
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, gradients), value
+
+    return of
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 3)
+    state = {"a": jax.random.normal(keys[0], (E, K, N)), "b": jax.random.normal(keys[1], (E, N, K))}
+    return state, {"x": jax.random.normal(keys[2], (M, K))}
+
+
+def parallel(product, recipe, devices):
+    return autopar.parallelize(
+        step(product), plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False
+    )
+
+
+def products(product):
+    """The operations of a call, and of its gradient in the rows and in the matrices."""
+    graph = build_graph(parallel(product, None, 1).compile(*arguments()).traced, RuleBook())
+    return [op for op in graph.ops() if is_grouped_product(op.eqn)][1:4]
+
+
+def on_parts(op, strategy, sizes, operands):
+    mesh = Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), ("x", "y")[: len(sizes)])
+    run = jax.jit(lambda *args: run_on_parts(op.eqn, strategy.operands, strategy.results, mesh, args)[0])
+    return jnp.sum(run(*operands), 0) if strategy.results[0].partial else run(*operands)
+
+
+@pytest.mark.parametrize(
+    ("product", "sizes"),
+    [
+        (ragged, (4,)),
+        pytest.param(ragged, (2, 2), marks=pytest.mark.slow),
+        pytest.param(megablox, (4,), marks=pytest.mark.slow),
+        pytest.param(megablox, (2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_every_split_of_a_product_computes_the_same(product, sizes):
+    """Of rows, groups, columns and the inner dimension."""
+    tried = 0
+    for op in products(product):
+        signature = Signature(
+            rule=op.rule, operand_shapes=tuple(v.aval.shape for v in op.eqn.invars),
+            result_shapes=(op.eqn.outvars[0].aval.shape,), sums_partially=True, admits=admits(op.eqn),
+        )  # fmt: skip
+        operands = [jax.random.normal(jax.random.key(i), v.aval.shape) for i, v in enumerate(op.eqn.invars[:2])]
+        whole, *split = enumerate_strategies(signature, LogicalMesh(axis_sizes=sizes))
+        expected = on_parts(op, whole, sizes, [*operands, SIZES])
+        for strategy in split:
+            assert_close(on_parts(op, strategy, sizes, [*operands, SIZES]), expected)
+            tried += 1
+    assert tried == 3 * ((1 + 4) ** len(sizes) - 1)  # rows, groups, columns, inner dimension
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_step_with_ragged_products_equals_plain_jit(devices):
+    args = arguments()
+    made = parallel(ragged, None, devices)
+    assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(step(ragged))(*args))
+
+
+def test_groups_among_devices_and_what_is_sent_is_what_was_predicted():
+    pins = autopar.constrain({f"state/{n}": PartitionSpec("expert") for n in "ab"}, axis_sizes={"expert": 4})
+    made, args = parallel(ragged, pins, 4), arguments()
+    assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(step(ragged))(*args))
+    compared = autopar.verify(made, *args)
+    assert {c.name: c.compiled for c in compared.collectives} == {c.name: c.predicted for c in compared.collectives}
+
+
+def test_a_call_of_megablox_is_one_product_for_each_of_its_kernels():
+    (state, batch) = arguments()
+    jaxpr = jax.make_jaxpr(jax.grad(lambda w, x: megablox(x, w, SIZES).sum(), (0, 1)))(state["a"], batch["x"])
+    calls = [e for e in jaxpr.eqns if e.params.get("name") in ("gmm", "tgmm")]
+    found = [as_grouped_product(e) for e in calls]
+    assert [e.outvars[0].aval.shape for e in found] == [(M, N), (M, K), (E, K, N)]
+    assert {e.params["call"].tiling for e in found} == {(8, 16, 16)}
+    assert [e.params["call"].transposed for e in found] == [False, True, False]
+    sums = [[f.kind is FactorKind.SUM for f in grouped_rule(e).factors[:4]] for e in found]
+    inner_and_groups, rows = [False, True, False, True], [True, False, False, False]
+    assert sums == [inner_and_groups, inner_and_groups, rows]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_square_matrices_are_read_the_way_the_call_reads_them(transposed):
+    x, w = jnp.ones((16, K)), jnp.ones((E, K, K))
+    call = lambda x, w: gmm(x, w, SIZES, jnp.float32, (8, 16, 16), None, None, transposed, True)
+    (eqn,) = [e for e in jax.make_jaxpr(call)(x, w).eqns if e.primitive.name == "custom_vjp_call"]
+    (inner,) = [e for e in eqn.params["call_jaxpr"].eqns if e.params.get("name") == "gmm"]
+    assert as_grouped_product(inner).params["dims"].inner == (1, 2 if transposed else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_step_with_megablox_equals_plain_jit(devices):
+    args = arguments()
+    made = parallel(megablox, None, devices)
+    assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(step(megablox))(*args))
