@@ -32,6 +32,7 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole, lower_whole
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
+from autopar.executables.padded_arrays import stored_as_they_are, stored_leaves
 from autopar.frontend.tracing import name_of
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
@@ -100,17 +101,18 @@ class Step:
         if tree != fast.tree:
             return self._run_slowly(args)
         with turn:
-            if not fast.accepts(leaves):
+            stored = stored_as_they_are(leaves, fast.compiled.traced.padded)
+            if stored is None or not fast.accepts(stored):
                 return self._run_slowly(args)
             try:
-                results = fast.run(leaves)
+                results = fast.run(stored)
             except (TypeError, ValueError, RuntimeError):
                 # The executable refuses new shapes, other layouts and deleted arrays: the slow path handles or names
                 # them. What it refuses for any other reason is the user's to see.
-                if not self._needs_other_program(args, leaves, fast.compiled):
+                if not self._needs_other_program(args, stored, fast.compiled):
                     raise
                 return self._run_slowly(args)
-        return jax.tree.unflatten(fast.compiled.traced.out_tree, results)
+        return fast.compiled.results_of(results)
 
     def _run_slowly(self, args: tuple[Any, ...]) -> Any:
         """Runs the step on arguments of any shapes and placement; later calls like it take the fast path."""
@@ -122,13 +124,15 @@ class Step:
             self._fast = fast = FastPath(compiled, leaves)
             constants = compiled.constants if isinstance(compiled, Compiled) else [c for _, c in compiled.fixed]
             results = fast.run(without_shared_memory(put_leaves(leaves, compiled), compiled.donated, constants))
-        return jax.tree.unflatten(compiled.traced.out_tree, results)
+        return compiled.results_of(results)
 
     def _compiled_for(self, args: tuple[Any, ...]) -> tuple[CompiledStep, list[Any]]:
         """The compiled step, and the leaves of the dynamic arguments. Raises: DonatedStateError, UnsupportedError."""
         dynamic = self._arguments.dynamic(args)
         self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
-        return self._compile(args), jax.tree.leaves(tuple(dynamic))
+        compiled = self._compile(args)
+        leaves = stored_leaves(jax.tree.leaves(tuple(dynamic)), compiled.traced.padded, compiled.leaf_shardings)
+        return compiled, leaves
 
     def _run_checked(self, args: tuple[Any, ...]) -> Any:
         """Runs the step and checks that its results are finite. Raises: NonFiniteError."""
@@ -141,7 +145,7 @@ class Step:
                 in_one_process = compiled.across is None
                 results = compiled.run(put_copies(leaves, compiled) if in_one_process else put_leaves(leaves, compiled))
             nan_check.check(compiled.traced, leaves, results)
-        return jax.tree.unflatten(compiled.traced.out_tree, results)
+        return compiled.results_of(results)
 
     def _needs_other_program(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
         """Whether arguments differ from those of the executable: in shapes, in layouts, or as deleted arrays."""

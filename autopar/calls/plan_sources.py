@@ -18,8 +18,10 @@ from autopar.common.cache_dir import cache_directory, default_directory
 from autopar.common.progress import Progress
 from autopar.compiler.materialize import check_plan
 from autopar.compiler.memory_errors import check_given_plan_fits
+from autopar.compiler.padding import forms_of_leaves
 from autopar.compiler.planner import make_plan
 from autopar.frontend.fingerprints import module_fingerprint
+from autopar.frontend.pad_state import padded_step
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.plan.cache import DiskCache, plan_key
@@ -100,6 +102,17 @@ class PlanSources:
         if options.follow is None:
             return cluster, options.request
         return cluster, with_followed_layouts(options.request, options.follow, traced, self._name)
+
+    def stored(self, traced: TracedStep, progress: Progress) -> TracedStep:
+        """The step with the leaves of its state as they are stored: padded where the recipe's devices do not divide
+        them, or as the given plan has them.
+        """
+        options = self._options
+        if options.plan is not None:
+            return padded_step(traced, {leaf.leaf: leaf.form for leaf in options.plan.record.padded})
+        cluster, request = self.request(traced)
+        with progress.pass_("padding"):
+            return padded_step(traced, forms_of_leaves(traced, cluster, request, self.rules()))
 
     def _given_plan(self, traced: TracedStep, trees: Trees) -> Plan | None:
         plan = self._options.plan

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.common import jax_compat
+from autopar.executables.padded_arrays import padded_results, stored_leaves
 from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Plan
@@ -44,7 +45,13 @@ class LeafwiseStep:
         return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
 
     def __call__(self, *args: Any) -> Any:
-        return jax.tree.unflatten(self.traced.out_tree, self.run(leaves_of(self.traced, args)))
+        leaves = stored_leaves(leaves_of(self.traced, args), self.traced.padded, self.leaf_shardings)
+        return self.results_of(self.run(leaves))
+
+    def results_of(self, leaves: Sequence[Any]) -> Any:
+        """The results, in their tree and in the shapes of the code, of their leaves as they are stored."""
+        results = padded_results(leaves, self.traced.padded, self.traced.tied)
+        return jax.tree.unflatten(self.traced.out_tree, results)
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the step on the leaves of the dynamic arguments. Returns the leaves of the results."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from autopar.ir.padded import PaddedLeaf
+
 
 class ShardingsInCode(enum.StrEnum):
     """What layouts that the step's code names are to a plan."""
@@ -48,7 +50,9 @@ class TracedStep:
     its graphs have attention as one operation a pass (`autopar.attention.ring`). `per_microbatch`: patterns of modules
     that may mix the examples of a micro-batch (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of
     leaves that the function replaced in the containers it was given. `placements` are what was removed from the code,
-    `written` the layouts among them, by the variable of the jaxpr that each is written of.
+    `written` the layouts among them, by the variable of the jaxpr that each is written of. `padded` are leaves that are
+    stored padded: `in_avals` and `out_avals` have their stored shapes, the jaxpr those of the code. `fingerprint` covers
+    them; that of the jaxpr alone is then `code_fingerprint`.
     """
 
     name: str
@@ -72,6 +76,8 @@ class TracedStep:
     placements: tuple[Placement, ...] = ()
     written: tuple[tuple[Any, WrittenLayout], ...] = ()
     changed_in_place: tuple[str, ...] = ()
+    padded: tuple[PaddedLeaf, ...] = ()
+    code_fingerprint: str = ""
 
     @property
     def layouts_in_code(self) -> tuple[WrittenLayout, ...]:

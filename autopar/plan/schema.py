@@ -8,6 +8,7 @@ import enum
 from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
+from autopar.ir.padded import PaddedLeaf
 from autopar.lowering.decisions import SolverReport
 
 FORMAT_VERSION = 7
@@ -329,7 +330,7 @@ class PlanRecord:
     `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
-    platform.
+    platform. `padded`: leaves of the state that are stored padded; `arguments` and `results` have their stored shapes.
     """
 
     format_version: int
@@ -358,3 +359,4 @@ class PlanRecord:
     least_step_time_s: float | None = None
     measured: tuple[MeasuredRecord, ...] = ()
     compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
+    padded: tuple[PaddedLeaf, ...] = ()

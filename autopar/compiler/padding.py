@@ -1,0 +1,42 @@
+"""Which leaves of a step's state are stored padded, under a recipe whose devices do not divide them."""
+
+from __future__ import annotations
+
+from autopar.frontend.build_graph import build_graph
+from autopar.hardware.cluster import Cluster
+from autopar.ir.graph import Purpose
+from autopar.ir.padded import PaddedForm
+from autopar.ir.traced_step import TracedStep
+from autopar.plan.options import PlanRequest
+from autopar.sharding.constraints import Binding
+from autopar.sharding.padding import padded_forms
+from autopar.sharding.rules import RuleBook
+from autopar.sharding.semantics import annotate_semantics
+
+
+def forms_of_leaves(
+    traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook
+) -> dict[int, PaddedForm]:
+    """The leaves by number, and the forms in which they are stored; none without a recipe that shares state out.
+
+    Raises: InvalidArgumentError where the recipe does not fit the devices; UnsupportedError as `build_graph`.
+    """
+    binding, num_stages = request.binding, request.num_stages or 1
+    if binding is None or not traced.tied or cluster.num_devices % num_stages:
+        return {}
+    num_devices = cluster.num_devices // num_stages
+    if not _shares_state(binding) or _all_divide(traced, num_devices):
+        return {}
+    graph = annotate_semantics(build_graph(traced, rules))
+    first = len(graph.block.inputs) - len(traced.in_avals)
+    return {position - first: form for position, form in padded_forms(graph, binding, num_devices).items()}
+
+
+def _shares_state(binding: Binding) -> bool:
+    return any(Purpose.OPTIMIZER in use.must_shard and size != 1 for use, size in zip(binding.axes, binding.sizes, strict=True))
+
+
+def _all_divide(traced: TracedStep, num_devices: int) -> bool:
+    """Whether each leaf has a dimension that divides by all devices, so that nothing need be looked at."""
+    shapes = {traced.in_avals[leaf].shape for leaf in traced.tied}
+    return all(any(n % num_devices == 0 for n in shape) for shape in shapes if shape)
