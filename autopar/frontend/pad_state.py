@@ -128,12 +128,15 @@ class _Writer:
         return self.graph.values[value].shape == self.graph.values[op.outputs[0]].shape
 
     def _is_elementwise(self, op: Op) -> bool:
-        """Whether an operation of the update computes by elements; its other operands are numbers."""
-        if op.kind is not OpKind.EQUATION or op.role is not self.updating or op.primitive not in _ELEMENTWISE:
+        """Whether an operation of the update computes by elements, with numbers for other operands."""
+        if op.kind is not OpKind.EQUATION or op.role is not self.updating:
             return False
-        shape = self.graph.values[op.outputs[0]].shape
+        shape = self.graph.values[op.outputs[0]].shape if op.outputs else ()
         shapes = [self.graph.values[a].shape if isinstance(a, int) else a.shape for a in op.inputs]
-        return bool(shape) and len(op.outputs) == 1 and all(s in ((), shape) for s in shapes) and shape in shapes
+        if op.primitive == "broadcast_in_dim":
+            return bool(shape) and shapes == [()]
+        by_elements = op.primitive in _ELEMENTWISE and len(op.outputs) == 1
+        return by_elements and bool(shape) and all(s in ((), shape) for s in shapes) and shape in shapes
 
     def run(self) -> OpGraph:
         block = self.graph.block
@@ -146,6 +149,9 @@ class _Writer:
                 self._sum(op)
             else:
                 self.rows.append(self._reading_code(op))
+                for v in op.outputs:
+                    if v in self.form:  # padded, and with it summed to parts, where it is made: not all at the end
+                        self._stored(v)
         tied = {target: self.inputs[v] for source, target in self.graph.tied if (v := block.inputs[source]) in self.inputs}
         outputs = tuple(
             self._output(atom, tied.get(position)) for position, atom in enumerate(block.outputs)
@@ -221,6 +227,8 @@ class _Writer:
         ]
         outvar = jax_compat.variable_like(eqn.outvars[0], form.stored_shape)
         eqn = eqn.replace(invars=invars, outvars=[outvar])
+        if op.primitive == "broadcast_in_dim":
+            eqn = eqn.replace(params={**eqn.params, "shape": form.stored_shape})
         value = self.graph.values[result]
         self.fresh.values.append(dataclasses.replace(value, id=len(self.fresh.values), shape=form.stored_shape, name=""))
         self.stored[result] = len(self.fresh.values) - 1
