@@ -88,7 +88,7 @@ def pad_state(graph: OpGraph, forms: Mapping[int, PaddedForm]) -> OpGraph:
     Operations have no rules yet.
     """
     writer = _Writer(graph, {graph.block.inputs[position]: form for position, form in forms.items()})
-    return writer.run()
+    return dataclasses.replace(writer.run(), padded=frozenset(forms))
 
 
 class _Writer:
