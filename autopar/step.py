@@ -16,7 +16,7 @@ from autopar.calls.batches import StepBatches
 from autopar.calls.call_arguments import CallArguments
 from autopar.calls.fast_path import FastPath
 from autopar.calls.following import FollowedStep
-from autopar.calls.init_state import init_state, state_shardings
+from autopar.calls.init_state import Place, init_state, state_places
 from autopar.calls.methods import PerInstance, keep_instance_alive, without_self
 from autopar.calls.placement import has_sharding, on_one_device, put_copies, put_leaves
 from autopar.calls.plan_sources import PlanSources
@@ -217,11 +217,13 @@ class Step:
         Before the step has a plan, every leaf is split as evenly as possible. The first call of the step then moves the
         state to the layouts of its plan.
         """
-        return init_state(function, args, self.state_shardings)
+        return init_state(function, args, self.state_places)
 
-    def state_shardings(self, leaves: Sequence[Any]) -> list[NamedSharding]:
-        """The shardings that `init` gives to the leaves of a state: those of the plan where there is one."""
-        return state_shardings(leaves, self._plans, self._options)
+    def state_places(self, leaves: Sequence[Any]) -> list[Place]:
+        """The shardings that `init` gives to the leaves of a state, those of the plan where there is one; with the form
+        of those that it stores padded.
+        """
+        return state_places(leaves, self._plans, self._options)
 
     def put_batch(self, data: Any, /, *, batch: str | None = None) -> Any:
         """Places host data in the layouts of the plan. Without a plan, the first call places them.

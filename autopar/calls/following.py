@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.options import FollowedStages, PlanRequest
 from autopar.plan.plan import Plan
@@ -54,9 +55,20 @@ def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: 
     return dataclasses.replace(request, axis_sizes=plan.record.axis_sizes, fixed=fixed)
 
 
+def followed_forms(plan: Plan, traced: TracedStep) -> dict[int, PaddedForm]:
+    """The leaves of a step as its code has it that the followed plan stores padded, by number, and their forms."""
+    state = [dataclasses.replace(v, shape=v.code_shape or v.shape) for v in plan.record.arguments if v.kind == "state"]
+    forms = {v.path: v.form for v in plan.record.arguments}
+    return {i: form for i, v in _among(state, traced) if (form := forms[v.path]) is not None}
+
+
 def _matched(plan: Plan, traced: TracedStep) -> tuple[tuple[int, PlannedValue], ...]:
-    """The leaves of the followed state among those of a step, by number."""
-    state, avals = [v for v in plan.record.arguments if v.kind == "state"], traced.in_avals
+    """The leaves of the followed state among those of a step, by number; both as they are stored."""
+    return _among([v for v in plan.record.arguments if v.kind == "state"], traced)
+
+
+def _among(state: Sequence[PlannedValue], traced: TracedStep) -> tuple[tuple[int, PlannedValue], ...]:
+    avals = traced.in_avals
     shapes = [(v.shape, v.dtype) for v in state]
     for first in range(len(avals) - len(state) + 1):
         if [(tuple(a.shape), str(a.dtype)) for a in avals[first : first + len(state)]] == shapes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autopar.calls.following import with_followed_layouts
+from autopar.calls.following import followed_forms, with_followed_layouts
 from autopar.calls.step_options import StepOptions
 from autopar.calls.trace_call import with_fixed_trace
 from autopar.calls.warn_once import WarnOnce
@@ -109,7 +109,10 @@ class PlanSources:
         """
         options = self._options
         if options.plan is not None:
-            return padded_step(traced, {leaf.leaf: leaf.form for leaf in options.plan.record.padded})
+            return padded_step(traced, options.plan.record.padded)
+        if options.follow is not None:
+            followed = options.follow.latest_plan()
+            return traced if followed is None else padded_step(traced, followed_forms(followed, traced))
         cluster, request = self.request(traced)
         with progress.pass_("padding"):
             return padded_step(traced, forms_of_leaves(traced, cluster, request, self.rules()))

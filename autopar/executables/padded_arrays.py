@@ -185,7 +185,8 @@ def padded_results(results: Sequence[Any], padded: Sequence[PaddedLeaf], tied: d
         return results
     out = list(results)
     for at in padded:
-        out[tied[at.leaf]] = PaddedArray(results[tied[at.leaf]], at.form)
+        if at.leaf in tied:
+            out[tied[at.leaf]] = PaddedArray(results[tied[at.leaf]], at.form)
     return out
 
 
@@ -197,11 +198,14 @@ def _stored(leaf: Any, form: PaddedForm, sharding: Any) -> Any:
     is_near = isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set
     if is_near and HOST_MEMORY not in (sharding.memory_kind, leaf.sharding.memory_kind):
         return _storing(form, sharding)(leaf)
-    array = np.asarray(leaf)
-    flat = array.reshape(form.flat_shape)
-    widths = [(0, s - n) for n, s in zip(form.flat_shape, form.stored_shape, strict=True)]
-    padded = np.pad(flat, widths)
+    padded = store_on_host(leaf, form)
     return jax.device_put(padded, sharding) if jax.process_count() == 1 else padded
+
+
+def store_on_host(array: Any, form: PaddedForm) -> np.ndarray:
+    """An array of the host's memory in its stored shape, padded with zeros."""
+    widths = [(0, s - n) for n, s in zip(form.flat_shape, form.stored_shape, strict=True)]
+    return np.pad(np.asarray(array).reshape(form.flat_shape), widths)
 
 
 @functools.cache

@@ -58,7 +58,7 @@ def padded_step(traced: TracedStep, forms: Mapping[int, PaddedForm]) -> TracedSt
     )
     if not padded:
         return traced
-    results = {traced.tied[leaf]: form for leaf, form in forms.items()}
+    results = {traced.tied[leaf]: form for leaf, form in forms.items() if leaf in traced.tied}
     digest = hashlib.sha256(repr((traced.fingerprint, padded)).encode()).hexdigest()
 
     def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
