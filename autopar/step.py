@@ -32,7 +32,7 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole, lower_whole
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
-from autopar.executables.padded_arrays import stored_as_they_are, stored_leaves
+from autopar.executables.padded_arrays import stored_as_they_are, stored_leaves, unpadded
 from autopar.frontend.tracing import name_of
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
@@ -144,8 +144,9 @@ class Step:
             with nan_check.switched_off():
                 in_one_process = compiled.across is None
                 results = compiled.run(put_copies(leaves, compiled) if in_one_process else put_leaves(leaves, compiled))
-            nan_check.check(compiled.traced, leaves, results)
-        return compiled.results_of(results)
+            result = compiled.results_of(results)
+            nan_check.check(compiled.traced, compiled.code_leaves(leaves), jax.tree.leaves(unpadded(result)))
+        return result
 
     def _needs_other_program(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
         """Whether arguments differ from those of the executable: in shapes, in layouts, or as deleted arrays."""

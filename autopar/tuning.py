@@ -26,6 +26,7 @@ from autopar.common.units import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_step import CompiledStep, build
+from autopar.executables.padded_arrays import stored_leaves
 from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.plan.schema import MeasuredRecord
@@ -331,7 +332,8 @@ def _turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
 
     def turn() -> list[float]:
         program = compiled.ready()
-        state = jax.block_until_ready(put_copies(leaves, program))
+        stored = stored_leaves(leaves, program.traced.padded, program.leaf_shardings)
+        state = jax.block_until_ready(put_copies(stored, program))
         took = []
         for _ in range(1 + STEPS_IN_A_ROW):
             begun = time.perf_counter()

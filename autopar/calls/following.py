@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.options import FollowedStages, PlanRequest
 from autopar.plan.plan import Plan
@@ -48,32 +47,22 @@ def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: 
             hint="pass the same state object to both steps",
         )
     in_host = tuple(i for i, v in matched if v.in_host)
-    request = dataclasses.replace(request, in_host=in_host)
+    padded = tuple((i, v.form) for i, v in matched if v.form is not None)
+    request = dataclasses.replace(request, in_host=in_host, padded=padded)
     if plan.record.pipeline is not None:
         return _with_stages(request, plan.record.pipeline, matched, where)
     fixed = tuple((i, v.layout) for i, v in matched)
     return dataclasses.replace(request, axis_sizes=plan.record.axis_sizes, fixed=fixed)
 
 
-def followed_forms(plan: Plan, traced: TracedStep) -> dict[int, PaddedForm]:
-    """The leaves of a step as its code has it that the followed plan stores padded, by number, and their forms."""
-    state = [dataclasses.replace(v, shape=v.code_shape or v.shape) for v in plan.record.arguments if v.kind == "state"]
-    forms = {v.path: v.form for v in plan.record.arguments}
-    return {i: form for i, v in _among(state, traced) if (form := forms[v.path]) is not None}
-
-
 def _matched(plan: Plan, traced: TracedStep) -> tuple[tuple[int, PlannedValue], ...]:
-    """The leaves of the followed state among those of a step, by number; both as they are stored."""
-    return _among([v for v in plan.record.arguments if v.kind == "state"], traced)
-
-
-def _among(state: Sequence[PlannedValue], traced: TracedStep) -> tuple[tuple[int, PlannedValue], ...]:
-    avals = traced.in_avals
-    shapes = [(v.shape, v.dtype) for v in state]
+    """The leaves of the followed state among those of a step, by number."""
+    state, avals = [v for v in plan.record.arguments if v.kind == "state"], traced.in_avals
+    shapes = [(v.code_shape or v.shape, v.dtype) for v in state]
     for first in range(len(avals) - len(state) + 1):
         if [(tuple(a.shape), str(a.dtype)) for a in avals[first : first + len(state)]] == shapes:
             return tuple((first + i, v) for i, v in enumerate(state))
-    by_path = {(v.path, v.shape, v.dtype): v for v in state}
+    by_path = {(v.path, v.code_shape or v.shape, v.dtype): v for v in state}
     leaves = enumerate(zip(traced.in_paths, avals, strict=True))
     found = [(i, by_path.get((path, tuple(a.shape), str(a.dtype)))) for i, (path, a) in leaves]
     return tuple((i, v) for i, v in found if v is not None)

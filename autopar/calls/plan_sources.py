@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autopar.calls.following import followed_forms, with_followed_layouts
+from autopar.calls.following import with_followed_layouts
 from autopar.calls.step_options import StepOptions
 from autopar.calls.trace_call import with_fixed_trace
 from autopar.calls.warn_once import WarnOnce
@@ -18,10 +18,8 @@ from autopar.common.cache_dir import cache_directory, default_directory
 from autopar.common.progress import Progress
 from autopar.compiler.materialize import check_plan
 from autopar.compiler.memory_errors import check_given_plan_fits
-from autopar.compiler.padding import forms_of_leaves
 from autopar.compiler.planner import make_plan
 from autopar.frontend.fingerprints import module_fingerprint
-from autopar.frontend.pad_state import padded_step
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.plan.cache import DiskCache, plan_key
@@ -102,20 +100,6 @@ class PlanSources:
         if options.follow is None:
             return cluster, options.request
         return cluster, with_followed_layouts(options.request, options.follow, traced, self._name)
-
-    def stored(self, traced: TracedStep, progress: Progress) -> TracedStep:
-        """The step with the leaves of its state as they are stored: padded where the recipe's devices do not divide
-        them, or as the given plan has them.
-        """
-        options = self._options
-        if options.plan is not None:
-            return padded_step(traced, options.plan.record.padded)
-        if options.follow is not None:
-            followed = options.follow.latest_plan()
-            return traced if followed is None else padded_step(traced, followed_forms(followed, traced))
-        cluster, request = self.request(traced)
-        with progress.pass_("padding"):
-            return padded_step(traced, forms_of_leaves(traced, cluster, request, self.rules()))
 
     def _given_plan(self, traced: TracedStep, trees: Trees) -> Plan | None:
         plan = self._options.plan

@@ -55,7 +55,6 @@ class StepPlans:
             with collected_seldom():
                 with progress.pass_("trace"):
                     traced, trees = trace()
-                traced = self._sources.stored(traced, progress)
                 equal = self._of_equal_trace(traced)
                 if equal is not None:
                     self._by_key[key] = traced, self._bound(equal, traced, trees)

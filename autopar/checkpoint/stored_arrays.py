@@ -18,8 +18,8 @@ from autopar.checkpoint.leaf_types import NUMBERS, text_of, type_of
 from autopar.checkpoint.leaves import NamedLeaf
 from autopar.checkpoint.manifest import LeafRecord
 from autopar.common import jax_compat
-from autopar.executables.padded_arrays import PaddedArray
 from autopar.errors import DonatedStateError, UnsupportedError
+from autopar.executables.padded_arrays import PaddedArray
 from autopar.runtime.execution.global_arrays import aval_of, from_whole, is_whole
 
 _BITS = "uint8"

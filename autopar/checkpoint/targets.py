@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from autopar.calls.init_state import Place
 from autopar.checkpoint.leaves import NamedLeaf, named_leaves
 from autopar.checkpoint.manifest import LeafRecord, Manifest
-from autopar.calls.init_state import Place
 from autopar.common import jax_compat
 from autopar.errors import CheckpointMismatchError, InvalidArgumentError
 from autopar.executables.padded_arrays import PaddedArray
@@ -77,16 +77,17 @@ def structure_of_plan(plan: Plan, where: str) -> Any:
 
 def places_for(
     leaves: Sequence[NamedLeaf], structure: Any, *, step: PlannedStep | None, plan: Plan | None, shardings: Any
-) -> list[Place | tuple[Any, None]]:
-    """The sharding of each leaf, and its form where it is stored padded: as asked for, by the step or its plan, or as the
-    leaf itself has it.
+) -> list[tuple[Any, PaddedForm | None]]:
+    """The sharding of each leaf, and its form where it is stored padded: as asked for, by the step or its plan, or as
+    the leaf itself has it.
 
     Raises: CheckpointMismatchError where the plan is of another state; NotEnoughDevicesError.
     """
+    planned: Sequence[tuple[Any, PaddedForm | None]]
     if shardings is not None:
         planned = [(s, None) for s in _given(shardings, structure)]
     elif step is not None:
-        planned = list(step.state_places([aval_of(leaf.value) for leaf in leaves]))
+        planned = step.state_places([aval_of(leaf.value) for leaf in leaves])
     elif plan is not None:
         planned = _of_plan(plan, leaves)
     else:

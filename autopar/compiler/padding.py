@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from autopar.frontend.build_graph import build_graph
+from autopar.frontend.pad_state import padded_step
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Purpose
 from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.options import PlanRequest
+from autopar.plan.plan import Plan
 from autopar.sharding.constraints import Binding
 from autopar.sharding.padding import padded_forms
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.semantics import annotate_semantics
 
 
-def forms_of_leaves(
-    traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook
-) -> dict[int, PaddedForm]:
-    """The leaves by number, and the forms in which they are stored; none without a recipe that shares state out.
+def stored_step(traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook) -> TracedStep:
+    """The step with the leaves of its state as they are stored on a cluster: padded where a recipe shares them out
+    among devices that do not divide them.
 
     Raises: InvalidArgumentError where the recipe does not fit the devices; UnsupportedError as `build_graph`.
     """
+    if traced.padded:
+        return traced
+    forms = dict(request.padded) or _chosen_forms(traced, cluster, request, rules)
+    return padded_step(traced, forms)
+
+
+def stored_as_planned(traced: TracedStep, plan: Plan) -> TracedStep:
+    """The step with the leaves of its state as a plan stores them."""
+    forms, avals = plan.record.padded, traced.in_avals
+    fit = all(i < len(avals) and avals[i].shape == form.shape for i, form in forms.items())
+    return padded_step(traced, forms) if fit and not traced.padded else traced
+
+
+def _chosen_forms(traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook) -> dict[int, PaddedForm]:
     binding, num_stages = request.binding, request.num_stages or 1
     if binding is None or not traced.tied or cluster.num_devices % num_stages:
         return {}
@@ -33,7 +48,9 @@ def forms_of_leaves(
 
 
 def _shares_state(binding: Binding) -> bool:
-    return any(Purpose.OPTIMIZER in use.must_shard and size != 1 for use, size in zip(binding.axes, binding.sizes, strict=True))
+    return any(
+        Purpose.OPTIMIZER in use.must_shard and size != 1 for use, size in zip(binding.axes, binding.sizes, strict=True)
+    )
 
 
 def _all_divide(traced: TracedStep, num_devices: int) -> bool:

@@ -11,6 +11,7 @@ from autopar.common.progress import Progress
 from autopar.compiler.advice import advice_note, with_pins_of_code
 from autopar.compiler.comparison import choose, near, notes, rejections
 from autopar.compiler.no_plan import no_plan_error
+from autopar.compiler.padding import stored_step
 from autopar.compiler.pin_costs import price_of_pins
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
 from autopar.compiler.write_plan import plan_of
@@ -67,6 +68,8 @@ def make_plans(
     check_request(request, cluster)
     platform = cluster.device.platform
     check_options(options_of(request.compiler_options, platform), platform)
+    with progress.pass_("padding"):
+        traced = stored_step(traced, cluster, request, rules)
     context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance))
     context = ask_sources(context)
     chosen = choose(context)

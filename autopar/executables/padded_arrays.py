@@ -19,6 +19,7 @@ from autopar.common import jax_compat
 from autopar.frontend.pad_state import store, unstore
 from autopar.ir.jax_sharding import HOST_MEMORY
 from autopar.ir.padded import PaddedForm, PaddedLeaf
+from autopar.runtime.execution.dispatch import turn
 
 
 class PaddedArray:
@@ -95,7 +96,7 @@ class PaddedArray:
         """The array, on the same devices: split as far as they divide it, else whole on each."""
         if self.stored.sharding.memory_kind == HOST_MEMORY:
             return jax.numpy.asarray(np.asarray(self))
-        return _unstoring(self.form, _even_sharding(self.form.shape, self.stored.sharding))(self.stored)
+        return _alone(_unstoring(self.form, _even_sharding(self.form.shape, self.stored.sharding)), self.stored)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = np.asarray(self.stored)
@@ -197,7 +198,7 @@ def _stored(leaf: Any, form: PaddedForm, sharding: Any) -> Any:
         leaf = leaf.unpadded()
     is_near = isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set
     if is_near and HOST_MEMORY not in (sharding.memory_kind, leaf.sharding.memory_kind):
-        return _storing(form, sharding)(leaf)
+        return _alone(_storing(form, sharding), leaf)
     padded = store_on_host(leaf, form)
     return jax.device_put(padded, sharding) if jax.process_count() == 1 else padded
 
@@ -206,6 +207,13 @@ def store_on_host(array: Any, form: PaddedForm) -> np.ndarray:
     """An array of the host's memory in its stored shape, padded with zeros."""
     widths = [(0, s - n) for n, s in zip(form.flat_shape, form.stored_shape, strict=True)]
     return np.pad(np.asarray(array).reshape(form.flat_shape), widths)
+
+
+def _alone(program: Any, array: Any) -> jax.Array:
+    """Runs a program while no other one runs: programs that send may wait for one another on virtual devices."""
+    with turn:
+        result: jax.Array = jax.block_until_ready(program(jax.block_until_ready(array)))
+        return result
 
 
 @functools.cache

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.common import jax_compat
-from autopar.executables.padded_arrays import padded_results, stored_leaves
 from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
+from autopar.executables.padded_arrays import PaddedArray, padded_results, stored_leaves
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Plan
 from autopar.plan.sharding_trees import shardings_in
@@ -52,6 +52,11 @@ class LeafwiseStep:
         """The results, in their tree and in the shapes of the code, of their leaves as they are stored."""
         results = padded_results(leaves, self.traced.padded, self.traced.tied)
         return jax.tree.unflatten(self.traced.out_tree, results)
+
+    def code_leaves(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of the arguments in the shapes of the code, of those that are stored."""
+        forms = {at.leaf: at.form for at in self.traced.padded}
+        return [PaddedArray(x, forms[i]).unpadded() if i in forms else x for i, x in enumerate(leaves)]
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the step on the leaves of the dynamic arguments. Returns the leaves of the results."""

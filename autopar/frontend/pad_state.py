@@ -152,10 +152,10 @@ class _Writer:
                 for v in op.outputs:
                     if v in self.form:  # padded, and with it summed to parts, where it is made: not all at the end
                         self._stored(v)
-        tied = {target: self.inputs[v] for source, target in self.graph.tied if (v := block.inputs[source]) in self.inputs}
-        outputs = tuple(
-            self._output(atom, tied.get(position)) for position, atom in enumerate(block.outputs)
-        )
+        tied = {
+            target: self.inputs[v] for source, target in self.graph.tied if (v := block.inputs[source]) in self.inputs
+        }
+        outputs = tuple(self._output(atom, tied.get(position)) for position, atom in enumerate(block.outputs))
         rewritten = remove_dead(Block(inputs=inputs, outputs=outputs, ops=tuple(self.rows)))
         return dataclasses.replace(self.graph, values=tuple(self.fresh.values), block=rewritten)
 
@@ -173,8 +173,7 @@ class _Writer:
             return v
         if (v, role) not in self.cut:
             form = self.form[v]
-            name = module or self.graph.values[v].name
-            self.cut[v, role] = self._write(lambda x: unstore(x, form), [self.stored[v]], role, name)
+            self.cut[v, role] = self._write(lambda x: unstore(x, form), [self.stored[v]], role, module)
         return self.cut[v, role]
 
     def _is_computed_stored(self, v: int) -> bool:
@@ -204,7 +203,7 @@ class _Writer:
         if v not in self.stored:
             form, maker = self.form[v], self.maker.get(v)
             role = maker.role if maker is not None else self.updating
-            module = maker.module if maker is not None else self.graph.values[v].name
+            module = maker.module if maker is not None else ""
             self.stored[v] = self._write(lambda x: store(x, form), [v], role, module)
         return self.stored[v]
 
@@ -230,7 +229,9 @@ class _Writer:
         if op.primitive == "broadcast_in_dim":
             eqn = eqn.replace(params={**eqn.params, "shape": form.stored_shape})
         value = self.graph.values[result]
-        self.fresh.values.append(dataclasses.replace(value, id=len(self.fresh.values), shape=form.stored_shape, name=""))
+        self.fresh.values.append(
+            dataclasses.replace(value, id=len(self.fresh.values), shape=form.stored_shape, name="")
+        )
         self.stored[result] = len(self.fresh.values) - 1
         self.rows.append(
             dataclasses.replace(

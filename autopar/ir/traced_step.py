@@ -51,8 +51,8 @@ class TracedStep:
     that may mix the examples of a micro-batch (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of
     leaves that the function replaced in the containers it was given. `placements` are what was removed from the code,
     `written` the layouts among them, by the variable of the jaxpr that each is written of. `padded` are leaves that are
-    stored padded: `in_avals` and `out_avals` have their stored shapes, the jaxpr those of the code. `fingerprint` covers
-    them; that of the jaxpr alone is then `code_fingerprint`.
+    stored padded: `in_avals` and `out_avals` have their stored shapes, the jaxpr those of the code. `fingerprint`
+    covers them; that of the jaxpr alone is then `code_fingerprint`.
     """
 
     name: str

@@ -69,9 +69,7 @@ def _divides(value: Value, axes: Sequence[int], constraints: Constraints, mesh: 
     return any(split.issuperset(axes) and split.issuperset(other) for split in layouts)
 
 
-def _form(
-    value: Value, axes: Sequence[int], constraints: Constraints, mesh: LogicalMesh
-) -> PaddedForm | None:
+def _form(value: Value, axes: Sequence[int], constraints: Constraints, mesh: LogicalMesh) -> PaddedForm | None:
     """The form in which a value divides over all these axes, and in other dimensions over as many others as before."""
     allowed = [at for at in enumerate_layouts(value.shape, mesh) if constraints.allows(value, at)]
     other = frozenset().union(*(at.sharded_axes for at in allowed)) - set(axes)
@@ -107,4 +105,3 @@ def _may_lie_anyhow(value: Value, axes: Sequence[int], constraints: Constraints)
 
 def _multiple(number: int, of: int) -> int:
     return -(-number // of) * of
-
