@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.pad_state import padded_step
 from autopar.hardware.cluster import Cluster
@@ -45,6 +47,23 @@ def _chosen_forms(traced: TracedStep, cluster: Cluster, request: PlanRequest, ru
     graph = annotate_semantics(build_graph(traced, rules))
     first = len(graph.block.inputs) - len(traced.in_avals)
     return {position - first: form for position, form in padded_forms(graph, binding, num_devices).items()}
+
+
+def padding_notes(traced: TracedStep) -> list[str]:
+    """A note on the leaves that are stored padded, where there are any: the largest, and what the padding adds."""
+    if not traced.padded:
+        return []
+    sizes = [
+        (math.prod(p.shape), math.prod(p.stored_shape), traced.in_avals[p.leaf].dtype.itemsize) for p in traced.padded
+    ]
+    code_bytes, stored_bytes = (sum(row[i] * row[2] for row in sizes) for i in (0, 1))
+    largest = max(zip(sizes, traced.padded, strict=True), key=lambda row: row[0][0] * row[0][2])[1]
+    n = len(traced.padded)
+    return [
+        f"{n} {'array is' if n == 1 else 'arrays are'} stored padded, {stored_bytes / code_bytes - 1:.2%} larger, as the "
+        f"devices do not divide them: {traced.in_paths[largest.leaf]} {list(largest.shape)} as "
+        f"{list(largest.stored_shape)}{'' if n == 1 else ', ...'}; they come back as autopar.PaddedArray"
+    ]
 
 
 def _shares_state(binding: Binding) -> bool:

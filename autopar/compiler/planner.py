@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from autopar.attention.match import check_blockwise
@@ -19,7 +20,7 @@ from autopar.cost.compiler_options import check_options, options_of
 from autopar.cost.cost_model import cost_model
 from autopar.cost.least_time import least_step_time_s
 from autopar.cost.roofline import flops_of
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.frontend.build_graph import build_graph
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
@@ -31,6 +32,8 @@ from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
+from autopar.sharding.constraints import Binding
+from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook
 
 # The part of a device's memory that is left where no limit is given: predictions come within it of what XLA's CPU
@@ -74,13 +77,38 @@ def make_plans(
     context = ask_sources(context)
     chosen = choose(context)
     if chosen is None:
-        raise no_plan_error(context, trees)
+        padded = _padded_plan(traced, trees, cluster, request, rules, progress)
+        if padded is None:
+            raise no_plan_error(context, trees)
+        return (padded,)
     told = [*_notes(context), *advice_note(context, chosen)]
     plan = plan_of(context, chosen, trees, told, rejections(context, chosen))
     if chosen.pins is not None and context.request.pins is not None:
         plan = _with_pins(plan, context, chosen)
     others = near(chosen, _all_candidates(context), context.limit_bytes, context.keep_tolerance)
     return (plan, *(plan_of(context, other, trees, _notes(context)) for other in others))
+
+
+def _padded_plan(
+    traced: TracedStep, trees: Trees, cluster: Cluster, request: PlanRequest, rules: RuleBook, progress: Progress
+) -> Plan | None:
+    """The faster plan of ZeRO in one program, with state stored padded, where nothing fits without; None where the
+    devices divide the state, or that does not fit either.
+
+    Only then, since the arrays that come back are no `jax.Array`: a search that may choose does without.
+    """
+    if traced.padded or not request.leaves_layouts_free or request.names_pipeline:
+        return None
+    plans = []
+    for stage in (1, 3):
+        bound = dataclasses.replace(request, binding=Binding(axes=(data_axis(stage),), sizes=(None,)))
+        stored = stored_step(traced, cluster, bound, rules)
+        if stored.padded:
+            with contextlib.suppress(MemoryLimitError):
+                plans.append(make_plan(stored, trees, cluster, bound, rules, progress))
+    best = min(plans, key=lambda plan: plan.predicted.step_time_s, default=None)
+    note = "nothing was found that fits without padding arrays of the state that the devices do not divide"
+    return None if best is None else best.with_note(note)
 
 
 def planning_context(
