@@ -32,7 +32,7 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole, lower_whole
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
-from autopar.executables.padded_arrays import stored_as_they_are, stored_leaves, unpadded
+from autopar.executables.padded_arrays import stored_as_they_are
 from autopar.frontend.tracing import name_of
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
@@ -131,8 +131,7 @@ class Step:
         dynamic = self._arguments.dynamic(args)
         self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
         compiled = self._compile(args)
-        leaves = stored_leaves(jax.tree.leaves(tuple(dynamic)), compiled.traced.padded, compiled.leaf_shardings)
-        return compiled, leaves
+        return compiled, compiled.stored(jax.tree.leaves(tuple(dynamic)))
 
     def _run_checked(self, args: tuple[Any, ...]) -> Any:
         """Runs the step and checks that its results are finite. Raises: NonFiniteError."""
@@ -144,9 +143,8 @@ class Step:
             with nan_check.switched_off():
                 in_one_process = compiled.across is None
                 results = compiled.run(put_copies(leaves, compiled) if in_one_process else put_leaves(leaves, compiled))
-            result = compiled.results_of(results)
-            nan_check.check(compiled.traced, compiled.code_leaves(leaves), jax.tree.leaves(unpadded(result)))
-        return result
+            nan_check.check(compiled.traced, compiled.code_leaves(leaves), compiled.code_results(results))
+        return compiled.results_of(results)
 
     def _needs_other_program(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
         """Whether arguments differ from those of the executable: in shapes, in layouts, or as deleted arrays."""
@@ -221,9 +219,7 @@ class Step:
         return init_state(function, args, self.state_places)
 
     def state_places(self, leaves: Sequence[Any]) -> list[Place]:
-        """The shardings that `init` gives to the leaves of a state, those of the plan where there is one; with the form
-        of those that it stores padded.
-        """
+        """The shardings that `init` gives to the leaves of a state, by a plan if there is one; forms if padded."""
         return state_places(leaves, self._plans, self._options)
 
     def put_batch(self, data: Any, /, *, batch: str | None = None) -> Any:

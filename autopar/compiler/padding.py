@@ -10,6 +10,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Purpose
 from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
+from autopar.passes.scan_stacks import find_stacks
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 from autopar.sharding.constraints import Binding
@@ -44,6 +45,8 @@ def _chosen_forms(traced: TracedStep, cluster: Cluster, request: PlanRequest, ru
     num_devices = cluster.num_devices // num_stages
     if not _shares_state(binding) or _all_divide(traced, num_devices):
         return {}
+    if num_stages > 1 and find_stacks(traced, rules) is not None:
+        return {}  # each stage gets a slice of the stacked layers, which are stored as they are
     graph = annotate_semantics(build_graph(traced, rules))
     first = len(graph.block.inputs) - len(traced.in_avals)
     return {position - first: form for position, form in padded_forms(graph, binding, num_devices).items()}
@@ -60,8 +63,8 @@ def padding_notes(traced: TracedStep) -> list[str]:
     largest = max(zip(sizes, traced.padded, strict=True), key=lambda row: row[0][0] * row[0][2])[1]
     n = len(traced.padded)
     return [
-        f"{n} {'array is' if n == 1 else 'arrays are'} stored padded, {stored_bytes / code_bytes - 1:.2%} larger, as the "
-        f"devices do not divide them: {traced.in_paths[largest.leaf]} {list(largest.shape)} as "
+        f"{n} {'array is' if n == 1 else 'arrays are'} stored padded, {stored_bytes / code_bytes - 1:.2%} larger, as "
+        f"the devices do not divide them: {traced.in_paths[largest.leaf]} {list(largest.shape)} as "
         f"{list(largest.stored_shape)}{'' if n == 1 else ', ...'}; they come back as autopar.PaddedArray"
     ]
 

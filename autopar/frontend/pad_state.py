@@ -122,6 +122,10 @@ class _Writer:
                     if found is not None:
                         for v in own:
                             form.setdefault(v, found)
+                elif self._adds_gradients(op) and op.outputs[0] in form:
+                    for v in op.inputs:
+                        if isinstance(v, int):
+                            form.setdefault(v, form[op.outputs[0]])
         return form
 
     def _has_shape_of(self, value: int, op: Op) -> bool:
@@ -138,12 +142,18 @@ class _Writer:
         by_elements = op.primitive in _ELEMENTWISE and len(op.outputs) == 1
         return by_elements and bool(shape) and all(s in ((), shape) for s in shapes) and shape in shapes
 
+    def _adds_gradients(self, op: Op) -> bool:
+        """Whether an operation adds gradients of one array (tied embeddings): each is padded for itself, as they may be
+        summed over micro-batches on different stages.
+        """
+        return op.primitive == "add_any" and op.role is Role.BACKWARD
+
     def run(self) -> OpGraph:
         block = self.graph.block
         inputs = tuple(self._input(v) if v in self.inputs else v for v in block.inputs)
         for op in block.ops:
             result = op.outputs[0] if op.outputs else None
-            if self._is_elementwise(op) and result in self.form:
+            if self._is_stored(op) and result in self.form:
                 self._computed_stored(op, self.form[result])
             elif self._is_sum_of_stored(op):
                 self._sum(op)
@@ -177,7 +187,10 @@ class _Writer:
         return self.cut[v, role]
 
     def _is_computed_stored(self, v: int) -> bool:
-        return v in self.maker and self._is_elementwise(self.maker[v]) and v in self.form
+        return v in self.maker and self._is_stored(self.maker[v]) and v in self.form
+
+    def _is_stored(self, op: Op) -> bool:
+        return self._is_elementwise(op) or self._adds_gradients(op)
 
     def _reading_code(self, op: Op) -> Op:
         return reading(op, {v: self._code(v, op.role, op.module) for v in read_by(op)})
