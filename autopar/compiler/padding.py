@@ -28,14 +28,17 @@ def stored_step(traced: TracedStep, cluster: Cluster, request: PlanRequest, rule
     if traced.padded:
         return traced
     forms = dict(request.padded) or _chosen_forms(traced, cluster, request, rules)
-    return padded_step(traced, forms)
+    return padded_step(traced, forms, num_stages=(request.num_stages or 1) * (request.chunks or 1))
 
 
 def stored_as_planned(traced: TracedStep, plan: Plan) -> TracedStep:
     """The step with the leaves of its state as a plan stores them."""
     forms, avals = plan.record.padded, traced.in_avals
     fit = all(i < len(avals) and avals[i].shape == form.shape for i, form in forms.items())
-    return padded_step(traced, forms) if fit and not traced.padded else traced
+    if not fit or traced.padded:
+        return traced
+    pipeline = plan.record.pipeline
+    return padded_step(traced, forms, num_stages=len(pipeline.stages) if pipeline is not None else 1)
 
 
 def _chosen_forms(traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook) -> dict[int, PaddedForm]:

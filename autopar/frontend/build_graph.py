@@ -50,7 +50,8 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
         written=tuple(builder.written),
     )
     if traced.padded:
-        graph = pad_state(graph, {offset + leaf.leaf: leaf.form for leaf in traced.padded})
+        forms = {offset + leaf.leaf: leaf.form for leaf in traced.padded}
+        graph = pad_state(graph, forms, pads_summands=traced.pads_summands)
     rules.learn((op.key, op.eqn) for op in walk(graph.block) if op.kind is OpKind.EQUATION and op.rule is None)
     graph = dataclasses.replace(graph, block=_with_rules(graph.block, rules))
     return blockwise(graph) if traced.blockwise_attention else mark_score_kernels(graph)

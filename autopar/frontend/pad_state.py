@@ -51,8 +51,8 @@ def unstore(array: Any, form: PaddedForm) -> Any:
     return jax.lax.reshape(array, form.shape) if form.is_flat else array
 
 
-def padded_step(traced: TracedStep, forms: Mapping[int, PaddedForm]) -> TracedStep:
-    """The step with some leaves of its state, by number, in the forms in which they are stored."""
+def padded_step(traced: TracedStep, forms: Mapping[int, PaddedForm], *, num_stages: int = 1) -> TracedStep:
+    """The step with some leaves of its state, by number, in the forms in which they are stored, for so many stages."""
     padded = tuple(
         PaddedLeaf(leaf=leaf, shape=form.shape, stored_shape=form.stored_shape) for leaf, form in sorted(forms.items())
     )
@@ -75,6 +75,7 @@ def padded_step(traced: TracedStep, forms: Mapping[int, PaddedForm]) -> TracedSt
         code_fingerprint=traced.fingerprint,
         retrace=retrace,
         padded=padded,
+        pads_summands=num_stages > 1,  # they may be made on different stages, and are added behind the micro-batches
     )
 
 
@@ -82,20 +83,21 @@ def _of_shape(aval: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDt
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def pad_state(graph: OpGraph, forms: Mapping[int, PaddedForm]) -> OpGraph:
+def pad_state(graph: OpGraph, forms: Mapping[int, PaddedForm], *, pads_summands: bool = False) -> OpGraph:
     """The graph with inputs, by position, in their stored shapes, and the outputs that they are tied to.
 
-    Operations have no rules yet.
+    `pads_summands`: of a gradient that is a sum, each summand is padded. Operations have no rules yet.
     """
-    writer = _Writer(graph, {graph.block.inputs[position]: form for position, form in forms.items()})
+    inputs = {graph.block.inputs[position]: form for position, form in forms.items()}
+    writer = _Writer(graph, inputs, pads_summands)
     return dataclasses.replace(writer.run(), padded=frozenset(forms))
 
 
 class _Writer:
     """`form[v]`: the form in which a value of the code is computed or needed; `stored[v]`: that value, once it is."""
 
-    def __init__(self, graph: OpGraph, inputs: Mapping[int, PaddedForm]) -> None:
-        self.graph, self.inputs = graph, inputs
+    def __init__(self, graph: OpGraph, inputs: Mapping[int, PaddedForm], pads_summands: bool) -> None:
+        self.graph, self.inputs, self.pads_summands = graph, inputs, pads_summands
         self.fresh = Fresh(graph)
         self.maker = makers(graph.block.ops)
         self.updating = Role.UPDATE
@@ -143,10 +145,8 @@ class _Writer:
         return by_elements and bool(shape) and all(s in ((), shape) for s in shapes) and shape in shapes
 
     def _adds_gradients(self, op: Op) -> bool:
-        """Whether an operation adds gradients of one array (tied embeddings): each is padded for itself, as they may be
-        summed over micro-batches on different stages.
-        """
-        return op.primitive == "add_any" and op.role is Role.BACKWARD
+        """Whether an operation adds gradients of one array (tied embeddings) each of which is to be padded."""
+        return self.pads_summands and op.primitive == "add_any" and op.role is Role.BACKWARD
 
     def run(self) -> OpGraph:
         block = self.graph.block

@@ -52,7 +52,8 @@ class TracedStep:
     leaves that the function replaced in the containers it was given. `placements` are what was removed from the code,
     `written` the layouts among them, by the variable of the jaxpr that each is written of. `padded` are leaves that are
     stored padded: `in_avals` and `out_avals` have their stored shapes, the jaxpr those of the code. `fingerprint`
-    covers them; that of the jaxpr alone is then `code_fingerprint`.
+    covers them; that of the jaxpr alone is then `code_fingerprint`. `pads_summands`: of a gradient that is a sum (tied
+    embeddings), each summand is padded for itself.
     """
 
     name: str
@@ -78,6 +79,7 @@ class TracedStep:
     changed_in_place: tuple[str, ...] = ()
     padded: tuple[PaddedLeaf, ...] = ()
     code_fingerprint: str = ""
+    pads_summands: bool = False
 
     @property
     def layouts_in_code(self) -> tuple[WrittenLayout, ...]:

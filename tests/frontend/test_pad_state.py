@@ -38,14 +38,17 @@ def shapes(graph, role, primitive):
 
 def test_what_is_stored_is_what_the_code_has_and_padding():
     x = np.arange(15.0).reshape(5, 3)
-    assert store(x, ROWS).shape == (6, 3) and store(x, FLAT).shape == (16,)
-    assert np.array_equal(unstore(store(x, ROWS), ROWS), x) and np.array_equal(unstore(store(x, FLAT), FLAT), x)
+    assert store(x, ROWS).shape == (6, 3)
+    assert store(x, FLAT).shape == (16,)
+    assert np.array_equal(unstore(store(x, ROWS), ROWS), x)
+    assert np.array_equal(unstore(store(x, FLAT), FLAT), x)
 
 
 def test_the_update_is_computed_in_the_stored_shape_from_the_gradient_on():
     graph = graph_of(ROWS, [0])  # the momentum alone, as under ZeRO 1
     inputs, outputs = ([graph.values[v].shape for v in vs] for vs in (graph.block.inputs, graph.block.outputs))
-    assert inputs == [(6, 3), (5, 3), (8, 5)] and outputs == [(6, 3), (5, 3)]
+    assert inputs == [(6, 3), (5, 3), (8, 5)]
+    assert outputs == [(6, 3), (5, 3)]
     assert shapes(graph, Role.BACKWARD, "pad") == [(6, 3)]  # the gradient, once, where it is made
     assert set(shapes(graph, Role.UPDATE, "mul")) == {(6, 3)}
     # A maximum reads what the code has: the padding may hold anything.
@@ -57,14 +60,16 @@ def test_a_sum_of_all_elements_leaves_the_padding_out():
     graph = graph_of(ROWS, [0])
     (norm,) = (op for op in graph.ops() if op.primitive == "reduce_sum" and op.role is Role.UPDATE)
     maker = {v: op for op in graph.ops() for v in op.outputs}
-    assert maker[norm.inputs[0]].primitive == "select_n" and graph.values[norm.inputs[0]].shape == (6, 3)
+    assert maker[norm.inputs[0]].primitive == "select_n"
+    assert graph.values[norm.inputs[0]].shape == (6, 3)
 
 
 def test_each_pass_cuts_a_parameter_anew():
     graph = graph_of(FLAT, [0, 1])  # all state, as under ZeRO 3
     stored = graph.block.inputs[1]
     cuts = [op.role for op in graph.ops() if op.primitive == "slice" and stored in op.inputs]
-    assert cuts.count(Role.FORWARD) == 1 and len(cuts) == len(set(cuts))
+    assert cuts.count(Role.FORWARD) == 1
+    assert len(cuts) == len(set(cuts))
 
 
 def test_a_plan_for_one_padding_is_none_for_another():
