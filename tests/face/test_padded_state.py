@@ -1,5 +1,9 @@
 """ZeRO where the devices divide no dimension of the state: each device has its share, and results are those of jit."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +14,7 @@ import autopar
 from autopar import recipes
 from autopar.checkpoint import Checkpointer
 from tests.face.uneven_model import batch_of, device_share, init, loss, step
+from tests.small_steps import ROOT, TIMEOUT_S
 
 COPY = lambda tree: jax.tree.map(lambda x: x.copy(), tree)
 
@@ -110,3 +115,30 @@ def test_an_optimizer_that_takes_means_over_rows_sees_no_padding():
     state, _ = parallel(recipes.zero(3), factored)(start(), batch_of(0))
     assert isinstance(state["params"]["table"], autopar.PaddedArray)
     assert_equal(state, jax.jit(factored)(start(), batch_of(0))[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["zero(1)", "zero(3)"])
+def test_each_of_48_devices_has_a_48th(recipe):
+    program = f"""
+import jax, numpy as np
+import autopar
+from autopar import recipes
+from tests.face.uneven_model import batch_of, device_share, init, step
+state, (expected, _) = init(), jax.jit(step)(init(), batch_of(0))
+parallel_step = autopar.parallelize(step, plan=recipes.{recipe}, cache_dir=None, show_progress=False)
+state, _ = parallel_step(state, batch_of(0))
+shared = state if "3" in "{recipe}" else state["opt"]
+assert device_share(shared) <= 1.03 / 48, device_share(shared) * 48
+jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6), state, expected)
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=48", "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | flags,
+        cwd=ROOT,
+        timeout=TIMEOUT_S,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
