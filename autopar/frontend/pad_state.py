@@ -125,9 +125,8 @@ class _Writer:
                         for v in own:
                             form.setdefault(v, found)
                 elif self._adds_gradients(op) and op.outputs[0] in form:
-                    for v in op.inputs:
-                        if isinstance(v, int):
-                            form.setdefault(v, form[op.outputs[0]])
+                    for summand in read_by(op):
+                        form.setdefault(summand, form[op.outputs[0]])
         return form
 
     def _has_shape_of(self, value: int, op: Op) -> bool:
