@@ -148,9 +148,8 @@ class Step:
 
     def _needs_other_program(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
         """Whether arguments differ from those of the executable: in shapes, in layouts, or as deleted arrays."""
-        if self._compiled.get(self._arguments.key(args)) is not compiled:
-            return True
-        return not all(map(has_sharding, leaves, compiled.leaf_shardings))
+        is_other = self._compiled.get(self._arguments.key(args)) is not compiled
+        return is_other or not all(map(has_sharding, leaves, compiled.leaf_shardings))
 
     # Before calls
 
@@ -218,6 +217,10 @@ class Step:
         """
         return init_state(function, args, self.state_places)
 
+    def state_shardings(self, leaves: Sequence[Any]) -> list[NamedSharding]:
+        """The shardings that `init` gives to the leaves of a state, of what is stored of them."""
+        return [sharding for sharding, _ in self.state_places(leaves)]
+
     def state_places(self, leaves: Sequence[Any]) -> list[Place]:
         """The shardings that `init` gives to the leaves of a state, by a plan if there is one; forms if padded."""
         return state_places(leaves, self._plans, self._options)
@@ -263,8 +266,7 @@ class Step:
 
     def plain_leaves(self, *args: Any) -> list[Any]:
         """The leaves of the arguments that are not static, on one device."""
-        dynamic = self._arguments.dynamic(self._signature.places(args, {}))
-        return jax.tree.leaves(on_one_device(tuple(dynamic)))
+        return jax.tree.leaves(on_one_device(tuple(self._arguments.dynamic(self._signature.places(args, {})))))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The step of an instance, where the function is a method: `self` is bound, static, and not counted by argnums.
@@ -297,8 +299,7 @@ class Step:
         with turn:
             key = self._arguments.key(args)
             if key not in self._compiled:
-                traced, plan = self._planned(args)
-                self._compiled[key] = self._build(traced, plan).ready()
+                self._compiled[key] = self._build(*self._planned(args)).ready()
             return self._compiled[key]
 
     def _build(self, traced: TracedStep, plan: Plan) -> CompiledStep:
@@ -358,12 +359,11 @@ def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:
 def check_is_step(where: str, step: object) -> None:
     """Raises: InvalidArgumentError for a value that `parallelize` did not return."""
     if not isinstance(step, Step):
-        name = where.rpartition(".")[2]
         raise InvalidArgumentError(
             where=where,
             expected="a step made by autopar.parallelize",
             got=type(step).__name__,
-            hint=f"decorate the function first: {name}(autopar.parallelize(fun), ...)",
+            hint=f"decorate the function first: {where.rpartition('.')[2]}(autopar.parallelize(fun), ...)",
         )
 
 

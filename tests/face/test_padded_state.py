@@ -142,3 +142,26 @@ jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5
         text=True,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_a_free_search_pads_only_where_nothing_else_fits():
+    def normalized(state, batch):  # mixes the examples, so that no pipeline is there to take
+        def loss(weights):
+            hidden = batch @ weights["up"]
+            return jnp.mean((jnp.tanh(hidden - hidden.mean(0)) @ weights["down"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state["weights"])
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], gradients)
+        weights = jax.tree.map(lambda w, m: w - 0.1 * m, state["weights"], momentum)
+        return {"weights": weights, "momentum": momentum}, value
+
+    weights = {"up": jax.ShapeDtypeStruct((401, 299), "float32"), "down": jax.ShapeDtypeStruct((299, 401), "float32")}
+    args = {"weights": weights, "momentum": weights}, jax.ShapeDtypeStruct((8, 401), "float32")
+    padded_bytes = max(parallel(recipes.zero(3), normalized).plan(*args).predicted.peak_bytes)
+    free, bound = (
+        parallel(None, normalized, memory_limit_bytes=limit).plan(*args) for limit in (None, int(1.01 * padded_bytes))
+    )
+    assert max(free.predicted.peak_bytes) > 1.01 * padded_bytes
+    assert not free.record.padded
+    assert len(bound.record.padded) == 4
+    assert max(bound.predicted.peak_bytes) <= 1.01 * padded_bytes
