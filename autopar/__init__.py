@@ -10,6 +10,7 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.api import parallelize, plan
     from autopar.constraining import constrain
     from autopar.executables.compiled_spmd import Compiled
+    from autopar.executables.padded_arrays import PaddedArray, unpadded
     from autopar.fitting import Fitting, fit
     from autopar.hardware.cluster import Cluster
     from autopar.initialization import initialize
@@ -27,6 +28,7 @@ __all__ = [
     "Compiled",
     "Fitting",
     "Monitor",
+    "PaddedArray",
     "Plan",
     "Step",
     "Timed",
@@ -46,6 +48,7 @@ __all__ = [
     "precision",
     "recipes",
     "tune",
+    "unpadded",
     "verify",
 ]
 

@@ -19,7 +19,8 @@ from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.options import Attention, Effort, checked_effort
 from autopar.plan.plan import Plan
 from autopar.recipes import Recipe, plan_request
-from autopar.step import Step, followed, function_of
+from autopar.step import Step
+from autopar.step_views import followed, function_of
 
 
 def parallelize(

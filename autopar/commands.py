@@ -24,8 +24,8 @@ from autopar.kept_files import Kind, clear, kept_in
 from autopar.plan.plan import Plan
 from autopar.plan.render import differences
 from autopar.recipe_text import recipe_of
-from autopar.step import on_cluster
 from autopar.step_files import returned_by, shapes_only
+from autopar.step_views import on_cluster
 from autopar.xla import aot
 
 

@@ -20,7 +20,8 @@ from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.device_limits import fullest
 from autopar.plan.plan import Plan
-from autopar.step import Step, batch_argnums_of, on_cluster, with_whole_batch
+from autopar.step import Step
+from autopar.step_views import batch_argnums_of, on_cluster, with_whole_batch
 
 COLUMNS, BAR_COLUMNS = 100, 24
 # A batch of more examples than this is not looked for: what fits so often fits always.

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from autopar.calls import nan_check, nnx_objects
 from autopar.calls.aliasing import without_shared_memory
 from autopar.calls.batches import StepBatches
 from autopar.calls.call_arguments import CallArguments
 from autopar.calls.fast_path import FastPath
-from autopar.calls.following import FollowedStep
-from autopar.calls.init_state import init_state, state_shardings
-from autopar.calls.methods import PerInstance, keep_instance_alive, without_self
+from autopar.calls.init_state import Place, init_state, state_places
+from autopar.calls.methods import PerInstance, without_self
 from autopar.calls.placement import has_sharding, on_one_device, put_copies, put_leaves
 from autopar.calls.plan_sources import PlanSources
-from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_open
 from autopar.calls.plans import StepPlans
 from autopar.calls.signatures import Signature
-from autopar.calls.step_options import DEFAULT_ARGNUMS, StepOptions
+from autopar.calls.step_options import StepOptions
 from autopar.calls.trace_call import trace_call
 from autopar.calls.warn_once import WarnOnce
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
-from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.executables.compiled_spmd import Compiled, LoweredWhole, lower_whole
+from autopar.errors import InvalidArgumentError
+from autopar.executables.compiled_spmd import Compiled, lower_whole
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
-from autopar.executables.step_leaves import results_in_tree
-from autopar.frontend.tracing import checked_when_traced_again, name_of
-from autopar.hardware.cluster import Cluster
+from autopar.executables.padded_arrays import stored_as_they_are
+from autopar.frontend.tracing import name_of
 from autopar.ir.traced_step import TracedStep
 from autopar.monitoring.step_profile import StepProfile, profiled
 from autopar.plan.options import Effort, checked_effort
@@ -101,17 +97,18 @@ class Step:
         if tree != fast.tree:
             return self._run_slowly(args)
         with turn:
-            if not fast.accepts(leaves):
+            stored = stored_as_they_are(leaves, fast.compiled.traced.padded)
+            if stored is None or not fast.accepts(stored):
                 return self._run_slowly(args)
             try:
-                results = fast.run(leaves)
+                results = fast.run(stored)
             except (TypeError, ValueError, RuntimeError):
                 # The executable refuses new shapes, other layouts and deleted arrays: the slow path handles or names
                 # them. What it refuses for any other reason is the user's to see.
-                if not self._needs_other_program(args, leaves, fast.compiled):
+                if not self._needs_other_program(args, stored, fast.compiled):
                     raise
                 return self._run_slowly(args)
-        return results_in_tree(fast.compiled.traced, results)
+        return fast.compiled.results_of(results)
 
     def _run_slowly(self, args: tuple[Any, ...]) -> Any:
         """Runs the step on arguments of any shapes and placement; later calls like it take the fast path."""
@@ -123,13 +120,14 @@ class Step:
             self._fast = fast = FastPath(compiled, leaves)
             constants = compiled.constants if isinstance(compiled, Compiled) else [c for _, c in compiled.fixed]
             results = fast.run(without_shared_memory(put_leaves(leaves, compiled), compiled.donated, constants))
-        return results_in_tree(compiled.traced, results)
+        return compiled.results_of(results)
 
     def _compiled_for(self, args: tuple[Any, ...]) -> tuple[CompiledStep, list[Any]]:
         """The compiled step, and the leaves of the dynamic arguments. Raises: DonatedStateError, UnsupportedError."""
         dynamic = self._arguments.dynamic(args)
         self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
-        return self._compile(args), jax.tree.leaves(tuple(dynamic))
+        compiled = self._compile(args)
+        return compiled, compiled.stored(jax.tree.leaves(tuple(dynamic)))
 
     def _run_checked(self, args: tuple[Any, ...]) -> Any:
         """Runs the step and checks that its results are finite. Raises: NonFiniteError."""
@@ -141,14 +139,13 @@ class Step:
             with nan_check.switched_off():
                 in_one_process = compiled.across is None
                 results = compiled.run(put_copies(leaves, compiled) if in_one_process else put_leaves(leaves, compiled))
-            nan_check.check(compiled.traced, leaves, results)
-        return results_in_tree(compiled.traced, results)
+            nan_check.check(compiled.traced, compiled.code_leaves(leaves), compiled.code_results(results))
+        return compiled.results_of(results)
 
     def _needs_other_program(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
         """Whether arguments differ from those of the executable: in shapes, in layouts, or as deleted arrays."""
-        if self._compiled.get(self._arguments.key(args)) is not compiled:
-            return True
-        return not all(map(has_sharding, leaves, compiled.leaf_shardings))
+        is_other = self._compiled.get(self._arguments.key(args)) is not compiled
+        return is_other or not all(map(has_sharding, leaves, compiled.leaf_shardings))
 
     # Before calls
 
@@ -215,11 +212,15 @@ class Step:
         Before the step has a plan, every leaf is split as evenly as possible. The first call of the step then moves the
         state to the layouts of its plan.
         """
-        return init_state(function, args, self.state_shardings)
+        return init_state(function, args, self.state_places)
 
     def state_shardings(self, leaves: Sequence[Any]) -> list[NamedSharding]:
-        """The shardings that `init` gives to the leaves of a state: those of the plan where there is one."""
-        return state_shardings(leaves, self._plans, self._options)
+        """The shardings that `init` gives to the leaves of a state, of what is stored of them."""
+        return [sharding for sharding, _ in self.state_places(leaves)]
+
+    def state_places(self, leaves: Sequence[Any]) -> list[Place]:
+        """The shardings that `init` gives to the leaves of a state, by a plan if there is one; forms if padded."""
+        return state_places(leaves, self._plans, self._options)
 
     def put_batch(self, data: Any, /, *, batch: str | None = None) -> Any:
         """Places host data in the layouts of the plan. Without a plan, the first call places them.
@@ -262,8 +263,7 @@ class Step:
 
     def plain_leaves(self, *args: Any) -> list[Any]:
         """The leaves of the arguments that are not static, on one device."""
-        dynamic = self._arguments.dynamic(self._signature.places(args, {}))
-        return jax.tree.leaves(on_one_device(tuple(dynamic)))
+        return jax.tree.leaves(on_one_device(tuple(self._arguments.dynamic(self._signature.places(args, {})))))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The step of an instance, where the function is a method: `self` is bound, static, and not counted by argnums.
@@ -296,8 +296,7 @@ class Step:
         with turn:
             key = self._arguments.key(args)
             if key not in self._compiled:
-                traced, plan = self._planned(args)
-                self._compiled[key] = self._build(traced, plan).ready()
+                self._compiled[key] = self._build(*self._planned(args)).ready()
             return self._compiled[key]
 
     def _build(self, traced: TracedStep, plan: Plan) -> CompiledStep:
@@ -315,87 +314,3 @@ class BoundStep(Step):
     def __init__(self, step: Step, instance: Any) -> None:
         self.__dict__ = step.__dict__
         self._instance = instance
-
-
-def lower_on(step: Step, mesh: Mesh, *args: Any) -> LoweredWhole:
-    """Lowers a step for the devices of a mesh, which may be absent; then the compiled result cannot run."""
-    traced, plan = step._planned(args)
-    if plan.record.pipeline is not None:
-        raise UnsupportedError(
-            where=step.__name__,
-            expected="a plan without stages",
-            got=f"{len(plan.record.pipeline.stages)} stages",
-            hint="compile for other hardware under a plan of one stage and one micro-batch",
-        )
-    return lower_whole(traced, plan, mesh, step._sources.rules())
-
-
-def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:
-    """The inputs of the search for a step's plan for these arguments, which have to be arrays.
-
-    Raises: InvalidArgumentError where the step has a plan, a recipe or another step's layout already, or gets shapes;
-    DonatedStateError, UnsupportedError.
-    """
-    args = nnx_objects.split(args)
-    check_leaves_plan_open(step.__name__, step._options)
-    dynamic, names = step._arguments.dynamic(args), step._arguments.dynamic_names(len(args))
-    step._arguments.check_arrays(dynamic, names)
-    step._arguments.check_usable(dynamic, names)
-    traced, trees = step._traced(args)
-    traced = checked_when_traced_again(traced, step._warn)
-    traced.is_pure()  # what is measured is not compiled by the step
-    cluster, request = step._sources.request(traced)
-    return PlanningProblem(
-        traced=traced,
-        trees=trees,
-        cluster=cluster,
-        request=request,
-        rules=step._sources.rules(),
-        arguments=tuple(dynamic),
-        show_progress=step._options.show_progress,
-    )
-
-
-def check_is_step(where: str, step: object) -> None:
-    """Raises: InvalidArgumentError for a value that `parallelize` did not return."""
-    if not isinstance(step, Step):
-        name = where.rpartition(".")[2]
-        raise InvalidArgumentError(
-            where=where,
-            expected="a step made by autopar.parallelize",
-            got=type(step).__name__,
-            hint=f"decorate the function first: {name}(autopar.parallelize(fun), ...)",
-        )
-
-
-def save_rules(step: Step) -> None:
-    """Saves the sharding rules of a step's operations to disk."""
-    step._sources.save_rules()
-
-
-def followed(step: Step) -> FollowedStep:
-    """The view of a step for steps that follow it."""
-    return FollowedStep(step.__name__, step._plans.latest)
-
-
-def on_cluster(step: Step, cluster: Cluster) -> Step:
-    """The same step, planned for a cluster."""
-    return Step(function_of(step), dataclasses.replace(step._options, cluster=cluster))
-
-
-def with_whole_batch(step: Step) -> Step:
-    """The same step without its plans, its batch in one micro-batch unless its options name stages or micro-batches."""
-    request = step._options.request
-    if not request.names_pipeline:
-        request = dataclasses.replace(request, num_microbatches=1)
-    return Step(function_of(step), dataclasses.replace(step._options, request=request))
-
-
-def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
-    """The numbers of the arguments that hold examples."""
-    return tuple(nnx_objects.batch_argnums(args, step._options.batch_argnums, DEFAULT_ARGNUMS["batch_argnums"]))
-
-
-def function_of(step: Step) -> Callable[..., Any]:
-    """The function that a step was made of."""
-    return keep_instance_alive(step._function, step._instance) if isinstance(step, BoundStep) else step._function

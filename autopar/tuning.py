@@ -26,13 +26,15 @@ from autopar.common.units import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_step import CompiledStep, build
+from autopar.executables.padded_arrays import stored_leaves
 from autopar.plan.device_limits import fullest
 from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.plan.schema import MeasuredRecord
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.runtime.execution.dispatch import drain
-from autopar.step import Step, check_is_step, planning_problem_of, save_rules
+from autopar.step import Step
+from autopar.step_views import check_is_step, planning_problem_of, save_rules
 
 # Recipes that are timed beside the search's plans, by the names that they have in the table.
 BESIDE = (("data_parallel()", data_parallel()), *((f"zero({stage})", zero(stage)) for stage in (1, 2, 3)))
@@ -332,7 +334,8 @@ def _turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
 
     def turn() -> list[float]:
         program = compiled.ready()
-        state = jax.block_until_ready(put_copies(leaves, program))
+        stored = stored_leaves(leaves, program.traced.padded, program.leaf_shardings)
+        state = jax.block_until_ready(put_copies(stored, program))
         took = []
         for _ in range(1 + STEPS_IN_A_ROW):
             begun = time.perf_counter()

@@ -29,7 +29,8 @@ from autopar.plan.plan import Plan
 from autopar.plan.schema import MeasuredRecord, Predicted
 from autopar.runtime.simulation.simulator import simulate
 from autopar.sharding.rules import RuleBook
-from autopar.step import Step, check_is_step, lower_on
+from autopar.step import Step
+from autopar.step_views import check_is_step, lower_on
 from autopar.xla import aot, collectives
 
 

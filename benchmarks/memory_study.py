@@ -40,7 +40,7 @@ _UNFUSED = frozenset(
         "triangular_solve", "lu", "qr", "eigh", "svd", "reduce_window", "reduce_window_sum",
         "reduce_window_max", "reduce_window_min", "select_and_scatter_add", "select_and_gather_add",
         "random_bits", "threefry2x32", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or",
-        "reduce_prod", "reduce_xor", "argmax", "argmin", "concatenate", "pad", "dynamic_update_slice", "while",
+        "reduce_prod", "reduce_xor", "argmax", "argmin", "concatenate", "dynamic_update_slice", "while",
         "scan", "cond", "pure_callback", "custom_call", "random_seed", "random_wrap", "random_unwrap",
         "random_fold_in",
     }

@@ -113,6 +113,15 @@ THRESHOLDS = [
     ),
     *_of("passes.fold_step", ("THIN_LAYER_OPS", "operations of a layer whose run ends are decided apart", "chain: 9")),
     *_of(
+        "sharding.padding",
+        (
+            "DIMENSION_WASTE",
+            "share that padding a dimension may add before elements are stored in a row",
+            "a sixth of 3 %",
+        ),
+        ("WHOLE_SHARE", "share of a device's state that arrays which stay whole may add", "a sixth of 3 %"),
+    ),
+    *_of(
         "intra_op.masks",
         (
             "COMPUTED_WHOLE",

@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.common import jax_compat
 from autopar.executables.compiled_step import CompiledStep
+from autopar.executables.padded_arrays import PaddedArray
 from autopar.ir.jax_sharding import HOST_MEMORY
 
 
@@ -36,7 +37,7 @@ def copy_of(args: Sequence[Any]) -> list[Any]:
 @jax_compat.no_mesh_set()
 def copied(leaf: Any) -> Any:
     """A copy of the leaf. A leaf that is neither an array nor a number may wrap an array (`__jax_array__`)."""
-    if isinstance(leaf, (jax.Array, np.ndarray)):
+    if isinstance(leaf, (jax.Array, np.ndarray, PaddedArray)):
         return leaf.copy()
     return jnp.array(leaf) if hasattr(leaf, "__jax_array__") else leaf
 
@@ -58,13 +59,18 @@ def put_leaves(leaves: Sequence[Any], compiled: CompiledStep) -> list[Any]:
     return out
 
 
-def is_distributed(array: jax.Array) -> bool:
+_ARRAYS = (jax.Array, PaddedArray)
+
+
+def is_distributed(array: jax.Array | PaddedArray) -> bool:
     """Whether an array lies on several devices or in the memory of the host."""
     return len(array.devices()) > 1 or array.sharding.memory_kind == HOST_MEMORY
 
 
 def on_default_device(array: Any) -> Any:
     """An array on one device, uncommitted, so that shardings in the code that reads it still apply."""
+    if isinstance(array, PaddedArray):
+        array = array.unpadded()
     if not isinstance(array, jax.Array):
         return array
     if not array.is_fully_addressable:
@@ -76,13 +82,13 @@ def on_default_device(array: Any) -> Any:
 
 def on_one_device(args: Sequence[Any]) -> tuple[Any, ...]:
     """The arguments with their arrays on the default device, where any is distributed; static ones unchanged."""
-    if not any(isinstance(x, jax.Array) and is_distributed(x) for x in jax.tree.leaves(tuple(args))):
+    if not any(isinstance(x, _ARRAYS) and is_distributed(x) for x in jax.tree.leaves(tuple(args))):
         return tuple(args)
     return tuple(_moved(arg) for arg in args)
 
 
 def _moved(arg: Any) -> Any:
     leaves, tree = jax.tree.flatten(arg)
-    if not any(isinstance(x, jax.Array) for x in leaves):
+    if not any(isinstance(x, _ARRAYS) for x in leaves):
         return arg
-    return jax.tree.unflatten(tree, [on_default_device(x) if isinstance(x, jax.Array) else x for x in leaves])
+    return jax.tree.unflatten(tree, [on_default_device(x) if isinstance(x, _ARRAYS) else x for x in leaves])

@@ -19,6 +19,7 @@ from autopar.checkpoint.leaves import NamedLeaf
 from autopar.checkpoint.manifest import LeafRecord
 from autopar.common import jax_compat
 from autopar.errors import DonatedStateError, UnsupportedError
+from autopar.executables.padded_arrays import PaddedArray
 from autopar.runtime.execution.global_arrays import aval_of, from_whole, is_whole
 
 _BITS = "uint8"
@@ -31,7 +32,7 @@ def record_of(leaf: NamedLeaf) -> LeafRecord:
     taken over.
     """
     value = leaf.value
-    if isinstance(value, jax.Array) and value.is_deleted():
+    if isinstance(value, jax.Array | PaddedArray) and value.is_deleted():
         raise DonatedStateError(
             where=f"save, {leaf.path or leaf.name}",
             expected="the state that the last step returned",
@@ -46,11 +47,11 @@ def record_of(leaf: NamedLeaf) -> LeafRecord:
         return LeafRecord(
             name=leaf.name, kind="key", shape=value.shape, dtype=implementation, stored_dtype=np.dtype(raw).name
         )
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
+    if isinstance(value, jax.Array | np.ndarray | np.generic | PaddedArray):
         dtype = np.dtype(value.dtype)
         stored = _stored_dtype(dtype)
         if stored is not None:
-            is_numpy = not isinstance(value, jax.Array)
+            is_numpy = isinstance(value, np.ndarray | np.generic)
             return LeafRecord(
                 name=leaf.name,
                 kind="array",
@@ -69,6 +70,8 @@ def record_of(leaf: NamedLeaf) -> LeafRecord:
 
 def stored_array(value: Any, record: LeafRecord) -> Any:
     """The array that is written for a leaf: global in a program of several processes."""
+    if isinstance(value, PaddedArray) and jax.process_count() > 1:
+        value = value.unpadded()
     if not isinstance(value, jax.Array):
         array = np.asarray(value)
         array = array.astype(array.dtype.newbyteorder("="), copy=False)  # the numbers, in this machine's order of bytes

@@ -17,6 +17,7 @@ from autopar.compiler.check_decisions import (
     check_transfers,
     check_values,
 )
+from autopar.compiler.padding import stored_as_planned
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import PlanMismatchError
@@ -56,8 +57,8 @@ class ShardedFunction:
 
 
 def with_options_of(plan: Plan, traced: TracedStep) -> TracedStep:
-    """The traced step as the plan has it: its attention, and its modules that are taken per micro-batch."""
-    record = plan.record
+    """The traced step as the plan has it: its attention, its modules that are taken per micro-batch, its padding."""
+    record, traced = plan.record, stored_as_planned(traced, plan)
     return dataclasses.replace(
         traced, blockwise_attention=record.blockwise_attention, per_microbatch=record.per_microbatch
     )
@@ -157,6 +158,7 @@ def recorded_stages(
 
 def check_plan(plan: Plan, traced: TracedStep) -> None:
     """Raises: PlanMismatchError when a plan was not made for this step."""
+    traced = stored_as_planned(traced, plan)
     if plan.record.fingerprint == traced.fingerprint:
         return
     traced_shapes = {p: f"{a.dtype}{list(a.shape)}" for p, a in zip(traced.in_paths, traced.in_avals, strict=True)}

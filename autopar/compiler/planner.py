@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from autopar.attention.match import check_blockwise
@@ -11,13 +12,14 @@ from autopar.common.progress import Progress
 from autopar.compiler.advice import advice_note, with_pins_of_code
 from autopar.compiler.comparison import choose, near, notes, rejections
 from autopar.compiler.no_plan import no_plan_error
+from autopar.compiler.padding import stored_step
 from autopar.compiler.pin_costs import price_of_pins
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
 from autopar.cost.least_time import least_time_s
 from autopar.cost.roofline import flops_of
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.frontend.build_graph import build_graph
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
@@ -29,6 +31,8 @@ from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
+from autopar.sharding.constraints import Binding
+from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.state_groups import in_groups, note_on_groups
 
@@ -67,17 +71,44 @@ def make_plans(
     check_request(request, cluster)
     platform = cluster.device.platform
     check_options(options_of(request.compiler_options, platform), platform)
+    with progress.pass_("padding"):
+        traced = stored_step(traced, cluster, request, rules)
     context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance))
     context = ask_sources(context)
     chosen = choose(context)
     if chosen is None:
-        raise no_plan_error(context, trees)
+        padded = _padded_plan(traced, trees, cluster, request, rules, progress)
+        if padded is None:
+            raise no_plan_error(context, trees)
+        return (padded,)
     told = [*_notes(context), *advice_note(context, chosen), *note_on_groups(request.binding, context.request.binding)]
     plan = plan_of(context, chosen, trees, told, rejections(context, chosen))
     if chosen.pins is not None and context.request.pins is not None:
         plan = _with_pins(plan, context, chosen)
     others = near(chosen, _all_candidates(context), context.limit_bytes, context.keep_tolerance)
     return (plan, *(plan_of(context, other, trees, _notes(context)) for other in others))
+
+
+def _padded_plan(
+    traced: TracedStep, trees: Trees, cluster: Cluster, request: PlanRequest, rules: RuleBook, progress: Progress
+) -> Plan | None:
+    """The faster plan of ZeRO in one program, with state stored padded, where nothing fits without; None where the
+    devices divide the state, or that does not fit either.
+
+    Only then, since the arrays that come back are no `jax.Array`: a search that may choose does without.
+    """
+    if traced.padded or not request.leaves_layouts_free or request.names_pipeline:
+        return None
+    plans = []
+    for stage in (1, 3):
+        bound = dataclasses.replace(request, binding=Binding(axes=(data_axis(stage),), sizes=(None,)))
+        stored = stored_step(traced, cluster, bound, rules)
+        if stored.padded:
+            with contextlib.suppress(MemoryLimitError):
+                plans.append(make_plan(stored, trees, cluster, bound, rules, progress))
+    best = min(plans, key=lambda plan: plan.predicted.step_time_s, default=None)
+    note = "nothing was found that fits without padding arrays of the state that the devices do not divide"
+    return None if best is None else best.with_note(note)
 
 
 def planning_context(

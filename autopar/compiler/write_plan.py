@@ -9,6 +9,7 @@ from autopar.attention.match import attention_left
 from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
 from autopar.compiler.island_notes import island_notes
 from autopar.compiler.memory_breakdown import memory_of_program
+from autopar.compiler.padding import padding_notes
 from autopar.compiler.recipe_notes import bound_stages, bound_step, recipe_notes
 from autopar.compiler.write_record import (
     module_rows,
@@ -162,6 +163,7 @@ def _notes_of(context: PlanningContext, largest_axis: int) -> tuple[str, ...]:
             "their memory is not reused"
         )
     notes += [unlike] if unlike else []
+    notes += padding_notes(traced)
     return (*notes, *(attention_left(graph) if traced.blockwise_attention else ()))
 
 

@@ -23,7 +23,8 @@ def planned_values(
     places = [(0, place) for place in lowered.entries()]
     result_places = [(0, place) if place is not None else None for place in lowered.outputs]
     num_constants = len(lowered.inputs) - len(traced.in_avals)
-    return _arguments(graph, num_constants, places), _results(traced, result_places)
+    arguments = _arguments(graph, num_constants, places)
+    return _with_code_shapes(traced, arguments, _results(traced, result_places))
 
 
 def staged_values(
@@ -52,7 +53,21 @@ def staged_values(
         if leaf not in read:
             where = {name: getattr(at, name) for name in ("layout", "stage", "stages", "in_host")}
             leaves[leaf] = dataclasses.replace(leaves[leaf], **where)
-    return [*arguments[:first_constant], *leaves], leaves_of_pieces(results, step.results, traced.out_paths)
+    whole_results = leaves_of_pieces(results, step.results, traced.out_paths)
+    return _with_code_shapes(traced, [*arguments[:first_constant], *leaves], whole_results)
+
+
+def _with_code_shapes(
+    traced: TracedStep, arguments: list[PlannedValue], results: list[PlannedValue]
+) -> tuple[list[PlannedValue], list[PlannedValue]]:
+    """The arguments, constants first, and results with the shapes of the code, where they are stored padded."""
+    first = len(arguments) - len(traced.in_avals)
+    for at in traced.padded:
+        arguments[first + at.leaf] = dataclasses.replace(arguments[first + at.leaf], code_shape=at.shape)
+        if at.leaf in traced.tied:
+            tied = traced.tied[at.leaf]
+            results[tied] = dataclasses.replace(results[tied], code_shape=at.shape)
+    return arguments, results
 
 
 _Placed = tuple[int, Place]  # stage and place; None for what is the same everywhere

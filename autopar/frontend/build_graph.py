@@ -14,6 +14,7 @@ from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
+from autopar.frontend.pad_state import pad_state
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
 from autopar.ir.rewrite import remove_dead
 from autopar.ir.traced_step import TracedStep, WrittenLayout
@@ -41,19 +42,21 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     outputs = builder.inline(traced.jaxpr, inputs, "", 1.0, ops)
     # Constants of inner jaxprs are found on the way; they go with the outer ones, in front of the arguments.
     inputs = [*inputs[:num_top], *builder.inner_constants, *inputs[num_top:]]
-    block = remove_dead(Block(inputs=tuple(inputs), outputs=tuple(outputs), ops=tuple(ops)))
-    rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION and op.rule is None)
-    block = _with_rules(block, rules)
     offset = len(inputs) - len(traced.in_avals)
     graph = OpGraph(
         values=tuple(builder.values),
-        block=block,
+        block=remove_dead(Block(inputs=tuple(inputs), outputs=tuple(outputs), ops=tuple(ops))),
         constants=tuple(builder.constants),
         tied=tuple((offset + i, o) for i, o in sorted(traced.tied.items())),
         donated=frozenset(offset + i for i in traced.donated),
         batch=frozenset(offset + i for i in traced.batch),
         written=tuple(builder.written),
     )
+    if traced.padded:
+        forms = {offset + leaf.leaf: leaf.form for leaf in traced.padded}
+        graph = pad_state(graph, forms, pads_summands=traced.pads_summands)
+    rules.learn((op.key, op.eqn) for op in walk(graph.block) if op.kind is OpKind.EQUATION and op.rule is None)
+    graph = dataclasses.replace(graph, block=_with_rules(graph.block, rules))
     return blockwise(graph) if traced.blockwise_attention else mark_score_kernels(graph)
 
 

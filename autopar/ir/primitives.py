@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.common import jax_compat
+
 # Linear in each set of operands jointly, the other operands held fixed.
 _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
     **dict.fromkeys(("add", "add_any", "sub"), (frozenset({0, 1}),)),
@@ -54,6 +56,8 @@ def linear_operands(primitive: str, eqn: Any) -> tuple[frozenset[int], ...]:
         return (frozenset({0}),) if eqn.params["y"] == 1 else ()
     if primitive == "gather" and not _fills_linearly(eqn):
         return ()
+    if primitive == "pad" and _pads_with_zeros(eqn):
+        return (frozenset({0}), frozenset({0, 1}))
     if primitive == "div" and not is_summing_type(eqn):  # rounds
         return ()
     if primitive in ("dot_general", "conv_general_dilated") and not _multiplies_as_it_sums(eqn):
@@ -91,6 +95,11 @@ def _fills_linearly(eqn: Any) -> bool:
         return True
     fill = eqn.params["fill_value"]
     return is_summing_type(eqn) if fill is None else bool(fill == 0 or fill != fill)
+
+
+def _pads_with_zeros(eqn: Any) -> bool:
+    padding = eqn.invars[1]
+    return isinstance(padding, jax_compat.Literal) and bool(np.all(np.asarray(padding.val) == 0))
 
 
 def window_dims(eqn: Any) -> tuple[tuple[int, int], ...]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from autopar.ir.padded import PaddedLeaf
+
 
 class ShardingsInCode(enum.StrEnum):
     """What layouts that the step's code names are to a plan."""
@@ -50,7 +52,10 @@ class TracedStep:
     (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of leaves that the function replaced in the
     containers it was given. `placements` are what was removed from the code, `written` the layouts among them, by the
     variable of the jaxpr that each is written of. `callbacks` are called when the step has run, with its last results
-    (`autopar.frontend.callback_results`).
+    (`autopar.frontend.callback_results`). `padded` are leaves that are stored padded: `in_avals` and `out_avals` have
+    their stored shapes, the jaxpr those of the code. `fingerprint` covers them; that of the jaxpr alone is then
+    `code_fingerprint`. `pads_summands`: of a gradient that is a sum (tied embeddings), each summand is padded for
+    itself.
     """
 
     name: str
@@ -75,6 +80,9 @@ class TracedStep:
     written: tuple[tuple[Any, WrittenLayout], ...] = ()
     changed_in_place: tuple[str, ...] = ()
     callbacks: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+    padded: tuple[PaddedLeaf, ...] = ()
+    code_fingerprint: str = ""
+    pads_summands: bool = False
 
     @property
     def layouts_in_code(self) -> tuple[WrittenLayout, ...]:

@@ -5,7 +5,8 @@ Computed before the first micro-batch, they would occupy memory through the whol
 they are added to.
 
 Half-precision copies of parameters take one pass over memory and occupy memory through the whole step as well. Where
-memory is short, they too may be computed again.
+memory is short, they too may be computed again. Parameters that are cut out of what is stored padded always are: only
+devices that gather them for one micro-batch at a time need to store them so.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ _CHEAP = frozenset({
     "clamp",
 })  # fmt: skip
 
+_CUTTING = frozenset({"slice", "reshape"})  # see autopar.frontend.pad_state.unstore
+
 WORTH_MAKING = 0.05  # of the state: copies that take less are no reason to plan once more
 
 
 def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
     """The graph with cheap operations on constants, or also on the state, in the sections that read them."""
-    cheap = _cheap(graph, _state(graph) if of_state else frozenset())
+    cheap = _cheap(graph, _state(graph) if of_state else frozenset()) | _cut_of_padded(graph)
     if not cheap:
         return graph
     fresh = Fresh(graph)
@@ -40,7 +43,7 @@ def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
         if op.section.repeats:
             known = names.setdefault(op.section, {})
             for value in read_by(op):
-                _make(value, op.section, cheap, known, fresh, rows)
+                _make(value, op.section, cheap, known, fresh, rows, graph.num_microbatches)
             op = reading(op, known)
         rows.append(op)
     return renumbered(
@@ -75,8 +78,25 @@ def _cheap(graph: OpGraph, given: frozenset[int]) -> dict[int, Op]:
     return cheap
 
 
+def _cut_of_padded(graph: OpGraph) -> dict[int, Op]:
+    """The operations before the loop that cut state out of what is stored padded."""
+    stored = {graph.block.inputs[position] for position in graph.padded}
+    found: dict[int, Op] = {}
+    for op in graph.block.ops:
+        cuts = op.section is Section.BEFORE and op.primitive in _CUTTING
+        if cuts and all(isinstance(a, int) and (a in stored or a in found) for a in op.inputs):
+            found.update(dict.fromkeys(op.outputs, op))
+    return found
+
+
 def _make(
-    value: int, section: Section, cheap: Mapping[int, Op], known: dict[int, int], fresh: Fresh, rows: list[Op]
+    value: int,
+    section: Section,
+    cheap: Mapping[int, Op],
+    known: dict[int, int],
+    fresh: Fresh,
+    rows: list[Op],
+    num_microbatches: int,
 ) -> None:
     """Adds the operation of a cheap value to a section, with those of its operands."""
     waiting = [value]
@@ -88,7 +108,8 @@ def _make(
             continue
         waiting.pop()
         if op is not None:
-            rows.append(replaced(clone(op, known, fresh), section=section))
+            made = clone(op, known, fresh)
+            rows.append(replaced(made, section=section, count=made.count * num_microbatches))
 
 
 def _without_unread(rows: list[Op], outputs: tuple[Atom, ...], cheap: Mapping[int, Op]) -> tuple[Op, ...]:

@@ -8,6 +8,7 @@ import enum
 from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
+from autopar.ir.padded import PaddedForm
 from autopar.lowering.decisions import SolverReport
 
 FORMAT_VERSION = 7
@@ -24,7 +25,8 @@ class PlannedValue:
 
     `layout` is on the mesh of `stage`, the first stage of a value that several stages read. With `stages`, each of them
     holds an equal slice along dimension 0, in this order, and the layout is that of a slice. `in_host`: the value is in
-    the memory of the host before and after the step.
+    the memory of the host before and after the step. `code_shape`: that of the step's code, of a value that is stored
+    padded (`autopar.ir.padded`) in `shape`; None of others.
     """
 
     path: str
@@ -36,6 +38,11 @@ class PlannedValue:
     stage: int = 0
     stages: tuple[int, ...] = ()
     in_host: bool = False
+    code_shape: tuple[int, ...] | None = None
+
+    @property
+    def form(self) -> PaddedForm | None:
+        return None if self.code_shape is None else PaddedForm(self.code_shape, self.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,3 +365,9 @@ class PlanRecord:
     least_step_time_s: float | None = None
     measured: tuple[MeasuredRecord, ...] = ()
     compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
+
+    @property
+    def padded(self) -> dict[int, PaddedForm]:
+        """The leaves of the arguments that are stored padded, by number, and their forms."""
+        leaves = (v for v in self.arguments if v.kind != "constant")
+        return {i: v.form for i, v in enumerate(leaves) if v.form is not None}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from autopar.ir.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind
+from autopar.ir.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind, Role
 from autopar.ir.primitives import is_summing_type, linear_operands, sums_locally
 
 _ADDING = frozenset({"add", "add_any", "sub"})
@@ -19,6 +19,7 @@ _ADDING = frozenset({"add", "add_any", "sub"})
 # each device works on a full-size summand, which costs more than reducing first.
 _CARRYING = _ADDING | {
     "neg", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "mul", "div", "slice",
+    "pad",
 }  # fmt: skip
 
 
@@ -123,8 +124,19 @@ def _forward(
         of_each = [origins.get(a, frozenset()) for i in sorted(members) if isinstance(a := op.inputs[i], int)]
         origins[result] = frozenset().union(*of_each)
         carriers[result] = (op, members)
-        if op.primitive in _ADDING and all(of_each) and of_each[0].isdisjoint(of_each[1]):
+        adds = op.primitive in _ADDING and all(of_each) and of_each[0].isdisjoint(of_each[1])
+        if adds or (op.primitive == "pad" and _is_last_of_gradient(op, readers)):
             wanted.append(result)
+
+
+def _is_last_of_gradient(op: Op, readers: dict[int, list[Op | None]]) -> bool:
+    """Whether only the update, or a sum over micro-batches, reads what a padding makes of a gradient: then it divides
+    among devices that the gradient does not, and is reduced to their parts.
+    """
+    reads = readers.get(op.outputs[0], [])
+    return op.role is Role.BACKWARD and all(
+        r is not None and (r.role is Role.UPDATE or r.kind is OpKind.ACCUMULATE) for r in reads
+    )
 
 
 def _summands(op: Op) -> list[int]:

@@ -1,0 +1,103 @@
+"""What the other modules of the public API ask of a step: its inputs, its plans, the same step under other options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from autopar.calls import nnx_objects
+from autopar.calls.following import FollowedStep
+from autopar.calls.methods import keep_instance_alive
+from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_open
+from autopar.calls.step_options import DEFAULT_ARGNUMS
+from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.executables.compiled_spmd import LoweredWhole, lower_whole
+from autopar.frontend.tracing import checked_when_traced_again
+from autopar.hardware.cluster import Cluster
+from autopar.step import BoundStep, Step
+
+
+def lower_on(step: Step, mesh: Mesh, *args: Any) -> LoweredWhole:
+    """Lowers a step for the devices of a mesh, which may be absent; then the compiled result cannot run."""
+    traced, plan = step._planned(args)
+    if plan.record.pipeline is not None:
+        raise UnsupportedError(
+            where=step.__name__,
+            expected="a plan without stages",
+            got=f"{len(plan.record.pipeline.stages)} stages",
+            hint="compile for other hardware under a plan of one stage and one micro-batch",
+        )
+    return lower_whole(traced, plan, mesh, step._sources.rules())
+
+
+def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:
+    """The inputs of the search for a step's plan for these arguments, which have to be arrays.
+
+    Raises: InvalidArgumentError where the step has a plan, a recipe or another step's layout already, or gets shapes;
+    DonatedStateError, UnsupportedError.
+    """
+    args = nnx_objects.split(args)
+    check_leaves_plan_open(step.__name__, step._options)
+    dynamic, names = step._arguments.dynamic(args), step._arguments.dynamic_names(len(args))
+    step._arguments.check_arrays(dynamic, names)
+    step._arguments.check_usable(dynamic, names)
+    traced, trees = step._traced(args)
+    traced = checked_when_traced_again(traced, step._warn)
+    traced.is_pure()  # what is measured is not compiled by the step
+    cluster, request = step._sources.request(traced)
+    return PlanningProblem(
+        traced=traced,
+        trees=trees,
+        cluster=cluster,
+        request=request,
+        rules=step._sources.rules(),
+        arguments=tuple(dynamic),
+        show_progress=step._options.show_progress,
+    )
+
+
+def check_is_step(where: str, step: object) -> None:
+    """Raises: InvalidArgumentError for a value that `parallelize` did not return."""
+    if not isinstance(step, Step):
+        raise InvalidArgumentError(
+            where=where,
+            expected="a step made by autopar.parallelize",
+            got=type(step).__name__,
+            hint=f"decorate the function first: {where.rpartition('.')[2]}(autopar.parallelize(fun), ...)",
+        )
+
+
+def save_rules(step: Step) -> None:
+    """Saves the sharding rules of a step's operations to disk."""
+    step._sources.save_rules()
+
+
+def followed(step: Step) -> FollowedStep:
+    """The view of a step for steps that follow it."""
+    return FollowedStep(step.__name__, step._plans.latest)
+
+
+def on_cluster(step: Step, cluster: Cluster) -> Step:
+    """The same step, planned for a cluster."""
+    return Step(function_of(step), dataclasses.replace(step._options, cluster=cluster))
+
+
+def with_whole_batch(step: Step) -> Step:
+    """The same step without its plans, its batch in one micro-batch unless its options name stages or micro-batches."""
+    request = step._options.request
+    if not request.names_pipeline:
+        request = dataclasses.replace(request, num_microbatches=1)
+    return Step(function_of(step), dataclasses.replace(step._options, request=request))
+
+
+def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of the arguments that hold examples."""
+    return tuple(nnx_objects.batch_argnums(args, step._options.batch_argnums, DEFAULT_ARGNUMS["batch_argnums"]))
+
+
+def function_of(step: Step) -> Callable[..., Any]:
+    """The function that a step was made of."""
+    return keep_instance_alive(step._function, step._instance) if isinstance(step, BoundStep) else step._function
