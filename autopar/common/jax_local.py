@@ -45,3 +45,11 @@ def sharding_rule_of(eqn: Any) -> Any | None:
         if isinstance(rule, (list, tuple)) and len(rule) == 2:
             rule, sizes = rule
     return sharding_rules.str_to_sdy_sharding_rule(rule, **sizes) if isinstance(rule, str) else rule
+
+
+def without_context_mesh(eqn: Any) -> Any:
+    """An equation in the context in which it was traced, but for the mesh that was set."""
+    if eqn.ctx.cur_abstract_mesh.empty:
+        return eqn
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return eqn.replace(ctx=type(eqn.ctx)())

@@ -16,6 +16,7 @@ from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes
 from autopar.kernels.operation import is_kernel
 from autopar.kernels.run_island import run_parts
+from autopar.kernels.vmapped_calls import on_parts
 
 
 def run_on_parts(eqn: Any, reads: Sequence[Layout | None], results: Sequence[Layout], mesh: Mesh, operands: Any) -> Any:
@@ -27,7 +28,7 @@ def run_on_parts(eqn: Any, reads: Sequence[Layout | None], results: Sequence[Lay
         return _run_island(eqn, layouts, results, mesh, operands)
 
     def local(*parts: Any) -> tuple[Any, ...]:
-        made = eqn.params["function"](*parts) if is_kernel(eqn) else jax_compat.bind(eqn, parts)
+        made = eqn.params["function"](*parts) if is_kernel(eqn) else jax_compat.bind(on_parts(eqn, parts), parts)
         return tuple(a[None] if at.partial else a for a, at in zip(made, results, strict=True))
 
     run = jax.shard_map(

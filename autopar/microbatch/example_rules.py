@@ -20,7 +20,7 @@ from typing import Any
 
 from autopar.attention import ring
 from autopar.attention.form import counted, letters
-from autopar.kernels import operation
+from autopar.kernels import operation, vmapped_calls
 from autopar.microbatch import indexing_rules
 from autopar.microbatch.example_places import (
     AGAINST_OTHERS,
@@ -191,6 +191,19 @@ def _kernel(eqn: Any, places: Places) -> list[int | None]:
     return [x.index(name) if name in x else without for x in rule.results]
 
 
+def _vmapped_call(eqn: Any, places: Places) -> list[int | None]:
+    """Examples are one of the dimensions that `jax.vmap` gave the call of a kernel."""
+    read = {i for i, p in enumerate(places) if p is not None}
+    for axis in vmapped_calls.mapped_axes(eqn):
+        if any(axis.operands[i] == places[i] for i in read):
+            if any((dim is not None) != (i in read) for i, dim in enumerate(axis.operands)):
+                raise MixesExamples(AGAINST_OTHERS)
+            if any(axis.operands[i] != places[i] for i in read):
+                raise MixesExamples(SEVERAL)
+            return list(axis.results)
+    raise MixesExamples(UNKNOWN)
+
+
 _ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
     "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "cos", "cosh",
@@ -245,6 +258,7 @@ APART: dict[str, Rule] = {
     "tridiagonal_solve": matrices(1, 1, 1, 2),
     **dict.fromkeys(ring.PRIMITIVES, _attention),
     operation.NAME: _kernel,
+    vmapped_calls.NAME: _vmapped_call,
     # Indices
     "dynamic_slice": indexing_rules.dynamic_slice,
     "dynamic_update_slice": indexing_rules.dynamic_update_slice,

@@ -17,6 +17,7 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Value
 from autopar.ir.primitives import linear_operands
+from autopar.kernels import vmapped_calls
 from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import is_island
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, SHARED, MixesExamples, Results
@@ -195,8 +196,9 @@ class Follower:
 
     def _check_parameters(self, op: Op, part: Op, places: Sequence[int | None]) -> None:
         """Raises: CombinesExamples where parameters differ in more than sizes of dimensions with examples."""
+        part_params = vmapped_calls.as_many(part.eqn, op.eqn, places).params
         for name, value in op.eqn.params.items():
-            part_value = part.eqn.params[name]
+            part_value = part_params[name]
             if name in _SIZES or (name in _SIZES_OF_OPERAND and _differ_at(value, part_value) <= {places[0]}):
                 continue
             if not _same_parameter(value, part_value):
