@@ -34,27 +34,25 @@ def mapped_axes(eqn: Any) -> tuple[MappedAxis, ...]:
     unblocked = grid.num_dynamic_grid_bounds + grid.num_index_operands
     found = []
     for axis in grid.vmapped_dims:
-        dims = [_dim_along(block, axis) for block in grid.block_mappings]
-        of_results = [d for d in dims[grid.num_inputs :] if d is not None]
-        is_plain = _UNREADABLE not in dims and len(of_results) == grid.num_outputs
-        if is_plain and unblocked + len(dims) == len(eqn.invars) + len(eqn.outvars):
-            operands = (*(None,) * unblocked, *dims[: grid.num_inputs])
-            found.append(MappedAxis(axis, int(grid.grid[axis]), operands, tuple(of_results)))
+        dims = [_dims_along(block, axis) for block in grid.block_mappings]
+        if any(d is None or len(d) > 1 for d in dims) or unblocked + len(dims) != len(eqn.invars) + len(eqn.outvars):
+            continue
+        only = [d[0] if d else None for d in dims if d is not None]
+        of_results = tuple(d for d in only[grid.num_inputs :] if d is not None)
+        if len(of_results) == grid.num_outputs:
+            operands = (*(None,) * unblocked, *only[: grid.num_inputs])
+            found.append(MappedAxis(axis, int(grid.grid[axis]), operands, of_results))
     return tuple(found)
 
 
-_UNREADABLE = -1
-
-
-def _dim_along(block: Any, axis: int) -> int | None:
-    """The dimension whose block number is an axis of the grid; `_UNREADABLE` where the axis counts otherwise too."""
+def _dims_along(block: Any, axis: int) -> tuple[int, ...] | None:
+    """The dimensions whose block number is an axis of the grid; None where the axis counts otherwise too."""
     index_map = jax_compat.open_jaxpr(block.index_map_jaxpr)
     number = index_map.invars[axis]
-    dims = [d for d, atom in enumerate(index_map.outvars) if atom is number]
     is_read = any(atom is number for eqn in index_map.eqns for atom in eqn.invars)
-    if is_read or len(dims) > 1 or len(index_map.outvars) != len(block.array_aval.shape):
-        return _UNREADABLE
-    return dims[0] if dims else None
+    if is_read or len(index_map.outvars) != len(block.array_aval.shape):
+        return None
+    return tuple(d for d, atom in enumerate(index_map.outvars) if atom is number)
 
 
 def with_sizes(eqn: Any, axes: Sequence[MappedAxis], sizes: Sequence[int]) -> Any:
