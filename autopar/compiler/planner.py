@@ -30,6 +30,7 @@ from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
+from autopar.sharding.head_groups import splits_heads, with_heads
 from autopar.sharding.rules import RuleBook
 
 # The part of a device's memory that is left where no limit is given: predictions come within it of what XLA's CPU
@@ -98,11 +99,13 @@ def planning_context(
     check_islands(graph, cluster.num_devices)
     if rings:
         check_blockwise(graph)
-    row = LogicalMesh(axis_sizes=(cluster.num_devices,))
+    row, views = LogicalMesh(axis_sizes=(cluster.num_devices,)), GraphViews(graph, flops_of)
+    if request.binding is not None and request.pins is None and splits_heads(request.binding):
+        request = dataclasses.replace(request, binding=with_heads(request.binding, views.annotated))
     return PlanningContext(
         traced=traced,
         graph=graph,
-        views=GraphViews(graph, flops_of),
+        views=views,
         cluster=cluster,
         request=request,
         limit_bytes=request.memory_limit_bytes or int((1 - MEMORY_MARGIN) * cluster.device.memory_bytes),
