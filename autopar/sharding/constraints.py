@@ -68,8 +68,8 @@ class AxisUse:
 
     @property
     def splits_heads(self) -> bool:
-        is_plain = self.side is None and Dimension.EXAMPLE not in self.dimensions
-        return self.unnamed and is_plain and Purpose.MATRIX in self.must_shard
+        is_plain = self.unnamed and self.side is None and Dimension.EXAMPLE not in self.dimensions
+        return is_plain and Purpose.MATRIX in self.must_shard
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +258,7 @@ class Binding:
 
     Several axes without a size are equally large. `offloads_optimizer`: between steps, the optimiser's state is in the
     memory of the host; `offloads_activations`: between the passes, what is saved for the backward pass. `heads`: how
-    many devices can share the heads of attention (`autopar.sharding.head_groups`), 0 where that is not known: an axis
-    of more devices that splits matrices becomes two, of which the second splits what the first leaves of the heads.
+    many devices can share the heads of attention, 0 where that is unknown (`autopar.sharding.head_groups`).
     """
 
     axes: tuple[AxisUse, ...]

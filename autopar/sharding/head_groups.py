@@ -17,7 +17,7 @@ _HEADS_ALONE = frozenset({Dimension.HEAD})
 
 
 def with_heads(binding: Binding, graph: OpGraph) -> Binding:
-    """A binding that knows the heads of a graph with annotated values."""
+    """A binding that knows the heads of a graph with annotated values: its axes are then cut as they need it."""
     return dataclasses.replace(binding, heads=common_heads(graph))
 
 
