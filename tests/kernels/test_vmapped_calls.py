@@ -7,6 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from autopar import recipes
+from autopar.errors import UnsupportedError
 from autopar.kernels.vmapped_calls import mapped_axes
 from tests.kernels.island_steps import P, mesh_of
 from tests.kernels.test_kernels import assert_equals_jit, parallel, splits
@@ -103,3 +104,10 @@ def test_the_axes_that_were_mapped_are_read_from_the_index_maps():
     (call,) = [eqn for eqn in eqns if eqn.primitive.name == "pallas_call"]
     found = [(axis.size, axis.operands, axis.results) for axis in mapped_axes(call)]
     assert sorted(found) == [(3, (0, None), (1,)), (5, (2, None), (0,))]
+
+
+def test_micro_batches_of_one_example_a_call_are_refused_with_their_line():
+    """Of one example `jax.vmap` makes another call: it has no axis for what was mapped."""
+    with pytest.raises(UnsupportedError, match="examples") as caught:
+        parallel(step_of(on_examples), recipes.pipeline(2, num_microbatches=B), 2)(*arguments())
+    assert "pallas_call" in str(caught.value)
