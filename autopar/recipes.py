@@ -46,7 +46,8 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
     """Sharded matrices, on a row of devices, a square, several squares or a cube.
 
     * "1d": by columns, then by rows, with an all-reduce behind each pair; attention by heads. Source: Shoeybi et al.,
-      "Megatron-LM", 2019, section 3.
+      "Megatron-LM", 2019, section 3. Over more devices than key and value heads it is two mesh axes: queries are split
+      over both, keys and values by heads over the first alone.
     * "2d", "2.5d" with `depth` squares, "3d": blocks of every array, gathered for each product
       (`autopar.sharding.tensor_grids`).
 

@@ -274,9 +274,7 @@ def _planned(
 def _compiled(
     problem: PlanningProblem, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
 ) -> tuple[list[_CompiledPlan], list[_FailedPlan], list[Timed]]:
-    """(plans to time, plans that do not compile, plans that need no timing). The first of `plans` is always timed; the
-    others come fastest first.
-    """
+    """(plans to time, those that do not compile, those that need no timing). The first is always timed."""
     running: dict[str, _CompiledPlan] = {}  # by program
     failed: list[_FailedPlan] = []
     rows: list[Timed] = []

@@ -80,8 +80,9 @@ def closed_like(jaxpr: Any, inner: Any) -> Any:
 
 
 def variable_like(var: Any, shape: Sequence[int]) -> Any:
-    """A new variable of another shape."""
-    return type(var)(var.aval.update(shape=tuple(shape)))
+    """A new variable of another shape; of the same shape for a reference in a kernel."""
+    is_same = tuple(var.aval.shape) == tuple(shape)
+    return type(var)(var.aval if is_same else var.aval.update(shape=tuple(shape)))
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

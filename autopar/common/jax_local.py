@@ -123,3 +123,11 @@ def foreign_call_of(eqn: Any, shapes: Sequence[Sequence[int]]) -> Any:
     avals = eqn.params["result_avals"]
     made = tuple(aval.update(shape=tuple(shape)) for aval, shape in zip(avals, shapes, strict=True))
     return eqn.replace(params={**eqn.params, "result_avals": made})
+
+
+def without_context_mesh(eqn: Any) -> Any:
+    """An equation in the context in which it was traced, but for the mesh that was set."""
+    if eqn.ctx.cur_abstract_mesh.empty:
+        return eqn
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return eqn.replace(ctx=type(eqn.ctx)())

@@ -19,6 +19,7 @@ from jax import lax
 
 from autopar.common import jax_compat
 from autopar.kernels.islands import Island, Spec
+from autopar.kernels.plain_types import without_island_mesh
 
 # What only changes the type of a value that differs, or does not differ, between the devices.
 TYPE_CHANGES = frozenset({"pvary", "pcast", "pbroadcast", "reduced_vary_cast"})
@@ -164,8 +165,9 @@ def _equation(eqn: Any, args: list[Any]) -> Sequence[Any]:
         branches = [lambda *xs, branch=branch: _closed(branch, xs) for branch in params["branches"]]
         taken: Sequence[Any] = lax.switch(index, branches, *args[1:])
         return taken
-    named = {k: v for k, v in params.items() if isinstance(v, jax.sharding.Sharding)}  # after the island's own mesh
-    return jax_compat.bind(eqn.replace(params={**params, **dict.fromkeys(named)}) if named else eqn, args)
+    named = {k: None for k, v in params.items() if isinstance(v, jax.sharding.Sharding)}  # after the island's own mesh
+    plain = {k: without_island_mesh(v) for k, v in params.items()} | named
+    return jax_compat.bind(eqn.replace(params=plain), args)
 
 
 def _like(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

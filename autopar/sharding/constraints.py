@@ -66,6 +66,11 @@ class AxisUse:
     exchanges: tuple[Dimension, ...] = ()
     ring_attention: bool = False
 
+    @property
+    def splits_heads(self) -> bool:
+        is_plain = self.unnamed and self.side is None and Dimension.EXAMPLE not in self.dimensions
+        return is_plain and Purpose.MATRIX in self.must_shard
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
@@ -252,13 +257,15 @@ class Binding:
     """A mesh whose axes are for something: the size of each, None for all devices that the others leave.
 
     Several axes without a size are equally large. `offloads_optimizer`: between steps, the optimiser's state is in the
-    memory of the host; `offloads_activations`: between the passes, what is saved for the backward pass.
+    memory of the host; `offloads_activations`: between the passes, what is saved for the backward pass. `heads`: how
+    many devices can share the heads of attention, 0 where that is unknown (`autopar.sharding.head_groups`).
     """
 
     axes: tuple[AxisUse, ...]
     sizes: tuple[int | None, ...]
     offloads_optimizer: bool = False
     offloads_activations: bool = False
+    heads: int = 0
 
     @property
     def blockwise_attention(self) -> bool:
@@ -288,7 +295,7 @@ class Binding:
             )
         equal = self._equal_size(num_devices // given)
         sizes = [equal if n is None else n for n in self.sizes]
-        used = [(a, n) for a, n in zip(self.axes, sizes, strict=True) if n > 1] or [(self.axes[0], 1)]
+        used = self._by_heads([(a, n) for a, n in zip(self.axes, sizes, strict=True) if n > 1] or [(self.axes[0], 1)])
         if len(used) > len(AXIS_NAMES):
             raise InvalidArgumentError(
                 where="recipe",
@@ -302,6 +309,15 @@ class Binding:
             offloads_activations=self.offloads_activations,
         )
         return LogicalMesh(axis_sizes=tuple(n for _, n in used)), constraints
+
+    def _by_heads(self, used: list[tuple[AxisUse, int]]) -> list[tuple[AxisUse, int]]:
+        """With two axes for one that splits matrices among more devices than can share the heads."""
+        out = []
+        for use, n in used:
+            shared = math.gcd(n, self.heads) if use.splits_heads and len(used) < len(AXIS_NAMES) else n
+            group = dataclasses.replace(use, name=f"{use.name} group")
+            out += [(use, n)] if shared in (1, n) else [(use, shared), (group, n // shared)]
+        return out
 
     def _equal_size(self, num_devices: int) -> int:
         """Of each axis without a size, that they make up so many devices together.

@@ -1,7 +1,15 @@
-"""Llama 3 of Tunix, in Flax NNX, with random weights."""
+"""Models of Tunix, in Flax NNX, with random weights: Llama 3 in a step of ours, others in that of its trainer."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from benchmarks.zoo.case import Case, PyTree
@@ -61,4 +69,162 @@ def tunix_llama(
     )
 
 
-CASES = (tunix_llama,)
+def trainer_case(
+    name: str,
+    make: Callable[[Any], Any],
+    *,
+    vocabulary: int,
+    length: int,
+    batch: int,
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Case:
+    """The training step of Tunix's `PeftTrainer` on a model; `make` takes its random numbers."""
+    from flax import nnx
+    from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
+    from tunix.sft.utils import build_positions_from_mask, make_causal_attn_mask
+
+    tx = momentum()
+
+    def inputs_of(batch: PyTree) -> PyTree:
+        mask = batch["attention_mask"] != 0
+        return {
+            "input_tokens": batch["input_ids"],
+            "input_mask": mask,
+            "positions": build_positions_from_mask(mask),
+            "attention_mask": make_causal_attn_mask(mask),
+        }
+
+    trainer = PeftTrainer(make(nnx.Rngs(0)), tx, TrainingConfig(eval_every_n_steps=1, max_steps=1))
+    train_step = trainer.with_gen_model_input_fn(inputs_of).create_train_step_fn()
+    graph, _ = nnx.split((trainer.model, trainer.optimizer))
+
+    def init(key: jax.Array) -> PyTree:
+        """Random weights, as its own are zeros in part, to be replaced by those of a checkpoint."""
+        model = make(nnx.Rngs(0))
+        params = nnx.state(model, nnx.Param)
+        leaves, tree = jax.tree.flatten(params)
+        keys = jax.random.split(key, len(leaves))
+        drawn = [x if x.ndim == 1 else 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+        nnx.update(model, jax.tree.unflatten(tree, drawn))
+        return nnx.state((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        model, optimizer = nnx.merge(graph, state)
+        with around():
+            loss, _, norm = train_step(model, optimizer, batch)
+        return nnx.state((model, optimizer)), {"loss": loss, "gradient_norm": norm}
+
+    data = token_batch(batch=batch, length=length, vocabulary=vocabulary)
+    return Case(name=name, step=step, init=init, batch=data)
+
+
+def tunix_qwen3(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
+    from tunix.models.qwen3.model import ModelConfig, Qwen3
+
+    config = ModelConfig(
+        num_layers=layers,
+        vocab_size=vocabulary,
+        embed_dim=32,
+        hidden_dim=64,
+        num_heads=4,
+        head_dim=8,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        norm_eps=1e-6,
+    )
+    make = functools.partial(_model, Qwen3, config)
+    return trainer_case("tunix_qwen3", make, vocabulary=vocabulary, length=length, batch=batch)
+
+
+def tunix_qwen3_experts(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
+    """With a mixture of experts, which Tunix computes densely on CPU devices."""
+    from tunix.models.qwen3.model import ModelConfig, Qwen3
+
+    config = ModelConfig(
+        num_layers=layers,
+        vocab_size=vocabulary,
+        embed_dim=32,
+        hidden_dim=64,
+        num_heads=4,
+        head_dim=8,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        norm_eps=1e-6,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    make = functools.partial(_model, Qwen3, config)
+    return trainer_case("tunix_qwen3_experts", make, vocabulary=vocabulary, length=length, batch=batch)
+
+
+def tunix_qwen3_splash(*, layers: int = 2, vocabulary: int = 64, length: int = 128, batch: int = 8) -> Case:
+    """With splash attention inside of its `shard_map`, over two devices; CPU devices interpret the kernel."""
+    from tunix.models.qwen3.model import ModelConfig, Qwen3
+
+    config = ModelConfig(
+        num_layers=layers,
+        vocab_size=vocabulary,
+        embed_dim=32,
+        hidden_dim=64,
+        num_heads=2,
+        head_dim=128,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        norm_eps=1e-6,
+        use_flash_attention=True,
+        flash_attention_block_size=length,
+    )
+    make = functools.partial(_model, Qwen3, config)
+    return trainer_case(
+        "tunix_qwen3_splash", make, vocabulary=vocabulary, length=length, batch=batch, around=_interpreted_on_two
+    )
+
+
+def tunix_gemma(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
+    from tunix.models.gemma.model import Gemma, ModelConfig
+
+    config = _resized(ModelConfig.gemma_2b(), layers, vocabulary)
+    make = functools.partial(_model, Gemma, config)
+    return trainer_case("tunix_gemma", make, vocabulary=vocabulary, length=length, batch=batch)
+
+
+def tunix_gemma3(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
+    """With sliding windows in the attention of all its layers but every sixth."""
+    from tunix.models.gemma3.model import Gemma3, ModelConfig
+
+    wide = {"sliding_window_size": length // 2, "param_dtype": jnp.float32}
+    config = _resized(ModelConfig.gemma3_270m(), layers, vocabulary, **wide)
+    make = functools.partial(_model, Gemma3, config)
+    return trainer_case("tunix_gemma3", make, vocabulary=vocabulary, length=length, batch=batch)
+
+
+def _model(kind: Any, config: Any, rngs: Any) -> Any:
+    return kind(config, rngs=rngs)
+
+
+def _resized(config: Any, layers: int, vocabulary: int, **others: Any) -> Any:
+    return dataclasses.replace(
+        config,
+        num_layers=layers,
+        num_embed=vocabulary,
+        embed_dim=32,
+        hidden_dim=64,
+        num_heads=4,
+        head_dim=8,
+        num_kv_heads=2,
+        **others,
+    )
+
+
+@contextlib.contextmanager
+def _interpreted_on_two() -> Iterator[None]:
+    """A mesh of two devices for Tunix's `shard_map`, and JAX's splash attention in interpret mode."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    interpreted = functools.partial(splash.make_splash_mha, interpret=True)
+    devices = np.asarray(jax.devices()[:2]).reshape(2, 1)
+    with mock.patch.object(splash, "make_splash_mha", interpreted), jax.sharding.Mesh(devices, ("fsdp", "tp")):
+        yield
+
+
+CASES = (tunix_llama, tunix_qwen3, tunix_qwen3_experts, tunix_qwen3_splash, tunix_gemma, tunix_gemma3)
