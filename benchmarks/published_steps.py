@@ -44,6 +44,11 @@ COLUMNS = (
 SEARCHED = (*COLUMNS, "searched", "its plan")
 
 
+def _in_short(error: AutoparError) -> str:
+    """The beginning of an error, with files from the root of the checkout on."""
+    return str(error).replace(f"{RESULTS.parents[2]}/", "").splitlines()[0][:80]
+
+
 def step_of(row: Row) -> tuple:
     """(training step, its state's and its batch's shapes)."""
     model = row.model
@@ -192,7 +197,7 @@ def compared(row: Row, search: bool, short: bool) -> tuple[list[str], bool]:
     try:
         found = predicted(row, short=short)
     except AutoparError as error:
-        return [*cells, "none", str(error).splitlines()[0][:80]], False
+        return [*cells, "none", _in_short(error)], False
     memory = f"{row.memory_gib:.0f} GiB" if row.memory_gib else ""
     cells += [
         f"{found.step_time_s:.2f} s",
@@ -208,7 +213,7 @@ def compared(row: Row, search: bool, short: bool) -> tuple[list[str], bool]:
                 step, *arguments, cluster=cluster_of(row), cache_dir=None, show_progress=False, **options_of(row)
             )
         except AutoparError as error:
-            cells += ["none", str(error)[:80]]
+            cells += ["none", _in_short(error)]
         else:
             cells += [f"{own.predicted.step_time_s:.2f} s", in_short(own.record)]
     return cells, abs(found.step_time_s / row.step_time_s - 1) <= TARGET

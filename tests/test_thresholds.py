@@ -37,6 +37,7 @@ NONE = {
     "solver.stages.dynamic_program.EQUAL": "rounding",
     "microbatch.example_places.SHARED": "a mark, not a size",
     "cost.product_rate._REAL_PRODUCTS": "of a product of complex numbers",
+    "kernels.carried_scratch.MOST_CELLS": "a limit of what is followed: beyond it a dimension stays whole",
     "kernels.grouped.WHOLE": "the only part of one",
     "kernels.grouped._NUM_OPERANDS": "of a ragged product",
     "kernels.grouped._RANK_OF_MATRICES": "of a ragged product",

@@ -97,6 +97,15 @@ def block_rows(size: Any) -> int | None:
     return int(size.block_size) if kind == "Blocked" else None
 
 
+def parallel_dimensions(eqn: Any) -> frozenset[int]:
+    """The grid dimensions of a Pallas call, by the body's numbers, that the user declared to be parallel."""
+    given = eqn.params.get("compiler_params")
+    options = list(given.values()) if isinstance(given, Mapping) else [given]
+    named = [getattr(o, "dimension_semantics", None) for o in options if o is not None]
+    kinds = [str(getattr(k, "name", k)).lower() for semantics in named for k in semantics or ()]
+    return frozenset(n for n, kind in enumerate(kinds) if kind == "parallel")
+
+
 def smaller_call(eqn: Any, times: Mapping[int, int], shapes: Sequence[Sequence[int]]) -> Any:
     """A Pallas call whose grid dimensions are some times shorter, on operands and results of these shapes."""
     params = dict(eqn.params)

@@ -32,6 +32,8 @@ class PaddedArray:
     """
 
     __slots__ = ("__weakref__", "form", "stored")
+    # NumPy's operators leave it to those of the right operand, as for a `jax.Array`.
+    __array_priority__ = 100
 
     def __init__(self, stored: Any, form: PaddedForm) -> None:
         self.stored, self.form = stored, form
@@ -119,6 +121,9 @@ class PaddedArray:
 
     def __getitem__(self, index: Any) -> Any:
         return self.unpadded()[index]
+
+    def __bool__(self) -> bool:
+        return bool(self.unpadded())  # as jax does: an error but for one element
 
     def __float__(self) -> float:
         return float(np.asarray(self))

@@ -49,11 +49,18 @@ def call_with_results(traced: TracedStep, results: Sequence[Any]) -> Sequence[An
     Raises: what a callback raises.
     """
     own = len(results) - sum(literal is None for _, operands in traced.callbacks for literal in operands)
-    further = iter([jnp.asarray(np.asarray(array)) for array in results[own:]])
+    further = iter([_on_one_device(array) for array in results[own:]])
     for eqn, operands in traced.callbacks:
         jax_compat.bind(eqn, [next(further) if literal is None else literal for literal in operands])
     jax.effects_barrier()
     return results[:own]
+
+
+def _on_one_device(array: Any) -> Any:
+    if jax_compat.is_key_dtype(array.dtype):
+        numbers = jnp.asarray(np.asarray(jax.random.key_data(array)))
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array))
+    return jnp.asarray(np.asarray(array))
 
 
 def _without_callbacks(closed: Any) -> tuple[Any, tuple[tuple[Any, tuple[Any, ...]], ...]]:

@@ -73,8 +73,15 @@ def known_kernel(
 
 
 def entries() -> tuple[str, ...]:
-    """The rules of the user's entries as text, on which plans depend."""
-    return tuple(sorted(f"{name}: {entry.rule}" for name, entry in _ENTRIES.items()))
+    """The user's entries as text, on which plans depend: rules, and the code of what says their work."""
+    return tuple(
+        sorted(f"{name}: {entry.rule} {_code(entry.flops)} {_code(entry.nbytes)}" for name, entry in _ENTRIES.items())
+    )
+
+
+def _code(function: Callable[..., float] | None) -> str:
+    code = getattr(function, "__code__", None)
+    return "" if function is None else f"{code.co_code.hex()} {code.co_consts}" if code is not None else repr(function)
 
 
 def entry_of(eqn: Any) -> KnownKernel | None:

@@ -2,8 +2,9 @@
 
 A cell of a grid dimension is independent of the others if each array's block index along one dimension is the cell's
 number (or the number of its run of cells, as heads that share a key head), every result has a block of its own for each
-cell or run, and the body does not read the cell's number but for its place in the run. Such a dimension may be split:
-each device runs its own cells, the same body on the same blocks. This is read from the index maps of the call, for
+cell or run, the body does not read the cell's number but for its place in the run, and no cell finds in scratch memory
+what others left (`autopar.kernels.carried_scratch`). Such a dimension may be split: each device runs its own cells, the
+same body on the same blocks. This is read from the index maps of the call, for
 any kernel; nothing is known of kernels by name here.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from autopar.common import jax_compat, jax_local
 from autopar.ir.graph import Factor, FactorKind, Rule
+from autopar.kernels.carried_scratch import begins_anew
 
 NAME = "pallas_call"
 # A generator of random bits goes on from cell to cell.
@@ -81,6 +83,7 @@ class _Reader:
 
     def grid(self) -> Grid | None:
         self.read_body()
+        self.read_aliases()
         places = [self.places(block) for block in self.mapping.block_mappings]
         num_leading = len(self.eqn.invars) - self.mapping.num_inputs
         leading = [(None,) * len(v.aval.shape) for v in self.eqn.invars[:num_leading]]
@@ -94,6 +97,7 @@ class _Reader:
         for g in range(len(self.run)):
             if any(dims.count(g) > 1 for dims in arrays):
                 self.forbid(g)
+        self.read_scratch(results)
         runs = tuple(n // r if r else 1 for n, r in zip(self.mapping.grid, self.run, strict=True))
         if max(runs, default=1) == 1:
             return None
@@ -136,6 +140,29 @@ class _Reader:
                     continue
                 for cells in _moduli(jaxpr, e) if e.primitive.name == "program_id" else (0,):
                     self.longer_runs(g, cells) if cells else self.forbid(g)
+
+    def read_scratch(self, results: Sequence[Sequence[Place]]) -> None:
+        """Grid dimensions whose cells find what others left: in scratch memory, or in results that nothing reads."""
+        own = [g for g in range(len(self.mapping.grid)) if g not in self.mapping.vmapped_dims]
+        declared = jax_local.parallel_dimensions(self.eqn)
+        first = len(self.body.invars) - len(self.mapping.scratch_avals)
+        refs = self.body.invars[first - len(results) : first]
+        for n, g in enumerate(own):
+            if not self.run[g] or n in declared or g in self.trusted:
+                continue
+            unread = [
+                ref
+                for ref, dims, v in zip(refs, results, self.eqn.outvars, strict=True)
+                if g not in dims and jax_local.is_unread(v)
+            ]
+            if not begins_anew(self.body, [*unread, *self.body.invars[first:]], own, self.mapping.grid, g):
+                self.forbid(g)
+
+    def read_aliases(self) -> None:
+        """A result in the memory of an operand: both would have to lie alike."""
+        if self.eqn.params.get("input_output_aliases"):
+            for g in range(len(self.run)):
+                self.forbid(g)
 
     # What index maps read
 

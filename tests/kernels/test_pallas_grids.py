@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 import autopar
@@ -97,6 +98,40 @@ def test_a_sum_over_cells_is_not_split_unless_nothing_reads_it():
 
     assert runs(call, jnp.ones((8, 4))) is None
     assert runs(lambda x: call(x)[0], jnp.ones((8, 4))) == (8,)
+
+
+def sums(reset, *, semantics=None):
+    """Running sums over a grid of 2 x 4 cells in scratch memory, which `reset` clears in some of them."""
+
+    def body(x_ref, o_ref, sum_ref):
+        @pl.when(reset(pl.program_id(0), pl.program_id(1)))
+        def _():
+            sum_ref[...] = jnp.zeros((1, 4))
+
+        sum_ref[...] += x_ref[...]
+        o_ref[...] = sum_ref[...]
+
+    block = pl.BlockSpec((1, 4), lambda i, j: (i, j))
+    return lambda x: pl.pallas_call(
+        body, grid=(2, 4), in_specs=[block], out_specs=block, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_shapes=[pltpu.VMEM((1, 4), "float32")], interpret=True,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+    )(x)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reset", "semantics", "split"),
+    [
+        (lambda i, j: j == 0, None, (2, 1)),  # a row begins anew
+        (lambda i, j: i == 0, None, None),  # the second row goes on from what the first left
+        (lambda i, j: (i == 0) & (j == 0), None, None),
+        (lambda i, j: i >= 0, None, (1, 4)),  # in each cell; the number of its row is read
+        (lambda i, j: True, None, (2, 4)),
+        (lambda i, j: False, ("parallel", "arbitrary"), (2, 1)),  # as the user says
+    ],
+)
+def test_cells_that_find_what_others_left_in_scratch_memory_are_not_split(reset, semantics, split):
+    assert runs(sums(reset, semantics=semantics), jnp.ones((2, 16))) == split
 
 
 def test_examples_are_independent_cells():

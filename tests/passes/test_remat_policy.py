@@ -1,5 +1,7 @@
 """Texts that say what each layer recomputes."""
 
+from importlib import metadata
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,6 +83,10 @@ def gated(text):
     return found, step.plan(params, batch).record, "".join(step.compile(params, batch).as_text()).count(" dot(")
 
 
+# jaxlib 0.12 assigns buffers otherwise: one of the two shares memory with another array.
+BUFFERS_OF_0_12 = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) >= (0, 12)
+
+
 def test_every_second_product_is_computed_again_with_the_memory_and_time_that_are_predicted():
     """The gate is kept and what it multiplies is computed again: in each layer a product more, an array less."""
     policies = ("nothing", "matmuls", "half matmuls", "input")
@@ -96,7 +102,7 @@ def test_every_second_product_is_computed_again_with_the_memory_and_time_that_ar
     # Two of them are there again while the backward pass of a layer runs.
     assert peaks["matmuls"] - peaks["half matmuls"] == pytest.approx(held - 2 * array, rel=0.05)
     compiled = [found[text].peak.compiled for text in ("matmuls", "half matmuls")]
-    assert compiled[0] - compiled[1] == pytest.approx(held - 2 * array, rel=0.05)
+    assert compiled[0] - compiled[1] == pytest.approx(held - (1 if BUFFERS_OF_0_12 else 2) * array, rel=0.05)
     times = {text: records[text].predicted.product_time_s for text in policies}
     for text in policies:  # all products are equally large
         assert times[text] / times["nothing"] == pytest.approx(products[text] / products["nothing"], rel=1e-3), text
