@@ -83,8 +83,10 @@ def gated(text):
     return found, step.plan(params, batch).record, "".join(step.compile(params, batch).as_text()).count(" dot(")
 
 
-# jaxlib 0.12 assigns buffers otherwise: one of the two shares memory with another array.
-BUFFERS_OF_0_12 = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) >= (0, 12)
+# Arrays that are there again while the backward pass of a layer runs: as predicted, and as compiled. Those of jaxlib
+# 0.12 share memory with others, of which the prediction knows one.
+BEFORE_0_12 = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
+THERE_AGAIN = (2, 2) if BEFORE_0_12 else (1, 0)
 
 
 def test_every_second_product_is_computed_again_with_the_memory_and_time_that_are_predicted():
@@ -99,10 +101,9 @@ def test_every_second_product_is_computed_again_with_the_memory_and_time_that_ar
     array = EXAMPLES // MICROBATCHES * HIDDEN * 4  # of one micro-batch; all wait in each stage of half the layers
     peaks = {text: records[text].predicted.peak_bytes[0] for text in policies}
     held = MICROBATCHES * LAYERS // 2 * array
-    # Two of them are there again while the backward pass of a layer runs.
-    assert peaks["matmuls"] - peaks["half matmuls"] == pytest.approx(held - 2 * array, rel=0.05)
+    assert peaks["matmuls"] - peaks["half matmuls"] == pytest.approx(held - THERE_AGAIN[0] * array, rel=0.05)
     compiled = [found[text].peak.compiled for text in ("matmuls", "half matmuls")]
-    assert compiled[0] - compiled[1] == pytest.approx(held - (1 if BUFFERS_OF_0_12 else 2) * array, rel=0.05)
+    assert compiled[0] - compiled[1] == pytest.approx(held - THERE_AGAIN[1] * array, rel=0.05)
     times = {text: records[text].predicted.product_time_s for text in policies}
     for text in policies:  # all products are equally large
         assert times[text] / times["nothing"] == pytest.approx(products[text] / products["nothing"], rel=1e-3), text
