@@ -19,13 +19,13 @@ def compile_all(lowered: Sequence[Any | None], options: Mapping[str, Any], progr
     Raises: the error of the first that cannot be compiled, when those that were begun are done.
     """
     at_once = min(os.cpu_count() or 1, MOST_AT_ONCE)
-    numbers = [i for i, program in enumerate(lowered) if program is not None]
+    programs = {i: program for i, program in enumerate(lowered) if program is not None}
     with ThreadPoolExecutor(at_once, thread_name_prefix="autopar-compile") as threads:
-        compiling = {i: threads.submit(lowered[i].compile, dict(options)) for i in numbers}  # type: ignore[union-attr]
+        compiling = {i: threads.submit(program.compile, dict(options)) for i, program in programs.items()}
         try:
             for done, future in enumerate(as_completed(compiling.values()), start=1):
                 future.result()
-                progress.at(f"compiled {done} of {len(numbers)} programs")
+                progress.at(f"compiled {done} of {len(programs)} programs")
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise

@@ -118,7 +118,8 @@ def trainer_case(
     return Case(name=name, step=step, init=init, batch=data)
 
 
-def tunix_qwen3(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
+def _qwen3(layers: int, vocabulary: int, *, heads: int = 4, head_dim: int = 8, **options: Any) -> Callable[..., Any]:
+    """What makes a small Qwen3."""
     from tunix.models.qwen3.model import ModelConfig, Qwen3
 
     config = ModelConfig(
@@ -126,55 +127,32 @@ def tunix_qwen3(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batc
         vocab_size=vocabulary,
         embed_dim=32,
         hidden_dim=64,
-        num_heads=4,
-        head_dim=8,
+        num_heads=heads,
+        head_dim=head_dim,
         num_kv_heads=2,
         rope_theta=10_000,
         norm_eps=1e-6,
+        **options,
     )
-    make = functools.partial(_model, Qwen3, config)
+    return functools.partial(_model, Qwen3, config)
+
+
+def tunix_qwen3(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
+    make = _qwen3(layers, vocabulary)
     return trainer_case("tunix_qwen3", make, vocabulary=vocabulary, length=length, batch=batch)
 
 
 def tunix_qwen3_experts(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
     """With a mixture of experts, which Tunix computes densely on CPU devices."""
-    from tunix.models.qwen3.model import ModelConfig, Qwen3
-
-    config = ModelConfig(
-        num_layers=layers,
-        vocab_size=vocabulary,
-        embed_dim=32,
-        hidden_dim=64,
-        num_heads=4,
-        head_dim=8,
-        num_kv_heads=2,
-        rope_theta=10_000,
-        norm_eps=1e-6,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    make = functools.partial(_model, Qwen3, config)
+    make = _qwen3(layers, vocabulary, num_experts=4, num_experts_per_tok=2)
     return trainer_case("tunix_qwen3_experts", make, vocabulary=vocabulary, length=length, batch=batch)
 
 
 def tunix_qwen3_splash(*, layers: int = 2, vocabulary: int = 64, length: int = 128, batch: int = 8) -> Case:
     """With splash attention inside of its `shard_map`, over two devices; CPU devices interpret the kernel."""
-    from tunix.models.qwen3.model import ModelConfig, Qwen3
-
-    config = ModelConfig(
-        num_layers=layers,
-        vocab_size=vocabulary,
-        embed_dim=32,
-        hidden_dim=64,
-        num_heads=2,
-        head_dim=128,
-        num_kv_heads=2,
-        rope_theta=10_000,
-        norm_eps=1e-6,
-        use_flash_attention=True,
-        flash_attention_block_size=length,
+    make = _qwen3(
+        layers, vocabulary, heads=2, head_dim=128, use_flash_attention=True, flash_attention_block_size=length
     )
-    make = functools.partial(_model, Qwen3, config)
     return trainer_case(
         "tunix_qwen3_splash", make, vocabulary=vocabulary, length=length, batch=batch, around=_interpreted_on_two
     )
