@@ -10,7 +10,8 @@ from autopar.errors import InvalidArgumentError
 from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
-from autopar.sharding.constraints import AxisUse, Binding
+from autopar.sharding.binding import Binding
+from autopar.sharding.constraints import AxisUse
 from autopar.sharding.parallelisms import GATHERS, data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis
 from autopar.sharding.tensor_grids import cube, square
 
@@ -99,13 +100,16 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Rec
     * "megatron": between the matrices of `tensor_parallel("1d")`. Source: Korthikanti et al., "Reducing activation
       recomputation in large transformer models", 2022, section 4.2.2.
     * "ulysses": everywhere but inside attention, which is split by heads; all-to-alls exchange positions for heads and
-      back. Parameters are whole (`combine(sp=..., zero=...)` shards them). Source: Jacobs et al., "DeepSpeed
-      Ulysses", 2023, section 3.
+      back. Parameters are whole (`combine(sp=..., zero=...)` shards them). Source: Jacobs et al., "DeepSpeed Ulysses",
+      2023, section 3.
     * "ring": everywhere, also inside attention: keys, values and the sums of their gradients circulate in blocks
       (`autopar.attention.ring`). Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence Training from
       System Perspective", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023.
+    * "usp": as "ulysses" among as many neighbours as can share the heads of keys, and as "ring" among these groups.
+      Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", 2024.
 
-    Raises: InvalidArgumentError.
+    "ulysses" over more devices than heads of keys is two mesh axes: queries are exchanged over both, keys and values
+    over the first, and gathered over the second. Raises: InvalidArgumentError.
     """
     if size is not None:
         check_number("recipes.sequence_parallel(size=...)", size)
@@ -151,7 +155,7 @@ def combine(
             pass, and under it, what the passes read of them (their casts to 16 bits) is gathered once in a step, for
             all passes and micro-batches. Source: NVIDIA, Megatron-LM's distributed optimizer, with
             --overlap-param-gather. `zero=3` always gathers ahead, for each pass.
-        sequence: As the kind of `sequence_parallel`: "ulysses" or "ring".
+        sequence: As the kind of `sequence_parallel`: "ulysses", "ring" or "usp".
         sequence_parallel: Whether tensor groups shard positions between the matrices (norms, dropout, residuals), with
             reduce-scatters and all-gathers instead of all-reduces, as `sequence_parallel("megatron")`.
         schedule: As in `pipeline`; "1f1b" where there are stages.
@@ -198,7 +202,7 @@ def combine(
 
 
 # The ways in which an axis of its own splits positions.
-_SEQUENCES = ("ulysses", "ring")
+_SEQUENCES = ("ulysses", "ring", "usp")
 # What may be kept in the memory of the hosts: by its text, whether that is the optimizer state, and saved activations.
 _OFFLOADS = {
     "nothing": (False, False),

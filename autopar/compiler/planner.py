@@ -30,7 +30,7 @@ from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.head_groups import splits_heads, with_heads
 from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook
