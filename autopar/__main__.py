@@ -32,6 +32,7 @@ from importlib import metadata
 from typing import Any
 
 from autopar import commands
+from autopar.common.text_console import TextFormat
 from autopar.errors import AutoparError
 from autopar.kept_files import Kind
 
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"autopar: {error}", file=sys.stderr)
         return 1
     try:
-        print(json.dumps(output.values, indent=2) if parsed.json else output.text, flush=True)
+        text_format = TextFormat.of_stream(sys.stdout, os.environ)
+        print(json.dumps(output.values, indent=2) if parsed.json else output.text(text_format), flush=True)
     except BrokenPipeError:  # whoever reads it (head, less) has read enough
         # What is left in the buffer would be written, and fail again, when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.api import as_step
-from autopar.common.text_console import text_console
+from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
@@ -69,27 +68,29 @@ class Fitting:
         rows = [msgspec.to_builtins(row) | {"example_s": row.example_s} for row in self.rows]
         return {"largest": {name: self.largest(name) for name in self.multiples}, "rows": rows}
 
-    def __str__(self) -> str:
-        buffer = io.StringIO()
-        console = text_console(buffer, COLUMNS)
+    def text(self, text_format: TextFormat = PLAIN) -> str:
+        """The largest batches in sentences, all others in a table."""
+        console = TextConsole(COLUMNS, text_format)
         for name, multiple in self.multiples.items():
             largest = self.largest(name)
             found = f"the largest batch that fits is {largest}" if largest else "no batch fits"
-            console.print(f"{name}: {found} (of multiples of {multiple})", markup=False)
+            console.line(f"{name}: {found} (of multiples of {multiple})", style="bold")
         priced = any(row.price is not None for row in self.rows)
         table = Table("cluster", "batch", "step", "an example", "", "peak", *(("a million",) if priced else ()))
         longest_s = max((row.example_s or 0.0 for row in self.rows), default=0.0)
         for row in self.rows:
             peak = f"{text_of_bytes(row.peak_bytes)} of {text_of_bytes(row.limit_bytes)}"
-            cells = [row.cluster, str(row.batch), "does not fit", "", "", peak]
+            cells = [escape(row.cluster), str(row.batch), "[red]does not fit[/]", "", "", escape(peak)]
             if row.step_time_s is not None and row.example_s is not None:
                 bar = "#" * max(1, round(BAR_COLUMNS * row.example_s / longest_s)) if longest_s else ""
-                cells[2:5] = [text_of_s(row.step_time_s), text_of_s(row.example_s), bar]
+                cells[2:5] = [text_of_s(row.step_time_s), text_of_s(row.example_s), f"[green]{bar}[/]"]
             if priced:
                 cells.append("" if row.price is None else f"{row.price:.4g}")
-            table.add_row(*map(escape, cells))
-        console.print(table)
-        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+            table.add_row(*cells)
+        console.table(table)
+        return console.text()
+
+    __str__ = text
 
 
 def fit(
