@@ -26,8 +26,7 @@ class FastPath:
     """A compiled step, and the properties that a call must share with the last one, whose leaves were `leaves`.
 
     The results that replaced the donated leaves in the last call are new memory of known types, and most calls pass
-    them on. All checks take a fraction of a microsecond for each leaf (`benchmarks/overhead.py`). `called_s` is when the
-    program was called last, by `time.perf_counter`.
+    them on. All checks take a fraction of a microsecond for each leaf (`benchmarks/overhead.py`).
     """
 
     def __init__(self, compiled: CompiledStep, leaves: Sequence[Any]) -> None:
@@ -50,7 +49,7 @@ class FastPath:
             i for donated_group, other_group in groups if donated_group and other_group for i in donated_group
         )
         self._kept = sorted(i for donated_group, other_group in groups if donated_group for i in other_group)
-        self.called_s: float | None = None  # when the program was called last
+        self.called_s: float | None = None  # the latest run, by time.perf_counter
         # References to what is known to share no memory: what replaced the donated leaves, and what was kept beside it.
         self._new: list[Any] = []
         self._beside: list[Any] = []
