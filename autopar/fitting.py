@@ -177,9 +177,10 @@ def largest(share: Callable[[int], float], most: int) -> int:
     """The largest number up to `most` whose share of the memory is at most 1, where the share rises; 0 for none.
 
     Memory is nearly linear in the number, except where a full memory leads to a leaner plan: guesses by a line through
-    the last two shares take turns with doubling, then with halving.
+    the last two shares that fit take turns with doubling, then with halving. Where the line says that nothing larger
+    fits, the next number is asked for at once.
     """
-    low, high, number, is_line_next = (0, 0.0), (most + 1, math.inf), 1, False
+    low, high, number, is_line_next, was_reached = (0, 0.0), (most + 1, math.inf), 1, True, False
     before = low
     while high[0] - low[0] > 1:
         found = (number, share(number))
@@ -187,16 +188,25 @@ def largest(share: Callable[[int], float], most: int) -> int:
             before, low = low, found
         else:
             high = found
-        is_open = math.isinf(high[1])
-        through = (before, low) if is_open else (low, high)
-        number = _on_line(*through) if is_line_next else 2 * low[0] if is_open else (low[0] + high[0]) // 2
+        guess = _on_line(before, low) if low[0] else 0
+        if not low[0] < guess + 1 < high[0] + 1 and not math.isinf(high[1]):
+            guess = _on_line(low, high)
+        is_reached = guess <= low[0]
+        if is_line_next or (is_reached and not was_reached):
+            number = guess
+        else:
+            number = 2 * low[0] if math.isinf(high[1]) else (low[0] + high[0]) // 2
         number = min(max(number, low[0] + 1), high[0] - 1)
-        is_line_next = not is_line_next
+        is_line_next, was_reached = not is_line_next, is_reached
     return low[0]
 
 
 def _on_line(one: tuple[int, float], other: tuple[int, float]) -> int:
-    """Where the line through two shares reaches 1; the larger number for one that does not rise."""
+    """Where the line through two shares reaches 1. One that does not rise is another plan's: then where a line from
+    nothing to the larger number does.
+    """
+    if other[1] <= one[1]:
+        one = (0, 0.0)
     slope = (other[1] - one[1]) / (other[0] - one[0])
     return math.floor(one[0] + (1 - one[1]) / slope) if slope > 0 else other[0]
 
