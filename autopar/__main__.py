@@ -141,6 +141,9 @@ def _add_planning(add: Add) -> None:
     text = "as for plan; several are compared (local)"
     _cluster(fit, text, action="append", default=None, help=text)
     fit.add_argument("--multiple", type=int, metavar="N", help="batches are multiples of N (the number of devices)")
+    text = "the argument of FUNCTION that is the number of examples, where the batch does not have them first"
+    fit.add_argument("--batch-arg", metavar="NAME", help=text)
+    fit.add_argument("--report", metavar="PATH", help="write charts over batch sizes as a page for a browser")
     fit.add_argument("--price", action="append", metavar="CLUSTER=PRICE", help="of an hour on the whole cluster")
 
 

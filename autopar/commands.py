@@ -27,7 +27,7 @@ from autopar.plan import render, render_summary
 from autopar.plan.plan import Plan
 from autopar.recipe_text import recipe_of
 from autopar.step_files import returned_by, shapes_only
-from autopar.step_views import on_cluster
+from autopar.step_views import batch_argnums_of, on_cluster
 from autopar.xla import aot
 
 
@@ -92,10 +92,27 @@ def compare(parsed: argparse.Namespace) -> Output:
 
 def fit(parsed: argparse.Namespace) -> Output:
     """Finds the largest batch that fits on each cluster."""
-    step, arguments = shapes_only(parsed.function, parsed.arg)
+    _check_folder("--report", parsed.report)
+    step, arguments = _of_batch_sizes(parsed) if parsed.batch_arg else shapes_only(parsed.function, parsed.arg)
     prices = dict(_price(text) for text in parsed.price or ())
     found = autopar.fit(step, *arguments, clusters=parsed.cluster or ["local"], multiple=parsed.multiple, prices=prices)
+    if parsed.report:
+        found.report(parsed.report)
     return Output(found.text, found.to_dict())
+
+
+def _of_batch_sizes(parsed: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]:
+    """The step and its arguments, of which those with examples are functions of their number."""
+
+    def of(examples: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return shapes_only(parsed.function, [*parsed.arg, f"{parsed.batch_arg}={examples}"])
+
+    def batch(number: int) -> Callable[[int], Any]:
+        return lambda examples: of(examples)[1][number]
+
+    step, arguments = of(parsed.multiple or 1)
+    argnums = batch_argnums_of(as_step(step), arguments)
+    return step, [batch(i) if i in argnums else arg for i, arg in enumerate(arguments)]
 
 
 def doctor(parsed: argparse.Namespace) -> Output:
