@@ -20,6 +20,8 @@ NAME_STATIC = "name the argument in static_argnums, or keep it out of the argume
 CONVERT = (
     "convert it: np.asarray(x), or jax.numpy.from_dlpack(x) for a tensor of another library; jax.jit takes neither"
 )
+# How the warning of a function that is not pure begins.
+IMPURE = "two traces of the function differ"
 
 
 def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStruct:
@@ -176,7 +178,7 @@ def impurity(traced: TracedStep) -> str | None:
         return None
     at = first_difference(traced.retrace(traced.in_avals), second_trace)
     return (
-        f"two traces of the function differ{f' ({at})' if at else ''}; the first is run every time, as under jax.jit, "
+        f"{IMPURE}{f' ({at})' if at else ''}; the first is run every time, as under jax.jit, "
         "without micro-batches. Does it read or change something outside of its arguments (a counter, the time, "
         "numpy's random numbers)? Pass that in as an argument, or use jax.random with a key in the state"
     )
