@@ -121,10 +121,12 @@ class _Cutter:
         filled = {v for op in self.whole.block.ops if not read_by(op) for v in op.outputs if not self.dims.get(v)}
         for op in self.whole.block.ops:
             if op.kind is OpKind.SCAN:
-                read = {v for inner in op.blocks[0].ops for v in read_by(inner)} | {*op.blocks[0].outputs}
+                read = {v for inner in op.blocks[0].ops for v in read_by(inner)}
+                read |= {a for a in op.blocks[0].outputs if isinstance(a, int)}
                 for atom, inside in zip(op.inputs[: op.num_consts], op.blocks[0].inputs, strict=False):
                     shape = self.whole.values[inside].shape
-                    if atom in filled and inside not in read and (at := [d for d in examples if d in shape]):
+                    is_ignored = isinstance(atom, int) and atom in filled and inside not in read
+                    if is_ignored and (at := [d for d in examples if d in shape]):
                         self._cut(atom, shape.index(at[0]))
         while self.spread(self.whole.block):
             pass
