@@ -30,6 +30,7 @@ from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
+from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.constraints import Binding
 from autopar.sharding.head_groups import splits_heads, with_heads
 from autopar.sharding.parallelisms import data_axis
@@ -42,10 +43,16 @@ MEMORY_MARGIN = 0.1
 
 
 def make_plan(
-    traced: TracedStep, trees: Trees, cluster: Cluster, request: PlanRequest, rules: RuleBook, progress: Progress
+    traced: TracedStep,
+    trees: Trees,
+    cluster: Cluster,
+    request: PlanRequest,
+    rules: RuleBook,
+    progress: Progress,
+    graphs: StepGraphs | None = None,
 ) -> Plan:
-    """The best plan. Raises: as `make_plans`."""
-    return make_plans(traced, trees, cluster, request, rules, progress)[0]
+    """The best plan. `graphs` are shared by plans of the same step under several requests. Raises: as `make_plans`."""
+    return make_plans(traced, trees, cluster, request, rules, progress, graphs=graphs)[0]
 
 
 @jax_compat.no_mesh_set()
@@ -57,6 +64,7 @@ def make_plans(
     rules: RuleBook,
     progress: Progress,
     keep_tolerance: float = 1.0,
+    graphs: StepGraphs | None = None,
 ) -> tuple[Plan, ...]:
     """Traced step -> graph -> candidates of every source -> the best of them, as a plan.
 
@@ -72,7 +80,7 @@ def make_plans(
     check_options(options_of(request.compiler_options, platform), platform)
     with progress.pass_("padding"):
         traced = stored_step(traced, cluster, request, rules)
-    context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance))
+    context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance, graphs))
     context = ask_sources(context)
     chosen = choose(context)
     if chosen is None:
@@ -117,21 +125,23 @@ def planning_context(
     rules: RuleBook,
     progress: Progress,
     keep_tolerance: float = 1.0,
+    graphs: StepGraphs | None = None,
 ) -> PlanningContext:
     """The input of the sources of candidates: the step's graph, and the request in numbers."""
     rings = request.binding is not None and request.binding.blockwise_attention
     blockwise = rings or request.attention is Attention.BLOCKWISE
     traced = dataclasses.replace(traced, blockwise_attention=blockwise, per_microbatch=request.per_microbatch)
     deadline = Deadline.after(request.time_limit_s)
+    graphs = graphs or StepGraphs()
     with progress.pass_("graph"):
-        graph = build_graph(traced, rules)
+        views = graphs.of(traced, "whole", lambda: GraphViews(build_graph(traced, rules), flops_of))
+        graph = views.graph
     check_islands(graph, cluster.num_devices)
     if rings:
         check_blockwise(graph)
-    views = GraphViews(graph, flops_of)
     if request.binding is not None and request.pins is None and splits_heads(request.binding):
         request = dataclasses.replace(request, binding=with_heads(request.binding, views.annotated))
-    least_s = least_time_s(graph, cluster)
+    least_s = graphs.of(traced, ("least time", cluster), lambda: least_time_s(graph, cluster))
     progress.bounded(least_s, deadline)
     return PlanningContext(
         traced=traced,
@@ -145,6 +155,7 @@ def planning_context(
         deadline=deadline,
         keep_tolerance=keep_tolerance if request.leaves_layouts_free else 1.0,
         least_s=least_s,
+        graphs=graphs,
     )
 
 

@@ -171,15 +171,15 @@ def name_of(function: Any) -> str:
 def impurity(traced: TracedStep) -> str | None:
     """Traces the function a second time. Returns a warning if that gives another computation.
 
-    Plain `jax.jit` keeps what the first trace gives, and so does a step, which is then not cut into micro-batches.
+    Plain `jax.jit` keeps what the first trace gives, and so does a step, whose micro-batches are cut out of that trace.
     """
     second_trace = traced.retrace(traced.in_avals)
     if jaxpr_fingerprint(second_trace) == (traced.code_fingerprint or traced.fingerprint):
         return None
     at = first_difference(traced.retrace(traced.in_avals), second_trace)
     return (
-        f"{IMPURE}{f' ({at})' if at else ''}; the first is run every time, as under jax.jit, "
-        "without micro-batches. Does it read or change something outside of its arguments (a counter, the time, "
+        f"{IMPURE}{f' ({at})' if at else ''}; the first is run every time, as under jax.jit. "
+        "Does it read or change something outside of its arguments (a counter, the time, "
         "numpy's random numbers)? Pass that in as an argument, or use jax.random with a key in the state"
     )
 
