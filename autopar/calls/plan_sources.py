@@ -127,6 +127,7 @@ class PlanSources:
             effort=own.effort,
             constraints=own.constraints,
             per_microbatch=own.per_microbatch,
+            remat=own.remat,
         )
         progress = Progress(f"autopar {self._name}, instead", show=self._options.show_progress)
         return self._searched(traced, trees, progress, (plan.cluster, request))

@@ -14,6 +14,7 @@ from autopar.compiler.comparison import choose, near, notes, rejections
 from autopar.compiler.no_plan import no_plan_error
 from autopar.compiler.padding import stored_step
 from autopar.compiler.pin_costs import price_of_pins
+from autopar.compiler.saved_names import fastest_saving
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
@@ -21,6 +22,7 @@ from autopar.cost.least_time import least_time_s
 from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.frontend.build_graph import build_graph
+from autopar.frontend.saved_names import checked_names, saving
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
@@ -28,7 +30,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import check_islands
 from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import Candidate, PlanningContext
-from autopar.plan.options import Attention, PlanRequest
+from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.constraints import Binding
@@ -76,6 +78,8 @@ def make_plans(
     stages.
     """
     check_request(request, cluster)
+    if request.remat != AS_WRITTEN:
+        return _plans_saving(traced, trees, cluster, request, rules, progress, keep_tolerance)
     platform = cluster.device.platform
     check_options(options_of(request.compiler_options, platform), platform)
     with progress.pass_("padding"):
@@ -94,6 +98,26 @@ def make_plans(
         plan = _with_pins(plan, context, chosen)
     others = near(chosen, _all_candidates(context), context.limit_bytes, context.keep_tolerance)
     return (plan, *(plan_of(context, other, trees, _notes(context)) for other in others))
+
+
+def _plans_saving(
+    traced: TracedStep,
+    trees: Trees,
+    cluster: Cluster,
+    request: PlanRequest,
+    rules: RuleBook,
+    progress: Progress,
+    keep_tolerance: float,
+) -> tuple[Plan, ...]:
+    """The plans of a step of which `jax.checkpoint` saves the requested names, or those with which it is fastest."""
+
+    def plans(step: TracedStep, time_limit_s: float | None) -> tuple[Plan, ...]:
+        as_it_is = dataclasses.replace(request, remat=AS_WRITTEN, time_limit_s=time_limit_s)
+        return make_plans(step, trees, cluster, as_it_is, rules, progress, keep_tolerance)
+
+    if not isinstance(request.remat, str):
+        return plans(saving(traced, checked_names(traced, request.remat)), request.time_limit_s)
+    return fastest_saving(traced, cluster, rules, plans, Deadline.after(request.time_limit_s))
 
 
 def _padded_plan(

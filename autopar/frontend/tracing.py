@@ -134,6 +134,10 @@ def trace(
     check_effects(closed, name)
     jaxpr = jax_compat.open_jaxpr(closed)
     out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
+    # A fresh function object, so that jax does not answer from its cache of traces.
+    trace_again = jax_compat.under_present_mesh(
+        lambda avals: without_placements(jax.make_jaxpr(lambda *a: flat(*a))(*avals))
+    )
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
     batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
     return TracedStep(
@@ -151,10 +155,8 @@ def trace(
         batch=batch_leaves,
         tied=tie_state(args, donate, results.tree, in_avals, out_avals),
         fingerprint=fingerprint,
-        # A fresh function object, so that jax does not answer from its cache of traces.
-        retrace=jax_compat.under_present_mesh(
-            lambda avals: without_placements(jax.make_jaxpr(lambda *a: flat(*a))(*avals))[0]
-        ),
+        retrace=lambda avals: trace_again(avals)[0],
+        trace_again=trace_again,
         placements=removed.placements,
         written=removed.written,
         changed_in_place=results.changed_in_place,
