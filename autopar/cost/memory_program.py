@@ -10,13 +10,14 @@ from autopar.attention.form import KEY, sizes_of
 from autopar.attention.work import (
     block_bytes,
     held_in_steps,
+    in_steps,
+    order_of,
     repeated_operands,
     row_bytes,
-    runs_in_steps,
     travelling,
 )
 from autopar.cost import peak_memory
-from autopar.cost.attention_cost import is_balanced_ring, kernel_under
+from autopar.cost.attention_cost import kernel_under
 from autopar.cost.collective_usage import results_of
 from autopar.cost.cost_model import CostModel
 from autopar.cost.memory_facts import is_half_precision, kind_of, reduces_last, transposed_alone
@@ -261,8 +262,8 @@ class _MemoryWriter:
         kernel = kernel_under(op, self.device, ring_size)
         if compute.strategy is not None and ring_size > 1:
             held = travelling(op.eqn)
-            if runs_in_steps(op.eqn, kernel, ring_size):
-                held = (*held, *held_in_steps(op.eqn, ring_size, is_balanced_ring(op, ring_size)))
+            if in_steps(op.eqn, kernel, ring_size):
+                held = (*held, *held_in_steps(op.eqn, order_of(op.eqn, ring_size)))
             for i, itemsize in held:
                 shape = op.eqn.invars[i].aval.shape
                 buffers.append(self.new(local_bytes(shape, itemsize, compute.strategy.operands[i], self.mesh)))

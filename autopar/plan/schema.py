@@ -338,7 +338,7 @@ class PlanRecord:
     `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
-    platform.
+    platform. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code; None: as written.
     """
 
     format_version: int
@@ -367,6 +367,7 @@ class PlanRecord:
     least_step_time_s: float | None = None
     measured: tuple[MeasuredRecord, ...] = ()
     compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
+    saved_names: tuple[str, ...] | None = None
 
     @property
     def padded(self) -> dict[int, PaddedForm]:
