@@ -113,9 +113,8 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None, collec
     """
     if size is not None:
         check_number("recipes.sequence_parallel(size=...)", size)
-    is_megatron = kind == "megatron"
-    if is_megatron or collective_matmul:
-        return _bound(_copies(size), tp=size, sequence_parallel=is_megatron, collective_matmul=collective_matmul)
+    if kind == "megatron" or collective_matmul:
+        return _bound(_copies(size), tp=size, tensor=tensor_axis(kind == "megatron", collective_matmul))
     check_sequence("recipes.sequence_parallel(kind)", kind, ("megatron", *_SEQUENCES))
     return _bound(_copies(size), sp=size, sequence=kind)
 
@@ -197,10 +196,8 @@ def combine(
     data = [(data_axis(zero, gather), dp)]
     if zero_size is not None:
         data = _hybrid(data_axis(zero, gather), zero, zero_size, dp, (ep, sp))
-    recipe = _bound(
-        data, tp=tp, sp=sp, ep=ep, zero=zero, gather=gather, sequence=sequence, sequence_parallel=sequence_parallel,
-        collective_matmul=collective_matmul,
-    )  # fmt: skip
+    tensor = tensor_axis(sequence_parallel, collective_matmul)
+    recipe = _bound(data, tp=tp, sp=sp, ep=ep, zero=zero, gather=gather, sequence=sequence, tensor=tensor)
     stages = _checked_stages("recipes.combine", pp, schedule, num_microbatches, chunks)
     return _cut("recipes.combine", recipe, stages, recompute, offload)
 
@@ -261,14 +258,12 @@ def _bound(
     zero: int = 0,
     gather: str = "after",
     sequence: str = "ulysses",
-    sequence_parallel: bool = False,
-    collective_matmul: bool = False,
+    tensor: AxisUse | None = None,
 ) -> Recipe:
     uses = ((expert_axis(zero, gather), ep), (sequence_axis(sequence, zero, gather), sp))
     shared = [(use, size) for use, size in uses if size != 1]
-    tensor = tensor_axis(sequence_parallel=sequence_parallel, collective_matmul=collective_matmul)
-    axes = [*data, *shared, (tensor, tp)]
-    binding = Binding(axes=tuple(use for use, _ in axes), sizes=tuple(size for _, size in axes))
+    axes, sizes = zip(*data, *shared, (tensor or tensor_axis(), tp), strict=True)
+    binding = Binding(axes=axes, sizes=sizes)
     return Recipe(request=PlanRequest(binding=binding))
 
 

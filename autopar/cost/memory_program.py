@@ -245,8 +245,7 @@ class _MemoryWriter:
             beside = self.nbytes[output] * max(4, itemsize) // itemsize
         else:
             beside = self.nbytes[output] // n
-        buffer = self.new(beside)
-        kind = compute.op.primitive
+        buffer, kind = self.new(beside), compute.op.primitive
         for made, read in (((buffer,), inputs), ((output,), (*inputs, buffer))):
             steps.append(MemoryStep(inputs=read, outputs=made, kind=kind, fusible=False, key=(compute.op.id, made)))
 
@@ -319,20 +318,15 @@ class _MemoryWriter:
             at = behind
         if move.in_pieces and move.steps[0].kind.reduces:
             env[move.value, move.target] = at  # as its product left it
-            return
-        if move.in_pieces:
+        elif move.in_pieces:
             # The pieces that come in: of the only product that reads them the next and the one after it.
             (step,) = move.steps
             after = self.define(move.value, move.target, env)
             arriving = self.mesh.size(step.axes) - 1
             self.nbytes[after] = self.nbytes[at] * (min(arriving, 2) if move.in_pieces == 1 else arriving)
-            steps.append(
-                MemoryStep(
-                    inputs=(at,), outputs=(after,), kind="collective_permute", fusible=False, key=("pieces", step)
-                )
-            )
-            return
-        for step in move.steps:
+            kind, key = "collective_permute", ("pieces", step)
+            steps.append(MemoryStep(inputs=(at,), outputs=(after,), kind=kind, fusible=False, key=key))
+        for step in move.steps if not move.in_pieces else ():
             last = step is move.steps[-1]
             after = self.define(move.value, move.target, env) if last else self.new(self.local(move.value, step.after))
             if (move.value, move.target) in self.rounded:

@@ -260,7 +260,8 @@ class _Writer:
             seconds=self.costs.piece_s(op, strategy, pieces),
             is_light=False,
         )
-        is_sent, arrived = reads if pieces.operand is not None else (), ()
+        is_sent: tuple[int, ...] = reads if pieces.operand is not None else ()
+        arrived: tuple[int, ...] = ()
         outs: list[int] = []
         for k in range(n):
             sends = bool(send) and k + 1 < n

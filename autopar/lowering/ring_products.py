@@ -62,7 +62,7 @@ def scattered_product(compute: Compute, operands: Sequence[Any], mesh: Mesh) -> 
     along = Along.of(compute.op.eqn, None, pieces.dim)
 
     def local(*parts: Any) -> Any:
-        total = None
+        total: Any = None
         for k in range(ring.size):
             number = (ring.index() + ring.size - 1 - k) % ring.size
             cut = [_part(part, along.operands.get(i), number, ring) for i, part in enumerate(parts)]
@@ -72,6 +72,7 @@ def scattered_product(compute: Compute, operands: Sequence[Any], mesh: Mesh) -> 
             arriving = None if total is None else ring.send(total, forward=True)
             summand = _product(compute.op.eqn, cut)
             total = summand if arriving is None else arriving + summand
+        assert total is not None, "a ring has devices"
         return total[None] if after.partial else total
 
     run = jax.shard_map(

@@ -80,7 +80,7 @@ def sequence_axis(kind: str, zero: int = 0, gather: str = "after") -> AxisUse:
     )
 
 
-def tensor_axis(*, sequence_parallel: bool = False, collective_matmul: bool = False) -> AxisUse:
+def tensor_axis(sequence_parallel: bool = False, collective_matmul: bool = False) -> AxisUse:
     """Matrices by columns, then by rows; with positions in parts between them where that is said, which products then
     gather and scatter while they run, where that is said too.
 
