@@ -91,7 +91,7 @@ def expert_parallel(size: int | None = None) -> Recipe:
     return _bound(_copies(size), ep=size)
 
 
-def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Recipe:
+def sequence_parallel(kind: str = "megatron", *, size: int | None = None, collective_matmul: bool = False) -> Recipe:
     """Sharded positions: each device has a part of every sequence.
 
     `size` devices share a sequence, all of them where it is None; the remaining ones are data parallel. The kinds:
@@ -105,12 +105,16 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Rec
       (`autopar.attention.ring`). Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence Training from
       System Perspective", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023.
 
+    With `collective_matmul`, of "megatron" alone, products of the matrices run in as many pieces as devices share them,
+    and each piece is gathered, or its sum scattered, while another is computed. Sources: Wang et al., "Overlap
+    Communication with Dependent Computation via Decomposition", 2023; Megatron-LM's --tp-comm-overlap.
+
     Raises: InvalidArgumentError.
     """
     if size is not None:
         check_number("recipes.sequence_parallel(size=...)", size)
-    if kind == "megatron":
-        return _bound(_copies(size), tp=size, sequence_parallel=True)
+    if kind == "megatron" or collective_matmul:
+        return _bound(_copies(size), tp=size, tensor=tensor_axis(kind == "megatron", collective_matmul))
     check_sequence("recipes.sequence_parallel(kind)", kind, ("megatron", *_SEQUENCES))
     return _bound(_copies(size), sp=size, sequence=kind)
 
@@ -127,6 +131,7 @@ def combine(
     gather: str = "after",
     sequence: str = "ulysses",
     sequence_parallel: bool = False,
+    collective_matmul: bool = False,
     schedule: str | None = None,
     num_microbatches: int | None = None,
     chunks: int | None = None,
@@ -154,6 +159,7 @@ def combine(
         sequence: As the kind of `sequence_parallel`: "ulysses" or "ring".
         sequence_parallel: Whether tensor groups shard positions between the matrices (norms, dropout, residuals), with
             reduce-scatters and all-gathers instead of all-reduces, as `sequence_parallel("megatron")`.
+        collective_matmul: Whether these run inside of products, as in `sequence_parallel`.
         schedule: As in `pipeline`; "1f1b" where there are stages.
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
@@ -190,9 +196,8 @@ def combine(
     data = [(data_axis(zero, gather), dp)]
     if zero_size is not None:
         data = _hybrid(data_axis(zero, gather), zero, zero_size, dp, (ep, sp))
-    recipe = _bound(
-        data, tp=tp, sp=sp, ep=ep, zero=zero, gather=gather, sequence=sequence, sequence_parallel=sequence_parallel
-    )
+    tensor = tensor_axis(sequence_parallel, collective_matmul)
+    recipe = _bound(data, tp=tp, sp=sp, ep=ep, zero=zero, gather=gather, sequence=sequence, tensor=tensor)
     stages = _checked_stages("recipes.combine", pp, schedule, num_microbatches, chunks)
     return _cut("recipes.combine", recipe, stages, recompute, offload)
 
@@ -253,12 +258,12 @@ def _bound(
     zero: int = 0,
     gather: str = "after",
     sequence: str = "ulysses",
-    sequence_parallel: bool = False,
+    tensor: AxisUse | None = None,
 ) -> Recipe:
     uses = ((expert_axis(zero, gather), ep), (sequence_axis(sequence, zero, gather), sp))
     shared = [(use, size) for use, size in uses if size != 1]
-    axes = [*data, *shared, (tensor_axis(sequence_parallel=sequence_parallel), tp)]
-    binding = Binding(axes=tuple(use for use, _ in axes), sizes=tuple(size for _, size in axes))
+    axes, sizes = zip(*data, *shared, (tensor or tensor_axis(), tp), strict=True)
+    binding = Binding(axes=axes, sizes=sizes)
     return Recipe(request=PlanRequest(binding=binding))
 
 
@@ -294,9 +299,7 @@ def cut(
         schedule: As in `pipeline`; "1f1b" where there are stages.
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
-        recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
-            products and blockwise attention), "half matmuls" (all but these and each second product), "input" (all);
-            with " every 2" behind it those of every second layer, and so on.
+        recompute: As in `combine`.
         offload: As in `combine`, beside what the recipe offloads.
 
     Raises: InvalidArgumentError.

@@ -16,6 +16,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Dimension, OpGraph, Purpose, Side, Value, read_by
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
+from autopar.sharding.owned_dimensions import check_owned
 
 LARGEST_NAMED = 3  # of the matrices that an error names
 # What inner widths count.
@@ -48,6 +49,8 @@ class AxisUse:
             Values that have such dimensions and count positions twice (scores of attention, masks) are sharded along
             these only.
         ring_attention: Attention is sharded by positions too: keys and values go round it.
+        collective_matmul: Products gather their operands over it, and scatter their results, piece by piece while they
+            run.
     """
 
     name: str
@@ -65,6 +68,7 @@ class AxisUse:
     may_be_partial_sum: bool = True
     exchanges: tuple[Dimension, ...] = ()
     ring_attention: bool = False
+    collective_matmul: bool = False
 
     @property
     def splits_heads(self) -> bool:
@@ -81,6 +85,11 @@ class Constraints:
     axes: tuple[AxisUse, ...]
     offloads_optimizer: bool = False
     offloads_activations: bool = False
+
+    @property
+    def overlapped_axes(self) -> tuple[int, ...]:
+        """The axes over which products send while they run."""
+        return tuple(a for a, use in enumerate(self.axes) if use.collective_matmul)
 
     def in_host(self, graph: OpGraph) -> frozenset[int]:
         """The arguments of a described graph, or of a stage of one, that are kept in the memory of the host."""
@@ -356,7 +365,7 @@ class Binding:
         mesh, constraints = self.on(num_devices)
         for use, parts in zip(constraints.axes, mesh.axis_sizes, strict=True):
             for what in use.owned_dimensions if parts > 1 else ():
-                _check_owned(graph, use.name, parts, what)
+                check_owned(graph, use.name, parts, what)
             if parts > 1 and use.unnamed and Purpose.MATRIX in use.must_shard:
                 _check_matrices(graph, constraints, use, parts)
 
@@ -373,28 +382,3 @@ def _check_matrices(graph: OpGraph, constraints: Constraints, use: AxisUse, part
         got=", ".join(f"{value.name} {list(value.shape)}" for value in largest) or "no product of weights",
         hint="there is nothing to share: choose a size that divides the widths, or data parallelism",
     )
-
-
-def _check_owned(graph: OpGraph, axis: str, parts: int, what: Dimension) -> None:
-    sizes = {
-        value.name: n
-        for value in graph.values
-        if value.purpose is Purpose.MATRIX
-        for n, names in zip(value.shape, value.dimensions, strict=True)
-        if what in names
-    }
-    odd = next((name for name, n in sizes.items() if n % parts), None)
-    if odd is not None:
-        raise InvalidArgumentError(
-            where=f"recipe, {axis} axis of {parts} devices",
-            expected=f"a number of {what.value}s that divides by {parts}",
-            got=f"{sizes[odd]} in {odd}",
-            hint=f"choose a size that divides the number of {what.value}s",
-        )
-    if not sizes:
-        raise InvalidArgumentError(
-            where=f"recipe, {axis} axis of {parts} devices",
-            expected=f"a step with matrices of several {what.value}s",
-            got="none: no product of weights keeps a dimension apart that counts neither examples nor positions",
-            hint=f"leave the {axis} axis out, or write the {what.value}s as one array, (number, ...), in one einsum",
-        )
