@@ -92,7 +92,7 @@ def expert_parallel(size: int | None = None) -> Recipe:
     return _bound(_copies(size), ep=size)
 
 
-def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Recipe:
+def sequence_parallel(kind: str = "megatron", *, size: int | None = None, collective_matmul: bool = False) -> Recipe:
     """Sharded positions: each device has a part of every sequence.
 
     `size` devices share a sequence, all of them where it is None; the remaining ones are data parallel. The kinds:
@@ -109,12 +109,14 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Rec
       Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", 2024.
 
     "ulysses" over more devices than heads of keys is two mesh axes: queries are exchanged over both, keys and values
-    over the first, and gathered over the second. Raises: InvalidArgumentError.
+    over the first, and gathered over the second. `collective_matmul`, of "megatron": products run in pieces, which are
+    gathered, or their sums scattered, meanwhile (Wang et al., "Overlap Communication with Dependent Computation", 2023).
+    Raises: InvalidArgumentError.
     """
     if size is not None:
         check_number("recipes.sequence_parallel(size=...)", size)
-    if kind == "megatron":
-        return _bound(_copies(size), tp=size, sequence_parallel=True)
+    if kind == "megatron" or collective_matmul:
+        return _bound(_copies(size), tp=size, tensor=tensor_axis(kind == "megatron", collective_matmul))
     check_sequence("recipes.sequence_parallel(kind)", kind, ("megatron", *_SEQUENCES))
     return _bound(_copies(size), sp=size, sequence=kind)
 
@@ -131,6 +133,7 @@ def combine(
     gather: str = "after",
     sequence: str = "ulysses",
     sequence_parallel: bool = False,
+    collective_matmul: bool = False,
     schedule: str | None = None,
     num_microbatches: int | None = None,
     chunks: int | None = None,
@@ -157,7 +160,7 @@ def combine(
             --overlap-param-gather. `zero=3` always gathers ahead, for each pass.
         sequence: As the kind of `sequence_parallel`: "ulysses", "ring" or "usp".
         sequence_parallel: Whether tensor groups shard positions between the matrices (norms, dropout, residuals), with
-            reduce-scatters and all-gathers instead of all-reduces, as `sequence_parallel("megatron")`.
+            reduce-scatters and all-gathers in place of all-reduces; with `collective_matmul` inside of products.
         schedule: As in `pipeline`; "1f1b" where there are stages.
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
@@ -194,9 +197,8 @@ def combine(
     data = [(data_axis(zero, gather), dp)]
     if zero_size is not None:
         data = _hybrid(data_axis(zero, gather), zero, zero_size, dp, (ep, sp))
-    recipe = _bound(
-        data, tp=tp, sp=sp, ep=ep, zero=zero, gather=gather, sequence=sequence, sequence_parallel=sequence_parallel
-    )
+    tensor = tensor_axis(sequence_parallel, collective_matmul)
+    recipe = _bound(data, tp=tp, sp=sp, ep=ep, zero=zero, gather=gather, sequence=sequence, tensor=tensor)
     stages = _checked_stages("recipes.combine", pp, schedule, num_microbatches, chunks)
     return _cut("recipes.combine", recipe, stages, recompute, offload)
 
@@ -257,12 +259,12 @@ def _bound(
     zero: int = 0,
     gather: str = "after",
     sequence: str = "ulysses",
-    sequence_parallel: bool = False,
+    tensor: AxisUse | None = None,
 ) -> Recipe:
     uses = ((expert_axis(zero, gather), ep), (sequence_axis(sequence, zero, gather), sp))
     shared = [(use, size) for use, size in uses if size != 1]
-    axes = [*data, *shared, (tensor_axis(sequence_parallel=sequence_parallel), tp)]
-    binding = Binding(axes=tuple(use for use, _ in axes), sizes=tuple(size for _, size in axes))
+    axes, sizes = zip(*data, *shared, (tensor or tensor_axis(), tp), strict=True)
+    binding = Binding(axes=axes, sizes=sizes)
     return Recipe(request=PlanRequest(binding=binding))
 
 
@@ -298,9 +300,7 @@ def cut(
         schedule: As in `pipeline`; "1f1b" where there are stages.
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
-        recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
-            products and blockwise attention), "half matmuls" (all but these and each second product), "input" (all);
-            with " every 2" behind it those of every second layer, and so on.
+        recompute: As in `combine`.
         offload: As in `combine`, beside what the recipe offloads.
 
     Raises: InvalidArgumentError.

@@ -47,6 +47,8 @@ class AxisUse:
             these only.
         ring_attention: Attention is sharded by positions too: keys and values go round it. An axis that `exchanges`
             too becomes two: one among whose devices heads are exchanged, and a ring of such groups.
+        collective_matmul: Products gather their operands over it, and scatter their results, piece by piece while they
+            run.
     """
 
     name: str
@@ -64,6 +66,7 @@ class AxisUse:
     may_be_partial_sum: bool = True
     exchanges: tuple[Dimension, ...] = ()
     ring_attention: bool = False
+    collective_matmul: bool = False
 
     @property
     def splits_heads(self) -> bool:
@@ -83,6 +86,11 @@ class Constraints:
     axes: tuple[AxisUse, ...]
     offloads_optimizer: bool = False
     offloads_activations: bool = False
+
+    @property
+    def overlapped_axes(self) -> tuple[int, ...]:
+        """The axes over which products send while they run."""
+        return tuple(a for a, use in enumerate(self.axes) if use.collective_matmul)
 
     def in_host(self, graph: OpGraph) -> frozenset[int]:
         """The arguments of a described graph, or of a stage of one, that are kept in the memory of the host."""
