@@ -10,7 +10,8 @@ from autopar.errors import InvalidArgumentError
 from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
-from autopar.sharding.constraints import AxisUse, Binding
+from autopar.sharding.binding import Binding
+from autopar.sharding.constraints import AxisUse
 from autopar.sharding.parallelisms import GATHERS, data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis
 from autopar.sharding.tensor_grids import cube, square
 
@@ -99,16 +100,17 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None, collec
     * "megatron": between the matrices of `tensor_parallel("1d")`. Source: Korthikanti et al., "Reducing activation
       recomputation in large transformer models", 2022, section 4.2.2.
     * "ulysses": everywhere but inside attention, which is split by heads; all-to-alls exchange positions for heads and
-      back. Parameters are whole (`combine(sp=..., zero=...)` shards them). Source: Jacobs et al., "DeepSpeed
-      Ulysses", 2023, section 3.
+      back. Parameters are whole (`combine(sp=..., zero=...)` shards them). Source: Jacobs et al., "DeepSpeed Ulysses",
+      2023, section 3.
     * "ring": everywhere, also inside attention: keys, values and the sums of their gradients circulate in blocks
       (`autopar.attention.ring`). Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence Training from
       System Perspective", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023.
+    * "usp": as "ulysses" among as many neighbours as can share the heads of keys, and as "ring" among these groups.
+      Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", 2024.
 
-    With `collective_matmul`, of "megatron" alone, products of the matrices run in as many pieces as devices share them,
-    and each piece is gathered, or its sum scattered, while another is computed. Sources: Wang et al., "Overlap
-    Communication with Dependent Computation via Decomposition", 2023; Megatron-LM's --tp-comm-overlap.
-
+    "ulysses" over more devices than heads of keys is two mesh axes: queries are exchanged over both, keys and values
+    over the first, and gathered over the second. `collective_matmul`, of "megatron": products run in pieces, which are
+    gathered, or their sums scattered, meanwhile (Wang et al., "Overlap Communication with Dependent Computation", 2023).
     Raises: InvalidArgumentError.
     """
     if size is not None:
@@ -156,10 +158,9 @@ def combine(
             pass, and under it, what the passes read of them (their casts to 16 bits) is gathered once in a step, for
             all passes and micro-batches. Source: NVIDIA, Megatron-LM's distributed optimizer, with
             --overlap-param-gather. `zero=3` always gathers ahead, for each pass.
-        sequence: As the kind of `sequence_parallel`: "ulysses" or "ring".
+        sequence: As the kind of `sequence_parallel`: "ulysses", "ring" or "usp".
         sequence_parallel: Whether tensor groups shard positions between the matrices (norms, dropout, residuals), with
-            reduce-scatters and all-gathers instead of all-reduces, as `sequence_parallel("megatron")`.
-        collective_matmul: Whether these run inside of products, as in `sequence_parallel`.
+            reduce-scatters and all-gathers in place of all-reduces; with `collective_matmul` inside of products.
         schedule: As in `pipeline`; "1f1b" where there are stages.
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
@@ -203,7 +204,7 @@ def combine(
 
 
 # The ways in which an axis of its own splits positions.
-_SEQUENCES = ("ulysses", "ring")
+_SEQUENCES = ("ulysses", "ring", "usp")
 # What may be kept in the memory of the hosts: by its text, whether that is the optimizer state, and saved activations.
 _OFFLOADS = {
     "nothing": (False, False),

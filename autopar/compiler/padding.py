@@ -14,7 +14,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.passes.scan_stacks import find_stacks
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.padding import padded_forms
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.semantics import annotate_semantics

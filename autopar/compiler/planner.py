@@ -33,7 +33,7 @@ from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.step_graphs import StepGraphs
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.head_groups import splits_heads, with_heads
 from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook

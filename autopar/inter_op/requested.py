@@ -34,7 +34,7 @@ from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
 from autopar.passes.split_scan import one_part_a_group, split_scans
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import PlanRequest
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.pins import PinsOnMesh, on_meshes
 
 SOURCE = "requested pipeline"

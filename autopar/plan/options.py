@@ -11,7 +11,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.schema import PlannedValue
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.pins import Pins
 
 

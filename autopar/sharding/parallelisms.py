@@ -65,7 +65,9 @@ def replica_axis() -> AxisUse:
 
 
 def sequence_axis(kind: str, zero: int = 0, gather: str = "after") -> AxisUse:
-    """Positions in parts; inside of attention heads ("ulysses"), or positions there too ("ring")."""
+    """Positions in parts; inside of attention heads ("ulysses"), or positions there too ("ring"), or both, heads as far
+    as they go ("usp").
+    """
     may_shard, must_shard, keeps_copies = _shared_state(zero, gather)
     return AxisUse(
         name="sequence",
@@ -75,8 +77,8 @@ def sequence_axis(kind: str, zero: int = 0, gather: str = "after") -> AxisUse:
         must_read_sharded=EXAMPLES,
         may_slice=(Dimension.SEQUENCE,),
         keeps_copies=keeps_copies,
-        exchanges=(Dimension.HEAD,) if kind == "ulysses" else (),
-        ring_attention=kind == "ring",
+        exchanges=(Dimension.HEAD,) if kind != "ring" else (),
+        ring_attention=kind != "ulysses",
     )
 
 
