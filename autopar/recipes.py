@@ -110,8 +110,7 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None, collec
 
     "ulysses" over more devices than heads of keys is two mesh axes: queries are exchanged over both, keys and values
     over the first, and gathered over the second. `collective_matmul`, of "megatron": products run in pieces, which are
-    gathered, or their sums scattered, meanwhile (Wang et al., "Overlap Communication with Dependent Computation", 2023).
-    Raises: InvalidArgumentError.
+    gathered or scattered meanwhile (Wang et al., "Overlap Communication", 2023). Raises: InvalidArgumentError.
     """
     if size is not None:
         check_number("recipes.sequence_parallel(size=...)", size)
