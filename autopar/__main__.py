@@ -32,6 +32,7 @@ from importlib import metadata
 from typing import Any
 
 from autopar import commands
+from autopar.common.text_console import TextFormat
 from autopar.errors import AutoparError
 from autopar.kept_files import Kind
 
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"autopar: {error}", file=sys.stderr)
         return 1
     try:
-        print(json.dumps(output.values, indent=2) if parsed.json else output.text, flush=True)
+        text_format = TextFormat.of_stream(sys.stdout, os.environ)
+        print(json.dumps(output.values, indent=2) if parsed.json else output.text(text_format), flush=True)
     except BrokenPipeError:  # whoever reads it (head, less) has read enough
         # What is left in the buffer would be written, and fail again, when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -139,6 +141,9 @@ def _add_planning(add: Add) -> None:
     text = "as for plan; several are compared (local)"
     _cluster(fit, text, action="append", default=None, help=text)
     fit.add_argument("--multiple", type=int, metavar="N", help="batches are multiples of N (the number of devices)")
+    text = "the argument of FUNCTION that is the number of examples, where the batch does not have them first"
+    fit.add_argument("--batch-arg", metavar="NAME", help=text)
+    fit.add_argument("--report", metavar="PATH", help="write charts over batch sizes as a page for a browser")
     fit.add_argument("--price", action="append", metavar="CLUSTER=PRICE", help="of an hour on the whole cluster")
 
 

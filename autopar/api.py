@@ -16,7 +16,7 @@ from autopar.cost.compiler_options import requested_options
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode
-from autopar.plan.options import Attention, Effort, checked_effort
+from autopar.plan.options import AS_WRITTEN, Attention, Effort, checked_effort, checked_remat
 from autopar.plan.plan import Plan
 from autopar.recipes import Recipe, plan_request
 from autopar.step import Step
@@ -32,6 +32,7 @@ def parallelize(
     schedule: str = "auto",
     attention: str = Attention.AS_WRITTEN,
     constraints: str = ShardingsInCode.ADVICE,
+    remat: str | Sequence[str] = AS_WRITTEN,
     per_microbatch: str | Sequence[str] = (),
     memory_limit_bytes: int | str | None = None,
     batch_argnums: int | Sequence[int] = (1,),
@@ -66,6 +67,9 @@ def parallelize(
         constraints: How layouts in the step's code (`with_sharding_constraint`, `reshard`, `out_sharding=`) are used:
             "advice": they make one more candidate, which is taken where it is faster than the search's plan; "pins":
             they are kept; "ignore": they are dropped.
+        remat: The values named by `jax.ad_checkpoint.checkpoint_name` that regions of `jax.checkpoint` save: "as
+            written", those of their policies; "auto", those with which the plan is predicted to be the fastest that
+            fits in memory (several searches); or a list of names. What policies save by other rules stays saved.
         per_microbatch: Modules, by patterns as those of `autopar.constrain`, that may mix the examples of their
             micro-batch: batch statistics, a router's loss and capacity, dynamic scales (`"BatchNorm"`, `"*/router"`).
             Where a plan has micro-batches, its results are then those of gradient accumulation; its notes say so.
@@ -170,6 +174,7 @@ def parallelize(
             memory_limit_bytes=memory_limit_bytes,
             time_limit_s=time_limit_s,
             per_microbatch=_patterns(per_microbatch),
+            remat=checked_remat(remat),
             compiler_options=wanted_options,
         ),
         has_recipe=recipe != Recipe(),

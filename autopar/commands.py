@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,25 @@ from autopar.checkpoint.description import describe
 from autopar.checkpoint.export import export
 from autopar.checkpoint.restoring import array_files
 from autopar.common.cache_dir import default_directory
+from autopar.common.text_console import TextFormat
 from autopar.doctor import diagnose
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import calibrate
 from autopar.hardware.cluster import Cluster
 from autopar.kept_files import Kind, clear, kept_in
+from autopar.plan import render, render_summary
 from autopar.plan.plan import Plan
-from autopar.plan.render import differences
 from autopar.recipe_text import recipe_of
 from autopar.step_files import returned_by, shapes_only
-from autopar.step_views import on_cluster
+from autopar.step_views import batch_argnums_of, on_cluster
 from autopar.xla import aot
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """The result of a verb: what is printed, and what is printed with --json."""
+    """The result of a verb: the text that is printed, in the format of where it goes, and what --json prints."""
 
-    text: str
+    text: Callable[[TextFormat], str]
     values: Any
 
 
@@ -49,13 +51,14 @@ def plan(parsed: argparse.Namespace) -> Output:
         made.save(parsed.save)
     if parsed.report:
         made.report(parsed.report)
-    return Output(made.table() if parsed.table else str(made), made.to_dict())
+    shown = render.table if parsed.table else render_summary.screen
+    return Output(functools.partial(shown, made.record), made.to_dict())
 
 
 def explain(parsed: argparse.Namespace) -> Output:
     """Explains a module or an argument of a saved plan."""
     found = load(parsed.plan).explanation(parsed.what)
-    return Output(str(found), found.to_dict())
+    return Output(found.text, found.to_dict())
 
 
 def why_not(parsed: argparse.Namespace) -> Output:
@@ -63,54 +66,71 @@ def why_not(parsed: argparse.Namespace) -> Output:
     recipe = recipe_of(parsed.recipe)
     step, arguments = shapes_only(parsed.function, parsed.arg)
     found = _planned_for(step, Cluster.parse(parsed.cluster)).plan(*arguments).why_not(recipe)
-    return Output(str(found), found.to_dict())
+    return Output(found.text, found.to_dict())
 
 
 def diff(parsed: argparse.Namespace) -> Output:
     """The differences of two saved plans."""
     one, other = load(parsed.one), load(parsed.other)
-    rows = [{"what": what, "plan": a, "other": b} for what, a, b in differences(one.record, other.record)]
-    return Output(one.diff(other), {"differences": rows})
+    rows = [{"what": what, "plan": a, "other": b} for what, a, b in render.differences(one.record, other.record)]
+    return Output(functools.partial(render.diff, one.record, other.record), {"differences": rows})
 
 
 def report(parsed: argparse.Namespace) -> Output:
     """Writes the page of a saved plan."""
     _check_folder("PAGE.html", parsed.page)
     load(parsed.plan).report(parsed.page)
-    return Output(f"Written to {parsed.page}: open it in a browser", {"page": parsed.page})
+    return Output(_sentence(f"Written to {parsed.page}: open it in a browser"), {"page": parsed.page})
 
 
 def compare(parsed: argparse.Namespace) -> Output:
     """Writes the page of two saved plans."""
     _check_folder("PAGE.html", parsed.page)
     load(parsed.one).compare(load(parsed.other), parsed.page)
-    return Output(f"Written to {parsed.page}: open it in a browser", {"page": parsed.page})
+    return Output(_sentence(f"Written to {parsed.page}: open it in a browser"), {"page": parsed.page})
 
 
 def fit(parsed: argparse.Namespace) -> Output:
     """Finds the largest batch that fits on each cluster."""
-    step, arguments = shapes_only(parsed.function, parsed.arg)
+    _check_folder("--report", parsed.report)
+    step, arguments = _of_batch_sizes(parsed) if parsed.batch_arg else shapes_only(parsed.function, parsed.arg)
     prices = dict(_price(text) for text in parsed.price or ())
     found = autopar.fit(step, *arguments, clusters=parsed.cluster or ["local"], multiple=parsed.multiple, prices=prices)
-    return Output(str(found), found.to_dict())
+    if parsed.report:
+        found.report(parsed.report)
+    return Output(found.text, found.to_dict())
+
+
+def _of_batch_sizes(parsed: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]:
+    """The step and its arguments, of which those with examples are functions of their number."""
+
+    def of(examples: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return shapes_only(parsed.function, [*parsed.arg, f"{parsed.batch_arg}={examples}"])
+
+    def batch(number: int) -> Callable[[int], Any]:
+        return lambda examples: of(examples)[1][number]
+
+    step, arguments = of(parsed.multiple or 1)
+    argnums = batch_argnums_of(as_step(step), arguments)
+    return step, [batch(i) if i in argnums else arg for i, arg in enumerate(arguments)]
 
 
 def doctor(parsed: argparse.Namespace) -> Output:
     """Looks at this machine."""
     found = diagnose()
-    return Output(str(found), found.to_dict())
+    return Output(found.text, found.to_dict())
 
 
 def cache_list(parsed: argparse.Namespace) -> Output:
     """What the cache holds."""
     kept = kept_in(default_directory())
-    return Output(str(kept), kept.to_dict())
+    return Output(kept.text, kept.to_dict())
 
 
 def cache_clear(parsed: argparse.Namespace) -> Output:
     """Empties the cache."""
     removed = clear(default_directory(), [Kind(kind) for kind in parsed.kind or Kind])
-    return Output(str(removed), removed.to_dict())
+    return Output(removed.text, removed.to_dict())
 
 
 def verify(parsed: argparse.Namespace) -> Output:
@@ -128,7 +148,7 @@ def verify(parsed: argparse.Namespace) -> Output:
     step, arguments = returned_by(parsed.function, parsed.arg) if is_local else shapes_only(parsed.function, parsed.arg)
     found = autopar.verify(_planned_for(step, cluster), *arguments, compile_for=compile_for)
     rows = [msgspec.to_builtins(row) for row in found.plan.record.measured]
-    return Output(str(found), {"target": found.target, "difference": found.difference, "measured": rows})
+    return Output(found.text, {"target": found.target, "difference": found.difference, "measured": rows})
 
 
 def tune(parsed: argparse.Namespace) -> Output:
@@ -148,7 +168,7 @@ def tune(parsed: argparse.Namespace) -> Output:
         tuned.plan.save(parsed.save)
     fields = ("name", "predicted_s", "measured_s", "quartiles_s", "why")
     rows = [{field: getattr(row, field) for field in fields} for row in tuned.rows]
-    return Output(str(tuned), {"target": tuned.target, "rows": rows})
+    return Output(tuned.text, {"target": tuned.target, "rows": rows})
 
 
 def measure(parsed: argparse.Namespace) -> Output:
@@ -165,20 +185,24 @@ def measure(parsed: argparse.Namespace) -> Output:
             directory = default_directory() or "the user's cache"
             told = f"Not saved: {directory} cannot be written (choose a file with --save)"
     values = {"saved": None if path is None else str(path), "fits": [msgspec.to_builtins(f) for f in measurement.fits]}
-    return Output(f"{measurement}\n\n{told}", values)
+    return Output(lambda text_format: f"{measurement.text(text_format)}\n\n{text_format.broken([told])}", values)
 
 
 def show_checkpoint(parsed: argparse.Namespace) -> Output:
     """Describes a checkpoint."""
     found = describe(parsed.folder, parsed.step)
-    return Output(str(found), found.to_dict())
+    return Output(found.text, found.to_dict())
 
 
 def export_checkpoint(parsed: argparse.Namespace) -> Output:
     """Writes the parameters of a checkpoint as safetensors."""
     _check_folder("FILE.safetensors", parsed.file)
     names = export(parsed.folder, parsed.file, array_files("autopar checkpoint export"), parsed.step, parsed.select)
-    return Output(f"Written to {parsed.file}: {len(names)} arrays", {"file": parsed.file, "names": names})
+    return Output(_sentence(f"Written to {parsed.file}: {len(names)} arrays"), {"file": parsed.file, "names": names})
+
+
+def _sentence(text: str) -> Callable[[TextFormat], str]:
+    return lambda text_format: text_format.broken([text])
 
 
 def load(path: str) -> Plan:

@@ -14,6 +14,7 @@ import jax
 import msgspec
 
 from autopar.common.cache_dir import default_directory
+from autopar.common.text_console import PLAIN, TextFormat
 from autopar.common.units import text_of_bytes, text_of_rate
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
@@ -41,14 +42,17 @@ class Diagnosis:
         """The findings as plain values, as `json.dumps` takes them."""
         return {"findings": [msgspec.to_builtins(finding) for finding in self.findings]}
 
-    def __str__(self) -> str:
+    def text(self, text_format: TextFormat = PLAIN) -> str:
+        """A line for each finding, and one for each advice."""
         width = max(len(finding.what) for finding in self.findings)
         lines = []
         for finding in self.findings:
             lines.append(f"{finding.what:{width}}  {finding.state}")
             if finding.advice:
                 lines.append(f"{'':{width}}  ! {finding.advice}")
-        return "\n".join(lines)
+        return text_format.broken(lines, hanging=width + 4)
+
+    __str__ = text
 
 
 def diagnose() -> Diagnosis:

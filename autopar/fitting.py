@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.api import as_step
-from autopar.common.text_console import text_console
+from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.device_limits import fullest
+from autopar.plan.fit_row import FitRow
 from autopar.plan.plan import Plan
 from autopar.step import Step
 from autopar.step_views import batch_argnums_of, on_cluster, with_whole_batch
@@ -30,31 +32,12 @@ S_PER_HOUR, MILLION = 3600, 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FitRow:
-    """A batch size on a cluster. Where it does not fit it has no step time, and `peak_bytes` are those of the plan that
-    comes nearest. `price`: of a million examples, where the cluster has one.
-    """
-
-    cluster: str
-    batch: int
-    fits: bool
-    peak_bytes: int
-    limit_bytes: int
-    step_time_s: float | None = None
-    price: float | None = None
-
-    @property
-    def example_s(self) -> float | None:
-        """Seconds of an example."""
-        return None if self.step_time_s is None else self.step_time_s / self.batch
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
     """All batch sizes that were planned for, by cluster and size. By cluster: the number that its sizes are `multiples`
-    of, and the plan of its largest batch.
+    of, and the plan of its largest batch. `step` is the step's name.
     """
 
+    step: str
     rows: tuple[FitRow, ...]
     multiples: dict[str, int]
     plans: dict[str, Plan]
@@ -64,32 +47,40 @@ class Fitting:
         cluster = next(iter(self.multiples)) if cluster is None else cluster
         return max((row.batch for row in self.rows if row.cluster == cluster and row.fits), default=0)
 
+    def report(self, path: str | Path) -> None:
+        """Writes charts over batch sizes, with a line for each cluster, as one page for a browser."""
+        from autopar.plan.report.page import fitting_of  # its templates are loaded where a page is wanted
+
+        Path(path).write_text(fitting_of(self.step, self.rows, self.multiples), encoding="utf-8")
+
     def to_dict(self) -> dict[str, Any]:
         """The rows as plain values, as `json.dumps` takes them."""
         rows = [msgspec.to_builtins(row) | {"example_s": row.example_s} for row in self.rows]
         return {"largest": {name: self.largest(name) for name in self.multiples}, "rows": rows}
 
-    def __str__(self) -> str:
-        buffer = io.StringIO()
-        console = text_console(buffer, COLUMNS)
+    def text(self, text_format: TextFormat = PLAIN) -> str:
+        """The largest batches in sentences, all others in a table."""
+        console = TextConsole(COLUMNS, text_format)
         for name, multiple in self.multiples.items():
             largest = self.largest(name)
             found = f"the largest batch that fits is {largest}" if largest else "no batch fits"
-            console.print(f"{name}: {found} (of multiples of {multiple})", markup=False)
+            console.line(f"{name}: {found} (of multiples of {multiple})", style="bold")
         priced = any(row.price is not None for row in self.rows)
         table = Table("cluster", "batch", "step", "an example", "", "peak", *(("a million",) if priced else ()))
         longest_s = max((row.example_s or 0.0 for row in self.rows), default=0.0)
         for row in self.rows:
             peak = f"{text_of_bytes(row.peak_bytes)} of {text_of_bytes(row.limit_bytes)}"
-            cells = [row.cluster, str(row.batch), "does not fit", "", "", peak]
+            cells = [escape(row.cluster), str(row.batch), "[red]does not fit[/]", "", "", escape(peak)]
             if row.step_time_s is not None and row.example_s is not None:
                 bar = "#" * max(1, round(BAR_COLUMNS * row.example_s / longest_s)) if longest_s else ""
-                cells[2:5] = [text_of_s(row.step_time_s), text_of_s(row.example_s), bar]
+                cells[2:5] = [text_of_s(row.step_time_s), text_of_s(row.example_s), f"[green]{bar}[/]"]
             if priced:
                 cells.append("" if row.price is None else f"{row.price:.4g}")
-            table.add_row(*map(escape, cells))
-        console.print(table)
-        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+            table.add_row(*cells)
+        console.table(table)
+        return console.text()
+
+    __str__ = text
 
 
 def fit(
@@ -107,7 +98,8 @@ def fit(
     Args:
         step: A step of `autopar.parallelize`, which keeps its options, or a function.
         args: Its arguments, arrays or shapes (`jax.ShapeDtypeStruct`). The leaves of the batch have their examples
-            first, all of them as many; other numbers of examples take their place.
+            first, all of them as many; other numbers of examples take their place. Or the batch is a function of the
+            number of examples, which gives arrays or shapes.
         clusters: The hardware to plan for, also as text. Of each the largest batch is found.
         multiple: Batches are multiples of this; None: of the number of devices.
         prices: Of an hour on the whole cluster, by its name: rows then have the price of a million examples.
@@ -136,7 +128,7 @@ def fit(
         fitting = [plan for _, plan in made if plan is not None]
         if fitting:
             plans[name] = fitting[-1]
-    return Fitting(rows=tuple(rows), multiples=multiples, plans=plans)
+    return Fitting(step=parallel.__name__, rows=tuple(rows), multiples=multiples, plans=plans)
 
 
 def _check_clusters(names: Sequence[str], count: int, prices: Mapping[str, float]) -> None:
@@ -175,29 +167,52 @@ def _weighed(step: Step, args: Sequence[Any], argnums: Sequence[int], size: int)
 def largest(share: Callable[[int], float], most: int) -> int:
     """The largest number up to `most` whose share of the memory is at most 1, where the share rises; 0 for none.
 
-    Memory is nearly linear in the number, except where a full memory leads to a leaner plan: guesses by a line through
-    the last two shares take turns with doubling, then with halving.
+    Memory is nearly linear in the number, except where a full memory leads to a leaner plan. So the first guesses are
+    by a line through the last two shares that fit; then guesses take turns with doubling, or with halving. Where the
+    line says that nothing larger fits, the next number is asked for at once.
     """
-    low, high, number, is_line_next = (0, 0.0), (most + 1, math.inf), 1, False
-    before = low
-    while high[0] - low[0] > 1:
+    fitting, high, number = [(0, 0.0)], (most + 1, math.inf), 1
+    num_asked, was_last = 0, False
+    while True:
         found = (number, share(number))
+        num_asked += 1
         if found[1] <= 1:
-            before, low = low, found
+            fitting.append(found)
         else:
             high = found
-        is_open = math.isinf(high[1])
-        through = (before, low) if is_open else (low, high)
-        number = _on_line(*through) if is_line_next else 2 * low[0] if is_open else (low[0] + high[0]) // 2
-        number = min(max(number, low[0] + 1), high[0] - 1)
-        is_line_next = not is_line_next
-    return low[0]
+        low, is_open = fitting[-1], math.isinf(high[1])
+        if high[0] - low[0] == 1:
+            return low[0]
+        guess = _guess(fitting)
+        if guess >= high[0] and not is_open:
+            guess = _on_line(low, high)
+        is_last = guess <= low[0]
+        steps = 2 * low[0] if is_open else (low[0] + high[0]) // 2
+        # One more than the last number of a line fitted: it is another plan's, of which nothing is known yet.
+        takes_line = is_last or num_asked <= 2 or num_asked % 2 == 0
+        number = guess if takes_line and not was_last else steps
+        number, was_last = min(max(number, low[0] + 1), high[0] - 1), is_last and not was_last
+
+
+def _guess(fitting: Sequence[tuple[int, float]]) -> int:
+    """The largest number by a line through the last two shares. Where the line rises by less than half as much as one
+    before, or falls, its ends are of two plans; then by a line from nothing, which lies above that of the last plan.
+    """
+    if len(fitting) <= 2:
+        return _on_line(fitting[0], fitting[-1]) if len(fitting) == 2 else 1
+    slopes = [_slope(*pair) for pair in itertools.pairwise(fitting[1:])]
+    is_of_one_plan = slopes[-1] > max(slopes) / 2
+    return _on_line(fitting[-2] if is_of_one_plan else fitting[0], fitting[-1])
 
 
 def _on_line(one: tuple[int, float], other: tuple[int, float]) -> int:
     """Where the line through two shares reaches 1; the larger number for one that does not rise."""
-    slope = (other[1] - one[1]) / (other[0] - one[0])
+    slope = _slope(one, other)
     return math.floor(one[0] + (1 - one[1]) / slope) if slope > 0 else other[0]
+
+
+def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
+    return (other[1] - one[1]) / (other[0] - one[0])
 
 
 def planned_for(step: Step, args: Sequence[Any], batch: int) -> tuple[FitRow, Plan | None]:
@@ -228,20 +243,42 @@ def _priced(row: FitRow, price: float | None) -> FitRow:
 def resized(args: Sequence[Any], argnums: Sequence[int], examples: int) -> list[Any]:
     """The arguments with batches of so many examples, as shapes."""
 
+    def resized_one(arg: Any) -> Any:
+        return _shapes_of(arg, examples) if callable(arg) else jax.tree.map(of, arg)
+
     def of(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
 
-    return [jax.tree.map(of, arg) if i in argnums else arg for i, arg in enumerate(args)]
+    return [resized_one(arg) if i in argnums else arg for i, arg in enumerate(args)]
+
+
+def _shapes_of(function: Callable[[int], Any], examples: int) -> Any:
+    """What a function gives for so many examples, as shapes; arrays that it makes take no memory."""
+    made: list[Any] = []
+
+    def arrays() -> list[Any]:
+        made.append(function(examples))
+        return [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in jax.tree.leaves(made[-1])]
+
+    shapes = jax.eval_shape(arrays)
+    leaves, tree = jax.tree.flatten(made[-1])
+    return jax.tree.unflatten(
+        tree, [leaf if shape is None else shape for leaf, shape in zip(leaves, shapes, strict=True)]
+    )
 
 
 def check_batch(name: str, args: Sequence[Any], argnums: Sequence[int]) -> None:
     """Raises: InvalidArgumentError where the leaves of the batch do not have one number of examples first."""
-    leaves = [leaf for i in argnums if i < len(args) for leaf in jax.tree.leaves(args[i])]
+    given = [args[i] for i in argnums if i < len(args)]
+    if given and all(map(callable, given)):
+        return
+    leaves = [leaf for arg in given if not callable(arg) for leaf in jax.tree.leaves(arg)]
     sizes = {getattr(leaf, "shape", ())[:1] for leaf in leaves}
     if len(sizes) != 1 or sizes == {()}:
         raise InvalidArgumentError(
             where=f"autopar.fit({name}, ...)",
             expected="a batch whose arrays all have the examples first",
             got=f"first dimensions {', '.join(str(size[0]) if size else 'none' for size in sizes) or 'of no array'}",
-            hint="name the arguments with examples (batch_argnums of parallelize), or put the examples first",
+            hint="name the arguments with examples (batch_argnums of parallelize), put the examples first, or give a "
+            "function of their number: lambda n: {...}",
         )

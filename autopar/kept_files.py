@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import io
 from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +13,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.text_console import text_console
+from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes
 from autopar.errors import InvalidArgumentError
 
@@ -61,7 +60,8 @@ class Kept:
         rows = [msgspec.to_builtins(file) for file in self.files]
         return {"directory": self.directory, "removed" if self.removed else "files": rows}
 
-    def __str__(self) -> str:
+    def text(self, text_format: TextFormat = PLAIN) -> str:
+        """The files as a table."""
         if self.directory is None:
             return "No cache: this user has no home directory (set AUTOPAR_CACHE_DIR)"
         counts = [(kind, self.of_kind(kind)) for kind in Kind]
@@ -78,9 +78,12 @@ class Kept:
         for file in self.files:
             cells = (file.kind, Path(file.path).name, file.what, text_of_bytes(file.size_bytes), file.written)
             table.add_row(*map(escape, cells))
-        buffer = io.StringIO()
-        text_console(buffer, COLUMNS).print(table)
-        return f"{self.directory}: {told}\n" + "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+        console = TextConsole(COLUMNS, text_format)
+        console.long_line(f"{self.directory}: {told}")
+        console.table(table)
+        return console.text()
+
+    __str__ = text
 
 
 def kept_in(directory: Path | None) -> Kept:

@@ -10,7 +10,8 @@ from autopar.errors import InvalidArgumentError
 from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
-from autopar.sharding.constraints import AxisUse, Binding
+from autopar.sharding.binding import Binding
+from autopar.sharding.constraints import AxisUse
 from autopar.sharding.parallelisms import GATHERS, data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis
 from autopar.sharding.tensor_grids import cube, square
 
@@ -91,7 +92,7 @@ def expert_parallel(size: int | None = None) -> Recipe:
     return _bound(_copies(size), ep=size)
 
 
-def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Recipe:
+def sequence_parallel(kind: str = "megatron", *, size: int | None = None, collective_matmul: bool = False) -> Recipe:
     """Sharded positions: each device has a part of every sequence.
 
     `size` devices share a sequence, all of them where it is None; the remaining ones are data parallel. The kinds:
@@ -99,18 +100,22 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None) -> Rec
     * "megatron": between the matrices of `tensor_parallel("1d")`. Source: Korthikanti et al., "Reducing activation
       recomputation in large transformer models", 2022, section 4.2.2.
     * "ulysses": everywhere but inside attention, which is split by heads; all-to-alls exchange positions for heads and
-      back. Parameters are whole (`combine(sp=..., zero=...)` shards them). Source: Jacobs et al., "DeepSpeed
-      Ulysses", 2023, section 3.
+      back. Parameters are whole (`combine(sp=..., zero=...)` shards them). Source: Jacobs et al., "DeepSpeed Ulysses",
+      2023, section 3.
     * "ring": everywhere, also inside attention: keys, values and the sums of their gradients circulate in blocks
       (`autopar.attention.ring`). Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence Training from
       System Perspective", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023.
+    * "usp": as "ulysses" among as many neighbours as can share the heads of keys, and as "ring" among these groups.
+      Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", 2024.
 
-    Raises: InvalidArgumentError.
+    "ulysses" over more devices than heads of keys is two mesh axes: queries are exchanged over both, keys and values
+    over the first, and gathered over the second. `collective_matmul`, of "megatron": products run in pieces, which are
+    gathered or scattered meanwhile (Wang et al., "Overlap Communication", 2023). Raises: InvalidArgumentError.
     """
     if size is not None:
         check_number("recipes.sequence_parallel(size=...)", size)
-    if kind == "megatron":
-        return _bound(_copies(size), tp=size, sequence_parallel=True)
+    if kind == "megatron" or collective_matmul:
+        return _bound(_copies(size), tp=size, tensor=tensor_axis(kind == "megatron", collective_matmul))
     check_sequence("recipes.sequence_parallel(kind)", kind, ("megatron", *_SEQUENCES))
     return _bound(_copies(size), sp=size, sequence=kind)
 
@@ -127,6 +132,7 @@ def combine(
     gather: str = "after",
     sequence: str = "ulysses",
     sequence_parallel: bool = False,
+    collective_matmul: bool = False,
     schedule: str | None = None,
     num_microbatches: int | None = None,
     chunks: int | None = None,
@@ -151,9 +157,9 @@ def combine(
             pass, and under it, what the passes read of them (their casts to 16 bits) is gathered once in a step, for
             all passes and micro-batches. Source: NVIDIA, Megatron-LM's distributed optimizer, with
             --overlap-param-gather. `zero=3` always gathers ahead, for each pass.
-        sequence: As the kind of `sequence_parallel`: "ulysses" or "ring".
+        sequence: As the kind of `sequence_parallel`: "ulysses", "ring" or "usp".
         sequence_parallel: Whether tensor groups shard positions between the matrices (norms, dropout, residuals), with
-            reduce-scatters and all-gathers instead of all-reduces, as `sequence_parallel("megatron")`.
+            reduce-scatters and all-gathers in place of all-reduces; with `collective_matmul` inside of products.
         schedule: As in `pipeline`; "1f1b" where there are stages.
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
@@ -190,15 +196,14 @@ def combine(
     data = [(data_axis(zero, gather), dp)]
     if zero_size is not None:
         data = _hybrid(data_axis(zero, gather), zero, zero_size, dp, (ep, sp))
-    recipe = _bound(
-        data, tp=tp, sp=sp, ep=ep, zero=zero, gather=gather, sequence=sequence, sequence_parallel=sequence_parallel
-    )
+    tensor = tensor_axis(sequence_parallel, collective_matmul)
+    recipe = _bound(data, tp=tp, sp=sp, ep=ep, zero=zero, gather=gather, sequence=sequence, tensor=tensor)
     stages = _checked_stages("recipes.combine", pp, schedule, num_microbatches, chunks)
     return _cut("recipes.combine", recipe, stages, recompute, offload)
 
 
 # The ways in which an axis of its own splits positions.
-_SEQUENCES = ("ulysses", "ring")
+_SEQUENCES = ("ulysses", "ring", "usp")
 # What may be kept in the memory of the hosts: by its text, whether that is the optimizer state, and saved activations.
 _OFFLOADS = {
     "nothing": (False, False),
@@ -253,12 +258,12 @@ def _bound(
     zero: int = 0,
     gather: str = "after",
     sequence: str = "ulysses",
-    sequence_parallel: bool = False,
+    tensor: AxisUse | None = None,
 ) -> Recipe:
     uses = ((expert_axis(zero, gather), ep), (sequence_axis(sequence, zero, gather), sp))
     shared = [(use, size) for use, size in uses if size != 1]
-    axes = [*data, *shared, (tensor_axis(sequence_parallel=sequence_parallel), tp)]
-    binding = Binding(axes=tuple(use for use, _ in axes), sizes=tuple(size for _, size in axes))
+    axes, sizes = zip(*data, *shared, (tensor or tensor_axis(), tp), strict=True)
+    binding = Binding(axes=axes, sizes=sizes)
     return Recipe(request=PlanRequest(binding=binding))
 
 
@@ -294,9 +299,7 @@ def cut(
         schedule: As in `pipeline`; "1f1b" where there are stages.
         num_microbatches: The number of parts of the batch. None is one part, where there are no stages and chunks.
         chunks: As in `pipeline`.
-        recompute: The operations that each layer repeats in its backward pass: "nothing", "matmuls" (all but matrix
-            products and blockwise attention), "half matmuls" (all but these and each second product), "input" (all);
-            with " every 2" behind it those of every second layer, and so on.
+        recompute: As in `combine`.
         offload: As in `combine`, beside what the recipe offloads.
 
     Raises: InvalidArgumentError.

@@ -69,6 +69,11 @@ class Step:
         """The plan of the latest call or `plan`; None before there is one."""
         return self._plans.latest()
 
+    @property
+    def last_called_s(self) -> float | None:
+        """When the latest call gave its program to the devices, by `time.perf_counter`; None where that is unknown."""
+        return None if self._fast is None else self._fast.called_s
+
     # Calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

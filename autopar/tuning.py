@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import math
 import re
@@ -21,7 +20,7 @@ from autopar.calls.placement import put_copies
 from autopar.calls.planning_problem import PlanningProblem
 from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
-from autopar.common.text_console import text_console
+from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
@@ -82,23 +81,24 @@ class Tuning:
         assert plan is not None, "what was timed has a plan"
         return plan
 
-    def __str__(self) -> str:
-        buffer = io.StringIO()
-        console = text_console(buffer, 120)
+    def text(self, text_format: TextFormat = PLAIN) -> str:
+        """The plans as a table."""
+        console = TextConsole(120, text_format)
         rows = Table(f"timed on {self.target}", "predicted", "measured", "half of its steps", "relative", "not timed")
         fastest_s = self.fastest.measured_s
         for row in self.rows:
-            relative = row.measured_s / fastest_s if row.measured_s and fastest_s else None
             rows.add_row(
                 escape(row.name),
                 text_of_s(row.predicted_s) if row.predicted_s is not None else "",
                 text_of_s(row.measured_s) if row.measured_s is not None else "",
                 " to ".join(map(text_of_s, row.quartiles_s)) if row.quartiles_s is not None else "",
-                f"{relative:.3f}" if relative is not None else "",
+                f"{row.measured_s / fastest_s:.3f}" if row.measured_s and fastest_s else "",
                 escape(row.why),
             )
-        console.print(rows)
-        return buffer.getvalue().rstrip()
+        console.table(rows)
+        return console.text()
+
+    __str__ = text
 
 
 def tune(

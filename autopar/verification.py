@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from rich.table import Table
 from autopar.calls import nnx_objects
 from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
-from autopar.common.text_console import text_console
+from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.compiler.materialize import with_options_of
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
@@ -32,6 +31,8 @@ from autopar.sharding.rules import RuleBook
 from autopar.step import Step
 from autopar.step_views import check_is_step, lower_on
 from autopar.xla import aot, collectives
+
+COLUMNS = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +77,9 @@ class Verification:
     def total(self) -> Compared:
         return self.collectives[-1]
 
-    def __str__(self) -> str:
-        buffer = io.StringIO()
-        console = text_console(buffer, 100)
+    def text(self, text_format: TextFormat = PLAIN) -> str:
+        """The comparison as a table."""
+        console = TextConsole(COLUMNS, text_format)
         rows = Table(f"verified on {self.target}", "predicted", "compiled", "ratio")
         for row in self.collectives:
             rows.add_row(f"{row.name}, bytes", f"{row.predicted:,.0f}", f"{row.compiled:,.0f}", f"{row.ratio:.4f}")
@@ -86,14 +87,15 @@ class Verification:
             rows.add_row(f"{row.name}, count", f"{row.predicted:g}", f"{row.compiled:g}", f"{row.ratio:.3f}")
         peak = self.peak
         rows.add_row("peak memory, bytes", f"{peak.predicted:,.0f}", f"{peak.compiled:,.0f}", f"{peak.ratio:.3f}")
-        console.print(rows)
+        console.table(rows)
         if self.difference is not None:
             other = "a plain loop over micro-batches" if self.per_microbatch else "plain jax.jit"
-            console.print(
-                f"numbers: at most {self.difference:.2e} of a leaf's largest value from {other} ({self.worst_leaf})",
-                markup=False,
+            console.line(
+                f"numbers: at most {self.difference:.2e} of a leaf's largest value from {other} ({self.worst_leaf})"
             )
-        return buffer.getvalue().rstrip()
+        return console.text()
+
+    __str__ = text
 
 
 def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verification:

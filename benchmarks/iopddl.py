@@ -2,6 +2,8 @@
 
 FILE: .json or .json.gz in the contest's format. Each is solved within N seconds, reading included, and DIR/NAME.json
 (the list of strategy indices) and DIR/NAME.svg (cost over time) are written.
+
+    python -m benchmarks.iopddl --export gpt-192 unet-3d --out DIR     writes instances of `benchmarks.own_instances`
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.solver import Solution, Status, solve
-from benchmarks.contest_format import read_contest, write_choice
+from benchmarks.contest_format import read_contest, write_choice, write_contest
+from benchmarks.own_instances import INSTANCES, made
 
 # Best cost submitted to the contest, by file name: for the score printed, the solver never sees them.
 BEST_SUBMITTED = {
@@ -30,13 +33,19 @@ WRITING_S = 1.0  # kept back for undoing the reductions, checking the answer and
 def main(arguments: Sequence[str] | None = None) -> int:
     """Solve the files named on the command line; 0 when every answer fits."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.iopddl", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--seconds", type=float, required=True, help="time for each file, reading included")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    parser.add_argument("--seconds", type=float, help="time for each file, reading included")
+    parser.add_argument("--export", nargs="+", choices=sorted(INSTANCES), help="write these instances instead")
     parser.add_argument("--out", type=Path, required=True, help="folder for the answers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verbose", action="store_true", help="print the solver's progress")
     options = parser.parse_args(arguments)
+    if bool(options.export) == bool(options.files) or bool(options.files) != (options.seconds is not None):
+        parser.error("give FILE... and --seconds, or --export")
     options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.export or ():
+        write_contest(made(INSTANCES[name]), options.out / f"{name}.json", name=name)
+        print(options.out / f"{name}.json", flush=True)
     failures, total = 0, 0.0
     for number, file in enumerate(options.files):
         begun = time.perf_counter() - (_since_start() if number == 0 else 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from autopar.common import jax_compat
@@ -40,10 +41,10 @@ def check_heads(graph: OpGraph, parts: int) -> None:
     for op in score_products(graph):
         value = graph.values[op.outputs[0]]
         heads = [n for n, names in zip(value.shape, value.dimensions, strict=True) if Dimension.HEAD in names]
-        if not any(n % parts == 0 for n in heads):
+        if math.prod(heads) % parts:
             raise UnsupportedError(
                 where=_place(op),
-                expected=f"a dimension of heads that {parts} devices can share, apart from the examples",
+                expected=f"heads that {parts} devices can share, apart from the examples",
                 got=f"scores of shape {list(value.shape)}, heads: {heads or 'none'}",
                 hint="share sequences among fewer devices (sp, size), or take another kind of sequence parallelism",
             )

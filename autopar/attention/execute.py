@@ -18,13 +18,13 @@ def run(
     shapes, dtypes = [a.shape for a in args[:3]], [a.dtype for a in args[:3]]
     count, positions = places.size(form.position), shapes[0][form.query.index(form.position)]
     kernel = kernels.kernel_of(form, shapes, dtypes, library, count)
-    steps = count > 1 and (kernel is not Kernel.BLOCKS or kernels.is_balanced(form, positions, count))
+    steps = kernels.runs_in_steps(form, kernel, positions, count)
     if kernel is Kernel.BLOCKS and not steps:
         return ring.run(form, gradients, places, args)
     if gradients is None:
         return ring_steps.forward(form, kernel, places, *args) if steps else kernels.forward(form, kernel, *args)
-    query, key, value, out, largest, total, change = args
-    passed = (query, key, value), (out, largest, total), change
+    query, key, value, out, largest, total, *rest = args
+    passed = (query, key, value), (out, largest, total)
     if steps:
-        return ring_steps.backward(form, gradients, kernel, places, *passed)
-    return kernels.backward(form, gradients, kernel, *passed)
+        return ring_steps.backward(form, gradients, kernel, places, *passed, tuple(rest))
+    return kernels.backward(form, gradients, kernel, *passed, rest[0])

@@ -40,7 +40,8 @@ class AttentionForm:
     """What an attention computes: softmax over the keys of an expression of query times key, times value.
 
     Each string names the dimensions of an array, one letter each. `position` is the letter of the queries' positions;
-    `rows` those of a row of scores, which its maximum and sum have. `arrays` are those that `score` reads (masks).
+    `rows` those of a row of scores, which its maximum and sum have. `arrays` are those that `score` reads (masks), and
+    `sources` of each of them the first one that is the same array (segments of queries, and of keys).
     """
 
     query: str
@@ -51,6 +52,7 @@ class AttentionForm:
     position: str
     score: Expression
     arrays: tuple[str, ...]
+    sources: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

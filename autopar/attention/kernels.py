@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from autopar.attention.form import KEY, NONE, AttentionForm, Gradients
 from autopar.attention.masks import DistanceMask, distance_mask
+from autopar.attention.ring_order import ring_order
 from autopar.common import attention_kernels
 from autopar.hardware.kinds import DeviceKind, Platform
 
@@ -94,14 +95,12 @@ def kernel_for(eqn: Any, library: Kernel, ring: int) -> Kernel:
     return kernel_of(form, shapes, [a.dtype for a in avals], library, ring)
 
 
-def is_balanced(form: AttentionForm, positions: int, ring: int) -> bool:
-    """Whether each device of a ring takes positions from the front and from the end, as many each, so that all have as
-    many scores that a causal mask leaves. `positions` are those of a device.
-    """
-    if ring == 1 or positions % 2 or _dims(form) is None:
-        return False
-    mask = distance_mask(form, positions * ring)
-    return mask is not None and mask.causal
+def runs_in_steps(form: AttentionForm, kernel: Kernel, positions: int, ring: int) -> bool:
+    """Whether a pass in a ring, with so many positions on a device, runs as `autopar.attention.ring_steps` says."""
+    if ring == 1 or kernel is not Kernel.BLOCKS:
+        return ring > 1
+    order = ring_order(form, positions, ring)
+    return order.balanced or not order.is_whole
 
 
 def visible_share(form: AttentionForm, positions: int) -> float:

@@ -15,9 +15,9 @@ import numpy as np
 from autopar.attention.form import KEY, AttentionForm, Expression, computed
 
 # A weight is zero where its score is so far below others: exp(-104) is the smallest 32-bit number.
-_HIDDEN = -1e4
+HIDDEN = -1e4
 _ROUNDING = 1e-6
-_COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt"})
+COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
     distance = np.arange(-positions + 1, positions)
     query = np.maximum(distance, 0)
     at = {form.position: query, KEY: query - distance}
-    none, one, two = (_evaluated(form.score, at, x) for x in (0.0, 1.0, 2.0))
-    hidden = two <= _HIDDEN
+    none, one, two = (evaluated(form.score, at, x) for x in (0.0, 1.0, 2.0))
+    hidden = two <= HIDDEN
     none, one, two = (of[~hidden] for of in (none, one, two))
     if not one.size or np.any(none) or not np.allclose(two, 2.0 * one[0], rtol=_ROUNDING, atol=0.0):
         return None
@@ -49,7 +49,7 @@ def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
     return DistanceMask(scale=float(one[0]), causal=causal) if causal or not hidden.any() else None
 
 
-def _evaluated(node: Expression, at: dict[str, np.ndarray], score: float) -> np.ndarray:
+def evaluated(node: Expression, at: dict[str, np.ndarray], score: float) -> np.ndarray:
     """The values of an expression at pairs of positions, of one product of query and key."""
     shape = at[KEY].shape
 
@@ -80,25 +80,25 @@ def _by_distance(node: Expression, position: str) -> bool:
         return True
     if node[0] == "array":
         return False
-    if (linear := _linear(node)) is not None and _is_distance(linear, position):
+    if (sloped := linear(node)) is not None and is_distance(sloped, position):
         return True
     if node[0] == "iota":
         return False
     operands = node[2:]
-    if node[0] in _COMPARISONS:
-        left, right = map(_linear, operands)
+    if node[0] in COMPARISONS:
+        left, right = map(linear, operands)
         if left is not None and right is not None:
-            return _is_distance(_sum(left, right, -1.0), position)
+            return is_distance(linear_sum(left, right, -1.0), position)
     return all(_by_distance(operand, position) for operand in operands)
 
 
-def _is_distance(linear: dict[str, float], position: str) -> bool:
+def is_distance(sloped: dict[str, float], position: str) -> bool:
     """Whether a number that is linear in positions is a multiple of their distance, and a constant."""
-    by_letter = {letter: n for letter, n in linear.items() if letter and n}
+    by_letter = {letter: n for letter, n in sloped.items() if letter and n}
     return by_letter.get(position, 0.0) == -by_letter.get(KEY, 0.0) and set(by_letter) <= {position, KEY}
 
 
-def _linear(node: Expression) -> dict[str, float] | None:
+def linear(node: Expression) -> dict[str, float] | None:
     """What a number that is linear in positions counts of each ("" for the constant); None for other expressions."""
     match node:
         case ("iota", letter, _):
@@ -106,15 +106,15 @@ def _linear(node: Expression) -> dict[str, float] | None:
         case ("const", int() | float() as number, _):
             return {"": float(number)}
         case ("convert_element_type", (dtype,), operand) if np.dtype(dtype).kind in "iufV":
-            return _linear(operand)
+            return linear(operand)
         case ("neg", (), operand):
-            inner = _linear(operand)
-            return None if inner is None else _sum({}, inner, -1.0)
+            inner = linear(operand)
+            return None if inner is None else linear_sum({}, inner, -1.0)
         case ("add" | "sub" as name, (), left, right):
-            one, other = _linear(left), _linear(right)
-            return None if one is None or other is None else _sum(one, other, 1.0 if name == "add" else -1.0)
+            one, other = linear(left), linear(right)
+            return None if one is None or other is None else linear_sum(one, other, 1.0 if name == "add" else -1.0)
     return None
 
 
-def _sum(one: dict[str, float], other: dict[str, float], times: float) -> dict[str, float]:
+def linear_sum(one: dict[str, float], other: dict[str, float], times: float) -> dict[str, float]:
     return {letter: one.get(letter, 0.0) + times * other.get(letter, 0.0) for letter in {*one, *other}}

@@ -30,26 +30,25 @@ class QueryBlocks:
     def joined(
         self, function: Callable[..., tuple[Any, ...]], operands: Sequence[tuple[Any, str]], results: Sequence[str]
     ) -> tuple[Any, ...]:
-        """`function(first query, operands of a block...)` for each block: results with the queries' positions stand
+        """`function(operands of a block...)` for each block: results with the queries' positions stand
         side by side, others are added up. Operands and results with the names of their dimensions.
         """
         size = query_block(self.positions)
         if size == self.positions:
-            return function(0, *(array for array, _ in operands))
+            return function(*(array for array, _ in operands))
         parts = [self._cut(array, names.index(self.position), size) for array, names in operands]
-        starts = jnp.arange(self.positions // size) * size
-        shapes = jax.eval_shape(function, starts[0], *(part[0] for part in parts))
+        shapes = jax.eval_shape(function, *(part[0] for part in parts))
         is_row = [self.position in names for names in results]
         sums = [jnp.zeros(s.shape, s.dtype) for s, row in zip(shapes, is_row, strict=True) if not row]
 
-        def body(sums: list[Any], of_block: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-            made = function(of_block[0], *of_block[1])
+        def body(sums: list[Any], of_block: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = function(*of_block)
             own = [a for a, row in zip(made, is_row, strict=True) if not row]
             return [a + b for a, b in zip(sums, own, strict=True)], [
                 a for a, row in zip(made, is_row, strict=True) if row
             ]
 
-        added, stacked = (iter(arrays) for arrays in lax.scan(body, sums, (starts, parts)))
+        added, stacked = (iter(arrays) for arrays in lax.scan(body, sums, parts))
         return tuple(
             self._side_by_side(next(stacked), names.index(self.position)) if row else next(added)
             for names, row in zip(results, is_row, strict=True)

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from autopar.attention import ring
+from autopar.attention.beside_scores import nodes_of
 from autopar.attention.form import KEY, NONE, AttentionForm, Expression, Gradients
 from autopar.attention.polynomial import Sum, add, equal, multiply, term_of
 from autopar.attention.score_uses import Label, Labels, Product, Use
-from autopar.attention.symbolic import Reader, nodes_of
+from autopar.attention.symbolic import Reader
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, read_by
 from autopar.ir.rewrite import Fresh, reading, remove_dead
@@ -218,7 +219,7 @@ class PassWriter:
             return None
         form = AttentionForm(
             query=query, key=key, value=weighed, out=out, rows=rows, position=positions[0], score=score,
-            arrays=tuple(letters for _, letters in arrays),
+            arrays=tuple(letters for _, letters in arrays), sources=_sources([v for v, _ in arrays]),
         )  # fmt: skip
         operands = (found.query, found.key, value, *(v for v, _ in arrays))
         # `jax.checkpoint` round attention alone would have the scores computed again, rather than kept. There are none.
@@ -285,3 +286,8 @@ def _in_order(block: Block, added: Sequence[Op], replaced: Mapping[int, int]) ->
     for op in ops:
         place(op)
     return remove_dead(dataclasses.replace(block, ops=tuple(placed.values()), outputs=outputs))
+
+
+def _sources(values: Sequence[int]) -> tuple[int, ...]:
+    """Of each value the first place where it is."""
+    return tuple(values.index(v) for v in values)

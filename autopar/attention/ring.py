@@ -7,8 +7,8 @@ round in p-1 permutes; in the backward pass the sums of their gradients go with 
 (Li et al., "Sequence Parallelism", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023). The queries
 of a device are taken block by block, so that it holds scores of one block only; one device is a ring of one.
 
-Where a kernel of a library runs attention, and under causal masks, rings run as `autopar.attention.ring_steps` says.
-What it does not do: leave out blocks that a mask hides wholly, dropout.
+Where a kernel of a library runs attention, and under masks that hide whole blocks, rings run as
+`autopar.attention.ring_steps` says. What it does not do: dropout.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from autopar.attention.form import (
     sizes_of,
 )
 from autopar.attention.query_blocks import QueryBlocks
+from autopar.attention.ring_order import Positions
 from autopar.common import jax_compat, jax_local
 from autopar.ir.graph import Factor, FactorKind, Rule
 
@@ -68,32 +69,23 @@ def forward(
     form: AttentionForm, places: Places, query: Any, key: Any, value: Any, *arrays: Any
 ) -> tuple[Any, Any, Any]:
     """(result, largest score of each row, sum of each row's exponentials over that of the largest)."""
-    exact = exact_type(query)
     here, count = places.index(form.position), places.size(form.position)
-    blocks = QueryBlocks(form.position, query.shape[form.query.index(form.position)])
+    positions = query.shape[form.query.index(form.position)]
+    queries = Positions((here * positions,), positions)
 
     def block(key: Any, value: Any, source: Any) -> tuple[Any, Any, Any]:
-        def of_queries(start: Any, query: Any) -> tuple[Any, Any, Any]:
-            scores = _score(form, places, At(source, start, blocks.positions), _product(form, query, key), arrays)
-            largest = jnp.max(scores, axis=-1)
-            weights = jnp.exp(scores - _finite(largest)[..., None])
-            spec = f"{form.rows}{KEY},{form.value}->{_weighed(form)}"
-            return _einsum(spec, weights.astype(value.dtype), value, exact), largest, jnp.sum(weights, axis=-1)
-
-        names = (_weighed(form), form.rows, form.rows)
-        return blocks.joined(of_queries, ((query, form.query),), names)
+        at = At(queries, Positions((source * positions,), positions), tuple(arrays))
+        return block_forward(form, places, at, query, key, value)
 
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
         moving, done = carry
         moving = _next(moving, places, form.position, 1)
-        return (moving, _joined(form, done, block(moving[0], moving[1], (here - step) % count))), None
+        return (moving, joined(form, done, block(moving[0], moving[1], (here - step) % count))), None
 
     done = block(key, value, here)
     if count > 1:
         (_, done), _ = lax.scan(turn, ((key, value), done), jnp.arange(1, count))
-    summed, largest, total = done
-    out = summed / _along(total, form.rows, _weighed(form))
-    return jnp.einsum(f"{_weighed(form)}->{form.out}", out).astype(value.dtype), largest, total
+    return weighed_result(form, done, value.dtype), done[1], done[2]
 
 
 def backward(
@@ -110,31 +102,16 @@ def backward(
     `saved` of the forward pass are the result, the largest score of each row, and the sum of its exponentials.
     """
     (query, key, value), (out, largest, total) = operands, saved
-    exact = exact_type(query)
     here, count = places.index(form.position), places.size(form.position)
-    blocks = QueryBlocks(form.position, query.shape[form.query.index(form.position)])
+    positions = query.shape[form.query.index(form.position)]
+    queries = Positions((here * positions,), positions)
     # What came round in the forward pass comes round again, the other way, rather than being kept until now.
     key, value, change = lax.optimization_barrier((key, value, change))
-    along = _einsum(f"{form.out},{gradients.out}->{form.rows}", out.astype(exact), change.astype(exact), exact)
-    scored = form.rows + KEY
-    rows = ((query, form.query), (change, gradients.out), (largest, form.rows), (total, form.rows), (along, form.rows))
+    rows = (change, largest, total, change_along(form, gradients, out, change))
 
     def block(key: Any, value: Any, source: Any) -> tuple[Any, Any, Any]:
-        def of_queries(start: Any, *parts: Any) -> tuple[Any, Any, Any]:
-            query, change, largest, total, along = parts
-            at = At(source, start, blocks.positions)
-            scores, pull = jax.vjp(lambda s: _score(form, places, at, s, arrays), _product(form, query, key))
-            weights = jnp.exp(scores - _finite(largest)[..., None]) / total[..., None]
-            spec = f"{scored},{gradients.out}->{gradients.value}"
-            of_value = _einsum(spec, weights.astype(change.dtype), change, exact)
-            of_weights = _einsum(f"{gradients.out},{form.value}->{scored}", change, value, exact)
-            (of_product,) = pull(weights * (of_weights - along[..., None]))
-            of_product = of_product.astype(key.dtype)
-            of_query = _einsum(f"{scored},{form.key}->{gradients.query}", of_product, key, exact)
-            of_key = _einsum(f"{scored},{form.query}->{gradients.key}", of_product, query, exact)
-            return of_query, of_key, of_value
-
-        return blocks.joined(of_queries, rows, (gradients.query, gradients.key, gradients.value))
+        at = At(queries, Positions((source * positions,), positions), tuple(arrays))
+        return block_backward(form, gradients, places, at, (query, key, value), rows)
 
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
         moving, of_query, sums = carry
@@ -153,6 +130,89 @@ def backward(
     return of_query.astype(query.dtype), own_key.astype(key.dtype), own_value.astype(value.dtype)
 
 
+# One block of scores: of some queries, with the keys of one device
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class At:
+    """Where a block of scores lies: the positions of its queries and of its keys, and the arrays that its scores read:
+    with positions of queries of these queries, with positions of keys of all keys.
+    """
+
+    queries: Positions
+    keys: Positions
+    arrays: tuple[Any, ...]
+
+
+def block_forward(form: AttentionForm, places: Places, at: At, query: Any, key: Any, value: Any) -> tuple[Any, ...]:
+    """(sums of values, largest score, sum of exponentials over that of the largest) of each row."""
+    exact = exact_type(query)
+
+    def of_queries(query: Any, numbers: Any, *arrays: Any) -> tuple[Any, Any, Any]:
+        scores = _score(form, places, numbers, at.keys, _product(form, query, key), arrays)
+        largest = jnp.max(scores, axis=-1)
+        weights = jnp.exp(scores - _finite(largest)[..., None])
+        spec = f"{form.rows}{KEY},{form.value}->{weighed(form)}"
+        return _einsum(spec, weights.astype(value.dtype), value, exact), largest, jnp.sum(weights, axis=-1)
+
+    return _in_query_blocks(form, at, of_queries, ((query, form.query),), (weighed(form), form.rows, form.rows))
+
+
+def block_backward(
+    form: AttentionForm, gradients: Gradients, places: Places, at: At, operands: tuple[Any, Any, Any], rows: Any
+) -> tuple[Any, ...]:
+    """Gradients of queries, keys and values. `rows`: gradient of the result, largest score, sum of exponentials, and
+    the result times its gradient.
+    """
+    query, key, value = operands
+    exact, scored = exact_type(query), form.rows + KEY
+
+    def of_queries(query: Any, *parts: Any) -> tuple[Any, Any, Any]:
+        change, largest, total, along, numbers, *arrays = parts
+        scores, pull = jax.vjp(lambda s: _score(form, places, numbers, at.keys, s, arrays), _product(form, query, key))
+        weights = jnp.exp(scores - _finite(largest)[..., None]) / total[..., None]
+        spec = f"{scored},{gradients.out}->{gradients.value}"
+        of_value = _einsum(spec, weights.astype(change.dtype), change, exact)
+        of_weights = _einsum(f"{gradients.out},{form.value}->{scored}", change, value, exact)
+        (of_product,) = pull(weights * (of_weights - along[..., None]))
+        of_product = of_product.astype(key.dtype)
+        of_query = _einsum(f"{scored},{form.key}->{gradients.query}", of_product, key, exact)
+        of_key = _einsum(f"{scored},{form.query}->{gradients.key}", of_product, query, exact)
+        return of_query, of_key, of_value
+
+    names = (form.query, gradients.out, form.rows, form.rows, form.rows)
+    given = tuple(zip((query, *rows), names, strict=True))
+    return _in_query_blocks(form, at, of_queries, given, (gradients.query, gradients.key, gradients.value))
+
+
+def _in_query_blocks(
+    form: AttentionForm, at: At, function: Any, operands: tuple[tuple[Any, str], ...], results: Sequence[str]
+) -> tuple[Any, ...]:
+    """`function` of operands, positions of queries, and the arrays of scores, of a block of queries at a time."""
+    numbers = at.queries.numbers()
+    cut = [i for i, names in enumerate(form.arrays) if form.position in names]
+    given = (*operands, (numbers, form.position), *((at.arrays[i], form.arrays[i]) for i in cut))
+
+    def of_queries(*parts: Any) -> tuple[Any, ...]:
+        first, own = parts[: len(operands) + 1], dict(zip(cut, parts[len(operands) + 1 :], strict=True))
+        return function(*first, *(own.get(i, array) for i, array in enumerate(at.arrays)))
+
+    return QueryBlocks(form.position, numbers.size).joined(of_queries, given, results)
+
+
+def change_along(form: AttentionForm, gradients: Gradients, out: Any, change: Any) -> Any:
+    """Of each row its result times the gradient of that."""
+    exact = jnp.promote_types(out.dtype, jnp.float32)
+    return _einsum(f"{form.out},{gradients.out}->{form.rows}", out.astype(exact), change.astype(exact), exact)
+
+
+def weighed_result(form: AttentionForm, done: tuple[Any, Any, Any], dtype: Any) -> Any:
+    """What attention makes, of the sums of all blocks."""
+    summed, _, total = done
+    out = summed / _along(total, form.rows, weighed(form))
+    return jnp.einsum(f"{weighed(form)}->{form.out}", out).astype(dtype)
+
+
 def _einsum(spec: str, one: Any, other: Any, exact: Any) -> Any:
     """A product of two arrays, summed in `exact`."""
 
@@ -169,27 +229,17 @@ def _product(form: AttentionForm, query: Any, key: Any) -> Any:
     return _einsum(f"{form.query},{form.key}->{form.rows}{KEY}", query, key, exact_type(query))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class At:
-    """Where a block of scores lies: the number of the device whose keys they are of, the first of its queries, and the
-    positions that each device has.
-    """
-
-    source: Any
-    start: Any
-    positions: int
-
-
-def _score(form: AttentionForm, places: Places, at: At, product: Any, arrays: Sequence[Any]) -> Any:
-    """The expression of products of a block of this device's queries with the keys of another."""
+def _score(
+    form: AttentionForm, places: Places, numbers: Any, keys: Positions, product: Any, arrays: Sequence[Any]
+) -> Any:
+    """The expression of products of queries at some positions (`numbers`) with keys."""
     dims = form.rows + KEY
     size = dict(zip(dims, product.shape, strict=True))
 
     def shaped(array: Any, letters: str) -> Any:
         """An array with the dimensions of the product, of size one where it has none of them."""
-        for letter, start in ((KEY, at.source * size[KEY]), (form.position, at.start)):
-            if letter in letters and array.shape[letters.index(letter)] != size[letter]:
-                array = lax.dynamic_slice_in_dim(array, start, size[letter], letters.index(letter))
+        if KEY in letters:
+            array = keys.taken(array, letters.index(KEY))
         array = array.reshape([n for n, letter in zip(array.shape, letters, strict=True) if letter != NONE])
         has = letters.replace(NONE, "")
         if not has:
@@ -197,15 +247,19 @@ def _score(form: AttentionForm, places: Places, at: At, product: Any, arrays: Se
         array = jnp.einsum(f"{has}->{''.join(d for d in dims if d in has)}", array)
         return array.reshape([size[d] if d in has else 1 for d in dims])
 
+    def counting(letter: str) -> Any:
+        if letter == KEY:
+            return keys.numbers()
+        return numbers if letter == form.position else places.index(letter) * size[letter] + jnp.arange(size[letter])
+
     @functools.cache
     def value(node: Expression) -> Any:
         match node:
             case ("score",):
                 return product
             case ("iota", letter, dtype):
-                part = at.source if letter == KEY else places.index(letter)
-                first = part * at.positions + at.start if letter == form.position else part * size[letter]
-                return shaped(first + jnp.arange(size[letter]), letter).astype(dtype)
+                at = [size[d] if d == letter else 1 for d in dims]
+                return counting(letter).reshape(at).astype(dtype)
             case ("array", int(number)):
                 return shaped(arrays[number], form.arrays[number])
             case ("const", number, dtype):
@@ -228,7 +282,7 @@ def _finite(largest: Any) -> Any:
     return jnp.where(jnp.isneginf(largest), jnp.zeros_like(largest), largest)
 
 
-def _weighed(form: AttentionForm) -> str:
+def weighed(form: AttentionForm) -> str:
     """The dimensions of a weighed sum of values as they are kept while blocks come: rows first."""
     return form.rows + "".join(letter for letter in form.out if letter not in form.rows)
 
@@ -237,11 +291,11 @@ def _along(rows: Any, dims: str, others: str) -> Any:
     return rows.reshape((*rows.shape, *(1 for _ in others[len(dims) :])))
 
 
-def _joined(form: AttentionForm, one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+def joined(form: AttentionForm, one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     """Two parts of a row's sums at the scale of the larger of their maxima."""
     largest = jnp.maximum(one[1], other[1])
     by = [jnp.exp(part[1] - _finite(largest)) for part in (one, other)]
-    summed = [part[0] * _along(scale, form.rows, _weighed(form)) for part, scale in zip((one, other), by, strict=True)]
+    summed = [part[0] * _along(scale, form.rows, weighed(form)) for part, scale in zip((one, other), by, strict=True)]
     return summed[0] + summed[1], largest, one[2] * by[0] + other[2] * by[1]
 
 
@@ -249,12 +303,14 @@ def _next(arrays: Any, places: Places, letter: str, step: int) -> Any:
     return passed_on(arrays, places.axes[letter], places.size(letter), step)
 
 
-def passed_on(arrays: Any, axes: tuple[str, ...], count: int, step: int) -> Any:
-    """What the device before had (a step of 1) or the one behind (-1).
+def passed_on(arrays: Any, axes: tuple[str, ...], count: int, step: int, order: int | None = None) -> Any:
+    """What the device `step` places before had, or behind where it is negative.
 
-    Pairs stand in the order of the way: of two devices both ways are one permute, and a compiler would make it once.
+    Pairs stand in the order of the way, or of `order` (1 or -1): a compiler makes equal permutes of both passes once,
+    and keeps what came.
     """
-    return lax.ppermute(arrays, axes, [(i, (i + step) % count) for i in range(count)][::step])
+    pairs = [(i, (i + step) % count) for i in range(count)]
+    return lax.ppermute(arrays, axes, pairs[:: order or (1 if step > 0 else -1)])
 
 
 # The operations

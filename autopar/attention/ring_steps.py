@@ -1,61 +1,52 @@
-"""A ring in whose steps a kernel runs: the queries of a device, and the keys and values that have come to it.
+"""A ring step by step: the queries of a device, and the keys and values that have come to it.
 
-A kernel gives the result of a step, and the logarithm of each row's sum, by which results of several steps are brought
-to one scale. In the backward pass it takes the result and the sum of all steps, and gives the part of the gradients
-that comes of one. What comes next is on its way while a step is computed.
+`autopar.attention.ring_order` says whose keys come, and `autopar.attention.step_kernels` what computes a step. What
+comes next is on its way while a step is computed. In the backward pass a step takes the result and the sum of all
+steps, and gives the part of the gradients that comes of one (Liu et al., "Ring Attention with Blockwise Transformers",
+2023).
 
-Under a causal mask, positions in order would leave the last device with all steps and the first with one. Of 2 p parts
-of the positions each device therefore takes one from the front and the one as far from the end (Brandon et al.,
-"Striped Attention", 2023; the order of zigzag in Zhu, "ring-flash-attention", 2024): queries, keys and values change
-places before the first step, and results after the last. Then each step but the first, which is a causal one, has half
-its scores hidden wholly, the half of the queries or that of the keys, on every device. Source of the backward pass's
-use of whole sums: Liu et al., "Ring Attention with Blockwise Transformers", 2023.
+In a balanced ring queries, keys and values change places before the first step, and results after the last. Then each
+step but the first has half its scores hidden wholly, the half of the queries or that of the keys, on every device.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from autopar.attention import ring
-from autopar.attention.form import KEY, AttentionForm, Gradients, exact_type
-from autopar.attention.kernels import KERNEL_CALLS, CanonicalShape, Kernel
-from autopar.attention.masks import distance_mask
-from autopar.attention.ring import HERE, Places
-
-_POSITIONS = 2  # the dimension of positions of (examples, heads, positions, width)
-
-# Blocks of XLA's as a kernel: queries of groups of heads that share keys.
-_GROUPED: dict[str, Any] = {
-    "query": "bhgqd", "key": "bhkd", "value": "bhke", "out": "bhgqe", "rows": "bhgq", "position": "q", "arrays": (),
-}  # fmt: skip
-_GRADIENTS = Gradients(out="bhgqe", query="bhgqd", key="bhkd", value="bhke")
-_HIDDEN = -1e30
+from autopar.attention.form import AttentionForm, Gradients
+from autopar.attention.kernels import Kernel
+from autopar.attention.ring import At, Places
+from autopar.attention.ring_order import Positions, RingOrder, exchanges, ring_order
+from autopar.attention.step_kernels import Arrays, StepKernel, step_kernel
 
 
 def forward(
-    form: AttentionForm, kernel: Kernel, places: Places, query: Any, key: Any, value: Any
+    form: AttentionForm, kernel: Kernel, places: Places, query: Any, key: Any, value: Any, *arrays: Any
 ) -> tuple[Any, Any, Any]:
     """As `ring.forward`; the largest of each row is the logarithm of its sum, and the sum one."""
-    shape, steps = CanonicalShape(form, query), _steps(form, kernel, places, query)
-    q, k, v = steps.placed(shape.operands(query, key, value))
-    done = steps.own(q, k, v)
+    steps = _steps(form, None, kernel, places, query, arrays)
+    runs = steps.runs
+    q, k, v = steps.placed(runs.operands(query, key, value), runs.axes.operands)
+    done = runs.forward(q, k, v, steps.own, True)
+    for way, count in steps.ways():
 
-    def turn(carry: Any, step: Any) -> tuple[Any, None]:
-        moving, done = carry
-        arriving = steps.next(moving, 1)
-        return (arriving, _joined(done, steps.other(q, moving, steps.here >= step))), None
+        def turn(carry: Any, step: Any, way: int = way) -> tuple[Any, None]:
+            moving, done = carry
+            arriving = steps.next(moving, way)
+            return (arriving, runs.joined(done, steps.other(q, moving, steps.source(way, step)))), None
 
-    moving, count = steps.next((k, v), 1), steps.count
-    if count > 2:
-        (moving, done), _ = lax.scan(turn, (moving, done), jnp.arange(1, count - 1))
-    out, log_sum = _joined(done, steps.other(q, moving, steps.here >= count - 1))
-    out, log_sum = steps.placed_back((out.astype(v.dtype), log_sum))
-    rows = shape.back(log_sum, form.rows, form.position)
-    return shape.back(out, form.out, form.position), rows, jnp.ones_like(rows)
+        moving = steps.next((k, v), way)
+        if count > 1:
+            (moving, done), _ = lax.scan(turn, (moving, done), jnp.arange(1, count))
+        done = runs.joined(done, steps.other(q, moving, steps.source(way, count)))
+    out, rows = runs.native_result(*steps.placed_back(runs.result(done, v.dtype), runs.axes.result))
+    return out, rows, jnp.ones_like(rows)
 
 
 def backward(
@@ -65,227 +56,209 @@ def backward(
     places: Places,
     operands: tuple[Any, Any, Any],
     saved: tuple[Any, Any, Any],
-    change: Any,
-) -> tuple[Any, Any, Any]:
-    """As `ring.backward`."""
-    shape, steps = CanonicalShape(form, operands[0]), _steps(form, kernel, places, operands[0])
+    args: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """As `ring.backward`; `args` are the gradient of the result, and what scores read."""
     # What changed places and came round in the forward pass does so again, rather than being kept until now.
-    query, key, value, change = lax.optimization_barrier((*operands, change))
-    out = shape.into(saved[0], form.out, form.position)
-    largest, total = (shape.into(a, form.rows, form.position) for a in saved[1:])
-    change = shape.into(change, gradients.out, form.position)
-    q, k, v, *rows = steps.placed_again((*shape.operands(query, key, value), out, largest + jnp.log(total), change))
-    count = steps.count
+    query, key, value, change = lax.optimization_barrier((*operands, args[0]))
+    steps = _steps(form, gradients, kernel, places, query, args[1:])
+    runs, (out, largest, total) = steps.runs, saved
+    q, k, v = steps.placed(runs.operands(query, key, value), runs.axes.operands)
+    rows = steps.placed(runs.rows(out, largest + jnp.log(total), change), runs.axes.rows)
+    of_query, *own = runs.backward(q, k, v, rows, steps.own, True)
+    sums = tuple(own)
+    for way, count in steps.ways():
+        of_query, sums = _way_back(steps, (q, k, v, rows), (of_query, sums), way, count)
+    made = of_query.astype(q.dtype), *(a.astype(b.dtype) for a, b in zip(sums, (k, v), strict=True))
+    return runs.native_gradients(*steps.placed_back(made, runs.axes.gradients))
+
+
+def _way_back(steps: _Steps, operands: Any, done: tuple[Any, Arrays], way: int, count: int) -> tuple[Any, Arrays]:
+    """Gradients of the queries, and of the device's keys and values, with those of `count` steps.
+
+    Sums begin with the first keys that come, go along with them, a step behind, and come home after the last.
+    """
+    (q, k, v, rows), (of_query, own) = operands, done
 
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
         moving, of_query, sums = carry
-        arriving, arrived = steps.next(moving, -1), steps.next(sums, -1)
-        more, *of_keys = steps.other_back(q, moving, rows, steps.here + step >= count)
-        return (arriving, of_query + more, _added(arrived, of_keys)), None
+        arriving = steps.next(moving, way)
+        return (arriving, *added(moving, of_query, sums, step)), None
 
-    # Sums begin with the first keys that come, go along with them, a step behind, and are at home after the last.
-    of_query, *own = steps.own_back(q, k, v, rows)
-    moving = steps.next((k, v), -1)
-    more, *of_keys = steps.other_back(q, moving, rows, steps.here + 1 >= count)
+    def added(moving: Any, of_query: Any, sums: Arrays, step: Any) -> tuple[Any, Arrays]:
+        arrived = steps.next(sums, way)
+        more, *of_keys = steps.other_back(q, moving, rows, steps.source(way, step))
+        return of_query + more, _added(arrived, of_keys)
+
+    moving = steps.next((k, v), way)
+    more, *of_keys = steps.other_back(q, moving, rows, steps.source(way, 1))
     of_query, sums = of_query + more, tuple(of_keys)
-    if count > 2:
-        moving = steps.next(moving, -1)
-        carry = (moving, of_query, sums)
-        if count > 3:
-            carry, _ = lax.scan(turn, carry, jnp.arange(2, count - 1))
-        moving, of_query, sums = carry
-        arrived = steps.next(sums, -1)
-        more, *of_keys = steps.other_back(q, moving, rows, steps.here + (count - 1) >= count)
-        of_query, sums = of_query + more, _added(arrived, of_keys)
-    of_key, of_value = _added(own, steps.next(sums, -1))
-    made = steps.placed_back((of_query.astype(q.dtype), of_key.astype(k.dtype), of_value.astype(v.dtype)))
-    return (
-        shape.back(made[0], gradients.query, form.position),
-        shape.back(made[1], gradients.key, KEY),
-        shape.back(made[2], gradients.value, KEY),
-    )
+    if count > 1:
+        carry = (steps.next(moving, way), of_query, sums)
+        if count > 2:
+            carry, _ = lax.scan(turn, carry, jnp.arange(2, count))
+        of_query, sums = added(*carry, count)
+    return of_query, _added(own, steps.next(sums, -way * count))
 
 
 def _added(some: Any, others: Any) -> tuple[Any, ...]:
     return tuple(a + b for a, b in zip(some, others, strict=True))
 
 
-def _joined(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """(result, logarithm of the sum) of the keys of both; of the first each row has seen some."""
-    log_sum = jnp.logaddexp(one[1], other[1])
-    by = [jnp.exp(part[1] - log_sum)[..., None] for part in (one, other)]
-    return one[0] * by[0] + other[0] * by[1], log_sum
-
-
-def _steps(form: AttentionForm, kernel: Kernel, places: Places, query: Any) -> _Steps:
-    count = places.size(form.position)
-    mask = distance_mask(form, query.shape[form.query.index(form.position)] * count)
-    assert mask is not None, "the kernel was chosen for its mask"
-    return _Steps(
-        kernel=kernel,
-        scale=mask.scale,
-        is_causal=mask.causal,
+def _steps(
+    form: AttentionForm, gradients: Gradients | None, kernel: Kernel, places: Places, query: Any, arrays: Sequence[Any]
+) -> _Steps:
+    positions, count = query.shape[form.query.index(form.position)], places.size(form.position)
+    order, here = ring_order(form, positions, count), places.index(form.position)
+    steps = _Steps(
+        runs=step_kernel(form, gradients, kernel, places, query),
+        order=order,
         axes=places.axes[form.position],
-        count=count,
-        here=places.index(form.position),
+        here=here,
+        positions=positions,
+        array_axes=tuple(names.find(form.position) for names in form.arrays),
+        is_forward=gradients is None,
+        own=At(Positions.of_device(order, here, positions), Positions.of_device(order, here, positions), ()),
     )
+    placed = (
+        steps.placed((a,), (axis,))[0] if axis >= 0 else a for a, axis in zip(arrays, steps.array_axes, strict=True)
+    )
+    return dataclasses.replace(steps, own=dataclasses.replace(steps.own, arrays=tuple(placed)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """The steps of a ring on one device: which kernel runs them, and where its parts come from."""
+    """The steps of a ring on one device: what runs them, and where its parts come from.
 
-    kernel: Kernel
-    scale: float
-    is_causal: bool
+    `array_axes`: the dimension of queries' positions of each array that scores read, -1 of those that have none.
+    `own`: the device's positions, and those arrays.
+    """
+
+    runs: StepKernel
+    order: RingOrder
     axes: tuple[str, ...]
-    count: int
     here: Any
+    positions: int
+    array_axes: tuple[int, ...]
+    is_forward: bool
+    own: At
 
-    def next(self, arrays: Any, step: int) -> Any:
-        """What the device before had (a step of 1) or the one behind (-1)."""
-        return ring.passed_on(arrays, self.axes, self.count, step)
+    def ways(self) -> list[tuple[int, int]]:
+        """(1 for keys of devices before, -1 for those behind; steps): all others' come the other way backward."""
+        if self.order.is_whole:
+            return [(1 if self.is_forward else -1, self.order.ahead)]
+        return [(way, steps) for way, steps in ((1, self.order.ahead), (-1, self.order.behind)) if steps]
+
+    def source(self, way: int, step: Any) -> Any:
+        """The device whose keys are here in a step."""
+        return (self.here - way * step) % self.order.count
+
+    def next(self, arrays: Any, places: int) -> Any:
+        """What the device so many places before had, or behind."""
+        order = 1 if self.is_forward else -1
+        return ring.passed_on(arrays, self.axes, self.order.count, places, order)
 
     # Positions
 
-    def placed(self, arrays: Any) -> list[Any]:
-        """Of each array the two parts that a device takes under a causal mask, the earlier one first."""
-        return [self._placed(a, 1) if self.is_causal else a for a in arrays]
+    def placed(self, arrays: Arrays, axes: tuple[int, ...]) -> Arrays:
+        """Of each array the two parts that a device takes in a balanced ring, the earlier one first.
 
-    def placed_again(self, arrays: Any) -> list[Any]:
-        """In the backward pass: pairs in another order, so that no compiler makes one permute of both passes'."""
-        return [self._placed(a, -1) if self.is_causal else a for a in arrays]
+        In the backward pass pairs are in another order, so that no compiler makes one permute of both passes'.
+        """
+        if not self.order.balanced:
+            return arrays
+        return tuple(self._placed(a, axis) for a, axis in zip(arrays, axes, strict=True))
 
-    def placed_back(self, arrays: Any) -> list[Any]:
-        return [self._placed_back(a) if self.is_causal else a for a in arrays]
+    def placed_back(self, arrays: Arrays, axes: tuple[int, ...]) -> Arrays:
+        if not self.order.balanced:
+            return arrays
+        return tuple(self._placed_back(a, axis) for a, axis in zip(arrays, axes, strict=True))
 
-    def _placed(self, array: Any, order: int) -> Any:
-        halves = jnp.split(array, 2, axis=_POSITIONS)
+    def _placed(self, array: Any, axis: int) -> Any:
+        halves, order = jnp.split(array, 2, axis), 1 if self.is_forward else -1
         even, odd = (
-            self._exchanged(half, pairs[::order]) for half, pairs in zip(halves, exchanges(self.count), strict=True)
+            self._exchanged(half, pairs[::order])
+            for half, pairs in zip(halves, exchanges(self.order.count), strict=True)
         )
         is_even = self.here % 2 == 0
-        return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=_POSITIONS)
+        return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis)
 
-    def _placed_back(self, array: Any) -> Any:
-        early, late = jnp.split(array, 2, axis=_POSITIONS)
+    def _placed_back(self, array: Any, axis: int) -> Any:
+        early, late = jnp.split(array, 2, axis)
         is_even = self.here % 2 == 0
         halves = jnp.where(is_even, early, late), jnp.where(is_even, late, early)
         back = [
             self._exchanged(half, [(target, source) for source, target in pairs])
-            for half, pairs in zip(halves, exchanges(self.count), strict=True)
+            for half, pairs in zip(halves, exchanges(self.order.count), strict=True)
         ]
-        return jnp.concatenate(back, axis=_POSITIONS)
+        return jnp.concatenate(back, axis)
 
     def _exchanged(self, half: Any, pairs: list[tuple[int, int]]) -> Any:
         return lax.ppermute(half, self.axes, pairs) if any(i != j for i, j in pairs) else half
 
-    # Results: (that of the step, logarithm of the sum of each row), in 32 bits
+    # Steps with the keys of another device. In a balanced ring those of a device before see all queries with the first
+    # half of their keys, those of one behind see the second half of the queries with all
 
-    def own(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """Of the device's own keys. Its two parts are in order, so that the mask is that of neighbouring positions."""
-        return self._forward(q, k, v, self.is_causal)
+    def at(self, source: Any) -> At:
+        return dataclasses.replace(self.own, keys=Positions.of_device(self.order, source, self.positions))
 
-    def other(self, q: Any, keys: tuple[Any, Any], is_earlier: Any) -> tuple[Any, Any]:
-        """Of the keys of another device; under a causal mask those of a device before see all queries with the first
-        half of their keys, those of one behind see the second half of the queries with all.
-        """
-        k, v = keys
-        if not self.is_causal:
-            return self._forward(q, k, v, False)
+    def at_halves(self, source: Any) -> tuple[At, At]:
+        """The first half of the keys; the last half of the queries."""
+        at = self.at(source)
+        pairs = zip(at.arrays, self.array_axes, strict=True)
+        last = tuple(_last(a, axis) if axis >= 0 else a for a, axis in pairs)
+        return dataclasses.replace(at, keys=at.keys.half(0)), At(at.queries.half(1), at.keys, last)
 
-        def first_keys() -> tuple[Any, Any]:
-            return self._forward(q, _first(k), _first(v), False)
+    def other(self, q: Any, keys: Arrays, source: Any) -> Arrays:
+        runs, (k, v) = self.runs, keys
+        if not self.order.balanced:
+            return runs.forward(q, k, v, self.at(source), False)
+        of_query, of_key, of_value = runs.axes.operands
+        first, last = self.at_halves(source)
 
-        def last_queries() -> tuple[Any, Any]:
-            out, log_sum = self._forward(_last(q), k, v, False)
-            return _behind(out, 0.0), _behind(log_sum, -jnp.inf)
+        def first_keys() -> Arrays:
+            return runs.forward(q, _first(k, of_key), _first(v, of_value), first, False)
 
-        return lax.cond(is_earlier, first_keys, last_queries)
+        def last_queries() -> Arrays:
+            made = runs.forward(_last(q, of_query), k, v, last, False)
+            nothing = (0.0, -jnp.inf, 0.0)[: len(made)]
+            return tuple(_behind(a, n, axis) for a, n, axis in zip(made, nothing, runs.axes.part, strict=True))
 
-    def _forward(self, q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
-        if self.kernel is Kernel.BLOCKS:
-            form = _grouped(self.scale, causal, exact_type(q))
-            out, largest, total = ring.forward(form, HERE, _in_groups(q, k), k, v)
-            out, largest, total = (a.reshape((*q.shape[:2], *a.shape[3:])) for a in (out, largest, total))
-        else:
-            run, _ = KERNEL_CALLS[self.kernel]
-            out, largest, total = run(q, k, v, scale=self.scale, causal=causal)
-        return out.astype(exact_type(q)), largest + jnp.log(total)
+        return lax.cond(source < self.here, first_keys, last_queries)
 
-    # Gradients of queries, keys and values, in 32 bits. `rows`: result, logarithm of the sum, gradient of the result
+    def other_back(self, q: Any, keys: Arrays, rows: Arrays, source: Any) -> Arrays:
+        runs, (k, v) = self.runs, keys
+        if not self.order.balanced:
+            return runs.backward(q, k, v, rows, self.at(source), False)
+        of_query, of_key, of_value = runs.axes.operands
+        first, last = self.at_halves(source)
+        made_axes = runs.axes.gradients
 
-    def own_back(self, q: Any, k: Any, v: Any, rows: Any) -> tuple[Any, Any, Any]:
-        return self._backward(q, k, v, rows, self.is_causal)
+        def first_keys() -> Arrays:
+            made = runs.backward(q, _first(k, of_key), _first(v, of_value), rows, first, False)
+            return made[0], *(_before(a, axis) for a, axis in zip(made[1:], made_axes[1:], strict=True))
 
-    def other_back(self, q: Any, keys: tuple[Any, Any], rows: Any, is_earlier: Any) -> tuple[Any, Any, Any]:
-        k, v = keys
-        if not self.is_causal:
-            return self._backward(q, k, v, rows, False)
+        def last_queries() -> Arrays:
+            late = tuple(_last(a, axis) for a, axis in zip(rows, runs.axes.rows, strict=True))
+            made = runs.backward(_last(q, of_query), k, v, late, last, False)
+            return _behind(made[0], 0.0, made_axes[0]), *made[1:]
 
-        def first_keys() -> tuple[Any, Any, Any]:
-            of_query, *of_keys = self._backward(q, _first(k), _first(v), rows, False)
-            of_key, of_value = (_before(a, 0.0) for a in of_keys)
-            return of_query, of_key, of_value
-
-        def last_queries() -> tuple[Any, Any, Any]:
-            of_query, of_key, of_value = self._backward(_last(q), k, v, [_last(a) for a in rows], False)
-            return _behind(of_query, 0.0), of_key, of_value
-
-        return lax.cond(is_earlier, first_keys, last_queries)
-
-    def _backward(self, q: Any, k: Any, v: Any, rows: Any, causal: bool) -> tuple[Any, Any, Any]:
-        out, log_sum, change = rows
-        if self.kernel is Kernel.BLOCKS:
-            form = _grouped(self.scale, causal, exact_type(q))
-            grouped, out, log_sum, change = (_in_groups(a, k) for a in (q, out, log_sum, change))
-            saved = (out, log_sum, jnp.ones_like(log_sum))
-            made = ring.backward(form, _GRADIENTS, HERE, (grouped, k, v), saved, change, ())
-            of_query, of_key, of_value = made[0].reshape(q.shape), made[1], made[2]
-        else:
-            _, run = KERNEL_CALLS[self.kernel]
-            saved = (out, log_sum, jnp.ones_like(log_sum))
-            of_query, of_key, of_value = run(q, k, v, saved, change, scale=self.scale, causal=causal)
-        exact = exact_type(q)
-        return of_query.astype(exact), of_key.astype(exact), of_value.astype(exact)
+        return lax.cond(source < self.here, first_keys, last_queries)
 
 
-def exchanges(count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(source, target) of the first half of each of so many devices' positions, and of the second.
-
-    Of 2 p parts, device i has parts 2 i and 2 i + 1 and takes i and 2 p - 1 - i, of which one has an even number.
-    """
-
-    def taker(part: int) -> int:
-        return min(part, 2 * count - 1 - part)
-
-    return [(i, taker(2 * i)) for i in range(count)], [(i, taker(2 * i + 1)) for i in range(count)]
+def _first(array: Any, axis: int) -> Any:
+    return jnp.split(array, 2, axis)[0]
 
 
-def _first(array: Any) -> Any:
-    return jnp.split(array, 2, axis=_POSITIONS)[0]
+def _last(array: Any, axis: int) -> Any:
+    return jnp.split(array, 2, axis)[1]
 
 
-def _last(array: Any) -> Any:
-    return jnp.split(array, 2, axis=_POSITIONS)[1]
+def _before(array: Any, axis: int) -> Any:
+    """An array in front of as many positions with zeros."""
+    return jnp.concatenate([array, jnp.zeros_like(array)], axis)
 
 
-def _before(array: Any, number: float) -> Any:
-    """An array in front of as many positions with one number."""
-    return jnp.concatenate([array, jnp.full_like(array, number)], axis=_POSITIONS)
-
-
-def _behind(array: Any, number: float) -> Any:
-    return jnp.concatenate([jnp.full_like(array, number), array], axis=_POSITIONS)
-
-
-def _in_groups(array: Any, key: Any) -> Any:
-    """(examples, heads of keys, queries of each, ...) of an array of all heads of queries."""
-    return array.reshape((*key.shape[:2], -1, *array.shape[2:]))
-
-
-def _grouped(scale: float, causal: bool, exact: Any) -> AttentionForm:
-    scaled = ("mul", (), ("score",), ("const", scale, str(jnp.dtype(exact))))
-    seen = ("ge", (), ("iota", "q", "int32"), ("iota", "k", "int32"))
-    hidden = ("const", _HIDDEN, str(jnp.dtype(exact)))
-    return AttentionForm(score=("select_n", (), seen, hidden, scaled) if causal else scaled, **_GROUPED)
+def _behind(array: Any, number: float, axis: int) -> Any:
+    """An array behind as many positions with one number."""
+    return jnp.concatenate([jnp.full_like(array, number), array], axis)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from autopar.attention.form import KEY, exact_type, sizes_of
-from autopar.attention.kernels import LANES, Kernel, is_balanced, visible_share
+from autopar.attention.kernels import LANES, Kernel, runs_in_steps, visible_share
 from autopar.attention.query_blocks import query_block
+from autopar.attention.ring_order import RingOrder, ring_order
 from autopar.common import jax_compat
 
 
@@ -31,21 +32,25 @@ def flops(eqn: Any, kernel: Kernel = Kernel.BLOCKS, ring: int = 1) -> float:
     return each * ((3.0 + again) * inner + (2.0 + again) * outer)
 
 
+def order_of(eqn: Any, ring: int) -> RingOrder:
+    """Whose keys come to a device in a ring of so many."""
+    form = eqn.params["form"]
+    return ring_order(form, sizes_of(eqn)[form.position] // ring, ring)
+
+
 def computed_share(eqn: Any, kernel: Kernel, ring: int) -> float:
     """The part of all scores that is computed. Kernels leave out blocks that a mask hides wholly: of causal attention
-    almost half. Blocks of XLA's leave out the hidden halves of a balanced ring's steps.
+    almost half. Blocks of XLA's leave out the hidden halves of a balanced ring's steps, and what a window does not
+    reach.
     """
     form, positions = eqn.params["form"], sizes_of(eqn)[eqn.params["form"].position]
-    if kernel.skips:
-        return visible_share(form, positions)
-    return (ring + 1.0) / (2.0 * ring) if is_balanced(form, positions // ring, ring) else 1.0
+    return visible_share(form, positions) if kernel.skips else order_of(eqn, ring).computed_share
 
 
-def runs_in_steps(eqn: Any, kernel: Kernel, ring: int) -> bool:
+def in_steps(eqn: Any, kernel: Kernel, ring: int) -> bool:
     """Whether a pass in a ring runs as `autopar.attention.ring_steps` says."""
     form = eqn.params["form"]
-    positions = sizes_of(eqn)[form.position] // ring
-    return ring > 1 and (kernel is not Kernel.BLOCKS or is_balanced(form, positions, ring))
+    return runs_in_steps(form, kernel, sizes_of(eqn)[form.position] // ring, ring)
 
 
 def _scores(eqn: Any) -> float:
@@ -107,6 +112,10 @@ def step_traffic_bytes(eqn: Any) -> float:
     return float(sum(v.aval.size * (3 * exact) for v in made))
 
 
+# The first arrays of those that go round; sums of gradients come behind them.
+KEYS_AND_VALUES = 2
+
+
 def travelling(eqn: Any) -> tuple[tuple[int, int], ...]:
     """(number of the operand of whose shape it is, bytes of an element) of each array that goes round the ring."""
     blocks = tuple((i, jax_compat.itemsize(eqn.invars[i].aval)) for i in (1, 2))
@@ -124,18 +133,24 @@ class ExchangedArrays(NamedTuple):
 
 
 def exchanged(eqn: Any) -> ExchangedArrays:
-    """The arrays whose positions change places in a balanced ring: before its first step, and after its last one."""
+    """The arrays whose positions change places in a balanced ring: before its first step, and after its last one. Those
+    that scores read do so where they have positions of queries.
+    """
+    form = eqn.params["form"]
+    first = len(eqn.invars) - len(form.arrays)
+    arrays = tuple(first + i for i, names in enumerate(form.arrays) if form.position in names)
     if eqn.params["gradients"] is None:
-        return ExchangedArrays(operands=(0, 1, 2), results=(0, 1))  # the result, and one number of each row
-    return ExchangedArrays(operands=(0, 1, 2, 3, 4, 6), results=(0, 1, 2))
+        # The result, and one number of each row.
+        return ExchangedArrays(operands=(0, 1, 2, *arrays), results=(0, 1))
+    return ExchangedArrays(operands=(0, 1, 2, 3, 4, 6, *arrays), results=(0, 1, 2))
 
 
-def held_in_steps(eqn: Any, ring: int, balanced: bool) -> tuple[tuple[int, int], ...]:
+def held_in_steps(eqn: Any, order: RingOrder) -> tuple[tuple[int, int], ...]:
     """As `travelling`: what a ring's steps hold beside what goes round. Queries, keys and values with their positions
-    changed; the sum of results, or of gradients of queries, in 32 bits; and of more than two devices that of a step,
-    and what arrives while a step is computed.
+    changed; the sum of results, or of gradients of queries, in 32 bits; and of more than one step that of a step, and
+    what arrives while a step is computed.
     """
     exact = jnp.dtype(exact_type(eqn.invars[0].aval)).itemsize
-    placed = tuple((i, jax_compat.itemsize(eqn.invars[i].aval)) for i in (0, 1, 2)) if balanced else ()
-    beside = ((0, exact), *travelling(eqn)) if ring > 2 else ()
+    placed = tuple((i, jax_compat.itemsize(eqn.invars[i].aval)) for i in (0, 1, 2)) if order.balanced else ()
+    beside = ((0, exact), *travelling(eqn)) if order.steps > 1 else ()
     return (*placed, (0, exact), *beside)

@@ -27,8 +27,10 @@ class CallArguments:
 
     @property
     def cuts_steps(self) -> bool:
-        """Whether micro-batches or stages are asked for, or a given plan has them, in one process."""
+        """Whether micro-batches or stages are asked for, or a given or followed plan has them, in one process."""
         options, plan = self._options, self._options.plan
+        if options.follow is not None:
+            plan = options.follow.latest_plan()
         in_parts = not options.request.admits_one_program if plan is None else plan.record.pipeline is not None
         return in_parts and jax.process_count() == 1
 

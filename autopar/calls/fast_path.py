@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import operator
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +49,7 @@ class FastPath:
             i for donated_group, other_group in groups if donated_group and other_group for i in donated_group
         )
         self._kept = sorted(i for donated_group, other_group in groups if donated_group for i in other_group)
+        self.called_s: float | None = None  # the latest run, by time.perf_counter
         # References to what is known to share no memory: what replaced the donated leaves, and what was kept beside it.
         self._new: list[Any] = []
         self._beside: list[Any] = []
@@ -81,6 +83,7 @@ class FastPath:
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the program on leaves that share no memory. Results that replace donated leaves are new memory."""
         beside = [leaves[i] for i in self._kept]
+        self.called_s = time.perf_counter()
         results = self.compiled.run(leaves)
         self._new = _references(self._replaced(results))
         self._beside = _references(beside)

@@ -19,7 +19,7 @@ from autopar.compiler.materialize import check_plan
 from autopar.compiler.memory_errors import check_given_plan_fits
 from autopar.compiler.planner import make_plan
 from autopar.frontend.fingerprints import module_fingerprint
-from autopar.frontend.tracing import checked_when_traced_again
+from autopar.frontend.tracing import IMPURE, checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.kernels.known import entries
@@ -27,6 +27,7 @@ from autopar.plan.cache import DiskCache, plan_key
 from autopar.plan.file import decode, encode
 from autopar.plan.options import Effort, PlanRequest
 from autopar.plan.plan import Plan, Trees
+from autopar.plan.schema import PlanRecord
 from autopar.runtime.processes.agreement import agree
 from autopar.sharding.rules import RuleBook
 
@@ -40,7 +41,10 @@ class PlanSources:
         self._name, self._options, self._warn = name, options, warn
         self._disk = DiskCache(_cache_directory(options.cache_dir))
         self._rules: dict[Any, RuleBook] = {}
-        self._searched_for: dict[int, TracedStep] = {}  # by the jaxpr, which is kept so that its id stays its own
+        # By the jaxpr, which is kept so that its id stays its own: the step, and what was kept of plans for it on disk.
+        self._searched_for: dict[int, TracedStep] = {}
+        self._kept: dict[int, dict[str, PlanRecord]] = {}
+        self._impurities: dict[int, str] = {}
 
     def plan(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
         """The plan for a traced step; in a program of several processes that of process 0.
@@ -123,6 +127,7 @@ class PlanSources:
             effort=own.effort,
             constraints=own.constraints,
             per_microbatch=own.per_microbatch,
+            remat=own.remat,
         )
         progress = Progress(f"autopar {self._name}, instead", show=self._options.show_progress)
         return self._searched(traced, trees, progress, (plan.cluster, request))
@@ -146,10 +151,18 @@ class PlanSources:
         with progress.pass_("cache"):
             cached = self._disk.load_plan(key, lambda record: check_plan(Plan(record), traced))
         if cached is not None:
+            for note in cached.notes:
+                if note.startswith(IMPURE):
+                    self._warn(note)
             return Plan(cached, trees)  # and the step was traced to the same jaxpr before, in another process
-        searched = self._searched_for.setdefault(id(traced.jaxpr), checked_when_traced_again(traced, self._warn))
-        plan = make_plan(searched, trees, cluster, request, self.rules(), progress)
+        number = id(traced.jaxpr)
+        if number not in self._searched_for:
+            self._searched_for[number] = checked_when_traced_again(
+                traced, lambda told: self._found_impure(number, told)
+            )
+        plan = make_plan(self._searched_for[number], trees, cluster, request, self.rules(), progress)
         self._disk.save_plan(key, plan.record)
+        self._kept.setdefault(number, {})[key] = plan.record
         self.save_rules()
         return plan
 
@@ -157,8 +170,15 @@ class PlanSources:
         """Warns of a function that is not pure, before the program of a plan that was searched for is compiled. Where
         the search was for micro-batches too, it was checked by then.
         """
-        if id(traced.jaxpr) in self._searched_for:
-            self._searched_for[id(traced.jaxpr)].is_pure()
+        number = id(traced.jaxpr)
+        if number in self._searched_for and not self._searched_for[number].is_pure():
+            for key, record in self._kept.get(number, {}).items():
+                # Whoever finds the plan in the cache traces the step once.
+                self._disk.save_plan(key, Plan(record).with_note(self._impurities[number]).record)
+
+    def _found_impure(self, number: int, told: str) -> None:
+        self._impurities[number] = told
+        self._warn(told)
 
     def rules(self) -> RuleBook:
         """The sharding rules under jax's configuration at the moment."""

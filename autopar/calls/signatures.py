@@ -96,6 +96,11 @@ class Signature:
                 args.append(value)
         return function(*args, *places[len(self.names) :], **kwargs)
 
+    def names_of(self, num_args: int) -> list[str]:
+        """The names of so many arguments by position; those of `*args` have none."""
+        named = self._positional[:num_args]
+        return named + [""] * (num_args - len(named))
+
     def numbers(self, option: str, names: str | Sequence[str]) -> tuple[int, ...]:
         """The places of arguments, by name. Raises: InvalidArgumentError for a name that there is not."""
         names = (names,) if isinstance(names, str) else tuple(names)

@@ -12,6 +12,7 @@ import jax
 
 from autopar.checkpoint.manifest import LeafRecord, complete_steps, find, read
 from autopar.common import jax_compat
+from autopar.common.text_console import PLAIN, TextFormat
 from autopar.common.units import text_of_bytes
 from autopar.plan.plan import Plan
 from autopar.plan.summary import sentence
@@ -40,14 +41,15 @@ class Description:
             "data": self.data,
         }
 
-    def __str__(self) -> str:
+    def text(self, text_format: TextFormat = PLAIN) -> str:
+        """The steps, and of one its leaves, plan and position in the data."""
         widths = [max((len(leaf.name) for leaf in self.leaves), default=0)]
         widths.append(max((len(_type(leaf)) for leaf in self.leaves), default=0))
         rows = [
             f"  {leaf.name:<{widths[0]}}  {_type(leaf):<{widths[1]}}  {_size(leaf)}".rstrip() for leaf in self.leaves
         ]
         total = text_of_bytes(sum(map(bytes_of, self.leaves)))
-        return "\n".join(
+        return text_format.broken(
             [
                 f"{self.folder}: steps {', '.join(map(str, self.steps))}",
                 f"Step {self.step}: {len(self.leaves)} leaves, {total}",
@@ -56,6 +58,8 @@ class Description:
                 f"Data: {'no position' if self.data is None else json.dumps(self.data)}",
             ]
         )
+
+    __str__ = text
 
 
 def describe(folder: str | Path, step: int | None = None) -> Description:

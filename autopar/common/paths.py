@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
+from typing import Any
 
 # The parts of a path as jax writes it: an attribute, a key, an index.
 _PART = re.compile(r"\.(\w+)|\['([^']*)'\]|\[\"([^\"]*)\"\]|\[<flat index (\d+)>\]|\[([^\]]*)\]|^([^.\[]+)")
@@ -21,6 +22,11 @@ _FOLDED = re.compile(r" \(\d+x\)$")  # behind the name of modules that share a r
 def parts_of(path: str) -> tuple[str, ...]:
     """`state.params['layers'][0]` in parts: state, params, layers, 0."""
     return tuple(next(part for part in groups if part) for groups in _PART.findall(path) if any(groups))
+
+
+def name_of_key(key: Any) -> Any:
+    """The name or number in a key of a tree of JAX; None for one that has neither."""
+    return next((getattr(key, of) for of in ("key", "name", "idx") if hasattr(key, of)), None)
 
 
 def unfolded(name: str) -> str:

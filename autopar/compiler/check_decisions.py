@@ -172,6 +172,10 @@ class _Checker:
         for i, v in enumerate(sorted(self.plan.saved_in_host)):
             if v not in values:
                 yield Fault(place=f"{self.place}.saved_in_host[{i}]", expected="the number of a value", got=str(v))
+        for i, a in enumerate(self.plan.overlapped_axes):
+            if a not in range(len(self.plan.mesh.axis_sizes)):
+                place = f"{self.place}.overlapped_axes[{i}]"
+                yield Fault(place=place, expected="the number of a mesh axis", got=str(a))
 
     def layouts(self) -> Iterator[Fault]:
         """Layouts have the rank of their values and divide their shapes; only unreduced values may be partial."""

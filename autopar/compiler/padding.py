@@ -6,6 +6,7 @@ import math
 
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.pad_state import padded_step
+from autopar.frontend.saved_names import saving
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Purpose
 from autopar.ir.padded import PaddedForm
@@ -13,7 +14,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.passes.scan_stacks import find_stacks
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.padding import padded_forms
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.semantics import annotate_semantics
@@ -32,7 +33,9 @@ def stored_step(traced: TracedStep, cluster: Cluster, request: PlanRequest, rule
 
 
 def stored_as_planned(traced: TracedStep, plan: Plan) -> TracedStep:
-    """The step with the leaves of its state as a plan stores them."""
+    """The step as a plan has it: the names that `jax.checkpoint` saves, and the leaves of its state as stored."""
+    if plan.record.saved_names is not None and traced.saved_names is None:
+        traced = saving(traced, plan.record.saved_names)
     forms, avals = plan.record.padded, traced.in_avals
     fit = all(i < len(avals) and avals[i].shape == form.shape for i, form in forms.items())
     if not fit or traced.padded:

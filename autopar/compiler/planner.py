@@ -14,6 +14,7 @@ from autopar.compiler.comparison import choose, near, notes, rejections
 from autopar.compiler.no_plan import no_plan_error
 from autopar.compiler.padding import stored_step
 from autopar.compiler.pin_costs import price_of_pins
+from autopar.compiler.saved_names import fastest_saving
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
@@ -21,6 +22,7 @@ from autopar.cost.least_time import least_time_s
 from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.frontend.build_graph import build_graph
+from autopar.frontend.saved_names import checked_names, saving
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
@@ -28,9 +30,10 @@ from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import check_islands
 from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import Candidate, PlanningContext
-from autopar.plan.options import Attention, PlanRequest
+from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
-from autopar.sharding.constraints import Binding
+from autopar.plan.step_graphs import StepGraphs
+from autopar.sharding.binding import Binding
 from autopar.sharding.head_groups import splits_heads, with_heads
 from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook
@@ -42,10 +45,16 @@ MEMORY_MARGIN = 0.1
 
 
 def make_plan(
-    traced: TracedStep, trees: Trees, cluster: Cluster, request: PlanRequest, rules: RuleBook, progress: Progress
+    traced: TracedStep,
+    trees: Trees,
+    cluster: Cluster,
+    request: PlanRequest,
+    rules: RuleBook,
+    progress: Progress,
+    graphs: StepGraphs | None = None,
 ) -> Plan:
-    """The best plan. Raises: as `make_plans`."""
-    return make_plans(traced, trees, cluster, request, rules, progress)[0]
+    """The best plan. `graphs` are shared by plans of the same step under several requests. Raises: as `make_plans`."""
+    return make_plans(traced, trees, cluster, request, rules, progress, graphs=graphs)[0]
 
 
 @jax_compat.no_mesh_set()
@@ -57,6 +66,7 @@ def make_plans(
     rules: RuleBook,
     progress: Progress,
     keep_tolerance: float = 1.0,
+    graphs: StepGraphs | None = None,
 ) -> tuple[Plan, ...]:
     """Traced step -> graph -> candidates of every source -> the best of them, as a plan.
 
@@ -68,11 +78,13 @@ def make_plans(
     stages.
     """
     check_request(request, cluster)
+    if request.remat != AS_WRITTEN:
+        return _plans_saving(traced, trees, cluster, request, rules, progress, keep_tolerance)
     platform = cluster.device.platform
     check_options(options_of(request.compiler_options, platform), platform)
     with progress.pass_("padding"):
         traced = stored_step(traced, cluster, request, rules)
-    context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance))
+    context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance, graphs))
     context = ask_sources(context)
     chosen = choose(context)
     if chosen is None:
@@ -86,6 +98,26 @@ def make_plans(
         plan = _with_pins(plan, context, chosen)
     others = near(chosen, _all_candidates(context), context.limit_bytes, context.keep_tolerance)
     return (plan, *(plan_of(context, other, trees, _notes(context)) for other in others))
+
+
+def _plans_saving(
+    traced: TracedStep,
+    trees: Trees,
+    cluster: Cluster,
+    request: PlanRequest,
+    rules: RuleBook,
+    progress: Progress,
+    keep_tolerance: float,
+) -> tuple[Plan, ...]:
+    """The plans of a step of which `jax.checkpoint` saves the requested names, or those with which it is fastest."""
+
+    def plans(step: TracedStep, time_limit_s: float | None) -> tuple[Plan, ...]:
+        as_it_is = dataclasses.replace(request, remat=AS_WRITTEN, time_limit_s=time_limit_s)
+        return make_plans(step, trees, cluster, as_it_is, rules, progress, keep_tolerance)
+
+    if not isinstance(request.remat, str):
+        return plans(saving(traced, checked_names(traced, request.remat)), request.time_limit_s)
+    return fastest_saving(traced, cluster, rules, plans, Deadline.after(request.time_limit_s))
 
 
 def _padded_plan(
@@ -117,21 +149,23 @@ def planning_context(
     rules: RuleBook,
     progress: Progress,
     keep_tolerance: float = 1.0,
+    graphs: StepGraphs | None = None,
 ) -> PlanningContext:
     """The input of the sources of candidates: the step's graph, and the request in numbers."""
     rings = request.binding is not None and request.binding.blockwise_attention
     blockwise = rings or request.attention is Attention.BLOCKWISE
     traced = dataclasses.replace(traced, blockwise_attention=blockwise, per_microbatch=request.per_microbatch)
     deadline = Deadline.after(request.time_limit_s)
+    graphs = graphs or StepGraphs()
     with progress.pass_("graph"):
-        graph = build_graph(traced, rules)
+        views = graphs.of(traced, "whole", lambda: GraphViews(build_graph(traced, rules), flops_of))
+        graph = views.graph
     check_islands(graph, cluster.num_devices)
     if rings:
         check_blockwise(graph)
-    views = GraphViews(graph, flops_of)
     if request.binding is not None and request.pins is None and splits_heads(request.binding):
         request = dataclasses.replace(request, binding=with_heads(request.binding, views.annotated))
-    least_s = least_time_s(graph, cluster)
+    least_s = graphs.of(traced, ("least time", cluster), lambda: least_time_s(graph, cluster))
     progress.bounded(least_s, deadline)
     return PlanningContext(
         traced=traced,
@@ -145,6 +179,7 @@ def planning_context(
         deadline=deadline,
         keep_tolerance=keep_tolerance if request.leaves_layouts_free else 1.0,
         least_s=least_s,
+        graphs=graphs,
     )
 
 

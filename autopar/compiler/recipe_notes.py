@@ -11,7 +11,8 @@ from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Dimension, OpGraph, Purpose, Value
 from autopar.ir.layout import Layout, replicated
 from autopar.lowering.decisions import ShardingPlan
-from autopar.sharding.constraints import Binding, Constraints
+from autopar.sharding.binding import Binding
+from autopar.sharding.constraints import Constraints
 
 # Of the arrays of a note so many are named; those of repeated layers are one.
 NAMED = 4

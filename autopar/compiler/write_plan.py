@@ -75,6 +75,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         format_version=FORMAT_VERSION,
         step=traced.name,
         fingerprint=traced.fingerprint,
+        saved_names=traced.saved_names,
         blockwise_attention=traced.blockwise_attention,
         per_microbatch=traced.per_microbatch,
         cluster=context.cluster,
@@ -85,7 +86,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         arguments=tuple(arguments),
         results=tuple(results),
         decisions=Decisions(layouts=(), strategies=(), of_op={}, raw={}, placed={}, copies=()),
-        predicted=staged_predicted(staged, flops),
+        predicted=staged_predicted(staged, context.cluster, flops),
         solver=together(reports),
         modules=tuple(row for number, planned in enumerate(staged.stages) for row in stage_rows(planned, number)),
         axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
@@ -105,11 +106,12 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     use = memory_of_program(graph, best.lowered, best.program, best.estimate, best.stands_for, best.sharding.mesh)
     largest_axis = max(best.sharding.mesh.axis_sizes)
-    prediction, timeline = predicted(graph, best.lowered, best.model, best.estimate, use, flops)
+    prediction, timeline = predicted(graph, best.lowered, best.model, context.cluster, best.estimate, use, flops)
     return PlanRecord(
         format_version=FORMAT_VERSION,
         step=traced.name,
         fingerprint=traced.fingerprint,
+        saved_names=traced.saved_names,
         blockwise_attention=traced.blockwise_attention,
         per_microbatch=traced.per_microbatch,
         cluster=context.cluster,

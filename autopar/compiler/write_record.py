@@ -17,6 +17,8 @@ from autopar.cost.overlap import timed, timeline_of
 from autopar.cost.peak_memory import MemoryEstimate
 from autopar.cost.product_rate import main_dtype
 from autopar.hardware import host_cpu
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster_parts import peak_flops_per_s
 from autopar.inter_op.joined_tasks import chain_name
 from autopar.inter_op.staged import PlannedStage, StagedStep
 from autopar.ir.graph import Constant, Op, OpGraph
@@ -74,7 +76,7 @@ def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, 
     )
 
 
-def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
+def staged_predicted(staged: StagedStep, cluster: Cluster, flops: float) -> Predicted:
     """The prediction of a pipelined step. Seconds of computation and communication are means over the devices."""
     simulation, devices = staged.simulation, 0
     compute_s = product_s = collective_s = hidden_s = allocation = host_s = copied_bytes = 0.0
@@ -106,7 +108,7 @@ def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
     kinds = dict(zip(staged.submeshes, (planned.model.device for planned in staged.stages), strict=True))
     devices, dtype = sum(s.mesh.num_devices for s in kinds), main_dtype(staged.graph)
     step_s = simulation.step_time_s
-    peak_flops_per_s = sum(device.peak_flops_per_s(dtype) * at.mesh.num_devices for at, device in kinds.items())
+    peak = sum(peak_flops_per_s(cluster, device, at.mesh.num_devices, dtype) for at, device in kinds.items())
     return Predicted(
         step_time_s=step_s,
         compute_time_s=compute_s / devices,
@@ -115,7 +117,7 @@ def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
         allocation_time_s=allocation / devices + simulation.waiting_s,
         peak_bytes=tuple(simulation.peak_bytes),
         flops=flops,
-        mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,
+        mfu=flops / (step_s * peak) if step_s else 0.0,
         bubble_fraction=simulation.bubble_fraction,
         collectives=tuple(collectives),
         memory=memory_of_stages(staged),
@@ -127,7 +129,13 @@ def staged_predicted(staged: StagedStep, flops: float) -> Predicted:
 
 
 def predicted(
-    graph: OpGraph, lowered: LoweredBlock, model: CostModel, estimate: MemoryEstimate, use: MemoryUse, flops: float
+    graph: OpGraph,
+    lowered: LoweredBlock,
+    model: CostModel,
+    cluster: Cluster,
+    estimate: MemoryEstimate,
+    use: MemoryUse,
+    flops: float,
 ) -> tuple[Predicted, Timeline]:
     """The prediction of a lowered step, and its timeline, from one simulation of its instructions."""
     uses = predicted_collectives(graph, lowered, model)
@@ -138,7 +146,7 @@ def predicted(
     allocation = host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
     ran = timed(graph, lowered, model)
     step_s = ran.end_s + allocation
-    peak_flops_per_s = model.device.peak_flops_per_s(main_dtype(graph)) * model.links.mesh.num_devices
+    peak = peak_flops_per_s(cluster, model.device, model.links.mesh.num_devices, main_dtype(graph))
     prediction = Predicted(
         step_time_s=step_s,
         compute_time_s=compute_s,
@@ -147,7 +155,7 @@ def predicted(
         allocation_time_s=allocation,
         peak_bytes=(estimate.peak_bytes,),
         flops=flops,
-        mfu=flops / (step_s * peak_flops_per_s) if step_s else 0.0,
+        mfu=flops / (step_s * peak) if step_s else 0.0,
         bubble_fraction=0.0,
         collectives=grouped(uses, model.links.mesh),
         memory=(use,),

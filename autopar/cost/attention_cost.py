@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autopar.attention.form import sizes_of
-from autopar.attention.kernels import Kernel, inner_dim, is_balanced, kernel_for, library_of
+from autopar.attention.kernels import Kernel, inner_dim, kernel_for, library_of
 from autopar.attention.work import (
     block_bytes,
     flops,
+    in_steps,
+    order_of,
     row_bytes,
-    runs_in_steps,
     score_traffic_bytes,
     step_traffic_bytes,
 )
@@ -23,12 +23,6 @@ _PASSES_OF_EXCHANGE = 4
 def kernel_under(op: Op, device: DeviceKind, ring: int) -> Kernel:
     """The kernel that runs a pass, whose positions are split among so many devices."""
     return kernel_for(op.eqn, library_of(device), ring)
-
-
-def is_balanced_ring(op: Op, ring: int) -> bool:
-    """Whether positions change places before a ring's first step, and after its last."""
-    form = op.eqn.params["form"]
-    return is_balanced(form, sizes_of(op.eqn)[form.position] // ring, ring)
 
 
 def attention_s(
@@ -50,11 +44,13 @@ def attention_s(
     if kernel.writes_scores:
         scores = score_traffic_bytes(op.eqn, ring) / strategy.split
         seconds += device.memory_s(scores, block_bytes(op.eqn, strategy.split))
-    arithmetic_s = flops(op.eqn, kernel, ring) / strategy.split / rate + ring * device.fill_s(dtype)
+    order = order_of(op.eqn, ring)
+    steps = order.steps + 1
+    arithmetic_s = flops(op.eqn, kernel, ring) / strategy.split / rate + steps * device.fill_s(dtype)
     joining_s = 0.0
-    if runs_in_steps(op.eqn, kernel, ring):
+    if in_steps(op.eqn, kernel, ring):
         joined = step_traffic_bytes(op.eqn) / strategy.split
-        joining_s = (ring - 1) * (device.memory_s(joined, joined) + device.launch_overhead_s)
-        if is_balanced_ring(op, ring):
+        joining_s = order.steps * (device.memory_s(joined, joined) + device.launch_overhead_s)
+        if order.balanced:
             joining_s += device.memory_s(_PASSES_OF_EXCHANGE * moved_bytes, moved_bytes)
-    return max(arithmetic_s, seconds) + joining_s + ring * device.launch_overhead_s
+    return max(arithmetic_s, seconds) + joining_s + steps * device.launch_overhead_s

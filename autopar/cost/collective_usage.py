@@ -51,7 +51,8 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
                 use = use_of_step(value, step, instruction, model, is_rounded=is_rounded)
                 if use is not None:
                     found.append(use)
-        elif isinstance(instruction, Compute) and instruction.reduced:
+        elif isinstance(instruction, Compute) and (instruction.reduced or instruction.pieces is not None):
+            found += uses_of_pieces(graph, instruction, model)
             found += uses_of_reduction(graph, instruction, model)
         elif isinstance(instruction, Compute):
             found += [use for _, use in uses_of_ring(instruction, model)]
@@ -73,10 +74,13 @@ def results_of(lowered: LoweredBlock) -> list[Key]:
 def use_of_step(
     value: Value, step: ReshardStep, move: Move, model: CostModel, *, is_rounded: bool
 ) -> CollectiveUse | None:
-    """The collective of one step of a resharding; None for a step that stays on the device.
+    """The collective of one step of a resharding; None for a step that stays on the device, or that products do while
+    they run (`uses_of_pieces`).
 
     `is_rounded`: what is sent goes in 16 bits (`rounded_copies`).
     """
+    if move.in_pieces:
+        return None
     links = model.links
     nbytes = value.nbytes * model.widening(value.dtype) * (0.5 if is_rounded else 1.0)
     collective = links.as_compiled(step, nbytes)
@@ -94,9 +98,37 @@ def use_of_step(
     )
 
 
+def uses_of_pieces(graph: OpGraph, compute: Compute, model: CostModel) -> list[CollectiveUse]:
+    """The permutes by which pieces of an operand, or of the result, of a product go round; none where another product
+    has sent them, or where it runs whole.
+    """
+    pieces, links, op = compute.pieces, model.links, compute.op
+    if pieces is None or not pieces.sends:
+        return []
+    atom = op.outputs[0] if pieces.operand is None else op.inputs[pieces.operand]
+    assert isinstance(atom, int), "literals are not sent"
+    value = graph.values[atom]
+    part = pieces.step.after if pieces.operand is None else pieces.step.before
+    nbytes = local_bytes(value.shape, value.itemsize, part, links.mesh) * model.widening(value.dtype)
+    count = op.count * (links.mesh.size(pieces.axes) - 1)
+    return [
+        CollectiveUse(
+            kind=CollectiveKind.COLLECTIVE_PERMUTE,
+            axes=pieces.step.axes,
+            sent_bytes=nbytes,
+            count=count,
+            time_s=links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, pieces.step.axes) * count,
+            module=op.module,
+            value=value.name or f"{value.dtype}{list(value.shape)}",
+        )
+    ]
+
+
 def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> list[CollectiveUse]:
     """The all-reduces that the partitioner makes of an operation with a split reduced factor."""
     mesh, op = model.links.mesh, compute.op
+    if not compute.reduced:
+        return []
     out = []
     for v, layout in zip(op.outputs, compute.results, strict=True):
         value = graph.values[v]

@@ -35,6 +35,8 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.kernels.local import runs_locally
+from autopar.lowering.collective_matmul import Along
+from autopar.lowering.instructions import Pieces
 from autopar.sharding.resharding import MeshLinks, StepKind
 from autopar.sharding.strategies import Strategy, replicated_strategy
 
@@ -131,6 +133,30 @@ class NodeCosts:
             strategy = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
             self._seconds[key] = op.count * self._strategy_s(op, self._work(op), strategy, sends=False)
         return self._seconds[key]
+
+    def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
+        """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and
+        the copies by which pieces are cut out of operands, added up and put together. Of a sum of pieces each is 32
+        bits wide. A compiler whose products absorb what they read and make needs no copies but the last.
+        """
+        work, mesh = self._work(op), self.model.links.mesh
+        n, along = mesh.size(pieces.axes), Along.of(op.eqn, pieces.operand, pieces.dim)
+        parts = tuple(at.shards(mesh) * (n if i in along.operands else 1) for i, at in enumerate(strategy.operands))
+        result_parts = strategy.results[0].shards(mesh) * (1 if along.result is None else n)
+        split = dataclasses.replace(strategy, split=strategy.split * n)
+        seconds = time_s(work, split, (parts, (result_parts,)), self.model.device)
+        result_bytes = work.result_bytes[0] / result_parts
+        copied_bytes = 0.0
+        if not self.model.compiler.products_absorb:
+            cut = (work.operand_bytes[i] / parts[i] for i in along.operands if i != pieces.operand)
+            copied_bytes += 2.0 * sum(cut)
+            if pieces.operand is None:
+                copied_bytes += 3.0 * result_bytes
+            elif along.result is None:
+                copied_bytes += 3.0 * result_bytes * max(1.0, 4.0 / self.graph.values[op.outputs[0]].itemsize)
+        if along.result is not None and pieces.operand is not None:
+            copied_bytes += 2.0 * result_bytes
+        return op.count * (seconds + self.model.device.memory_s(copied_bytes, result_bytes))
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
         return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape

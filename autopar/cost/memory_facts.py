@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.ir.graph import Op
+from autopar.ir.graph import Op, OpGraph
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.value_state import REDUCED, RETURNED, UNREDUCED
 from autopar.lowering.instructions import Compute, Instruction, Move
 
 # Over dimensions of size one they are reshapes.
@@ -49,3 +52,17 @@ def transposed_alone(instructions: Sequence[Instruction]) -> dict[int, Sequence[
         if isinstance(instruction, Compute) and instruction.op.primitive == "transpose":
             order |= {value: instruction.op.eqn.params["permutation"] for value, _ in instruction.keys_read}
     return {value: dims for value, dims in order.items() if reads[value] == 1}
+
+
+def place_names(
+    graph: OpGraph, stands_for: dict[int, tuple[int, tuple[Layout, str]]], made_by: dict[int, str], mesh: LogicalMesh
+) -> dict[int, str]:
+    """What to call the values of a memory program in messages."""
+    out = {}
+    for number, (v, place) in stands_for.items():
+        value = graph.values[v]
+        what = value.name or f"{made_by.get(v, 'value')} {value.dtype}{list(value.shape)}"
+        copy = "" if place[1] in (UNREDUCED, REDUCED) else f", copy for {place[1]}"
+        copy = f", {place[1]}" if place[1] == RETURNED else copy
+        out[number] = f"{what} {place[0].text(mesh)}{copy}"
+    return out

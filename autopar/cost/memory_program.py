@@ -10,13 +10,14 @@ from autopar.attention.form import KEY, sizes_of
 from autopar.attention.work import (
     block_bytes,
     held_in_steps,
+    in_steps,
+    order_of,
     repeated_operands,
     row_bytes,
-    runs_in_steps,
     travelling,
 )
 from autopar.cost import peak_memory
-from autopar.cost.attention_cost import is_balanced_ring, kernel_under
+from autopar.cost.attention_cost import kernel_under
 from autopar.cost.collective_usage import results_of
 from autopar.cost.cost_model import CostModel
 from autopar.cost.memory_facts import is_half_precision, kind_of, reduces_last, transposed_alone
@@ -26,9 +27,9 @@ from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.cost.xla_program import Tile
 from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
-from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
-from autopar.ir.value_state import HOST, REDUCED, RETURNED, UNREDUCED
+from autopar.ir.value_state import HOST, UNREDUCED
+from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -40,6 +41,7 @@ from autopar.lowering.instructions import (
     LoweredBlock,
     Move,
     Pass,
+    Pieces,
     Place,
     Split,
     Stack,
@@ -189,6 +191,8 @@ class _MemoryWriter:
             self.move(instruction, env, steps)
         elif isinstance(instruction, Compute) and instruction.op.primitive in ring.PRIMITIVES:
             self.attention(instruction, env, steps)
+        elif isinstance(instruction, Compute) and instruction.pieces is not None:
+            self.in_pieces(instruction, instruction.pieces, env, steps)
         elif isinstance(instruction, Compute):
             op = instruction.op
             outputs = tuple([self.define(v, place, env) for v, place in instruction.keys_made])
@@ -224,6 +228,27 @@ class _MemoryWriter:
         elif not isinstance(instruction, Leave):
             self.crossing(instruction, env, steps)
 
+    def in_pieces(
+        self, compute: Compute, pieces: Pieces, env: dict[tuple[int, Place], int], steps: list[MemoryStep]
+    ) -> None:
+        """A product in pieces, beside its result: a piece of it that is put in its place or added to it, and of a sum
+        of pieces the sum in 32 bits. Of what is scattered there are the sum of a part and the one that comes in.
+        """
+        (value,), (place,) = compute.op.outputs, compute.places
+        inputs = self.read(compute.op, compute.reads, env)
+        itemsize, n = self.graph.values[value].itemsize, self.mesh.size(pieces.axes)
+        output = self.define(value, place, env)
+        if pieces.operand is None:
+            self.nbytes[output] = self.local(value, pieces.step.after)
+            beside = self.nbytes[output]
+        elif Along.of(compute.op.eqn, pieces.operand, pieces.dim).result is None:
+            beside = self.nbytes[output] * max(4, itemsize) // itemsize
+        else:
+            beside = self.nbytes[output] // n
+        buffer, kind = self.new(beside), compute.op.primitive
+        for made, read in (((buffer,), inputs), ((output,), (*inputs, buffer))):
+            steps.append(MemoryStep(inputs=read, outputs=made, kind=kind, fusible=False, key=(compute.op.id, made)))
+
     def attention(self, compute: Compute, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
         """A block of scores and one of weights, in 32 bits, beside the keys and values that have come round; of a
         kernel that keeps none, what it makes of each row.
@@ -236,8 +261,8 @@ class _MemoryWriter:
         kernel = kernel_under(op, self.device, ring_size)
         if compute.strategy is not None and ring_size > 1:
             held = travelling(op.eqn)
-            if runs_in_steps(op.eqn, kernel, ring_size):
-                held = (*held, *held_in_steps(op.eqn, ring_size, is_balanced_ring(op, ring_size)))
+            if in_steps(op.eqn, kernel, ring_size):
+                held = (*held, *held_in_steps(op.eqn, order_of(op.eqn, ring_size)))
             for i, itemsize in held:
                 shape = op.eqn.invars[i].aval.shape
                 buffers.append(self.new(local_bytes(shape, itemsize, compute.strategy.operands[i], self.mesh)))
@@ -291,7 +316,17 @@ class _MemoryWriter:
             behind = self.new(self.nbytes[at])
             steps.append(MemoryStep(inputs=(at,), outputs=(behind,), kind="optimization_barrier", fusible=False))
             at = behind
-        for step in move.steps:
+        if move.in_pieces and move.steps[0].kind.reduces:
+            env[move.value, move.target] = at  # as its product left it
+        elif move.in_pieces:
+            # The pieces that come in: of the only product that reads them the next and the one after it.
+            (step,) = move.steps
+            after = self.define(move.value, move.target, env)
+            arriving = self.mesh.size(step.axes) - 1
+            self.nbytes[after] = self.nbytes[at] * (min(arriving, 2) if move.in_pieces == 1 else arriving)
+            kind, key = "collective_permute", ("pieces", step)
+            steps.append(MemoryStep(inputs=(at,), outputs=(after,), kind=kind, fusible=False, key=key))
+        for step in move.steps if not move.in_pieces else ():
             last = step is move.steps[-1]
             after = self.define(move.value, move.target, env) if last else self.new(self.local(move.value, step.after))
             if (move.value, move.target) in self.rounded:
@@ -362,17 +397,3 @@ class _MemoryWriter:
             for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True)
         )
         return inner, tuple(steps), out
-
-
-def place_names(
-    graph: OpGraph, stands_for: dict[int, tuple[int, tuple[Layout, str]]], made_by: dict[int, str], mesh: LogicalMesh
-) -> dict[int, str]:
-    """What to call the values of a memory program in messages."""
-    out = {}
-    for number, (v, place) in stands_for.items():
-        value = graph.values[v]
-        what = value.name or f"{made_by.get(v, 'value')} {value.dtype}{list(value.shape)}"
-        copy = "" if place[1] in (UNREDUCED, REDUCED) else f", copy for {place[1]}"
-        copy = f", {place[1]}" if place[1] == RETURNED else copy
-        out[number] = f"{what} {place[0].text(mesh)}{copy}"
-    return out

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Sequence
 
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.common.trace_events import TraceEvent as Shown
-from autopar.cost.collective_usage import CollectiveUse, results_of, use_of_step, uses_of_reduction, uses_of_ring
+from autopar.cost.collective_usage import (
+    CollectiveUse,
+    results_of,
+    use_of_step,
+    uses_of_pieces,
+    uses_of_reduction,
+    uses_of_ring,
+)
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
 from autopar.cost.host_usage import host_copy_s
 from autopar.cost.ring_permutes import Moment
@@ -34,6 +41,7 @@ from autopar.lowering.instructions import (
     LoweredBlock,
     Move,
     Pass,
+    Pieces,
     Split,
     Stack,
 )
@@ -209,6 +217,8 @@ class _Writer:
             )
 
     def compute(self, compute: Compute, reads: tuple[int, ...], made: dict[Key, int], works: list[StreamWork]) -> None:
+        if compute.pieces is not None:
+            return self.in_pieces(compute, compute.pieces, made, works)
         op = compute.op
         makes = self.define(compute.keys_made, made)
         permutes = uses_of_ring(compute, self.model)
@@ -234,6 +244,57 @@ class _Writer:
                 at = self.graph.values[v]
                 nbytes = local_bytes(at.shape, at.itemsize, layout, self.model.links.mesh)
                 works.append(self.collective(use, nbytes, (summand,), (value,), reduces=True))
+
+    def in_pieces(self, compute: Compute, pieces: Pieces, made: dict[Key, int], works: list[StreamWork]) -> None:
+        """A product whose pieces are computed while others are sent, as `autopar.lowering.ring_products` orders them:
+        the next piece is on its way beside each, and is read behind it.
+        """
+        op, strategy, n = compute.op, compute.strategy, self.model.links.mesh.size(pieces.axes)
+        assert strategy is not None, "products in pieces are split"
+        reads = tuple(made[key] for key in compute.keys_read if key in made)
+        uses = uses_of_pieces(self.graph, compute, self.model)
+        send = [dataclasses.replace(use, count=use.count / (n - 1), time_s=use.time_s / (n - 1)) for use in uses]
+        product = StreamWork(
+            name=_named(op.module),
+            stream=Stream.COMPUTE,
+            seconds=self.costs.piece_s(op, strategy, pieces),
+            is_light=False,
+        )
+        is_sent: tuple[int, ...] = reads if pieces.operand is not None else ()
+        arrived: tuple[int, ...] = ()
+        outs: list[int] = []
+        for k in range(n):
+            sends = bool(send) and k + 1 < n
+            if pieces.operand is not None and sends:
+                on_its_way = self.new()
+                works.append(self.collective(send[0], int(send[0].sent_bytes), is_sent, (on_its_way,), reduces=False))
+            outs.append(self.new())
+            waits_for = arrived if pieces.operand is not None else ()
+            works.append(dataclasses.replace(product, reads=(*reads, *waits_for), makes=(outs[-1],)))
+            if pieces.operand is not None and sends:
+                arrived = (self.new(),)
+                works.append(_renamed((on_its_way, outs[-1]), arrived))
+                is_sent = arrived
+            if pieces.operand is None:
+                summed = self.new()
+                works.append(_renamed((outs[-1], *arrived), (summed,)))
+                outs[-1:] = [summed]
+                if sends:
+                    arrived = (self.new(),)
+                    works.append(self.collective(send[0], int(send[0].sent_bytes), (summed,), arrived, reduces=False))
+        result: tuple[int, ...] = tuple(outs) if pieces.operand is not None else (outs[-1],)
+        if compute.reduced:
+            (use,), (layout,), (v,) = uses_of_reduction(self.graph, compute, self.model), compute.results, op.outputs
+            value, whole = self.graph.values[v], self.new()
+            nbytes = local_bytes(value.shape, value.itemsize, layout, self.model.links.mesh)
+            works.append(self.collective(use, nbytes, result, (whole,), reduces=True))
+            result = (whole,)
+        works.append(_renamed(result, self.define(compute.keys_made, made)))
+        if pieces.operand is not None and send:
+            # Later products read all pieces.
+            (key,) = (k for k in compute.keys_read if k[0] == op.inputs[pieces.operand])
+            made[key] = self.new()
+            works.append(_renamed((*is_sent, *arrived), (made[key],)))
 
     def permutes(
         self,

@@ -6,8 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
-from autopar.attention.work import exchanged, travelling
-from autopar.cost.attention_cost import is_balanced_ring
+from autopar.attention.work import KEYS_AND_VALUES, exchanged, order_of, travelling
 from autopar.hardware.cluster import DeviceKind
 from autopar.hardware.collective_cost import CollectiveKind, Fabric
 from autopar.ir.graph import Op
@@ -40,20 +39,24 @@ def ring_permutes(op: Op, strategy: Strategy, device: DeviceKind, links: MeshLin
     ring = links.mesh.size(strategy.ring)
     if ring == 1:
         return
-    kind = CollectiveKind.COLLECTIVE_PERMUTE
-    for i, itemsize in travelling(op.eqn):
+    order = order_of(op.eqn, ring)
+    for number, (i, itemsize) in enumerate(travelling(op.eqn) if order.steps else ()):
         aval = op.eqn.invars[i].aval
         # Sums go round in 32 bits whatever the type of the operand is.
         widening = device.widening(str(aval.dtype)) if itemsize == aval.dtype.itemsize else 1.0
         nbytes = local_bytes(aval.shape, itemsize, strategy.operands[i], links.mesh) * widening
+        # Behind the last step sums go all the way home: from the last device of a whole ring to the next one.
+        is_sum = number >= KEYS_AND_VALUES
+        home = 0 if order.is_whole or not is_sum else sum(steps > 1 for steps in (order.ahead, order.behind))
+        time_s = (order.steps - home) * links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, strategy.ring)
         yield RingPermute(
             moment=Moment.BESIDE,
             array=f"{aval.dtype}{list(aval.shape)}",
             sent_bytes=nbytes,
-            count=ring - 1,
-            time_s=(ring - 1) * links.time_s(kind, nbytes, strategy.ring),
+            count=order.steps,
+            time_s=time_s + (home * far_permute_s(nbytes, strategy.ring, links) if home else 0.0),
         )
-    if is_balanced_ring(op, ring):
+    if order.balanced:
         yield from _exchanges(op, strategy, device, links)
 
 

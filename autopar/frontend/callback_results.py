@@ -27,7 +27,7 @@ _DEBUG = frozenset({"debug_callback", "debug_print"})
 def with_callbacks_as_results(traced: TracedStep) -> TracedStep:
     """The step with the operands of its debug callbacks as further results; the same one where it has none."""
     closed = jax_local.closed(traced.jaxpr, traced.constants)
-    cleaned, called = _without_callbacks(closed)
+    cleaned, called = without_callbacks(closed)
     if not called:
         return traced
     jaxpr = jax_compat.open_jaxpr(cleaned)
@@ -38,7 +38,7 @@ def with_callbacks_as_results(traced: TracedStep) -> TracedStep:
         out_avals=(*traced.out_avals, *(jax_compat.struct_of(v.aval) for v in new)),
         out_paths=(*traced.out_paths, *(f"callbacks[{i}]" for i in range(len(new)))),
         fingerprint=jaxpr_fingerprint(cleaned),
-        retrace=lambda avals: _without_callbacks(traced.retrace(avals))[0],
+        retrace=lambda avals: without_callbacks(traced.retrace(avals))[0],
         callbacks=called,
     )
 
@@ -63,7 +63,7 @@ def _on_one_device(array: Any) -> Any:
     return jnp.asarray(np.asarray(array))
 
 
-def _without_callbacks(closed: Any) -> tuple[Any, tuple[tuple[Any, tuple[Any, ...]], ...]]:
+def without_callbacks(closed: Any) -> tuple[Any, tuple[tuple[Any, tuple[Any, ...]], ...]]:
     """(the jaxpr, with the operands of its callbacks as results; each callback, with those of its operands that are
     known, None for the others).
     """

@@ -20,6 +20,8 @@ NAME_STATIC = "name the argument in static_argnums, or keep it out of the argume
 CONVERT = (
     "convert it: np.asarray(x), or jax.numpy.from_dlpack(x) for a tensor of another library; jax.jit takes neither"
 )
+# How the warning of a function that is not pure begins.
+IMPURE = "two traces of the function differ"
 
 
 def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStruct:
@@ -132,6 +134,10 @@ def trace(
     check_effects(closed, name)
     jaxpr = jax_compat.open_jaxpr(closed)
     out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
+    # A fresh function object, so that jax does not answer from its cache of traces.
+    trace_again = jax_compat.under_present_mesh(
+        lambda avals: without_placements(jax.make_jaxpr(lambda *a: flat(*a))(*avals))
+    )
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
     batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
     return TracedStep(
@@ -149,10 +155,8 @@ def trace(
         batch=batch_leaves,
         tied=tie_state(args, donate, results.tree, in_avals, out_avals),
         fingerprint=fingerprint,
-        # A fresh function object, so that jax does not answer from its cache of traces.
-        retrace=jax_compat.under_present_mesh(
-            lambda avals: without_placements(jax.make_jaxpr(lambda *a: flat(*a))(*avals))[0]
-        ),
+        retrace=lambda avals: trace_again(avals)[0],
+        trace_again=trace_again,
         placements=removed.placements,
         written=removed.written,
         changed_in_place=results.changed_in_place,
@@ -169,15 +173,15 @@ def name_of(function: Any) -> str:
 def impurity(traced: TracedStep) -> str | None:
     """Traces the function a second time. Returns a warning if that gives another computation.
 
-    Plain `jax.jit` keeps what the first trace gives, and so does a step, which is then not cut into micro-batches.
+    Plain `jax.jit` keeps what the first trace gives, and so does a step, whose micro-batches are cut out of that trace.
     """
     second_trace = traced.retrace(traced.in_avals)
     if jaxpr_fingerprint(second_trace) == (traced.code_fingerprint or traced.fingerprint):
         return None
     at = first_difference(traced.retrace(traced.in_avals), second_trace)
     return (
-        f"two traces of the function differ{f' ({at})' if at else ''}; the first is run every time, as under jax.jit, "
-        "without micro-batches. Does it read or change something outside of its arguments (a counter, the time, "
+        f"{IMPURE}{f' ({at})' if at else ''}; the first is run every time, as under jax.jit. "
+        "Does it read or change something outside of its arguments (a counter, the time, "
         "numpy's random numbers)? Pass that in as an argument, or use jax.random with a key in the state"
     )
 

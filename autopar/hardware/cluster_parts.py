@@ -6,6 +6,7 @@ import itertools
 
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.kinds import DeviceKind
 
 WHOLE = -1  # instead of the number of a part: all devices of the cluster
 
@@ -40,6 +41,13 @@ def part_at(cluster: Cluster, first_device: int, num_devices: int) -> Cluster:
     """The part of a cluster that has these devices; the cluster where all of it, or one kind only, has them."""
     number = part_number(cluster, first_device, num_devices)
     return cluster if number == WHOLE else cluster.parts[number]
+
+
+def peak_flops_per_s(cluster: Cluster, device: DeviceKind, num_devices: int, dtype: str) -> float:
+    """The peak rate of devices together: of all of a cluster the sum over its parts, else that of so many of a kind."""
+    if cluster.parts and num_devices == cluster.num_devices:
+        return sum(part.num_devices * part.device.peak_flops_per_s(dtype) for part in cluster.parts)
+    return num_devices * device.peak_flops_per_s(dtype)
 
 
 def memory_share(cluster: Cluster, first_device: int, num_devices: int) -> float:

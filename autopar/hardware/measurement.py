@@ -13,15 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from rich.markup import escape
+from rich.table import Table
 
 from autopar.common.cache_dir import default_directory, leave_aside, read_whole, write_whole
 from autopar.common.json_files import JsonFaultError, decoded
+from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.hardware.collective_cost import Link, time_s
 from autopar.hardware.fit import Timing
 from autopar.hardware.kinds import DeviceKind
 
 _FORMAT_VERSION = 8
+# In a file: no line is broken.
+OWN_COLUMNS = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +114,26 @@ class Measurement:
         data = msgspec.json.format(msgspec.json.encode(stored), indent=2) + b"\n"
         return path if write_whole(path, data) else None
 
-    def __str__(self) -> str:
+    def text(self, text_format: TextFormat = PLAIN) -> str:
+        """The constants and the timings as tables."""
+        console = TextConsole(OWN_COLUMNS, text_format)
         count = self.on.num_hosts * self.on.devices_per_host
         hosts = f"{self.on.num_hosts} hosts of {self.on.devices_per_host}" if self.on.num_hosts > 1 else "one host"
-        lines = [f"Measured {count} x {self.device.name} ({hosts}), jax {self.on.jax_version}; {self.conditions}", ""]
+        measured = f"Measured {count} x {self.device.name} ({hosts}), jax {self.on.jax_version}; {self.conditions}"
+        console.long_line(f"{measured}\n")
         columns = ("what", "constants", "timings", "median error", "furthest off")
         rows = [(f.what, f.constants, str(f.points), f"{f.median_error:.0%}", f.worst) for f in self.fits]
-        lines += _aligned([columns, *rows])
+        console.table(_table([columns, *rows]))
         for title, timings, link in (
             ("Inside a host", self.timings, self.inside_host),
             ("Between hosts", self.timings_between, self.between_hosts),
         ):
             if timings:
-                lines += ["", f"{title}: measured time, and what the constants give as a multiple of it", ""]
-                lines += _aligned(_pivot(timings, link))
-        return "\n".join(lines)
+                console.long_line(f"\n{title}: measured time, and what the constants give as a multiple of it\n")
+                console.table(_table(_pivot(timings, link)))
+        return console.text()
+
+    __str__ = text
 
 
 def saved_for(on: MeasuredOn, directory: Path | None = None) -> Measurement | None:
@@ -188,6 +198,9 @@ def _pivot(timings: Sequence[Timing], link: Link) -> list[tuple[str, ...]]:
     return [header, *((k, text_of_bytes(b), *(row.get(n, "") for n in counts)) for (k, b), row in rows.items())]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+def _table(rows: Sequence[Sequence[str]]) -> Table:
+    """The first row over the others."""
+    table = Table(*map(escape, rows[0]), box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    return table

@@ -151,5 +151,14 @@ class StageDecider:
 
 def _decides_alike(plan_a: ShardingPlan, plan_b: ShardingPlan) -> bool:
     """Whether two plans have the same layouts and strategies; their predicted costs may differ."""
-    names = ("strategy", "unreduced", "reduced", "copies", "transfer_layouts", "in_host", "saved_in_host")
+    names = (
+        "strategy",
+        "unreduced",
+        "reduced",
+        "copies",
+        "transfer_layouts",
+        "in_host",
+        "saved_in_host",
+        "overlapped_axes",
+    )
     return all(getattr(plan_a, name) == getattr(plan_b, name) for name in names)

@@ -17,7 +17,8 @@ from autopar.inter_op.stage_costs import PricedOption
 from autopar.intra_op.baselines import baseline_bindings
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.schema import PipelineTrial
-from autopar.sharding.constraints import Binding, Constraints
+from autopar.sharding.binding import Binding
+from autopar.sharding.constraints import Constraints
 from autopar.solver import NoStages, Schedule, StagePlan, StageProblem, best_stages, fullness
 
 # The number of plans that are built: the best by the tables, for each number of micro-batches in turn. The best of one

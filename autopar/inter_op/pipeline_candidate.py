@@ -7,7 +7,7 @@ import dataclasses
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import StagedStep
 from autopar.plan.schema import PipelineTrial
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.pins import PinsOnMesh
 
 SOURCE = "pipelines"

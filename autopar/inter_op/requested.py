@@ -34,7 +34,7 @@ from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
 from autopar.passes.split_scan import one_part_a_group, split_scans
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import PlanRequest
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.pins import PinsOnMesh, on_meshes
 
 SOURCE = "requested pipeline"
@@ -81,7 +81,11 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
             raise one_part_a_group(step, name, chunks)
         parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
         num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
-        microbatched = cut_layers(step, num_microbatches, rules, hoist_casts=hoist_casts)
+        microbatched = context.graphs.of(
+            traced,
+            ("micro-batches", step.parts, num_microbatches, hoist_casts),
+            lambda: cut_layers(step, num_microbatches, rules, context.graph, hoist_casts=hoist_casts),
+        )
         if binding is not None:
             microbatched = microbatched.annotated
             binding.check(microbatched.graph, cluster.num_devices * chunks // num_stages)

@@ -180,9 +180,11 @@ def _shorter_stages(
     assignment = assign_layers(stage.graph, in_stage)
     equal = [set(run) for run in runs_of_layers(stage.graph, assignment, len(layers))]
     shorter: list[_Shorter] = []
+    if not all(any(same.issuperset(run) for same in equal) for run in runs):
+        return None  # layers that recompute, or are read, in several ways are no longer alike in the stage
     for run, num_layers in runs.items():
         dropped = drop_layers(stage.graph, assignment, len(layers), {run: SHORTER})
-        if dropped is None or not any(same.issuperset(run) for same in equal):
+        if dropped is None:
             return None
         neighbours = (zip(dropped.members[a], dropped.members[b], strict=True) for a, b in itertools.pairwise(run))
         shorter.append(

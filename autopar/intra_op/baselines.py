@@ -15,7 +15,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.parallelisms import data_axis, replica_axis
 
 SOURCE = "baselines"

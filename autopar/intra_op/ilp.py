@@ -100,6 +100,7 @@ class IntraOp:
         self.in_host = given.in_host | (constraints.in_host(graph) if constraints is not None else frozenset())
         offloads = constraints is not None and constraints.offloads_activations
         self.saved_in_host = saved_arrays(graph) if offloads else frozenset[int]()
+        self.overlapped_axes = constraints.overlapped_axes if constraints is not None else ()
         if constraints is not None:
             check_heads(graph, constraints.parts_of_heads(model.links.mesh))
             check_rings(graph, constraints.parts_of_rings(model.links.mesh))
@@ -216,6 +217,7 @@ class IntraOp:
             transfer_layouts=dict(self.given.transfers),
             in_host=self.in_host,
             saved_in_host=self.saved_in_host,
+            overlapped_axes=self.overlapped_axes,
             relaxation=self.relaxation,
         )
 

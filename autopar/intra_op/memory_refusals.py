@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.cost.cost_model import cost_model
-from autopar.cost.memory_program import place_names
+from autopar.cost.memory_facts import place_names
 from autopar.errors import MemoryLimitError
 from autopar.intra_op.ilp import IntraOp
 from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, memory_of

@@ -356,6 +356,7 @@ class _MeshSearch:
         """
         limit_bytes = self.context.limit_bytes
         smallest, smallest_fits, priced = best, False, over_limit_values(best, limit_bytes)
+        fitted: dict[tuple[int, ...], bool] = {}  # by the choice: neighbouring prices often lead to the same
 
         def attempt(s_per_byte: float) -> bool | None:
             nonlocal smallest, smallest_fits, priced
@@ -365,8 +366,11 @@ class _MeshSearch:
             solution = self.intra_op.solve(time_limit_s=self.left_s, prices=prices, exposed_fraction=exposed_fraction)
             if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
                 return None
+            choice = tuple(solution.choice)
+            if choice in fitted:
+                return fitted[choice]
             candidate = self.candidate(self.timed(self.at_full_cost(solution)))
-            fits = candidate.peak_bytes <= limit_bytes
+            fits = fitted[choice] = candidate.peak_bytes <= limit_bytes
             if (not fits, _rank(candidate, fits)) < (not smallest_fits, _rank(smallest, smallest_fits)):
                 smallest = candidate
             if fits:

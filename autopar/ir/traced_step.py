@@ -55,7 +55,8 @@ class TracedStep:
     (`autopar.frontend.callback_results`). `padded` are leaves that are stored padded: `in_avals` and `out_avals` have
     their stored shapes, the jaxpr those of the code. `fingerprint` covers them; that of the jaxpr alone is then
     `code_fingerprint`. `pads_summands`: of a gradient that is a sum (tied embeddings), each summand is padded for
-    itself.
+    itself. `trace_again` is `retrace` with what was removed of the code beside the jaxpr. `saved_names`: the names that
+    `jax.checkpoint` saves in place of those of the code's policies (`autopar.frontend.saved_names`); None: as written.
     """
 
     name: str
@@ -83,6 +84,8 @@ class TracedStep:
     padded: tuple[PaddedLeaf, ...] = ()
     code_fingerprint: str = ""
     pads_summands: bool = False
+    trace_again: Callable[[Sequence[jax.ShapeDtypeStruct]], Any] | None = None
+    saved_names: tuple[str, ...] | None = None
 
     @property
     def layouts_in_code(self) -> tuple[WrittenLayout, ...]:

@@ -57,4 +57,5 @@ class ShardingPlan:
     transfer_layouts: dict[int, Layout] = dataclasses.field(default_factory=dict)
     in_host: frozenset[int] = frozenset()
     saved_in_host: frozenset[int] = frozenset()
+    overlapped_axes: tuple[int, ...] = ()
     relaxation: Relaxation | None = None

@@ -27,6 +27,7 @@ from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.kernels.local import runs_locally
 from autopar.lowering import split_tables
 from autopar.lowering.dynamic_slices import with_starts_in_range
+from autopar.lowering.fourier_transforms import fourier_transform
 from autopar.lowering.gradient_rows import gradients_in_rows, in_rows, in_whole_tiles
 from autopar.lowering.instructions import (
     Accumulate,
@@ -38,12 +39,14 @@ from autopar.lowering.instructions import (
     LoweredBlock,
     Move,
     Pass,
+    Pieces,
     Place,
     Split,
     Stack,
 )
 from autopar.lowering.local_parts import run_on_parts
 from autopar.lowering.module_names import named
+from autopar.lowering.ring_products import gathered_product, scattered_product
 from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
 from autopar.sharding.resharding import ReshardStep, StepKind
 from autopar.sharding.strategies import replicated_strategy
@@ -150,11 +153,13 @@ class Emitter:
     # Computing
 
     def compute(self, instruction: Compute, env: Environment) -> None:
+        if instruction.pieces is not None:
+            return self.in_pieces(instruction, instruction.pieces, env)
         op = instruction.op
         operands = with_starts_in_range(op.eqn, self.operands(instruction, env))
         partial_in = [place is not None and bool(place[0].partial) for place in instruction.reads]
         if op.primitive == "fft":
-            outs = self.fourier_transform(instruction, operands)
+            outs = fourier_transform(instruction, operands, self.mesh)
         elif any(partial_in):
             axes = [0 if p else None for p in partial_in]
             outs = jax.vmap(lambda *xs: jax_compat.bind(op.eqn, xs), in_axes=axes, out_axes=0)(*operands)
@@ -175,6 +180,18 @@ class Emitter:
             if value in self.gradients:
                 array = in_whole_tiles(array, place[0], self.mesh)
             env[value, place] = self.pin(array, place[0])
+
+    def in_pieces(self, instruction: Compute, pieces: Pieces, env: Environment) -> None:
+        """A product that gathers an operand while it runs, or scatters its result. Of the operand, and of the result,
+        there is a list of pieces until something takes the whole.
+        """
+        operands, (key,) = self.operands(instruction, env), instruction.keys_made
+        if pieces.operand is None:
+            env[key] = self.pin(scattered_product(instruction, operands, self.mesh), pieces.step.after)
+            return
+        (read,) = [k for k in instruction.keys_read if env[k] is operands[pieces.operand]]
+        out, env[read] = gathered_product(instruction, operands, operands[pieces.operand], self.mesh)
+        env[key] = self.pin(out, key[1][0])
 
     def sum_by_hand(self, instruction: Compute, operands: list[Any]) -> list[Any]:
         """Runs a summing operation on each device's part: the result is that device's summand.
@@ -231,21 +248,6 @@ class Emitter:
         run = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
         return [run(*operands)]
 
-    def fourier_transform(self, instruction: Compute, operands: list[Any]) -> list[Any]:
-        """Runs an fft on each device's part, row by row; it takes any number of dimensions before those it transforms.
-
-        XLA's partitioner gathers what it transforms, and its CPU compiler gives it layouts that its fft refuses.
-        """
-        (place,), (result,), names = instruction.reads, instruction.results, self.mesh.axis_names
-        assert place is not None, "an array is transformed, no number"
-
-        def local(part: Any) -> Any:
-            (out,) = jax_compat.bind(instruction.op.eqn, [jax_compat.in_rows(part)])
-            return jax_compat.in_rows(out)
-
-        specs = partition_spec(place[0], names), partition_spec(result, names)
-        return [jax.shard_map(local, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*operands)]
-
     def attention(self, instruction: Compute, operands: list[Any]) -> list[Any]:
         """Runs attention on each device's part; where positions are split, keys and values go round."""
         op = instruction.op
@@ -290,6 +292,9 @@ class Emitter:
         array = env[move.value, move.source]
         if move.apart:
             array = jax.lax.optimization_barrier(array)
+        if move.in_pieces:  # a gather begins with each device's own part; of a sum the product has scattered it
+            env[move.value, move.target] = array if move.steps[0].kind.reduces else [array]
+            return
         for step in move.steps:
             array = self.step(array, step)
         env[move.value, move.target] = array

@@ -41,13 +41,36 @@ class _Reading:
         raise NotImplementedError
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """How a product runs in pieces (`autopar.lowering.collective_matmul`).
+
+    Attributes:
+        axes: The mesh axes round which pieces go, in the order in which they split the dimension.
+        operand: The operand that comes in pieces; None: the result leaves in pieces.
+        dim: The dimension of that operand, or of the result, that is in pieces.
+        step: The gather of the operand, or the reduce-scatter of the result, that the pieces stand for.
+        sends: Whether the pieces go round while this product is computed; else another one that read them had them
+            sent.
+        is_last: Whether no product behind it reads the pieces.
+    """
+
+    axes: tuple[int, ...]
+    operand: int | None
+    dim: int
+    step: ReshardStep
+    sends: bool
+    is_last: bool
+
+
 @made_often
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Move(_Reading):
     """Reshards a value: from one of its places to another, by single collectives.
 
     `apart` says that the same steps were made before for readers of another role, and are meant to be made again
-    (a gathered parameter is freed in between): the compiler must not merge the two.
+    (a gathered parameter is freed in between): the compiler must not merge the two. `in_pieces`: of a gather or a
+    reduce-scatter that products do while they run (`Pieces`), how many products read or make its pieces.
     """
 
     value: int
@@ -59,6 +82,7 @@ class Move(_Reading):
     role: Role
     apart: bool = False
     section: Section = Section.WHOLE
+    in_pieces: int = 0
 
     def _read(self) -> Iterable[Key]:
         return ((self.value, self.source),)
@@ -73,7 +97,8 @@ class Compute(_Reading):
     """Runs one operation. `reads[i]` is the place of operand i, None for a literal; `strategy` None: replicated.
 
     `written_out`: results stay partial and are computed on each device's part by hand; otherwise the partitioner
-    runs it, and `reduced` says over which axes it all-reduces the results on the way.
+    runs it, and `reduced` says over which axes it all-reduces the results on the way. `pieces`: of a product that runs
+    in pieces; one that scatters its result leaves it as the reduce-scatter would.
     """
 
     op: Op
@@ -82,6 +107,7 @@ class Compute(_Reading):
     strategy: Strategy | None
     written_out: bool
     reduced: tuple[int, ...]
+    pieces: Pieces | None = None
 
     @lazy
     def places(self) -> tuple[Place, ...]:

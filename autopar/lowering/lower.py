@@ -14,6 +14,7 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import ALL, REDUCED, UNREDUCED
 from autopar.kernels.local import leaves_summands
+from autopar.lowering.collective_matmul import with_collective_matmuls
 from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.instructions import (
     Accumulate,
@@ -34,7 +35,8 @@ from autopar.sharding.strategies import Strategy
 
 def lower(graph: OpGraph, plan: ShardingPlan, links: MeshLinks) -> LoweredBlock:
     """Instructions of the whole step."""
-    return _Lowering(graph, plan, links).top()
+    lowered = _Lowering(graph, plan, links).top()
+    return with_collective_matmuls(lowered, plan.overlapped_axes) if plan.overlapped_axes else lowered
 
 
 class _Scope:

@@ -1,12 +1,14 @@
 """The graph of a micro-batch, cut out of the graph of the whole batch: sizes of examples are divided in its shapes.
 
-For steps that cannot be traced on fewer examples, or become other operations there: axes of a fixed size (Haliax,
-Levanter), sizes that are closed over, contractions ordered by size. Which dimensions hold examples is followed from the
-batch through the factors of the sharding rules, forward and backward: a dimension that shares a factor with one that is
-cut is cut as well. Sizes in the parameters of equations follow the shapes, and every equation is evaluated abstractly.
+No function of the user's runs again for it, and steps are cut that cannot be traced on fewer examples, or become other
+operations there: axes of a fixed size (Haliax, Levanter), sizes that are closed over, contractions ordered by size.
+Which dimensions hold examples is followed from the batch through the factors of the sharding rules, forward and
+backward: a dimension that shares a factor with one that is cut is cut as well. Sizes in the parameters of equations
+follow the shapes, and every equation is evaluated abstractly.
 
 That says nothing about what a step means by its examples: whether they are independent is for the analysis of both
-graphs to prove (`value_states`), as for a graph that was traced. Literals stay those of the whole batch.
+graphs to prove (`value_states`), as for a graph that was traced. Literals, other parameters and constants stay those of
+the whole batch.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from typing import Any
 
 import jax
 
+from autopar.attention.score_kernels import mark_score_kernels
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, walk
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, read_by, walk
 from autopar.kernels.local import runs_locally
 from autopar.sharding.rules import RuleBook, equation_key
 
@@ -43,10 +46,11 @@ def cut_graph(
         cutter.dims[whole.block.inputs[position]].add(0)
     while cutter.spread(whole.block):
         pass
-    values = tuple(replaced(v, shape=cutter.shape(v.id)) for v in whole.values)
+    cutter.cut_ignored({whole.values[whole.block.inputs[position]].shape[0] for position in inputs_with_examples})
+    values = tuple(replaced(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
     block = cutter.rewritten(whole.block)
     rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION and op.rule is None)
-    return dataclasses.replace(whole, values=values, block=_with_rules(block, rules))
+    return mark_score_kernels(dataclasses.replace(whole, values=values, block=_with_rules(block, rules)))
 
 
 def _with_rules(block: Block, rules: RuleBook) -> Block:
@@ -54,8 +58,20 @@ def _with_rules(block: Block, rules: RuleBook) -> Block:
     for op in block.ops:
         if op.kind is OpKind.EQUATION and op.rule is None:
             op = replaced(op, rule=rules.rule(op.key))
-        ops.append(replaced(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks)))
+        if op.blocks:
+            op = replaced(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks))
+        ops.append(op)
     return dataclasses.replace(block, ops=tuple(ops))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _CutEquation:
+    """An equation on fewer examples: the types of its operands and results, its parameters and its key."""
+
+    in_avals: tuple[Any, ...]
+    out_avals: tuple[Any, ...]
+    params: dict[str, Any]
+    key: str
 
 
 class _Cutter:
@@ -65,6 +81,11 @@ class _Cutter:
         self.whole, self.num_microbatches, self.where = whole, num_microbatches, where
         self.dims: dict[int, set[int]] = collections.defaultdict(set)
         self._changed = False
+        # By the id of an operation: how many dimensions around it were cut when it was last looked at. Dimensions are
+        # only added, so that an equal number is an equal state, of which nothing new follows.
+        self._seen: dict[int, int] = {}
+        # By what an equation computes and which dimensions of its operands and results are cut: equal layers share it.
+        self._cut_equations: dict[tuple, _CutEquation] = {}
 
     def shape(self, v: int) -> tuple[int, ...]:
         shape = self.whole.values[v].shape
@@ -80,12 +101,35 @@ class _Cutter:
 
     def _spread(self, block: Block) -> None:
         for op in block.ops:
-            for a, b, dropped in links(op):
-                self._link(a, b, dropped)
-            for inner in op.blocks:
-                self._spread(inner)
-            if op.rule is not None:
+            if op.rule is None or op.blocks:
+                for a, b, dropped in links(op):
+                    self._link(a, b, dropped)
+                for inner in op.blocks:
+                    self._spread(inner)
+            if op.rule is not None and self._num_cut(op) != self._seen.get(op.id, 0):
                 self._follow_factors(op)
+                self._seen[op.id] = self._num_cut(op)
+
+    def _num_cut(self, op: Op) -> int:
+        """The number of cut dimensions of what an operation reads and makes."""
+        return sum(len(self.dims[a]) for a in (*op.inputs, *op.outputs) if isinstance(a, int) and a in self.dims)
+
+    def cut_ignored(self, examples: Collection[int]) -> None:
+        """Cuts filled arrays that loops take and do not read, as transposed scans do, where a dimension has as many
+        elements as there are examples: a trace on a micro-batch has them as small. Their content does not matter.
+        """
+        filled = {v for op in self.whole.block.ops if not read_by(op) for v in op.outputs if not self.dims.get(v)}
+        for op in self.whole.block.ops:
+            if op.kind is OpKind.SCAN:
+                read = {v for inner in op.blocks[0].ops for v in read_by(inner)}
+                read |= {a for a in op.blocks[0].outputs if isinstance(a, int)}
+                for atom, inside in zip(op.inputs[: op.num_consts], op.blocks[0].inputs, strict=False):
+                    shape = self.whole.values[inside].shape
+                    is_ignored = isinstance(atom, int) and atom in filled and inside not in read
+                    if is_ignored and (at := [d for d in examples if d in shape]):
+                        self._cut(atom, shape.index(at[0]))
+        while self.spread(self.whole.block):
+            pass
 
     def _cut(self, atom: Atom, dim: int) -> None:
         if isinstance(atom, int) and dim not in self.dims[atom]:
@@ -121,16 +165,37 @@ class _Cutter:
     # Equations of other sizes
 
     def rewritten(self, block: Block) -> Block:
+        """A block on a micro-batch, without the bytes of attention's kernels, which are those of the whole batch."""
         ops = []
         for op in block.ops:
-            op = replaced(op, blocks=tuple(self.rewritten(inner) for inner in op.blocks))
-            is_cut = any(self.dims[v] for v in (*op.inputs, *op.outputs) if isinstance(v, int))
-            ops.append(self._equation(op) if is_cut and op.kind is OpKind.EQUATION else op)
+            if op.kernel_bytes is not None:
+                op = replaced(op, kernel_bytes=None)
+            if op.blocks:
+                op = replaced(op, blocks=tuple(self.rewritten(inner) for inner in op.blocks))
+            ops.append(self._equation(op) if op.kind is OpKind.EQUATION and self._num_cut(op) else op)
         return dataclasses.replace(block, ops=tuple(ops))
 
     def _equation(self, op: Op) -> Op:
         if runs_locally(op.eqn):
             raise self._refusal(op, "a kernel or an island")
+        # What is called is no part of the key.
+        has_code = any(callable(v) or hasattr(v, "eqns") for v in op.eqn.params.values())
+        code = id(op.eqn) if has_code else None
+        cut_dims = tuple(tuple(sorted(self.dims.get(a, ()))) for a in (*op.inputs, *op.outputs) if isinstance(a, int))
+        known = op.key, code, cut_dims
+        if known not in self._cut_equations:
+            self._cut_equations[known] = self._evaluated(op)
+        cut = self._cut_equations[known]
+        invars = [
+            type(v)(aval) if isinstance(a, int) else v
+            for a, v, aval in zip(op.inputs, op.eqn.invars, cut.in_avals, strict=True)
+        ]
+        outvars = [type(v)(aval) for v, aval in zip(op.eqn.outvars, cut.out_avals, strict=True)]
+        eqn = op.eqn.replace(invars=invars, outvars=outvars, params=cut.params)
+        return replaced(op, eqn=eqn, key=cut.key, rule=None)
+
+    def _evaluated(self, op: Op) -> _CutEquation:
+        """An equation on the sizes of a micro-batch, evaluated abstractly. Raises: UnsupportedError."""
         invars = [
             jax_compat.variable_like(v, self.shape(a)) if isinstance(a, int) else v
             for a, v in zip(op.inputs, op.eqn.invars, strict=True)
@@ -146,7 +211,8 @@ class _Cutter:
             raise self._refusal(op, str(error).strip().split("\n")[0]) from error
         if [tuple(v.shape) for v in found] != expected:
             raise self._refusal(op, f"shapes {[tuple(v.shape) for v in found]} in place of {expected}")
-        return replaced(op, eqn=eqn, key=equation_key(eqn), rule=None)
+        in_avals, out_avals = tuple(v.aval for v in invars), tuple(v.aval for v in outvars)
+        return _CutEquation(in_avals=in_avals, out_avals=out_avals, params=eqn.params, key=equation_key(eqn))
 
     def _params(self, op: Op) -> dict[str, Any]:
         params, shape = dict(op.eqn.params), self.shape(op.outputs[-1])

@@ -1,10 +1,10 @@
 """The graph of a training step over micro-batches, with the results of the whole batch.
 
-The step is traced on the whole batch and on one micro-batch; where it cannot be, the graph of a micro-batch is cut out
-of that of the whole batch (`cut_graph`). Each value of the whole step is, in terms of the
-micro-batches, the same in all of them, the concatenation of their values, or the sum of their values
-(`value_states`). Literals are those of the whole batch, so no sum needs a factor. Each operation then runs before the
-loop over micro-batches, in it, or after it (`loop_sections`). A step whose examples depend on one another is refused.
+The graph of a micro-batch is cut out of that of the whole batch (`cut_graph`); where it cannot be, the step is traced
+on a micro-batch. Each value of the whole step is, in terms of the micro-batches, the same in all of them, the
+concatenation of their values, or the sum of their values (`value_states`). Literals are those of the whole batch, so no
+sum needs a factor. Each operation then runs before the loop over micro-batches, in it, or after it (`loop_sections`). A
+step whose examples depend on one another is refused.
 """
 
 from __future__ import annotations
@@ -65,51 +65,84 @@ def micro_batched(
     whole = whole or build_graph(traced, rules)
     if num_microbatches == 1:
         return _over_micro_batches(traced, whole, Follower(whole, whole, 1, body_states=body_states), rules)
-    smaller, part, unlike = _part_of(traced, whole, num_microbatches, rules, on_fewer)
-    whole_batch, (whole, part) = whole, hoist_draws(whole, part)
+    if traced.per_microbatch:
+        return _per_microbatch(traced, whole, num_microbatches, rules)
+    if traced.blockwise_attention:  # whose operations are put into the graph of a trace
+        _, part = _traced_part(traced, num_microbatches, rules, on_fewer)
+        return _of_both(traced, whole, part, num_microbatches, rules)
+    cut_error: UnsupportedError
     try:
-        follower = Follower(whole, part, num_microbatches, body_states=body_states)
-        return _over_micro_batches(traced, whole, follower, rules)
-    except MixedExamplesError:
-        if not traced.per_microbatch:
-            raise
-        if smaller is None:  # the literals of a micro-batch are those of its trace
-            assert unlike is not None, "without a trace there is a reason"
-            raise unlike from None
-    return _accumulated(traced, smaller, whole_batch, num_microbatches, rules)
+        part = _cut(traced, whole, num_microbatches, rules)
+    except UnsupportedError as error:
+        cut_error, is_cut = error, False
+    else:
+        try:
+            return _of_both(traced, whole, part, num_microbatches, rules)
+        except UnsupportedError as error:  # by a trace, other dimensions may be those of the examples
+            cut_error, is_cut = error, True
+    try:
+        _, part = _traced_part(traced, num_microbatches, rules, on_fewer)
+    except UnsupportedError as unlike:
+        raise (cut_error if is_cut else _neither(unlike, cut_error)) from None
+    return _of_both(traced, whole, part, num_microbatches, rules)
 
 
-def _part_of(
+def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
+    """The graph of a micro-batch, cut out of that of the whole batch. Raises: UnsupportedError."""
+    first = len(whole.block.inputs) - len(traced.in_avals)
+    inputs = [first + i for i in example_leaves(traced)]
+    return cut_graph(whole, inputs, num_microbatches, rules, traced.name)
+
+
+def _traced_part(
     traced: TracedStep,
-    whole: OpGraph,
     num_microbatches: int,
     rules: RuleBook,
     on_fewer: Callable[[TracedStep, int], TracedStep],
-) -> tuple[TracedStep | None, OpGraph, UnsupportedError | None]:
-    """(trace of a micro-batch, its graph with the literals of the whole batch, None), or without a trace that is like
-    that of the whole batch (None, the graph cut out of the whole batch's, the reason).
+) -> tuple[TracedStep, OpGraph]:
+    """The trace of a micro-batch, and its graph with the literals of the whole batch.
 
-    Raises: the reason, where the graph cannot be cut either.
+    Raises: UnsupportedError where it is not like that of the whole batch.
     """
-    if traced.per_microbatch:
-        on_fewer = smaller_step  # the literals of its trace are taken too
+    smaller = on_fewer(traced, num_examples(traced) // num_microbatches)
+    jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
+    constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
+    return smaller, build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)
+
+
+def _neither(unlike: UnsupportedError, cut_error: UnsupportedError) -> UnsupportedError:
+    """The error of a step that is neither like its trace on a micro-batch nor can be cut."""
+    return UnsupportedError(
+        where=unlike.where, expected=unlike.expected, got=unlike.got,
+        hint=f"{unlike.hint} (nor can the whole batch's operations be cut: {cut_error.where}: {cut_error.got})",
+    )  # fmt: skip
+
+
+def _of_both(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
+    """The graph over micro-batches, of those of the whole batch and of a micro-batch. Raises: UnsupportedError."""
+    whole, part = hoist_draws(whole, part)
+    return _over_micro_batches(traced, whole, Follower(whole, part, num_microbatches, body_states=body_states), rules)
+
+
+def _per_microbatch(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
+    """The graph of a step with named modules that may mix the examples of a micro-batch."""
+    unlike: UnsupportedError | None = None
     try:
-        smaller = on_fewer(traced, num_examples(traced) // num_microbatches)
-        jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
-    except UnsupportedError as unlike:
+        smaller, part = _traced_part(traced, num_microbatches, rules, smaller_step)
+    except UnsupportedError as error:
         if not traced.is_pure():  # what the whole batch's trace holds may have been meant for its examples alone
             raise
-        first = len(whole.block.inputs) - len(traced.in_avals)
-        inputs = [first + i for i in example_leaves(traced)]
+        unlike = error
         try:
-            return None, cut_graph(whole, inputs, num_microbatches, rules, traced.name), unlike
-        except UnsupportedError as error:
-            raise UnsupportedError(
-                where=unlike.where, expected=unlike.expected, got=unlike.got,
-                hint=f"{unlike.hint} (nor can the whole batch's operations be cut: {error.where}: {error.got})",
-            ) from error  # fmt: skip
-    constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
-    return smaller, build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules), None
+            part = _cut(traced, whole, num_microbatches, rules)
+        except UnsupportedError as cut_error:
+            raise _neither(error, cut_error) from cut_error
+    try:
+        return _of_both(traced, whole, part, num_microbatches, rules)
+    except MixedExamplesError:
+        if unlike is not None:  # the literals of a micro-batch are those of its trace
+            raise unlike from None
+    return _accumulated(traced, smaller, whole, num_microbatches, rules)
 
 
 def _accumulated(

@@ -124,13 +124,13 @@ class SmallerSteps:
         return dataclasses.replace(base, jaxpr=jaxpr, in_avals=smaller_avals(traced, examples), out_avals=out_avals)
 
     def confirm(self, traced: TracedStep, examples: int) -> bool:
-        """Whether the step on so many examples is what a trace gives. Where it is not, all are traced from now on."""
-        if examples in self._traced.get(id(traced.jaxpr), ()):
+        """Whether the step on so many examples is what a trace gives. Where it is not, all are traced from now on.
+        Nothing is to be confirmed where it was not asked for: the micro-batch was cut out of the whole batch.
+        """
+        key = id(traced.jaxpr), examples
+        if key not in self._known or examples in self._traced.get(id(traced.jaxpr), ()):
             return True
-        try:
-            followed = self(traced, examples)
-        except UnsupportedError:  # nothing followed: the micro-batch was cut out of the whole batch
-            return True
+        followed = self._known[key][1]
         try:
             programs = [
                 with_literals_of(traced.jaxpr, step.jaxpr, traced.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.calls import nnx_objects
-from autopar.errors import UnsupportedError
+from autopar.calls.signatures import Signature
+from autopar.common.paths import name_of_key
+from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.mixed_precision.float8 import check_has_products, is_scaling
 from autopar.mixed_precision.loss_scale import LossScale
 
@@ -38,11 +40,19 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """As `Policy.value_and_grad`."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+
+    def names_of(num_args: int) -> Sequence[str]:
+        return Signature(function, getattr(function, "__name__", "function")).names_of(num_args)
 
     def computed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """(loss, other results) in the output type."""
-        args, kwargs = policy.cast_to_compute((args, kwargs), keep)
-        results = function(*args, **kwargs)
+        # Arguments by position are in places of the names that they have in the signature, as those of jax.jit.
+        args = tuple(
+            arg if name in keep else policy.cast_to_compute(arg, keep)
+            for name, arg in zip(names_of(len(args)), args, strict=True)
+        )
+        results = function(*args, **policy.cast_to_compute(kwargs, keep))
         loss, aux = results if has_aux else (results, None)
         return policy.cast_to_output((jnp.asarray(loss), aux))
 
@@ -50,6 +60,7 @@ def value_and_grad(
     def differentiated(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
         if nnx_objects.holds_objects((args, kwargs)):
             raise _holds_objects(function)
+        _check_names(keep, names_of(len(args)), args, kwargs)
         if policy.float8:
             check_has_products(computed, args, kwargs)
 
@@ -65,6 +76,20 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), gradients
 
     return differentiated
+
+
+def _check_names(keep: Sequence[str], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises: InvalidArgumentError for a name that no argument has, and no entry of one."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
+    there = {*names, *kwargs, *(name_of_key(key) for path in paths for key in path)}
+    for name in keep:
+        if name not in there:
+            raise InvalidArgumentError(
+                where="value_and_grad(keep=...)",
+                expected=f"names of arguments ({', '.join([*names, *kwargs])}), or of entries in them",
+                got=repr(name),
+                hint="write the name as in the signature of the loss function, or as the key in the batch",
+            )
 
 
 def _widened(policy: Types, params: Any) -> Any:

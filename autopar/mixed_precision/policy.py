@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.common.paths import name_of_key
 from autopar.errors import InvalidArgumentError
 from autopar.mixed_precision.finite import all_finite, select
 from autopar.mixed_precision.float8 import delayed_scaling, float8_dot_general, is_scaling
@@ -76,13 +77,13 @@ class Policy:
         keep: Sequence[str] = (),
     ) -> Callable[..., Any]:
         """`jax.value_and_grad` of a function that computes in `compute_dtype`: arguments are cast to it, results to
-        `output_dtype`; gradients come back in the parameters' type, or that of reductions where it is wider. Entries of
-        the arguments with a name in `keep`, such as a regression's targets, keep their types.
+        `output_dtype`; gradients come back in the parameters' type, or that of reductions where it is wider. Arguments
+        with a name in `keep`, such as a regression's targets, keep their types, and so do entries of arguments.
 
         What is returned takes one keyword more, `loss_scale`: the gradients are those of the scaled loss, unscaled.
 
-        Raises: InvalidArgumentError under "fp8" where no product of the function has float8 operands; UnsupportedError
-        for NNX objects.
+        Raises: InvalidArgumentError under "fp8" where no product of the function has float8 operands, and for a name in
+        `keep` that nothing has; UnsupportedError for NNX objects.
         """
         return value_and_grad(self, function, argnums, has_aux, keep)
 
@@ -200,7 +201,7 @@ def cast(tree: T, dtype: Any, keep: Sequence[str] = ()) -> T:
         is_array = isinstance(x, (np.ndarray, np.generic, jax.Array))
         if not is_array or not jnp.issubdtype(x.dtype, jnp.floating) or is_scaling(path):
             return x
-        if keep and any(getattr(key, "key", getattr(key, "name", None)) in keep for key in path):
+        if keep and any(name_of_key(key) in keep for key in path):
             return x
         return x if x.dtype == dtype else x.astype(dtype)
 

@@ -19,7 +19,7 @@ class StepCall:
     """A step as the loop called it. Times are those of `time.perf_counter`.
 
     Attributes:
-        called_s: When the loop had its batch; None where that is not known.
+        called_s: When its program was given to the devices; None where that is not known.
         data_s: The time that the loop waited for its batch.
         other_s: The time that went to something else since the step before: a checkpoint, an evaluation, a new plan.
     """

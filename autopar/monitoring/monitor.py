@@ -42,6 +42,9 @@ class _HasPlan(Protocol):
     @property
     def last_progress(self) -> Progress | None: ...
 
+    @property
+    def last_called_s(self) -> float | None: ...
+
 
 class Monitor:
     """Step time, throughput, MFU, memory and goodput of a training run, beside the plan's prediction.
@@ -116,12 +119,14 @@ class Monitor:
         if progress is not loop.progress and progress is not None:
             self._spend(PLANNING, progress.total_s)
             loop.progress = progress
-        call = StepCall(step=step, called_s=loop.called_s, data_s=loop.data_s, other_s=loop.other_s)
-        loop.called_s, loop.data_s, loop.other_s = None, 0.0, 0.0
+        called_s = self._step.last_called_s
+        is_new = called_s != loop.called_s  # else another function than the step was called
+        call = StepCall(step=step, called_s=called_s if is_new else None, data_s=loop.data_s, other_s=loop.other_s)
+        loop.called_s, loop.data_s, loop.other_s = called_s, 0.0, 0.0
         self._completions.add(call, metrics)
 
     def batches(self, data: Iterable[Any]) -> Iterator[Any]:
-        """The batches of `data`, with the time that the loop waits for each; else waiting counts as part of steps."""
+        """The batches of `data`, with the time that the loop waits for each; else waiting counts as Python's."""
         iterator = iter(data)
         while True:
             begun_s = time.perf_counter()
@@ -129,8 +134,7 @@ class Monitor:
                 batch = next(iterator)
             except StopIteration:
                 return
-            self._loop.called_s = time.perf_counter()
-            self._loop.data_s = self._loop.called_s - begun_s
+            self._loop.data_s = time.perf_counter() - begun_s
             yield batch
 
     @contextlib.contextmanager
@@ -236,7 +240,7 @@ class Monitor:
 
 @dataclasses.dataclass(slots=True)
 class _Loop:
-    """What the training loop did since its last step."""
+    """What the training loop did since its last step, and when that was called."""
 
     progress: Progress | None
     called_s: float | None = None

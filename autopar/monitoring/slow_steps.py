@@ -40,7 +40,8 @@ def warning_text(times: StepTimes, lane: str) -> str:
     idle = "" if times.idle_s is None else text_of_s(times.idle_s)
     causes = {
         "data": f"the devices wait {idle} a step for the next batch; prefetch more, or make batches faster",
-        "host": f"the devices wait {idle} a step for Python; read the metrics of an earlier step, and less often",
+        "host": f"the devices wait {idle} a step for the loop; read the metrics of an earlier step, and less often, "
+        "and take batches from monitor.batches(data), which tells the wait for them apart",
         "devices": "the programs on the devices take longer than predicted; step.profile(state, batch) says which "
         "modules and collectives do, and python -m autopar measure calibrates the predictions",
     }

@@ -45,6 +45,7 @@ def decisions_of(plan: ShardingPlan, graph: OpGraph) -> Decisions:
         wires=wires,
         in_host=tuple(sorted(plan.in_host)),
         saved_in_host=tuple(sorted(plan.saved_in_host)),
+        overlapped_axes=plan.overlapped_axes,
         operations=signatures(graph, {*of_op, *wires}),
     )
 
@@ -73,4 +74,5 @@ def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMe
         transfer_layouts={op: layouts[i] for op, i in decisions.wires.items()},
         in_host=frozenset(decisions.in_host),
         saved_in_host=frozenset(decisions.saved_in_host),
+        overlapped_axes=tuple(decisions.overlapped_axes),
     )

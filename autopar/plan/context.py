@@ -17,6 +17,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.passes.graph_views import GraphViews
 from autopar.plan.options import PlanRequest
 from autopar.plan.schema import RejectionRecord
+from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
 
 
@@ -80,6 +81,7 @@ class PlanningContext:
         least_s: Time that a step takes under any plan.
         results: The candidates and rejections of earlier sources.
         views: The graph with its repeated layers folded, and annotated.
+        graphs: Graphs that plans of the same step under other requests share.
     """
 
     traced: TracedStep
@@ -95,6 +97,7 @@ class PlanningContext:
     to_beat_s: float = math.inf
     least_s: float = 0.0
     results: tuple[Candidate | Rejection, ...] = ()
+    graphs: StepGraphs = dataclasses.field(default_factory=StepGraphs)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from autopar.common.paths import matches, parts_of, unfolded
+from autopar.common.text_console import PLAIN, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import host_groups
@@ -77,7 +78,8 @@ class Explanation:
         """The explanation as plain values, as `json.dumps` takes them."""
         return msgspec.to_builtins(self)
 
-    def __str__(self) -> str:
+    def text(self, text_format: TextFormat = PLAIN) -> str:
+        """The explanation in lines."""
         lines = [f"{v.path}: {v.dtype}{list(v.shape)} {v.kind}, lies {v.lies}" for v in self.values]
         for value in self.values if len(self.values) <= DRAWN else ():
             lines += _picture(value)
@@ -94,7 +96,9 @@ class Explanation:
                     f"{lies}: step {text_of_s(other.step_time_s)} ({text_of_s(abs(more_s))} "
                     f"{'more' if more_s >= 0 else 'less'}), peak {text_of_bytes(other.peak_bytes or 0)}"
                 )
-        return "\n".join(lines)
+        return text_format.broken(lines)
+
+    __str__ = text
 
 
 def explanation(record: PlanRecord, what: str) -> Explanation:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 from autopar.errors import InvalidArgumentError
 from autopar.ir.layout import Layout
 from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.schema import PlannedValue
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.pins import Pins
 
 
@@ -19,6 +20,9 @@ class Attention(enum.StrEnum):
 
     AS_WRITTEN = "as written"
     BLOCKWISE = "blockwise"  # one operation a pass, which keeps no scores (`autopar.attention.ring`)
+
+
+AS_WRITTEN, AUTO = "as written", "auto"  # of `PlanRequest.remat`
 
 
 class Effort(enum.StrEnum):
@@ -44,6 +48,20 @@ def checked_effort(where: str, effort: object) -> Effort:
             hint="leave it out to search until nothing worth looking for is left",
         )
     return Effort(str(effort))
+
+
+def checked_remat(names: str | Sequence[str]) -> str | tuple[str, ...]:
+    """Raises: InvalidArgumentError for another word than "as written" and "auto", and for what is no list of names."""
+    if isinstance(names, str) and names in (AS_WRITTEN, AUTO):
+        return names
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(
+            where="parallelize(remat=...)",
+            expected=f"{AS_WRITTEN!r}, {AUTO!r}, or a list of names of jax.ad_checkpoint.checkpoint_name",
+            got=repr(names),
+            hint="leave it out to save what the policies of jax.checkpoint save",
+        )
+    return tuple(sorted(set(names)))
 
 
 # Plans whose times differ by less count as equal: costs are not known better, and fewer axes are easier to read.
@@ -92,6 +110,7 @@ class PlanRequest:
         constraints: What layouts that the step's code names are to the plan.
         per_microbatch: Patterns of modules that may mix the examples of a micro-batch.
         compiler_options: XLA's options beside those that plans set themselves, or in their place; None: XLA's own.
+        remat: The names that `jax.checkpoint` saves: as written, those of the fastest plan (auto), or these.
     """
 
     memory_limit_bytes: int | None = None
@@ -114,6 +133,7 @@ class PlanRequest:
     constraints: ShardingsInCode = ShardingsInCode.ADVICE
     per_microbatch: tuple[str, ...] = ()
     compiler_options: tuple[tuple[str, bool | int | float | str | None], ...] = ()
+    remat: str | tuple[str, ...] = AS_WRITTEN
 
     @property
     def names_pipeline(self) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.text_console import text_console
+from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.device_limits import fullest, stage_devices
@@ -20,16 +19,16 @@ WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
 
 
-def table(record: PlanRecord) -> str:
+def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     """The whole plan: stages or mesh, state and batch, modules with their communication, memory, time."""
-    out = _Text()
+    out = TextConsole(WIDTH, text_format)
     predicted, full = record.predicted, fullest(record)
     if record.pipeline is None:
         mesh = LogicalMesh(axis_sizes=record.axis_sizes)
-        out.line(f"Plan of {record.step} on {record.cluster.name}: {mesh.num_devices} device(s), mesh {mesh}")
+        out.long_line(f"Plan of {record.step} on {record.cluster.name}: {mesh.num_devices} device(s), mesh {mesh}")
     else:
-        out.line(_pipeline_line(record, record.pipeline))
-    out.line(
+        out.long_line(_pipeline_line(record, record.pipeline))
+    out.long_line(
         f"step {text_of_s(predicted.step_time_s)} predicted: compute {text_of_s(predicted.compute_time_s)}, "
         f"collectives {text_of_s(predicted.collective_time_s)}"
         + (f", {text_of_s(predicted.hidden_time_s)} of it hidden" if predicted.hidden_time_s else "")
@@ -41,16 +40,18 @@ def table(record: PlanRecord) -> str:
         + (f" of {text_of_bytes(full.limit_bytes)}" if full.limit_bytes else "")
     )
     if predicted.host_bytes:
-        out.line(
+        out.long_line(
             f"host memory: {text_of_bytes(max(predicted.host_bytes))} a device, of which each step copies "
             f"{text_of_bytes(predicted.host_copied_bytes)}, there and back, in {text_of_s(predicted.host_time_s)}"
         )
-    out.line(
+    out.long_line(
         f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
         f"{record.solver.classes}"
     )
     if record.compiler_options:
-        out.line("compiler options: " + ", ".join(f"{name}={value}" for name, value in record.compiler_options.items()))
+        out.long_line(
+            "compiler options: " + ", ".join(f"{name}={value}" for name, value in record.compiler_options.items())
+        )
     if record.pipeline is not None:
         out.table(_stages_table(record.pipeline, stage_devices(record)))
     out.table(_values_table(record))
@@ -64,17 +65,19 @@ def table(record: PlanRecord) -> str:
             + (f"{text_of_s(t.step_time_s)}" if t.step_time_s is not None else t.status)
             for t in record.tried
         )
-        out.line(f"meshes tried: {trials}")
+        out.long_line(f"meshes tried: {trials}")
     if record.pinned is not None:
         _pins_lines(out, record, record.pinned)
     for weighed in record.weighed:
-        out.line(f"weighed: {weighed.text}: {text_of_s(weighed.step_time_s)}, peak {text_of_bytes(weighed.peak_bytes)}")
+        out.long_line(
+            f"weighed: {weighed.text}: {text_of_s(weighed.step_time_s)}, peak {text_of_bytes(weighed.peak_bytes)}"
+        )
     for note in record.notes:
-        out.line(f"note: {note}")
+        out.long_line(f"note: {note}")
     return out.text()
 
 
-def _pins_lines(out: _Text, record: PlanRecord, pinned: PinsRecord) -> None:
+def _pins_lines(out: TextConsole, record: PlanRecord, pinned: PinsRecord) -> None:
     """The pins, the mesh axes of their axes, and their cost."""
     mesh = stage_mesh(record, 0)
     named = zip(record.axis_names, mesh.axis_sizes, mesh.axis_names, strict=True)
@@ -82,10 +85,10 @@ def _pins_lines(out: _Text, record: PlanRecord, pinned: PinsRecord) -> None:
     without = "no plan was found without them"
     if pinned.free_step_time_s is not None and pinned.cost_s is not None:
         without = f"{text_of_s(pinned.free_step_time_s)} without them: they cost {text_of_s(pinned.cost_s)}"
-    out.line(f"pins on {axes}: step {text_of_s(pinned.step_time_s)} with them, {without}")
+    out.long_line(f"pins on {axes}: step {text_of_s(pinned.step_time_s)} with them, {without}")
     for pin in pinned.pins:
         alone = f", {text_of_s(pin.alone_s)} on this mesh with this pin alone" if pin.alone_s is not None else ""
-        out.line(f"  {pin.pattern}: {pin.spec}, {pin.count} {pin.of}{alone}")
+        out.long_line(f"  {pin.pattern}: {pin.spec}, {pin.count} {pin.of}{alone}")
 
 
 def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:
@@ -127,12 +130,12 @@ def _stages_table(pipeline: PipelineRecord, kinds: Sequence[str]) -> Table:
     return rows
 
 
-def diff(one: PlanRecord, other: PlanRecord) -> str:
+def diff(one: PlanRecord, other: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     """The differences of two plans, as a table."""
     differing = differences(one, other)
     if not differing:
         return "the plans are the same"
-    out, rows = _Text(), Table("what", "this plan", "other plan")
+    out, rows = TextConsole(WIDTH, text_format), Table("what", "this plan", "other plan")
     for row in differing:
         rows.add_row(*map(escape, row))
     out.table(rows)
@@ -173,23 +176,6 @@ def _meshes(record: PlanRecord) -> str:
 
 def _place(record: PlanRecord, value: PlannedValue) -> str:
     return value.layout.text(stage_mesh(record, value.stage)) + stages_of(record, value) + memory_of(value)
-
-
-class _Text:
-    """Collects lines and tables as plain text."""
-
-    def __init__(self) -> None:
-        self._buffer = io.StringIO()
-        self._console = text_console(self._buffer, WIDTH)
-
-    def line(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
-
-    def table(self, rows: Table) -> None:
-        self._console.print(rows)
-
-    def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self._buffer.getvalue().splitlines())
 
 
 def _values_table(record: PlanRecord) -> Table:

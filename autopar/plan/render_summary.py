@@ -1,15 +1,19 @@
-"""A plan on one screen: at most `LINES` lines of `COLUMNS` columns, whatever the step."""
+"""A plan on one screen: at most `LINES` lines of `COLUMNS` columns, whatever the step.
+
+On a narrower terminal the lines are broken, and there are more of them.
+"""
 
 from __future__ import annotations
 
-import io
+import dataclasses
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.text_console import text_console
+from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan import summary
@@ -24,37 +28,66 @@ SENTENCE_LINES, NOTE_LINES = 3, 1
 ENDING = "plan.explain(name) for one of these, plan.table() for all, plan.report('plan.html') for a page"
 
 
-def screen(record: PlanRecord) -> str:
+def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     """The plan in short."""
+    page = _Page(text_format)
     lines = [
-        *_wrapped(f"Plan of {record.step} on {record.cluster.name}: {summary.sentence(record)}", SENTENCE_LINES),
-        *_wrapped(_numbers(record), SENTENCE_LINES),
-        *_wrapped(lost(summary.shares(record), record.predicted.step_time_s), SENTENCE_LINES),
-        *_wrapped(summary.advantage(record), SENTENCE_LINES),
+        *page.wrapped(
+            f"Plan of {record.step} on {record.cluster.name}: {summary.sentence(record)}", SENTENCE_LINES, style="bold"
+        ),
+        *page.wrapped(_numbers(record), SENTENCE_LINES),
+        *page.wrapped(lost(summary.shares(record), record.predicted.step_time_s), SENTENCE_LINES),
+        *page.wrapped(summary.advantage(record), SENTENCE_LINES),
     ]
-    lines += _stages(summary.stage_groups(record))
-    lines += _collectives(record)
-    lines += _state(summary.state_groups(record))
+    lines += _stages(page, summary.stage_groups(record))
+    lines += _collectives(page, record)
+    lines += _state(page, summary.state_groups(record))
     if record.pinned is not None:
         free_s = record.pinned.free_step_time_s
         without = "no plan was found without them" if free_s is None else f"{text_of_s(free_s)} without them"
-        lines += _wrapped(f"{len(record.pinned.pins)} pin(s) on {_axes(record)}: {without}", NOTE_LINES)
+        lines += page.wrapped(f"{len(record.pinned.pins)} pin(s) on {_axes(record)}: {without}", NOTE_LINES)
     for note in record.notes[:NOTES_SHOWN]:
-        lines += _wrapped(f"note: {note}", NOTE_LINES)
+        lines += page.wrapped(f"note: {note}", NOTE_LINES, style="dim")
     if len(record.notes) > NOTES_SHOWN:
         lines.append(f"and {len(record.notes) - NOTES_SHOWN} more notes")
-    lines.append(ENDING)
-    assert len(lines) <= LINES, f"{len(lines)} lines are more than a screen"
+    lines += page.wrapped(ENDING, NOTE_LINES, style="dim")
+    assert len(lines) <= LINES or page.columns < COLUMNS, f"{len(lines)} lines are more than a screen"
     return "\n".join(line.rstrip() for line in lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Page:
+    """The place of the lines."""
+
+    text_format: TextFormat
+
+    @property
+    def columns(self) -> int:
+        return self.text_format.width(COLUMNS)
+
+    def wrapped(self, text: str, most: int, *, style: str = "") -> list[str]:
+        """A paragraph of at most so many lines of `COLUMNS` columns, or as much on narrower ones."""
+        most = math.ceil(most * max(1.0, COLUMNS / self.columns))
+        lines = textwrap.wrap(text, self.columns, max_lines=most, placeholder=" ...", break_on_hyphens=False)
+        return [self.text_format.styled(line, style) for line in lines]
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+        """A table without lines, one line a row where there is the width for it."""
+        style = "bold" if self.text_format.color else ""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style)
+        is_narrow = self.columns < COLUMNS
+        for name in columns:
+            table.add_column(escape(name), no_wrap=not is_narrow, overflow="fold" if is_narrow else "ellipsis")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console = TextConsole(COLUMNS, self.text_format)
+        console.table(table)
+        return console.text().splitlines()
 
 
 def _axes(record: PlanRecord) -> str:
     sizes = summary.stage_mesh(record, 0).axis_sizes
     return ", ".join(f"{name}={n}" for name, n in zip(record.axis_names, sizes, strict=True))
-
-
-def _wrapped(text: str, most: int) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, max_lines=most, placeholder=" ...", break_on_hyphens=False)
 
 
 def _numbers(record: PlanRecord) -> str:
@@ -83,7 +116,7 @@ def lost(shares: Sequence[Share], step_s: float) -> str:
     return f"Of the step: {', '.join(told)}."
 
 
-def _stages(groups: Sequence[StageGroup]) -> list[str]:
+def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
     if not groups:
         return []
     rows = []
@@ -99,11 +132,11 @@ def _stages(groups: Sequence[StageGroup]) -> list[str]:
                 text_of_bytes(g.peak_bytes),
             )
         )
-    lines = _table(("stage", "holds", "mesh", "recomputes", "forward + backward", "in flight", "peak"), rows)
+    lines = page.table(("stage", "holds", "mesh", "recomputes", "forward + backward", "in flight", "peak"), rows)
     return [*lines, *_rest(len(groups) - len(rows), "groups of stages")]
 
 
-def _collectives(record: PlanRecord) -> list[str]:
+def _collectives(page: _Page, record: PlanRecord) -> list[str]:
     rows = [
         (
             f"{c.kind} over {'*'.join(c.axes)}",
@@ -116,10 +149,10 @@ def _collectives(record: PlanRecord) -> list[str]:
     ]
     if not rows:
         return ["No collectives."]
-    return _table(("costliest collectives", "module", "a step", "sent a device", "time"), rows)
+    return page.table(("costliest collectives", "module", "a step", "sent a device", "time"), rows)
 
 
-def _state(groups: Sequence[StateGroup]) -> list[str]:
+def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
     rows = [
         (
             _shortened(summary.path_of(g.name)),
@@ -131,7 +164,7 @@ def _state(groups: Sequence[StateGroup]) -> list[str]:
         )
         for g in groups[:STATE_SHOWN]
     ]
-    lines = _table(("arguments, with those alike", "kind", "n", "shape", "layout", "a device"), rows)
+    lines = page.table(("arguments, with those alike", "kind", "n", "shape", "layout", "a device"), rows)
     rest = sum(g.device_bytes for g in groups[STATE_SHOWN:])
     return [*lines, *_rest(len(groups) - len(rows), f"groups of arguments, {text_of_bytes(rest)}")]
 
@@ -146,15 +179,3 @@ def _shortened(name: str) -> str:
     while len(parts) > 1 and len("/".join(parts)) > NAME_COLUMNS:
         parts = parts[1:]
     return "/".join(parts)
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table without lines, one line a row."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for name in columns:
-        table.add_column(escape(name), no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    buffer = io.StringIO()
-    text_console(buffer, COLUMNS).print(table)
-    return [line.rstrip() for line in buffer.getvalue().splitlines()]

@@ -63,7 +63,8 @@ class Decisions:
     Layouts and strategies are tables. `of_op` maps an operation to its strategy; `raw` and `placed` map a value to its
     unreduced and its reduced layout; `copies` holds (value, readers, layout); `wires` maps a SEND operation to the
     layout of its operand; `in_host` are the arguments in the memory of the host between steps, `saved_in_host` the
-    values that are there between the forward and the backward pass. `operations` has
+    values that are there between the forward and the backward pass; over the `overlapped_axes` products gather and
+    scatter while they run. `operations` has
     `SIGNATURE_DIGITS` digits for each operation of `of_op` and `wires`, in the order of their numbers
     (`autopar.plan.signatures`).
     """
@@ -77,6 +78,7 @@ class Decisions:
     wires: dict[int, int] = dataclasses.field(default_factory=dict)
     in_host: tuple[int, ...] = ()
     saved_in_host: tuple[int, ...] = ()
+    overlapped_axes: tuple[int, ...] = ()
     operations: str = ""
 
 
@@ -336,7 +338,7 @@ class PlanRecord:
     `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
-    platform.
+    platform. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code; None: as written.
     """
 
     format_version: int
@@ -365,6 +367,7 @@ class PlanRecord:
     least_step_time_s: float | None = None
     measured: tuple[MeasuredRecord, ...] = ()
     compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
+    saved_names: tuple[str, ...] | None = None
 
     @property
     def padded(self) -> dict[int, PaddedForm]:

@@ -205,8 +205,11 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
         products_s = max(predicted.product_time_s, useful_s)
         parts.append(Share(name="matrix products below the peak rate", seconds=products_s - useful_s))
         parts.append(Share(name="operations bound by memory", seconds=compute_s - products_s))
+    # Each collective has the latency that it has alone; combined ones share theirs, and the step is shorter by it.
+    besides_s = compute_s + predicted.host_time_s + predicted.allocation_time_s + bubble_s
+    exposed_s = min(predicted.collective_time_s - predicted.hidden_time_s, max(0.0, step_s - besides_s))
     parts += [
-        Share(name="exposed collectives", seconds=predicted.collective_time_s - predicted.hidden_time_s),
+        Share(name="exposed collectives", seconds=exposed_s),
         Share(name=HOST_COPIES, seconds=predicted.host_time_s),
         Share(name=NEW_MEMORY, seconds=predicted.allocation_time_s),
         Share(name=BUBBLE, seconds=bubble_s),

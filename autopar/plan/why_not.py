@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from typing import Any
 
 import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.text_console import text_console
+from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.plan import summary
 from autopar.plan.device_limits import fullest
@@ -166,26 +165,28 @@ class WhyNot:
             "modules": modules,
         }
 
-    def __str__(self) -> str:
-        buffer = io.StringIO()
-        console = text_console(buffer, COLUMNS)
-        console.print(f"Instead: {summary.sentence(self.other)}", markup=False)
-        console.print(self.verdict, markup=False)
+    def text(self, text_format: TextFormat = PLAIN) -> str:
+        """The verdict, and where the two plans differ as tables."""
+        console = TextConsole(COLUMNS, text_format)
+        console.line(f"Instead: {summary.sentence(self.other)}")
+        console.line(self.verdict, style="bold")
         table = Table("", "plan", "instead", "more")
         for q in (*self.quantities(), *self.memory()):
             table.add_row(*map(escape, (q.name, *map(text_of(q.unit), (q.plan, q.other, q.more)))))
-        console.print(table)
+        console.table(table)
         modules = self.modules()
         table = Table("module", "plan", "instead", "more", "sent more")
         for row in modules[:MODULES_SHOWN]:
             sent = row.other.sent_bytes - row.plan.sent_bytes
             seconds = map(text_of_s, (row.plan.seconds, row.other.seconds, row.more_s))
             table.add_row(*map(escape, (row.module, *seconds, text_of_bytes(sent))))
-        console.print(table)
+        console.table(table)
         if len(modules) > MODULES_SHOWN:
             rest = sum(row.more_s for row in modules[MODULES_SHOWN:])
-            console.print(f"and {len(modules) - MODULES_SHOWN} more modules, {text_of_s(rest)} more", markup=False)
-        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+            console.line(f"and {len(modules) - MODULES_SHOWN} more modules, {text_of_s(rest)} more")
+        return console.text()
+
+    __str__ = text
 
 
 def text_of(unit: str) -> Any:

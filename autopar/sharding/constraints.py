@@ -7,15 +7,13 @@ split examples and nothing else, ZeRO lets it split state too, tensor parallelis
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Dimension, OpGraph, Purpose, Side, Value, read_by
 from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
+from autopar.ir.mesh import LogicalMesh
 
 LARGEST_NAMED = 3  # of the matrices that an error names
 # What inner widths count.
@@ -47,7 +45,10 @@ class AxisUse:
         exchanges: Activations that it shards may be sharded along dimensions that count these instead (an all-to-all).
             Values that have such dimensions and count positions twice (scores of attention, masks) are sharded along
             these only.
-        ring_attention: Attention is sharded by positions too: keys and values go round it.
+        ring_attention: Attention is sharded by positions too: keys and values go round it. An axis that `exchanges`
+            too becomes two: one among whose devices heads are exchanged, and a ring of such groups.
+        collective_matmul: Products gather their operands over it, and scatter their results, piece by piece while they
+            run.
     """
 
     name: str
@@ -65,9 +66,13 @@ class AxisUse:
     may_be_partial_sum: bool = True
     exchanges: tuple[Dimension, ...] = ()
     ring_attention: bool = False
+    collective_matmul: bool = False
 
     @property
     def splits_heads(self) -> bool:
+        """Whether attention is shared by heads among its devices: beside its matrices, or in exchange for positions."""
+        if Dimension.HEAD in self.exchanges:
+            return True
         is_plain = self.unnamed and self.side is None and Dimension.EXAMPLE not in self.dimensions
         return is_plain and Purpose.MATRIX in self.must_shard
 
@@ -81,6 +86,11 @@ class Constraints:
     axes: tuple[AxisUse, ...]
     offloads_optimizer: bool = False
     offloads_activations: bool = False
+
+    @property
+    def overlapped_axes(self) -> tuple[int, ...]:
+        """The axes over which products send while they run."""
+        return tuple(a for a, use in enumerate(self.axes) if use.collective_matmul)
 
     def in_host(self, graph: OpGraph) -> frozenset[int]:
         """The arguments of a described graph, or of a stage of one, that are kept in the memory of the host."""
@@ -250,151 +260,3 @@ def _is_score(value: Value, exchanges: tuple[Dimension, ...]) -> bool:
     """Whether a value counts positions twice, for each of what can be exchanged for them."""
     twice = sum(Dimension.SEQUENCE in names for names in value.dimensions) > 1
     return twice and any(names.intersection(exchanges) for names in value.dimensions)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """A mesh whose axes are for something: the size of each, None for all devices that the others leave.
-
-    Several axes without a size are equally large. `offloads_optimizer`: between steps, the optimiser's state is in the
-    memory of the host; `offloads_activations`: between the passes, what is saved for the backward pass. `heads`: how
-    many devices can share the heads of attention, 0 where that is unknown (`autopar.sharding.head_groups`).
-    """
-
-    axes: tuple[AxisUse, ...]
-    sizes: tuple[int | None, ...]
-    offloads_optimizer: bool = False
-    offloads_activations: bool = False
-    heads: int = 0
-
-    @property
-    def blockwise_attention(self) -> bool:
-        """Whether attention must be done in blocks, as one operation a pass."""
-        return any(use.ring_attention and size != 1 for use, size in zip(self.axes, self.sizes, strict=True))
-
-    @property
-    def shares_sequences(self) -> bool:
-        """Whether the positions of attention are shared, in one way or another."""
-        return any(
-            (use.ring_attention or use.exchanges) and size != 1 for use, size in zip(self.axes, self.sizes, strict=True)
-        )
-
-    def on(self, num_devices: int) -> tuple[LogicalMesh, Constraints]:
-        """The mesh on so many devices, without axes of size one where there are others, and what binds it.
-
-        Raises: InvalidArgumentError where the sizes do not make up the devices.
-        """
-        given = math.prod(n for n in self.sizes if n is not None)
-        names = ", ".join(f"{a.name} {n or 'the rest'}" for a, n in zip(self.axes, self.sizes, strict=True))
-        if num_devices % given or (None not in self.sizes and given != num_devices):
-            raise InvalidArgumentError(
-                where="recipe",
-                expected=f"sizes that make up the {num_devices} devices of a stage",
-                got=names,
-                hint="their product, and the number of pipeline stages, must be the number of devices",
-            )
-        equal = self._equal_size(num_devices // given)
-        sizes = [equal if n is None else n for n in self.sizes]
-        used = self._by_heads([(a, n) for a, n in zip(self.axes, sizes, strict=True) if n > 1] or [(self.axes[0], 1)])
-        if len(used) > len(AXIS_NAMES):
-            raise InvalidArgumentError(
-                where="recipe",
-                expected=f"at most {len(AXIS_NAMES)} mesh axes of more than one device in a stage",
-                got=names,
-                hint="leave one of them at 1",
-            )
-        constraints = Constraints(
-            axes=tuple(a for a, _ in used),
-            offloads_optimizer=self.offloads_optimizer,
-            offloads_activations=self.offloads_activations,
-        )
-        return LogicalMesh(axis_sizes=tuple(n for _, n in used)), constraints
-
-    def _by_heads(self, used: list[tuple[AxisUse, int]]) -> list[tuple[AxisUse, int]]:
-        """With two axes for one that splits matrices among more devices than can share the heads."""
-        out = []
-        for use, n in used:
-            shared = math.gcd(n, self.heads) if use.splits_heads and len(used) < len(AXIS_NAMES) else n
-            group = dataclasses.replace(use, name=f"{use.name} group")
-            out += [(use, n)] if shared in (1, n) else [(use, shared), (group, n // shared)]
-        return out
-
-    def _equal_size(self, num_devices: int) -> int:
-        """Of each axis without a size, that they make up so many devices together.
-
-        Raises: InvalidArgumentError where no whole number does.
-        """
-        num_axes = max(self.sizes.count(None), 1)
-        size = round(num_devices ** (1 / num_axes))
-        if size**num_axes != num_devices and None in self.sizes:
-            names = ", ".join(use.name for use, n in zip(self.axes, self.sizes, strict=True) if n is None)
-            raise InvalidArgumentError(
-                where="recipe",
-                expected=f"devices for mesh axes of equal size ({names}): n**{num_axes} of them",
-                got=f"{num_devices} devices",
-                hint="say how many devices hold a model together (size), and the rest is data parallel",
-            )
-        return size
-
-    def example_parts(self, num_devices: int) -> int:
-        """Into how many parts the axes on so many devices cut the examples."""
-        mesh, constraints = self.on(num_devices)
-        cutting = [a for a, use in enumerate(constraints.axes) if Dimension.EXAMPLE in use.dimensions]
-        return mesh.size(cutting)
-
-    def check(self, graph: OpGraph, num_devices: int) -> None:
-        """Raises: InvalidArgumentError where a step has no matrices that an axis could split along what it owns, none
-        at all that a tensor axis could split, or no state of an optimiser that could be kept in the memory of the host.
-        """
-        if self.offloads_optimizer and not optimizer_state(graph):
-            raise InvalidArgumentError(
-                where="recipe, offload='optimizer'",
-                expected="a step with arrays among its donated arguments that only the update reads, such as moments",
-                got="none",
-                hint="leave offload out, or donate the optimiser's state (donate_argnums)",
-            )
-        mesh, constraints = self.on(num_devices)
-        for use, parts in zip(constraints.axes, mesh.axis_sizes, strict=True):
-            for what in use.owned_dimensions if parts > 1 else ():
-                _check_owned(graph, use.name, parts, what)
-            if parts > 1 and use.unnamed and Purpose.MATRIX in use.must_shard:
-                _check_matrices(graph, constraints, use, parts)
-
-
-def _check_matrices(graph: OpGraph, constraints: Constraints, use: AxisUse, parts: int) -> None:
-    matrices = [value for value in graph.values if value.purpose is Purpose.MATRIX]
-    for value in matrices:
-        if any(n % parts == 0 and constraints.may_split(use, value, d) for d, n in enumerate(value.shape)):
-            return
-    largest = sorted(matrices, key=lambda value: -value.size)[:LARGEST_NAMED]
-    raise InvalidArgumentError(
-        where=f"recipe, {use.name} axis of {parts} devices",
-        expected=f"a step with a product of weights, a width or the heads of which {parts} divides",
-        got=", ".join(f"{value.name} {list(value.shape)}" for value in largest) or "no product of weights",
-        hint="there is nothing to share: choose a size that divides the widths, or data parallelism",
-    )
-
-
-def _check_owned(graph: OpGraph, axis: str, parts: int, what: Dimension) -> None:
-    sizes = {
-        value.name: n
-        for value in graph.values
-        if value.purpose is Purpose.MATRIX
-        for n, names in zip(value.shape, value.dimensions, strict=True)
-        if what in names
-    }
-    odd = next((name for name, n in sizes.items() if n % parts), None)
-    if odd is not None:
-        raise InvalidArgumentError(
-            where=f"recipe, {axis} axis of {parts} devices",
-            expected=f"a number of {what.value}s that divides by {parts}",
-            got=f"{sizes[odd]} in {odd}",
-            hint=f"choose a size that divides the number of {what.value}s",
-        )
-    if not sizes:
-        raise InvalidArgumentError(
-            where=f"recipe, {axis} axis of {parts} devices",
-            expected=f"a step with matrices of several {what.value}s",
-            got="none: no product of weights keeps a dimension apart that counts neither examples nor positions",
-            hint=f"leave the {axis} axis out, or write the {what.value}s as one array, (number, ...), in one einsum",
-        )

@@ -69,7 +69,7 @@ class FollowedNames(Generic[Name]):
             self.waiting.append(at[0])
 
     def names(self, value: Value) -> tuple[frozenset[Name], ...]:
-        return tuple(frozenset().union(*(names for _, names in self.of(value.id, d))) for d in range(len(value.shape)))
+        return tuple(_names_of(self.parts.get((value.id, d))) for d in range(len(value.shape)))
 
     def settle(self) -> None:
         """Follows until nothing changes; names are only ever added, so that this ends."""
@@ -113,6 +113,13 @@ class FollowedNames(Generic[Name]):
             if len(factors) == 1 and known.get(factors[0]) == self.parts.get((value, d)):
                 continue  # nothing new, or nothing known
             self.put((value, d), tuple([part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))]))
+
+
+def _names_of(parts: Parts[Name] | None) -> frozenset[Name]:
+    """All names of the parts of a dimension; None: it has none."""
+    if parts is None:
+        return _UNKNOWN
+    return parts[0][1] if len(parts) == 1 else frozenset().union(*(names for _, names in parts))
 
 
 def _merged(a: Parts[Name], b: Parts[Name]) -> Parts[Name]:

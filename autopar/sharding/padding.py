@@ -15,7 +15,8 @@ from autopar.ir.graph import OpGraph, Value
 from autopar.ir.layout import enumerate_layouts
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.padded import PaddedForm
-from autopar.sharding.constraints import Binding, Constraints
+from autopar.sharding.binding import Binding
+from autopar.sharding.constraints import Constraints
 
 # The most that a dimension's padding may add to an array, as a share of it, before its elements are stored in one row.
 DIMENSION_WASTE = 0.005

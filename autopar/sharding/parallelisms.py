@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Dimension, Purpose
 from autopar.sharding.constraints import AxisUse
 
@@ -64,7 +65,9 @@ def replica_axis() -> AxisUse:
 
 
 def sequence_axis(kind: str, zero: int = 0, gather: str = "after") -> AxisUse:
-    """Positions in parts; inside of attention heads ("ulysses"), or positions there too ("ring")."""
+    """Positions in parts; inside of attention heads ("ulysses"), or positions there too ("ring"), or both, heads as far
+    as they go ("usp").
+    """
     may_shard, must_shard, keeps_copies = _shared_state(zero, gather)
     return AxisUse(
         name="sequence",
@@ -74,13 +77,25 @@ def sequence_axis(kind: str, zero: int = 0, gather: str = "after") -> AxisUse:
         must_read_sharded=EXAMPLES,
         may_slice=(Dimension.SEQUENCE,),
         keeps_copies=keeps_copies,
-        exchanges=(Dimension.HEAD,) if kind == "ulysses" else (),
-        ring_attention=kind == "ring",
+        exchanges=(Dimension.HEAD,) if kind != "ring" else (),
+        ring_attention=kind != "ulysses",
     )
 
 
-def tensor_axis(*, sequence_parallel: bool = False) -> AxisUse:
-    """Matrices by columns, then by rows; with positions in parts between them where that is said."""
+def tensor_axis(sequence_parallel: bool = False, collective_matmul: bool = False) -> AxisUse:
+    """Matrices by columns, then by rows; with positions in parts between them where that is said, which products then
+    gather and scatter while they run, where that is said too.
+
+    Raises: InvalidArgumentError for products in pieces without positions in parts.
+    """
+    if collective_matmul and not sequence_parallel:
+        raise InvalidArgumentError(
+            where="recipe, collective_matmul=True",
+            expected="positions in parts between the matrices, which products gather and scatter "
+            "(sequence_parallel=True, or the kind 'megatron')",
+            got="tensor parallelism with all-reduces, or positions in parts everywhere",
+            hint="add sequence_parallel=True, or leave collective_matmul out",
+        )
     positions = (Dimension.SEQUENCE,) if sequence_parallel else ()
     return AxisUse(
         name="tensor",
@@ -89,6 +104,7 @@ def tensor_axis(*, sequence_parallel: bool = False) -> AxisUse:
         must_shard=(*MATRICES, Purpose.ACTIVATION) if sequence_parallel else MATRICES,
         must_read_sharded=MATRICES,
         may_slice=positions,
+        collective_matmul=collective_matmul,
     )
 
 

@@ -22,7 +22,7 @@ from autopar.ir.graph import OpGraph, Value, read_by
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, factorisations
 from autopar.ir.traced_step import TracedStep
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 
 CLOSEST_SHOWN = 3
 

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common.records import replaced
-from autopar.ir.graph import Dimension, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by
+from autopar.ir.graph import Dimension, FactorKind, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.sharding.follow_dimensions import DimensionOf, FollowedNames, Parts, links, pairs
 
@@ -100,25 +100,47 @@ def _expert_dimensions(
 def _heads(
     graph: OpGraph, followed: FollowedNames[Dimension], dependent: set[int]
 ) -> Iterator[tuple[DimensionOf, Parts]]:
-    """Dimensions that scores and what they weigh keep apart; the parts of them that count nothing else are heads."""
+    """Dimensions that scores and what they weigh keep apart, and those that queries alone have (of several that share
+    keys); the parts of them that count nothing else are heads.
+    """
     for op in graph.ops():
-        if op.primitive != "dot_general" or op.rule is None or not dependent.issuperset(read_by(op)):
+        if op.rule is None or not dependent.issuperset(read_by(op)):
             continue
-        if not all(isinstance(atom, int) and _has_positions(graph, followed, atom) for atom in op.inputs):
+        if any(factor.kind is FactorKind.RING for factor in op.rule.factors):
+            yield from _heads_of_passes(op, followed)
+        of_positions = (isinstance(atom, int) and _has_positions(graph, followed, atom) for atom in op.inputs)
+        if op.primitive != "dot_general" or not all(of_positions):
             continue
         (left, right), (result,) = op.rule.operands, op.rule.results
         kept_apart = (
             {f for dim in left for f in dim} & {f for dim in right for f in dim} & {f for dim in result for f in dim}
         )
+        at = [d for d in range(len(result)) if any(_is_position(n) for _, n in followed.of(op.outputs[0], d))]
+        is_scores = len(at) > 1  # positions of queries by those of keys
         for d, factors in enumerate(result):
             parts = followed.of(op.outputs[0], d)
-            if factors and kept_apart.issuperset(factors) and any(not names for _, names in parts):
+            if factors and (is_scores or kept_apart.issuperset(factors)) and any(not names for _, names in parts):
                 yield (op.outputs[0], d), tuple((n, names or frozenset({Dimension.HEAD})) for n, names in parts)
+
+
+def _heads_of_passes(op: Op, followed: FollowedNames[Dimension]) -> Iterator[tuple[DimensionOf, Parts]]:
+    """Those of attention as one operation: what it keeps apart beside examples."""
+    assert op.rule is not None, "it has a factor that goes round"
+    for value, dims in zip(op.outputs, op.rule.results, strict=True):
+        for d, factors in enumerate(dims):
+            parts = followed.of(value, d)
+            is_apart = bool(factors) and all(op.rule.factors[f].kind is FactorKind.PASS for f in factors)
+            if is_apart and any(not names for _, names in parts):
+                yield (value, d), tuple((n, names or frozenset({Dimension.HEAD})) for n, names in parts)
+
+
+def _is_position(names: frozenset[Dimension]) -> bool:
+    return Dimension.SEQUENCE in names
 
 
 def _has_positions(graph: OpGraph, followed: FollowedNames[Dimension], value: int) -> bool:
     dimensions = range(len(graph.values[value].shape))
-    return any(Dimension.SEQUENCE in names for d in dimensions for _, names in followed.of(value, d))
+    return any(_is_position(names) for d in dimensions for _, names in followed.of(value, d))
 
 
 def _handed_on(graph: OpGraph, followed: FollowedNames[Dimension], dependent: set[int]) -> list[DimensionOf]:

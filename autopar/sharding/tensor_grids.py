@@ -26,7 +26,8 @@ from __future__ import annotations
 
 from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Dimension, Purpose, Side
-from autopar.sharding.constraints import AxisUse, Binding
+from autopar.sharding.binding import Binding
+from autopar.sharding.constraints import AxisUse
 from autopar.sharding.parallelisms import EXAMPLES, MATRICES
 
 _WEIGHTS = (

@@ -24,6 +24,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.cache import SEARCH_VERSION
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.render import in_short
+from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
 from benchmarks.auto_vs_manual.manual import RECIPES, Outcome, Problem
 from benchmarks.auto_vs_manual.models import Model, models
@@ -72,7 +73,7 @@ def plan_row(
     )  # fmt: skip
     begun = time.perf_counter()
     problem, trees = traced_problem(model, cluster)
-    rules, made = RuleBook(), RECIPES[recipe](problem)
+    rules, graphs, made = RuleBook(), StepGraphs(), RECIPES[recipe](problem)
     best_plan, best_outcome, outcome = None, None, None
     while True:
         try:
@@ -83,7 +84,7 @@ def plan_row(
             return dataclasses.replace(row, cut_short=f"ended after {most_attempts} attempts"), best_plan
         plan, outcome, refusal = None, None, None
         try:
-            plan = make_plan(problem.traced, trees, cluster, attempt.options, rules, Progress("", show=False))
+            plan = make_plan(problem.traced, trees, cluster, attempt.options, rules, Progress("", show=False), graphs)
         except AutoparError as error:
             refusal = error
             if isinstance(error, MemoryLimitError):

@@ -84,6 +84,9 @@ class Watch:
         self._stop = threading.Event()
         self._is_told, self._lost_at, self._has_stepped = False, begun, False
         self.lost: AutoparError | None = None
+        if process == 0:
+            # Each wait for a key that nobody has written takes memory for good (`SharedStore.wait_for`).
+            store.set(_VERDICT, "")
         runs = (self._show, self._look)
         self._threads = [threading.Thread(target=run, name="autopar liveness", daemon=True) for run in runs]
         for thread in self._threads:

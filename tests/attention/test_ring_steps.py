@@ -8,9 +8,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
-from autopar.attention import execute, ring, ring_steps
+from autopar.attention import execute, ring
 from autopar.attention.form import Gradients
-from autopar.attention.kernels import Kernel, is_balanced
+from autopar.attention.kernels import Kernel
+from autopar.attention.ring_order import exchanges, ring_order
 from tests.attention.test_kernels import FORM, form_of
 from tests.attention.test_match import plain
 
@@ -53,7 +54,7 @@ def test_a_causal_ring_computes_what_one_device_does(count):
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_each_device_has_a_part_from_the_front_and_one_as_far_from_the_end(count):
-    first, second = ring_steps.exchanges(count)
+    first, second = exchanges(count)
     parts = {i: [] for i in range(count)}
     for moves, half in ((first, 0), (second, 1)):
         assert sorted(target for _, target in moves) == list(range(count))
@@ -91,10 +92,10 @@ def test_under_a_causal_mask_each_step_but_the_first_computes_half_the_scores():
 
 
 def test_only_causal_rings_of_two_halves_are_balanced():
-    assert is_balanced(FORM, 8, 4)
-    assert not is_balanced(FORM, 8, 1)
-    assert not is_balanced(FORM, 7, 4)
-    assert not is_balanced(form_of(plain), 8, 4)
+    assert ring_order(FORM, 8, 4).balanced
+    assert not ring_order(FORM, 8, 1).balanced
+    assert not ring_order(FORM, 7, 4).balanced
+    assert not ring_order(form_of(plain), 8, 4).balanced
 
 
 @pytest.mark.slow

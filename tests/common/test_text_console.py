@@ -1,14 +1,22 @@
-"""Plans and reports as text are the same in a notebook, where rich shows what is printed instead of writing it."""
+"""Text follows the terminal; it is the same in a notebook, where rich shows what is printed instead of writing it."""
 
 import contextlib
+import fcntl
 import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
 
 import pytest
 from rich.table import Table
 
 import autopar
-from autopar.common.text_console import text_console
-from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step
+from autopar.common.text_console import TextConsole, TextFormat
+from tests.small_steps import MLP_BATCH, MLP_STATE, TIMEOUT_S, mlp_step
 
 
 @pytest.fixture
@@ -20,9 +28,9 @@ def test_text_lands_in_the_buffer(in_notebook):
     table = Table(box=None, pad_edge=False)
     table.add_column("what")
     table.add_row("this")
-    buffer = io.StringIO()
-    text_console(buffer, 20).print(table)
-    assert buffer.getvalue().split() == ["what", "this"]
+    console = TextConsole(20)
+    console.table(table)
+    assert console.text().split() == ["what", "this"]
 
 
 def test_a_plan_is_the_same_text_in_a_notebook(monkeypatch):
@@ -32,3 +40,115 @@ def test_a_plan_is_the_same_text_in_a_notebook(monkeypatch):
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         assert texts == (str(plan), plan.table(), str(plan.why_not(autopar.recipes.data_parallel())))
     assert shown.getvalue() == ""
+
+
+class Stream(io.StringIO):
+    """A stream that is a terminal, of a width that it does not tell, or is none."""
+
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self):
+        return self.is_terminal
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environment", "columns", "color"),
+    [
+        (False, {}, None, False),
+        (True, {}, None, True),
+        (True, {"NO_COLOR": "1"}, None, False),
+        (True, {"NO_COLOR": ""}, None, True),
+        (True, {"TERM": "dumb"}, None, False),
+        (False, {"FORCE_COLOR": "1"}, None, True),
+        (False, {"FORCE_COLOR": ""}, None, False),
+        (True, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, None, False),
+        (True, {"FORCE_COLOR": "1", "TERM": "dumb"}, None, True),
+        (False, {"COLUMNS": "70"}, 70, False),
+        (False, {"COLUMNS": "many"}, None, False),
+        (True, {"COLUMNS": "0"}, None, True),
+        (True, {"COLUMNS": "7"}, 40, True),
+    ],
+)
+def test_width_and_colours_are_those_of_the_stream(is_terminal, environment, columns, color):
+    assert TextFormat.of_stream(Stream(is_terminal), environment) == TextFormat(columns=columns, color=color)
+
+
+def table_of(*rows):
+    table = Table("name", "what it holds", "n")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def set_in(columns, *rows):
+    console = TextConsole(100, TextFormat(columns=columns))
+    console.table(table_of(*rows))
+    return console.text().splitlines()
+
+
+def test_a_narrow_table_breaks_between_words_and_at_last_becomes_records():
+    row = ("a_long_name", "several short words that fill a line", "12")
+    assert len(set_in(None, row)) == len(set_in(60, row)) == 5
+    (broken,) = [line for line in set_in(40, row) if "a_long_name" in line]
+    assert "│ several short" in broken
+    assert max(map(len, set_in(40, row))) == 40
+    assert set_in(29, row) == [
+        "name a_long_name",
+        "  what it holds  several",
+        "                 short words",
+        "                 that fill a",
+        "                 line",
+        "  n              12",
+    ]
+
+
+VERBS = """
+import os
+from autopar.__main__ import main
+
+# The second time without colours, and with more than fits beside each other.
+for options in ([], ["--table"]):
+    main(["plan", {job!r}, "--cluster", "dgx-h100", "--effort", "quick", "--save", {plan!r}, *options])
+    os.environ["NO_COLOR"] = "1"
+main(["explain", {plan!r}, "w"])
+main(["doctor"])
+"""
+JOB = """
+from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step
+
+def job():
+    return mlp_step, MLP_STATE, MLP_BATCH
+"""
+
+
+def in_terminal(command, columns):
+    """What a command writes to a terminal of so many columns."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    environment |= {"TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, stdout=its, stderr=subprocess.DEVNULL, env=environment)
+    os.close(its)
+    written = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(ours, 65536):
+            written += part
+    os.close(ours)
+    assert process.wait(TIMEOUT_S) == 0
+    return written.decode().replace("\r\n", "\n")
+
+
+def test_the_command_line_follows_the_terminal(tmp_path):
+    job, plan = tmp_path / "job.py", str(tmp_path / "plan.json")
+    job.write_text(JOB)
+    code = VERBS.format(job=f"{job}:job", plan=plan)
+    coloured, _, plain = in_terminal([sys.executable, "-c", code], 60).partition("Plan of mlp_step on dgx-h100: 8")
+    assert "\x1b[1m" in coloured
+    assert "\x1b" not in plain
+    lines = re.sub(r"\x1b\[[\d;]*m", "", coloured).splitlines() + plain.splitlines()
+    assert max(map(len, lines)) <= 60
+    words = " ".join(plain.split())
+    assert "predictions count with tables, not with these devices" in words
+    assert "MFU" in words

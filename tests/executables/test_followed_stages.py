@@ -65,6 +65,18 @@ def test_the_state_stays_where_it_is(trained, tmp_path):
     np.testing.assert_allclose(loaded(state, batch_of(1)), follower.plain(state, batch_of(1)), rtol=1e-5)
 
 
+def test_debug_callbacks_are_called_when_the_step_has_run(trained, capfd):
+    def printing(state, batch):
+        loss = evaluate(state, batch)
+        jax.debug.print("loss {loss:.6f}", loss=loss)
+        return loss
+
+    step, state = trained
+    follower = autopar.parallelize(printing, follow=step, donate_argnums=(), cache_dir=None, show_progress=False)
+    loss = follower(state, batch_of(1))
+    assert capfd.readouterr().out == f"loss {loss:.6f}\n"
+
+
 def test_a_step_with_gradients_of_its_own_follows_too(trained):
     def gradient_norm(state, batch):
         gradients = jax.grad(loss_of)(state["params"], batch)

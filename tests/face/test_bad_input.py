@@ -98,8 +98,9 @@ def test_impure_functions_run_their_first_trace_and_are_named(source, caplog):
     assert_close(found, expected)
     assert "two traces of the function differ" in caplog.text
     assert "jax.random" in caplog.text
-    with pytest.raises(errors.UnsupportedError, match="two traces of the function differ"):
-        small(step, plan=recipes.pipeline(2, num_microbatches=2)).plan(new_mlp_state(), mlp_batch())
+    random, count = np.random.default_rng(0), 0
+    parallel = small(step, plan=recipes.pipeline(2, num_microbatches=2), cache_dir=None)
+    assert_close(parallel(new_mlp_state(), mlp_batch()), expected)
 
 
 def test_a_step_is_traced_again_when_it_is_compiled_and_not_for_a_plan_of_one_program(caplog):
@@ -116,6 +117,25 @@ def test_a_step_is_traced_again_when_it_is_compiled_and_not_for_a_plan_of_one_pr
         assert count == 1
         parallel.compile(new_mlp_state(), mlp_batch())
     assert count > 1
+    assert caplog.text.count("two traces of the function differ") == 1
+
+
+def test_whoever_finds_the_plan_in_the_cache_is_warned_too(tmp_path, caplog):
+    count = 0
+
+    def step(state, batch):
+        nonlocal count
+        count += 1
+        return mlp_step(state, batch | {"x": batch["x"] + count})
+
+    with caplog.at_level(logging.WARNING, "autopar"):
+        small(step, cache_dir=tmp_path).compile(new_mlp_state(), mlp_batch())
+        caplog.clear()
+        count = 0  # as in a new process
+        found = small(step, cache_dir=tmp_path)
+        found.compile(new_mlp_state(), mlp_batch())
+    assert count == 1
+    assert len(cached_plans(tmp_path)) == 1
     assert caplog.text.count("two traces of the function differ") == 1
 
 

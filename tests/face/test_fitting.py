@@ -119,6 +119,24 @@ def test_other_arguments_may_hold_the_examples():
     assert autopar.fit(step, MLP_STATE, scale, MLP_BATCH, clusters=[slow_cluster(2)]).largest() > 2
 
 
+def test_a_batch_may_be_a_function_of_its_size():
+    def transposed_step(state, batch):
+        return mlp_step(state, {"x": batch["x"].T, "y": batch["y"]})
+
+    def transposed(examples):
+        batch = batch_of(examples)
+        return {"x": jnp.zeros(batch["x"].shape[::-1]), "y": batch["y"]}
+
+    step = autopar.parallelize(transposed_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    of_function = autopar.fit(step, MLP_STATE, transposed, clusters=[slow_cluster(2)], multiple=64)
+    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    assert (
+        of_function.largest()
+        >= autopar.fit(step, MLP_STATE, batch_of, clusters=[slow_cluster(2)], multiple=64).largest() / 2
+        > 0
+    )
+
+
 def test_a_batch_without_examples_is_refused():
     step = autopar.parallelize(mlp_step, **OPTIONS)
     uneven = {"x": jax.ShapeDtypeStruct((4, 32), jnp.float32), "y": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
@@ -128,9 +146,35 @@ def test_a_batch_without_examples_is_refused():
         autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)], multiple=0)
 
 
+def row_of(cluster, batch, step_time_s=None):
+    peak_bytes = batch * 10
+    return FitRow(
+        cluster=cluster,
+        batch=batch,
+        fits=step_time_s is not None,
+        peak_bytes=peak_bytes,
+        limit_bytes=1000,
+        step_time_s=step_time_s,
+    )
+
+
+def test_the_page_has_a_line_for_each_cluster(tmp_path):
+    rows = (row_of("a<b", 1, 1.0), row_of("a<b", 100, 10.0), row_of("a<b", 101), row_of("c", 10, 1.0), row_of("d", 1))
+    Fitting(step="train", rows=rows, multiples={"a<b": 1, "c": 10, "d": 1}, plans={}).report(tmp_path / "fit.html")
+    page = (tmp_path / "fit.html").read_text()
+    # Batches 1, 10 and 100, whose examples take 1 s, 0.1 s and 0.1 s.
+    assert '<polyline points="0.0,0.0 600.0,220.0"' in page
+    assert '<circle cx="300.0" cy="220.0"' in page
+    assert "a&lt;b, 100 examples: 100 ms each, 100% of the memory" in page
+    assert "a<b" not in page
+    assert "d: no batch fits" in page
+    Fitting(step="train", rows=(row_of("d", 1),), multiples={"d": 1}, plans={}).report(tmp_path / "none.html")
+    assert "<svg" not in (tmp_path / "none.html").read_text()
+
+
 def test_what_does_not_fit_is_told_without_times():
     row = FitRow(cluster="c", batch=8, fits=False, peak_bytes=2000, limit_bytes=1000)
-    text = str(Fitting(rows=(row,), multiples={"c": 8}, plans={}))
+    text = str(Fitting(step="train", rows=(row,), multiples={"c": 8}, plans={}))
     assert "does not fit" in text
     assert "2 kB of 1 kB" in text
 

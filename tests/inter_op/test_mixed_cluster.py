@@ -95,6 +95,14 @@ def test_both_kinds_together_are_faster_than_each_alone_and_than_one_program(mix
     assert both_s < one_program.predicted.step_time_s / 1.5
 
 
+def test_mfu_is_of_the_peak_rates_of_all_devices(mixed):
+    one_program = step(mixed.cluster, plan=autopar.recipes.zero(3)).plan(*arguments())
+    rates = [dict(device.peak_flops)["float32"] for device in (FAST, FAST, SLOW, SLOW)]
+    for plan in (mixed, one_program):
+        predicted = plan.predicted
+        assert predicted.mfu == pytest.approx(predicted.flops / (predicted.step_time_s * sum(rates)))
+
+
 def test_one_program_on_all_is_as_slow_as_on_the_slow_devices_alone():
     args, recipe = arguments(layers=4), autopar.recipes.zero(3)
     joined = Cluster.joined([hosts(FAST), hosts(SLOW)], between=NETWORK)

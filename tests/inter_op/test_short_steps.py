@@ -15,7 +15,7 @@ from autopar.inter_op.short_steps import SHORT, WHOLE_UP_TO, estimate, short_ste
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.split_scan import split_scans
-from autopar.sharding.constraints import Binding
+from autopar.sharding.binding import Binding
 from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook
 

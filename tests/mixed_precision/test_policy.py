@@ -73,6 +73,22 @@ def test_named_entries_keep_their_types():
     assert seen == {"x": jnp.bfloat16, "y": jnp.float32}
 
 
+@pytest.mark.parametrize("by_position", [True, False])
+def test_arguments_are_named_as_those_of_jit_are(by_position):
+    policy, seen = autopar.precision("bf16"), []
+
+    def loss_of(params, x, y):
+        seen.append((x.dtype, y.dtype))
+        return mlp_loss(params, {"x": x, "y": y})
+
+    batch = mlp_batch()
+    args, kwargs = ((batch["x"], batch["y"]), {}) if by_position else ((), batch)
+    jax.eval_shape(policy.value_and_grad(loss_of, keep="y"), new_mlp_state(), *args, **kwargs)
+    assert seen == [(jnp.bfloat16, jnp.float32)]
+    with pytest.raises(InvalidArgumentError, match=r"names of arguments \(params, x, y\).*got 'targets'"):
+        policy.value_and_grad(loss_of, keep="targets")(new_mlp_state(), *args, **kwargs)
+
+
 def test_gradients_come_back_in_the_type_of_parameters_or_of_reductions():
     for policy, expected in (("bf16", "float32"), ("p=bf16", "bfloat16"), ("p=bf16,r=f32", "float32")):
         made, seen = autopar.precision(policy), []

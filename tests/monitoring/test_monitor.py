@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 
 import jax
 import jax.numpy as jnp
@@ -187,3 +188,18 @@ def test_metrics_that_are_state_are_left_out_once_they_are_gone():
     monitor(0, {"loss": jnp.float32(2.0), "count": gone})
     monitor.close()
     assert [row.metrics for row in monitor.rows] == [{"loss": 2.0}]
+
+
+@pytest.mark.parametrize("with_batches", [True, False])
+def test_devices_do_not_work_while_the_loop_sleeps(with_batches, caplog):
+    parallel = autopar.parallelize(step, cache_dir=None, show_progress=False)
+    params, batch, sleep_s = jnp.ones((8, 8)), {"x": np.ones((64, 8), np.float32)}, 0.05
+    with caplog.at_level(logging.WARNING, "autopar"), autopar.Monitor(parallel, every=5, terminal=False) as monitor:
+        batches = [batch] * 6
+        for i, one in enumerate(monitor.batches(batches) if with_batches else batches):
+            time.sleep(sleep_s)  # between the batch and the step
+            params, metrics = parallel(params, one)
+            monitor(i, metrics)
+    assert monitor.rows[0].idle_s > sleep_s / 2
+    assert monitor.goodput.lost_s["waiting for Python"] > 3 * sleep_s
+    assert "for the loop" in caplog.text

@@ -38,6 +38,14 @@ def test_the_sentence_of_stages_names_those_that_differ():
     )
 
 
+def test_parts_are_no_longer_than_the_step_where_collectives_that_are_combined_share_latencies():
+    record = program()
+    record = dataclasses.replace(record, predicted=dataclasses.replace(record.predicted, collective_time_s=4.5))
+    parts = {share.name: share.seconds for share in summary.shares(record)}
+    assert parts["exposed collectives"] == 3.0
+    assert sum(parts.values()) == record.predicted.step_time_s
+
+
 def test_the_parts_of_a_step_add_up_to_it():
     parts = {share.name: share.seconds for share in summary.shares(program())}
     assert parts == {

@@ -1,4 +1,4 @@
-"""Tensor parallelism over more devices than key and value heads."""
+"""Tensor parallelism and Ulysses over more devices than key and value heads."""
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,15 @@ B, L, W, H, K, D, F = 2, 128, 32, 8, 2, 4, 64
 
 
 def repeated(q, k, v):
-    k, v = (jnp.repeat(a, H // K, axis=2) for a in (k, v))
+    k, v = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k, v))
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 def grouped(q, k, v):
-    q = q.reshape(B, L, K, H // K, D)
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, D)
     weights = jax.nn.softmax(jnp.einsum("bqkgd,bskd->bkgqs", q, k))
-    return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(B, L, H, D)
+    return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(*v.shape[:2], H, D)
 
 
 def step_of(attention):
@@ -37,11 +37,29 @@ def step_of(attention):
     return step
 
 
-def arguments():
+def arguments(kv_heads=K):
     keys = iter(jax.random.split(jax.random.key(0), 8))
-    shapes = {"q": (W, H, D), "k": (W, K, D), "v": (W, K, D), "o": (H, D, W), "up": (W, F), "down": (F, W)}
+    shapes = {
+        "q": (W, H, D),
+        "k": (W, kv_heads, D),
+        "v": (W, kv_heads, D),
+        "o": (H, D, W),
+        "up": (W, F),
+        "down": (F, W),
+    }
     state = {name: 0.2 * jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
     return state, {name: jax.random.normal(next(keys), (B, L, W)) for name in "xy"}
+
+
+def verified_step(attention, kv_heads, recipe, devices):
+    """(what `autopar.verify` found, plan); results equal plain jax.jit."""
+    step, args = step_of(attention), arguments(kv_heads)
+    made = autopar.parallelize(
+        step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False
+    )  # fmt: skip
+    found, plan = autopar.verify(made, *args), made.plan(*args)
+    assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
+    return found, plan
 
 
 @pytest.mark.parametrize("attention", [grouped, repeated])
@@ -66,3 +84,65 @@ def test_an_axis_that_heads_can_share_stays_one(size, axes):
         show_progress=False,
     )  # fmt: skip
     assert made.plan(*arguments()).mesh.axis_sizes == axes
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "devices", "axes"),
+    [
+        (2, 4, (2, 2)),
+        pytest.param(4, 8, (4, 2), marks=pytest.mark.slow),  # queries in groups of two: groups are no heads of keys
+    ],
+)
+@pytest.mark.parametrize("spelling", [grouped, pytest.param(repeated, marks=pytest.mark.slow)])
+def test_ulysses_over_more_devices_than_heads_of_keys_gathers_these(spelling, kv_heads, devices, axes):
+    made, plan = verified_step(spelling, kv_heads, recipes.sequence_parallel("ulysses"), devices)
+    assert plan.mesh.axis_sizes == axes
+    assert plan.record.axis_names == ("sequence", "sequence group")
+    assert made.total.predicted == made.total.compiled
+    scores = B * H * L * L * 4 / devices
+    assert all(c.sent_bytes / c.count < scores for c in plan.predicted.collectives)
+
+
+@pytest.mark.parametrize(("kv_heads", "devices"), [(2, 4), pytest.param(4, 8, marks=pytest.mark.slow)])
+def test_ulysses_exchanges_queries_and_gathers_only_keys_of_long_sequences(kv_heads, devices):
+    """32,768 positions: bytes matter, and not the number of collectives."""
+    shape_of = lambda a, *shape: jax.ShapeDtypeStruct(shape or a.shape, a.dtype)
+    state, batch = arguments(kv_heads)
+    state, batch = jax.tree.map(shape_of, state), {name: shape_of(a, B, 32_768, W) for name, a in batch.items()}
+    made = autopar.parallelize(
+        step_of(grouped), plan=recipes.sequence_parallel("ulysses"), cluster=slow_cluster(devices), cache_dir=None,
+        memory_limit_bytes=10**12, show_progress=False,
+    )  # fmt: skip
+    plan = made.plan(state, batch)
+    groups, ring = plan.mesh.axis_sizes
+    of_queries, of_keys = (B * 32_768 * heads * D * 4 / devices for heads in (H, kv_heads))
+    # Queries and results over both axes; keys and values over the first, gathered or summed over the second; per pass.
+    # The backward pass gathers keys and values again.
+    queries = (1 - 1 / groups) + (1 - 1 / ring)
+    keys = (1 - 1 / groups) + (ring - 1)
+    kinds = ("all-to-all", "all-gather", "reduce-scatter")
+    sent = sum(c.sent_bytes for c in plan.predicted.collectives if c.kind in kinds)
+    assert sent <= 2 * (2 * queries * of_queries + 2 * keys * of_keys) + 2 * (ring - 1) * of_keys
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "devices", "names"),
+    [
+        (2, 4, ("sequence ring", "sequence")),
+        pytest.param(4, 8, ("sequence ring", "sequence"), marks=pytest.mark.slow),
+        pytest.param(8, 4, ("sequence",), marks=pytest.mark.slow),
+    ],
+)
+def test_heads_are_exchanged_within_groups_and_rings_go_between(kv_heads, devices, names):
+    made, plan = verified_step(grouped, kv_heads, recipes.sequence_parallel("usp"), devices)
+    assert plan.record.axis_names == names
+    assert made.total.predicted == made.total.compiled
+    kinds = {c.name for c in made.collectives}
+    assert ("collective-permute" in kinds) == ("sequence ring" in names)
+    assert "all-to-all" in kinds
+
+
+def test_sequence_groups_take_the_heads_that_tensor_groups_leave():
+    recipe = recipes.combine(dp=1, sp=4, tp=2)
+    _, plan = verified_step(grouped, 4, recipe, 8)
+    assert (plan.record.axis_names, plan.mesh.axis_sizes) == (("sequence", "sequence group", "tensor"), (2, 2, 2))

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.solver import Problem, brute_force, evaluate
+from autopar.solver import Edge, Problem, Status, Use, brute_force, evaluate, solve
 from benchmarks.contest_format import read_contest, write_choice, write_contest
 from benchmarks.iopddl import main
+from benchmarks.own_instances import Instance, least_bytes, made, with_one_use_each
 from tests.solver.cases import layered_problem
 
 # The example of the contest's description.
@@ -97,3 +98,33 @@ def test_save_and_load_keep_everything(tmp_path: Path) -> None:
     assert evaluate(again, [1] * 12) == evaluate(problem, [1] * 12)
     Problem(node_cost=()).save(tmp_path / "empty.npz")
     assert Problem.load(tmp_path / "empty.npz").node_cost == ()
+
+
+def test_a_node_with_two_uses_becomes_two_that_choose_alike() -> None:
+    problem = Problem(
+        node_cost=(np.array([3.0, 1.0]), np.array([0.0, 0.0])),
+        edges=(Edge(source=0, target=1, cost=np.array([[0.0, 5.0], [5.0, 0.0]])),),
+        uses=(
+            Use(node=0, start=0, stop=2, bytes=np.array([1, 4])),
+            Use(node=0, start=3, stop=5, bytes=np.array([2, 8])),
+            Use(node=1, start=4, stop=6, bytes=np.array([1, 1])),
+        ),
+        limit_bytes=8,
+    )
+    split = with_one_use_each(problem)
+    assert [use.node for use in split.uses] == [0, 2, 1]
+    assert least_bytes(split.uses) == least_bytes(problem.uses) == 3
+    assert brute_force(problem).choice == brute_force(split).choice[:2] == (0, 0)
+    assert brute_force(split).objective == brute_force(problem).objective == 3.0
+
+
+def test_an_instance_of_a_training_step_has_memory_that_binds_and_is_read_back(tmp_path: Path) -> None:
+    instance = Instance(case="mlp", sizes={}, cluster="dgx-h100", axis_sizes=(2, 4), memory=0.3)
+    problem = made(instance)
+    write_contest(problem, tmp_path / "mlp.json", name="mlp")
+    again = read_contest(tmp_path / "mlp.json")
+    free, limited = solve(replace(again, limit_bytes=None)), solve(again)
+    assert again.limit_bytes is not None
+    assert free.status is limited.status is Status.OPTIMAL
+    assert least_bytes(problem.uses) < limited.peak_bytes <= again.limit_bytes < free.peak_bytes
+    assert limited.objective > free.objective

@@ -1,4 +1,5 @@
-"""The page of a plan, and of two plans side by side: HTML with its style and its script inside, from the templates.
+"""The pages of a plan, of two plans side by side, and of batches that fit: HTML with its style and its script inside,
+from the templates.
 
 Everything that comes from the user's program is text: Jinja2 escapes it in the page, and the data of the script are
 JSON in which no character can end the element that holds them.
@@ -8,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.plan.fit_row import FitRow
 from autopar.plan.report.compare_data import CompareData, compare_data
 from autopar.plan.report.data import ReportData, report_data
+from autopar.plan.report.fit_data import FitData, fit_data
 from autopar.plan.report.layout_tokens import tokens_of
 from autopar.plan.report.timeline_data import PARTS, TimelineData
 from autopar.plan.schema import PlanRecord
@@ -34,7 +38,12 @@ def comparison_of(record: PlanRecord, other: PlanRecord) -> str:
     return _render("compare.html.j2", compare_data(record, other))
 
 
-def _render(template: str, data: ReportData | CompareData) -> str:
+def fitting_of(step: str, rows: Sequence[FitRow], multiples: Mapping[str, int]) -> str:
+    """The page of `autopar.fit`."""
+    return _render("fit.html.j2", fit_data(step, rows, multiples))
+
+
+def _render(template: str, data: ReportData | CompareData | FitData) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("autopar.plan.report"),
         autoescape=True,
