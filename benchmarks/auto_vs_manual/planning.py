@@ -21,6 +21,7 @@ from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, SolverError
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
+from autopar.plan.cache import SEARCH_VERSION
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.render import in_short
 from autopar.plan.step_graphs import StepGraphs
@@ -68,7 +69,7 @@ def plan_row(
     cluster = cluster or cluster_of(cluster_text)
     row = Row(
         model=model.name, cluster=cluster_text, recipe=recipe, devices=cluster.num_devices,
-        status=Status.FAILED, why="no attempt was possible: the batch does not divide",
+        status=Status.FAILED, why="no attempt was possible: the batch does not divide", search_version=SEARCH_VERSION,
     )  # fmt: skip
     begun = time.perf_counter()
     problem, trees = traced_problem(model, cluster)

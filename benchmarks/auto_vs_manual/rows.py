@@ -39,6 +39,8 @@ class Row:
         measured_beside_auto: The step over the search's, the median of what they took in the same turns; None in the
             search's own row.
         measured_beside_timed: The same beside the plan that the clock chose.
+        search_version: The version of costs and search (`autopar/plan/cache.py`) that made the row; None in rows of
+            before 2026-11-25, which do not say it.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Row:
     measured_beside_timed: float | None = None
     compiled_bytes: float | None = None
     compiled_peak_bytes: int | None = None
+    search_version: int | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
