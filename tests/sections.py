@@ -1,7 +1,8 @@
 """Steps cut into sections for tests, and an evaluator of their graphs: what a rewrite must not change."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,19 +117,44 @@ def evaluate(graph: OpGraph, args: Sequence[Any]) -> list[np.ndarray]:
             outer[op.outputs[0]] = sum(parts[1:], parts[0]) if summed else jnp.concatenate(parts, axis=op.dim)
         elif op.section.repeats or op.kind is OpKind.SPLIT:
             for i, env in enumerate(envs):
-                env.update(zip(op.outputs, run(op, [read(a, env) for a in op.inputs], i, m), strict=True))
+                env.update(zip(op.outputs, run(op, functools.partial(read, env=env), i, m), strict=True))
         else:
-            outer.update(zip(op.outputs, run(op, [read(a, {}) for a in op.inputs], 0, m), strict=True))
+            outer.update(zip(op.outputs, run(op, functools.partial(read, env={}), 0, m), strict=True))
     outputs = [read(a, {}) for a in graph.block.outputs]
     return [np.asarray(jax.random.key_data(x) if jax_compat.is_key_dtype(x.dtype) else x) for x in outputs]
 
 
-def run(op: Op, operands: Sequence[Any], index: int, num_microbatches: int) -> list[Any]:
+def run(op: Op, read: Callable[[Any], Any], index: int, num_microbatches: int) -> list[Any]:
+    """The results of an operation; of a scan from its block, as a step runs it: its equation is that of the step."""
+    operands = [read(a) for a in op.inputs]
     if op.kind is OpKind.BARRIER:
-        return list(operands)
+        return operands
     if op.kind is OpKind.SPLIT:
         return [jnp.split(operands[0], num_microbatches, axis=op.dim)[index]]
+    if op.kind is OpKind.SCAN:
+        return _run_scan(op, operands, read)
     return jax_compat.bind(op.eqn, operands)
+
+
+def _run_scan(op: Op, operands: Sequence[Any], read: Callable[[Any], Any]) -> list[Any]:
+    (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
+    consts, carry, stacked = operands[:k], list(operands[k:n]), operands[n:]
+    trips: int = op.eqn.params["length"]
+    rows: list[list[Any]] = [[] for _ in op.outputs[n - k :]]
+    backwards = op.eqn.params["reverse"]
+    for i in reversed(range(trips)) if backwards else range(trips):
+        env = dict(zip(body.inputs, [*consts, *carry, *(x[i] for x in stacked)], strict=True))
+
+        def inner(atom: Any, env: dict[int, Any] = env) -> Any:
+            return env[atom] if isinstance(atom, int) and atom in env else read(atom)
+
+        for inner_op in body.ops:
+            env.update(zip(inner_op.outputs, run(inner_op, inner, 0, 1), strict=True))
+        results = [inner(a) for a in body.outputs]
+        carry = results[: n - k]
+        for row, result in zip(rows, results[n - k :], strict=True):
+            row.append(result)
+    return [*carry, *(jnp.stack(row[::-1] if backwards else row) for row in rows)]
 
 
 def assert_same_numbers(before: OpGraph, after: OpGraph, args: Sequence[Any], tolerance: float = 1e-5) -> None:
