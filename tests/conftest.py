@@ -12,6 +12,9 @@ import pytest
 NUM_DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The command line follows them, and the processes of pytest-xdist say 80 columns.
+for _name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+    os.environ.pop(_name, None)
 # The programs of the tests run for milliseconds: LLVM's optimiser takes longer than it could save. Collectives and
 # memory are decided by XLA's own passes, which run as always.
 _FLAGS = {
