@@ -94,7 +94,7 @@ def _value(target: Target, arrays: dict[str, Any]) -> Any:
         number = record.value
         if sharding is None:
             return number
-        value = np.asarray(number, target.dtype)
+        value: Any = np.asarray(number, target.dtype)
     elif sharding is not None and not sharding.addressable_devices:
         return absent(record.shape, target.dtype, sharding)
     elif record.kind == "key":

@@ -45,7 +45,7 @@ def spread(axis_sizes: tuple[int, ...], axes: tuple[int, ...], host_devices: int
     hosts = -(-total // host_devices)
     cells = groups // host_devices + hosts * np.arange(len(groups))[:, None]
     counts = np.bincount(cells.ravel(), minlength=hosts * len(groups)).reshape(-1, hosts)
-    return Spread(size=size, hosts=int((counts > 0).sum(axis=1).max()), inside=int(counts[counts > 0].min()))
+    return Spread(size=size, hosts=int(np.max((counts > 0).sum(axis=1))), inside=int(np.min(counts[counts > 0])))
 
 
 def joint_axes(axis_sizes: Sequence[int]) -> list[tuple[int, ...]]:

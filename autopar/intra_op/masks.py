@@ -45,7 +45,7 @@ class NodeMask:
 
     @property
     def good(self) -> np.ndarray:
-        return np.logical_and.reduce([self.allowed, *(wish.granted for wish in self.wishes)])
+        return np.all([self.allowed, *(wish.granted for wish in self.wishes)], axis=0)
 
 
 class Masks:
@@ -104,7 +104,7 @@ class Masks:
         for node, allowed in allowed_at.items():
             good, granted = allowed, list[Wish]()
             for wishes in wished_at[node]:
-                combined = np.logical_and.reduce([good, *(wish.granted for wish in wishes)])
+                combined = np.all([good, *(wish.granted for wish in wishes)], axis=0)
                 if wishes and combined.any():
                     good, granted = combined, [*granted, *wishes]
             masks[node] = NodeMask(allowed=allowed, wishes=tuple(granted))
@@ -183,7 +183,7 @@ class Masks:
             if not given_up:
                 continue
             granted = [wish.granted for wish in mask.wishes if wish.granted[choice[node]]]
-            nodes[node] = np.logical_and.reduce([mask.allowed, *granted, *(~wish.granted for wish in given_up)])
+            nodes[node] = np.all([mask.allowed, *granted, *(~wish.granted for wish in given_up)], axis=0)
             left_whole.update(dict.fromkeys((wish.value, wish.axis) for wish in given_up if not wish.is_kept))
         edges: list[int] = []
         for number, reshard in enumerate(self.choices.reshards):
