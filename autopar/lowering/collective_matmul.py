@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from autopar.kernels.local import runs_locally
 from autopar.lowering.instructions import Compute, Instruction, Key, Loop, LoweredBlock, Move, Pieces, section_of
@@ -119,10 +120,10 @@ class Along:
     result: int | None
 
     @classmethod
-    def of(cls, eqn: object, operand: int | None, dim: int) -> Along:
+    def of(cls, eqn: Any, operand: int | None, dim: int) -> Along:
         """Those of a `dot_general`, for a dimension of an operand, or of the result (operand None)."""
-        summed, batch = eqn.params["dimension_numbers"]  # type: ignore[attr-defined]
-        ranks = [len(v.aval.shape) for v in eqn.invars]  # type: ignore[attr-defined]
+        summed, batch = eqn.params["dimension_numbers"]
+        ranks = [len(v.aval.shape) for v in eqn.invars]
         free = [[d for d in range(ranks[i]) if d not in (*summed[i], *batch[i])] for i in (0, 1)]
         found = [cls(operands={0: a, 1: b}, result=i) for i, (a, b) in enumerate(zip(*batch, strict=True))]
         found += [cls(operands={0: d}, result=len(batch[0]) + i) for i, d in enumerate(free[0])]
