@@ -118,7 +118,7 @@ def write(directory: Path, rows: Sequence[Row], machines: dict[str, str]) -> Non
         "## Plots",
         *(f"![{path.stem}]({path.name})" for path in plots),
         "## All rows",
-        "Steps are predicted; `auto is faster by` is the recipe's time over that of the search, where all of the recipe "
+        "Steps are predicted; `auto is faster by` is the recipe's time over that of the search, where the whole recipe "
         "was gone through.",
         markdown(COLUMNS, cells_of(rows)),
     ]
