@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 from autopar.attention.match import check_blockwise
@@ -11,6 +10,7 @@ from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
 from autopar.compiler.advice import advice_note, with_pins_of_code
 from autopar.compiler.comparison import choose, near, notes, rejections
+from autopar.compiler.last_resorts import last_resort
 from autopar.compiler.no_plan import no_plan_error
 from autopar.compiler.padding import stored_step
 from autopar.compiler.pin_costs import price_of_pins
@@ -31,9 +31,7 @@ from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.step_graphs import StepGraphs
-from autopar.sharding.binding import Binding
 from autopar.sharding.head_groups import splits_heads, with_heads
-from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook
 
 # The part of a device's memory that is left where no limit is given: predictions come within it of what XLA's CPU
@@ -84,13 +82,20 @@ def make_plans(
     with progress.pass_("padding"):
         traced = stored_step(as_requested(traced, request), cluster, request, rules, graphs)
     context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance, graphs))
-    context = ask_sources(context)
-    chosen = choose(context)
+    refused: MemoryLimitError | None = None
+    try:
+        context = ask_sources(context)
+    except MemoryLimitError as error:
+        refused = error
+    chosen = choose(context) if refused is None else None
     if chosen is None:
-        padded = _padded_plan(traced, trees, cluster, request, rules, progress, graphs)
-        if padded is None:
-            raise no_plan_error(context, trees)
-        return (padded,)
+        plan, why = last_resort(
+            context, lambda other: make_plan(traced, trees, cluster, other, rules, progress, graphs)
+        )
+        if plan is not None:
+            return (plan,)
+        error = refused or no_plan_error(context, trees)
+        raise error.beside(why) if isinstance(error, MemoryLimitError) and why else error
     told = [*_notes(context), *advice_note(context, chosen)]
     plan = plan_of(context, chosen, trees, told, rejections(context, chosen))
     if chosen.pins is not None and context.request.pins is not None:
@@ -117,34 +122,6 @@ def _plans_saving(
     if not isinstance(request.remat, str):
         return plans(saving(traced, checked_names(traced, request.remat)), request.time_limit_s)
     return fastest_saving(traced, cluster, rules, plans, Deadline.after(request.time_limit_s))
-
-
-def _padded_plan(
-    traced: TracedStep,
-    trees: Trees,
-    cluster: Cluster,
-    request: PlanRequest,
-    rules: RuleBook,
-    progress: Progress,
-    graphs: StepGraphs,
-) -> Plan | None:
-    """The faster plan of ZeRO in one program, with state stored padded, where nothing fits without; None where the
-    devices divide the state, or that does not fit either.
-
-    Only then, since the arrays that come back are no `jax.Array`: a search that may choose does without.
-    """
-    if traced.padded or not request.leaves_layouts_free or request.names_pipeline:
-        return None
-    plans = []
-    for stage in (1, 3):
-        bound = dataclasses.replace(request, binding=Binding(axes=(data_axis(stage),), sizes=(None,)))
-        stored = stored_step(traced, cluster, bound, rules, graphs)
-        if stored.padded:
-            with contextlib.suppress(MemoryLimitError):
-                plans.append(make_plan(stored, trees, cluster, bound, rules, progress, graphs))
-    best = min(plans, key=lambda plan: plan.predicted.step_time_s, default=None)
-    note = "nothing was found that fits without padding arrays of the state that the devices do not divide"
-    return None if best is None else best.with_note(note)
 
 
 def as_requested(traced: TracedStep, request: PlanRequest) -> TracedStep:
