@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.frontend.build_graph import build_graph
+from autopar.compiler.whole_graph import whole_graph
 from autopar.frontend.pad_state import padded_step
 from autopar.frontend.saved_names import saving
 from autopar.hardware.cluster import Cluster
@@ -14,22 +14,26 @@ from autopar.ir.traced_step import TracedStep
 from autopar.passes.scan_stacks import find_stacks
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
+from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.binding import Binding
 from autopar.sharding.padding import padded_forms
 from autopar.sharding.rules import RuleBook
-from autopar.sharding.semantics import annotate_semantics
 
 
-def stored_step(traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook) -> TracedStep:
+def stored_step(
+    traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook, graphs: StepGraphs
+) -> TracedStep:
     """The step with the leaves of its state as they are stored on a cluster: padded where a recipe shares them out
-    among devices that do not divide them.
+    among devices that do not divide them. The graph that this is read from is one of `graphs`.
 
     Raises: InvalidArgumentError where the recipe does not fit the devices; UnsupportedError as `build_graph`.
     """
     if traced.padded:
         return traced
-    forms = dict(request.padded) or _chosen_forms(traced, cluster, request, rules)
-    return padded_step(traced, forms, num_stages=(request.num_stages or 1) * (request.chunks or 1))
+    forms = dict(request.padded) or _chosen_forms(traced, cluster, request, rules, graphs)
+    num_stages = (request.num_stages or 1) * (request.chunks or 1)
+    what = "padded", tuple(sorted(forms.items())), num_stages  # plans of the same forms share the graphs of one step
+    return graphs.of(traced, what, lambda: padded_step(traced, forms, num_stages=num_stages)) if forms else traced
 
 
 def stored_as_planned(traced: TracedStep, plan: Plan) -> TracedStep:
@@ -44,7 +48,9 @@ def stored_as_planned(traced: TracedStep, plan: Plan) -> TracedStep:
     return padded_step(traced, forms, num_stages=len(pipeline.stages) if pipeline is not None else 1)
 
 
-def _chosen_forms(traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook) -> dict[int, PaddedForm]:
+def _chosen_forms(
+    traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook, graphs: StepGraphs
+) -> dict[int, PaddedForm]:
     binding, num_stages = request.binding, request.num_stages or 1
     if binding is None or not traced.tied or cluster.num_devices % num_stages:
         return {}
@@ -53,7 +59,7 @@ def _chosen_forms(traced: TracedStep, cluster: Cluster, request: PlanRequest, ru
         return {}
     if num_stages > 1 and find_stacks(traced, rules) is not None:
         return {}  # each stage gets a slice of the stacked layers, which are stored as they are
-    graph = annotate_semantics(build_graph(traced, rules))
+    graph = whole_graph(traced, rules, graphs).annotated
     first = len(graph.block.inputs) - len(traced.in_avals)
     return {position - first: form for position, form in padded_forms(graph, binding, num_devices).items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 from autopar.attention.match import check_blockwise
@@ -11,31 +10,28 @@ from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
 from autopar.compiler.advice import advice_note, with_pins_of_code
 from autopar.compiler.comparison import choose, near, notes, rejections
+from autopar.compiler.last_resorts import last_resort
 from autopar.compiler.no_plan import no_plan_error
 from autopar.compiler.padding import stored_step
 from autopar.compiler.pin_costs import price_of_pins
 from autopar.compiler.saved_names import fastest_saving
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
+from autopar.compiler.whole_graph import whole_graph
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
 from autopar.cost.least_time import least_time_s
-from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError, MemoryLimitError
-from autopar.frontend.build_graph import build_graph
 from autopar.frontend.saved_names import checked_names, saving
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import check_islands
-from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.step_graphs import StepGraphs
-from autopar.sharding.binding import Binding
 from autopar.sharding.head_groups import splits_heads, with_heads
-from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook
 
 # The part of a device's memory that is left where no limit is given: predictions come within it of what XLA's CPU
@@ -82,16 +78,24 @@ def make_plans(
         return _plans_saving(traced, trees, cluster, request, rules, progress, keep_tolerance)
     platform = cluster.device.platform
     check_options(options_of(request.compiler_options, platform), platform)
+    graphs = graphs or StepGraphs()
     with progress.pass_("padding"):
-        traced = stored_step(traced, cluster, request, rules)
+        traced = stored_step(as_requested(traced, request), cluster, request, rules, graphs)
     context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance, graphs))
-    context = ask_sources(context)
-    chosen = choose(context)
+    refused: MemoryLimitError | None = None
+    try:
+        context = ask_sources(context)
+    except MemoryLimitError as error:
+        refused = error
+    chosen = choose(context) if refused is None else None
     if chosen is None:
-        padded = _padded_plan(traced, trees, cluster, request, rules, progress)
-        if padded is None:
-            raise no_plan_error(context, trees)
-        return (padded,)
+        plan, why = last_resort(
+            context, lambda other: make_plan(traced, trees, cluster, other, rules, progress, graphs)
+        )
+        if plan is not None:
+            return (plan,)
+        error = refused or no_plan_error(context, trees)
+        raise error.beside(why) if isinstance(error, MemoryLimitError) and why else error
     told = [*_notes(context), *advice_note(context, chosen)]
     plan = plan_of(context, chosen, trees, told, rejections(context, chosen))
     if chosen.pins is not None and context.request.pins is not None:
@@ -120,26 +124,14 @@ def _plans_saving(
     return fastest_saving(traced, cluster, rules, plans, Deadline.after(request.time_limit_s))
 
 
-def _padded_plan(
-    traced: TracedStep, trees: Trees, cluster: Cluster, request: PlanRequest, rules: RuleBook, progress: Progress
-) -> Plan | None:
-    """The faster plan of ZeRO in one program, with state stored padded, where nothing fits without; None where the
-    devices divide the state, or that does not fit either.
+def as_requested(traced: TracedStep, request: PlanRequest) -> TracedStep:
+    """The step with its attention and the modules that are taken per micro-batch as a request has them."""
+    blockwise = _has_rings(request) or request.attention is Attention.BLOCKWISE
+    return dataclasses.replace(traced, blockwise_attention=blockwise, per_microbatch=request.per_microbatch)
 
-    Only then, since the arrays that come back are no `jax.Array`: a search that may choose does without.
-    """
-    if traced.padded or not request.leaves_layouts_free or request.names_pipeline:
-        return None
-    plans = []
-    for stage in (1, 3):
-        bound = dataclasses.replace(request, binding=Binding(axes=(data_axis(stage),), sizes=(None,)))
-        stored = stored_step(traced, cluster, bound, rules)
-        if stored.padded:
-            with contextlib.suppress(MemoryLimitError):
-                plans.append(make_plan(stored, trees, cluster, bound, rules, progress))
-    best = min(plans, key=lambda plan: plan.predicted.step_time_s, default=None)
-    note = "nothing was found that fits without padding arrays of the state that the devices do not divide"
-    return None if best is None else best.with_note(note)
+
+def _has_rings(request: PlanRequest) -> bool:
+    return request.binding is not None and request.binding.blockwise_attention
 
 
 def planning_context(
@@ -152,16 +144,14 @@ def planning_context(
     graphs: StepGraphs | None = None,
 ) -> PlanningContext:
     """The input of the sources of candidates: the step's graph, and the request in numbers."""
-    rings = request.binding is not None and request.binding.blockwise_attention
-    blockwise = rings or request.attention is Attention.BLOCKWISE
-    traced = dataclasses.replace(traced, blockwise_attention=blockwise, per_microbatch=request.per_microbatch)
+    traced = as_requested(traced, request)
     deadline = Deadline.after(request.time_limit_s)
     graphs = graphs or StepGraphs()
     with progress.pass_("graph"):
-        views = graphs.of(traced, "whole", lambda: GraphViews(build_graph(traced, rules), flops_of))
+        views = whole_graph(traced, rules, graphs)
         graph = views.graph
     check_islands(graph, cluster.num_devices)
-    if rings:
+    if _has_rings(request):
         check_blockwise(graph)
     if request.binding is not None and request.pins is None and splits_heads(request.binding):
         request = dataclasses.replace(request, binding=with_heads(request.binding, views.annotated))

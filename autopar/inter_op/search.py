@@ -17,6 +17,7 @@ from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts, on_part, orders, placements
 from autopar.inter_op.evaluate import PipelineEvaluator, retry_without_hoisted_casts
 from autopar.inter_op.layer_decisions import Decisions, layer_decisions
+from autopar.inter_op.microbatch_walk import Tried, next_numbers
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate
 from autopar.inter_op.search_space import (
     finest,
@@ -183,29 +184,28 @@ class _Search:
         builder: PipelineEvaluator,
         estimated_s: dict[int, float],
     ) -> None:
-        """One stage in half and twice the micro-batches while that is faster: where the memory admits fewer
-        micro-batches, parameters are gathered, and gradients added up, less often. Adds to the dictionaries.
+        """One stage in fewer and more micro-batches while that is faster (`next_numbers`). Adds to the dictionaries.
 
         Args:
             estimated_s: The estimated step time of one stage in each number of micro-batches in which it fits.
         """
+        if not estimated_s:
+            return
         numbers, largest, overstated = divisors(num_examples(self.context.traced)), max(cuts), OVERSTATED
-        while estimated_s and not self.context.deadline.passed:
-            best = min(estimated_s, key=lambda m: estimated_s[m])
-            fewer_microbatches = max((d for d in numbers if 2 * d <= best), default=best)
-            more_microbatches = min((d for d in numbers if 2 * best <= d < largest), default=best)
-            near = [m for m in (fewer_microbatches, more_microbatches) if m not in estimated_s]
+        tried = {m: _tried(builder, m, step_time_s) for m, step_time_s in estimated_s.items()}
+        while not self.context.deadline.passed:
+            near = next_numbers(numbers, tried, self.context.limit_bytes, largest)
             if not near:
                 return
             for m in near:
                 limit_bytes = int(overstated * self.context.limit_bytes)
-                estimated_s[m] = self.one_stage_s(step, m, cuts, decided, builder, limit_bytes)
+                step_time_s = self.one_stage_s(step, m, cuts, decided, builder, limit_bytes)
                 if (1, m) in builder.best_of:
                     candidate, estimated_bytes = builder.best_of[1, m]
-                    estimated_s[m] = (
-                        candidate.trial.step_time_s if candidate.fits(self.context.limit_bytes) else math.inf
-                    )
+                    fits = candidate.fits(self.context.limit_bytes)
+                    step_time_s = candidate.trial.step_time_s if fits else math.inf
                     overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
+                tried[m] = _tried(builder, m, step_time_s)
 
     def one_stage_s(
         self,
@@ -314,6 +314,16 @@ class _Search:
             )
             problems.append((problem, options))
         return problems
+
+
+def _tried(builder: PipelineEvaluator, m: int, step_time_s: float) -> Tried:
+    """One stage in m micro-batches as far as it was built."""
+    if (1, m) not in builder.best_of:
+        return Tried(step_time_s=step_time_s)
+    candidate, _ = builder.best_of[1, m]
+    return Tried(
+        step_time_s=step_time_s, peak_bytes=candidate.trial.peak_bytes, policies=tuple(candidate.choice.policies)
+    )
 
 
 def _on(options: Sequence[PricedOption], num_devices: int) -> tuple[PricedOption, ...]:

@@ -34,8 +34,7 @@ def check_state_fits(context: PlanningContext) -> None:
         limit_bytes=context.limit_bytes,
         needed_bytes=needed_bytes,
         largest=[(v.name or "a constant", v.nbytes // cluster.num_devices) for v in largest],
-        hint="use more devices, a smaller model, a smaller optimiser state (Adafactor, bfloat16 moments), or keep that "
-        'in the memory of the hosts: plan=autopar.recipes.zero(2, offload="optimizer")',
+        hint="use more devices, a smaller model, or a smaller optimiser state (Adafactor, bfloat16 moments)",
     )
 
 

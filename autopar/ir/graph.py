@@ -304,7 +304,7 @@ def read_by(op: Op) -> tuple[int, ...]:
     """The values that an operation reads: its operands, then what its blocks read from around them."""
     direct = [a for a in op.inputs if isinstance(a, int)]
     if not op.blocks:
-        return tuple(dict.fromkeys(direct))
+        return tuple(direct) if len(direct) < 2 else tuple(dict.fromkeys(direct))
     return tuple(dict.fromkeys([*direct, *(v for block in op.blocks for v in sorted(free_values(block)))]))
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, walk
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Rule, Value, walk
 
 # What is followed: what dimensions count (`Dimension`), or which side of a matrix they are (`Side`).
 Name = TypeVar("Name", bound=enum.Enum)
@@ -26,81 +26,129 @@ DimensionOf = tuple[int, int]
 
 
 class FollowedNames(Generic[Name]):
-    """The parts of every dimension, as far as they are known; of some values only, where those are given."""
+    """The parts of every dimension, as far as they are known; of some values only, where those are given.
+
+    Dimensions that a rule or a loop holds to be one, in one piece, are joined before anything is followed: they share
+    what is known. What goes round are names behind a dimension that is split or joined.
+    """
 
     def __init__(self, graph: OpGraph, within: Collection[int] | None = None) -> None:
         self.graph, self.within = graph, within
-        self.parts: dict[DimensionOf, Parts[Name]] = {}
-        self.waiting: collections.deque[int] = collections.deque()  # values whose news have not gone round
-        self.of_value: dict[int, list[Callable[[], None]]] = {}
+        # Dimensions have numbers: those of a value stand one behind the other.
+        self.first = [0, *itertools.accumulate(len(v.shape) for v in graph.values)]
+        self.one = list(range(self.first[-1]))  # of each dimension, one of those that are joined with it
+        self.parts: dict[int, Parts[Name]] = {}
+        self.waiting: collections.deque[int] = collections.deque()  # dimensions whose news have not gone round
+        self.watching: list[tuple[Collection[int], Callable[[], None]]] = []
         for op in walk(graph.block):
             if op.rule is not None:
-                self.watch_op(op)
+                self.join_by_rule(op, op.rule)
         for outer, inner, dropped in links(graph.block):
-            for value in (outer, inner):
-                self.of_value.setdefault(value, []).append(functools.partial(self.alike, outer, inner, dropped))
-        for one, other in _scanned(graph.block):
-            for value in (one, other):
-                self.of_value.setdefault(value, []).append(functools.partial(self.scanned_alike, one, other))
+            inner_rank, outer_rank = len(graph.values[inner].shape), len(graph.values[outer].shape)
+            for d in range(min(inner_rank, outer_rank - dropped)):
+                self.join_alike((outer, d + dropped), (inner, d))
+        for one, other in _scanned(graph.block):  # what a scan goes over counts the same in all its slices and stacks
+            self.join_alike((one, 0), (other, 0))
+        self.one = [self.joined(i) for i in range(len(self.one))]
+        self.size = [n for v in graph.values for n in v.shape]
+        self.followers: dict[int, list[Callable[[], None]]] = {}
+        for dimensions, follow in self.watching:
+            for at in {self.one[i] for i in dimensions}:
+                self.followers.setdefault(at, []).append(follow)
 
-    def watch_op(self, op: Op) -> None:
-        assert op.rule is not None
-        factored = op.rule.factored_dims((*op.inputs, *op.outputs))
-        places = [(atom, d, factors) for atom, d, factors in factored if isinstance(atom, int)]
-        through = functools.partial(self.through, places, [f.size for f in op.rule.factors])
-        for value in {value for value, _, _ in places}:
-            self.of_value.setdefault(value, []).append(through)
+    # Which dimensions are one
+
+    def joined(self, i: int) -> int:
+        one = self.one
+        while one[i] != i:
+            one[i] = i = one[one[i]]
+        return i
+
+    def is_followed(self, value: int) -> bool:
+        return self.within is None or value in self.within
+
+    def join_by_rule(self, op: Op, rule: Rule) -> None:
+        """Joins the dimensions that are one factor; where dimensions consist of several, they are watched."""
+        atoms, values, factors = (*op.inputs, *op.outputs), self.graph.values, rule.factors
+        at_factor: dict[int, int] = {}
+        places: list[tuple[int, tuple[int, ...]]] = []
+        is_whole = True
+        for atom, dims in zip(atoms, (*rule.operands, *rule.results), strict=True):
+            if not isinstance(atom, int) or not self.is_followed(atom):
+                continue
+            first, shape = self.first[atom], values[atom].shape
+            for d, of_dim in enumerate(dims):
+                if not of_dim:
+                    continue
+                places.append((first + d, of_dim))
+                if len(of_dim) == 1 and shape[d] == factors[of_dim[0]].size:
+                    at = at_factor.setdefault(of_dim[0], first + d)
+                    if at != first + d:
+                        self.one[self.joined(first + d)] = self.joined(at)
+                else:
+                    is_whole = False
+        if not is_whole:
+            sizes = [f.size for f in factors]
+            self.watching.append(([i for i, _ in places], functools.partial(self.through, places, sizes)))
+
+    def join_alike(self, one: DimensionOf, other: DimensionOf) -> None:
+        """Joins two dimensions that count the same; those of two sizes, one of a micro-batch, are watched."""
+        if not self.is_followed(one[0]) or not self.is_followed(other[0]):
+            return
+        a, b = self.number(*one), self.number(*other)
+        if self.graph.values[one[0]].shape[one[1]] == self.graph.values[other[0]].shape[other[1]]:
+            self.one[self.joined(b)] = self.joined(a)
+        else:
+            self.watching.append(((a, b), functools.partial(self.alike, a, b)))
+
+    # What is known of them
+
+    def number(self, value: int, d: int) -> int:
+        return self.first[value] + d
 
     def of(self, value: int, d: int) -> Parts[Name]:
-        return self.parts.get((value, d), ((self.graph.values[value].shape[d], _UNKNOWN),))
+        return self._of(self.number(value, d))
 
     def name(self, value: int, d: int, what: Name) -> None:
         self.put((value, d), ((self.graph.values[value].shape[d], frozenset({what})),))
 
     def put(self, at: DimensionOf, parts: Parts[Name]) -> None:
-        if self.within is not None and at[0] not in self.within:
-            return
-        size = self.graph.values[at[0]].shape[at[1]]
-        if size == 1 or math.prod(n for n, _ in parts) != size or all(not names for _, names in parts):
-            return
-        merged = _merged(self.of(*at), parts)
-        if merged != self.parts.get(at):
-            self.parts[at] = merged
-            self.waiting.append(at[0])
+        if self.is_followed(at[0]):
+            self._put(self.number(*at), parts)
 
     def names(self, value: Value) -> tuple[frozenset[Name], ...]:
-        return tuple(_names_of(self.parts.get((value.id, d))) for d in range(len(value.shape)))
+        first = self.first[value.id]
+        return tuple(_names_of(self.parts.get(self.one[i])) for i in range(first, first + len(value.shape)))
 
     def settle(self) -> None:
         """Follows until nothing changes; names are only ever added, so that this ends."""
         while self.waiting:
-            for follow in self.of_value.get(self.waiting.popleft(), ()):
+            for follow in self.followers.get(self.waiting.popleft(), ()):
                 follow()
 
-    def alike(self, outer: int, inner: int, dropped: int) -> None:
-        """The inner value's dimensions are the outer one's, without the first `dropped`."""
-        for d in range(len(self.graph.values[inner].shape)):
-            if d + dropped < len(self.graph.values[outer].shape):
-                self.copy((outer, d + dropped), (inner, d))
-                self.copy((inner, d), (outer, d + dropped))
+    def _of(self, i: int) -> Parts[Name]:
+        return self.parts.get(self.one[i], ((self.size[i], _UNKNOWN),))
 
-    def scanned_alike(self, one: int, other: int) -> None:
-        """What a scan goes over counts the same in all of its slices and stacks."""
-        self.copy((one, 0), (other, 0))
-        self.copy((other, 0), (one, 0))
+    def _put(self, i: int, parts: Parts[Name]) -> None:
+        size, at = self.size[i], self.one[i]
+        if size == 1 or math.prod(n for n, _ in parts) != size or all(not names for _, names in parts):
+            return
+        merged = _merged(self._of(i), parts)
+        if merged != self.parts.get(at):
+            self.parts[at] = merged
+            self.waiting.append(at)
 
-    def copy(self, source: DimensionOf, target: DimensionOf) -> None:
-        """One dimension counts what the other does; where it counts a micro-batch's part of it, in one piece."""
-        parts, size = self.of(*source), self.graph.values[target[0]].shape[target[1]]
-        if math.prod(n for n, _ in parts) != size:
-            parts = ((size, frozenset().union(*(names for _, names in parts))),)
-        self.put(target, parts)
+    def alike(self, one: int, other: int) -> None:
+        """Each dimension counts what the other does; where it counts a micro-batch's part of it, in one piece."""
+        for source, target in ((one, other), (other, one)):
+            names: frozenset[Name] = frozenset().union(*(names for _, names in self._of(source)))
+            self._put(target, ((self.size[target], names),))
 
-    def through(self, places: Sequence[tuple[int, int, tuple[int, ...]]], sizes: Sequence[int]) -> None:
+    def through(self, places: Sequence[tuple[int, tuple[int, ...]]], sizes: Sequence[int]) -> None:
         """What is known of a factor in one place is known of it in all."""
         known: dict[int, Parts[Name]] = {}
-        for value, d, factors in places:
-            at = self.parts.get((value, d))
+        for i, factors in places:
+            at = self.parts.get(self.one[i])
             if at is None:
                 continue
             if len(factors) == 1 and len(at) == 1 and at[0][0] == sizes[factors[0]]:  # most are: nothing is cut
@@ -109,10 +157,10 @@ class FollowedNames(Generic[Name]):
                 cut = _cut(at, [sizes[f] for f in factors])
             for f, parts in zip(factors, cut, strict=True):
                 known[f] = _merged(known[f], parts) if f in known else parts
-        for value, d, factors in places:
-            if len(factors) == 1 and known.get(factors[0]) == self.parts.get((value, d)):
+        for i, factors in places:
+            if len(factors) == 1 and known.get(factors[0]) == self.parts.get(self.one[i]):
                 continue  # nothing new, or nothing known
-            self.put((value, d), tuple([part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))]))
+            self._put(i, tuple([part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))]))
 
 
 def _names_of(parts: Parts[Name] | None) -> frozenset[Name]:

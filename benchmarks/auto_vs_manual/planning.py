@@ -26,9 +26,10 @@ from autopar.plan.plan import Plan, Trees
 from autopar.plan.render import in_short
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
-from benchmarks.auto_vs_manual.manual import RECIPES, Outcome, Problem
+from benchmarks.auto_vs_manual.manual import RECIPES
 from benchmarks.auto_vs_manual.models import Model, models
 from benchmarks.auto_vs_manual.rows import Row, Status
+from benchmarks.auto_vs_manual.settings import Outcome, Problem
 
 MOST_ATTEMPTS = 40
 NUMBER_OF_DEVICES = re.compile(r"(.+)/(\d+)")

@@ -63,7 +63,8 @@ def cells(row: Row, own: Row | None) -> tuple[str, ...]:
     gain = measured_gain = ""
     if row is own:
         own = None
-    if fits and own is not None and own.step_time_s and row.step_time_s and own.status is Status.PLANNED:
+    is_whole = not row.cut_short  # of a recipe that was not gone through, the best setting is not known
+    if fits and is_whole and own is not None and own.step_time_s and row.step_time_s and own.status is Status.PLANNED:
         gain = f"{row.step_time_s / own.step_time_s:.3f}"
     if row.measured_beside_auto is not None:
         measured_gain = f"{row.measured_beside_auto:.2f}"
@@ -117,7 +118,8 @@ def write(directory: Path, rows: Sequence[Row], machines: dict[str, str]) -> Non
         "## Plots",
         *(f"![{path.stem}]({path.name})" for path in plots),
         "## All rows",
-        "Steps are predicted; `auto is faster by` is the recipe's time over that of the search.",
+        "Steps are predicted; `auto is faster by` is the recipe's time over that of the search, where the whole recipe "
+        "was gone through.",
         markdown(COLUMNS, cells_of(rows)),
     ]
     (directory / "README.md").write_text("\n\n".join(parts) + "\n")

@@ -7,7 +7,7 @@ import pytest
 
 from autopar import recipes
 from autopar.common.progress import Progress
-from autopar.compiler import planner
+from autopar.compiler import whole_graph
 from autopar.compiler.planner import make_plan
 from autopar.frontend.tracing import trace
 from autopar.inter_op import requested
@@ -37,7 +37,7 @@ def test_plans_that_share_graphs_are_those_that_each_would_be(monkeypatch):
         return make_plan(step, trees, slow_cluster(2), request, rules, Progress("", show=False), shared).record
 
     alone = [plan(request) for request in REQUESTS]
-    counted(monkeypatch, planner, "build_graph", calls)
+    counted(monkeypatch, whole_graph, "build_graph", calls)
     counted(monkeypatch, requested, "cut_layers", calls)
     assert [plan(request, graphs) for request in REQUESTS] == alone
     assert calls == ["build_graph", "cut_layers"]

@@ -10,11 +10,13 @@ from autopar.errors import MemoryLimitError, UnsupportedError
 from benchmarks.auto_vs_manual import __main__ as main
 from benchmarks.auto_vs_manual import findings, manual, reports
 from benchmarks.auto_vs_manual.__main__ import finished, lines_of
-from benchmarks.auto_vs_manual.manual import Outcome, Point, Problem, first_points, megatron, walk
+from benchmarks.auto_vs_manual.manual import megatron
 from benchmarks.auto_vs_manual.models import chosen, models
 from benchmarks.auto_vs_manual.planning import cluster_of, line_of, refused
 from benchmarks.auto_vs_manual.rows import Row, Rows, Status
+from benchmarks.auto_vs_manual.settings import Outcome, Point, Problem
 from benchmarks.auto_vs_manual.suites import HARDWARE, Job, selected
+from benchmarks.auto_vs_manual.walks import first_points, frontier, walk
 
 GPT = models()["gpt-2.6B"]
 ROW = Row(model="gpt-2.6B", cluster="p3.16xlarge", recipe="auto", devices=8, status=Status.PLANNED, step_time_s=1.0)
@@ -82,6 +84,51 @@ def test_micro_batches_grow_by_what_divides_their_number():
 def test_one_that_fits_as_the_batch_is_ends_the_walk():
     room = lambda text: Outcome(step_time_s=1.0, peak_bytes=1, limit_bytes=100)
     assert walked(walk(problem(), first_points(problem()), lambda p, m: megatron_recipe()), room) == ["one program"]
+
+
+def on_a_frontier(at_rest: float, each: dict[str, float]) -> list[str]:
+    """The settings that are tried where a peak is `at_rest` and a part for each of the 128 examples of a copy."""
+
+    def came_to(text: str) -> Outcome:
+        parts = text.split(", ")
+        m = next((int(part.split()[0]) for part in parts if "micro" in part), 1)
+        recompute = next((part.split()[1] for part in parts if "recompute" in part), "nothing")
+        return Outcome(step_time_s=1.0, peak_bytes=int(at_rest + each[recompute] * 128 / m), limit_bytes=100)
+
+    return walked(frontier(problem(), lambda point, m: megatron_recipe()), came_to)
+
+
+def test_of_each_recomputation_the_largest_micro_batches_that_fit_are_found():
+    """Without recomputation 16 examples fit, where products are kept 32, and everything else recomputed all 128."""
+    tried = on_a_frontier(10, {"nothing": 5.0, "matmuls": 2.0, "input": 0.5})
+    assert tried == [
+        "one program",  # 650 of 100: 16 examples at most
+        "8 micro-batches",  # 90
+        "4 micro-batches, recompute matmuls",  # 74
+        "recompute matmuls",  # 266: by the line through both, 64 examples need 138
+        "2 micro-batches, recompute input",  # larger than those that fit with less
+        "recompute input",
+    ]
+
+
+def test_a_line_through_two_settings_ends_what_cannot_fit():
+    """What stays needs more than there is: two settings of each recomputation say so."""
+    tried = on_a_frontier(200, {"nothing": 5.0, "matmuls": 2.0, "input": 0.5})
+    assert tried == [
+        "one program",
+        "16 micro-batches",
+        "recompute matmuls",
+        "8 micro-batches, recompute matmuls",
+        "recompute input",
+        "4 micro-batches, recompute input",
+    ]
+
+
+def test_a_recipe_that_is_refused_whatever_the_setting_is_left():
+    assert walked(frontier(problem(), lambda p, m: megatron_recipe()), lambda text: None) == [
+        "one program",
+        "2 micro-batches",
+    ]
 
 
 def megatron_recipe():

@@ -1,0 +1,143 @@
+"""What is tried where nothing fits: state stored padded, then optimiser state and saved arrays in the hosts' memory.
+
+A search that may choose does without either: padded arrays come back as no `jax.Array`, and what lies in the memory of
+the hosts goes over their links in every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from autopar.common.units import text_of_bytes
+from autopar.compiler.padding import stored_step
+from autopar.errors import AutoparError, MemoryLimitError
+from autopar.inter_op.microbatch_walk import Tried, next_numbers
+from autopar.ir.graph import Purpose
+from autopar.microbatch.smaller_step import num_examples
+from autopar.passes.split_scan import divisors
+from autopar.plan.context import PlanningContext
+from autopar.plan.options import PlanRequest
+from autopar.plan.plan import Plan
+from autopar.sharding.binding import Binding
+from autopar.sharding.parallelisms import data_axis
+
+PlanOf = Callable[[PlanRequest], Plan]
+PADDED = "nothing was found that fits without padding arrays of the state that the devices do not divide"
+OFFLOADED = "nothing was found that fits without keeping {} in the memory of the hosts"
+# What one stage recomputes, in the order of what that costs.
+_POLICIES = ("nothing", "matmuls", "input")
+
+
+def last_resort(context: PlanningContext, plan_of: PlanOf) -> tuple[Plan | None, list[str]]:
+    """(the fastest plan of the first kind of which one fits, None where none does; why others have none)
+
+    Nothing is tried for a request that leaves no choice. `plan_of` makes the plan of another request for the step.
+    """
+    if context.traced.padded or not context.request.leaves_layouts_free or context.request.names_pipeline:
+        return None, []
+    padded = _padded(context, plan_of)
+    return (padded, []) if padded is not None else _offloaded(context, plan_of)
+
+
+def _padded(context: PlanningContext, plan_of: PlanOf) -> Plan | None:
+    """The faster plan of ZeRO in one program with state stored padded; None where the devices divide the state."""
+    plans = []
+    for stage in (1, 3):
+        bound = dataclasses.replace(context.request, binding=_sharded_over_data(stage))
+        if stored_step(context.traced, context.cluster, bound, context.rules, context.graphs).padded:
+            plans.append(_plan_or_peak(bound, plan_of))
+    found = [plan for plan in plans if isinstance(plan, Plan)]
+    best = min(found, key=lambda plan: plan.predicted.step_time_s, default=None)
+    return None if best is None else best.with_note(PADDED)
+
+
+def _offloaded(context: PlanningContext, plan_of: PlanOf) -> tuple[Plan | None, list[str]]:
+    """ZeRO-3 with the optimiser's state in the memory of the hosts, in the micro-batches and with the recomputation
+    that make it fastest; where none fits, with what is saved for the backward pass there too.
+    """
+    cluster, request = context.cluster, context.request
+    if request.in_host or num_examples(context.traced) % cluster.num_devices:
+        return None, []
+    if all(v.purpose is not Purpose.OPTIMIZER for v in context.views.annotated.values):
+        return None, []  # no optimiser's state is there to be moved
+    if cluster.device.host_link_bytes_per_s is None:
+        return None, [
+            f"nothing was offloaded: the rate of the link between {cluster.device.name} and its host is unknown"
+        ]
+    optimizer = dataclasses.replace(_sharded_over_data(3), offloads_optimizer=True)
+    both = dataclasses.replace(optimizer, offloads_activations=True)
+    text = "the optimiser's state"
+    texts = []
+    for binding, policies, moved in ((optimizer, _POLICIES, text), (both, ("nothing",), f"{text} and saved arrays")):
+        plans, least_bytes = _fitting(context, binding, policies, plan_of)
+        if plans:
+            best = min(plans, key=lambda plan: plan.predicted.step_time_s)
+            return best.with_note(OFFLOADED.format(moved)), []
+        if least_bytes is not None:
+            texts.append(f"ZeRO-3 with {moved} in the memory of the hosts needs {text_of_bytes(least_bytes)}")
+    return None, texts
+
+
+def _fitting(
+    context: PlanningContext, binding: Binding, policies: Sequence[str], plan_of: PlanOf
+) -> tuple[list[Plan], int | None]:
+    """(the plans that fit; where none does, the least that one needs, None where the step cannot be had so)"""
+    examples = num_examples(context.traced) // context.cluster.num_devices
+    found: list[Plan] = []
+    peaks: list[int] = []
+    numbers = divisors(examples)
+    for policy in policies:
+        tried = _in_micro_batches(context, binding, policy, numbers, plan_of)
+        plans = {m: plan for m, plan in tried.items() if isinstance(plan, Plan)}
+        peaks += [peak for peak in tried.values() if isinstance(peak, int)]
+        found += plans.values()
+        # What recomputes more is slower, but for larger micro-batches than fit with less.
+        numbers = [m for m in numbers if m < min(plans, default=math.inf)]
+        if not numbers:
+            break
+    return found, min(peaks, default=None)
+
+
+def _in_micro_batches(
+    context: PlanningContext, binding: Binding, policy: str, numbers: Sequence[int], plan_of: PlanOf
+) -> dict[int, Plan | int | None]:
+    """By the number of micro-batches, the plan that fits or what it needs: the most, the fewest, and between them while
+    that is faster. None where the step cannot be had so.
+    """
+    made: dict[int, Plan | int | None] = {}
+    tried: dict[int, Tried] = {}
+    waiting = sorted({numbers[0], numbers[-1]})
+    while waiting and not context.deadline.passed:
+        for m in waiting:
+            bound = dataclasses.replace(
+                context.request,
+                binding=binding,
+                num_microbatches=m if m > 1 else None,
+                num_stages=1 if policy != "nothing" or binding.offloads_activations else None,
+                recompute=policy,
+            )
+            plan = made[m] = _plan_or_peak(bound, plan_of)
+            time_s, peak_bytes = math.inf, plan
+            if isinstance(plan, Plan):
+                time_s, peak_bytes = plan.predicted.step_time_s, max(plan.predicted.peak_bytes)
+            tried[m] = Tried(step_time_s=time_s, peak_bytes=peak_bytes, policies=(policy,))
+        if all(t.step_time_s == math.inf for t in tried.values()):
+            break  # the peak lies between those of the most and of the fewest
+        waiting = next_numbers(numbers, tried, context.limit_bytes, numbers[-1])
+    return made
+
+
+def _sharded_over_data(stage: int) -> Binding:
+    return Binding(axes=(data_axis(stage),), sizes=(None,))
+
+
+def _plan_or_peak(request: PlanRequest, plan_of: PlanOf) -> Plan | int | None:
+    """The plan of a request; what it needs, where that does not fit; None where the step cannot be had in that form."""
+    try:
+        return plan_of(request)
+    except MemoryLimitError as error:
+        return error.needed_bytes
+    except AutoparError:
+        return None

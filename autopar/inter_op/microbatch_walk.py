@@ -1,0 +1,65 @@
+"""In which numbers of micro-batches one stage is tried next, by what it came to in others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One stage in some number of micro-batches.
+
+    Attributes:
+        step_time_s: inf where it does not fit.
+        peak_bytes: None where it was not built.
+        policies: What each layer recomputes; empty where it was not built.
+    """
+
+    step_time_s: float
+    peak_bytes: int | None = None
+    policies: tuple[str, ...] = ()
+
+
+def next_numbers(numbers: Sequence[int], tried: Mapping[int, Tried], limit_bytes: int, largest: int) -> list[int]:
+    """The numbers to try next: fewer micro-batches than the fastest so far has, and more of them, by two times at
+    least. Nothing where the fastest lies between numbers that are slower.
+
+    With fewer micro-batches parameters are gathered, and gradients added up, less often. So the fewest are tried first
+    that surely fit with the same recomputation: a peak is a part that stays and a part in proportion to the examples of
+    a micro-batch. For the same reason more are left out where a larger number with the same recomputation is slower.
+
+    Args:
+        numbers: All that the batch admits, in rising order.
+        tried: By the number of micro-batches; not empty.
+        largest: Numbers from this on are left to the search over stages.
+    """
+    best = min(tried, key=lambda m: tried[m].step_time_s)
+    below = max((m for m in tried if m < best), default=0)
+    above = min((m for m in tried if m > best), default=None)
+    fewer = [m for m in numbers if below < m and 2 * m <= best]
+    more = [m for m in numbers if 2 * best <= m < largest and (above is None or m < above)]
+    found = []
+    if fewer:
+        fitting = [m for m in fewer if largest_peak_bytes(tried, best, m) <= limit_bytes]
+        found.append(min(fitting, default=max(fewer)))
+    if more and not (above is not None and tried[best].policies and tried[above].policies == tried[best].policies):
+        found.append(min(more))
+    return found
+
+
+def largest_peak_bytes(tried: Mapping[int, Tried], best: int, m: int) -> float:
+    """The most that one stage needs in m micro-batches, fewer than `best`, with the recomputation of that number: by a
+    line over the examples of a micro-batch through another number, else as if all of the peak grew with them.
+    """
+    peak_bytes = tried[best].peak_bytes
+    if peak_bytes is None:
+        return math.inf
+    alike = {n: t.peak_bytes for n, t in tried.items() if n != best and t.policies == tried[best].policies}
+    other = min((n for n, peak in alike.items() if peak is not None), key=lambda n: abs(n - best), default=None)
+    if other is None:
+        return peak_bytes * best / m
+    of_other = alike[other]
+    assert of_other is not None, "it was built"
+    return peak_bytes + (of_other - peak_bytes) * (1 / m - 1 / best) / (1 / other - 1 / best)

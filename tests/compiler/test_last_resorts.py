@@ -1,0 +1,73 @@
+"""Where nothing fits, the optimiser's state goes to the memory of the hosts, and the plan says so."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.errors import MemoryLimitError
+from tests.small_steps import assert_close, chain_loss, slow_cluster
+
+WIDTH, LAYERS, EXAMPLES = 128, 4, 32
+STATE_BYTES = 3 * 4 * LAYERS * WIDTH * WIDTH  # parameters and two moments
+ADAM = optax.adam(1e-2, eps=1e-3)  # a gradient near zero moves a parameter no further than others do
+
+
+def adam_step(state, batch):
+    value, grads = jax.value_and_grad(chain_loss)(state["params"], batch)
+    updates, moments = ADAM.update(grads, state["moments"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, value
+
+
+def new_state():
+    params = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in jax.random.split(jax.random.key(0), LAYERS)]
+    return {"params": params, "moments": ADAM.init(params)}
+
+
+def new_batch():
+    x, y = np.random.default_rng(0).normal(size=(2, EXAMPLES, WIDTH)).astype(np.float32)
+    return {"x": x, "y": y}
+
+
+def step_within(limit_bytes, **options):
+    defaults = {"cluster": slow_cluster(2), "cache_dir": None, "show_progress": False}
+    return autopar.parallelize(adam_step, memory_limit_bytes=limit_bytes, **(defaults | options))
+
+
+def test_what_fits_is_not_offloaded():
+    plan = step_within(2 * STATE_BYTES).plan(new_state(), new_batch())
+    assert not any(value.in_host for value in plan.record.arguments)
+
+
+def test_the_moments_go_to_the_hosts_where_nothing_else_fits(tmp_path):
+    state, batch = new_state(), new_batch()
+    limit_bytes = int(0.61 * STATE_BYTES)  # ZeRO-3 needs 0.65 of it, without moments 0.57
+    step = step_within(limit_bytes, cache_dir=tmp_path)
+    plan = step.plan(state, batch)
+    moments = {value.path for value in plan.record.arguments if ".mu[" in value.path or ".nu[" in value.path}
+    assert {value.path for value in plan.record.arguments if value.in_host} == moments
+    assert max(plan.predicted.peak_bytes) <= limit_bytes
+    assert "the optimiser's state in the memory of the hosts" in "\n".join(plan.record.notes)
+    expected = jax.jit(adam_step)(state, batch)
+    assert_close(step(state, batch), expected)
+    assert_close(step_within(limit_bytes, cache_dir=tmp_path)(new_state(), batch), expected)  # as the cache has it
+
+
+def test_the_error_says_what_offloading_would_need():
+    with pytest.raises(MemoryLimitError, match="ZeRO-3 with the optimiser's state in the memory of the hosts needs"):
+        step_within(STATE_BYTES // 20).plan(new_state(), new_batch())
+
+
+def test_nothing_is_offloaded_over_an_unknown_link():
+    cluster = slow_cluster(2)
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, host_link_bytes_per_s=None))
+    with pytest.raises(MemoryLimitError, match="nothing was offloaded: the rate of the link"):
+        step_within(STATE_BYTES // 3, cluster=cluster).plan(new_state(), new_batch())
+
+
+def test_a_recipe_is_not_offloaded():
+    with pytest.raises(MemoryLimitError):
+        step_within(STATE_BYTES // 3, plan=autopar.recipes.zero(3)).plan(new_state(), new_batch())

@@ -1,0 +1,61 @@
+"""Numbers of micro-batches of one stage, tried one after the other until the fastest is between slower ones."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.inter_op.microbatch_walk import Tried, largest_peak_bytes, next_numbers
+
+NUMBERS = [1, 2, 4, 8, 16, 32, 64]
+KEEPS = ("nothing",) * 2
+RECOMPUTES = ("input",) * 2
+
+
+def test_the_fewest_that_surely_fit_are_tried_first():
+    tried = {64: Tried(step_time_s=3.0, peak_bytes=10, policies=KEEPS)}
+    assert next_numbers(NUMBERS, tried, 50, 64) == [16]  # 40 bytes if all of the 10 grow; 80 with 8
+    tried[16] = Tried(step_time_s=2.0, peak_bytes=16, policies=KEEPS)  # so 8 stay, and 2 grow
+    assert next_numbers(NUMBERS, tried, 50, 64) == [4]  # 40; 72 with 2; 32 with the same recomputation is no faster
+    tried[4] = Tried(step_time_s=1.0, peak_bytes=40, policies=KEEPS)
+    assert next_numbers(NUMBERS, tried, 50, 64) == [2]  # half: with other recomputation it may fit
+    tried[2] = Tried(step_time_s=1.5, peak_bytes=45, policies=RECOMPUTES)
+    assert next_numbers(NUMBERS, tried, 50, 64) == []
+
+
+def test_what_was_jumped_over_is_tried_where_the_recomputation_differs():
+    tried = {
+        64: Tried(step_time_s=3.0, peak_bytes=10, policies=KEEPS),
+        8: Tried(step_time_s=2.0, peak_bytes=40, policies=RECOMPUTES),
+        4: Tried(step_time_s=math.inf),
+    }
+    assert next_numbers(NUMBERS, tried, 50, 64) == [16]
+
+
+def test_between_a_number_that_was_jumped_to_and_a_faster_one_half_is_tried():
+    tried = {
+        64: Tried(step_time_s=2.0, peak_bytes=10, policies=KEEPS),
+        16: Tried(step_time_s=3.0, peak_bytes=40, policies=KEEPS),
+    }
+    assert next_numbers(NUMBERS, tried, 50, 64) == [32]
+
+
+def test_without_a_peak_half_and_twice_are_tried():
+    assert next_numbers(NUMBERS, {8: Tried(step_time_s=1.0)}, 50, 64) == [4, 16]
+    assert next_numbers(NUMBERS, {1: Tried(step_time_s=1.0)}, 50, 2) == []
+
+
+@given(stays=st.integers(0, 100), grows=st.integers(1, 100), limit=st.integers(1, 4000))
+def test_the_fewest_that_fit_are_found_where_fewer_are_faster(stays, grows, limit):
+    peak = {m: stays + grows * 64 // m for m in NUMBERS}
+    if peak[64] > limit:
+        return
+    tried, count = {64: Tried(step_time_s=64.0, peak_bytes=peak[64], policies=KEEPS)}, 0
+    while near := next_numbers(NUMBERS, tried, limit, 64):
+        for m in near:
+            assert largest_peak_bytes(tried, min(tried), m) >= peak[m] - 1e-6  # an upper bound, or the line itself
+            tried[m] = Tried(step_time_s=m if peak[m] <= limit else math.inf, peak_bytes=peak[m], policies=KEEPS)
+            count += 1
+    best = min(tried, key=lambda m: tried[m].step_time_s)
+    assert best == min(m for m in NUMBERS if peak[m] <= limit)
+    assert count <= 4
