@@ -166,6 +166,19 @@ def test_devices_exchange_gradients_in_the_type_of_reductions(recipe, reductions
     assert found.total.predicted == found.total.compiled > 0
 
 
+def two_products(policy):
+    """(the shapes of parameters, a step, those of a batch): wide enough that a TPU gathers no parameter by a sum."""
+    policy = autopar.precision(policy)
+    shapes = {"up": jax.ShapeDtypeStruct((256, 512), "float32"), "down": jax.ShapeDtypeStruct((512, 256), "float32")}
+
+    def step(params, x):
+        loss_of = lambda p, x: jnp.mean(policy.cast_to_output(jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
+        loss, gradients = policy.value_and_grad(loss_of)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), loss
+
+    return shapes, step, jax.ShapeDtypeStruct((1024, 256), "float32")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("cluster", "target"), TARGETS)
 @pytest.mark.parametrize(("policy", "dtype"), [("bf16", "f32"), (NARROW, "bf16")], ids=["bf16", "narrow"])
@@ -173,7 +186,10 @@ def test_devices_exchange_gradients_in_the_type_of_reductions(recipe, reductions
 def test_compilers_for_accelerators_keep_the_type(cluster, target, policy, dtype, kind):
     recipes = autopar.recipes
     recipe = {"data": recipes.data_parallel(), "ZeRO-3": recipes.zero(3), "tensor": recipes.tensor_parallel(size=4)}
-    step = autopar.parallelize(training(policy)[1], plan=recipe[kind], cluster=cluster, cache_dir=None)
-    compiled = verification.compile_for_target(step, target, shapes_of_state(policy), MLP_BATCH)
+    shapes, function, batch = two_products(policy)
+    step = autopar.parallelize(function, plan=recipe[kind], cluster=cluster, cache_dir=None)
+    compiled = verification.compile_for_target(step, target, shapes, batch)
     of_activations = {"bf16"} if kind == "tensor" else set()
     assert types_of_sums(compiled.as_text()) == {dtype} | of_activations
+    predicted = sum(c.sent_bytes for c in step.plan(shapes, batch).predicted.collectives)
+    assert verification.traffic_of(compiled).total_bytes == pytest.approx(predicted, rel=1e-3)
