@@ -78,9 +78,9 @@ class Policy:
         keep: Sequence[str] = (),
     ) -> Callable[..., Any]:
         """`jax.value_and_grad` of a function that computes in `compute_dtype`: arguments are cast to it, results to
-        `output_dtype`; gradients are summed in `reduce_dtype` where it is wider, and come back in the parameters' type, or
-        that of reductions where it is wider. Arguments with a name in `keep`, such as a regression's targets, keep their
-        types, and so do entries of arguments.
+        `output_dtype`. Gradients are summed in `reduce_dtype` where it is wider, and come back in the parameters' type,
+        or that of reductions where it is wider. Arguments with a name in `keep`, such as a regression's targets, keep
+        their types, and so do entries of arguments.
 
         What is returned takes one keyword more, `loss_scale`: the gradients are those of the scaled loss, unscaled.
 

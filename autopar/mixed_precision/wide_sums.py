@@ -1,15 +1,16 @@
 """Gradients summed in a wider type than that of the products which they are sums of.
 
-A parameter's gradient is a sum over examples: of a matrix product, a convolution, a lookup or a broadcast. Under a
-policy its terms are in the type of computation, and so is the sum, which is only converted afterwards. Where devices
-hold different examples, partial sums then go between them in the narrow type. Here the equations of the gradient are
-rewritten: each such sum is made in the type of reductions (`preferred_element_type`), the conversion after it
-disappears, and what only moves or adds sums in between works on the wide ones. That is part of the program, so that
-plain `jax.jit` sums alike, on one device and on many.
+A parameter's gradient is a sum over examples: of a matrix product, a lookup or a broadcast. Under a policy its terms
+are in the type of computation, and so is the sum, which is only converted afterwards. Where devices hold different
+examples, partial sums then go between them in the narrow type. Here the equations of the gradient are rewritten: each
+such sum is made in the type of reductions (`preferred_element_type`), the conversion after it disappears, and what
+only moves or adds sums in between works on the wide ones. That is part of the program, so that plain `jax.jit` sums
+alike, on one device and on many.
 
 The sums that are made wide are the last ones before a gradient leaves. Those of activations and of their cotangents
 stay as they are: partial sums of tensor parallelism are half as long for it. Products whose `precision` names the type
-of accumulation, kernels and `shard_map` keep the types that they say.
+of accumulation, kernels and `shard_map` keep the types that they say. So do convolutions: cuDNN has none whose results
+are wider than its operands, and XLA would convert these to float32.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import numpy as np
 
 from autopar.common import jax_compat
 from autopar.common.jax_products import run_wide_products_on_cpus
-from autopar.ir.primitives import RAGGED_PRODUCT, linear_operands
+from autopar.ir.primitives import MATRIX_PRODUCTS, RAGGED_PRODUCT, linear_operands
 
 # Sums whose type is a parameter; `reduce_sum` and `scatter-add` have the type of what they sum.
-_TYPED = frozenset({"dot_general", "conv_general_dilated", RAGGED_PRODUCT})
+_TYPED = frozenset({"dot_general", RAGGED_PRODUCT})
 # Equations whose results are their operands, one by one.
 _PASSING = frozenset({"name", "sharding_constraint", "reshard", "mesh_cast", "optimization_barrier", "device_put"})
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -272,7 +273,7 @@ def _linear_in(eqn: Any) -> frozenset[int]:
     Roundings are left out, but for those to 8 bits: what they make is read by products in 8 bits.
     """
     name = eqn.primitive.name
-    if name in _TYPED or jax_compat.jaxprs_in(eqn) or not all(_is_floating(v.aval) for v in eqn.outvars):
+    if name in MATRIX_PRODUCTS or jax_compat.jaxprs_in(eqn) or not all(_is_floating(v.aval) for v in eqn.outvars):
         return frozenset()
     if name == "convert_element_type":
         return frozenset({0} if eqn.outvars[0].aval.dtype.itemsize > 1 else ())
