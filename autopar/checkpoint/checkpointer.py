@@ -50,8 +50,8 @@ class Checkpointer:
     (None: all). With `on_preemption`, SIGTERM makes the next `save` write the state and end the program.
 
     Saving runs in the background: `save` returns when the state is copied to the memory of the host. A checkpoint
-    counts once it is complete. `close`, or a `with` block, waits for the last one, and gives the signal back; so does a
-    program that ends, on Python 3.11.
+    counts once it is complete. `close`, or a `with` block, waits for the last one, and gives the signal back. So does a
+    program that ends, but for the signal.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, keep: int | None = 3, on_preemption: bool = True) -> None:
@@ -237,7 +237,7 @@ class Checkpointer:
             return
         gone = list(at.iterdir())  # the folder stays while more may come into it
         removal = threading.Thread(target=_remove, args=(gone,))
-        with contextlib.suppress(RuntimeError):  # a program that ends begins none (Python 3.12): the next one removes
+        with contextlib.suppress(RuntimeError):  # a program that ends may begin none: the next one removes
             removal.start()
             self._removal = removal
 

@@ -130,16 +130,17 @@ def at_line_of(eqn: Any, target: Any) -> Any:
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation on other arguments."""
+    """Evaluates one equation on other arguments, under no mesh."""
     with _context(eqn):
-        primitive = eqn.primitive
-        extra = primitive.get_bind_params(eqn.params)
-        if isinstance(extra, tuple):
-            functions, params = extra
-            out = primitive.bind(*functions, *args, **params)
-        else:
-            out = primitive.bind(*args, **extra)
-    return list(out) if primitive.multiple_results else [out]
+        return rebind(eqn, args)
+
+
+def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
+    """Evaluates one equation on other arguments and with other parameters, in the present context."""
+    extra = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    functions, params = extra if isinstance(extra, tuple) else ((), extra)
+    out = eqn.primitive.bind(*functions, *args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def jaxprs_in(eqn: Any) -> list[Any]:

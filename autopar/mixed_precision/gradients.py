@@ -16,6 +16,7 @@ from autopar.common.paths import name_of_key
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.mixed_precision.float8 import check_has_products, is_scaling
 from autopar.mixed_precision.loss_scale import LossScale
+from autopar.mixed_precision.wide_sums import with_wide_sums
 
 
 class Types(Protocol):
@@ -23,6 +24,9 @@ class Types(Protocol):
 
     @property
     def param_dtype(self) -> np.dtype: ...
+
+    @property
+    def compute_dtype(self) -> np.dtype: ...
 
     @property
     def reduce_dtype(self) -> np.dtype: ...
@@ -70,7 +74,10 @@ def value_and_grad(
 
         places = {n % len(args) for n in numbers}
         wide = [_widened(policy, arg) if i in places else arg for i, arg in enumerate(args)]
-        (_, (loss, aux)), gradients = jax.value_and_grad(scaled, argnums, has_aux=True)(*wide, **kwargs)
+        differentiate = jax.value_and_grad(scaled, argnums, has_aux=True)
+        if policy.reduce_dtype.itemsize > policy.compute_dtype.itemsize:
+            differentiate = with_wide_sums(differentiate, policy.reduce_dtype, _which_are_gradients)
+        (_, (loss, aux)), gradients = differentiate(*wide, **kwargs)
         if loss_scale is not None:
             gradients = loss_scale.unscale(gradients)
         return ((loss, aux) if has_aux else loss), gradients
@@ -102,6 +109,15 @@ def _widened(policy: Types, params: Any) -> Any:
         ),
         params,
     )
+
+
+def _which_are_gradients(results: Any) -> Any:
+    """A tree of bools for ((loss, others), gradients); what float8 scales by is no gradient."""
+    values, gradients = results
+    of_gradients = jax.tree_util.tree_map_with_path(
+        lambda path, x: bool(jnp.issubdtype(x.dtype, jnp.floating)) and not is_scaling(path), gradients
+    )
+    return jax.tree.map(lambda _: False, values), of_gradients
 
 
 def _holds_objects(function: Any) -> UnsupportedError:

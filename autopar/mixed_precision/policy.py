@@ -4,7 +4,8 @@
 (2) The loss function computes in `compute_dtype`. Parameters are cast inside of what is differentiated, so that their
     gradients come back in the type of (1); and autopar moves the cast before a gather, which then sends half the bytes.
 (3) The loss and other floating results leave in `output_dtype`.
-(4) Gradients are added up over micro-batches, and returned, in `reduce_dtype` where that is wider than (1).
+(4) Gradients are summed over examples, devices and micro-batches in `reduce_dtype` where that is wider than (2), and
+    returned in it where it is wider than (1).
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ class Policy:
         keep: Sequence[str] = (),
     ) -> Callable[..., Any]:
         """`jax.value_and_grad` of a function that computes in `compute_dtype`: arguments are cast to it, results to
-        `output_dtype`; gradients come back in the parameters' type, or that of reductions where it is wider. Arguments
-        with a name in `keep`, such as a regression's targets, keep their types, and so do entries of arguments.
+        `output_dtype`. Gradients are summed in `reduce_dtype` where it is wider, and come back in the parameters' type,
+        or that of reductions where it is wider. Arguments with a name in `keep`, such as a regression's targets, keep
+        their types, and so do entries of arguments.
 
         What is returned takes one keyword more, `loss_scale`: the gradients are those of the scaled loss, unscaled.
 
