@@ -80,7 +80,7 @@ class Explanation:
 
     def text(self, text_format: TextFormat = PLAIN) -> str:
         """The explanation in lines."""
-        lines = [f"{v.path}: {v.dtype}{list(v.shape)} {v.kind}, lies {v.lies}" for v in self.values]
+        lines = _of_values(self.values)
         for value in self.values if len(self.values) <= DRAWN else ():
             lines += _picture(value)
         for row in self.modules:
@@ -210,6 +210,18 @@ def pieces_of(shape: Sequence[int], layout: Layout, mesh: LogicalMesh, first_dev
             texts.append(f"{index * length}:{(index + 1) * length}" if axes else ":")
         pieces.append(Piece(indices=f"[{', '.join(texts)}]", devices=tuple(devices)))
     return tuple(pieces)
+
+
+def _of_values(values: Sequence[ExplainedValue]) -> list[str]:
+    """A line for each value. Many whose paths differ in numbers only, such as those of layers, are one line."""
+    groups: dict[tuple[Any, ...], list[ExplainedValue]] = {}
+    for v in values:
+        groups.setdefault((summary.folded(v.path), v.dtype, v.shape, v.kind, v.lies), []).append(v)
+    lines = []
+    for (folded, *_), alike in groups.items():
+        paths = [f"{folded} ({len(alike)}x)"] if len(alike) > DRAWN else [v.path for v in alike]
+        lines += [f"{path}: {alike[0].dtype}{list(alike[0].shape)} {alike[0].kind}, {alike[0].lies}" for path in paths]
+    return lines
 
 
 def _picture(value: ExplainedValue) -> list[str]:

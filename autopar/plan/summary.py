@@ -23,8 +23,6 @@ COSTLIEST_SHOWN = 3
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
 BUBBLE, WAITING = "bubble of the pipeline", "waiting"
 NEW_MEMORY, HOST_COPIES = "new memory", "copies from and to the host"
-# The parts of a step that belong to no module.
-BETWEEN_MODULES = (BUBBLE, WAITING, NEW_MEMORY, HOST_COPIES)
 # Of the step: less of it is no line of its own in what is lost.
 LEAST_LOSS = 0.001
 _NUMBER = re.compile(r"\d+")
@@ -119,6 +117,11 @@ def stage_mesh(record: PlanRecord, stage: int) -> LogicalMesh:
     """The mesh of a stage, or of the whole step."""
     sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
     return LogicalMesh(axis_sizes=sizes)
+
+
+def num_stages(record: PlanRecord) -> int:
+    """The stages of a pipeline; 1 for one program."""
+    return 1 if record.pipeline is None else len(record.pipeline.stages)
 
 
 def num_devices(record: PlanRecord) -> int:
@@ -286,6 +289,7 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
     """The arguments, those that are alike as one, largest first.
 
     Alike are layers, and moments beside their parameters: their paths end alike, and shape, type and layout are equal.
+    Their name is a pattern that matches the parameters among them.
     """
     groups: dict[tuple, list[PlannedValue]] = {}
     for v in record.arguments:
@@ -296,7 +300,7 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
     for (_, kind, shape, dtype, lies, in_host), values in groups.items():
         rows.append(
             StateGroup(
-                name=folded(values[0].path) if len(values) > 1 else values[0].path,
+                name=_common_name([value.path for value in values]),
                 kind=kind,
                 count=len(values),
                 shape=shape,
@@ -307,6 +311,20 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.device_bytes))
+
+
+def _common_name(paths: Sequence[str]) -> str:
+    """The shortest path, which is that of a parameter and not of its moments; a part in which several of the shortest
+    differ is `*`.
+    """
+    if len(paths) == 1:
+        return paths[0]
+    by_path = {folded(path): parts_of(folded(path)) for path in paths}
+    length = min(map(len, by_path.values()))
+    shortest = {path: parts for path, parts in by_path.items() if len(parts) == length}
+    if len(shortest) == 1:
+        return next(iter(shortest))
+    return "/".join(names[0] if len(set(names)) == 1 else "*" for names in zip(*shortest.values(), strict=True))
 
 
 def _device_bytes(record: PlanRecord, values: Sequence[PlannedValue]) -> int:
@@ -351,7 +369,8 @@ def advantage(record: PlanRecord) -> str:
         parts.append(f"{_against(best, step_s)}, the next best of the baselines")
     elif others and not parts:
         parts += [f"{r.name}: {r.why}" for r in others[:1]]
-    return "; ".join(parts) + "."
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _against(rival: Rival, step_s: float) -> str:

@@ -328,7 +328,7 @@ def test_the_doctor_says_what_there_is(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "none"))
     made = {row["what"]: row for row in json.loads(out_of(capsys, "doctor", "--json"))["findings"]}
     assert made["devices"]["state"] == "8 x cpu"
-    assert made["measured"]["advice"].startswith("predictions count with tables")
+    assert made["measured"]["advice"].startswith("predictions use tables")
     assert "not there yet" in made["cache"]["state"]
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "plan-1.json").write_text("x")

@@ -82,8 +82,37 @@ def test_layers_and_moments_are_one_row():
     groups = summary.state_groups(program(layers=3))
     assert [(g.name, g.count, g.device_bytes) for g in groups] == [
         ("batch['x']", 1, 4000),
-        ("state['params']['layer*']['mlp']['kernel']", 6, 3000),
+        ("state/*/layer*/mlp/kernel", 6, 3000),
     ]
+
+
+def test_a_row_is_named_after_its_parameters():
+    moments = ("state['opt'][0].mu['dec'][0]['up']['w']", "state['opt'][0].mu['enc'][0]['up']['w']")
+    dec, enc = "state['params']['dec'][0]['up']['w']", "state['params']['enc'][0]['up']['w']"
+    named = [
+        summary.state_groups(program(arguments=tuple(map(value, paths))))[0].name
+        for paths in ((moments[0], dec), (*moments, dec, enc))
+    ]
+    assert named == ["state['params']['dec'][*]['up']['w']", "state/params/*/*/up/w"]
+
+
+def test_the_screen_says_the_mesh_and_how_a_layout_is_read():
+    two_axes = str(
+        autopar.Plan(program(axis_sizes=(2, 4), axis_names=("data", "model"), axis_roles=(("data", "tensor"),)))
+    )
+    assert (
+        "Mesh x=2 (data), y=4 (model); layout [x, -]: dimension 0 is split over axis x, dimension 1 is not split."
+    ) in " ".join(two_axes.split())
+    assert "\nLayout [x, -]: dimension 0 is split" in str(autopar.Plan(pipeline()))
+    assert "Mesh" not in str(autopar.Plan(program(axis_sizes=(1,), axis_roles=(("x",),))))
+
+
+def test_the_screen_always_has_the_batch():
+    state = tuple(value(f"state['{'abcdefghijkl'[i]}'][{'abcdefghijkl'[i]!r}]") for i in range(10))
+    batch = dataclasses.replace(value("batch['x']", kind="batch"), shape=(5, 2), nbytes=40)
+    text = str(autopar.Plan(program(arguments=(*state, batch))))
+    assert "batch/x " in text
+    assert "and 3 more groups of arguments, 12 kB" in text
 
 
 def test_arrays_with_another_layout_have_a_row_of_their_own():
@@ -123,7 +152,7 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
     assert summary.advantage(program(tried=(own,), rejected=())) == "It is the baseline data parallelism."
     too_large = RejectionRecord(source="baselines", text="data parallelism", why="over the memory limit by 1 GB")
     assert summary.advantage(program(tried=(), rejected=(too_large,))) == (
-        "data parallelism: over the memory limit by 1 GB."
+        "Data parallelism: over the memory limit by 1 GB."
     )
 
 
