@@ -25,7 +25,7 @@ COLUMNS, LINES = 100, 40
 STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 8, 3
 NAME_COLUMNS = 43
 BATCH = "batch"  # the kind of arguments that hold examples
-SENTENCE_LINES, NOTE_LINES = 3, 1
+SENTENCE_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 1
 ENDING = "plan.explain(name) for one of these, plan.table() for all, plan.report('plan.html') for a page"
 
 
@@ -41,7 +41,7 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         *page.wrapped(summary.advantage(record), SENTENCE_LINES),
     ]
     lines += _stages(page, summary.stage_groups(record))
-    lines += page.wrapped(_legend(record), NOTE_LINES)
+    lines += page.wrapped(_legend(record), LEGEND_LINES)
     lines += _collectives(page, record)
     lines += _state(page, summary.state_groups(record))
     if record.pinned is not None:
@@ -99,7 +99,7 @@ def _legend(record: PlanRecord) -> str:
         return ""
     mesh = summary.stage_mesh(record, first)
     axis = mesh.axis_names[0]
-    layout = f"layout [{axis}, -]: dimension 0 is split over axis {axis}, dimension 1 is not split."
+    layout = f"layout [{axis}, -]: dimension 0 split over axis {axis}, dimension 1 not split."
     if record.pipeline is not None:
         return layout.capitalize()
     own = record.axis_names or mesh.axis_names

@@ -101,9 +101,9 @@ def test_the_screen_says_the_mesh_and_how_a_layout_is_read():
         autopar.Plan(program(axis_sizes=(2, 4), axis_names=("data", "model"), axis_roles=(("data", "tensor"),)))
     )
     assert (
-        "Mesh x=2 (data), y=4 (model); layout [x, -]: dimension 0 is split over axis x, dimension 1 is not split."
+        "Mesh x=2 (data), y=4 (model); layout [x, -]: dimension 0 split over axis x, dimension 1 not split."
     ) in " ".join(two_axes.split())
-    assert "\nLayout [x, -]: dimension 0 is split" in str(autopar.Plan(pipeline()))
+    assert "\nLayout [x, -]: dimension 0 split" in str(autopar.Plan(pipeline()))
     assert "Mesh" not in str(autopar.Plan(program(axis_sizes=(1,), axis_roles=(("x",),))))
 
 
