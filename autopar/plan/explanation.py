@@ -81,8 +81,6 @@ class Explanation:
     def text(self, text_format: TextFormat = PLAIN) -> str:
         """The explanation in lines."""
         lines = _of_values(self.values)
-        for value in self.values if len(self.values) <= DRAWN else ():
-            lines += _picture(value)
         for row in self.modules:
             lines += _of_module(row)
         lines += [f"binds: {text}" for text in self.binds]
@@ -213,15 +211,23 @@ def pieces_of(shape: Sequence[int], layout: Layout, mesh: LogicalMesh, first_dev
 
 
 def _of_values(values: Sequence[ExplainedValue]) -> list[str]:
-    """A line for each value. Many whose paths differ in numbers only, such as those of layers, are one line."""
+    """A line for each value, with a picture where they are few. Many whose paths differ in numbers only, such as those
+    of layers, are one line.
+    """
+    if len(values) <= DRAWN:
+        return [line for v in values for line in (_of_value(v.path, v), *_picture(v))]
     groups: dict[tuple[Any, ...], list[ExplainedValue]] = {}
     for v in values:
         groups.setdefault((summary.folded(v.path), v.dtype, v.shape, v.kind, v.lies), []).append(v)
     lines = []
     for (folded, *_), alike in groups.items():
         paths = [f"{folded} ({len(alike)}x)"] if len(alike) > DRAWN else [v.path for v in alike]
-        lines += [f"{path}: {alike[0].dtype}{list(alike[0].shape)} {alike[0].kind}, {alike[0].lies}" for path in paths]
+        lines += [_of_value(path, alike[0]) for path in paths]
     return lines
+
+
+def _of_value(path: str, v: ExplainedValue) -> str:
+    return f"{path}: {v.dtype}{list(v.shape)} {v.kind}, {v.lies}"
 
 
 def _picture(value: ExplainedValue) -> list[str]:
