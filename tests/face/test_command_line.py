@@ -281,7 +281,7 @@ def test_what_a_recipe_would_give(job, capsys):
         show_progress=False,
     )
     assert made["quantities"][0]["other"] == own.predicted.step_time_s
-    assert made["instead"] in out_of(capsys, *named).replace("\n", " ")
+    assert made["instead"] in out_of(capsys, *named, "--effort", "quick").replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -322,6 +322,15 @@ def limited_job(job) -> str:
     limited = "autopar.parallelize(train_step, memory_limit_bytes=100_000)"
     path.write_text("import autopar\n" + text.replace("return train_step,", f"return {limited},"))
     return f"{path}:job"
+
+
+def test_a_decorated_step_keeps_its_options_but_for_those_that_are_named(job, capsys):
+    named = ["plan", limited_job(job), "--cluster", "dgx-h100", "--effort", "quick", "--json"]
+    limits = [
+        json.loads(out_of(capsys, *named, *options))["plan"]["memory_limit_bytes"]
+        for options in ((), ("--memory-limit-bytes", "200kB"))
+    ]
+    assert limits == [100_000, 200_000]
 
 
 def test_the_doctor_says_what_there_is(capsys, monkeypatch, tmp_path):
