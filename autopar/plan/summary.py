@@ -360,7 +360,7 @@ def advantage(record: PlanRecord) -> str:
     if not weighed:
         return "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
     others = [r for r in weighed if r.name != own]
-    parts = [f"It is the baseline {own}"] if own else []
+    parts = [f"It is a baseline: {own}"] if own else []
     for rival in (r for r in others if r.name == DATA_PARALLEL):
         parts.append(_against(rival, step_s))
     timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and r.name != DATA_PARALLEL]
@@ -368,14 +368,14 @@ def advantage(record: PlanRecord) -> str:
         best = min(timed, key=lambda item: item[0])[1]
         parts.append(f"{_against(best, step_s)}, the next best of the baselines")
     elif others and not parts:
-        parts += [f"{r.name}: {r.why}" for r in others[:1]]
+        parts += [_against(r, step_s) for r in others[:1]]
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}."
 
 
 def _against(rival: Rival, step_s: float) -> str:
     if rival.step_time_s is None:
-        return f"{rival.name}: {rival.why}"
+        return f"not compared with {rival.name} ({rival.why})"
     if rival.step_time_s < step_s:
         return f"{rival.name} would take {text_of_s(rival.step_time_s)} ({rival.why})"
     return f"{rival.step_time_s / step_s:.2f}x as fast as {rival.name} ({text_of_s(rival.step_time_s)})"
