@@ -368,7 +368,7 @@ def advantage(record: PlanRecord) -> str:
         best = min(timed, key=lambda item: item[0])[1]
         parts.append(f"{_against(best, step_s)}, the next best of the baselines")
     elif others and not parts:
-        parts += [_against(r, step_s) for r in others[:1]]
+        parts += [f"{_against(others[0], step_s)}: plan.why_not(recipe) does that"]
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}."
 

@@ -154,6 +154,10 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
     assert summary.advantage(program(tried=(), rejected=(too_large,))) == (
         "Not compared with data parallelism (over the memory limit by 1 GB)."
     )
+    untried = RejectionRecord(source="baselines", text="data parallelism and ZeRO", why="not tried: effort='quick'")
+    assert summary.advantage(program(tried=(), rejected=(untried,))) == (
+        "Not compared with data parallelism and ZeRO (not tried: effort='quick'): plan.why_not(recipe) does that."
+    )
 
 
 def assert_is_one_screen(text: str) -> None:
