@@ -202,7 +202,9 @@ def as_step(step: Callable[..., Any] | Step) -> Step:
 
 def with_search(step: Step, *, effort: str | None = None, memory_limit_bytes: int | str | None = None) -> Step:
     """A step with its own options except those named here. Raises: InvalidArgumentError, as `parallelize`."""
-    given = {name: x for name, x in (("effort", effort), ("memory_limit_bytes", memory_limit_bytes)) if x is not None}
+    given: dict[str, Any] = {
+        name: x for name, x in (("effort", effort), ("memory_limit_bytes", memory_limit_bytes)) if x is not None
+    }
     checked = parallelize(function_of(step), **given)
     assert isinstance(checked, Step), "given a function, it makes a step"
     named = {name: getattr(checked._options.request, name) for name in given}

@@ -251,7 +251,7 @@ def _of_module(row: ModuleRow) -> list[str]:
             f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}"
         )
     if not row.collectives:
-        lines.append("  sends nothing: what it reads already lies as it is read")
+        lines.append("  sends nothing: its operands already have the layouts that it needs")
     return lines
 
 

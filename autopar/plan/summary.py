@@ -300,7 +300,7 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
     for (_, kind, shape, dtype, lies, in_host), values in groups.items():
         rows.append(
             StateGroup(
-                name=_common_name([value.path for value in values]),
+                name=common_name([value.path for value in values]),
                 kind=kind,
                 count=len(values),
                 shape=shape,
@@ -313,7 +313,7 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
     return tuple(sorted(rows, key=lambda row: -row.device_bytes))
 
 
-def _common_name(paths: Sequence[str]) -> str:
+def common_name(paths: Sequence[str]) -> str:
     """The shortest path, which is that of a parameter and not of its moments; a part in which several of the shortest
     differ is `*`.
     """

@@ -134,8 +134,12 @@ class WhyNot:
             )
             return f"{text} Without the limit a step would take {text_of_s(other_s)} ({text_of_s(step_s)} here)."
         if self.slower_s <= 0:
-            faster = f"faster by {text_of_s(-self.slower_s)}" if self.slower_s else "as fast"
-            return f"It takes {text_of_s(other_s)} a step, and is {faster}: it was not weighed, or is as good."
+            if not self.slower_s:
+                return f"It takes {text_of_s(other_s)} a step, as the plan does."
+            faster = f"{text_of_s(-self.slower_s)} less than the plan"
+            return (
+                f"It takes {text_of_s(other_s)} a step, {faster}: the search did not try it, or counts both as equal."
+            )
         text = (
             f"It takes {text_of_s(other_s)} a step, {other_s / step_s:.2f} times the {text_of_s(step_s)} of the plan: "
             f"slower by {text_of_s(self.slower_s)}."

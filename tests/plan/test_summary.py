@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar.common.paths import parts_of
-from autopar.plan import render_summary, summary
+from autopar.plan import render, render_summary, summary
 from autopar.plan.file import decode, encode
 from autopar.plan.schema import MeshTrial, RejectionRecord
 from tests.plan.records import module, pipeline, predicted, program, value
@@ -113,6 +113,16 @@ def test_the_screen_always_has_the_batch():
     text = str(autopar.Plan(program(arguments=(*state, batch))))
     assert "batch/x " in text
     assert "and 3 more groups of arguments, 12 kB" in text
+
+
+def test_layers_that_differ_alike_are_one_row_of_a_difference():
+    one, other = (
+        program(arguments=tuple(value(f"state['layer{i}']['w']", split=split) for i in range(3)))
+        for split in (False, True)
+    )
+    text = render.diff(one, other)
+    assert "state['layer*']['w'] (3x)" in text
+    assert text.count("layer") == 1
 
 
 def test_arrays_with_another_layout_have_a_row_of_their_own():

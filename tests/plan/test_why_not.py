@@ -72,6 +72,10 @@ def test_where_it_loses_is_said():
     assert "Instead: One program on 8 devices" in str(found)
 
 
+def test_a_plan_that_takes_as_long_is_said_to():
+    assert WhyNot(plan=program(), other=program()).verdict == "It takes 10 s a step, as the plan does."
+
+
 def test_a_loss_between_modules_is_the_bubble():
     other = pipeline()
     other = dataclasses.replace(
