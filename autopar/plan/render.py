@@ -137,14 +137,14 @@ def diff(one: PlanRecord, other: PlanRecord, text_format: TextFormat = PLAIN) ->
     if not differing:
         return "the plans are the same"
     paths = {v.path for v in (*one.arguments, *one.results)}
-    alike: dict[tuple[object, ...], list[str]] = {}
+    alike: dict[tuple[object, str, str], list[str]] = {}
     for what, a, b in differing:
         parts = parts_of(folded(what))
-        alike.setdefault((parts[0], parts[-2:], a, b) if what in paths else (what, a, b), []).append(what)
+        alike.setdefault(((parts[0], *parts[-2:]) if what in paths else what, a, b), []).append(what)
     out, rows = TextConsole(WIDTH, text_format), Table("what", "this plan", "other plan")
-    for (*_, a, b), names in alike.items():
+    for (_, a, b), names in alike.items():
         name = common_name(names) + (f" ({len(names)}x)" if len(names) > 1 else "")
-        rows.add_row(*map(escape, (name, str(a), str(b))))
+        rows.add_row(*map(escape, (name, a, b)))
     out.table(rows)
     return out.text()
 
