@@ -306,6 +306,13 @@ def test_what_is_no_recipe_is_refused_and_not_run(text):
         recipe_of(text)
 
 
+def test_a_wrong_argument_of_a_recipe_is_named():
+    with pytest.raises(
+        InvalidArgumentError, match=r"^recipes.tensor_parallel\(kind\): expected '1d'.* got 8\n.*size=8"
+    ):
+        recipe_of("tensor_parallel(8)")
+
+
 @pytest.mark.slow
 def test_the_largest_batch(job, capsys):
     made = json.loads(out_of(capsys, "fit", limited_job(job), "--cluster", "dgx-h100", "--json"))
