@@ -1,4 +1,4 @@
-"""The command line.
+"""Plans of JAX training steps: how a step is split over many devices, how long it takes, what it needs.
 
     autopar plan FILE:FUNCTION --cluster dgx-h100x16 --save plan.json --report plan.html
     autopar explain plan.json WHAT
@@ -17,8 +17,8 @@
     autopar cache clear --kind plans
 
 FUNCTION returns a step and its arguments, `(train_step, state, batch)`; its own are given as `--arg layers=48`. For
-absent hardware it is traced, not run, so its state may exceed the memory of this machine. Every verb takes --json. The
-exit status is 0, 1 after an error that autopar has words for, 2 for wrong arguments.
+absent hardware it is traced, not run, so its state may exceed the memory of this machine. Every command takes --json.
+The exit status is 0 on success, 1 after an error of autopar (its message is printed), 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_planning(add)
     _add_reading(add)
     _add_running(add)
-    text = "what is in a folder of checkpoints, and parameters out of it"
+    text = "show a folder of checkpoints, or export parameters from it"
     checkpoint = verbs.add_parser("checkpoint", help=text, description=text)
     _add_checkpoints(_adding_to(checkpoint.add_subparsers(required=True, metavar="COMMAND")))
     _add_cache(verbs)
@@ -107,6 +107,16 @@ def _function(verb: argparse.ArgumentParser, text: str) -> None:
     verb.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help=told)
 
 
+def _memory_limit(verb: argparse.ArgumentParser) -> None:
+    text = "memory of one device that the step may use: 80GB, 16GiB or 1000000"
+    verb.add_argument("--memory-limit-bytes", metavar="SIZE", help=text)
+
+
+def _effort(verb: argparse.ArgumentParser) -> None:
+    text = "how far to search for a faster plan: quick, default or thorough"
+    verb.add_argument("--effort", choices=("quick", "default", "thorough"), help=text)
+
+
 def _add_planning(add: Add) -> None:
     """The verbs that plan a step."""
     plan = add(
@@ -115,12 +125,8 @@ def _add_planning(add: Add) -> None:
     )  # fmt: skip
     _function(plan, "a function that returns (step, *arguments), in a file or in a module: package.module:FUNCTION")
     _cluster(plan, "local, dgx-h100x16, tpu-v5e:2x4 or a .json file")
-    plan.add_argument(
-        "--memory-limit-bytes",
-        metavar="SIZE",
-        help="memory of one device that the step may use: 80GB, 16GiB or 1000000",
-    )
-    plan.add_argument("--effort", choices=("quick", "default", "thorough"), help="how far to search for a faster plan")
+    _memory_limit(plan)
+    _effort(plan)
     plan.add_argument("--save", metavar="PATH", help="write the plan as JSON")
     plan.add_argument("--report", metavar="PATH", help="write the plan as a page for a browser")
     plan.add_argument("--table", action="store_true", help="print every row of the plan")
@@ -132,6 +138,8 @@ def _add_planning(add: Add) -> None:
     _function(why_not, "as for plan")
     why_not.add_argument("recipe", metavar="RECIPE", help="a call of autopar.recipes: 'zero(1)', 'combine(pp=2, tp=4)'")
     _cluster(why_not, "as for plan")
+    _memory_limit(why_not)
+    _effort(why_not)
 
     fit = add(
         "fit", commands.fit, "the largest batch that fits, and the time of an example",
@@ -140,6 +148,7 @@ def _add_planning(add: Add) -> None:
     _function(fit, "as for plan; its batch gets other sizes")
     text = "as for plan; several are compared (local)"
     _cluster(fit, text, action="append", default=None, help=text)
+    _effort(fit)
     fit.add_argument("--multiple", type=int, metavar="N", help="batches are multiples of N (the number of devices)")
     text = "the argument of FUNCTION that is the number of examples, where the batch does not have them first"
     fit.add_argument("--batch-arg", metavar="NAME", help=text)
@@ -176,7 +185,7 @@ def _add_reading(add: Add) -> None:
 def _add_running(add: Add) -> None:
     """The verbs that compile or run."""
     verify = add(
-        "verify", commands.verify, "hold a step's plan against the program that XLA makes of it",
+        "verify", commands.verify, "compare a step's plan with the program that XLA compiles for it",
         "verify train.py:job --cluster tpu-v5e:2x4",
     )  # fmt: skip
     _function(verify, "as for plan; run where the cluster is local")
@@ -192,7 +201,7 @@ def _add_running(add: Add) -> None:
 
     measure = add(
         "measure", commands.measure,
-        "time the devices of this machine, so that plans for them count with what they really do",
+        "time the devices of this machine, so that predictions for them use measured rates",
         "measure --devices 4 --save cluster.json",
     )  # fmt: skip
     measure.add_argument("--devices", type=int, metavar="N", help="the first N devices only")
@@ -202,7 +211,7 @@ def _add_running(add: Add) -> None:
 def _add_checkpoints(add: Add) -> None:
     """The verbs of `autopar checkpoint`."""
     show = add(
-        "show", commands.show_checkpoint, "the steps of a folder; of one its leaves, plan and data position",
+        "show", commands.show_checkpoint, "the checkpoints of a folder; of one its leaves, plan and data position",
         "checkpoint show runs/a --json",
     )  # fmt: skip
     export = add(

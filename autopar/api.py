@@ -200,6 +200,18 @@ def as_step(step: Callable[..., Any] | Step) -> Step:
     return parallel
 
 
+def with_search(step: Step, *, effort: str | None = None, memory_limit_bytes: int | str | None = None) -> Step:
+    """A step with its own options except those named here. Raises: InvalidArgumentError, as `parallelize`."""
+    given: dict[str, Any] = {
+        name: x for name, x in (("effort", effort), ("memory_limit_bytes", memory_limit_bytes)) if x is not None
+    }
+    checked = parallelize(function_of(step), **given)
+    assert isinstance(checked, Step), "given a function, it makes a step"
+    named = {name: getattr(checked._options.request, name) for name in given}
+    request = dataclasses.replace(step._options.request, **named)
+    return Step(function_of(step), dataclasses.replace(step._options, request=request))
+
+
 def _make_step(fun: Any, options: StepOptions) -> Step:
     function = unwrapped(function_of(fun) if isinstance(fun, Step) else fun)
     if not callable(function):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 import autopar
-from autopar.api import as_step
+from autopar.api import as_step, with_search
 from autopar.checkpoint.description import describe
 from autopar.checkpoint.export import export
 from autopar.checkpoint.restoring import array_files
@@ -45,8 +45,7 @@ def plan(parsed: argparse.Namespace) -> Output:
     _check_folder("--report", parsed.report)
     cluster = Cluster.parse(parsed.cluster)
     step, arguments = shapes_only(parsed.function, parsed.arg)
-    options = {"effort": parsed.effort} if parsed.effort else {}
-    made = autopar.plan(step, *arguments, cluster=cluster, memory_limit_bytes=parsed.memory_limit_bytes, **options)
+    made = _planned_for(step, cluster, parsed.effort, parsed.memory_limit_bytes).plan(*arguments)
     if parsed.save:
         made.save(parsed.save)
     if parsed.report:
@@ -65,7 +64,9 @@ def why_not(parsed: argparse.Namespace) -> Output:
     """Compares the plan of a step with that of a recipe."""
     recipe = recipe_of(parsed.recipe)
     step, arguments = shapes_only(parsed.function, parsed.arg)
-    found = _planned_for(step, Cluster.parse(parsed.cluster)).plan(*arguments).why_not(recipe)
+    cluster = Cluster.parse(parsed.cluster)
+    planned = _planned_for(step, cluster, parsed.effort, parsed.memory_limit_bytes).plan(*arguments)
+    found = planned.why_not(recipe)
     return Output(found.text, found.to_dict())
 
 
@@ -95,6 +96,7 @@ def fit(parsed: argparse.Namespace) -> Output:
     _check_folder("--report", parsed.report)
     step, arguments = _of_batch_sizes(parsed) if parsed.batch_arg else shapes_only(parsed.function, parsed.arg)
     prices = dict(_price(text) for text in parsed.price or ())
+    step = with_search(as_step(step), effort=parsed.effort)
     found = autopar.fit(step, *arguments, clusters=parsed.cluster or ["local"], multiple=parsed.multiple, prices=prices)
     if parsed.report:
         found.report(parsed.report)
@@ -214,9 +216,11 @@ def load(path: str) -> Plan:
     return Plan.load(path)
 
 
-def _planned_for(step: Callable[..., Any], cluster: Cluster) -> autopar.Step:
-    """A step on a cluster: what `parallelize` made as it is, a plain function with its defaults."""
-    return on_cluster(as_step(step), cluster)
+def _planned_for(
+    step: Callable[..., Any], cluster: Cluster, effort: str | None = None, memory_limit_bytes: str | None = None
+) -> autopar.Step:
+    """A step on a cluster: what `parallelize` made with its own options, a plain function with the defaults."""
+    return with_search(on_cluster(as_step(step), cluster), effort=effort, memory_limit_bytes=memory_limit_bytes)
 
 
 def _check_folder(where: str, path: str | None) -> None:

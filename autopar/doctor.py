@@ -92,15 +92,13 @@ def _devices() -> list[Finding]:
         found.append(Finding(what="link between hosts", state=f"{rate} ({cluster.between_hosts.source})"))
     advice = ""
     if not cluster.fits:
-        advice = "predictions count with tables, not with these devices: autopar measure takes a minute"
+        advice = "predictions use tables of constants, not these devices: autopar measure (a minute) times them"
     quality = "; ".join(
         f"{fit.what}: {fit.points} timings, median error {fit.median_error:.0%}" for fit in cluster.fits
     )
     found.append(Finding(what="measured", state=quality or "nothing", advice=advice))
     if len(devices) == 1:
-        advice = (
-            "nothing is split over one device; virtual CPU devices: XLA_FLAGS=--xla_force_host_platform_device_count=8"
-        )
+        advice = "a step runs whole on one device; to try parallel plans on a CPU, set JAX_NUM_CPU_DEVICES=8"
         found.append(Finding(what="parallel", state="no", advice=advice))
     return found
 

@@ -21,6 +21,8 @@ def recipe_of(text: str) -> Recipe:
     """
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body)
+    except InvalidArgumentError:
+        raise  # the recipe's own, which names its argument
     except (SyntaxError, ValueError, TypeError) as error:
         raise _refused(text, str(error)) from error
     if not isinstance(value, Recipe):

@@ -62,7 +62,7 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
             where="recipes.tensor_parallel(kind)",
             expected="'1d', '2d', '2.5d' or '3d'",
             got=repr(kind),
-            hint="leave it out for '1d', Megatron's",
+            hint="leave it out for '1d', Megatron's; size=8 is the number of devices",
         )
     if (kind == "2.5d") != (depth is not None):
         raise InvalidArgumentError(

@@ -119,8 +119,8 @@ def array_files(where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise MissingPackageError(
             where=where,
-            expected="the packages of autopar[train]",
+            expected="the packages of the extra autopar[train]",
             got=f"no {error.name}",
-            hint="pip install autopar[train]",
+            hint="pip install orbax-checkpoint safetensors tensorstore",
         ) from error
     return files

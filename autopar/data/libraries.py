@@ -12,5 +12,5 @@ def grain_library() -> Any:
         return importlib.import_module("grain")
     except ImportError as error:
         raise ImportError(
-            f"autopar.data reads through Grain, which is not here: pip install autopar[train] ({error})"
+            f"autopar.data reads through Grain, which is not here: pip install grain ({error})"
         ) from error

@@ -112,7 +112,7 @@ def first(num_devices: int | None = None) -> list[Any]:
             expected=f"1 to {len(devices)} devices, as many as this program has ({devices[0].platform})",
             got=str(num_devices),
             hint="plan for other hardware with Cluster.preset(...); virtual CPU devices come from "
-            "XLA_FLAGS=--xla_force_host_platform_device_count=8, set before jax starts",
+            "JAX_NUM_CPU_DEVICES=8, set before jax starts",
         )
     return devices[:num_devices]
 

@@ -37,7 +37,7 @@ def submesh(mesh: LogicalMesh, first_device: int) -> Mesh:
             expected=f"{needed} devices",
             got=f"{len(devices)} {jax.default_backend()} device(s)",
             hint="plan for the devices at hand (cluster=None), or run where there are as many; for a trial on CPU set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}",
+            f"JAX_NUM_CPU_DEVICES={needed} before jax starts",
         )
     grid = np.array(devices[first_device:needed]).reshape(mesh.axis_sizes)
     return Mesh(grid, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_sizes))

@@ -44,7 +44,7 @@ class TensorBoard:
                 where="autopar.Monitor(log=...)",
                 expected="tensorboardX, which writes files for TensorBoard",
                 got=str(error),
-                hint="pip install 'autopar[train]'",
+                hint="pip install tensorboardX",
             ) from error
         self._writer: Any = SummaryWriter(str(folder), write_to_disk=True)
 

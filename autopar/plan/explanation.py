@@ -80,9 +80,7 @@ class Explanation:
 
     def text(self, text_format: TextFormat = PLAIN) -> str:
         """The explanation in lines."""
-        lines = [f"{v.path}: {v.dtype}{list(v.shape)} {v.kind}, lies {v.lies}" for v in self.values]
-        for value in self.values if len(self.values) <= DRAWN else ():
-            lines += _picture(value)
+        lines = _of_values(self.values)
         for row in self.modules:
             lines += _of_module(row)
         lines += [f"binds: {text}" for text in self.binds]
@@ -212,6 +210,26 @@ def pieces_of(shape: Sequence[int], layout: Layout, mesh: LogicalMesh, first_dev
     return tuple(pieces)
 
 
+def _of_values(values: Sequence[ExplainedValue]) -> list[str]:
+    """A line for each value, with a picture where they are few. Many whose paths differ in numbers only, such as those
+    of layers, are one line.
+    """
+    if len(values) <= DRAWN:
+        return [line for v in values for line in (_of_value(v.path, v), *_picture(v))]
+    groups: dict[tuple[Any, ...], list[ExplainedValue]] = {}
+    for v in values:
+        groups.setdefault((summary.folded(v.path), v.dtype, v.shape, v.kind, v.lies), []).append(v)
+    lines = []
+    for (folded, *_), alike in groups.items():
+        paths = [f"{folded} ({len(alike)}x)"] if len(alike) > DRAWN else [v.path for v in alike]
+        lines += [_of_value(path, alike[0]) for path in paths]
+    return lines
+
+
+def _of_value(path: str, v: ExplainedValue) -> str:
+    return f"{path}: {v.dtype}{list(v.shape)} {v.kind}, {v.lies}"
+
+
 def _picture(value: ExplainedValue) -> list[str]:
     """Which devices hold what, where the array is split."""
     if len(value.pieces) < 2:
@@ -233,7 +251,7 @@ def _of_module(row: ModuleRow) -> list[str]:
             f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}"
         )
     if not row.collectives:
-        lines.append("  sends nothing: what it reads already lies as it is read")
+        lines.append("  sends nothing: its operands already have the layouts that it needs")
     return lines
 
 

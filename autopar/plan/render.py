@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
+from autopar.common.paths import parts_of
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
 from autopar.plan.schema import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
-from autopar.plan.summary import folded, stage_mesh
+from autopar.plan.summary import common_name, folded, stage_mesh
 
 WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
@@ -131,13 +132,19 @@ def _stages_table(pipeline: PipelineRecord, kinds: Sequence[str]) -> Table:
 
 
 def diff(one: PlanRecord, other: PlanRecord, text_format: TextFormat = PLAIN) -> str:
-    """The differences of two plans, as a table."""
+    """The differences of two plans, as a table; arrays that are alike and differ alike are one row."""
     differing = differences(one, other)
     if not differing:
         return "the plans are the same"
+    paths = {v.path for v in (*one.arguments, *one.results)}
+    alike: dict[tuple[object, str, str], list[str]] = {}
+    for what, a, b in differing:
+        parts = parts_of(folded(what))
+        alike.setdefault(((parts[0], *parts[-2:]) if what in paths else what, a, b), []).append(what)
     out, rows = TextConsole(WIDTH, text_format), Table("what", "this plan", "other plan")
-    for row in differing:
-        rows.add_row(*map(escape, row))
+    for (_, a, b), names in alike.items():
+        name = common_name(names) + (f" ({len(names)}x)" if len(names) > 1 else "")
+        rows.add_row(*map(escape, (name, a, b)))
     out.table(rows)
     return out.text()
 

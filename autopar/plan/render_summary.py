@@ -24,7 +24,8 @@ from autopar.plan.summary import Share, StageGroup, StateGroup
 COLUMNS, LINES = 100, 40
 STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 8, 3
 NAME_COLUMNS = 43
-SENTENCE_LINES, NOTE_LINES = 3, 1
+BATCH = "batch"  # the kind of arguments that hold examples
+SENTENCE_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 1
 ENDING = "plan.explain(name) for one of these, plan.table() for all, plan.report('plan.html') for a page"
 
 
@@ -40,6 +41,7 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         *page.wrapped(summary.advantage(record), SENTENCE_LINES),
     ]
     lines += _stages(page, summary.stage_groups(record))
+    lines += page.wrapped(_legend(record), LEGEND_LINES)
     lines += _collectives(page, record)
     lines += _state(page, summary.state_groups(record))
     if record.pinned is not None:
@@ -88,6 +90,24 @@ class _Page:
 def _axes(record: PlanRecord) -> str:
     sizes = summary.stage_mesh(record, 0).axis_sizes
     return ", ".join(f"{name}={n}" for name, n in zip(record.axis_names, sizes, strict=True))
+
+
+def _legend(record: PlanRecord) -> str:
+    """The sizes of the mesh axes, and how a layout is read; nothing on one device."""
+    first = next((s for s in range(summary.num_stages(record)) if summary.stage_mesh(record, s).num_devices > 1), None)
+    if first is None:
+        return ""
+    mesh = summary.stage_mesh(record, first)
+    axis = mesh.axis_names[0]
+    layout = f"layout [{axis}, -]: dimension 0 split over axis {axis}, dimension 1 not split."
+    if record.pipeline is not None:
+        return layout.capitalize()
+    own = record.axis_names or mesh.axis_names
+    axes = [
+        f"{name}={n}" + (f" ({called})" if called != name else "")
+        for name, n, called in zip(mesh.axis_names, mesh.axis_sizes, own, strict=True)
+    ]
+    return f"Mesh {', '.join(axes)}; {layout}"
 
 
 def _numbers(record: PlanRecord) -> str:
@@ -153,6 +173,11 @@ def _collectives(page: _Page, record: PlanRecord) -> list[str]:
 
 
 def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
+    """The largest groups; the last line is that of the batch where it is none of them."""
+    shown = list(groups[:STATE_SHOWN])
+    batch = next((g for g in groups if g.kind == BATCH), None)
+    if batch is not None and batch not in shown:
+        shown[-1] = batch
     rows = [
         (
             _shortened(summary.path_of(g.name)),
@@ -162,10 +187,10 @@ def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
             g.layout + (" in host memory" if g.in_host else ""),
             text_of_bytes(g.device_bytes),
         )
-        for g in groups[:STATE_SHOWN]
+        for g in shown
     ]
     lines = page.table(("arguments, with those alike", "kind", "n", "shape", "layout", "a device"), rows)
-    rest = sum(g.device_bytes for g in groups[STATE_SHOWN:])
+    rest = sum(g.device_bytes for g in groups if g not in shown)
     return [*lines, *_rest(len(groups) - len(rows), f"groups of arguments, {text_of_bytes(rest)}")]
 
 

@@ -23,8 +23,6 @@ COSTLIEST_SHOWN = 3
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
 BUBBLE, WAITING = "bubble of the pipeline", "waiting"
 NEW_MEMORY, HOST_COPIES = "new memory", "copies from and to the host"
-# The parts of a step that belong to no module.
-BETWEEN_MODULES = (BUBBLE, WAITING, NEW_MEMORY, HOST_COPIES)
 # Of the step: less of it is no line of its own in what is lost.
 LEAST_LOSS = 0.001
 _NUMBER = re.compile(r"\d+")
@@ -119,6 +117,11 @@ def stage_mesh(record: PlanRecord, stage: int) -> LogicalMesh:
     """The mesh of a stage, or of the whole step."""
     sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
     return LogicalMesh(axis_sizes=sizes)
+
+
+def num_stages(record: PlanRecord) -> int:
+    """The stages of a pipeline; 1 for one program."""
+    return 1 if record.pipeline is None else len(record.pipeline.stages)
 
 
 def num_devices(record: PlanRecord) -> int:
@@ -286,6 +289,7 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
     """The arguments, those that are alike as one, largest first.
 
     Alike are layers, and moments beside their parameters: their paths end alike, and shape, type and layout are equal.
+    Their name is a pattern that matches the parameters among them.
     """
     groups: dict[tuple, list[PlannedValue]] = {}
     for v in record.arguments:
@@ -296,7 +300,7 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
     for (_, kind, shape, dtype, lies, in_host), values in groups.items():
         rows.append(
             StateGroup(
-                name=folded(values[0].path) if len(values) > 1 else values[0].path,
+                name=common_name([value.path for value in values]),
                 kind=kind,
                 count=len(values),
                 shape=shape,
@@ -307,6 +311,20 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.device_bytes))
+
+
+def common_name(paths: Sequence[str]) -> str:
+    """The shortest path, which is that of a parameter and not of its moments; a part in which several of the shortest
+    differ is `*`.
+    """
+    if len(paths) == 1:
+        return paths[0]
+    by_path = {folded(path): parts_of(folded(path)) for path in paths}
+    length = min(map(len, by_path.values()))
+    shortest = {path: parts for path, parts in by_path.items() if len(parts) == length}
+    if len(shortest) == 1:
+        return next(iter(shortest))
+    return "/".join(names[0] if len(set(names)) == 1 else "*" for names in zip(*shortest.values(), strict=True))
 
 
 def _device_bytes(record: PlanRecord, values: Sequence[PlannedValue]) -> int:
@@ -342,7 +360,7 @@ def advantage(record: PlanRecord) -> str:
     if not weighed:
         return "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
     others = [r for r in weighed if r.name != own]
-    parts = [f"It is the baseline {own}"] if own else []
+    parts = [f"It is a baseline: {own}"] if own else []
     for rival in (r for r in others if r.name == DATA_PARALLEL):
         parts.append(_against(rival, step_s))
     timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and r.name != DATA_PARALLEL]
@@ -350,13 +368,14 @@ def advantage(record: PlanRecord) -> str:
         best = min(timed, key=lambda item: item[0])[1]
         parts.append(f"{_against(best, step_s)}, the next best of the baselines")
     elif others and not parts:
-        parts += [f"{r.name}: {r.why}" for r in others[:1]]
-    return "; ".join(parts) + "."
+        parts += [f"{_against(others[0], step_s)}: plan.why_not(recipe) does that"]
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _against(rival: Rival, step_s: float) -> str:
     if rival.step_time_s is None:
-        return f"{rival.name}: {rival.why}"
+        return f"not compared with {rival.name} ({rival.why})"
     if rival.step_time_s < step_s:
         return f"{rival.name} would take {text_of_s(rival.step_time_s)} ({rival.why})"
     return f"{rival.step_time_s / step_s:.2f}x as fast as {rival.name} ({text_of_s(rival.step_time_s)})"

@@ -91,10 +91,15 @@ class WhyNot:
             Quantity(name="peak of a device", unit="bytes", plan=max(a.peak_bytes), other=max(b.peak_bytes)),
             Quantity(name="sent by a device", unit="bytes", plan=_sent_bytes(self.plan), other=_sent_bytes(self.other)),
         ]
+        return (*rows, *self.parts())
+
+    def parts(self) -> tuple[Quantity, ...]:
+        """The parts that the step time consists of."""
         own, others = ({s.name: s.seconds for s in summary.shares(record)} for record in (self.plan, self.other))
-        for name in dict.fromkeys((*own, *others)):
-            rows.append(Quantity(name=name, unit="s", plan=own.get(name, 0.0), other=others.get(name, 0.0)))
-        return tuple(rows)
+        return tuple(
+            Quantity(name=name, unit="s", plan=own.get(name, 0.0), other=others.get(name, 0.0))
+            for name in dict.fromkeys((*own, *others))
+        )
 
     def memory(self) -> tuple[Quantity, ...]:
         """The memory at the peak by purpose, of the device with the highest peak."""
@@ -129,15 +134,20 @@ class WhyNot:
             )
             return f"{text} Without the limit a step would take {text_of_s(other_s)} ({text_of_s(step_s)} here)."
         if self.slower_s <= 0:
-            faster = f"faster by {text_of_s(-self.slower_s)}" if self.slower_s else "as fast"
-            return f"It takes {text_of_s(other_s)} a step, and is {faster}: it was not weighed, or is as good."
+            if not self.slower_s:
+                return f"It takes {text_of_s(other_s)} a step, as the plan does."
+            faster = f"{text_of_s(-self.slower_s)} less than the plan"
+            return (
+                f"It takes {text_of_s(other_s)} a step, {faster}: the search did not try it, or counts both as equal."
+            )
         text = (
             f"It takes {text_of_s(other_s)} a step, {other_s / step_s:.2f} times the {text_of_s(step_s)} of the plan: "
             f"slower by {text_of_s(self.slower_s)}."
         )
-        losing, between = next(iter(self.modules()), None), self._most_lost_between()
-        if between is not None and (losing is None or between.more > losing.more_s):
-            text += f" It loses the most between modules, to {between.name}: {text_of_s(between.more)} more."
+        largest = max((q for q in self.parts() if q.more > 0), key=lambda q: q.more, default=None)
+        if largest is not None:
+            text += f" The largest part of that is {largest.name}: {text_of_s(largest.more)} more."
+        losing = next(iter(self.modules()), None)
         if losing is None or losing.more_s <= 0:
             return f"{text} No module takes longer."
         return (
@@ -145,11 +155,6 @@ class WhyNot:
             f"{text_of_s(losing.other.compute_s - losing.plan.compute_s)} of it computing and "
             f"{text_of_s(losing.other.send_s - losing.plan.send_s)} sending."
         )
-
-    def _most_lost_between(self) -> Quantity | None:
-        """The part of the step that no module has, of which the other plan needs the most more."""
-        parts = [q for q in self.quantities() if q.name in summary.BETWEEN_MODULES and q.more > 0]
-        return max(parts, key=lambda q: q.more, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as plain values, as `json.dumps` takes them."""
@@ -184,6 +189,7 @@ class WhyNot:
         if len(modules) > MODULES_SHOWN:
             rest = sum(row.more_s for row in modules[MODULES_SHOWN:])
             console.line(f"and {len(modules) - MODULES_SHOWN} more modules, {text_of_s(rest)} more")
+        console.line("The times of modules include communication that computing hides; the parts of the step do not.")
         return console.text()
 
     __str__ = text

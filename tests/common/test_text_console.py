@@ -150,5 +150,5 @@ def test_the_command_line_follows_the_terminal(tmp_path):
     lines = re.sub(r"\x1b\[[\d;]*m", "", coloured).splitlines() + plain.splitlines()
     assert max(map(len, lines)) <= 60
     words = " ".join(plain.split())
-    assert "predictions count with tables, not with these devices" in words
+    assert "predictions use tables of constants, not these devices" in words
     assert "MFU" in words

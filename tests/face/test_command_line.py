@@ -281,7 +281,7 @@ def test_what_a_recipe_would_give(job, capsys):
         show_progress=False,
     )
     assert made["quantities"][0]["other"] == own.predicted.step_time_s
-    assert made["instead"] in out_of(capsys, *named).replace("\n", " ")
+    assert made["instead"] in out_of(capsys, *named, "--effort", "quick").replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -306,6 +306,13 @@ def test_what_is_no_recipe_is_refused_and_not_run(text):
         recipe_of(text)
 
 
+def test_a_wrong_argument_of_a_recipe_is_named():
+    with pytest.raises(
+        InvalidArgumentError, match=r"^recipes.tensor_parallel\(kind\): expected '1d'.* got 8\n.*size=8"
+    ):
+        recipe_of("tensor_parallel(8)")
+
+
 @pytest.mark.slow
 def test_the_largest_batch(job, capsys):
     made = json.loads(out_of(capsys, "fit", limited_job(job), "--cluster", "dgx-h100", "--json"))
@@ -324,11 +331,20 @@ def limited_job(job) -> str:
     return f"{path}:job"
 
 
+def test_a_decorated_step_keeps_its_options_but_for_those_that_are_named(job, capsys):
+    named = ["plan", limited_job(job), "--cluster", "dgx-h100", "--effort", "quick", "--json"]
+    limits = [
+        json.loads(out_of(capsys, *named, *options))["plan"]["memory_limit_bytes"]
+        for options in ((), ("--memory-limit-bytes", "200kB"))
+    ]
+    assert limits == [100_000, 200_000]
+
+
 def test_the_doctor_says_what_there_is(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "none"))
     made = {row["what"]: row for row in json.loads(out_of(capsys, "doctor", "--json"))["findings"]}
     assert made["devices"]["state"] == "8 x cpu"
-    assert made["measured"]["advice"].startswith("predictions count with tables")
+    assert made["measured"]["advice"].startswith("predictions use tables")
     assert "not there yet" in made["cache"]["state"]
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "plan-1.json").write_text("x")

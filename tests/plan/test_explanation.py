@@ -56,6 +56,20 @@ def test_the_picture_is_shown_for_few():
     assert " on device" not in str(explanation(record, "state")).partition("\n")[2]
 
 
+def test_each_picture_follows_its_own_argument():
+    lines = str(explanation(program(layers=2), "state['params']")).splitlines()
+    assert [i for i, line in enumerate(lines) if line.startswith("state")] == [0, 9]
+    assert lines[8] == "  [:, 175:200] on device 7"
+
+
+def test_many_layers_that_lie_alike_are_one_line():
+    many, few = (str(explanation(program(layers=n), "state")).splitlines() for n in (4, 3))
+    assert many[0] == (
+        "state['params']['layer*']['mlp']['kernel'] (4x): float32[5, 200] state, dimension 1 split over x (8 ways)"
+    )
+    assert few[0].startswith("state['params']['layer0']['mlp']['kernel']: float32[5, 200] state, dimension 1 split")
+
+
 def test_what_binds_is_said():
     record = program()
     assert explanation(record, "layer0/mlp").binds == ()

@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar.common.paths import parts_of
-from autopar.plan import render_summary, summary
+from autopar.plan import render, render_summary, summary
 from autopar.plan.file import decode, encode
 from autopar.plan.schema import MeshTrial, RejectionRecord
 from tests.plan.records import module, pipeline, predicted, program, value
@@ -82,8 +82,47 @@ def test_layers_and_moments_are_one_row():
     groups = summary.state_groups(program(layers=3))
     assert [(g.name, g.count, g.device_bytes) for g in groups] == [
         ("batch['x']", 1, 4000),
-        ("state['params']['layer*']['mlp']['kernel']", 6, 3000),
+        ("state/*/layer*/mlp/kernel", 6, 3000),
     ]
+
+
+def test_a_row_is_named_after_its_parameters():
+    moments = ("state['opt'][0].mu['dec'][0]['up']['w']", "state['opt'][0].mu['enc'][0]['up']['w']")
+    dec, enc = "state['params']['dec'][0]['up']['w']", "state['params']['enc'][0]['up']['w']"
+    named = [
+        summary.state_groups(program(arguments=tuple(map(value, paths))))[0].name
+        for paths in ((moments[0], dec), (*moments, dec, enc))
+    ]
+    assert named == ["state['params']['dec'][*]['up']['w']", "state/params/*/*/up/w"]
+
+
+def test_the_screen_says_the_mesh_and_how_a_layout_is_read():
+    two_axes = str(
+        autopar.Plan(program(axis_sizes=(2, 4), axis_names=("data", "model"), axis_roles=(("data", "tensor"),)))
+    )
+    assert (
+        "Mesh x=2 (data), y=4 (model); layout [x, -]: dimension 0 split over axis x, dimension 1 not split."
+    ) in " ".join(two_axes.split())
+    assert "\nLayout [x, -]: dimension 0 split" in str(autopar.Plan(pipeline()))
+    assert "Mesh" not in str(autopar.Plan(program(axis_sizes=(1,), axis_roles=(("x",),))))
+
+
+def test_the_screen_always_has_the_batch():
+    state = tuple(value(f"state['{'abcdefghijkl'[i]}'][{'abcdefghijkl'[i]!r}]") for i in range(10))
+    batch = dataclasses.replace(value("batch['x']", kind="batch"), shape=(5, 2), nbytes=40)
+    text = str(autopar.Plan(program(arguments=(*state, batch))))
+    assert "batch/x " in text
+    assert "and 3 more groups of arguments, 12 kB" in text
+
+
+def test_layers_that_differ_alike_are_one_row_of_a_difference():
+    one, other = (
+        program(arguments=tuple(value(f"state['layer{i}']['w']", split=split) for i in range(3)))
+        for split in (False, True)
+    )
+    text = render.diff(one, other)
+    assert "state['layer*']['w'] (3x)" in text
+    assert text.count("layer") == 1
 
 
 def test_arrays_with_another_layout_have_a_row_of_their_own():
@@ -120,10 +159,14 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
         == "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
     )
     own = MeshTrial(axis_sizes=(8,), step_time_s=10.0, peak_bytes=1, status="optimal", name="data parallelism")
-    assert summary.advantage(program(tried=(own,), rejected=())) == "It is the baseline data parallelism."
+    assert summary.advantage(program(tried=(own,), rejected=())) == "It is a baseline: data parallelism."
     too_large = RejectionRecord(source="baselines", text="data parallelism", why="over the memory limit by 1 GB")
     assert summary.advantage(program(tried=(), rejected=(too_large,))) == (
-        "data parallelism: over the memory limit by 1 GB."
+        "Not compared with data parallelism (over the memory limit by 1 GB)."
+    )
+    untried = RejectionRecord(source="baselines", text="data parallelism and ZeRO", why="not tried: effort='quick'")
+    assert summary.advantage(program(tried=(), rejected=(untried,))) == (
+        "Not compared with data parallelism and ZeRO (not tried: effort='quick'): plan.why_not(recipe) does that."
     )
 
 

@@ -65,11 +65,15 @@ def test_where_it_loses_is_said():
     other = program(modules=slow, predicted=predicted(slow, step_time_s=15.0))
     found = WhyNot(plan=program(), other=other)
     assert found.verdict == (
-        "It takes 15 s a step, 1.50 times the 10 s of the plan: slower by 5 s. Of the modules it loses the most in "
-        "layer*/mlp: 5 s more, 1 s of it computing and 4 s sending."
+        "It takes 15 s a step, 1.50 times the 10 s of the plan: slower by 5 s. The largest part of that is waiting: "
+        "5 s more. Of the modules it loses the most in layer*/mlp: 5 s more, 1 s of it computing and 4 s sending."
     )
     assert [(row.module, row.more_s) for row in found.modules()] == [("layer*/mlp", 5.0), ("layer*/attention", -2.0)]
     assert "Instead: One program on 8 devices" in str(found)
+
+
+def test_a_plan_that_takes_as_long_is_said_to():
+    assert WhyNot(plan=program(), other=program()).verdict == "It takes 10 s a step, as the plan does."
 
 
 def test_a_loss_between_modules_is_the_bubble():
@@ -79,7 +83,7 @@ def test_a_loss_between_modules_is_the_bubble():
     )
     found = WhyNot(plan=program(), other=other)
     assert found.verdict.endswith(
-        "It loses the most between modules, to bubble of the pipeline: 12 s more. No module takes longer."
+        "The largest part of that is bubble of the pipeline: 12 s more. No module takes longer."
     )
 
 
