@@ -197,8 +197,11 @@ def peak_bytes(compiled: CompiledStep) -> int:
 
 
 def host_state_bytes(compiled: CompiledStep) -> int:
-    """Bytes of state in host memory that the compiler counts as device memory, as XLA does on CPU."""
-    if isinstance(compiled, CompiledPipeline) or compiled.memory_analysis().host_argument_size_in_bytes:
+    """Bytes in host memory that the compiler counts as device memory, as XLA does on CPU."""
+    if isinstance(compiled, CompiledPipeline):
+        return 0
+    stats = compiled.memory_analysis()
+    if stats.host_argument_size_in_bytes or stats.host_temp_size_in_bytes:
         return 0
     return sum(compiled.plan.predicted.host_bytes)
 

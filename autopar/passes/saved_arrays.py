@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopar.common import jax_remat
 from autopar.errors import UnsupportedError
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import OpGraph, OpKind, Purpose, Section, read_by
@@ -24,6 +25,11 @@ def saved_arrays(graph: OpGraph) -> frozenset[int]:
     starts = made.intersection(v for op in backward if op.kind is OpKind.BARRIER for v in read_by(op))
     values = (graph.values[v] for v in kept | starts)
     return frozenset(value.id for value in values if value.purpose is Purpose.ACTIVATION and value.shape)
+
+
+def offloaded_by_policy(graph: OpGraph) -> frozenset[int]:
+    """Values that a policy of `jax.checkpoint` sends to the memory of the host, inside of loops too."""
+    return frozenset(v for op in graph.ops() if jax_remat.is_in_host_memory(op.eqn) for v in op.outputs)
 
 
 def check_saved_arrays(graph: OpGraph, step: str) -> None:
