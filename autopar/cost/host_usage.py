@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from autopar.cost.cost_model import CostModel
 from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.ir.graph import OpGraph
 from autopar.ir.layout import Layout, local_bytes
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import HOST
-from autopar.lowering.instructions import HostCopy, LoweredBlock, host_copies_in
+from autopar.lowering.instructions import HostCopy, Instruction, LoweredBlock, host_copies_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,14 @@ def host_use(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> HostUse
         copied_bytes=sum(_runs(graph, t) * local(t.value, t.target[0]) for t in copies),
         time_s=sum(host_copy_s(graph, t, model) for t in copies),
     )
+
+
+def passing_bytes(graph: OpGraph, instructions: Sequence[Instruction], mesh: LogicalMesh) -> int:
+    """Bytes of what a device sends to the memory of its host and brings back within a part of a step."""
+    read = {key for instruction in instructions for key in instruction.keys_read}
+    made = {key for instruction in instructions for key in instruction.keys_made if key[1][1] == HOST}
+    values = ((graph.values[value], layout) for value, (layout, _) in made & read)
+    return sum(local_bytes(v.shape, v.itemsize, layout, mesh) for v, layout in values)
 
 
 def host_copy_s(graph: OpGraph, copy: HostCopy, model: CostModel) -> float:

@@ -32,6 +32,16 @@ def offloaded_by_policy(graph: OpGraph) -> frozenset[int]:
     return frozenset(v for op in graph.ops() if jax_remat.is_in_host_memory(op.eqn) for v in op.outputs)
 
 
+def waiting_in_host(graph: OpGraph) -> frozenset[int]:
+    """The same values, and what scans stack up of them, which is in the memory of the host instead."""
+    waiting = set(offloaded_by_policy(graph))
+    for op in reversed(list(graph.ops())):  # bodies before their loops
+        if op.kind is OpKind.SCAN:
+            stacked = zip(op.outputs[op.num_carry :], op.blocks[0].outputs[op.num_carry :], strict=True)
+            waiting |= {v for v, atom in stacked if isinstance(atom, int) and atom in waiting}
+    return frozenset(waiting)
+
+
 def check_saved_arrays(graph: OpGraph, step: str) -> None:
     """Raises: UnsupportedError for a step of which no saved arrays can be kept elsewhere: one without a backward pass,
     or whose layers are a loop, which makes the arrays of all layers before any of them could leave.
