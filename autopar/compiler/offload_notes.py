@@ -21,7 +21,7 @@ def offload_notes(programs: Iterable[tuple[OpGraph, LoweredBlock]]) -> tuple[str
                 line = jax_compat.source_line(op.eqn)
                 at = f" at {line}" if line else ""
                 notes.setdefault(
-                    f"what the code sends to the memory of the host{at} stays on the devices: only what the forward pass "
-                    "makes for the backward pass goes there, outside of branches and while loops"
+                    f"what the code sends to the memory of the host{at} stays on the devices: only what the forward "
+                    "pass makes for the backward pass goes there, outside of branches and while loops"
                 )
     return tuple(notes)
