@@ -22,6 +22,7 @@ def offload_notes(programs: Iterable[tuple[OpGraph, LoweredBlock]]) -> tuple[str
                 at = f" at {line}" if line else ""
                 notes.setdefault(
                     f"what the code sends to the memory of the host{at} stays on the devices: only what the forward "
-                    "pass makes for the backward pass goes there, outside of branches and while loops"
+                    "pass makes for the backward pass goes there, outside of branches and while loops, and of programs "
+                    "for TPU that hold both passes only what scans stack up, since others would be back early"
                 )
     return tuple(notes)

@@ -32,6 +32,17 @@ def offloaded_by_policy(graph: OpGraph) -> frozenset[int]:
     return frozenset(v for op in graph.ops() if jax_remat.is_in_host_memory(op.eqn) for v in op.outputs)
 
 
+def offloaded_on(graph: OpGraph, platform: Platform) -> frozenset[int]:
+    """Those of them that wait there on devices of a platform: all, but where both passes are one program for TPU those
+    that scans stack up. Its compiler brings others back early (`check_passes_apart`).
+    """
+    values = offloaded_by_policy(graph)
+    has_neighbours = graph.repeating or any(op.kind is OpKind.SEND for op in graph.block.ops)
+    if platform is not Platform.TPU or has_neighbours:
+        return values
+    return values.difference(*(op.outputs for op in graph.block.ops))
+
+
 def waiting_in_host(graph: OpGraph) -> frozenset[int]:
     """The same values, and what scans stack up of them, which is in the memory of the host instead."""
     waiting = set(offloaded_by_policy(graph))

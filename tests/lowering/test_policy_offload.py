@@ -215,6 +215,18 @@ def test_a_note_names_what_stays_on_the_devices():
     assert any("stays on the devices" in note and "test_policy_offload.py" in note for note in plan.record.notes)
 
 
+def test_one_program_for_tpu_keeps_what_written_out_layers_save():
+    cluster = autopar.Cluster.preset("tpu-v5e", topology="2x4")
+    plan = planned(scans=False, cluster=cluster)[2]
+    assert plan.predicted.host_bytes == ()
+    assert any("back early" in note for note in plan.record.notes)
+    plan = planned(scans=True, cluster=cluster)[2]
+    assert plan.predicted.host_bytes == (LAYERS * ONE_INNER // 4,)
+    assert not any("back early" in note for note in plan.record.notes)
+    plan = planned(recipe=recipes.pipeline(2, num_microbatches=2), scans=False, cluster=cluster)[2]
+    assert all(plan.predicted.host_bytes)
+
+
 def test_a_cluster_must_know_its_link_to_the_host():
     device = dataclasses.replace(slow_cluster().device, host_link_bytes_per_s=None)
     with pytest.raises(InvalidArgumentError, match="host_link_bytes_per_s"):
@@ -257,4 +269,4 @@ def test_the_compiled_scan_keeps_each_devices_part_in_the_hosts_memory(target, c
     assert kept.host_temp_size_in_bytes == 0
     # In XLA's text, memory space 5 is that of the host; the shape is that of a device's part.
     assert re.search(r"f32\[8,4096,2048\]\{2,1,0:[^}]*S\(5\)\}", text)
-    assert allocated_bytes(kept) - allocated_bytes(offloaded) > 0.6 * stack
+    assert allocated_bytes(kept) - allocated_bytes(offloaded) > 0.45 * stack  # a few slices are on their way
