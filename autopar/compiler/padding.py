@@ -12,6 +12,7 @@ from autopar.ir.graph import Purpose
 from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.scan_stacks import find_stacks
+from autopar.passes.split_scan import uneven_forms
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 from autopar.sharding.binding import Binding
@@ -22,7 +23,7 @@ from autopar.sharding.semantics import annotate_semantics
 
 def stored_step(traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook) -> TracedStep:
     """The step with the leaves of its state as they are stored on a cluster: padded where a recipe shares them out
-    among devices that do not divide them.
+    among devices that do not divide them, and where the requested stages do not divide the layers of a scan.
 
     Raises: InvalidArgumentError where the recipe does not fit the devices; UnsupportedError as `build_graph`.
     """
@@ -46,6 +47,9 @@ def stored_as_planned(traced: TracedStep, plan: Plan) -> TracedStep:
 
 def _chosen_forms(traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook) -> dict[int, PaddedForm]:
     binding, num_stages = request.binding, request.num_stages or 1
+    num_parts = num_stages * (request.chunks or 1)
+    if num_parts > 1 and (forms := uneven_forms(traced, num_parts, rules)):
+        return forms
     if binding is None or not traced.tied or cluster.num_devices % num_stages:
         return {}
     num_devices = cluster.num_devices // num_stages
