@@ -183,7 +183,7 @@ RECIPES = {
     "micro-batches": recipes.combine(num_microbatches=2),
     "stages": recipes.pipeline(2, num_microbatches=2),
 }
-FAST = {("one program", True), ("stages", True), ("micro-batches", False)}
+FAST = {("one program", True), ("stages", True)}
 WAYS = [
     pytest.param(name, scans, policy, marks=[] if (name, scans) in FAST and policy == "named" else pytest.mark.slow)
     for name in RECIPES
