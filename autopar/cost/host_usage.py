@@ -36,7 +36,8 @@ def host_use(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> HostUse
 
     entries = zip(lowered.block.inputs, lowered.entries(), strict=True)
     copies = list(host_copies_in(lowered))
-    new_state = {(atom, place) for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True)}
+    outputs = zip(lowered.block.outputs, lowered.outputs, strict=True)
+    new_state = {(atom, place) for atom, place in outputs if isinstance(atom, int)}
     saved = [t for t in copies if t.to_host and (t.value, t.target) not in new_state]
     return HostUse(
         kept_bytes=sum(local(v, layout) for v, (layout, state) in entries if state == HOST),

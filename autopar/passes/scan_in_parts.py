@@ -84,8 +84,7 @@ class _Evaluation:
         self.whole.update(zip(jaxpr.constvars, jax_compat.jaxpr_consts(self.stacks.closed), strict=True))
         for i, v in enumerate(jaxpr.invars):
             if i in self.stacks.arguments:
-                forms = [self.form(v.aval.shape, part) for part in range(self.parts)]
-                self.apart[v] = [unstore(next(rest), form) for form in forms]
+                self.apart[v] = [next(rest) for _ in range(self.parts)]
             else:
                 self.whole[v] = next(rest)
         for position, eqn in enumerate(jaxpr.eqns):
@@ -103,9 +102,9 @@ class _Evaluation:
                 out.append(self.joined(atom))
         return out
 
-    def form(self, shape: Sequence[int], part: int) -> PaddedForm:
-        """A part of a stack, and how it is stored: with as many layers as the first."""
-        return PaddedForm(self.part_of(shape, part), self.part_of(shape, 0))
+    def form(self, shape: Sequence[int], part: int, stored: Sequence[int] | None = None) -> PaddedForm:
+        """A part of a stack, and how it is stored: by default with as many layers as the first."""
+        return PaddedForm(self.part_of(shape, part), tuple(stored or self.part_of(shape, 0)))
 
     def named(self, part: int) -> Any:
         return jax.named_scope(scope_of(part, self.parts, self.stacks.trips))
@@ -114,12 +113,13 @@ class _Evaluation:
         if isinstance(atom, jax_compat.Literal):
             return atom.val
         if atom not in self.whole:
-            self.whole[atom] = jax.lax.concatenate(self.apart[atom], 0)
+            self.whole[atom] = jax.lax.concatenate([self.part(atom, part) for part in range(self.parts)], 0)
         return self.whole[atom]
 
     def part(self, atom: Any, part: int, dim: int = 0) -> Any:
         if not isinstance(atom, jax_compat.Literal) and dim == 0 and atom in self.apart:
-            return self.apart[atom][part]
+            # What is stored padded is cut for each reader: it belongs to the pass that reads it.
+            return unstore(self.apart[atom][part], self.form(atom.aval.shape, part, self.apart[atom][part].shape))
         key = (atom, part, dim)
         if key not in self.slices:
             start, stop = self.bounds(atom.aval.shape[dim], part)
